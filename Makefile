@@ -1,0 +1,63 @@
+# Each target is one command on a machine with Python 3.11 or newer, make and git. Everything is
+# installed into VENV, inside the checkout.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+python := $(VENV)/bin/python
+pip := $(python) -m pip --quiet --disable-pip-version-check
+
+.PHONY: help test check demo bench bench-quick notebooks clean
+.DELETE_ON_ERROR:
+# Two targets at once would install into one environment at once.
+.NOTPARALLEL:
+
+help:
+	@echo "make test         all tests but the slow ones and those that need a GPU"
+	@echo "make check        format, lint, types, spelling"
+	@echo "make demo         a training run that saves, is interrupted and goes on"
+	@echo "make bench        the benchmarks; bench-quick takes about a minute"
+	@echo "make notebooks    which notebooks there are"
+	@echo "make clean        removes what these made"
+	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) PYTEST_ARGS= DEMO_ARGS= BENCH_ARGS="
+
+test: $(VENV)/.installed-test
+	$(python) -m pytest -n auto --maxprocesses 2 --dist worksteal $(PYTEST_ARGS)
+
+check: $(VENV)/.installed-dev
+	$(python) -m ruff format --check .
+	$(python) -m ruff check .
+	$(python) -m pyright --pythonpath $(python)
+	$(python) -m codespell_lib
+
+demo: $(VENV)/.installed-demo
+	@$(python) examples/demo.py $(DEMO_ARGS)
+
+bench: $(VENV)/.installed-bench
+	$(python) -m benchmarks $(BENCH_ARGS)
+
+bench-quick: $(VENV)/.installed-bench
+	$(python) -m benchmarks --quick $(BENCH_ARGS)
+
+notebooks:
+	@ls notebooks/*.ipynb 2>/dev/null || echo "There are no notebooks yet."
+
+clean:
+	rm -rf .venv .venv-ci-* .pytest_cache .ruff_cache .hypothesis build dist
+	find jaxckpt tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# One stamp per extra: installed again only when pyproject.toml changes.
+$(VENV)/.installed-%: pyproject.toml | $(python)
+	@echo "Installing jaxckpt[$*] into $(VENV)"
+	@$(pip) install --editable '.[$*]'
+	@touch $@
+
+$(python):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "jaxckpt needs Python 3.11 or newer. '$(PYTHON)' is: $$($(PYTHON) --version 2>&1)" >&2; \
+	  echo "Name another one, for example: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
+	  exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV)

@@ -1,0 +1,77 @@
+"""Half-open boxes of array indices: shards, chunks and their intersections."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The indices `start <= i < stop` of an array, one pair for each dimension.
+
+    Example:
+        >>> Box((0, 2), (4, 6)).intersect(Box((2, 0), (8, 3)))
+        Box(start=(2, 2), stop=(4, 3))
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """The number of elements; 1 for a 0-d box."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The indices in both boxes, or None where they share none."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
+        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+    def within(self, outer: Box) -> tuple[Any, ...]:
+        """Where this box lies inside `outer`, as an index that gives a view, also of a 0-d array."""
+        inside = (
+            slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start, strict=True)
+        )
+        return (*inside, ...)
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box of a whole array."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def from_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """The box of a tuple of slices as `jax.Shard.index` gives it."""
+    bounds = [s.indices(n) for s, n in zip(index, shape, strict=True)]
+    return Box(tuple(b[0] for b in bounds), tuple(b[1] for b in bounds))
+
+
+def tile(box: Box, tile_shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Box]]:
+    """The tiles of a regular grid from the origin that touch `box`: grid index, uncut tile."""
+    ranges = [
+        range(a // t, -(-b // t)) for a, b, t in zip(box.start, box.stop, tile_shape, strict=True)
+    ]
+    for index in product(*ranges):
+        start = tuple(i * t for i, t in zip(index, tile_shape, strict=True))
+        yield index, Box(start, tuple(s + t for s, t in zip(start, tile_shape, strict=True)))
+
+
+def hull(boxes: Sequence[Box]) -> Box:
+    """The smallest box that holds all of `boxes` (at least one)."""
+    return Box(
+        tuple(map(min, zip(*(b.start for b in boxes), strict=True))) if boxes[0].start else (),
+        tuple(map(max, zip(*(b.stop for b in boxes), strict=True))) if boxes[0].stop else (),
+    )

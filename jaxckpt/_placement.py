@@ -1,0 +1,182 @@
+"""Where restored arrays go: which sharding each leaf gets on the devices that are here."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from jaxckpt._tree import Wanted, key_path
+from jaxckpt.format.sharding import SavedSharding
+from jaxckpt.format.tree import Path, path_text
+
+_logger = logging.getLogger("jaxckpt")
+
+ShardingFn = Callable[[str, tuple[int, ...], np.dtype[Any]], Any]
+
+
+class Placer:
+    """Chooses a sharding for each leaf. None means: uncommitted, on the default device.
+
+    The first of these that says something wins: `shardings`, `mesh`, the target, the checkpoint.
+
+    Args:
+        mesh: The saved PartitionSpecs are put on it. Axes go by name; those that it lacks go by
+            position if it has as many axes as the saved mesh.
+        shardings: A sharding or PartitionSpec (of `mesh`) for all leaves, a tree of them (a
+            container's applies to all in it), or `fn(path, shape, dtype)`.
+        saved: As recorded, by leaf name.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh: Mesh | None,
+        shardings: Any,
+        saved: Mapping[str, SavedSharding],
+    ) -> None:
+        self._mesh = mesh
+        self._saved = saved
+        self._meshes: dict[SavedSharding, Mesh | None] = {}
+        self._chosen = _chooser(shardings)
+        self._replicated: list[str] = []
+
+    def place(
+        self,
+        path: Path,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: Any,
+        wanted: Wanted | None,
+    ) -> Sharding | None:
+        """The sharding of the leaf at `path`, called `name` in the checkpoint."""
+        chosen = self._chosen(path, shape, dtype)
+        if isinstance(chosen, PartitionSpec):
+            if self._mesh is None:
+                raise TypeError(
+                    f"shardings: {path_text(path)} gets a PartitionSpec, which needs mesh="
+                )
+            return NamedSharding(self._mesh, chosen)
+        if chosen is not None:
+            if not isinstance(chosen, Sharding):
+                raise TypeError(f"shardings: {path_text(path)} gets {chosen!r}, not a sharding")
+            return chosen
+        saved = self._saved.get(name)
+        if self._mesh is not None:
+            return self._on_mesh(self._mesh, saved, shape, path)
+        if wanted is not None and (wanted.sharding is not None or wanted.uncommitted):
+            return wanted.sharding
+        if saved is None or saved.is_single_device:
+            return None
+        mesh = self._mesh_like(saved)
+        return None if mesh is None else self._on_mesh(mesh, saved, shape, path)
+
+    def log_replicated(self, place: str) -> None:
+        """Says once which arrays are whole on every device although they were saved in shards."""
+        if self._replicated:
+            _logger.warning(
+                "%s: %d arrays could not be split as they were saved, and are replicated along "
+                "some axes on this mesh, %s among them",
+                place,
+                len(self._replicated),
+                self._replicated[0],
+            )
+
+    def _on_mesh(
+        self, mesh: Mesh, saved: SavedSharding | None, shape: tuple[int, ...], path: Path
+    ) -> Sharding:
+        if saved is None or saved.is_single_device:
+            return NamedSharding(mesh, PartitionSpec())
+        renamed = _rename_axes(saved, mesh)
+        spec = []
+        for axes, size in zip(saved.spec[: len(shape)], shape, strict=False):
+            names = (axes,) if isinstance(axes, str) else axes or ()
+            here = [renamed[a] for a in names if a in renamed]
+            parts = math.prod(mesh.shape[a] for a in here)
+            if len(here) < len(names) or size % parts:
+                self._replicated.append(path_text(path))
+            spec.append(tuple(here) if here and size % parts == 0 else None)
+        return NamedSharding(mesh, PartitionSpec(*[s[0] if s and len(s) == 1 else s for s in spec]))
+
+    def _mesh_like(self, saved: SavedSharding) -> Mesh | None:
+        key = SavedSharding(
+            axis_names=saved.axis_names,
+            axis_sizes=saved.axis_sizes,
+            axis_types=saved.axis_types,
+            device_ids=saved.device_ids,
+        )
+        if key not in self._meshes:
+            self._meshes[key] = _mesh_here(key)
+        return self._meshes[key]
+
+
+def _chooser(shardings: Any) -> Callable[[Path, tuple[int, ...], Any], Any]:
+    if shardings is None:
+        return lambda path, shape, dtype: None
+    if callable(shardings) and not isinstance(shardings, (Sharding, PartitionSpec)):
+        return lambda path, shape, dtype: shardings(path_text(path), shape, dtype)
+    pairs, _ = jax.tree_util.tree_flatten_with_path(
+        shardings, is_leaf=lambda x: x is None or isinstance(x, (Sharding, PartitionSpec))
+    )
+    by_path = {key_path(keys): value for keys, value in pairs}
+
+    def nearest(path: Path, shape: tuple[int, ...], dtype: object) -> Any:
+        del shape, dtype
+        for depth in range(len(path), -1, -1):
+            if path[:depth] in by_path:
+                return by_path[path[:depth]]
+        return None
+
+    return nearest
+
+
+def _rename_axes(saved: SavedSharding, mesh: Mesh) -> dict[str, str]:
+    here = tuple(map(str, mesh.axis_names))
+    by_name = {name: name for name in saved.axis_names if name in here}
+    if len(by_name) == len(saved.axis_names) or len(here) != len(saved.axis_names):
+        return by_name
+    return dict(zip(saved.axis_names, here, strict=True))
+
+
+def _mesh_here(saved: SavedSharding) -> Mesh | None:
+    """The saved mesh on the devices here; a smaller one of the same axes if there are too few.
+
+    In a job of several processes the mesh covers all devices, so that each process has its share.
+    """
+    devices = jax.devices()
+    sizes, count = saved.axis_sizes, math.prod(saved.axis_sizes)
+    by_id = {device.id: device for device in devices}
+    if len(saved.device_ids) == count and all(i in by_id for i in saved.device_ids):
+        chosen = [by_id[i] for i in saved.device_ids]
+    else:
+        chosen = devices[:count]
+    if count > len(devices) or (jax.process_count() > 1 and count != len(devices)):
+        fitted = _fit(sizes, len(devices))
+        if fitted is None:
+            return None
+        sizes, chosen = fitted, devices
+    types = {}
+    if len(saved.axis_types) == len(sizes):
+        kinds = [getattr(jax.sharding.AxisType, kind, None) for kind in saved.axis_types]
+        types = {"axis_types": tuple(kinds)} if all(kind is not None for kind in kinds) else {}
+    return Mesh(np.asarray(chosen).reshape(sizes), saved.axis_names, **types)
+
+
+def _fit(sizes: tuple[int, ...], count: int) -> tuple[int, ...] | None:
+    """Changes one axis, the first that can, so that the mesh has `count` devices."""
+    for axis in range(len(sizes)):
+        others = math.prod(sizes) // max(1, sizes[axis])
+        if others and count % others == 0:
+            return (*sizes[:axis], count // others, *sizes[axis + 1 :])
+    # No single axis can: keep as much of the last axes as divides.
+    fitted = []
+    for size in reversed(sizes):
+        part = math.gcd(size, count)
+        fitted.insert(0, part)
+        count //= part
+    return None if not fitted else (fitted[0] * count, *fitted[1:])

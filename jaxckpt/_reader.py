@@ -1,0 +1,248 @@
+"""Reads the parts of stored arrays that the shards of this process need, within a budget."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from jaxckpt import _box
+from jaxckpt._box import Box
+from jaxckpt._metadata import Item, array_prefix, data_errors, stored_of
+from jaxckpt._plan import plan_reads
+from jaxckpt._transfer import empty
+from jaxckpt._writer import is_direct
+from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.format.arrays import chunk_key, decode_chunk, dtype_of
+from jaxckpt.format.tree import Leaf
+
+# How many arrays to open ahead of the one that is read.
+_OPEN_AHEAD: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafRead:
+    """One leaf to read.
+
+    Attributes:
+        boxes: The distinct parts wanted, in the global array.
+        dtype: Wanted, of the host buffers.
+    """
+
+    leaf: Leaf
+    boxes: tuple[Box, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(box.size for box in self.boxes) * self.dtype.itemsize
+
+
+def read_leaves(
+    item: Item, reads: Sequence[LeafRead], *, budget_bytes: int
+) -> Iterator[dict[Box, np.ndarray[Any, Any]]]:
+    """Yields the buffers of each leaf by box, in order.
+
+    Leaves are read ahead of the one that is yielded while their buffers fit into the budget; one
+    that is larger is read alone.
+
+    Raises:
+        CorruptCheckpoint: stored data is missing or damaged; the leaf and the file are named.
+    """
+    if not reads:
+        return
+    from jaxckpt.storage._arrays import Reader
+
+    storage = item.checkpoint.storage
+    with _blaming(item, None):
+        reader = Reader(storage.kvstore(item.path), database=item.database)
+    started: deque[tuple[LeafRead, _LeafBuffers]] = deque()
+    in_flight = 0
+    for read, leaf_buffers in _opened(item, reader, reads):
+        while started and in_flight + read.total_bytes > budget_bytes:
+            done, buffers = started.popleft()
+            yield buffers.finish()
+            in_flight -= done.total_bytes
+        leaf_buffers.start()
+        started.append((read, leaf_buffers))
+        in_flight += read.total_bytes
+    for _, buffers in started:
+        yield buffers.finish()
+
+
+def _opened(
+    item: Item, reader: Any, reads: Sequence[LeafRead]
+) -> Iterator[tuple[LeafRead, _LeafBuffers]]:
+    """Opens the arrays a little ahead of their use."""
+    ahead: deque[tuple[LeafRead, _LeafBuffers]] = deque()
+    for read in reads:
+        kind = _SmallChunks if item.ours and is_direct(stored_of(read.leaf)) else _Regions
+        ahead.append((read, kind(item, reader, read)))
+        if len(ahead) > _OPEN_AHEAD:
+            yield ahead.popleft()
+    yield from ahead
+
+
+class _LeafBuffers:
+    """The buffers of one leaf, and the reads that fill them."""
+
+    def __init__(self, item: Item, reader: Any, read: LeafRead) -> None:
+        self._item, self._reader, self._read = item, reader, read
+        self._stored = stored_of(read.leaf)
+        self._dtype = dtype_of(self._stored.dtype)
+        self._name = array_prefix(read.leaf.name)
+        self._buffers: list[np.ndarray[Any, Any]] = []
+        self._pending: list[tuple[Any, Callable[[Any], None]]] = []
+
+    def start(self) -> None:
+        self._buffers = [empty(box.shape, self._read.dtype) for box in self._read.boxes]
+        with _blaming(self._item, self._read.leaf):
+            self._issue()
+
+    def finish(self) -> dict[Box, np.ndarray[Any, Any]]:
+        with _blaming(self._item, self._read.leaf):
+            for pending, then in self._pending:
+                then(pending.result())
+        self._pending.clear()
+        return dict(zip(self._read.boxes, self._buffers, strict=True))
+
+    def _issue(self) -> None:
+        raise NotImplementedError
+
+    def _put(self, target: int, part: Box, values: np.ndarray[Any, Any]) -> None:
+        where = part.within(self._read.boxes[target])
+        _copy(self._buffers[target][where], values)
+
+
+class _SmallChunks(_LeafBuffers):
+    """Chunks that are values of the database: read whole, checked and divided here."""
+
+    def _issue(self) -> None:
+        wanted: dict[tuple[int, ...], list[tuple[int, Box, Box]]] = {}
+        for target, box in enumerate(self._read.boxes):
+            for index, chunk in _box.tile(box, self._stored.chunk_shape):
+                part = chunk.intersect(box)
+                if part is not None:
+                    wanted.setdefault(index, []).append((target, part, chunk))
+        for index, parts in wanted.items():
+            key = self._name + chunk_key(index)
+            self._pending.append((self._reader.get(key), self._divider(key, parts)))
+
+    def _divider(self, key: str, parts: list[tuple[int, Box, Box]]) -> Callable[[Any], None]:
+        from jaxckpt.storage._arrays import value_of
+
+        def divide(read: Any) -> None:
+            data = value_of(read)
+            file = f"{self._item.path}: {key}"
+            leaf = self._read.leaf.text
+            if data is None:
+                raise CorruptCheckpoint(
+                    f"{file}: leaf {leaf}: a chunk is missing", leaf=leaf, file=file
+                )
+            chunk = decode_chunk(data, self._stored.chunk_shape, self._dtype, leaf=leaf, file=file)
+            for target, part, box in parts:
+                self._put(target, part, chunk[part.within(box)])
+
+        return divide
+
+
+class _Regions(_LeafBuffers):
+    """Regions of any array, which TensorStore reads, decodes and checks."""
+
+    def __init__(self, item: Item, reader: Any, read: LeafRead) -> None:
+        super().__init__(item, reader, read)
+        fill = item.tree.fill_missing and self._stored.has_fill
+        self._array = reader.open(self._name, item.tree.zarr_version, fill_missing=fill)
+
+    def _issue(self) -> None:
+        from jaxckpt.storage._arrays import read_into, shape_of
+
+        array = self._array.result()
+        if shape_of(array) != self._stored.shape:
+            raise ValueError(
+                f"the array has shape {shape_of(array)}, the tree says {self._stored.shape}"
+            )
+        casts = self._dtype != self._read.dtype
+        boxes = [box for box in self._read.boxes if box.size]
+        index = [i for i, box in enumerate(self._read.boxes) if box.size]
+        for region in plan_reads(self._stored, self._dtype.itemsize, boxes, in_pieces=casts):
+            if len(region.parts) == 1 and not casts:
+                target, part = region.parts[0]
+                out = self._buffers[index[target]][part.within(boxes[target])]
+                self._pending.append((read_into(array, region.box.slices, out), _nothing))
+                continue
+            temporary = np.empty(region.box.shape, self._dtype)
+            pending = read_into(array, region.box.slices, temporary)
+            parts = [(index[target], part) for target, part in region.parts]
+            self._pending.append((pending, self._divider(temporary, region.box, parts)))
+
+    def _divider(
+        self, values: np.ndarray[Any, Any], box: Box, parts: Sequence[tuple[int, Box]]
+    ) -> Callable[[Any], None]:
+        def divide(_: Any) -> None:
+            for target, part in parts:
+                self._put(target, part, values[part.within(box)])
+
+        return divide
+
+
+def _nothing(_: Any) -> None:
+    pass
+
+
+def _copy(out: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
+    """Copies, casting where the dtypes differ; overflow and NaN go as numpy has them go."""
+    if out.dtype == values.dtype:
+        out[...] = values
+        return
+    with np.errstate(all="ignore"):
+        try:
+            out[...] = values.astype(out.dtype)
+        except TypeError:  # two ml_dtypes that know nothing of each other
+            out[...] = values.astype(np.float32).astype(out.dtype)
+
+
+@contextlib.contextmanager
+def _blaming(item: Item, leaf: Leaf | None) -> Iterator[None]:
+    """Names the leaf, and the file if one is missing or short, when stored data cannot be read."""
+    try:
+        with data_errors(item.path, leaf.text if leaf else None):
+            yield
+    except CorruptCheckpoint as error:
+        culprit = bad_file(item)
+        if culprit is None:
+            raise
+        file, problem = culprit
+        where = f"leaf {leaf.text}: " if leaf else ""
+        raise CorruptCheckpoint(
+            f"{where}{file} {problem}. Restore an older checkpoint.",
+            leaf=leaf.text if leaf else None,
+            file=file,
+        ) from error
+
+
+def bad_file(item: Item) -> tuple[str, str] | None:
+    """The first file that our record lists and that is missing or has another size."""
+    checkpoint = item.checkpoint
+    for path, facts in checkpoint.record.files.items() if checkpoint.record else ():
+        file = f"{checkpoint.path}/{path}"
+        if checkpoint.storage.kind(file) is None:
+            return file, "is missing"
+        if (size := checkpoint.storage.size(file)) != facts.size:
+            return file, f"has {size} bytes, {facts.size} were written"
+    return None
+
+
+def total_bytes(reads: Sequence[LeafRead]) -> int:
+    """Of the buffers of all reads."""
+    return sum(read.total_bytes for read in reads)
+
+
+def whole_leaf(leaf: Leaf) -> LeafRead:
+    """Reads a leaf as it is stored, in one piece."""
+    stored = stored_of(leaf)
+    return LeafRead(leaf=leaf, boxes=(_box.whole(stored.shape),), dtype=dtype_of(stored.dtype))

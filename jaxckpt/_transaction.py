@@ -1,0 +1,285 @@
+"""One checkpoint comes into being, or does not: begin, write, commit or abort, and recovery.
+
+On a file system, `T` being `<name>.orbax-checkpoint-tmp-jaxckpt-<token>` beside `<name>`, process 0
+does this, and a crash after each line leaves:
+
+     1. finish or remove what an earlier crash left     what was there before
+     2. make T; put `_jaxckpt.writing` in it, locked    T: every reader takes it for temporary
+        -- all processes write into T, and fsync what they wrote; all have reported --
+     3. write the metadata files into T                 the same
+     4. write `_jaxckpt.json`: every file, its size     the same
+     5. check that `_jaxckpt.writing` holds our token   the same (another writer took T: give up)
+     6. fsync every file and directory of T             the same
+     7. write `commit_success.txt` into T               the same: its name is still temporary
+     8. rename T to `<name>`, fsync the parent          the checkpoint, committed
+     9. remove `_jaxckpt.writing`                       the same
+
+To replace a checkpoint, step 8 exchanges the two names in one step; T is then the old checkpoint,
+which is deleted. Where the file system cannot exchange names:
+
+    8a. rename T to `<name>.jaxckpt-committed`          the old one; recovery puts the new in place
+    8b. rename `<name>` to a `...-deleting-...` name    the new one: readers look for it there
+    8c. rename `<name>.jaxckpt-committed` to `<name>`   the new one
+
+To delete: remove `commit_success.txt`, rename to `...-deleting-...`, then remove the files. A crash
+leaves a name that no reader takes for a checkpoint, and the next writer finishes the job.
+
+Where there is no atomic rename (object stores), T is `<name>` itself and step 7 is the commit:
+readers ignore what has no `commit_success.txt`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import posixpath
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxckpt._version import __version__
+from jaxckpt.errors import CheckpointError, SaveFailed, StepExists, UnsupportedFormat
+from jaxckpt.format import names, step
+from jaxckpt.format.step import FileFacts, Record
+from jaxckpt.storage import Hold, Storage, is_temporary_file
+
+_logger = logging.getLogger("jaxckpt")
+
+
+@dataclass(slots=True)
+class Transaction:
+    """A checkpoint that is being written. Only process 0 has one.
+
+    Attributes:
+        storage, path: Where it will be.
+        work: Where it is until then.
+        token: Unique to this attempt.
+    """
+
+    storage: Storage
+    path: str
+    work: str
+    token: str
+    overwrite: bool
+    hold: Hold | None
+
+    def commit(self, digests: Mapping[str, str], *, lineage: Mapping[str, Any]) -> None:
+        """Makes the checkpoint durable and visible.
+
+        Args:
+            digests: SHA-256 of the metadata files, by path inside the checkpoint.
+            lineage: For the record.
+
+        Raises:
+            SaveFailed: another writer took over.
+            StepExists: something came to be at the path meanwhile.
+        """
+        record = Record(
+            writer=f"jaxckpt {__version__}",
+            token=self.token,
+            files={
+                path: FileFacts(size=size, sha256=digests.get(path))
+                for path, size in _files(self.storage, self.work)
+            },
+            lineage=lineage,
+        )
+        self.storage.write(f"{self.work}/{names.RECORD}", step.encode_record(record))
+        self._check_still_ours()
+        self.storage.sync(self.work)
+        marker = f"{self.work}/{names.COMMIT_MARKER}"
+        text = f"Checkpoint commit was successful to {self.path}".encode()
+        if not self.storage.create(marker, text):
+            raise SaveFailed(f"{marker} is there already: another writer committed {self.path}")
+        if self.storage.atomic_rename:
+            self._publish()
+        with contextlib.suppress(OSError):  # committed; a reader does not mind the file
+            self.storage.delete(f"{self.path}/{names.WRITER}")
+        self._release()
+
+    def abort(self) -> None:
+        """Removes what was written. Never raises: the error that led here matters more."""
+        try:
+            self.storage.delete(self.work)
+        except OSError as error:
+            _logger.warning("could not remove %s: %s. The next save of it will.", self.work, error)
+        self._release()
+
+    def _release(self) -> None:
+        if self.hold is not None:
+            self.hold.release()
+
+    def _check_still_ours(self) -> None:
+        file = f"{self.work}/{names.WRITER}"
+        try:
+            owner = self.storage.read(file, max_bytes=1 << 10).decode()
+        except FileNotFoundError:
+            owner = None
+        if owner != self.token:
+            raise SaveFailed(
+                f"{self.path}: another writer took over while this save was under way "
+                f"({file} {'is gone' if owner is None else 'is theirs'}). Two jobs write here."
+            )
+
+    def _publish(self) -> None:
+        if not self.overwrite or self.storage.kind(self.path) is None:
+            try:
+                self.storage.rename(self.work, self.path)
+            except FileExistsError as error:
+                raise StepExists(
+                    f"{self.path} came to be while it was being saved; that one stays"
+                ) from error
+            return
+        if self.storage.exchange(self.work, self.path):
+            _discard(self.storage, self.work)
+            return
+        replacement = _beside(self.path, names.replacement(posixpath.basename(self.path)))
+        self.storage.rename(self.work, replacement)
+        _put_in_place(self.storage, self.path, replacement)
+
+
+def begin(storage: Storage, path: str, *, overwrite: bool) -> Transaction:
+    """Starts a checkpoint at `path`. Process 0 only.
+
+    Raises:
+        StepExists: something is there (with `overwrite`: something that is no checkpoint).
+    """
+    recover(storage, path)
+    check_target(storage, path, overwrite=overwrite)
+    token = secrets.token_hex(8)
+    parent, name = posixpath.split(path)
+    storage.make_dir(parent)
+    work = _beside(path, names.temporary(name, token)) if storage.atomic_rename else path
+    storage.make_new_dir(work)
+    writer = f"{work}/{names.WRITER}"
+    if not storage.create(writer, token.encode()):
+        raise SaveFailed(f"{writer} is there already: another writer is saving {path}")
+    return Transaction(storage, path, work, token, overwrite, _hold(storage, writer))
+
+
+def check_target(storage: Storage, path: str, *, overwrite: bool) -> None:
+    """Raises StepExists if a checkpoint may not be put at `path`."""
+    kind = storage.kind(path)
+    if kind is None or (not storage.atomic_rename and not _is_committed(storage, path)):
+        return
+    if kind != "dir":
+        raise StepExists(f"{path} is a {'file' if kind == 'file' else 'link or special file'}")
+    inside = set(storage.names(path))
+    marks = {names.RECORD, names.CHECKPOINT_METADATA, names.ORBAX_MARKER, names.TREE_METADATA}
+    if marks.isdisjoint(inside):
+        found = ", ".join(sorted(inside)[:8]) or "nothing; it is empty"
+        raise StepExists(
+            f"{path} is a directory that is no checkpoint, and is not replaced. It holds: {found}"
+        )
+    if not overwrite:
+        raise StepExists(
+            f"{path} is a checkpoint already. Save elsewhere, or replace it with overwrite=True."
+        )
+    if not storage.atomic_rename:
+        raise UnsupportedFormat(f"{path}: overwrite=True needs a storage with an atomic rename")
+
+
+def recover(storage: Storage, path: str) -> None:
+    """Finishes or removes what a crash left of a save, a replacement or a deletion of `path`."""
+    parent, name = posixpath.split(path)
+    if not storage.atomic_rename:
+        if storage.kind(path) == "dir" and not _is_committed(storage, path):
+            # Without locks a dead writer looks like a living one; the living one will notice.
+            _logger.warning("removing an uncommitted save of %s", path)
+            storage.delete(path)
+        return
+    if storage.kind(parent) != "dir":
+        return
+    entries = storage.names(parent)
+    if names.replacement(name) in entries:
+        _logger.warning("finishing a replacement of %s that was interrupted", path)
+        _put_in_place(storage, path, _beside(path, names.replacement(name)))
+    for entry in entries:
+        if names.is_ours_temporary(entry, name):
+            _remove_leftover(storage, f"{parent}/{entry}")
+
+
+def remove(storage: Storage, path: str) -> None:
+    """Deletes a checkpoint so that a crash in the middle leaves none, never a part of one."""
+    storage.delete(f"{path}/{names.COMMIT_MARKER}")
+    _discard(storage, path)
+
+
+def _discard(storage: Storage, path: str) -> None:
+    if storage.atomic_rename and not names.is_deleting(posixpath.basename(path)):
+        doomed = _beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
+        storage.rename(path, doomed)
+        path = doomed
+    storage.delete(path)
+
+
+def _remove_leftover(storage: Storage, path: str) -> None:
+    """Removes a temporary directory of ours unless its writer lives."""
+    writer = f"{path}/{names.WRITER}"
+    if storage.kind(writer) == "file":
+        try:
+            hold = storage.hold(writer)
+        except io.UnsupportedOperation:
+            _logger.warning(
+                "%s: cannot tell whether its writer lives (no file locks here); left alone. "
+                "Remove it if no job is saving there.",
+                path,
+            )
+            return
+        if hold is None:
+            _logger.warning("%s: another writer is at work there; left alone", path)
+            return
+        hold.release()
+    _logger.warning("removing %s, left by a save or a deletion that was interrupted", path)
+    _discard(storage, path)
+
+
+def _put_in_place(storage: Storage, path: str, replacement: str) -> None:
+    if storage.kind(path) is not None:
+        doomed = _beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
+        storage.rename(path, doomed)
+        storage.rename(replacement, path)
+        storage.delete(doomed)
+    else:
+        storage.rename(replacement, path)
+
+
+def _hold(storage: Storage, writer: str) -> Hold | None:
+    try:
+        return storage.hold(writer)
+    except io.UnsupportedOperation:
+        return None
+
+
+def _is_committed(storage: Storage, path: str) -> bool:
+    return storage.kind(f"{path}/{names.COMMIT_MARKER}") == "file"
+
+
+def _beside(path: str, name: str) -> str:
+    return posixpath.join(posixpath.dirname(path), name)
+
+
+def _files(storage: Storage, root: str) -> list[tuple[str, int]]:
+    """Every file below `root` that the record lists, and its size."""
+    found, folders = [], [""]
+    while folders:
+        folder = folders.pop()
+        for name in storage.names(f"{root}/{folder}".rstrip("/")):
+            path = f"{folder}/{name}".lstrip("/")
+            if storage.kind(f"{root}/{path}") == "dir":
+                folders.append(path)
+            elif path != names.WRITER and not is_temporary_file(name):
+                found.append((path, storage.size(f"{root}/{path}")))
+    return sorted(found)
+
+
+def as_save_error(path: str, error: BaseException) -> BaseException:
+    """What a failed save raises: errors of ours as they are, others as the cause of SaveFailed."""
+    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+        return error
+    failed = SaveFailed(
+        f"{path} was not saved: {type(error).__name__}: {error}. Nothing that was there is changed."
+    )
+    failed.__cause__ = error
+    return failed

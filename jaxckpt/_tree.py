@@ -1,0 +1,751 @@
+"""Pytrees as flat lists of named leaves, and back.
+
+`flatten` takes a tree apart for a save: a `Leaf` of `format.tree` and a value for each leaf, and the
+containers as data. `rebuild` puts it together again without a target. `flatten_like` and `match`
+line a target up with what was saved.
+
+A container class is rebuilt only if it belongs to a library on the list below. The library is
+imported by the name that stands here; the name in the file is then looked up among the classes
+that exist, and it must be a namedtuple or a registered pytree node. Nothing else happens to it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib
+import re
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+import jax
+import numpy as np
+from jax import tree_util
+
+from jaxckpt.errors import CorruptCheckpoint, Difference, TreeMismatch, UnsupportedLeaf
+from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
+from jaxckpt.format.tree import (
+    NAMED,
+    SEQUENCE,
+    Kind,
+    Leaf,
+    Node,
+    Path,
+    Tree,
+    parse_path,
+    path_text,
+)
+
+# Where a class may come from, and what to import so that it exists. First match wins.
+_LIBRARIES: Final = (
+    ("optax", "optax"),
+    ("flax.nnx", "flax.nnx"),
+    ("flax.training", "flax.training.train_state"),
+    ("flax", "flax.core"),
+    ("chex", "chex"),
+    ("equinox", "equinox"),
+)
+
+_EMPTY_WORDS: Final = {dict: "Dict", list: "List", tuple: "Tuple", type(None): "None"}
+_ARRAYS: Final = (jax.Array, np.ndarray, np.generic)
+_SCALARS: Final = (bool, int, float, complex, str, bytes)
+
+# Kinds whose values are numbers in an array.
+_NUMERIC: Final = frozenset({"array", "numpy", "generic", "int", "float", "complex", "bool"})
+
+# Stands for a leaf that was not restored.
+ABSENT: Final = type("Absent", (), {"__repr__": lambda _: "ABSENT"})()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flat:
+    """A tree taken apart.
+
+    Attributes:
+        leaves: In the order of `jax.tree_util`, empty containers included; not yet `stored`.
+        values: For each leaf the array that is to be stored (jax or numpy), or None.
+        root: The containers; None if the tree is one leaf.
+    """
+
+    leaves: tuple[Leaf, ...]
+    values: tuple[jax.Array | np.ndarray[Any, Any] | None, ...]
+    root: Node | None
+
+
+def flatten(tree: object) -> Flat:
+    """Takes a tree apart for a save.
+
+    Raises:
+        UnsupportedLeaf: leaves that cannot be stored, or names that collide; all are named.
+    """
+    try:
+        pairs, treedef = tree_util.tree_flatten_with_path(tree, is_leaf=_is_empty)
+    except ValueError as error:
+        raise UnsupportedLeaf(
+            f"jax cannot flatten this tree: {error}. Keys of one dict must be of one type."
+        ) from error
+    paths = [key_path(keys) for keys, _ in pairs]
+    leaves, values, problems = [], [], []
+    for (keys, value), path in zip(pairs, paths, strict=True):
+        key_types = tuple(_key_type(key) for key in keys)
+        try:
+            leaf, stored = _describe(value, path, key_types)
+        except (TypeError, ValueError) as error:
+            problems.append(f"  {path_text(path) or '(the tree itself)'}: {error}")
+            continue
+        leaves.append(leaf)
+        values.append(stored)
+    problems += _name_problems(paths)
+    if problems:
+        raise UnsupportedLeaf(
+            f"{len(problems)} leaves cannot be saved, and nothing was written:\n"
+            + "\n".join(problems[:50])
+            + "\nLeave them out of the tree, or convert them to arrays."
+        )
+    if not leaves:
+        raise UnsupportedLeaf("the tree has no leaves and no containers; there is nothing to save")
+    root = None if tree_util.treedef_is_leaf(treedef) else _describe_node(treedef, iter(pairs), 0)
+    return Flat(leaves=tuple(leaves), values=tuple(values), root=root)
+
+
+def _is_empty(node: object) -> bool:
+    """Whether a node has no children: jax drops those, a checkpoint keeps them as leaves."""
+    if isinstance(node, _ARRAYS):
+        return False
+    if node is None:
+        return True
+    if isinstance(node, (dict, list, tuple)):
+        return not node
+    if isinstance(node, _SCALARS):
+        return False
+    level = _one_level(node)
+    return level is not None and not level[0]
+
+
+def _one_level(node: object) -> tuple[list[object], Any] | None:
+    """The children and static data of a registered node, None for a leaf."""
+    try:
+        level = tree_util.default_registry.flatten_one_level(node)
+    except ValueError:
+        return None
+    return None if level is None else (list(level[0]), level[1])
+
+
+def key_path(keys: Sequence[object]) -> Path:
+    """The names of a key path of `jax.tree_util`."""
+    return tuple(map(_key_name, keys))
+
+
+def _key_name(key: object) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _key_type(key: object) -> int:
+    is_index = isinstance(key, (tree_util.SequenceKey, tree_util.FlattenedIndexKey))
+    return SEQUENCE if is_index else NAMED
+
+
+def _name_problems(paths: Sequence[Path]) -> list[str]:
+    first: dict[str, Path] = {}
+    problems = []
+    for path in paths:
+        name = ".".join(path)
+        other = first.setdefault(name, path)
+        if other is not path:
+            problems.append(
+                f"  {path_text(path)}: on disk it would be called {name!r}, and so would "
+                f"{path_text(other)}; rename one of the keys"
+            )
+        if not name.isprintable() and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in name):
+            problems.append(f"  {path!r}: a key holds a NUL or half of a surrogate pair")
+    return problems
+
+
+def _describe(
+    value: object, path: Path, key_types: tuple[int, ...]
+) -> tuple[Leaf, jax.Array | np.ndarray[Any, Any] | None]:
+    def leaf(kind: Kind, **facts: Any) -> Leaf:  # fields of Leaf
+        return Leaf(path=path, key_types=key_types, kind=kind, **facts)
+
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError("is traced; call save outside of jit, grad, vmap and the like")
+    if isinstance(value, jax.Array):
+        if value.is_deleted():
+            raise ValueError("has been deleted or donated; save it before the step that donates it")
+        if is_key_dtype(value.dtype):
+            impl = str(jax.random.key_impl(value))
+            facts = {"dtype": value.dtype.name, "shape": value.shape, "key_impl": impl}
+            return leaf("key", **facts), jax.random.key_data(value)
+        return leaf("array", dtype=_check_dtype(value.dtype), shape=value.shape), value
+    if isinstance(value, np.ndarray):
+        return leaf("numpy", dtype=_check_dtype(value.dtype), shape=value.shape), value
+    if isinstance(value, str):
+        # Orbax finds the text by a JSON pointer, in which a bare `~` has another meaning.
+        if any("~" in name for name in path):
+            return leaf("str", dtype="uint8", shape=()), _as_bytes(value.encode())
+        value.encode()  # half a surrogate pair raises here
+        return leaf("str", value=str(value)), None
+    if isinstance(value, bytes):
+        return leaf("bytes", dtype="uint8", shape=()), _as_bytes(value)
+    if isinstance(value, np.generic):
+        array = np.asarray(value)
+        return leaf("generic", dtype=_check_dtype(array.dtype)), array
+    if isinstance(value, (bool, int, float, complex)):
+        kind = next(t for t in (bool, int, float, complex) if isinstance(value, t))
+        if kind is int and not -(1 << 63) <= value < 1 << 64:  # pyright: ignore[reportOperatorIssue]
+            return leaf("int", value=str(int(value))), None  # pyright: ignore[reportArgumentType]
+        array = np.asarray(kind(value))  # pyright: ignore[reportArgumentType]  # IntEnum -> int
+        return leaf(kind.__name__, dtype=array.dtype.name), array  # pyright: ignore[reportArgumentType]
+    if _is_empty(value):
+        word = _EMPTY_WORDS.get(type(value))
+        if word is None:
+            container = _class_node(type(value), (), _one_level(value))
+            return leaf("empty", dtype="None", container=container), None
+        return leaf("empty", dtype=word), None
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise TypeError("is a jax.ShapeDtypeStruct: it has a shape but no values")
+    raise TypeError(f"is a {type(value).__module__}.{type(value).__qualname__}, not an array")
+
+
+def _check_dtype(dtype: Any) -> str:  # numpy's and jax's dtypes share no type
+    name = np.dtype(dtype).name
+    if name not in STORABLE_DTYPES | AS_BYTES_DTYPES:
+        raise TypeError(f"has dtype {dtype}, which zarr cannot hold")
+    return name
+
+
+def _as_bytes(data: bytes) -> np.ndarray[Any, Any]:
+    return np.frombuffer(data, np.uint8)
+
+
+def is_key_dtype(dtype: Any) -> bool:  # numpy's and jax's dtypes share no type
+    """Whether a dtype is that of a typed PRNG key."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+# --- containers ------------------------------------------------------------------------------
+
+
+def _describe_node(treedef: Any, pairs: Iterator[tuple[Any, object]], depth: int) -> Node | None:  # PyTreeDef
+    """The containers of `treedef`, consuming one of `pairs` for each leaf in it."""
+    return _walk(treedef, pairs, depth)[0]
+
+
+def _walk(treedef: Any, pairs: Iterator[tuple[Any, object]], depth: int) -> tuple[Node | None, Any]:
+    if tree_util.treedef_is_leaf(treedef):
+        return None, next(pairs)[0]
+    children, names, keys = [], [], ()
+    for child in treedef.children():
+        node, keys = _walk(child, pairs, depth + 1)
+        children.append(node)
+        names.append(_key_name(keys[depth]))
+    cls, aux = treedef.node_data()
+    return _make_node(cls, aux, tuple(names), tuple(children)), keys
+
+
+def _make_node(
+    cls: type,
+    aux: Any,
+    names: tuple[str, ...],
+    children: tuple[Node | None, ...],
+) -> Node:
+    if cls in (list, tuple):
+        kind: Literal["list", "tuple"] = "list" if cls is list else "tuple"
+        return Node(type=kind, names=names, children=children)
+    if issubclass(cls, dict):
+        keys = aux[1] if isinstance(aux, tuple) and len(aux) == 2 and callable(aux[0]) else aux
+        recorded = None if all(type(k) is str for k in keys) else tuple(map(_encode_key, keys))
+        kind_ = "odict" if cls is OrderedDict else "dict"
+        return Node(type=kind_, names=names, keys=recorded, children=children)
+    node = _class_node(cls, names, (list(children), aux))
+    return replace(node, children=children)
+
+
+def _class_node(cls: type, names: tuple[str, ...], level: tuple[list[object], Any] | None) -> Node:
+    try:
+        aux = None if level is None else _encode_static(level[1])
+    except TypeError:
+        aux = None
+    return Node(type="class", names=names, cls=(cls.__module__, cls.__qualname__), aux=aux)
+
+
+def _encode_key(key: object) -> object:
+    """A dict key as JSON; one that JSON has no word for becomes its text."""
+    if key is None or type(key) in (str, int, float, bool):
+        return key
+    if type(key) is tuple:
+        return {"tuple": [_encode_key(part) for part in key]}
+    return str(key)
+
+
+def _decode_key(key: object) -> object:
+    if isinstance(key, dict):
+        return tuple(_decode_key(part) for part in key.get("tuple", ()))
+    return str(key) if isinstance(key, list) else key
+
+
+def _encode_static(value: object) -> object:
+    """Static data of a node as JSON; raises TypeError for anything that is not plain data."""
+    if value is None:
+        return ["none"]
+    if type(value) in (str, int, float, bool):
+        return value
+    if type(value) in (tuple, list):
+        return [type(value).__name__, *map(_encode_static, value)]  # pyright: ignore[reportArgumentType]
+    if type(value) is dict:
+        return ["dict", *([_encode_static(k), _encode_static(v)] for k, v in value.items())]  # pyright: ignore[reportAttributeAccessIssue]
+    raise TypeError(f"{value!r} is not data")
+
+
+def _decode_static(value: Any) -> Any:  # JSON
+    if not isinstance(value, list):
+        return value
+    kind, *parts = value or [None]
+    if kind == "none":
+        return None
+    if kind == "dict":
+        return {_decode_static(k): _decode_static(v) for k, v in parts}
+    items = [_decode_static(part) for part in parts]
+    return tuple(items) if kind == "tuple" else items
+
+
+def _find_class(module: str, name: str) -> type | None:
+    """A class of a library on the list, None if it is not on it, not installed or not there."""
+    for prefix, package in _LIBRARIES:
+        if module == prefix or module.startswith((prefix + ".", prefix + "._")):
+            try:
+                importlib.import_module(package)
+            except ImportError:
+                return None
+            found: object = sys.modules.get(module)
+            for part in name.split("."):
+                found = getattr(found, part, None) if part.isidentifier() else None
+            return found if isinstance(found, type) and found.__module__ == module else None
+    return None
+
+
+def _build_class(node: Node, children: Sequence[object]) -> object:
+    """An instance of a registered class, or ABSENT where it cannot be rebuilt safely."""
+    cls = _find_class(*node.cls) if node.cls is not None else None
+    if cls is None:
+        return ABSENT
+    fields = getattr(cls, "_fields", None)
+    if issubclass(cls, tuple) and fields is not None:
+        same = tuple(fields) == node.names
+        return tuple.__new__(cls, children) if same else ABSENT
+    if node.aux is None:
+        return ABSENT
+    try:
+        leaf = tree_util.tree_structure(0)
+        treedef = tree_util.PyTreeDef.from_node_data_and_children(
+            tree_util.default_registry, (cls, _decode_static(node.aux)), [leaf] * len(children)
+        )
+        return treedef.unflatten(children)
+    except Exception:  # the class changed since: plain containers then
+        return ABSENT
+
+
+def rebuild(tree: Tree, values: Mapping[Path, object]) -> object:
+    """Puts restored leaves together, with the types that were recorded where that is safe.
+
+    Args:
+        tree: As saved.
+        values: By path. Leaves that are not there are left out, and the containers that lack some
+            of their children come back as dicts.
+    """
+    if tree.typed:
+        built = _rebuild_node(tree.root, (), values)
+    else:
+        built = _rebuild_plain(tree.leaves, values)
+    return {} if built is ABSENT else built
+
+
+def rebuild_named(leaves: Mapping[Path, object]) -> object:
+    """Nested dicts of renamed leaves."""
+    return leaves[()] if () in leaves else _nest({path: value for path, value in leaves.items()})
+
+
+def _rebuild_node(node: Node | None, path: Path, values: Mapping[Path, object]) -> object:
+    if node is None:
+        return values.get(path, ABSENT)
+    built = [
+        _rebuild_node(child, (*path, name), values)
+        for name, child in zip(node.names, node.children, strict=True)
+    ]
+    present = [value is not ABSENT for value in built]
+    if not any(present):
+        return ABSENT
+    if node.type in ("dict", "odict"):
+        keys = node.names if node.keys is None else map(_decode_key, node.keys)
+        pairs = [(k, v) for k, v in zip(keys, built, strict=True) if v is not ABSENT]
+        return OrderedDict(pairs) if node.type == "odict" else dict(pairs)
+    if all(present):
+        if node.type == "list":
+            return built
+        if node.type == "tuple":
+            return tuple(built)
+        if (instance := _build_class(node, built)) is not ABSENT:
+            return instance
+        if _are_indices(node.names):
+            return built
+    return {k: v for k, v in zip(node.names, built, strict=True) if v is not ABSENT}
+
+
+def _are_indices(names: Sequence[str]) -> bool:
+    return all(name == str(i) for i, name in enumerate(names))
+
+
+def _rebuild_plain(leaves: Sequence[Leaf], values: Mapping[Path, object]) -> object:
+    """Lists and dicts, from the key types alone."""
+    kinds: dict[Path, int] = {}
+    for leaf in leaves:
+        for depth, kind in enumerate(leaf.key_types):
+            if kinds.setdefault(leaf.path[:depth], kind) != kind:
+                raise CorruptCheckpoint(
+                    f"{path_text(leaf.path[:depth])} is a list to one leaf and a dict to another",
+                    leaf=leaf.text,
+                )
+    if len(leaves) == 1 and not leaves[0].path:
+        return values.get((), ABSENT)
+    nested = _nest({leaf.path: values[leaf.path] for leaf in leaves if leaf.path in values})
+    return _listed(nested, (), kinds)
+
+
+def _nest(values: Mapping[Path, object]) -> dict[str, Any]:
+    top: dict[str, Any] = _Nested()
+    for path, value in values.items():
+        node = top
+        for name in path[:-1]:
+            node = node.setdefault(name, _Nested())
+            if not isinstance(node, _Nested):
+                raise CorruptCheckpoint(f"{path_text(path)} lies below another leaf")
+        if path[-1] in node:
+            raise CorruptCheckpoint(f"{path_text(path)} lies above another leaf")
+        node[path[-1]] = value
+    return top
+
+
+class _Nested(dict[str, Any]):
+    """A dict that `_nest` made, told apart from one that is a leaf's value."""
+
+
+def _listed(node: object, path: Path, kinds: Mapping[Path, int]) -> object:
+    if not isinstance(node, _Nested):
+        return node
+    children = {name: _listed(child, (*path, name), kinds) for name, child in node.items()}
+    if kinds.get(path) == SEQUENCE:
+        order = sorted(children, key=lambda name: (len(name), name))
+        if _are_indices(order):
+            return [children[name] for name in order]
+    return children
+
+
+def empty_value(leaf: Leaf) -> object:
+    """The empty container that a leaf of kind "empty" stands for."""
+    if leaf.container is not None:
+        built = _build_class(leaf.container, ())
+        return None if built is ABSENT else built
+    return {"Dict": {}, "List": [], "Tuple": ()}.get(leaf.dtype)
+
+
+# --- a target --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """One leaf of a target: what the caller wants at this path.
+
+    Attributes:
+        kind: As `Leaf.kind`; "ellipsis" asks for nothing.
+        dtype: numpy's, for arrays.
+        sharding: Of an array, or None: not said.
+        uncommitted: Whether an array is to be free to move, as jax makes them by default.
+        value: The leaf itself, only where it may be returned in place of a saved one.
+    """
+
+    path: Path
+    kind: Kind
+    dtype: np.dtype[Any] | None = None
+    shape: tuple[int, ...] = ()
+    key_impl: str | None = None
+    sharding: jax.sharding.Sharding | None = None
+    uncommitted: bool = False
+    value: Any = None
+
+    def __str__(self) -> str:
+        return describe(
+            self.kind, None if self.dtype is None else self.dtype.name, self.shape, self.key_impl
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One leaf to restore: from which saved leaf, and as what (None: as it was saved)."""
+
+    path: Path
+    saved: Leaf
+    wanted: Wanted | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """What a restore did, as paths of leaves; given to `restore(report=...)`.
+
+    Attributes:
+        loaded: Restored.
+        missing: In `like`, not in the checkpoint: kept as they were in `like`.
+        extra: In the checkpoint, not in `like`: not read.
+        cast: Restored with another dtype: path -> (saved, restored).
+        renamed: saved path -> wanted path.
+    """
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    extra: tuple[str, ...]
+    cast: Mapping[str, tuple[str, str]]
+    renamed: Mapping[str, str]
+
+
+def describe(
+    kind: str, dtype: str | None, shape: Sequence[int], key_impl: str | None = None
+) -> str:
+    """A leaf in a word: `float32[4,8]`, `key<threefry2x32>[]`, `str`, `empty`."""
+    dims = "[" + ",".join(map(str, shape)) + "]"
+    if kind == "key":
+        return f"key<{key_impl}>{dims}"
+    if kind in ("array", "numpy", "generic"):
+        return f"{dtype}{dims}"
+    return kind
+
+
+def flatten_like(like: object, *, keep_values: bool) -> tuple[list[Wanted], Any]:
+    """The leaves of a target, and its treedef.
+
+    Keeps no reference to the arrays of `like` unless `keep_values`, so that their memory is free
+    as soon as the caller lets go of them.
+    """
+    pairs, treedef = tree_util.tree_flatten_with_path(like, is_leaf=_is_empty)
+    wanted = []
+    for keys, value in pairs:
+        path = key_path(keys)
+        try:
+            want = _want(value, path)
+        except TypeError as error:
+            raise TypeError(f"like: leaf {path_text(path)} {error}") from None
+        keep = keep_values or want.kind in ("empty", "ellipsis")
+        wanted.append(replace(want, value=value) if keep else want)
+    return wanted, treedef
+
+
+def _want(value: object, path: Path) -> Wanted:
+    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+        sharding = value.sharding if isinstance(value.sharding, jax.sharding.Sharding) else None
+        free = isinstance(value, jax.Array) and not getattr(value, "committed", True)
+        where = {"sharding": None if free else sharding, "uncommitted": free}
+        if is_key_dtype(value.dtype):
+            impl = str(value.dtype._impl.name)  # pyright: ignore  # no public way from a dtype
+            return Wanted(path=path, kind="key", shape=value.shape, key_impl=impl, **where)
+        dtype = np.dtype(value.dtype)
+        return Wanted(path=path, kind="array", dtype=dtype, shape=value.shape, **where)
+    if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, (str, bytes)):
+        kind = "numpy" if isinstance(value, np.ndarray) else "generic"
+        return Wanted(path=path, kind=kind, dtype=value.dtype, shape=value.shape)
+    if value is ...:
+        return Wanted(path=path, kind="ellipsis")
+    for scalar in _SCALARS:
+        if isinstance(value, scalar):
+            return Wanted(path=path, kind=scalar.__name__)  # pyright: ignore[reportArgumentType]
+    if _is_empty(value):
+        return Wanted(path=path, kind="empty")
+    raise TypeError(
+        f"is a {type(value).__qualname__}; wanted an array, a jax.ShapeDtypeStruct or a Python scalar"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """How a target, or no target, lines up with what was saved."""
+
+    requests: tuple[Request, ...]
+    kept: Mapping[Path, object]
+    report: RestoreReport
+
+
+def match(
+    saved: Sequence[Leaf],
+    wanted: Sequence[Wanted] | None,
+    *,
+    place: str,
+    only: str | Sequence[str] | None,
+    skip: str | Sequence[str] | None,
+    rename: Mapping[str, str] | None,
+    missing: Literal["error", "keep"],
+    extra: Literal["error", "ignore"],
+) -> Match:
+    """Decides which saved leaf becomes which wanted one.
+
+    Raises:
+        TreeMismatch: with every difference, not only the first.
+    """
+    names, renamed = _rename(saved, rename)
+    selected = _selector(only, skip)
+    by_path = {path: leaf for path, leaf in zip(names, saved, strict=True) if selected(path)}
+    if wanted is None:
+        requests = tuple(Request(path=p, saved=s, wanted=None) for p, s in by_path.items())
+        report = _report(requests, (), (), renamed)
+        return Match(requests=requests, kept={}, report=report)
+    requests, kept, lost, differences = [], {}, [], []
+    for want in wanted:
+        leaf = by_path.pop(want.path, None)
+        if want.kind == "ellipsis" or not selected(want.path) or (want.kind == "empty" and (leaf is None or leaf.kind == "empty")):
+            kept[want.path] = want.value
+        elif leaf is None:
+            lost.append(path_text(want.path))
+            kept[want.path] = want.value
+            if missing == "error":
+                differences.append(
+                    Difference(leaf=path_text(want.path), wanted=str(want), saved=None)
+                )
+            elif isinstance(want.value, jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"like: leaf {path_text(want.path)} is not in {place}, and missing='keep' "
+                    f"needs an array there, not a jax.ShapeDtypeStruct"
+                )
+        elif problem := _misfit(want, leaf):
+            differences.append(
+                Difference(leaf=path_text(want.path), wanted=str(want), saved=problem)
+            )
+        else:
+            requests.append(Request(path=want.path, saved=leaf, wanted=want))
+    left = [leaf for leaf in by_path.values() if leaf.kind != "empty"]
+    if extra == "error":
+        differences += [Difference(leaf=s.text, wanted=None, saved=_saved_text(s)) for s in left]
+    if differences:
+        raise TreeMismatch(_mismatch_text(differences, place), differences)
+    report = _report(requests, lost, [leaf.text for leaf in left], renamed)
+    return Match(requests=tuple(requests), kept=kept, report=report)
+
+
+def _rename(
+    saved: Sequence[Leaf], rename: Mapping[str, str] | None
+) -> tuple[list[Path], dict[str, str]]:
+    if not rename:
+        return [leaf.path for leaf in saved], {}
+    paths, renamed = [], {}
+    for leaf in saved:
+        text = leaf.text
+        for pattern, replacement in rename.items():
+            new, count = re.subn(pattern, replacement, text, count=1)
+            if count:
+                break
+        else:
+            new = text
+        paths.append(parse_path(new) if new != text else leaf.path)
+        if new != text:
+            renamed[text] = new
+    if len(set(paths)) != len(paths):
+        twice = sorted({path_text(path) for path in paths if paths.count(path) > 1})
+        raise ValueError(f"rename gives several leaves the name {', '.join(twice)}")
+    return paths, renamed
+
+
+def _selector(
+    only: str | Sequence[str] | None, skip: str | Sequence[str] | None
+) -> Callable[[Path], bool]:
+    def any_of(patterns: str | Sequence[str], text: str) -> bool:
+        listed = [patterns] if isinstance(patterns, str) else patterns
+        # A pattern that names a container means everything in it.
+        return any(
+            fnmatch.fnmatchcase(text, p) or fnmatch.fnmatchcase(text, f"{p}/*") for p in listed
+        )
+
+    def selected(path: Path) -> bool:
+        text = path_text(path)
+        return (only is None or any_of(only, text)) and not (
+            skip is not None and any_of(skip, text)
+        )
+
+    return selected
+
+
+def _saved_text(leaf: Leaf) -> str:
+    return describe(leaf.kind, leaf.dtype, leaf.shape, leaf.key_impl)
+
+
+def _misfit(want: Wanted, leaf: Leaf) -> str | None:
+    """What is saved, if it cannot become what is wanted."""
+    saved = _saved_text(leaf)
+    if want.kind in ("str", "bytes", "empty") or leaf.kind in ("str", "bytes", "empty", "ellipsis"):
+        return None if want.kind == leaf.kind else saved
+    if want.kind == "key":
+        if leaf.kind == "key":
+            same = leaf.shape == want.shape and leaf.key_impl == want.key_impl
+            return None if same else saved
+        # Keys that were saved as plain uint32, by jax.random.PRNGKey or by an Orbax that lost the type.
+        width = jax.random.key_data(jax.random.key(0, impl=want.key_impl)).shape
+        fits = leaf.dtype == "uint32" and leaf.shape == (*want.shape, *width)
+        return None if fits else saved
+    if leaf.kind == "key":
+        stored = leaf.stored.shape if leaf.stored else ()
+        return None if want.dtype == np.uint32 and want.shape == stored else saved
+    if leaf.kind not in _NUMERIC or leaf.shape != want.shape:
+        return saved
+    if leaf.value is not None and leaf.kind == "int":
+        return None if want.kind == "int" else saved
+    return None if _casts(dtype_of(leaf.dtype), want) else saved
+
+
+def _casts(saved: np.dtype[Any], want: Wanted) -> bool:
+    is_complex = saved.kind == "c"
+    if want.dtype is not None:
+        return want.dtype.kind == "c" or not is_complex
+    integral = saved.kind in "biu"
+    allowed = {
+        "bool": saved.kind == "b",
+        "int": integral,
+        "float": not is_complex,
+        "complex": True,
+    }
+    return allowed[want.kind]
+
+
+def _mismatch_text(differences: Sequence[Difference], place: str) -> str:
+    lines = [f"{len(differences)} leaves of the target do not fit {place}"]
+    lines += [
+        f"  {d.leaf or '(the tree itself)'}   wanted {d.wanted or 'nothing'}   saved {d.saved or 'nothing'}"
+        for d in differences[:200]
+    ]
+    if len(differences) > 200:
+        lines.append(f"  ... and {len(differences) - 200} more")
+    lines.append(
+        "Change the target, or restore around them: skip=[...], rename={...}, missing='keep' for "
+        "leaves that were not saved, extra='ignore' for leaves that are not wanted."
+    )
+    return "\n".join(lines)
+
+
+def _report(
+    requests: Sequence[Request],
+    lost: Sequence[str],
+    left: Sequence[str],
+    renamed: Mapping[str, str],
+) -> RestoreReport:
+    cast = {
+        path_text(r.path): (r.saved.dtype, r.wanted.dtype.name)
+        for r in requests
+        if r.wanted is not None
+        and r.wanted.dtype is not None
+        and r.saved.dtype != r.wanted.dtype.name
+    }
+    return RestoreReport(
+        loaded=tuple(path_text(r.path) for r in requests),
+        missing=tuple(lost),
+        extra=tuple(left),
+        cast=cast,
+        renamed=renamed,
+    )

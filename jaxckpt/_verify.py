@@ -1,0 +1,204 @@
+"""`verify`: reads a whole checkpoint back and checks every checksum in it. Needs no devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from jaxckpt import _box, _metadata
+from jaxckpt._metadata import Item, stored_of
+from jaxckpt._plan import plan_reads
+from jaxckpt._reader import LeafRead, read_leaves
+from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
+from jaxckpt.format import jsontext, names, step
+from jaxckpt.format.arrays import dtype_of
+from jaxckpt.storage import is_temporary_file, locate
+
+_BUDGET_BYTES: Final = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong: the file, the leaf whose data it is (if one), and what."""
+
+    file: str | None
+    leaf: str | None
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What `verify` found.
+
+    Attributes:
+        path: Of the checkpoint.
+        problems: Everything that is wrong.
+        unchecked: What was read but carries no checksum to compare with, and files that nobody
+            listed, each in words.
+        files, leaves, size_bytes: How much was read: files compared with the record, leaves, and
+            their values, uncompressed.
+    """
+
+    path: str
+    problems: tuple[Problem, ...]
+    unchecked: tuple[str, ...]
+    files: int
+    leaves: int
+    size_bytes: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        state = "good" if self.ok else f"BAD, {len(self.problems)} problems"
+        lines = [
+            f"{self.path}: {state}. Checked {self.files} files and {self.leaves} leaves "
+            f"({self.size_bytes} bytes)."
+        ]
+        lines += [f"  bad: {problem.message}" for problem in self.problems]
+        lines += [f"  unchecked: {what}" for what in self.unchecked]
+        return "\n".join(lines)
+
+
+def verify(path: str | os.PathLike[str]) -> VerifyReport:
+    """Reads all of a checkpoint and compares it with its checksums.
+
+    Args:
+        path: A checkpoint, one of its items, or a run's root (then its newest good step).
+
+    Returns:
+        A report; damage is in `.problems`, not raised.
+
+    Raises:
+        CheckpointNotFound: there is no committed checkpoint at `path`.
+        UnsupportedFormat: it was written by something newer.
+    """
+    storage, where = locate(path)
+    problems: list[Problem] = []
+    unchecked: list[str] = []
+    try:
+        checkpoint = _metadata.find(storage, where)
+    except CorruptCheckpoint as error:
+        return _report(where, [_problem(error)], [], 0, 0, 0)
+    files = _check_files(checkpoint, problems, unchecked)
+    leaves = size = 0
+    for name, item_path in checkpoint.items.items():
+        try:
+            file = _metadata.json_file(storage, item_path)
+            if file is not None:
+                _metadata.read_json_item(checkpoint, file)
+                continue
+            item = _metadata.read_item(checkpoint, name)
+        except CheckpointNotFound:
+            raise
+        except CheckpointError as error:
+            problems.append(_problem(error))
+            continue
+        reads = _reads(item)
+        leaves += len(item.tree.leaves)
+        size += sum(read.total_bytes for read in reads)
+        problems += _read_all(item, reads)
+        if not item.ours and reads:
+            unchecked.append(f"{item.path}: its arrays carry no checksum that is known to be there")
+    return _report(checkpoint.path, problems, unchecked, files, leaves, size)
+
+
+def _check_files(
+    checkpoint: _metadata.Checkpoint, problems: list[Problem], unchecked: list[str]
+) -> int:
+    """Compares every file with the record, and looks for files that it does not list."""
+    storage, record = checkpoint.storage, checkpoint.record
+    if record is None:
+        unchecked.append(f"{checkpoint.path}: no {names.RECORD}: its metadata has no checksums")
+        return 0
+    for path, facts in record.files.items():
+        file = f"{checkpoint.path}/{path}"
+        if storage.kind(file) != "file":
+            problems.append(Problem(file=file, leaf=None, message=f"{file} is missing"))
+        elif (size := storage.size(file)) != facts.size:
+            message = f"{file} has {size} bytes, {facts.size} were written"
+            problems.append(Problem(file=file, leaf=None, message=message))
+        elif facts.sha256 is not None:
+            data = storage.read(file, max_bytes=jsontext.MAX_BYTES)
+            if step.digest(data) != facts.sha256:
+                message = f"{file} is damaged: its SHA-256 differs"
+                problems.append(Problem(file=file, leaf=None, message=message))
+    known = {*record.files, names.RECORD, names.COMMIT_MARKER, names.WRITER}
+    unchecked += [
+        f"{checkpoint.path}/{path} is no part of the checkpoint"
+        for path in _walk(checkpoint)
+        if path not in known and not is_temporary_file(path.rpartition("/")[2])
+    ]
+    return len(record.files)
+
+
+def _walk(checkpoint: _metadata.Checkpoint) -> list[str]:
+    storage, found, folders = checkpoint.storage, [], [""]
+    while folders:
+        folder = folders.pop()
+        for name in storage.names(f"{checkpoint.path}/{folder}".rstrip("/")):
+            path = f"{folder}/{name}".lstrip("/")
+            if storage.kind(f"{checkpoint.path}/{path}") == "dir":
+                folders.append(path)
+            else:
+                found.append(path)
+    return sorted(found)
+
+
+def _reads(item: Item) -> list[LeafRead]:
+    """Every stored byte once, in pieces of bounded size."""
+    reads = []
+    for leaf in item.tree.leaves:
+        if not leaf.has_array:
+            continue
+        stored = stored_of(leaf)
+        dtype = dtype_of(stored.dtype)
+        everything = _box.whole(stored.shape)
+        pieces = plan_reads(stored, dtype.itemsize, [everything], in_pieces=True)
+        reads += [LeafRead(leaf=leaf, boxes=(p.box,), dtype=dtype) for p in pieces if p.box.size]
+    return reads
+
+
+def _read_all(item: Item, reads: Sequence[LeafRead]) -> list[Problem]:
+    """Reads everything; after a bad leaf goes on with the next."""
+    problems, done = [], 0
+    while done < len(reads):
+        try:
+            for _ in read_leaves(item, reads[done:], budget_bytes=_BUDGET_BYTES):
+                done += 1
+        except CheckpointError as error:
+            problems.append(_problem(error))
+            bad = reads[done].leaf
+            if getattr(error, "leaf", None) != bad.text:
+                break  # nothing of this item can be read
+            while done < len(reads) and reads[done].leaf is bad:
+                done += 1
+    return problems
+
+
+def _problem(error: CheckpointError) -> Problem:
+    return Problem(
+        file=getattr(error, "file", None), leaf=getattr(error, "leaf", None), message=str(error)
+    )
+
+
+def _report(
+    path: str,
+    problems: Sequence[Problem],
+    unchecked: Sequence[str],
+    files: int,
+    leaves: int,
+    size: int,
+) -> VerifyReport:
+    return VerifyReport(
+        path=path,
+        problems=tuple(problems),
+        unchecked=tuple(unchecked),
+        files=files,
+        leaves=leaves,
+        size_bytes=size,
+    )

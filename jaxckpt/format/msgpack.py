@@ -1,0 +1,263 @@
+"""Decodes the msgpack trees of Flax and of Orbax before 0.5.16 into plain Python and numpy.
+
+Two kinds of file hold one: Flax's `checkpoint_<step>`, which is the whole checkpoint, and
+`checkpoint` in an old Orbax item, which is the tree with small values in place and a
+`Placeholder` where the value is an array stored beside it.
+
+    array            ext 1    msgpack [shape, dtype name, C-order bytes]
+    complex          ext 2    msgpack [real, imaginary]
+    numpy scalar     ext 3    as ext 1, of shape ()
+    tuple            ext 4    msgpack array; comes back as a list, as Orbax restores tuples
+    array > 1 GiB    map      {"__msgpack_chunked_array__": true, "shape": {"0": n}, "chunks": {…}}
+
+The bytes are not trusted. Whatever they say, `decode` returns a tree or raises; the memory it
+takes is bounded by their length, and no name in them is ever looked up in a module.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
+
+_MAX_DEPTH: Final = 128
+_MAX_RANK: Final = 64
+# An extension holds a copy of its bytes while they are decoded, so each level costs the file again.
+_MAX_TUPLES: Final = 16
+
+_EXT_ARRAY: Final = 1
+_EXT_COMPLEX: Final = 2
+_EXT_SCALAR: Final = 3
+_EXT_TUPLE: Final = 4
+
+_CHUNKED: Final = "__msgpack_chunked_array__"
+_PLACEHOLDERS: Final = ("PLACEHOLDER://", "AGGREGATED://")
+_FLAX_PLACEHOLDER: Final = "//GDAPlaceholder:"
+
+# fmt: off
+_NUMPY_NAMES: Final = [
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16",
+    "float32", "float64", "complex64", "complex128",
+]
+_ML_NAMES: Final = [
+    "bfloat16", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn",
+    "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float6_e2m3fn",
+    "float6_e3m2fn", "float4_e2m1fn", "int2", "int4", "uint2", "uint4",
+]
+# fmt: on
+# An older ml_dtypes lacks some of these; an array of such a type is then of an unknown one.
+_DTYPES: Final[Mapping[bytes, np.dtype[Any]]] = {
+    **{name.encode(): np.dtype(name) for name in _NUMPY_NAMES},
+    **{
+        name.encode(): np.dtype(getattr(ml_dtypes, name))
+        for name in _ML_NAMES
+        if hasattr(ml_dtypes, name)
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholder:
+    """Stands for the zarr array of this name, stored in the item beside the msgpack file."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class FlaxArrayPlaceholder:
+    """Stands for the zarr array at this path in `<checkpoint file>_gda/`, of a multi-host Flax."""
+
+    path: str
+
+
+Scalar: TypeAlias = bool | int | float | complex | str | bytes | None
+Leaf: TypeAlias = Scalar | np.ndarray | np.generic | Placeholder | FlaxArrayPlaceholder
+Tree: TypeAlias = dict[str | int, "Tree"] | list["Tree"] | Leaf
+
+
+def decode(data: bytes, *, file: str | None = None) -> Tree:
+    """Decodes one msgpack checkpoint file.
+
+    Dict keys are strings, or ints where the writer had ints. Arrays have the dtype and shape they
+    were saved with, and are read-only; chunked arrays are joined.
+
+    Args:
+        data: The file, whole.
+        file: What to call it in an error.
+
+    Raises:
+        CorruptCheckpoint: the bytes are cut short, damaged, or not such a tree.
+        UnsupportedFormat: the msgpack package is not installed.
+
+    Example:
+        >>> decode(b"\\x82\\xa4step\\x07\\xa1w\\xafPLACEHOLDER://w")
+        {'step': 7, 'w': Placeholder(name='w')}
+    """
+    return _Decoder(file).tree(data)
+
+
+class _Decoder:
+    """One call of `decode`: the library, and the name of the file for its errors."""
+
+    def __init__(self, file: str | None) -> None:
+        self._file = file
+        self._msgpack = _import_msgpack(file)
+
+    def tree(self, data: bytes) -> Tree:
+        return self._finish(self._unpack(data, depth=0), depth=0)
+
+    def _corrupt(self, what: str) -> CorruptCheckpoint:
+        return CorruptCheckpoint(
+            f"{self._file or 'a msgpack checkpoint'} is damaged, or is no checkpoint: {what}.\n"
+            "Restore an earlier step, or another copy of this file.",
+            file=self._file,
+        )
+
+    def _unpack(self, data: bytes, *, depth: int, raw: bool = False) -> Any:
+        """The objects of `data`, with extension types decoded but strings and dicts as stored.
+
+        The library refuses a container that claims more elements than there are bytes, and one
+        nested too deep for its own stack. `depth` counts the extensions around these bytes.
+        """
+        if depth > _MAX_TUPLES:
+            raise self._corrupt(f"tuples nested more than {_MAX_TUPLES} deep")
+        try:
+            return self._msgpack.unpackb(
+                data,
+                raw=raw,
+                strict_map_key=False,
+                object_pairs_hook=self._dict,
+                ext_hook=lambda code, payload: self._extension(code, payload, depth + 1),
+            )
+        except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+            raise self._corrupt(f"{type(error).__name__}: {error}") from error
+        except self._msgpack.UnpackException as error:
+            raise self._corrupt(f"{type(error).__name__}: {error}") from error
+
+    def _dict(self, pairs: Sequence[tuple[Any, Any]]) -> dict[str | int, Any]:
+        for key, _ in pairs:
+            if type(key) not in (str, int):
+                raise self._corrupt(f"a key is of type {type(key).__name__}, not a string")
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise self._corrupt("a key occurs twice")
+        return found
+
+    def _extension(self, code: int, payload: bytes, depth: int) -> Any:
+        if code == _EXT_ARRAY:
+            return self._array(payload, depth)
+        if code == _EXT_SCALAR:
+            scalar = self._array(payload, depth)
+            if scalar.ndim != 0:
+                raise self._corrupt(f"a scalar has the shape {scalar.shape}")
+            return scalar[()]
+        if code == _EXT_COMPLEX:
+            match self._unpack(payload, depth=depth):
+                case [int() | float() as real, int() | float() as imaginary]:
+                    return complex(real, imaginary)
+            raise self._corrupt("a complex number is not a pair of numbers")
+        if code == _EXT_TUPLE:
+            elements = self._unpack(payload, depth=depth)
+            if not isinstance(elements, list):
+                raise self._corrupt("a tuple is not a list of elements")
+            return elements
+        raise self._corrupt(f"unknown extension type {code}")
+
+    def _array(self, payload: bytes, depth: int) -> np.ndarray:
+        match self._unpack(payload, depth=depth, raw=True):
+            case [list() as shape, bytes() as name, bytes() as content]:
+                pass
+            case _:
+                raise self._corrupt("an array is not a shape, a dtype and its bytes")
+        dtype = _DTYPES.get(name)
+        if dtype is None:
+            raise self._corrupt(f"unknown dtype {name[:40]!r}")
+        size = self._size(shape)
+        if size * dtype.itemsize != len(content):
+            raise self._corrupt(
+                f"an array of {size} {dtype.name} takes {size * dtype.itemsize} bytes, "
+                f"and there are {len(content)}"
+            )
+        return self._reshape(np.frombuffer(content, dtype), shape)
+
+    def _size(self, shape: Sequence[Any]) -> int:
+        """Number of elements: as Python ints, so it cannot wrap round to something small."""
+        if len(shape) > _MAX_RANK or not all(type(n) is int and n >= 0 for n in shape):
+            raise self._corrupt(f"an array's shape is not a list of up to {_MAX_RANK} sizes")
+        return prod(shape)
+
+    def _reshape(self, flat: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        try:
+            return flat.reshape(tuple(shape))
+        except (ValueError, OverflowError) as error:  # too many dimensions, or (0, 2**70)
+            raise self._corrupt(f"numpy has no such shape: {error}") from error
+
+    def _finish(self, node: Any, *, depth: int) -> Tree:
+        """The tree with placeholders recognised, chunked arrays joined, depth and types checked."""
+        if depth > _MAX_DEPTH:
+            raise self._corrupt(f"nested more than {_MAX_DEPTH} deep")
+        if isinstance(node, dict):
+            if _CHUNKED in node:
+                return self._join(node)
+            return {key: self._finish(child, depth=depth + 1) for key, child in node.items()}
+        if isinstance(node, list):
+            return [self._finish(child, depth=depth + 1) for child in node]
+        if isinstance(node, str):
+            return self._string(node)
+        if node is None or isinstance(
+            node, bool | int | float | complex | bytes | np.ndarray | np.generic
+        ):
+            return node
+        raise self._corrupt(f"a value of type {type(node).__name__}")  # a msgpack timestamp
+
+    def _string(self, text: str) -> str | Placeholder | FlaxArrayPlaceholder:
+        for prefix in _PLACEHOLDERS:
+            if text.startswith(prefix):
+                return Placeholder(self._inside(text.removeprefix(prefix)))
+        if text.startswith(_FLAX_PLACEHOLDER):
+            return FlaxArrayPlaceholder(self._inside(text.removeprefix(_FLAX_PLACEHOLDER)))
+        return text
+
+    def _inside(self, name: str) -> str:
+        """A name of an array beside the file. It becomes a path, so it must not lead elsewhere."""
+        if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+            raise self._corrupt(f"the array name {name[:80]!r} leads out of the checkpoint")
+        return name
+
+    def _join(self, node: Mapping[str | int, Any]) -> np.ndarray:
+        shape = self._numbered(node.get("shape"))
+        chunks = self._numbered(node.get("chunks"))
+        if not chunks or not all(isinstance(c, np.ndarray) and c.ndim == 1 for c in chunks):
+            raise self._corrupt("the chunks of an array are not arrays of one dimension")
+        if any(chunk.dtype != chunks[0].dtype for chunk in chunks):
+            raise self._corrupt("the chunks of an array differ in dtype")
+        size = self._size(shape)
+        if size != sum(chunk.size for chunk in chunks):
+            raise self._corrupt(f"the chunks of an array do not add up to its {size} elements")
+        joined = np.concatenate(chunks)
+        joined.flags.writeable = False
+        return self._reshape(joined, shape)
+
+    def _numbered(self, node: Any) -> list[Any]:
+        """The values of `{"0": a, "1": b}` in order: how Flax writes a tuple."""
+        keys = [str(i) for i in range(len(node))] if isinstance(node, dict) else None
+        if keys is None or set(keys) != set(node):
+            raise self._corrupt('a chunked array lacks its numbered "shape" or "chunks"')
+        return [node[key] for key in keys]
+
+
+def _import_msgpack(file: str | None) -> Any:
+    try:
+        return importlib.import_module("msgpack")
+    except ImportError as error:
+        raise UnsupportedFormat(
+            f"{file or 'this checkpoint'} is in the msgpack format of Flax and of old Orbax.\n"
+            "To read it: pip install jaxckpt[legacy]"
+        ) from error

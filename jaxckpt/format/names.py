@@ -1,0 +1,99 @@
+"""File and directory names of a checkpoint, and what they say about its state.
+
+The names are Orbax's (v1 layout) wherever Orbax has one, so that either library finds its way in
+what the other wrote.
+
+    <checkpoint>/
+      orbax.checkpoint            empty; tells Orbax that this is its v1 layout
+      _CHECKPOINT_METADATA        JSON: a handler for each item, timestamps, custom metadata
+      commit_success.txt          written last: the checkpoint is whole
+      _jaxckpt.json               ours: sizes and checksums of the other files, lineage
+      <item>/                     a pytree: arrays in zarr, inside one OCDBT database
+        _METADATA                 JSON: the tree, a kind for each leaf
+        _sharding                 JSON: the sharding of each jax.Array
+        _strings.json             JSON: the str leaves
+        array_metadatas/process_0 JSON: which leaves are PRNG keys
+        manifest.ocdbt  d/        the database
+        ocdbt.process_<i>/        what process i wrote into it (only with several processes)
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+ORBAX_MARKER: Final = "orbax.checkpoint"
+CHECKPOINT_METADATA: Final = "_CHECKPOINT_METADATA"
+COMMIT_MARKER: Final = "commit_success.txt"
+RECORD: Final = "_jaxckpt.json"
+# Lies in a checkpoint while it is being written: who writes it. Its lock says whether they live.
+WRITER: Final = "_jaxckpt.writing"
+
+TREE_METADATA: Final = "_METADATA"
+SHARDING: Final = "_sharding"
+STRINGS: Final = "_strings.json"
+ARRAY_METADATAS: Final = "array_metadatas"
+LEGACY_TREE: Final = "checkpoint"  # a msgpack file; a directory of this name is an array
+OCDBT_MANIFEST: Final = "manifest.ocdbt"
+OCDBT_DATA: Final = "d"
+OCDBT_PROCESS: Final = "ocdbt.process_"
+ZARR2: Final = ".zarray"
+ZARR3: Final = "zarr.json"
+DELETION_RECORD: Final = "_CHECKPOINT_DELETION"
+
+# The items a restore looks for when none is named, in this order.
+STATE_ITEM: Final = "state"
+DEFAULT_ITEM: Final = "default"
+METRICS_ITEM: Final = "metrics"
+# A JSON item is one file under one of these names.
+JSON_ITEM_FILES: Final = ("metadata", "metrics", "data.json")
+
+# Orbax takes every directory with this in its name for one that is not committed.
+_TEMPORARY: Final = ".orbax-checkpoint-tmp"
+_WRITING: Final = _TEMPORARY + "-jaxckpt-"
+_DELETING: Final = _TEMPORARY + "-deleting-"
+_REPLACEMENT: Final = ".jaxckpt-committed"
+_FLAX_FILE: Final = re.compile(r"(.*)_(\d+(?:\.\d+)?(?:e[+-]?\d+)?)$")
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a directory of this name holds an uncommitted or a half-deleted checkpoint."""
+    return _TEMPORARY in name
+
+
+def temporary(name: str, token: str) -> str:
+    """Where a writer with this token builds the checkpoint `name`, beside it."""
+    return f"{name}{_WRITING}{token}"
+
+
+def is_ours_temporary(entry: str, name: str) -> bool:
+    """Whether `entry` is what jaxckpt calls the checkpoint `name` while it writes or deletes it."""
+    return entry.startswith((name + _WRITING, name + _DELETING))
+
+
+def deleting(name: str, token: str) -> str:
+    """What a checkpoint is called while its files are being removed."""
+    return f"{name.split(_TEMPORARY)[0]}{_DELETING}{token}"
+
+
+def is_deleting(name: str) -> bool:
+    return _DELETING in name
+
+
+def replacement(name: str) -> str:
+    """Where the new checkpoint waits, committed, while the old one of that name is moved away.
+
+    Used only where two directories cannot be exchanged in one step.
+    """
+    return name + _REPLACEMENT
+
+
+def process_database(index: int) -> str:
+    """The directory of the database that process `index` writes."""
+    return f"{OCDBT_PROCESS}{index}"
+
+
+def flax_step(name: str) -> float | None:
+    """The step in the name of a `flax.training.checkpoints` file, or None."""
+    match = _FLAX_FILE.fullmatch(name)
+    return float(match[2]) if match else None

@@ -1,0 +1,146 @@
+"""`_sharding`: how each jax.Array was laid out over devices when it was saved."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.format import jsontext
+from jaxckpt.format.jsontext import expect, expect_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedSharding:
+    """A `NamedSharding` as data; a single-device one has no axes.
+
+    Attributes:
+        axis_names: Of the mesh.
+        axis_sizes: Of the mesh.
+        axis_types: "Auto", "Explicit" or "Manual" for each axis; empty if not recorded.
+        spec: For each dimension: None, an axis name, or several.
+        device_ids: Of the mesh, flattened; empty if not recorded.
+        device: `str()` of the one device of an array without a mesh.
+    """
+
+    axis_names: tuple[str, ...] = ()
+    axis_sizes: tuple[int, ...] = ()
+    axis_types: tuple[str, ...] = ()
+    spec: tuple[str | tuple[str, ...] | None, ...] = ()
+    device_ids: tuple[int, ...] = ()
+    device: str = ""
+
+    @property
+    def is_single_device(self) -> bool:
+        return not self.axis_names
+
+    def __str__(self) -> str:
+        if self.is_single_device:
+            return "one device"
+        mesh = ", ".join(f"{n}={s}" for n, s in zip(self.axis_names, self.axis_sizes, strict=True))
+        spec = ", ".join("None" if axes is None else repr(axes) for axes in self.spec)
+        return f"P({spec}) on ({mesh})"
+
+
+def encode(shardings: Mapping[str, SavedSharding]) -> bytes:
+    """The bytes of `_sharding`, by leaf name.
+
+    A reader of Orbax fails on a file that lacks a jax.Array leaf, so there is an entry for each.
+    """
+    texts = {sharding: json.dumps(_to_json(sharding)) for sharding in set(shardings.values())}
+    return jsontext.dumps(
+        {
+            base64.urlsafe_b64encode(name.encode()).decode(): texts[sharding]
+            for name, sharding in shardings.items()
+        }
+    )
+
+
+def decode(data: bytes, *, file: str) -> dict[str, SavedSharding]:
+    """Reads `_sharding` of any Orbax release, or ours; entries of unknown kinds are left out.
+
+    Raises:
+        CorruptCheckpoint: it does not say what such a file says.
+    """
+    top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
+    parsed: dict[str, SavedSharding | None] = {}
+    shardings = {}
+    for key, text in top.items():
+        try:
+            name = base64.urlsafe_b64decode(key.encode()).decode()
+        except ValueError as error:
+            raise CorruptCheckpoint(f"{file}: {key!r} is no base64 name", file=file) from error
+        if not isinstance(text, str) or not text:
+            continue
+        if text not in parsed:
+            parsed[text] = _from_json(jsontext.loads(text.encode(), file=file), file)
+        if (sharding := parsed[text]) is not None:
+            shardings[name] = sharding
+    return shardings
+
+
+def _to_json(sharding: SavedSharding) -> dict[str, object]:
+    if sharding.is_single_device:
+        return {"sharding_type": "SingleDeviceSharding", "device_str": sharding.device}
+    mesh: Any = [{"id": i} for i in sharding.device_ids]
+    for size in reversed(sharding.axis_sizes[1:]):
+        mesh = [mesh[i : i + size] for i in range(0, len(mesh), size)]
+    return {
+        "sharding_type": "NamedSharding",
+        "shape": sharding.axis_sizes,
+        "axis_names": sharding.axis_names,
+        "axis_types": [f"AxisType.{kind}" for kind in sharding.axis_types],
+        "partition_spec": sharding.spec,
+        "device_mesh": {"mesh": mesh},
+    }
+
+
+def _from_json(value: object, file: str) -> SavedSharding | None:
+    fields = expect(value, dict, "a sharding", file=file)
+    if fields.get("sharding_type") == "SingleDeviceSharding":
+        return SavedSharding(device=str(fields.get("device_str", "")))
+    if fields.get("sharding_type") != "NamedSharding":
+        return None
+    names = expect(fields.get("axis_names"), list, "'axis_names'", file=file)
+    sizes = expect_shape(fields.get("shape"), "a mesh shape", file=file)
+    spec = expect(fields.get("partition_spec"), list, "'partition_spec'", file=file)
+    if len(names) != len(sizes) or not all(isinstance(name, str) for name in names):
+        raise CorruptCheckpoint(f"{file}: axes {names} do not fit a mesh of {sizes}", file=file)
+    types = fields.get("axis_types") or []
+    return SavedSharding(
+        axis_names=tuple(names),
+        axis_sizes=sizes,
+        axis_types=tuple(
+            str(kind).rpartition(".")[2] for kind in expect(types, list, "'axis_types'", file=file)
+        ),
+        spec=tuple(_axes(axes, names, file) for axes in spec),
+        device_ids=tuple(_ids(fields.get("device_mesh"))),
+    )
+
+
+def _axes(axes: object, names: list[str], file: str) -> str | tuple[str, ...] | None:
+    if axes is None or (isinstance(axes, str) and axes in names):
+        return axes
+    if isinstance(axes, list) and all(isinstance(a, str) and a in names for a in axes):
+        return tuple(axes)
+    raise CorruptCheckpoint(
+        f"{file}: partition spec {axes!r} is not of the axes {names}", file=file
+    )
+
+
+def _ids(device_mesh: object) -> list[int]:
+    """Flattens the nested lists of `{"id": n}`; whatever else is there counts as not recorded."""
+    stack: list[object] = [device_mesh.get("mesh")] if isinstance(device_mesh, dict) else []
+    ids = []
+    while stack:
+        item = stack.pop()
+        if isinstance(item, list):
+            stack.extend(reversed(item))
+        elif isinstance(item, dict) and isinstance(item.get("id"), int):
+            ids.append(item["id"])
+        else:
+            return []
+    return ids

@@ -1,0 +1,233 @@
+"""The files at the top of a checkpoint: Orbax's `_CHECKPOINT_METADATA`, and our own record.
+
+The record, `_jaxckpt.json`, is two lines. The first is JSON:
+
+    {"version": 1, "writer": "jaxckpt 0.1.0", "token": ..., "lineage": ...,
+     "files": {"state/_METADATA": {"bytes": 1234, "sha256": ...}, "state/d/5c1f...": {"bytes": 99}}}
+
+The second is the SHA-256 of the first, in hex. Every file of the checkpoint is listed by its path
+inside it, except the record and `commit_success.txt`; data files have no digest there, because
+each chunk in them carries its own checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
+from jaxckpt.format import jsontext
+from jaxckpt.format.jsontext import expect
+
+VERSION: Final = 1
+
+# Handler strings that every entry point of Orbax, v0 and v1, accepts.
+PYTREE_HANDLER: Final = (
+    "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+)
+JSON_HANDLER: Final = "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetadata:
+    """What `_CHECKPOINT_METADATA` says.
+
+    Attributes:
+        handlers: Orbax's handler string by item name; empty if not recorded.
+        init_ns, commit_ns: Wall clock of the start and the commit, ns since 1970, or None.
+        custom_metadata: The caller's, JSON.
+    """
+
+    handlers: Mapping[str, str] = field(default_factory=dict)
+    init_ns: int | None = None
+    commit_ns: int | None = None
+    custom_metadata: Mapping[str, Any] | None = None
+
+
+def encode(step: StepMetadata) -> bytes:
+    """The bytes of `_CHECKPOINT_METADATA`. Orbax refuses any further key."""
+    return jsontext.dumps(
+        {
+            "item_handlers": dict(step.handlers),
+            "metrics": {},
+            "performance_metrics": {},
+            "init_timestamp_nsecs": step.init_ns,
+            "commit_timestamp_nsecs": step.commit_ns,
+            "custom_metadata": dict(step.custom_metadata or {}),
+        }
+    )
+
+
+def decode(data: bytes, *, file: str) -> StepMetadata:
+    """Reads `_CHECKPOINT_METADATA` of any Orbax release, or ours."""
+    top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
+    handlers = top.get("item_handlers")
+    times = [top.get("init_timestamp_nsecs"), top.get("commit_timestamp_nsecs")]
+    init_ns, commit_ns = (
+        None if t is None else expect(t, int, "a timestamp", file=file) for t in times
+    )
+    custom = top.get("custom_metadata")
+    return StepMetadata(
+        # A flat checkpoint has one string there, for an item without a name.
+        handlers={k: str(v) for k, v in handlers.items()} if isinstance(handlers, dict) else {},
+        init_ns=init_ns,
+        commit_ns=commit_ns,
+        custom_metadata=None
+        if custom is None
+        else expect(custom, dict, "custom_metadata", file=file),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFacts:
+    """What the record knows of one file: its size, and its digest unless its data has its own."""
+
+    size: int
+    sha256: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What `_jaxckpt.json` says.
+
+    Attributes:
+        writer: Program and version.
+        token: Unique to the attempt that wrote the checkpoint.
+        files: By path inside the checkpoint.
+        lineage: Where the values came from, if from another checkpoint.
+    """
+
+    writer: str
+    token: str
+    files: Mapping[str, FileFacts]
+    lineage: Mapping[str, Any] = field(default_factory=dict)
+
+
+def encode_record(record: Record) -> bytes:
+    """The bytes of `_jaxckpt.json`."""
+    body = jsontext.dumps(
+        {
+            "version": VERSION,
+            "writer": record.writer,
+            "token": record.token,
+            "lineage": dict(record.lineage),
+            "files": {
+                path: {"bytes": facts.size} | ({"sha256": facts.sha256} if facts.sha256 else {})
+                for path, facts in record.files.items()
+            },
+        }
+    )
+    return body + b"\n" + digest(body).encode() + b"\n"
+
+
+def decode_record(data: bytes, *, file: str) -> Record:
+    """Reads `_jaxckpt.json`.
+
+    Raises:
+        CorruptCheckpoint: its digest differs, or it does not say what such a file says.
+        UnsupportedFormat: a newer jaxckpt wrote it.
+    """
+    body, _, rest = data.partition(b"\n")
+    if digest(body).encode() != rest.strip():
+        raise CorruptCheckpoint(f"{file}: damaged: its digest differs", file=file)
+    top = expect(jsontext.loads(body, file=file), dict, "the file", file=file)
+    version = expect(top.get("version"), int, "'version'", file=file)
+    if version > VERSION:
+        raise UnsupportedFormat(
+            f"{file}: written by a newer jaxckpt (record version {version}, this release reads up "
+            f"to {VERSION}). Upgrade jaxckpt to read it."
+        )
+    files = {}
+    for path, facts in expect(top.get("files"), dict, "'files'", file=file).items():
+        entry = expect(facts, dict, path, file=file)
+        sha256 = entry.get("sha256")
+        files[path] = FileFacts(
+            size=expect(entry.get("bytes"), int, f"{path}: 'bytes'", file=file),
+            sha256=None if sha256 is None else expect(sha256, str, f"{path}: 'sha256'", file=file),
+        )
+    return Record(
+        writer=expect(top.get("writer"), str, "'writer'", file=file),
+        token=expect(top.get("token"), str, "'token'", file=file),
+        files=files,
+        lineage=expect(top.get("lineage", {}), dict, "'lineage'", file=file),
+    )
+
+
+def digest(data: bytes) -> str:
+    """SHA-256 in hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+# --- _strings.json and array_metadatas -------------------------------------------------------
+
+
+def encode_strings(strings: Mapping[str, str]) -> bytes:
+    """The bytes of `_strings.json`: Orbax finds a leaf at the JSON pointer `/` + its name.
+
+    Raises:
+        ValueError: two names cannot both be reached (`a`, `a/b`).
+    """
+    top: dict[str, Any] = {}
+    for name, text in strings.items():
+        *parents, last = name.split("/")
+        node = top
+        for part in parents:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"{name!r} lies below another str leaf")
+        if last in node:
+            raise ValueError(f"{name!r} lies above another str leaf")
+        node[last] = text
+    return jsontext.dumps(top)
+
+
+def decode_strings(data: bytes, *, file: str) -> Mapping[str, Any]:
+    """Reads `_strings.json`; look names up with `find_string`."""
+    return expect(jsontext.loads(data, file=file), dict, "the file", file=file)
+
+
+def find_string(strings: Mapping[str, Any], name: str, *, file: str) -> str:
+    """The text of the leaf `name`, by JSON pointer or as one key."""
+    node: Any = strings
+    for part in [name] if name in strings else name.split("/"):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    if not isinstance(node, str):
+        raise CorruptCheckpoint(f"{file}: the text of leaf {name} is missing", leaf=name, file=file)
+    return node
+
+
+def encode_array_metadatas(
+    arrays: Mapping[str, tuple[tuple[int, ...], str | None]],
+) -> bytes:
+    """The bytes of `array_metadatas/process_0`: chunk shape and PRNG implementation by name."""
+    return jsontext.dumps(
+        {
+            "array_metadatas": [
+                {
+                    "array_metadata": {
+                        "param_name": name,
+                        "write_shape": chunk_shape,
+                        "chunk_shape": chunk_shape,
+                        "ext_metadata": {"random_key_impl": impl} if impl else None,
+                    }
+                }
+                for name, (chunk_shape, impl) in arrays.items()
+            ]
+        }
+    )
+
+
+def decode_key_impls(data: bytes, *, file: str) -> dict[str, str]:
+    """Reads the PRNG implementation of each typed key out of one `array_metadatas` file."""
+    top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
+    impls = {}
+    for entry in expect(top.get("array_metadatas"), list, "'array_metadatas'", file=file):
+        array = expect(entry, dict, "an entry", file=file).get("array_metadata")
+        fields = expect(array, dict, "'array_metadata'", file=file)
+        ext = fields.get("ext_metadata")
+        impl = ext.get("random_key_impl") if isinstance(ext, dict) else None
+        if isinstance(impl, str):
+            impls[expect(fields.get("param_name"), str, "'param_name'", file=file)] = impl
+    return impls

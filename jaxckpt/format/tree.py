@@ -1,0 +1,466 @@
+"""`_METADATA`: which leaves a tree has, what kind each is, and what its containers were.
+
+Orbax's part is a list of leaves (and of empty containers) with the names on the way to each; from
+it alone a tuple comes back as a list, an optax state as a dict, the key 0 as "0". Ours adds, under
+keys that Orbax ignores, what each leaf was (`_OURS` in `value_metadata`) and the containers
+(`_OURS` at the top), as data: classes are named, never run, and only those on the allow-list of
+`jaxckpt._tree` are looked up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
+from jaxckpt.format import jsontext
+from jaxckpt.format.jsontext import expect, expect_shape
+
+VERSION: Final = 1
+_OURS: Final = "jaxckpt"
+
+SEQUENCE: Final = 1  # key_type: an index of a list or tuple
+NAMED: Final = 2  # key_type: a dict key or an attribute
+
+Path = tuple[str, ...]
+
+Kind = Literal[
+    "array", "key", "numpy", "generic", "int", "float", "complex", "bool", "str", "bytes",
+    "empty", "ellipsis", "absent",
+]  # fmt: skip
+"""What comes back: a jax.Array, a typed PRNG key, a numpy array, a numpy scalar, a Python value,
+an empty container (or None), `...`. "absent" marks an array whose data was never stored."""
+
+# The words of Orbax for each kind; readers of Orbax refuse any other word.
+_ORBAX_KIND: Final[dict[str, Kind]] = {
+    "jax.Array": "array",
+    "np.ndarray": "numpy",
+    "scalar": "generic",
+    "string": "str",
+    "None": "empty",
+    "Dict": "empty",
+    "List": "empty",
+    "Tuple": "empty",
+    "NamedTuple": "empty",
+    "placeholder": "ellipsis",
+}
+_ARRAY_TYPES: Final = ("jax.Array", "np.ndarray", "scalar")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredArray:
+    """How the values of one leaf lie on disk.
+
+    Attributes:
+        shape: Of the zarr array.
+        dtype: Name of the zarr array's dtype (`bfloat16`, `int4`: TensorStore's names).
+        chunk_shape: The stored chunks are a regular grid of this shape.
+        inner_shape: The chunks inside a chunk (`sharding_indexed`), or None.
+        has_fill: Whether the array says what a chunk that is not there would hold.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunk_shape: tuple[int, ...]
+    inner_shape: tuple[int, ...] | None = None
+    has_fill: bool = True
+
+    @property
+    def unit_shape(self) -> tuple[int, ...]:
+        """The smallest part that is read and checked on its own."""
+        return self.inner_shape or self.chunk_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One leaf of a saved tree, or one empty container.
+
+    Attributes:
+        path: The names on the way to it, `str()` of each key.
+        key_types: `SEQUENCE` or `NAMED` for each name.
+        kind: What comes back when no target says otherwise.
+        dtype: Name of the leaf's dtype; the word for an empty container ("None", "Dict", ...).
+        shape: Of the leaf (not of the key data of a PRNG key).
+        key_impl: Name of the PRNG implementation of a typed key.
+        stored: How it lies on disk; None if it holds no array, or if the array must be asked.
+        value: The value itself where the metadata holds it (str, legacy aggregates).
+        container: Class of an empty container that is none of Python's own.
+        alias: What the leaf is called on disk, if that is not its path joined with dots.
+    """
+
+    path: Path
+    key_types: tuple[int, ...]
+    kind: Kind
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    key_impl: str | None = None
+    stored: StoredArray | None = None
+    value: Any = None
+    container: Node | None = None
+    alias: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What Orbax calls the leaf: its zarr prefix, and its key in the other files."""
+        return ".".join(self.path) if self.alias is None else self.alias
+
+    @property
+    def has_array(self) -> bool:
+        """Whether its values are in a zarr array."""
+        return self.kind not in ("empty", "ellipsis", "absent") and self.value is None
+
+    @property
+    def text(self) -> str:
+        """Its path as users write it."""
+        return path_text(self.path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One container of a saved tree.
+
+    Attributes:
+        type: "dict", "list", "tuple", "odict", or "class" for a registered one.
+        names: The name of each child in `Leaf.path`.
+        keys: The dict keys themselves where they are no str; None where `names` are the keys.
+        children: A node, or None where the child is a leaf.
+        cls: Module and qualified name of a registered class.
+        aux: Its static data as JSON (see `jaxckpt._tree`), None where it could not be recorded.
+    """
+
+    type: Literal["dict", "list", "tuple", "odict", "class"]
+    names: tuple[str, ...] = ()
+    keys: tuple[Any, ...] | None = None
+    children: tuple[Node | None, ...] = ()
+    cls: tuple[str, str] | None = None
+    aux: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """What `_METADATA` says: the leaves in order, and the containers if they were recorded.
+
+    Attributes:
+        root: The containers, or None (bare leaf, or not recorded: then the key types say).
+        typed: Whether `root` was recorded. A bare leaf has `typed` and no `root`.
+        zarr_version: 2 or 3, for every array of the item.
+        uses_ocdbt: Whether the arrays are in a database; None: look.
+        fill_missing: Whether a chunk that is not there means the fill value.
+        custom_metadata: What the caller of Orbax attached to the item.
+    """
+
+    leaves: tuple[Leaf, ...]
+    root: Node | None = None
+    typed: bool = False
+    zarr_version: int = 3
+    uses_ocdbt: bool | None = None
+    fill_missing: bool = False
+    custom_metadata: Any = None
+
+
+def path_text(path: Sequence[str]) -> str:
+    """Joins names with `/`; a `/` in a name is written `~1`, a `~` is written `~0`.
+
+    Example:
+        >>> path_text(("params", "a/b", "0"))
+        'params/a~1b/0'
+    """
+    return "/".join(name.replace("~", "~0").replace("/", "~1") for name in path)
+
+
+def parse_path(path: str | Sequence[object]) -> Path:
+    """The names of a path as users write it: text, or a tuple of keys.
+
+    Example:
+        >>> parse_path("params/a~1b/0"), parse_path(("opt", 0))
+        (('params', 'a/b', '0'), ('opt', '0'))
+    """
+    if isinstance(path, str):
+        if not path:
+            return ()
+        return tuple(part.replace("~1", "/").replace("~0", "~") for part in path.split("/"))
+    return tuple(str(key) for key in path)
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+def encode(tree: Tree) -> bytes:
+    """The bytes of `_METADATA`, in the order of the leaves: older Orbax readers depend on it."""
+    entries = {
+        repr(leaf.path): {
+            "key_metadata": [
+                {"key": name, "key_type": kind}
+                for name, kind in zip(leaf.path, leaf.key_types, strict=True)
+            ],
+            "value_metadata": _encode_value(leaf),
+        }
+        for leaf in tree.leaves
+    }
+    ours: dict[str, object] = {"version": VERSION, "tree": _encode_node(tree.root)}
+    return jsontext.dumps(
+        {
+            "tree_metadata": entries,
+            "use_ocdbt": bool(tree.uses_ocdbt),
+            "use_zarr3": tree.zarr_version == 3,
+            "store_array_data_equal_to_fill_value": not tree.fill_missing,
+            "custom_metadata": tree.custom_metadata,
+            _OURS: ours,
+        }
+    )
+
+
+def kind_of(value_type: str) -> Kind:
+    """Our word for one of Orbax's."""
+    return _ORBAX_KIND[value_type]
+
+
+def orbax_value_type(leaf: Leaf) -> str:
+    """The word of Orbax for a leaf; what Orbax has no word for is an array to it."""
+    if leaf.kind == "empty":
+        return leaf.dtype if leaf.dtype in _ORBAX_KIND and leaf.container is None else "None"
+    if leaf.value is not None:
+        return "string"
+    if leaf.kind in ("array", "key"):
+        return "jax.Array"
+    if leaf.kind in ("numpy", "bytes", "str"):
+        return "np.ndarray"
+    return "scalar"
+
+
+def _encode_value(leaf: Leaf) -> dict[str, object]:
+    value_type = orbax_value_type(leaf)
+    value: dict[str, object] = {
+        "value_type": value_type,
+        "skip_deserialize": leaf.kind == "empty",
+    }
+    ours: dict[str, object] = {}
+    if leaf.kind == "empty":
+        if leaf.container is not None:
+            ours["node"] = _encode_node(leaf.container)
+        return value | ({_OURS: ours} if ours else {})
+    if _ORBAX_KIND[value_type] != leaf.kind:
+        ours["kind"] = leaf.kind
+    if leaf.stored is not None:
+        stored = leaf.stored
+        ours |= {"shape": stored.shape, "dtype": stored.dtype, "chunk": stored.chunk_shape}
+        if stored.inner_shape is not None:
+            ours["inner"] = stored.inner_shape
+        if stored.dtype != leaf.dtype:
+            ours["as"] = leaf.dtype
+        if leaf.kind == "key":
+            ours |= {"impl": leaf.key_impl, "key_shape": leaf.shape}
+        if value_type == "jax.Array":
+            value["write_shape"] = stored.chunk_shape
+    return value | ({_OURS: ours} if ours else {})
+
+
+def _encode_node(node: Node | None) -> object:
+    if node is None:
+        return None
+    out: dict[str, object] = {"type": node.type, "names": node.names}
+    if node.keys is not None:
+        out["keys"] = node.keys
+    if node.cls is not None:
+        out["class"] = node.cls
+    if node.aux is not None:
+        out["aux"] = node.aux
+    if any(child is not None for child in node.children):
+        out["children"] = [_encode_node(child) for child in node.children]
+    return out
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+def decode(data: bytes, *, file: str) -> Tree:
+    """Reads `_METADATA`, of any Orbax release or ours.
+
+    Raises:
+        CorruptCheckpoint: it does not say what such a file says.
+        UnsupportedFormat: a newer jaxckpt wrote it, or a leaf is of a kind we do not know.
+    """
+    top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
+    entries = expect(top.get("tree_metadata"), dict, "'tree_metadata'", file=file)
+    if not entries:
+        raise CorruptCheckpoint(f"{file}: 'tree_metadata' is empty", file=file)
+    ours = top.get(_OURS)
+    if ours is not None:
+        version = expect(
+            expect(ours, dict, _OURS, file=file).get("version"), int, "version", file=file
+        )
+        if version > VERSION:
+            raise UnsupportedFormat(
+                f"{file}: written by a newer jaxckpt (tree version {version}, this release reads "
+                f"up to {VERSION}). Upgrade jaxckpt to read it."
+            )
+    leaves = tuple(_decode_leaf(entry, file) for entry in entries.values())
+    if len({leaf.path for leaf in leaves}) != len(leaves):
+        raise CorruptCheckpoint(f"{file}: two leaves have the same path", file=file)
+    root = _decode_node(ours["tree"], file) if ours is not None and ours.get("tree") else None
+    if ours is None and isinstance(top.get("value_metadata_tree"), str):
+        text = top["value_metadata_tree"].encode()
+        root = _decode_rich(jsontext.loads(text, file=file), file)
+    uses_ocdbt = top.get("use_ocdbt")
+    return Tree(
+        leaves=leaves,
+        root=root,
+        typed=ours is not None or root is not None,
+        zarr_version=3
+        if expect(top.get("use_zarr3", False) or False, bool, "'use_zarr3'", file=file)
+        else 2,
+        uses_ocdbt=None
+        if uses_ocdbt is None
+        else expect(uses_ocdbt, bool, "'use_ocdbt'", file=file),
+        fill_missing=not expect(
+            top.get("store_array_data_equal_to_fill_value") or False,
+            bool,
+            "'store_array_data_equal_to_fill_value'",
+            file=file,
+        ),
+        custom_metadata=top.get("custom_metadata"),
+    )
+
+
+def _decode_leaf(entry: object, file: str) -> Leaf:
+    fields = expect(entry, dict, "an entry of 'tree_metadata'", file=file)
+    keys = expect(fields.get("key_metadata"), list, "'key_metadata'", file=file)
+    path, key_types = [], []
+    for key in keys:
+        part = expect(key, dict, "a key", file=file)
+        path.append(expect(part.get("key"), str, "a key's name", file=file))
+        key_type = expect(part.get("key_type"), int, "a key's type", file=file)
+        if key_type not in (SEQUENCE, NAMED):
+            raise CorruptCheckpoint(f"{file}: key type {key_type} of {path}", file=file)
+        key_types.append(key_type)
+    where = path_text(path)
+    value = expect(fields.get("value_metadata"), dict, f"{where}: 'value_metadata'", file=file)
+    value_type = expect(value.get("value_type"), str, f"{where}: 'value_type'", file=file)
+    if value_type not in _ORBAX_KIND:
+        raise UnsupportedFormat(
+            f"{file}: leaf {where} is of type {value_type!r}, which is none of Orbax's "
+            f"({', '.join(_ORBAX_KIND)}). It was written by something newer."
+        )
+    kind = _ORBAX_KIND[value_type]
+    ours = expect(value.get(_OURS, {}), dict, f"{where}: {_OURS!r}", file=file)
+    common: dict[str, Any] = {"path": tuple(path), "key_types": tuple(key_types)}
+    if kind == "empty":
+        container = _decode_node(ours["node"], file) if ours.get("node") else None
+        return Leaf(**common, kind=kind, dtype=value_type, container=container)
+    if value.get("skip_deserialize") is True and value_type in _ARRAY_TYPES:
+        # Orbax before 0.5.16 kept such values in the msgpack file.
+        return Leaf(**common, kind="absent", dtype=value_type)
+    return _decode_ours(Leaf(**common, kind=kind), ours, file)
+
+
+def _decode_ours(leaf: Leaf, ours: Mapping[str, Any], file: str) -> Leaf:
+    where = leaf.text
+    if not ours:
+        return leaf
+    kind = ours.get("kind", leaf.kind)
+    if kind not in Kind.__args__:  # pyright: ignore[reportAttributeAccessIssue]  # Literal's values
+        raise CorruptCheckpoint(f"{file}: {where}: unknown kind {kind!r}", file=file)
+    fields: dict[str, Any] = {"path": leaf.path, "key_types": leaf.key_types, "kind": kind}
+    if "shape" not in ours:
+        return Leaf(**fields)
+    shape = expect_shape(ours["shape"], f"{where}: shape", file=file)
+    inner = ours.get("inner")
+    stored = StoredArray(
+        shape=shape,
+        dtype=expect(ours.get("dtype"), str, f"{where}: dtype", file=file),
+        chunk_shape=expect_shape(ours.get("chunk"), f"{where}: chunk", file=file),
+        inner_shape=None if inner is None else expect_shape(inner, f"{where}: inner", file=file),
+    )
+    check_grid(stored, where=where, file=file)
+    key_impl = ours.get("impl")
+    return Leaf(
+        **fields,
+        dtype=expect(ours.get("as", stored.dtype), str, f"{where}: as", file=file),
+        shape=expect_shape(ours["key_shape"], f"{where}: key_shape", file=file)
+        if kind == "key"
+        else shape,
+        key_impl=None if key_impl is None else expect(key_impl, str, f"{where}: impl", file=file),
+        stored=stored,
+    )
+
+
+def check_grid(stored: StoredArray, *, where: str, file: str) -> None:
+    """Refuses a chunk grid that no writer makes: a wrong rank, empty or absurdly many chunks."""
+    grids = [stored.chunk_shape] + ([stored.inner_shape] if stored.inner_shape else [])
+    for grid in grids:
+        if len(grid) != len(stored.shape) or any(n < 1 for n in grid):
+            raise CorruptCheckpoint(
+                f"{file}: {where}: chunks of shape {grid} do not fit an array of shape {stored.shape}",
+                leaf=where,
+                file=file,
+            )
+    if math.prod(stored.shape) >= 1 << 62:
+        raise CorruptCheckpoint(
+            f"{file}: {where}: shape {stored.shape} has more elements than any disk holds",
+            leaf=where,
+            file=file,
+        )
+
+
+def _decode_node(value: object, file: str) -> Node:
+    fields = expect(value, dict, "a container", file=file)
+    node_type = fields.get("type")
+    if node_type not in ("dict", "list", "tuple", "odict", "class"):
+        raise CorruptCheckpoint(f"{file}: unknown container type {node_type!r}", file=file)
+    names = tuple(
+        expect(name, str, "a child's name", file=file)
+        for name in expect(fields.get("names"), list, "'names'", file=file)
+    )
+    raw = expect(fields.get("children", [None] * len(names)), list, "'children'", file=file)
+    keys = fields.get("keys")
+    if keys is not None:
+        keys = tuple(expect(keys, list, "'keys'", file=file))
+    if len(raw) != len(names) or (keys is not None and len(keys) != len(names)):
+        raise CorruptCheckpoint(f"{file}: a container's names and children differ", file=file)
+    cls = fields.get("class")
+    if cls is not None:
+        parts = expect(cls, list, "'class'", file=file)
+        if len(parts) != 2 or not all(isinstance(part, str) for part in parts):
+            raise CorruptCheckpoint(f"{file}: 'class' should be a module and a name", file=file)
+        cls = (parts[0], parts[1])
+    return Node(
+        type=node_type,
+        names=names,
+        keys=keys,
+        children=tuple(None if child is None else _decode_node(child, file) for child in raw),
+        cls=cls,
+        aux=fields.get("aux"),
+    )
+
+
+def _decode_rich(value: object, file: str) -> Node | None:
+    """Orbax's experimental `value_metadata_tree`: tuples and namedtuples, told apart."""
+    if isinstance(value, list):
+        children = tuple(_decode_rich(child, file) for child in value)
+        return Node(type="list", names=_indices(children), children=children) if children else None
+    fields = expect(value, dict, "a node of 'value_metadata_tree'", file=file)
+    category = fields.get("category")
+    if category not in ("custom", "namedtuple"):
+        names = tuple(fields)
+        children = tuple(_decode_rich(child, file) for child in fields.values())
+        return Node(type="dict", names=names, children=children) if children else None
+    if fields.get("clazz") == "ValueMetadataEntry":
+        return None
+    entries = expect(fields.get("entries"), list, "'entries'", file=file)
+    if category == "custom":
+        children = tuple(_decode_rich(child, file) for child in entries)
+        kind = "tuple" if fields.get("clazz") == "tuple" else "list"
+        return Node(type=kind, names=_indices(children), children=children) if children else None
+    pairs = [expect(entry, dict, "an entry", file=file) for entry in entries]
+    return Node(
+        type="class",
+        names=tuple(expect(pair.get("key"), str, "'key'", file=file) for pair in pairs),
+        children=tuple(_decode_rich(pair.get("value"), file) for pair in pairs),
+        cls=(str(fields.get("module")), str(fields.get("clazz"))),
+    )
+
+
+def _indices(children: Sequence[object]) -> tuple[str, ...]:
+    return tuple(str(i) for i in range(len(children)))

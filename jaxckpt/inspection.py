@@ -1,0 +1,216 @@
+"""`open`: what a checkpoint holds, from its metadata alone. Needs no devices and no jax."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from jaxckpt import _metadata
+from jaxckpt._metadata import Item
+from jaxckpt.format.arrays import dtype_of
+from jaxckpt.format.tree import Leaf, Node, Path, parse_path, path_text
+from jaxckpt.storage import locate
+
+_MAX_LINES: Final = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafInfo:
+    """What is known of one leaf without reading it.
+
+    Attributes:
+        path: Its keys joined with `/`.
+        kind: "array" (jax), "numpy", "key", "int", "str", "empty", ...
+        dtype: By name; "" where there is none.
+        shape: Of the leaf.
+        sharding: How it was laid out when it was saved, in words, or None.
+        size_bytes: Of its values on disk, uncompressed.
+    """
+
+    path: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    sharding: str | None
+    size_bytes: int
+
+    def __str__(self) -> str:
+        dims = "[" + ",".join(map(str, self.shape)) + "]"
+        text = self.kind if self.kind in ("str", "bytes", "empty", "int") else f"{self.dtype}{dims}"
+        return f"{text}  {self.sharding}" if self.sharding else text
+
+
+@final
+class Checkpoint:
+    """One tree of a committed checkpoint, or a part of one; made by `jaxckpt.open`.
+
+    `ckpt["params/layer_0"]` is that part of it, `ckpt.restore()` reads it, `print(ckpt)` shows it.
+
+    Attributes:
+        path: Directory of the checkpoint.
+        item: Name of the item that this is of; "" for a checkpoint that is its own only item.
+        items: Names of all items of the checkpoint.
+        custom_metadata: What was given to `save`.
+        leaves: By path, in tree order.
+    """
+
+    def __init__(self, found: _metadata.Checkpoint, item: str, tree: Item | None, below: Path = ()):
+        self._tree = tree
+        self._below = below
+        self.path = found.path
+        self.item = item
+        self.items = tuple(found.items)
+        self.custom_metadata: Mapping[str, Any] = dict(found.step.custom_metadata or {})
+        self.leaves: Mapping[str, LeafInfo] = (
+            {} if tree is None else {leaf.text: _info(tree, leaf) for leaf in tree.tree.leaves}
+        )
+        self._found = found
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all values, uncompressed."""
+        return sum(leaf.size_bytes for leaf in self.leaves.values())
+
+    def __getitem__(self, path: str | tuple[object, ...]) -> Checkpoint:
+        """The part below a path: `"params/layer_0"`, or a tuple of keys.
+
+        Raises:
+            KeyError: nothing is there.
+        """
+        if self._tree is None:
+            raise KeyError(f"item {self.item!r} of {self.path} is no tree")
+        names = parse_path(path)
+        part = _metadata.subtree(self._tree, names)
+        return Checkpoint(self._found, self.item, part, (*self._below, *names))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.leaves)
+
+    def __len__(self) -> int:
+        return len(self.leaves)
+
+    def restore(self, like: Any = None, **options: Any) -> Any:  # any pytree
+        """Reads this part. The options are those of `jaxckpt.restore`, but for `path` and `item`."""
+        from jaxckpt._restore import restore_from
+
+        def load() -> Any:  # an Item, or JSON
+            if self._tree is not None:
+                return self._tree
+            file = _metadata.json_file(self._found.storage, self._found.items[self.item])
+            return None if file is None else _metadata.read_json_item(self._found, file)
+
+        return restore_from(load, self.path, like, **options)
+
+    def __repr__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint:
+    """Opens a checkpoint: reads its metadata, and no array data.
+
+    Args:
+        path: A checkpoint, one of its items, or a run's root (then its newest good step).
+        item: Which item, if the checkpoint has several trees.
+
+    Raises:
+        CheckpointNotFound: there is no committed checkpoint at `path`.
+        CorruptCheckpoint: its metadata is damaged; the file is named.
+
+    Example:
+        >>> import tempfile, numpy as np, jaxckpt
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     jaxckpt.save(f"{folder}/a", {"w": np.ones((2, 3), np.float32), "step": 7})
+        ...     ckpt = jaxckpt.open(f"{folder}/a")
+        ...     print(ckpt.leaves["w"], "|", ckpt["step"].restore())
+        float32[2,3] | 7
+    """
+    storage, where = locate(path)
+    found = _metadata.find(storage, where)
+    name = _metadata.choose_item(found, item)
+    is_json = _metadata.json_file(storage, found.items[name]) is not None
+    return Checkpoint(found, name, None if is_json else _metadata.read_item(found, name))
+
+
+def _info(item: Item, leaf: Leaf) -> LeafInfo:
+    sharding = item.shardings.get(leaf.name)
+    size = 0
+    if leaf.stored is not None:
+        size = math.prod(leaf.stored.shape) * dtype_of(leaf.stored.dtype).itemsize
+    elif leaf.kind not in ("empty", "ellipsis"):
+        size = getattr(leaf.value, "nbytes", None) or len(leaf.value or "")
+    return LeafInfo(
+        path=leaf.text,
+        kind=leaf.kind,
+        dtype=leaf.dtype if leaf.kind != "key" else f"key<{leaf.key_impl}>",
+        shape=leaf.shape,
+        sharding=None if sharding is None else str(sharding),
+        size_bytes=size,
+    )
+
+
+# --- as text ---------------------------------------------------------------------------------
+
+
+def _lines(ckpt: Checkpoint) -> list[str]:
+    tree = ckpt._tree  # this module's own class
+    below = path_text(ckpt._below)
+    writer = ckpt._found.record.writer if ckpt._found.record else "not jaxckpt"
+    head = (
+        f"{ckpt.path}{f' item {ckpt.item!r}' if ckpt.item else ''}{f' at {below}' if below else ''}"
+    )
+    lines = [f"{head}: {len(ckpt.leaves)} leaves, {_size(ckpt.size_bytes)}, written by {writer}"]
+    others = [name for name in ckpt.items if name != ckpt.item]
+    if others:
+        lines.append(f"other items: {', '.join(others)}")
+    if ckpt.custom_metadata:
+        lines.append(f"custom metadata: {ckpt.custom_metadata}")
+    if tree is None:
+        return [*lines, "(a JSON item)"]
+    rows = list(_rows(_branches(tree), ""))
+    width = min(60, max((len(left) for left, _ in rows), default=0))
+    lines += [f"{left:<{width}}  {right}".rstrip() for left, right in rows[:_MAX_LINES]]
+    if len(rows) > _MAX_LINES:
+        lines.append(f"... and {len(rows) - _MAX_LINES} more; open a part: ckpt['path/of/it']")
+    return lines
+
+
+def _branches(item: Item) -> dict[str, Any]:
+    """Nested dicts of the leaves in words."""
+    top: dict[str, Any] = {}
+    for leaf in item.tree.leaves:
+        node = top
+        for name in leaf.path[:-1]:
+            node = node.setdefault(name, {})
+        words = _empty_word(leaf) if leaf.kind == "empty" else str(_info(item, leaf))
+        node[leaf.path[-1] if leaf.path else "(the tree itself)"] = words
+    return top
+
+
+def _empty_word(leaf: Leaf) -> str:
+    node: Node | None = leaf.container
+    if node is not None and node.cls is not None:
+        return f"{node.cls[1]}()"
+    return {"Dict": "{}", "List": "[]", "Tuple": "()"}.get(leaf.dtype, leaf.dtype)
+
+
+def _rows(node: Mapping[str, Any], indent: str) -> Iterator[tuple[str, str]]:
+    for i, (name, child) in enumerate(node.items()):
+        last = i == len(node) - 1
+        branch = f"{indent}{'└─ ' if last else '├─ '}{name}"
+        if isinstance(child, str):
+            yield branch, child
+        else:
+            yield branch, ""
+            yield from _rows(child, indent + ("   " if last else "│  "))
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"

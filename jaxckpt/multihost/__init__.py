@@ -1,0 +1,8 @@
+"""How the processes of a job find each other: barrier, gather, agree, each with a time limit."""
+
+from jaxckpt.multihost._distributed import Distributed
+from jaxckpt.multihost._protocol import Device, Json, Processes
+from jaxckpt.multihost._service import current
+from jaxckpt.multihost._single import Single
+
+__all__ = ["Device", "Distributed", "Json", "Processes", "Single", "current"]

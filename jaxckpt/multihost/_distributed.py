@@ -1,0 +1,214 @@
+"""Rounds between processes over a key-value service, each decided once and for all.
+
+A gather, in O(processes) messages:
+
+1. Every process puts its value under `from/<index>`.
+2. Process 0 waits for each of them, until its time is up.
+3. Process 0 puts the outcome: all the values, or who is missing.
+4. The others wait for the outcome. One whose time is up first puts the outcome "missing" itself.
+5. The outcome is put with create-if-absent: the first wins, and everybody, process 0 and those who
+   come late included, returns or raises what it says. No process can succeed where another failed.
+6. With its next value a process tells which outcomes it has read. When all have read one, process 0
+   deletes that round, so a slow reader never loses a key. A round that somebody never reads stays,
+   until the job ends.
+
+An `agree` is the same without 1 and 2. A barrier is a gather of nothing: JAX's `wait_at_barrier`
+takes 0.7 ms instead of 1.8 (3 local processes), but says who is missing only in the text of an
+error, and hangs past its time limit when the coordinator does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Protocol, cast, final
+from urllib.parse import quote
+
+from jaxckpt.errors import CheckpointTimeout
+from jaxckpt.multihost._protocol import Device, Json, decode, encode
+
+_PREFIX = "jaxckpt"
+# After the time limit, to say or hear who is missing; never more than the limit itself.
+_LAST_WORDS_S = 5.0
+
+
+class KeyValues(Protocol):
+    """What a round needs of the service; `CheckpointTimeout` if the service does not answer."""
+
+    def put(self, key: str, value: bytes, *, timeout_s: float) -> bool:
+        """Stores `value` unless there is one already; says whether it did."""
+        ...
+
+    def wait(self, key: str, *, timeout_s: float) -> bytes | None:
+        """Returns the value as soon as there is one; None when there is none in time."""
+        ...
+
+    def under(self, directory: str, *, timeout_s: float) -> dict[str, bytes]:
+        """Returns all keys that start with `directory` and a slash, with their values."""
+        ...
+
+    def delete(self, directory: str, *, timeout_s: float) -> None:
+        """Removes all keys that start with `directory` and a slash."""
+        ...
+
+
+@final
+class Distributed:
+    """`Processes` over a key-value service. One per process and job; any thread may use it."""
+
+    def __init__(self, *, index: int, count: int, service: KeyValues) -> None:
+        self.index = index
+        self.count = count
+        self._service = service
+        self._lock = threading.Lock()  # guards the three below
+        self._uses: Counter[str] = Counter()  # about 100 bytes for each name ever used
+        self._read: list[str] = []  # rounds whose outcome was read here, not yet told
+        self._readers: Counter[str] = Counter()  # process 0: how many have read a round
+
+    def process_of(self, device: Device) -> int:
+        """Says which process drives `device`."""
+        return device.process_index
+
+    def barrier(self, name: str, *, timeout_s: float) -> None:
+        """Waits until every process is here."""
+        self._gather("barrier", name, None, timeout_s)
+
+    def gather(self, name: str, value: Json, *, timeout_s: float) -> list[Json]:
+        """Returns every process's value, by index, to every process."""
+        return self._gather("gather", name, value, timeout_s)
+
+    def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:
+        """Returns the value of process 0, which waits for nobody, to every process."""
+        encoded = encode(value)  # on all, so that what cannot be sent fails alike
+        round_ = self._round("agree", name)
+        if self.index == 0:
+            outcome = self._publish(round_, _pack([], encoded), timeout_s)
+        else:
+            outcome = self._await_outcome(round_, timeout_s)
+            if outcome is None:
+                outcome = self._publish(round_, _pack([0], b"null"), _last_words_s(timeout_s))
+        return self._conclude(round_, name, outcome, timeout_s)
+
+    def _gather(self, kind: str, name: str, value: Json, timeout_s: float) -> list[Json]:
+        deadline = time.monotonic() + timeout_s
+        encoded = encode(value)
+        round_ = self._round(kind, name)
+        mine = _pack(self._take_read(), encoded)
+        self._service.put(_from(round_, self.index), mine, timeout_s=timeout_s)
+        if self.index == 0:
+            outcome = self._decide(round_, mine, deadline, timeout_s)
+        else:
+            outcome = self._await_outcome(round_, deadline - time.monotonic())
+            if outcome is None:
+                outcome = self._give_up(round_, timeout_s)
+        return cast("list[Json]", self._conclude(round_, name, outcome, timeout_s))
+
+    def _round(self, kind: str, name: str) -> str:
+        """Names this meeting, by its name and how often that was used."""
+        with self._lock:
+            # Quoted, so that no name is a directory of another.
+            name = f"{_PREFIX}/{kind}/{quote(name, safe='')}"
+            self._uses[name] += 1
+            return f"{name}/{self._uses[name]}"
+
+    def _decide(self, round_: str, mine: bytes, deadline: float, timeout_s: float) -> bytes:
+        """Process 0: collects all values, publishes the outcome, deletes old rounds."""
+        found = {0: mine}
+        for index in range(1, self.count):
+            value = self._service.wait(_from(round_, index), timeout_s=deadline - time.monotonic())
+            if value is None:
+                # Time is up. Others may be there that were not asked for yet.
+                found |= self._arrived(round_, timeout_s)
+                break
+            found[index] = value
+        missing = [index for index in range(self.count) if index not in found]
+        told = [_unpack(found[index]) for index in sorted(found)]
+        values = b"null" if missing else b"[%b]" % b",".join(value for _, value in told)
+        patience_s = max(deadline - time.monotonic(), _last_words_s(timeout_s))
+        outcome = self._publish(round_, _pack(missing, values), patience_s)
+        self._forget([old for read, _ in told for old in cast("list[str]", read)], patience_s)
+        return outcome
+
+    def _await_outcome(self, round_: str, timeout_s: float) -> bytes | None:
+        # In the order of their indices, so that one finds out who is missing and the rest hear it.
+        staggered_s = timeout_s + min(1.0, 0.001 * self.index)
+        return self._service.wait(f"{round_}/outcome", timeout_s=staggered_s)
+
+    def _give_up(self, round_: str, timeout_s: float) -> bytes:
+        """Ends a round that process 0 has not ended in time."""
+        found = self._arrived(round_, timeout_s)
+        # If all are here, it is process 0 that has not answered.
+        missing = [index for index in range(self.count) if index not in found] or [0]
+        return self._publish(round_, _pack(missing, b"null"), _last_words_s(timeout_s))
+
+    def _arrived(self, round_: str, timeout_s: float) -> dict[int, bytes]:
+        found = self._service.under(f"{round_}/from", timeout_s=_last_words_s(timeout_s))
+        return {int(key.rpartition("/")[2]): value for key, value in found.items()}
+
+    def _publish(self, round_: str, outcome: bytes, timeout_s: float) -> bytes:
+        """Puts the outcome unless there is one; returns the one that holds."""
+        key = f"{round_}/outcome"
+        if self._service.put(key, outcome, timeout_s=timeout_s):
+            return outcome
+        first = self._service.wait(key, timeout_s=timeout_s)
+        return outcome if first is None else first
+
+    def _conclude(self, round_: str, name: str, outcome: bytes, timeout_s: float) -> Json:
+        with self._lock:
+            self._read.append(round_)
+        missing, value = _unpack(outcome)
+        if missing:
+            raise _timed_out(name, cast("list[int]", missing), self.index, self.count, timeout_s)
+        return decode(value)
+
+    def _take_read(self) -> list[str]:
+        with self._lock:
+            read, self._read = self._read, []
+            return read
+
+    def _forget(self, read: Iterable[str], timeout_s: float) -> None:
+        """Process 0: counts who has read what; deletes the rounds that all have read."""
+        with self._lock:
+            self._readers.update(read)
+            done = [round_ for round_, readers in self._readers.items() if readers == self.count]
+            for round_ in done:
+                del self._readers[round_]
+        for round_ in done:
+            self._service.delete(round_, timeout_s=timeout_s)
+
+
+def _from(round_: str, index: int) -> str:
+    return f"{round_}/from/{index}"
+
+
+def _last_words_s(timeout_s: float) -> float:
+    return min(timeout_s, _LAST_WORDS_S)
+
+
+def _pack(head: Sequence[str | int], body: bytes) -> bytes:
+    """One line of head, then the body: which is copied on, not parsed, by process 0."""
+    return encode(head) + b"\n" + body
+
+
+def _unpack(data: bytes) -> tuple[Json, bytes]:
+    head, _, body = data.partition(b"\n")
+    return decode(head), body
+
+
+def _timed_out(
+    name: str, missing: Sequence[int], index: int, count: int, timeout_s: float
+) -> CheckpointTimeout:
+    if index in missing:
+        what = f"process {index} of {count} was too late: the others had stopped waiting for it"
+    else:
+        who = "process" if len(missing) == 1 else f"{len(missing)} processes:"
+        shown = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
+        what = f"process {index} of {count} waited {timeout_s:g} s in vain for {who} {shown}"
+    return CheckpointTimeout(
+        f"{name}: {what}\n"
+        "Look at the log of what is missing: it failed, hangs or was killed. If it is only slow, "
+        "raise timeout_s.",
+        missing=missing,
+    )

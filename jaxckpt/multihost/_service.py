@@ -1,0 +1,169 @@
+"""JAX's coordination service, which every multi-process job has, as `KeyValues`.
+
+The client is private to JAX and used in this module alone: `_client` finds it, `_Service` wraps it.
+What it does (measured, jax 0.10.2 and 0.12): a blocking get keeps its time limit whatever happens,
+all other calls hang while process 0, which hosts the service, hangs. Values of 200 MB pass. Signal
+handlers do not run during a call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar, final
+
+from jaxckpt.errors import CheckpointTimeout, ProcessesDisagree
+from jaxckpt.multihost._distributed import Distributed
+from jaxckpt.multihost._protocol import Processes
+from jaxckpt.multihost._single import Single
+
+_T = TypeVar("_T")
+# Python's signal handlers (Ctrl-C, a SIGTERM that announces preemption) run between such waits.
+_SLICE_S = 5.0
+
+_METHODS = (
+    "key_value_set_bytes",
+    "blocking_key_value_get_bytes",
+    "key_value_dir_get_bytes",
+    "key_value_delete",
+)
+
+_lock = threading.Lock()  # guards _job
+_job: tuple[object, Distributed] | None = None  # the client, and what counts its rounds
+
+
+def current() -> Processes:
+    """Returns the processes of the JAX job that this process belongs to.
+
+    Raises:
+        RuntimeError: there are several, but `jax.distributed.initialize` was not called, or this
+            release of JAX has no client that jaxckpt knows.
+    """
+    import jax
+
+    if jax.process_count() == 1:
+        return Single()
+    global _job  # one per job: all rounds of a process are counted in one place
+    client = _client()
+    with _lock:
+        if _job is None or _job[0] is not client:
+            service = _Service(client)
+            index, count = jax.process_index(), jax.process_count()
+            _job = client, Distributed(index=index, count=count, service=service)
+        return _job[1]
+
+
+def _client() -> Any:
+    """Finds JAX's coordination client: the one place that knows where it is."""
+    import jax
+
+    try:
+        from jax._src import distributed
+
+        client = distributed.global_state.client
+        if client is not None:
+            for method in _METHODS:
+                getattr(client, method)
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"jaxckpt knows no coordination service in jax {jax.__version__}: {error}\n"
+            "Use a release of jax that jaxckpt was tested with, or a newer jaxckpt."
+        ) from error
+    if client is None:
+        raise RuntimeError(
+            f"{jax.process_count()} processes, but no coordination service to meet at\n"
+            "Call jax.distributed.initialize() before anything else that uses JAX."
+        )
+    return client
+
+
+@final
+class _Service:
+    """`KeyValues` over JAX's client."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def put(self, key: str, value: bytes, *, timeout_s: float) -> bool:
+        def call() -> bool:
+            try:
+                self._client.key_value_set_bytes(key, value)
+            except RuntimeError as error:
+                if _status(error) == "ALREADY_EXISTS":
+                    return False
+                raise
+            return True
+
+        return _bounded("key_value_set", key, call, timeout_s)
+
+    def wait(self, key: str, *, timeout_s: float) -> bytes | None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            remaining_s = deadline - time.monotonic()
+            limit_ms = max(1, round(1000 * min(remaining_s, _SLICE_S)))
+            try:
+                return self._client.blocking_key_value_get_bytes(key, limit_ms)
+            except RuntimeError as error:
+                if _status(error) != "DEADLINE_EXCEEDED":
+                    raise _failed("blocking_key_value_get", key, error) from error
+            if remaining_s <= _SLICE_S:
+                return None
+
+    def under(self, directory: str, *, timeout_s: float) -> dict[str, bytes]:
+        def call() -> dict[str, bytes]:
+            return dict(self._client.key_value_dir_get_bytes(f"{directory}/"))
+
+        return _bounded("key_value_dir_get", directory, call, timeout_s)
+
+    def delete(self, directory: str, *, timeout_s: float) -> None:
+        def call() -> None:
+            self._client.key_value_delete(f"{directory}/")
+
+        _bounded("key_value_delete", directory, call, timeout_s)
+
+
+def _bounded(what: str, key: str, call: Callable[[], _T], timeout_s: float) -> _T:
+    """Runs a call that has no time limit of its own in a thread, and stops waiting for it in time.
+
+    The thread is a daemon and stays behind if the service never answers; JAX then ends the process
+    after its heartbeat timeout.
+    """
+    outcome: list[_T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except Exception as error:  # the top of a thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=f"jaxckpt-{what}", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if outcome:
+        return outcome[0]
+    if not errors or _status(errors[0]) == "DEADLINE_EXCEEDED":
+        raise CheckpointTimeout(
+            f"{what} {key}: the coordination service, in process 0, did not answer for "
+            f"{timeout_s:g} s\nLook at the log of process 0: it hangs, or the network to it does.",
+            missing=(0,),
+        )
+    raise _failed(what, key, errors[0]) from errors[0]
+
+
+def _status(error: Exception) -> str:
+    """The code that a client's error starts with."""
+    return str(error).partition(":")[0]
+
+
+def _failed(what: str, key: str, error: Exception) -> ProcessesDisagree:
+    import jax
+
+    index = jax.process_index()
+    return ProcessesDisagree(
+        f"{what} {key}: process {index} of {jax.process_count()} lost the coordination service: "
+        f"{error}\nLook at the log of process 0, which hosts it, then restart the job: the newest "
+        "committed step is untouched.",
+        {index: str(error)},
+    )

@@ -1,0 +1,283 @@
+"""The only module that imports tensorstore: one context for the process, keys and arrays in a store.
+
+TensorStore is slow to import, so nothing that a person types on a command line (`ls`, `du`) gets
+here, and `jaxckpt.storage` imports this module only for memory stores and for arrays.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+import tensorstore as ts
+
+_context: ts.Context | None = None
+_context_lock = threading.Lock()  # guards _context
+
+# TensorStore's name for "no such key", which makes a conditional write create-if-absent. A read
+# of a missing key answers the same bytes; asking each time would cost a round trip.
+_MISSING_GENERATION = b"\x02"
+
+
+def context() -> ts.Context:
+    """Returns the one TensorStore context of this process.
+
+    One, because a context per save leaks its cache, because OCDBT copies between two stores only
+    within one, and because stores of the `memory` driver live inside it. It caches nothing: a
+    checkpoint is read once.
+    """
+    global _context
+    with _context_lock:
+        if _context is None:
+            _context = ts.Context(
+                {
+                    "cache_pool": {"total_bytes_limit": 0},
+                    "file_io_concurrency": {"limit": 32},
+                    "data_copy_concurrency": {"limit": _usable_cores()},
+                }
+            )
+        return _context
+
+
+def _usable_cores() -> int:
+    # sched_getaffinity sees taskset and cpusets; Python has it on Linux only.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Keys:
+    """Byte strings by name, in any key-value store that TensorStore can open.
+
+    Each call waits for its own result. A key is a `str`; the store holds its UTF-8.
+
+    Args:
+        spec: A TensorStore kvstore spec, such as `storage.kvstore(path)`.
+
+    Example:
+        >>> keys = Keys({"driver": "memory", "path": "doctest-keys/"})
+        >>> keys.create("a/b", b"1"), keys.create("a/b", b"2"), keys.read("a/b")
+        (True, False, b'1')
+        >>> keys.list("a/")
+        ['a/b']
+        >>> keys.delete("a/")
+        >>> keys.list()
+        []
+    """
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self._store = ts.KvStore.open(dict(spec), context=context()).result()
+
+    def read(self, key: str) -> bytes | None:
+        """Returns the value, or None if there is no such key."""
+        got = self._store.read(key).result()
+        return got.value if got.state == "value" else None
+
+    def write(self, key: str, data: bytes) -> None:
+        """Stores the value, whatever was there."""
+        self._store.write(key, data).result()
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Stores the value if there is none, and returns whether it did.
+
+        On a remote store, False can also mean that this very write was applied and its answer
+        lost. Where that matters, put something unique into `data` and read it back.
+        """
+        stamp = self._store.write(key, data, if_equal=_MISSING_GENERATION).result()
+        return stamp.generation != b""
+
+    def list(self, prefix: str = "") -> list[str]:
+        """Returns every key that starts with `prefix`, whole and sorted."""
+        return sorted(key.decode() for key in self._store.list(_range(prefix)).result())
+
+    def delete(self, prefix: str) -> None:
+        """Deletes every key that starts with `prefix`; a whole key is a prefix of itself."""
+        self._store.delete_range(_range(prefix)).result()
+
+    def delete_key(self, key: str) -> None:
+        """Deletes this key alone, if it is there."""
+        self._store.write(key, None).result()
+
+
+def _range(prefix: str) -> ts.KvStore.KeyRange:
+    start = prefix.encode()
+    # The first string after all those that start with `prefix`. UTF-8 has no byte 0xff to carry.
+    stop = start[:-1] + bytes([start[-1] + 1]) if start else b""
+    return ts.KvStore.KeyRange(start, stop)
+
+
+# --- arrays ----------------------------------------------------------------------------------
+
+# Values up to this size live in the nodes of the OCDBT tree, under the node's own checksum. Orbax's
+# value, like the two beside it.
+_OCDBT_CONFIG: Final = {
+    "max_inline_value_bytes": 1024,
+    "max_decoded_node_bytes": 100_000_000,
+    "manifest_kind": "single",
+}
+# A data file is flushed when it has this many bytes, which bounds the memory of a transaction.
+_DATA_FILE_BYTES: Final = 64 << 20
+
+
+class Pending(Protocol):
+    """Something under way in TensorStore's threads."""
+
+    def result(self) -> Any:
+        """Waits, and raises what went wrong as ValueError or OSError."""
+        ...
+
+
+def is_database(storage_spec: Mapping[str, Any], manifest: str) -> bool:
+    """Whether an OCDBT database is there."""
+    return Keys(storage_spec).read(manifest) is not None
+
+
+class Writer:
+    """One atomic transaction on a new OCDBT database: arrays and single values.
+
+    Nothing can be read until `commit`, and then everything. TensorStore refers to the arrays it is
+    given until then; their owner must not change them.
+
+    Args:
+        spec: The kvstore spec of the database's directory.
+    """
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self._spec = _database(spec)
+        self._transaction = ts.Transaction(atomic=True)
+        store = ts.KvStore.open(self._spec, context=context()).result()
+        self._store = store.with_transaction(self._transaction)
+        self._pending: list[Pending] = []
+
+    def put(self, key: str, data: bytes) -> None:
+        """Stores a value under a key."""
+        self._store[key] = data
+
+    def create_array(self, prefix: str, metadata: Mapping[str, Any]) -> ts.TensorStore:
+        """Stores the metadata of a zarr v3 array, and returns it for `write`."""
+        return _open_array(
+            {"driver": "zarr3", "kvstore": {**self._spec, "path": prefix}, "metadata": metadata},
+            transaction=self._transaction,
+            create=True,
+        )
+
+    def array(self, prefix: str, metadata: Mapping[str, Any]) -> ts.TensorStore:
+        """Returns an array whose metadata another process stores."""
+        return _open_array(
+            {"driver": "zarr3", "kvstore": {**self._spec, "path": prefix}, "metadata": metadata},
+            transaction=self._transaction,
+            open=True,
+            assume_metadata=True,
+        )
+
+    def write(self, array: ts.TensorStore, where: tuple[slice, ...], values: Any) -> None:
+        """Stores values into part of an array."""
+        self._pending.append(
+            array[where].write(values, can_reference_source_data_indefinitely=True)
+        )
+
+    def commit(self) -> None:
+        """Writes everything, and returns when it is on disk."""
+        self._transaction.commit_sync()
+        for pending in self._pending:
+            pending.result()
+        self._pending.clear()
+
+    def abort(self) -> None:
+        """Drops everything."""
+        self._pending.clear()
+        self._transaction.abort()
+
+
+def _open_array(spec: Mapping[str, Any], **how: Any) -> ts.TensorStore:
+    options = {"store_data_equal_to_fill_value": True} if "metadata" in spec else {}
+    return ts.open(
+        {**spec, **options, "recheck_cached_metadata": False, "recheck_cached_data": False},
+        context=context(),
+        **how,
+    ).result()
+
+
+def _database(spec: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "driver": "ocdbt",
+        "base": dict(spec),
+        "config": _OCDBT_CONFIG,
+        "assume_config": True,
+        "target_data_file_size": _DATA_FILE_BYTES,
+    }
+
+
+def merge_databases(parent: Mapping[str, Any], children: Sequence[Mapping[str, Any]]) -> None:
+    """Makes one OCDBT database of those that the processes wrote below its directory.
+
+    Values stay where they are; the parent refers to them. One atomic transaction.
+    """
+    transaction = ts.Transaction(atomic=True)
+    store = ts.KvStore.open(_database(parent), context=context()).result()
+    target = store.with_transaction(transaction)
+    copies = []
+    for child in children:
+        source = ts.KvStore.open(_database(child), context=context()).result()
+        copies.append(source.experimental_copy_range_to(target))
+    for copy in copies:
+        copy.result()
+    transaction.commit_sync()
+
+
+class Reader:
+    """The arrays and values of one item: in an OCDBT database, or as plain files.
+
+    Args:
+        spec: The kvstore spec of the item's directory.
+        database: Whether there is an OCDBT database in it.
+    """
+
+    def __init__(self, spec: Mapping[str, Any], *, database: bool) -> None:
+        # A reader takes the configuration from the manifest: Orbax's has changed over time.
+        self._spec = {"driver": "ocdbt", "base": dict(spec)} if database else dict(spec)
+        self._base = "" if database else self._spec.get("path", "")
+        self._store = ts.KvStore.open(self._spec, context=context()).result()
+
+    def get(self, key: str) -> Pending:
+        """Starts to read one value; `value_of` takes it out."""
+        return self._store.read(key)
+
+    def keys(self) -> list[str]:
+        """Every key, sorted."""
+        return sorted(key.decode() for key in self._store.list().result())
+
+    def open(self, prefix: str, zarr_version: int, *, fill_missing: bool) -> Pending:
+        """Starts to open an array; the result goes into `read_into`."""
+        return ts.open(
+            {
+                "driver": "zarr3" if zarr_version == 3 else "zarr",
+                "kvstore": {**self._spec, "path": self._base + prefix},
+                "fill_missing_data_reads": fill_missing,
+                "recheck_cached_metadata": False,
+                "recheck_cached_data": False,
+            },
+            context=context(),
+            open=True,
+            read=True,
+        )
+
+
+def value_of(read: Any) -> bytes | None:
+    """What `Reader.get` found, or None if there is no such key."""
+    return read.value if read.state == "value" else None
+
+
+def shape_of(array: ts.TensorStore) -> tuple[int, ...]:
+    """The shape of an opened array."""
+    return tuple(array.shape)
+
+
+def read_into(
+    array: ts.TensorStore, where: tuple[slice, ...], out: np.ndarray[Any, Any]
+) -> Pending:
+    """Starts to read part of an array into `out`, which must have its shape and dtype."""
+    return ts.array(out, context=context()).write(array[where])

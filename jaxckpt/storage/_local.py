@@ -1,0 +1,431 @@
+"""Checkpoints in a file system: every change durable, no link followed, no half-written file.
+
+A change of a name is durable once its directory is synced; the bytes of a file once the file is.
+So a file comes to its name in this order, and a crash after each line leaves:
+
+1. write the bytes under a temporary name     a temporary file, maybe part of the bytes
+2. fsync the file                             a temporary file, whole
+3. rename it to its name                      the old file or the new one, each whole
+4. fsync the directory                        the new file
+
+A temporary file is removed on any error. Only a kill or a power cut leaves one; `is_temporary_file`
+knows its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import io
+import os
+import stat
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.storage._protocol import Kind
+
+_TEMPORARY = ".jaxckpt-tmp-"
+
+
+def is_temporary_file(name: str) -> bool:
+    """Whether a file of this name is being written by someone, or was left by a killed `write`."""
+    return name.startswith(_TEMPORARY)
+
+
+def temporary_sibling(path: str) -> str:
+    """Returns a path beside `path`, free for all practical purposes, of a temporary name."""
+    # Not made from the name of `path`, which may be as long as a name can be.
+    return os.path.join(os.path.dirname(path), _TEMPORARY + os.urandom(8).hex())
+
+
+@final
+class LocalStorage:
+    """The file system of this machine, shared ones included. The promises are in `Storage`."""
+
+    scheme = "file"
+    atomic_rename = True
+
+    def read(self, path: str, *, max_bytes: int) -> bytes:
+        with _about(path):
+            _check_regular(os.lstat(path), path)
+            # O_NONBLOCK and the second check: what is there may have become a FIFO meanwhile.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                status = os.fstat(fd)
+                _check_regular(status, path)
+                data = b"" if status.st_size > max_bytes else _read_upto(fd, max_bytes + 1)
+            finally:
+                os.close(fd)
+        if max(status.st_size, len(data)) > max_bytes:
+            raise CorruptCheckpoint(
+                f"{path} is larger than a file of its kind can be: wanted at most {max_bytes} "
+                f"bytes, found {max(status.st_size, len(data))}.",
+                file=path,
+            )
+        return data
+
+    def write(self, path: str, data: bytes) -> None:
+        def replace(temporary: str) -> bool:
+            os.rename(temporary, path)
+            return True
+
+        with _about(path):
+            _publish(path, data, replace)
+
+    def create(self, path: str, data: bytes) -> bool:
+        with _about(path):
+            try:
+                return _publish(path, data, lambda temporary: _give_new_name(temporary, path))
+            except _CannotLinkError:
+                return _create_in_place(path, data)
+
+    def kind(self, path: str) -> Kind | None:
+        with _about(path):
+            try:
+                mode = os.lstat(path).st_mode
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        if stat.S_ISREG(mode):
+            return "file"
+        return "dir" if stat.S_ISDIR(mode) else "other"
+
+    def size(self, path: str) -> int:
+        with _about(path):
+            status = os.lstat(path)
+            _check_regular(status, path)
+        return status.st_size
+
+    def names(self, path: str) -> list[str]:
+        with _about(path):
+            return sorted(os.listdir(path))
+
+    def make_dir(self, path: str) -> None:
+        with _about(path):
+            missing = []
+            while not os.path.isdir(path):
+                missing.append(path)
+                path = os.path.dirname(path)
+            for directory in reversed(missing):
+                # One that another process made meanwhile may not be durable yet: sync it too.
+                try:
+                    os.mkdir(directory)
+                except FileExistsError:
+                    if not os.path.isdir(directory):
+                        raise
+                _sync_parent(directory)
+
+    def make_new_dir(self, path: str) -> None:
+        with _about(path):
+            os.mkdir(path)
+            _sync_parent(path)
+
+    def sync(self, path: str) -> None:
+        with _about(path):
+            if not stat.S_ISDIR(os.lstat(path).st_mode):
+                _sync_file(path)
+                return
+        for directory, entries in _walk_up(path):
+            for entry in entries:
+                # What is written right now syncs itself, and may be gone before we open it.
+                if entry.is_file(follow_symlinks=False) and not is_temporary_file(entry.name):
+                    with _about(entry.path):
+                        _sync_file(entry.path)
+            with _about(directory):
+                _sync_dir(directory)
+
+    def rename(self, src: str, dst: str) -> None:
+        with _about(src, dst):
+            if not _renameat2(src, dst, _RENAME_NOREPLACE):
+                # Two steps, so another process can come between them. Writers of one run do not
+                # rename to the same name: `hold` and the names of transactions see to that.
+                if os.path.lexists(dst):
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+                os.rename(src, dst)
+            _sync_parents(dst, src)
+
+    def exchange(self, a: str, b: str) -> bool:
+        with _about(a, b):
+            done = _renameat2(a, b, _RENAME_EXCHANGE)
+            if done:
+                _sync_parents(a, b)
+        return done
+
+    def delete(self, path: str) -> None:
+        kind = self.kind(path)
+        if kind is None:
+            return
+        with _about(path):
+            if kind == "dir":
+                _delete_tree(path, path)
+            else:
+                _unlink(path)
+            _sync_parent(path)
+
+    def hold(self, path: str) -> _LocalHold | None:
+        # Whoever had the lock may have deleted the file just now. A lock on what is no longer
+        # there excludes nobody, so try again with what is.
+        while True:
+            with _about(path), contextlib.ExitStack() as stack:
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+                fd = os.open(path, flags, 0o666)
+                stack.callback(os.close, fd)
+                _check_regular(os.fstat(fd), path)
+                if not _try_lock(fd):
+                    return None
+                if _is_same_file(fd, path):
+                    stack.pop_all()
+                    return _LocalHold(fd)
+
+    def kvstore(self, path: str) -> dict[str, Any]:
+        return {"driver": "file", "path": path.rstrip("/") + "/"}
+
+
+# Locks
+
+# A forked child (a data-loading worker) inherits the descriptors and with them the locks, which
+# would then outlive the process that took them. So the child closes them: closing does not unlock.
+_held: set[_LocalHold] = set()
+
+
+def _forget_holds_in_child() -> None:
+    for hold in list(_held):
+        hold.release()
+
+
+os.register_at_fork(after_in_child=_forget_holds_in_child)
+
+
+@final
+class _LocalHold:
+    def __init__(self, fd: int) -> None:
+        self._fd: int | None = fd
+        _held.add(self)
+
+    def release(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            _held.discard(self)
+            os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, *_UNSUPPORTED):
+            raise
+        raise io.UnsupportedOperation(
+            error.errno, f"this file system has no file locks ({error.strerror})"
+        ) from error
+    return True
+
+
+def _is_same_file(fd: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+# Files
+
+
+class _CannotLinkError(Exception):
+    """A file system where a file gets no second name."""
+
+
+def _publish(path: str, data: bytes, give_name: Callable[[str], bool]) -> bool:
+    temporary = temporary_sibling(path)
+    _write_new(temporary, data)
+    try:
+        published = give_name(temporary)
+    finally:
+        # After a rename nothing is there; after an error, or a link, this is what must go.
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+    if published:
+        _sync_parent(path)
+    return published
+
+
+def _write_new(path: str, data: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+
+
+def _give_new_name(temporary: str, path: str) -> bool:
+    try:
+        if _renameat2(temporary, path, _RENAME_NOREPLACE):
+            return True
+        os.link(temporary, path, follow_symlinks=False)
+    except FileExistsError:
+        # Over NFS the answer to a link that was made can be lost, and its repetition finds it.
+        return os.lstat(temporary).st_nlink == 2
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.EMLINK, *_UNSUPPORTED):
+            raise _CannotLinkError from error
+        raise
+    return True
+
+
+def _create_in_place(path: str, data: bytes) -> bool:
+    # The last resort. A crash here can leave a part of the file, which a temporary file cannot.
+    try:
+        _write_new(path, data)
+    except FileExistsError:
+        return False
+    _sync_parent(path)
+    return True
+
+
+def _read_upto(fd: int, count: int) -> bytes:
+    # The size that the file system tells is a hint: the file may grow, and /proc tells none.
+    blocks = []
+    want = min(os.fstat(fd).st_size + 1, count)
+    while want and (block := os.read(fd, want)):
+        blocks.append(block)
+        count -= len(block)
+        want = min(1 << 20, count)
+    return b"".join(blocks)
+
+
+def _check_regular(status: os.stat_result, path: str) -> None:
+    if stat.S_ISREG(status.st_mode):
+        return
+    hint = ""
+    if stat.S_ISLNK(status.st_mode):
+        hint = " jaxckpt follows no links inside a checkpoint; `cp -rL` makes a copy without them."
+    raise CorruptCheckpoint(
+        f"{path} is not a regular file: its mode is {stat.filemode(status.st_mode)}.{hint}",
+        file=path,
+    )
+
+
+# Directories
+
+
+def _walk_up(path: str) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
+    """Yields each directory under `path` with its entries, and `path` last. Follows no link."""
+    with _about(path), os.scandir(path) as scan:
+        entries = list(scan)
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk_up(entry.path)
+    yield path, entries
+
+
+def _delete_tree(path: str, name: str, parent_fd: int | None = None) -> None:
+    # By descriptor, so that a directory which becomes a link under our hands is not followed.
+    with _about(path), contextlib.suppress(FileNotFoundError):
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags, dir_fd=parent_fd)
+        try:
+            with os.scandir(fd) as scan:
+                entries = list(scan)
+            for entry in entries:
+                entry_path = os.path.join(path, entry.name)
+                if entry.is_dir(follow_symlinks=False):
+                    _delete_tree(entry_path, entry.name, fd)
+                else:
+                    with _about(entry_path):
+                        _unlink(entry.name, fd)
+        finally:
+            os.close(fd)
+        os.rmdir(name, dir_fd=parent_fd)
+
+
+def _unlink(name: str, parent_fd: int | None = None) -> None:
+    with contextlib.suppress(FileNotFoundError):  # another process may be deleting, too
+        os.unlink(name, dir_fd=parent_fd)
+
+
+def _sync_parents(a: str, b: str) -> None:
+    _sync_parent(a)
+    if os.path.dirname(a) != os.path.dirname(b):
+        _sync_parent(b)
+
+
+def _sync_parent(path: str) -> None:
+    _sync_dir(os.path.dirname(path))
+
+
+def _sync_file(path: str) -> None:
+    _sync(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
+
+
+def _sync_dir(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _sync(fd)
+    except OSError as error:
+        # Some network file systems refuse to sync a directory: there, nobody can do more.
+        if error.errno not in _UNSUPPORTED:
+            raise
+
+
+def _sync(fd: int) -> None:
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# Names, in one step
+
+_RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
+_UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+_LIBC_RENAMEAT2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+
+
+def _renameat2(src: str, dst: str, flags: int) -> bool:
+    """Renames; False, and no change, where libc, kernel or file system lack the call."""
+    if _LIBC_RENAMEAT2 is None:
+        return False
+    at_fdcwd = -100
+    src_bytes, dst_bytes = os.fsencode(src), os.fsencode(dst)
+    if b"\0" in src_bytes + dst_bytes:
+        raise ValueError("embedded null byte")  # C would take what is before it for the name
+    while _LIBC_RENAMEAT2(at_fdcwd, src_bytes, at_fdcwd, dst_bytes, flags):
+        code = ctypes.get_errno()
+        if code in _UNSUPPORTED:
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return True
+
+
+@contextlib.contextmanager
+def _about(path: str, other: str | None = None) -> Iterator[None]:
+    """Puts the path that the caller knows into an OSError that names none, or a temporary."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and not _is_telling(error.filename):
+            error.filename, error.filename2 = path, other
+        raise
+
+
+def _is_telling(filename: object) -> bool:
+    # Neither a descriptor, nor a name relative to one, nor a temporary file.
+    return (
+        isinstance(filename, str)
+        and os.path.isabs(filename)
+        and not is_temporary_file(os.path.basename(filename))
+    )

@@ -1,0 +1,121 @@
+"""Checkpoints in the memory of this process, in a store that behaves as object stores do."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import threading
+from typing import Any, final
+
+from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.storage._arrays import Keys
+from jaxckpt.storage._protocol import Kind
+
+
+@final
+class MemoryStorage:
+    """Keys in TensorStore's memory store, which all threads of this process share.
+
+    As in an object store there is no rename, and a directory exists while it holds something.
+    """
+
+    scheme = "memory"
+    atomic_rename = False
+
+    def read(self, path: str, *, max_bytes: int) -> bytes:
+        data = self._value(path)
+        if len(data) > max_bytes:
+            raise CorruptCheckpoint(
+                f"{path} is larger than a file of its kind can be: wanted at most {max_bytes} "
+                f"bytes, found {len(data)}.",
+                file=path,
+            )
+        return data
+
+    def write(self, path: str, data: bytes) -> None:
+        _keys().write(path, data)
+
+    def create(self, path: str, data: bytes) -> bool:
+        return _keys().create(path, data)
+
+    def kind(self, path: str) -> Kind | None:
+        if _keys().read(path) is not None:
+            return "file"
+        return "dir" if _keys().list(_prefix(path)) else None
+
+    def size(self, path: str) -> int:
+        return len(self._value(path))
+
+    def names(self, path: str) -> list[str]:
+        prefix = _prefix(path)
+        names = {key[len(prefix) :].partition("/")[0] for key in _keys().list(prefix)}
+        if not names:
+            raise _os_error(errno.ENOENT, path)
+        return sorted(names)
+
+    def make_dir(self, path: str) -> None:
+        pass
+
+    def make_new_dir(self, path: str) -> None:
+        if self.kind(path) is not None:
+            raise _os_error(errno.EEXIST, path)
+
+    def sync(self, path: str) -> None:
+        pass
+
+    def rename(self, src: str, dst: str) -> None:
+        raise io.UnsupportedOperation(errno.ENOTSUP, "a memory store has no rename", src, None, dst)
+
+    def exchange(self, a: str, b: str) -> bool:
+        return False
+
+    def delete(self, path: str) -> None:
+        _keys().delete_key(path)
+        _keys().delete(_prefix(path))
+
+    def hold(self, path: str) -> _MemoryHold | None:
+        self.create(path, b"")
+        with _held_lock:
+            if path in _held:
+                return None
+            _held.add(path)
+        return _MemoryHold(path)
+
+    def kvstore(self, path: str) -> dict[str, Any]:
+        # To be opened in `_arrays.context()`: what another context holds under the name is its own.
+        return {"driver": "memory", "path": _prefix(path)}
+
+    def _value(self, path: str) -> bytes:
+        data = _keys().read(path)
+        if data is None:
+            raise _os_error(errno.ENOENT, path)
+        return data
+
+
+_held: set[str] = set()
+_held_lock = threading.Lock()  # guards _held
+
+
+@final
+class _MemoryHold:
+    def __init__(self, path: str) -> None:
+        self._path: str | None = path
+
+    def release(self) -> None:
+        with _held_lock:
+            if self._path is not None:
+                _held.remove(self._path)
+                self._path = None
+
+
+def _keys() -> Keys:
+    return Keys({"driver": "memory"})
+
+
+def _prefix(path: str) -> str:
+    return path.rstrip("/") + "/"
+
+
+def _os_error(code: int, path: str) -> OSError:
+    return OSError(code, os.strerror(code), path)

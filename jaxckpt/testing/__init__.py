@@ -1,0 +1,39 @@
+"""Twins of the world for tests: processes and storage that fail when they are told to."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what `_LAZY` says, for type checkers
+    from jaxckpt.testing._contract import StorageContract as StorageContract
+    from jaxckpt.testing._processes import MemoryService as MemoryService
+    from jaxckpt.testing._processes import ProcessKilled as ProcessKilled
+    from jaxckpt.testing._processes import SimulatedProcesses as SimulatedProcesses
+    from jaxckpt.testing._processes import simulate as simulate
+    from jaxckpt.testing._storage import CrashingStorage as CrashingStorage
+    from jaxckpt.testing._storage import FailingStorage as FailingStorage
+    from jaxckpt.testing._storage import SimulatedCrash as SimulatedCrash
+    from jaxckpt.testing._storage import SlowStorage as SlowStorage
+
+_LAZY = {
+    "CrashingStorage": "jaxckpt.testing._storage",
+    "FailingStorage": "jaxckpt.testing._storage",
+    "MemoryService": "jaxckpt.testing._processes",
+    "ProcessKilled": "jaxckpt.testing._processes",
+    "SimulatedCrash": "jaxckpt.testing._storage",
+    "SimulatedProcesses": "jaxckpt.testing._processes",
+    "SlowStorage": "jaxckpt.testing._storage",
+    "StorageContract": "jaxckpt.testing._contract",
+    "simulate": "jaxckpt.testing._processes",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_LAZY)

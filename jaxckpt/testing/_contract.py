@@ -1,0 +1,287 @@
+"""What every storage promises, as tests that run unchanged on each."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.storage import Storage
+
+_LIMIT = 1 << 20
+
+
+class StorageContract:
+    """The tests of a storage. Subclass it and give the fixtures `storage` and `root`.
+
+    `root` is a path in the storage under which each test finds nothing, in a directory that is
+    there where directories are.
+
+    Example:
+        >>> class TestMyStorage(StorageContract):
+        ...     @pytest.fixture
+        ...     def storage(self): return MyStorage()
+        ...     @pytest.fixture
+        ...     def root(self): return f"/test/{uuid.uuid4()}"  # doctest: +SKIP
+    """
+
+    def test_a_write_reads_back(self, storage: Storage, root: str) -> None:
+        """What was written is read, bytes of every value, and none at all."""
+        storage.write(f"{root}/all", bytes(range(256)))
+        storage.write(f"{root}/none", b"")
+
+        assert storage.read(f"{root}/all", max_bytes=_LIMIT) == bytes(range(256))
+        assert storage.read(f"{root}/none", max_bytes=0) == b""
+        assert storage.size(f"{root}/all") == 256
+        assert storage.size(f"{root}/none") == 0
+
+    def test_a_write_replaces(self, storage: Storage, root: str) -> None:
+        """The second write wins, and nothing else is left beside it."""
+        storage.write(f"{root}/f", b"first and longer")
+        storage.write(f"{root}/f", b"second")
+
+        assert storage.read(f"{root}/f", max_bytes=_LIMIT) == b"second"
+        assert storage.names(root) == ["f"]
+
+    def test_a_read_is_limited(self, storage: Storage, root: str) -> None:
+        """A file of the limit is read; one byte more is a corrupt checkpoint that names it."""
+        storage.write(f"{root}/f", b"12345")
+
+        assert storage.read(f"{root}/f", max_bytes=5) == b"12345"
+        with pytest.raises(CorruptCheckpoint) as caught:
+            storage.read(f"{root}/f", max_bytes=4)
+        assert caught.value.file == f"{root}/f"
+
+    @pytest.mark.parametrize("verb", ["read", "size", "names"])
+    def test_what_is_not_there_is_not_found(self, storage: Storage, root: str, verb: str) -> None:
+        """Asking for something missing names it."""
+        path = f"{root}/missing"
+        limit = {"max_bytes": _LIMIT} if verb == "read" else {}
+
+        with pytest.raises(FileNotFoundError) as caught:
+            getattr(storage, verb)(path, **limit)
+
+        assert caught.value.filename == path
+
+    def test_a_create_happens_once(self, storage: Storage, root: str) -> None:
+        """The first create wins; a later one changes nothing and says so."""
+        assert storage.create(f"{root}/f", b"first") is True
+        assert storage.create(f"{root}/f", b"second") is False
+
+        assert storage.read(f"{root}/f", max_bytes=_LIMIT) == b"first"
+        assert storage.names(root) == ["f"]
+
+    def test_of_many_creates_one_wins(self, storage: Storage, root: str) -> None:
+        """Eight creates at one moment: one says True, and its bytes are what is there."""
+        start = threading.Barrier(8)
+
+        def create(index: int) -> bool:
+            start.wait()
+            return storage.create(f"{root}/f", str(index).encode() * 1000)
+
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(create, range(8)))
+
+        assert won.count(True) == 1
+        winner = str(won.index(True)).encode()
+        assert storage.read(f"{root}/f", max_bytes=_LIMIT) == winner * 1000
+
+    def test_a_reader_sees_whole_files(self, storage: Storage, root: str) -> None:
+        """While a file is replaced, a read gives the old bytes or the new ones."""
+        storage.write(f"{root}/f", b"a" * 10_000)
+        done = threading.Event()
+
+        def replace() -> None:
+            for letter in (b"b", b"c") * 5:
+                storage.write(f"{root}/f", letter * 10_000)
+            done.set()
+
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(replace)
+            seen = []
+            while not (done.is_set() or writing.done()):
+                seen.append(storage.read(f"{root}/f", max_bytes=_LIMIT))
+            writing.result()
+
+        assert all(len(data) == 10_000 and len(set(data)) == 1 for data in seen)
+
+    def test_kinds(self, storage: Storage, root: str) -> None:
+        """A file, a directory and nothing are told apart; a prefix of a name is nothing."""
+        storage.make_dir(f"{root}/dir/inner")
+        storage.write(f"{root}/dir/inner/file", b"")
+
+        assert storage.kind(f"{root}/dir/inner/file") == "file"
+        assert storage.kind(f"{root}/dir/inner") == "dir"
+        assert storage.kind(f"{root}/dir") == "dir"
+        assert storage.kind(f"{root}/di") is None
+        assert storage.kind(f"{root}/dir/inner/file/below") is None
+
+    def test_names_are_sorted_and_not_deep(self, storage: Storage, root: str) -> None:
+        """A listing has the children, each once, in order."""
+        storage.make_dir(f"{root}/b")
+        for name in ("b/2", "b/1", "c", "a", "B", "é", "10", "9"):
+            storage.write(f"{root}/{name}", b"")
+
+        assert storage.names(root) == ["10", "9", "B", "a", "b", "c", "é"]
+        assert storage.names(f"{root}/b") == ["1", "2"]
+
+    def test_make_dir_makes_parents_and_may_repeat(self, storage: Storage, root: str) -> None:
+        """Missing parents are made, and a directory that is there is kept with what is in it."""
+        storage.make_dir(f"{root}/a/b/c")
+        storage.write(f"{root}/a/b/c/f", b"1")
+        storage.make_dir(f"{root}/a/b/c")
+        storage.make_dir(f"{root}/a")
+
+        assert storage.read(f"{root}/a/b/c/f", max_bytes=_LIMIT) == b"1"
+
+    def test_make_new_dir_refuses_what_is_there(self, storage: Storage, root: str) -> None:
+        """A directory with something in it, and a file, are not made anew."""
+        storage.make_new_dir(f"{root}/d")
+        storage.write(f"{root}/d/f", b"1")
+
+        for path in (f"{root}/d", f"{root}/d/f"):
+            with pytest.raises(FileExistsError) as caught:
+                storage.make_new_dir(path)
+            assert caught.value.filename == path
+        assert storage.read(f"{root}/d/f", max_bytes=_LIMIT) == b"1"
+
+    def test_sync_changes_nothing(self, storage: Storage, root: str) -> None:
+        """After a sync of a tree, and of one file, all is as before."""
+        storage.make_dir(f"{root}/a/b")
+        storage.write(f"{root}/a/b/f", b"1")
+
+        storage.sync(f"{root}/a")
+        storage.sync(f"{root}/a/b/f")
+
+        assert storage.read(f"{root}/a/b/f", max_bytes=_LIMIT) == b"1"
+
+    def test_rename_moves_a_tree(self, storage: Storage, root: str) -> None:
+        """A renamed directory is whole under its new name; without renames it stays and raises."""
+        storage.make_dir(f"{root}/a/b")
+        storage.write(f"{root}/a/b/f", b"1")
+
+        if storage.atomic_rename:
+            storage.rename(f"{root}/a", f"{root}/z")
+            assert storage.names(root) == ["z"]
+            assert storage.read(f"{root}/z/b/f", max_bytes=_LIMIT) == b"1"
+        else:
+            with pytest.raises(OSError, match=root):
+                storage.rename(f"{root}/a", f"{root}/z")
+            assert storage.names(root) == ["a"]
+
+    def test_rename_replaces_nothing(self, storage: Storage, root: str) -> None:
+        """A target that is there, be it an empty directory, raises and both stay."""
+        storage.make_dir(f"{root}/a")
+        storage.make_dir(f"{root}/empty")
+        storage.write(f"{root}/a/f", b"1")
+        storage.write(f"{root}/g", b"2")
+
+        for src, dst in [("a", "empty"), ("a", "g"), ("g", "a"), ("g", "a/f")]:
+            wanted = FileExistsError if storage.atomic_rename else OSError
+            with pytest.raises(wanted, match=root):
+                storage.rename(f"{root}/{src}", f"{root}/{dst}")
+
+        assert storage.read(f"{root}/a/f", max_bytes=_LIMIT) == b"1"
+        assert storage.read(f"{root}/g", max_bytes=_LIMIT) == b"2"
+
+    def test_exchange_swaps_or_says_no(self, storage: Storage, root: str) -> None:
+        """Two trees change places, or nothing changes and the answer is False."""
+        for name in ("a", "b"):
+            storage.make_dir(f"{root}/{name}")
+            storage.write(f"{root}/{name}/f", name.encode())
+
+        swapped = storage.exchange(f"{root}/a", f"{root}/b")
+
+        found = [storage.read(f"{root}/{name}/f", max_bytes=_LIMIT) for name in ("a", "b")]
+        assert found == ([b"b", b"a"] if swapped else [b"a", b"b"])
+
+    def test_delete_takes_a_tree_and_nothing_else(self, storage: Storage, root: str) -> None:
+        """A deleted directory is gone with all in it; a sibling whose name it begins stays."""
+        for name in ("a", "a/b", "ab", "a b"):
+            storage.make_dir(f"{root}/{name}")
+            storage.write(f"{root}/{name}/f", b"1")
+
+        storage.delete(f"{root}/a")
+
+        assert storage.kind(f"{root}/a") is None
+        assert storage.names(root) == ["a b", "ab"]
+
+    def test_delete_takes_one_file(self, storage: Storage, root: str) -> None:
+        """A deleted file is gone, and one whose name it begins stays."""
+        storage.write(f"{root}/f", b"1")
+        storage.write(f"{root}/f2", b"1")
+
+        storage.delete(f"{root}/f")
+
+        assert storage.names(root) == ["f2"]
+
+    def test_delete_of_nothing_is_fine(self, storage: Storage, root: str) -> None:
+        """Deleting what is not there, or is below a file, does nothing."""
+        storage.write(f"{root}/f", b"1")
+
+        storage.delete(f"{root}/missing")
+        storage.delete(f"{root}/missing/below")
+        storage.delete(f"{root}/f/below")
+
+        assert storage.names(root) == ["f"]
+
+    def test_a_hold_excludes_until_released(self, storage: Storage, root: str) -> None:
+        """One holder at a time, even within a process; releasing twice does nothing."""
+        first = storage.hold(f"{root}/lock")
+        assert first is not None
+        assert storage.hold(f"{root}/lock") is None
+        other = storage.hold(f"{root}/other")
+        assert other is not None
+
+        first.release()
+        second = storage.hold(f"{root}/lock")
+        first.release()
+
+        assert second is not None
+        assert storage.hold(f"{root}/lock") is None
+        second.release()
+        other.release()
+
+    def test_a_hold_keeps_what_is_in_the_file(self, storage: Storage, root: str) -> None:
+        """A lock is made where there is no file, and leaves the bytes of one that is there."""
+        storage.write(f"{root}/there", b"text")
+        holds = [storage.hold(f"{root}/there"), storage.hold(f"{root}/made")]
+
+        assert storage.read(f"{root}/there", max_bytes=_LIMIT) == b"text"
+        assert storage.read(f"{root}/made", max_bytes=_LIMIT) == b""
+        for hold in holds:
+            assert hold is not None
+            hold.release()
+
+    @pytest.mark.parametrize("name", ["a b", "é日本", "%41", "a?b#c", "'\"\\$x", "-n", "x" * 255])
+    def test_names_are_taken_as_they_are(self, storage: Storage, root: str, name: str) -> None:
+        """No character of a name means anything, and a name may be as long as one can be."""
+        storage.make_dir(f"{root}/{name}")
+        storage.write(f"{root}/{name}/{name}", b"1")
+
+        assert storage.names(root) == [name]
+        assert storage.names(f"{root}/{name}") == [name]
+        assert storage.read(f"{root}/{name}/{name}", max_bytes=_LIMIT) == b"1"
+        assert storage.create(f"{root}/{name}/{name}", b"2") is False
+        storage.delete(f"{root}/{name}")
+        assert storage.kind(f"{root}/{name}") is None
+
+    @pytest.mark.parametrize("name", ["plain", "a b", "é日本", "%41", "a?b#c"])
+    def test_tensorstore_writes_where_the_storage_reads(
+        self, storage: Storage, root: str, name: str
+    ) -> None:
+        """The kvstore of a directory holds the files of that directory, both ways."""
+        from jaxckpt.storage._arrays import Keys
+
+        storage.make_dir(f"{root}/{name}")
+        storage.write(f"{root}/{name}/ours", b"1")
+        keys = Keys(storage.kvstore(f"{root}/{name}"))
+        keys.write("d/theirs", b"2")
+
+        assert keys.read("ours") == b"1"
+        assert storage.read(f"{root}/{name}/d/theirs", max_bytes=_LIMIT) == b"2"
+        assert keys.list() == ["d/theirs", "ours"]
+        assert keys.list("d") == ["d/theirs"]
+        assert storage.names(f"{root}/{name}") == ["d", "ours"]

@@ -1,0 +1,194 @@
+"""Several processes of a job as threads of one, for tests of what they say to each other.
+
+The rounds are those of a real job (`jaxckpt.multihost.Distributed`); only the service that they
+meet at is a dict. The devices are shared out: process 1 of 2 drives the second half.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn, TypeVar, final
+
+from jaxckpt.multihost import Device, Distributed, Json
+
+_T = TypeVar("_T")
+
+
+class ProcessKilled(BaseException):
+    """Ends a simulated process. Not an Exception: what handles errors does not run after a kill."""
+
+
+@final
+class MemoryService:
+    """The key-value service of simulated processes. `entries` may be looked at."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()  # guards entries
+        self.entries: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes, *, timeout_s: float) -> bool:
+        """Stores `value` unless there is one already; says whether it did."""
+        del timeout_s
+        with self._changed:
+            if key in self.entries:
+                return False
+            self.entries[key] = value
+            self._changed.notify_all()
+            return True
+
+    def wait(self, key: str, *, timeout_s: float) -> bytes | None:
+        """Returns the value as soon as there is one; None when there is none in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self.entries, timeout_s)
+            return self.entries.get(key)
+
+    def under(self, directory: str, *, timeout_s: float) -> dict[str, bytes]:
+        """Returns all keys that start with `directory` and a slash, with their values."""
+        del timeout_s
+        with self._changed:
+            found = self.entries.items()
+            return {key: value for key, value in found if key.startswith(f"{directory}/")}
+
+    def delete(self, directory: str, *, timeout_s: float) -> None:
+        """Removes all keys that start with `directory` and a slash."""
+        with self._changed:
+            for key in self.under(directory, timeout_s=timeout_s):
+                del self.entries[key]
+
+
+@final
+class SimulatedProcesses:
+    """`Processes` of one thread of `simulate`; threads that it starts may use it too.
+
+    Attributes:
+        service: Where the processes meet, the same for all of them.
+    """
+
+    def __init__(
+        self, index: int, count: int, service: MemoryService, *, dies_after: int | None = None
+    ) -> None:
+        """Makes process `index`, which is dead once it has taken part in `dies_after` rounds."""
+        self.index = index
+        self.count = count
+        self.service = service
+        self._rounds = Distributed(index=index, count=count, service=service)
+        self._lock = threading.Lock()  # guards _left
+        self._left = dies_after
+
+    def process_of(self, device: Device) -> int:
+        """Says which process drives `device`: all devices in order, in `count` equal parts."""
+        import jax
+
+        devices = jax.devices()
+        return devices.index(device) * self.count // len(devices)
+
+    def barrier(self, name: str, *, timeout_s: float) -> None:
+        """Waits until every process is here."""
+        self._arrive()
+        self._rounds.barrier(name, timeout_s=timeout_s)
+
+    def gather(self, name: str, value: Json, *, timeout_s: float) -> list[Json]:
+        """Returns every process's value, by index, to every process."""
+        self._arrive()
+        return self._rounds.gather(name, value, timeout_s=timeout_s)
+
+    def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:
+        """Returns the value of process 0, which waits for nobody, to every process."""
+        self._arrive()
+        return self._rounds.agree(name, value, timeout_s=timeout_s)
+
+    def die(self) -> NoReturn:
+        """Kills this process here: it takes part in nothing more."""
+        with self._lock:
+            self._left = 0
+        raise ProcessKilled(f"process {self.index}")
+
+    def _arrive(self) -> None:
+        with self._lock:
+            if self._left == 0:
+                raise ProcessKilled(f"process {self.index}")
+            if self._left is not None:
+                self._left -= 1
+
+
+def simulate(
+    count: int,
+    fn: Callable[[SimulatedProcesses], _T],
+    *,
+    timeout_s: float = 30.0,
+    kill: Mapping[int, int] | None = None,
+) -> list[_T | None]:
+    """Runs `fn` as `count` processes at once, each a thread with its own `SimulatedProcesses`.
+
+    Args:
+        timeout_s: For all of it. A thread that is still running then is left behind, as a daemon.
+        kill: Process → the number of rounds (barrier, gather, agree) after which it is dead. With 0
+            it arrives at none: `fn` ends at its first one, as if killed there. Its peers find out
+            by their own time limits.
+
+    Returns:
+        What each process returned, by index; None for one that was killed.
+
+    Raises:
+        Exception: the first error in time, with a note for each of the others.
+        TimeoutError: some did not end. The message has their stacks.
+
+    Example:
+        >>> simulate(3, lambda processes: processes.gather("who", processes.index, timeout_s=30))
+        [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    """
+    service = MemoryService()
+    results: list[_T | None] = [None] * count
+    errors: list[tuple[int, BaseException]] = []
+
+    def run(processes: SimulatedProcesses) -> None:
+        try:
+            results[processes.index] = fn(processes)
+        except ProcessKilled:
+            pass
+        except BaseException as error:  # the top of a thread
+            errors.append((processes.index, error))
+
+    threads = []
+    for index in range(count):
+        processes = SimulatedProcesses(index, count, service, dies_after=(kill or {}).get(index))
+        name = f"jaxckpt-process-{index}"
+        threads.append(threading.Thread(target=run, args=(processes,), name=name, daemon=True))
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    _raise_first(errors, [thread for thread in threads if thread.is_alive()], timeout_s)
+    return results
+
+
+def _raise_first(
+    errors: Sequence[tuple[int, BaseException]],
+    hanging: Sequence[threading.Thread],
+    timeout_s: float,
+) -> None:
+    stacks = [_stack(thread) for thread in hanging]
+    if errors:
+        (index, first), *others = errors
+        first.add_note(f"raised by simulated process {index}")
+        for other, error in others:
+            first.add_note(f"process {other} raised {type(error).__name__}: {error}")
+        for stack in stacks:
+            first.add_note(stack)
+        raise first
+    if stacks:
+        raise TimeoutError(
+            f"{len(stacks)} simulated processes did not end in {timeout_s:g} s\n"
+            + "\n".join(stacks)
+        )
+
+
+def _stack(thread: threading.Thread) -> str:
+    frame = sys._current_frames().get(thread.ident or 0)
+    where = "".join(traceback.format_stack(frame)) if frame else ""
+    return f"{thread.name} still runs:\n{where}"

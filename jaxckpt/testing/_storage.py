@@ -1,0 +1,237 @@
+"""Storages that go wrong on purpose: one that crashes, one that fails, one that is slow.
+
+Each wraps a storage and passes every call on. What TensorStore writes to a `kvstore` does not
+come past here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from typing import Any, final
+
+from jaxckpt.storage import Hold, Kind, Storage
+from jaxckpt.storage._local import temporary_sibling
+
+MUTATING_VERBS = frozenset(
+    {"write", "create", "make_dir", "make_new_dir", "sync", "rename", "exchange", "delete"}
+)
+
+
+class SimulatedCrash(BaseException):
+    """The process is dead from here on. No handler for `Exception` may tidy up after it."""
+
+
+class _Relay:
+    # The one place that lists the verbs. A twin says in `_before` what happens before each.
+    def __init__(self, inner: Storage) -> None:
+        self.inner = inner
+        self.scheme = inner.scheme
+        self.atomic_rename = inner.atomic_rename
+
+    def _before(self, verb: str, path: str, data: bytes = b"") -> None:
+        raise NotImplementedError
+
+    def read(self, path: str, *, max_bytes: int) -> bytes:
+        self._before("read", path)
+        return self.inner.read(path, max_bytes=max_bytes)
+
+    def write(self, path: str, data: bytes) -> None:
+        self._before("write", path, data)
+        self.inner.write(path, data)
+
+    def create(self, path: str, data: bytes) -> bool:
+        self._before("create", path, data)
+        return self.inner.create(path, data)
+
+    def kind(self, path: str) -> Kind | None:
+        self._before("kind", path)
+        return self.inner.kind(path)
+
+    def size(self, path: str) -> int:
+        self._before("size", path)
+        return self.inner.size(path)
+
+    def names(self, path: str) -> list[str]:
+        self._before("names", path)
+        return self.inner.names(path)
+
+    def make_dir(self, path: str) -> None:
+        self._before("make_dir", path)
+        self.inner.make_dir(path)
+
+    def make_new_dir(self, path: str) -> None:
+        self._before("make_new_dir", path)
+        self.inner.make_new_dir(path)
+
+    def sync(self, path: str) -> None:
+        self._before("sync", path)
+        self.inner.sync(path)
+
+    def rename(self, src: str, dst: str) -> None:
+        self._before("rename", src)
+        self.inner.rename(src, dst)
+
+    def exchange(self, a: str, b: str) -> bool:
+        self._before("exchange", a)
+        return self.inner.exchange(a, b)
+
+    def delete(self, path: str) -> None:
+        self._before("delete", path)
+        self.inner.delete(path)
+
+    def hold(self, path: str) -> Hold | None:
+        self._before("hold", path)
+        return self.inner.hold(path)
+
+    def kvstore(self, path: str) -> dict[str, Any]:
+        self._before("kvstore", path)
+        return self.inner.kvstore(path)
+
+
+@final
+class CrashingStorage(_Relay):
+    """A storage whose process dies after so many changes.
+
+    The first `after` mutating verbs act. The next one raises `SimulatedCrash`, and so does every
+    call after it, reads too. Locks that were taken here are then free, as after a real death.
+
+    Args:
+        inner: Where the verbs act. What a restarted process would find is here.
+        after: How many mutating verbs act; None: all, which counts them.
+        torn: The verb that crashes is done by half: half of the bytes under a temporary name,
+            half of the missing parents, half of the files of a tree. One that is atomic and has
+            no such half does nothing.
+
+    Attributes:
+        events: Each mutating verb that was called and its path, the one that crashed last.
+    """
+
+    def __init__(self, inner: Storage, after: int | None = None, *, torn: bool = False) -> None:
+        super().__init__(inner)
+        self.events: list[str] = []
+        self._after = after
+        self._torn = torn
+        self._crashed = False
+        self._holds: list[Hold] = []
+
+    def hold(self, path: str) -> Hold | None:
+        taken = super().hold(path)
+        if taken is not None:
+            self._holds.append(taken)
+        return taken
+
+    def _before(self, verb: str, path: str, data: bytes = b"") -> None:
+        if self._crashed:
+            raise SimulatedCrash(f"dead already, at {verb} {path}")
+        if verb not in MUTATING_VERBS:
+            return
+        self.events.append(f"{verb} {path}")
+        if self._after is None or len(self.events) <= self._after:
+            return
+        self._crashed = True
+        if self._torn:
+            _do_half(self.inner, verb, path, data)
+        for hold in self._holds:
+            hold.release()
+        raise SimulatedCrash(f"after {self._after} changes, at {verb} {path}")
+
+
+def _do_half(storage: Storage, verb: str, path: str, data: bytes) -> None:
+    match verb:
+        case "write" | "create" if storage.atomic_rename:
+            storage.write(temporary_sibling(path), data[: len(data) // 2])
+        case "make_dir":
+            missing = []
+            while path != "/" and storage.kind(path) is None:
+                missing.append(path)
+                path = os.path.dirname(path)
+            for directory in missing[::-1][: len(missing) // 2]:
+                storage.make_dir(directory)
+        case "delete":
+            below = _all_below(storage, path)
+            for victim in below[: len(below) // 2]:
+                storage.delete(victim)
+
+
+def _all_below(storage: Storage, path: str) -> list[str]:
+    """Returns what `delete` removes, each entry of a directory before the directory."""
+    if storage.kind(path) != "dir":
+        return []
+    below = []
+    for name in storage.names(path):
+        child = f"{path}/{name}"
+        below += [*_all_below(storage, child), child]
+    return below
+
+
+@final
+class FailingStorage(_Relay):
+    """A storage in which one call fails, or every call from one on.
+
+    Args:
+        inner: Where the other calls act.
+        at: The index of the call that fails, counting from zero the mutating verbs alone.
+        error: What it raises, with the path of the call put in. An error that says there is no
+            space spares `delete`, as a real one does.
+        once: Only that call fails; else every counted call from there on.
+        reads: Count, and fail, the reading verbs as well, and `hold`.
+
+    Attributes:
+        events: Each counted call and its path.
+        failed: How many of them raised.
+    """
+
+    def __init__(
+        self, inner: Storage, at: int, error: OSError, *, once: bool = True, reads: bool = False
+    ) -> None:
+        super().__init__(inner)
+        self.events: list[str] = []
+        self.failed = 0
+        self._at = at
+        self._error = error
+        self._once = once
+        self._reads = reads
+
+    def _before(self, verb: str, path: str, data: bytes = b"") -> None:
+        if not (self._reads or verb in MUTATING_VERBS):
+            return
+        index = len(self.events)
+        self.events.append(f"{verb} {path}")
+        if index < self._at or (self._once and index > self._at):
+            return
+        if verb == "delete" and self._error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return
+        self.failed += 1
+        # The class that goes with the number, and a new object: each raise adds to a traceback.
+        raise OSError(self._error.errno, self._error.strerror, path)
+
+
+@final
+class SlowStorage(_Relay):
+    """A storage that takes its time.
+
+    Args:
+        inner: Where the calls act, after the wait.
+        verb_s: Seconds that each call waits.
+        byte_s: Seconds for each byte that is written, on top.
+        sleep: What waits.
+    """
+
+    def __init__(
+        self,
+        inner: Storage,
+        *,
+        verb_s: float = 0.0,
+        byte_s: float = 0.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        super().__init__(inner)
+        self._verb_s = verb_s
+        self._byte_s = byte_s
+        self._sleep = sleep
+
+    def _before(self, verb: str, path: str, data: bytes = b"") -> None:
+        self._sleep(self._verb_s + self._byte_s * len(data))

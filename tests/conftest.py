@@ -1,0 +1,53 @@
+"""What every test may use: eight CPU devices, meshes over them, and jobs of real processes."""
+
+from __future__ import annotations
+
+import os
+
+# JAX reads these when it is imported and when it makes its first device: before any test.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import pytest
+
+from tests import multiprocess
+
+
+@pytest.fixture
+def make_mesh():
+    """Makes a mesh over the first devices: `make_mesh(x=2, y=4)`."""
+    import jax
+    import numpy as np
+
+    def make(**axes):
+        shape = tuple(axes.values())
+        devices = np.array(jax.devices()[: np.prod(shape, dtype=int)]).reshape(shape)
+        return jax.sharding.Mesh(devices, tuple(axes))
+
+    return make
+
+
+@pytest.fixture
+def mesh(make_mesh):
+    """All eight devices: x=4, y=2."""
+    return make_mesh(x=4, y=2)
+
+
+@pytest.fixture(scope="session")
+def run_processes():
+    """Runs a worker function in real processes to its end; see `tests/multiprocess.py`."""
+    return multiprocess.run_processes
+
+
+@pytest.fixture
+def start_processes():
+    """Starts a worker function in real processes and returns the `Job`, ended after the test."""
+    jobs = []
+
+    def start(worker, **options):
+        jobs.append(multiprocess.Job(worker, **options))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.close()

@@ -1,0 +1,324 @@
+"""The laws of `Processes` (in `tests/workers/multihost.py`) on one, simulated and real ones."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxckpt.errors import CheckpointTimeout, ProcessesDisagree
+from jaxckpt.multihost import Distributed, Processes, Single, _service, current
+from jaxckpt.testing import MemoryService, ProcessKilled, simulate
+from tests.multiprocess import JobFailed
+from tests.workers import multihost as worker
+
+LAWS = sorted(worker.LAWS)
+
+
+@pytest.mark.parametrize("law", [law for law in LAWS if law not in worker.NEEDS_PEERS])
+def test_one_process_obeys(law):
+    """One process alone keeps every law that needs no peers."""
+    worker.LAWS[law](Single())
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("law", LAWS)
+def test_simulated_processes_obey(law):
+    """Threads keep the same laws as processes."""
+    simulate(4, worker.LAWS[law])
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def broken(request, run_processes):
+    """The laws that real processes broke, with tracebacks, by process: one job for all laws."""
+    done = run_processes("multihost:obey", count=request.param, devices_per_process=1)
+    return [process.result for process in done]
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("law", LAWS)
+def test_real_processes_obey(law, broken):
+    """Processes over JAX's coordination service keep the laws."""
+    assert [tracebacks[law] for tracebacks in broken] == [None] * len(broken)
+
+
+def test_current_is_single_in_a_job_of_one():
+    """Without `jax.distributed` there is nobody to wait for."""
+    assert isinstance(current(), Single)
+
+
+def test_import_costs_no_jax():
+    """The command line can import the package without JAX."""
+    code = "import sys, jaxckpt.multihost, jaxckpt.testing; assert 'jax' not in sys.modules"
+
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_all_kinds_are_processes():
+    """The three fit the protocol."""
+    kinds: list[Processes] = [Single(), Distributed(index=0, count=1, service=MemoryService())]
+
+    assert [kind.count for kind in kinds] == [1, 1]
+
+
+@pytest.mark.multihost
+def test_old_keys_are_deleted():
+    """A long job does not fill the coordinator: what all have read goes."""
+
+    def many_rounds(us):
+        for n in range(100):
+            us.agree(f"{n}", n, timeout_s=30)
+            us.gather(f"{n}", n, timeout_s=30)
+        return len(us.service.entries)
+
+    assert max(simulate(3, many_rounds)) < 20
+
+
+@pytest.mark.multihost
+def test_a_round_that_failed_is_deleted_when_all_know():
+    """A late process still finds out; after that nothing is left."""
+
+    def fail_once(us):
+        worker.law_a_missing_process_is_named_on_all(us)
+        for n in range(3):
+            us.barrier(f"{n}", timeout_s=30)
+        return [key for key in us.service.entries if "missing" in key]
+
+    assert simulate(3, fail_once) == [[]] * 3
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("seed", range(5))
+def test_no_process_succeeds_where_another_fails(seed):
+    """At the edge of the time limit all get the values or all the same error."""
+    count, timeout_s = 4, 0.02
+
+    def race(us):
+        dice = random.Random(f"{seed} {us.index}")
+        outcomes = []
+        for n in range(20):
+            us.barrier(f"start {n}", timeout_s=30)
+            time.sleep(dice.choice([0, 0.5, 0.9, 1.0, 1.1]) * timeout_s)
+            try:
+                outcomes.append(us.gather(f"{n}", us.index, timeout_s=timeout_s))
+            except CheckpointTimeout as error:
+                outcomes.append(error.missing)
+        return outcomes
+
+    outcomes = simulate(count, race)
+
+    assert outcomes == [outcomes[0]] * count
+
+
+@pytest.mark.multihost
+def test_gather_costs_few_messages():
+    """Calls to the service grow with the number of processes, not with its square."""
+    calls = []
+
+    class Counting:
+        def __init__(self, service):
+            self._service = service
+
+        def __getattr__(self, name):
+            calls.append(name)
+            return getattr(self._service, name)
+
+    def meet(us):
+        mine = Distributed(index=us.index, count=us.count, service=Counting(us.service))
+        return mine.gather("x", us.index, timeout_s=30)
+
+    simulate(32, meet)
+
+    # Each process puts its value; 0 reads those of the 31 others, puts the outcome, they read it.
+    assert len(calls) == 32 + 31 + 1 + 31
+
+
+def test_a_service_that_is_gone_says_what_to_do():
+    """An error of the client becomes one of ours, with the cause."""
+
+    class Gone:
+        def __getattr__(self, name):
+            raise RuntimeError("UNAVAILABLE: Socket closed")
+
+    us = Distributed(index=0, count=2, service=_service._Service(Gone()))
+
+    for meet in (us.gather, us.agree):
+        with pytest.raises(ProcessesDisagree, match=r"Socket closed(.|\n)*restart") as caught:
+            meet("x", None, timeout_s=5)
+        assert caught.value.failures == {0: "UNAVAILABLE: Socket closed"}
+
+
+def test_a_service_that_hangs_does_not_hang_us():
+    """Calls of the client without a time limit get one."""
+    release = threading.Event()
+
+    class Hanging:
+        def key_value_set_bytes(self, key, value):
+            release.wait(30)
+
+    us = Distributed(index=0, count=2, service=_service._Service(Hanging()))
+
+    with pytest.raises(CheckpointTimeout, match="did not answer") as caught:
+        us.barrier("x", timeout_s=0.1)
+    release.set()
+
+    assert caught.value.missing == (0,)
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("rounds", [0, 1, 2])
+def test_simulated_death(rounds):
+    """A killed process takes part in so many rounds; the next one names it to the others."""
+
+    def meet(us):
+        for n in range(4):
+            try:
+                us.gather(f"{n}", us.index, timeout_s=0.3)
+            except CheckpointTimeout as error:
+                return n, error.missing
+        return None
+
+    assert simulate(3, meet, kill={1: rounds}) == [(rounds, (1,)), None, (rounds, (1,))]
+
+
+@pytest.mark.multihost
+def test_simulated_death_runs_no_error_handler():
+    """A kill is not an Exception; `die` is one wherever the function likes."""
+    handled = []
+
+    def die(us):
+        try:
+            us.die()
+        except Exception:
+            handled.append(us.index)
+        except ProcessKilled:
+            with pytest.raises(ProcessKilled):
+                us.barrier("x", timeout_s=1)
+            raise
+
+    assert simulate(2, die) == [None, None]
+    assert handled == []
+
+
+@pytest.mark.multihost
+def test_simulate_raises_the_first_error_and_notes_the_others():
+    """The cause comes first, not the time-out of a peer with a lower index."""
+
+    def fail(us):
+        if us.index == 2:
+            raise ValueError("the cause")
+        us.barrier("x", timeout_s=0.2)
+
+    with pytest.raises(ValueError, match="the cause") as caught:
+        simulate(3, fail)
+
+    assert len(caught.value.__notes__) == 3
+    assert any("process 0 raised CheckpointTimeout" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.multihost
+def test_simulate_shows_who_hangs_and_where():
+    """A test that would hang fails with a stack."""
+    release = threading.Event()
+
+    def hang(us):
+        if us.index == 1:
+            release.wait(30)
+
+    with pytest.raises(TimeoutError, match=r"process-1 still runs(.|\n)*in hang"):
+        simulate(2, hang, timeout_s=0.2)
+    release.set()
+
+
+@pytest.mark.multihost
+def test_simulated_processes_share_the_devices():
+    """Each drives as many as the others, in order."""
+    import jax
+
+    got = simulate(4, lambda us: [us.process_of(device) for device in jax.devices()])
+
+    assert got == [[0, 0, 1, 1, 2, 2, 3, 3]] * 4
+
+
+@pytest.mark.multihost
+def test_real_processes_know_who_drives_a_device(run_processes):
+    """As JAX says it."""
+    done = run_processes("multihost:devices", count=2, devices_per_process=2)
+
+    assert [process.result for process in done] == [[0, 0, 1, 1]] * 2
+
+
+@pytest.mark.multihost
+@pytest.mark.faults
+def test_a_killed_process_is_named_before_jax_aborts(run_processes):
+    """SIGKILL while the others wait: they get an error that names it, in time to act on it."""
+    done = run_processes("multihost:die_in_the_middle", count=3, args=[2], check=False)
+
+    assert [process.returncode for process in done] == [0, 0, -9]
+    assert [process.result["missing"] for process in done[:2]] == [[2], [2]]
+    assert "log" in done[1].result["text"]
+
+
+@pytest.mark.multihost
+@pytest.mark.faults
+@pytest.mark.parametrize("loser", [0, 1])
+def test_a_stopped_process_is_named(start_processes, loser):
+    """SIGSTOP is a hang; with process 0 the coordination service hangs too."""
+    job = start_processes("multihost:lose_one", count=2, args=[loser])
+    for index in range(2):
+        job.wait_for(index, "started")
+
+    job.stop(loser)
+    job.release("lost")
+    done = job.wait(check=False)
+
+    survivor = done[1 - loser].result
+    assert survivor["missing"] == [loser]
+    assert survivor["s"] < 2 * 2.0 + 1
+
+
+@pytest.mark.multihost
+@pytest.mark.faults
+def test_jax_aborts_all_when_process_0_is_killed(start_processes):
+    """No code of ours runs then, so a commit must not need any."""
+    job = start_processes("multihost:lose_one", count=2, args=[0])
+    for index in range(2):
+        job.wait_for(index, "started")
+
+    job.kill(0)
+    done = job.wait(check=False)
+
+    assert [process.returncode for process in done] == [-9, -6]
+
+
+@pytest.mark.multihost
+def test_a_job_computes_and_returns(run_processes, tmp_path):
+    """Collectives work, arguments and results pass."""
+    done = run_processes("multihost:add_up", count=2, args=[[1, 2], tmp_path])
+
+    assert [process.result for process in done] == [[16.0, 3, str(tmp_path)]] * 2
+
+
+@pytest.mark.multihost
+def test_a_failed_job_shows_all_outputs(run_processes):
+    """The test that started it fails with what each process printed."""
+    with pytest.raises(JobFailed, match=r"(?s)hello from 0.*hello from 1.*ValueError: planted"):
+        run_processes("multihost:fail_one", count=2, devices_per_process=1)
+
+
+@pytest.mark.multihost
+def test_a_hanging_job_is_killed_and_shows_where(start_processes):
+    """At the time limit every process prints its stacks and ends."""
+    job = start_processes("multihost:hang", count=2, devices_per_process=1)
+    for index in range(2):
+        job.wait_for(index, "hanging")
+    job._deadline = 0  # as if the time were up
+
+    with pytest.raises(JobFailed, match=r"(?s)ran out of time.*in wait_for.*in wait_for"):
+        job.wait()
+
+    assert all(process.poll() is not None for process in job.processes)

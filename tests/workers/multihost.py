@@ -1,0 +1,263 @@
+"""What holds for every `Processes`, and workers that die, hang or come late."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+
+import pytest
+
+from jaxckpt.errors import CheckpointTimeout
+from jaxckpt.multihost import Distributed, current
+
+LONG_S = 60.0  # never reached
+
+
+def law_gather_gives_every_value_to_all(us):
+    """Everybody gets the value of everybody, by index."""
+    got = us.gather("values", {"index": us.index, "twice": [us.index] * 2}, timeout_s=LONG_S)
+
+    assert got == [{"index": i, "twice": [i, i]} for i in range(us.count)]
+
+
+def law_agree_gives_the_value_of_process_0(us):
+    """Everybody gets what process 0 says, whatever they say themselves."""
+    assert us.agree("value", {"index": us.index}, timeout_s=LONG_S) == {"index": 0}
+
+
+def law_nobody_leaves_a_barrier_before_all_are_there(us):
+    """The last to arrive comes before the first to leave, though one is late."""
+    if us.index == us.count - 1:
+        time.sleep(0.2)
+    arrived = time.monotonic()  # one clock for all processes of a machine
+    us.barrier("meet", timeout_s=LONG_S)
+    left = time.monotonic()
+
+    times = us.gather("times", [arrived, left], timeout_s=LONG_S)
+
+    assert max(arrived for arrived, _ in times) <= min(left for _, left in times)
+
+
+def law_values_come_back_as_json_on_all(us):
+    """What JSON changes, it changes for the sender too."""
+    value = {1: (1, 2.5, None, True), "inf": float("inf")}
+
+    assert us.agree("json", value, timeout_s=LONG_S) == {
+        "1": [1, 2.5, None, True],
+        "inf": value["inf"],
+    }
+    assert us.gather("json", value, timeout_s=LONG_S)[0]["1"] == [1, 2.5, None, True]
+
+
+def law_what_is_not_json_is_refused_before_it_is_sent(us):
+    """A value that JSON cannot hold is the caller's mistake."""
+    with pytest.raises(TypeError):
+        us.gather("not json", object(), timeout_s=LONG_S)
+    with pytest.raises(TypeError):
+        us.agree("not json", object(), timeout_s=LONG_S)
+
+
+def law_a_name_used_again_is_a_new_meeting(us):
+    """No round sees a value of an earlier one of the same name."""
+    for n in range(10):
+        assert us.gather("again", [n, us.index], timeout_s=LONG_S) == [
+            [n, i] for i in range(us.count)
+        ]
+        assert us.agree("again", n, timeout_s=LONG_S) == n
+        us.barrier("again", timeout_s=LONG_S)
+
+
+def law_no_name_is_part_of_another(us):
+    """Slashes and numbers in a name are only letters."""
+    names = ["a", "a/1", "a/1/from", "a/1/from/0", "a%2F1", "", "/", "."]
+    for name in names:
+        assert us.agree(name, name, timeout_s=LONG_S) == name
+    for name in reversed(names):
+        assert us.gather(name, name, timeout_s=LONG_S) == [name] * us.count
+
+
+def law_names_and_values_may_be_any_text(us):
+    """Unicode, control characters, half of a surrogate pair."""
+    for text in ["Schritt 7/ß", "保存", "🙂", "a\nb\tc\0d"]:
+        assert us.gather(text, text, timeout_s=LONG_S) == [text] * us.count
+    assert us.agree("lone", "\ud800", timeout_s=LONG_S) == "\ud800"
+
+
+def law_values_may_be_large(us):
+    """A few megabytes from each pass whole."""
+    mine = str(us.index) * (3 << 20)
+
+    got = us.gather("large", mine, timeout_s=LONG_S)
+
+    assert [(value[0], len(value)) for value in got] == [(str(i), 3 << 20) for i in range(us.count)]
+    assert us.agree("large", mine, timeout_s=LONG_S) == "0" * (3 << 20)
+
+
+def law_a_slow_reader_loses_nothing(us):
+    """Process 0 may be many rounds ahead."""
+    if us.index == us.count - 1:
+        time.sleep(0.2)
+
+    assert [us.agree(f"ahead {n}", n, timeout_s=LONG_S) for n in range(50)] == list(range(50))
+
+
+def law_threads_of_one_process_meet_independently(us):
+    """A thread that waits does not hold up another, in whatever order they come."""
+    got = {}
+
+    def meet(thread):
+        for n in range(10):
+            got[thread, n] = us.gather(f"thread {thread}/{n}", [thread, n], timeout_s=LONG_S)
+
+    order = [0, 1, 2] if us.index % 2 else [2, 1, 0]
+    threads = [threading.Thread(target=meet, args=(thread,)) for thread in order]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert got == {(t, n): [[t, n]] * us.count for t in range(3) for n in range(10)}
+
+
+def law_a_missing_process_is_named_on_all(us):
+    """All who wait learn who is missing, it learns it when it comes, and then all is well again."""
+    last = us.count - 1
+    for meet in verbs(us):
+        us.barrier("start", timeout_s=LONG_S)
+        if us.index == last:
+            us.agree("the others gave up", None, timeout_s=LONG_S)
+        missed(meet, "missing", [last])
+        if us.index != last:
+            us.agree("the others gave up", None, timeout_s=LONG_S)
+        assert us.gather("after", us.index, timeout_s=LONG_S) == list(range(us.count))
+
+
+def law_all_who_are_missing_are_named(us):
+    """Only process 1 comes in time."""
+    missing = [index for index in range(us.count) if index != 1]
+    us.barrier("start", timeout_s=LONG_S)
+    if us.index != 1:
+        us.gather("process 1 gave up", None, timeout_s=LONG_S)
+    missed(verbs(us)[0], "alone", missing)
+    if us.index == 1:
+        us.gather("process 1 gave up", None, timeout_s=LONG_S)
+
+
+def law_process_0_may_be_the_missing_one(us):
+    """It too is told that it came too late, in an `agree` as well."""
+
+    def agree(name):
+        us.agree(name, None, timeout_s=short_s(us))
+
+    for meet in [*verbs(us), agree]:
+        us.barrier("start", timeout_s=LONG_S)
+        if us.index == 0:
+            us.gather("the others gave up", None, timeout_s=LONG_S)
+        missed(meet, "without 0", [0])
+        if us.index != 0:
+            us.gather("the others gave up", None, timeout_s=LONG_S)
+
+
+def short_s(us):
+    """Reached in each round that somebody misses; threads are quicker than processes."""
+    return 1.0 if isinstance(us, Distributed) else 0.3
+
+
+def verbs(us):
+    """The rounds that wait for everybody."""
+    return [
+        lambda name: us.gather(name, us.index, timeout_s=short_s(us)),
+        lambda name: us.barrier(name, timeout_s=short_s(us)),
+    ]
+
+
+def missed(meet, name, missing):
+    """Checks that a round fails, in time, and names who is missing."""
+    start = time.monotonic()
+    with pytest.raises(CheckpointTimeout, match=name) as caught:
+        meet(name)
+    assert list(caught.value.missing) == missing
+    assert time.monotonic() - start < 5
+
+
+LAWS = {name: law for name, law in globals().items() if name.startswith("law_")}
+# Nobody can be missing where there is one.
+NEEDS_PEERS = {name for name in LAWS if "missing" in name}
+
+
+def obey(me):
+    """Tries all laws on a real job; returns the traceback of each one that is broken."""
+    us = current()
+    assert (us.index, us.count) == (me.index, me.count)
+    assert current() is us
+    return {name: tried(law, us) for name, law in LAWS.items()}
+
+
+def tried(law, us):
+    try:
+        law(us)
+    except Exception:
+        return traceback.format_exc()
+    return None
+
+
+def devices(me):
+    """Returns which process drives each device."""
+    import jax
+
+    us = current()
+    return [us.process_of(device) for device in jax.devices()]
+
+
+def lose_one(me, loser):
+    """Everybody meets; then `loser` never comes again. Returns what a gather says then."""
+    us = current()
+    us.barrier("start", timeout_s=LONG_S)
+    me.reach("started")
+    if me.index == loser:
+        me.wait_for("never")
+    me.wait_for("lost")
+    return said(lambda: us.gather("after", me.index, timeout_s=2.0))
+
+
+def die_in_the_middle(me, loser):
+    """`loser` kills itself while the others are already waiting for it."""
+    us = current()
+    us.barrier("start", timeout_s=LONG_S)
+    if me.index == loser:
+        time.sleep(0.3)
+        me.die()
+    return said(lambda: us.gather("after", me.index, timeout_s=2.0))
+
+
+def said(meet):
+    start = time.monotonic()
+    try:
+        meet()
+    except CheckpointTimeout as error:
+        return {"missing": error.missing, "text": str(error), "s": time.monotonic() - start}
+    return None
+
+
+def fail_one(me):
+    print(f"hello from {me.index}")
+    if me.index == 1:
+        raise ValueError("planted")
+
+
+def hang(me):
+    me.reach("hanging")
+    me.wait_for("never")
+
+
+def add_up(me, numbers, path):
+    """Sums over all devices of the job, so that the collectives are known to work."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = jax.make_mesh((jax.device_count(),), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    ones = jax.make_array_from_callback((16,), sharding, lambda index: jnp.ones(16)[index])
+    return [float(jax.jit(jnp.sum)(ones)), sum(numbers), path]
