@@ -41,7 +41,7 @@ class Box:
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def within(self, outer: Box) -> tuple[Any, ...]:
-        """Where this box lies inside `outer`, as an index that gives a view, also of a 0-d array."""
+        """Where this box lies inside `outer`: an index that gives a view, also of a 0-d array."""
         inside = (
             slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start, strict=True)
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxckpt._tree import Wanted, key_path
 from jaxckpt.format.sharding import SavedSharding
@@ -160,11 +160,10 @@ def _mesh_here(saved: SavedSharding) -> Mesh | None:
         if fitted is None:
             return None
         sizes, chosen = fitted, devices
-    types = {}
-    if len(saved.axis_types) == len(sizes):
-        kinds = [getattr(jax.sharding.AxisType, kind, None) for kind in saved.axis_types]
-        types = {"axis_types": tuple(kinds)} if all(kind is not None for kind in kinds) else {}
-    return Mesh(np.asarray(chosen).reshape(sizes), saved.axis_names, **types)
+    kinds = {kind.name: kind for kind in AxisType}
+    types = tuple(kinds[kind] for kind in saved.axis_types if kind in kinds)
+    shaped = np.asarray(chosen).reshape(sizes)
+    return Mesh(shaped, saved.axis_names, axis_types=types if len(types) == len(sizes) else None)
 
 
 def _fit(sizes: tuple[int, ...], count: int) -> tuple[int, ...] | None:

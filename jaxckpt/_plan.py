@@ -10,8 +10,8 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import TYPE_CHECKING, Final
+from itertools import pairwise, product
+from typing import TYPE_CHECKING, Any, Final
 
 from jaxckpt import _box
 from jaxckpt._box import Box
@@ -86,7 +86,7 @@ class SavePlan:
 
 
 def placement_of(
-    sharding: jax.sharding.Sharding, shape: tuple[int, ...], process_of: Callable[[jax.Device], int]
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], process_of: Callable[[Any], int]
 ) -> Placement:
     """The shards of an array of `shape` under `sharding`, and who holds them."""
     holders: dict[Box, set[int]] = {}
@@ -244,7 +244,7 @@ def plan_reads(
             if part is not None:
                 cells.setdefault(cell, []).append((i, part))
     reads = []
-    for cell, parts in cells.items():
+    for parts in cells.values():
         box = _box.hull([part for _, part in parts])
         if (len(parts) == 1 and not in_pieces) or box.size * itemsize <= MAX_UNIT_BYTES:
             reads.append(Read(box=box, parts=tuple(parts)))
@@ -263,9 +263,7 @@ def _cells(cuts: Sequence[Sequence[int]], target: Box) -> list[Box]:
     """The boxes between neighbouring cuts that touch `target`."""
     ranges = []
     for dim, start, stop in zip(cuts, target.start, target.stop, strict=True):
-        ranges.append(
-            [(a, b) for a, b in zip(dim, dim[1:], strict=False) if a < stop and start < b]
-        )
+        ranges.append([(a, b) for a, b in pairwise(dim) if a < stop and start < b])
     return [
         Box(tuple(a for a, _ in sides), tuple(b for _, b in sides)) for sides in product(*ranges)
     ]

@@ -229,7 +229,7 @@ def _plan(
     dtype: Any,
     as_numpy: bool,
 ) -> list[_Job]:
-    """Decides for every leaf before anything is read, so that all that does not fit is told at once."""
+    """Decides for every leaf before anything is read, so that all misfits are told at once."""
     jobs, differences = [], []
     for request in requests:
         try:
@@ -239,9 +239,7 @@ def _plan(
     if differences:
         raise TreeMismatch(
             f"{len(differences)} leaves of {item.path} cannot be split as asked:\n"
-            + "\n".join(
-                f"  {d.leaf}   wanted {d.wanted}   saved {d.saved}" for d in differences[:200]
-            )
+            + "\n".join(f"  {difference}" for difference in differences[:200])
             + "\nGive them a sharding whose mesh axes divide their shape.",
             differences,
         )
@@ -299,7 +297,7 @@ def _out_dtype(saved: Leaf, request: Request, dtype: Any) -> np.dtype[Any] | Non
     if wanted is not None and wanted.kind == "key":
         return None
     out = dtype_of(saved.dtype) if wanted is None or wanted.dtype is None else wanted.dtype
-    if dtype is not None and jax.dtypes.issubdtype(out, np.floating):
+    if dtype is not None and jax.numpy.issubdtype(out, np.floating):
         return np.dtype(dtype)
     return out
 
@@ -311,8 +309,13 @@ def _key_data_sharding(sharding: Sharding, rank: int) -> Sharding:
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     if len(sharding.device_set) == 1:
         return sharding
-    mesh = Mesh(np.asarray(sorted(sharding.device_set, key=lambda d: d.id)), ("devices",))
+    mesh = Mesh(np.asarray(_by_id(sharding)), ("devices",))
     return NamedSharding(mesh, PartitionSpec())
+
+
+def _by_id(sharding: Sharding) -> list[Any]:
+    devices: set[Any] = sharding.device_set
+    return sorted(devices, key=lambda device: device.id)
 
 
 def _read(item: Item, jobs: Sequence[_Job]) -> Iterator[tuple[tuple[str, ...], object]]:
@@ -322,10 +325,7 @@ def _read(item: Item, jobs: Sequence[_Job]) -> Iterator[tuple[tuple[str, ...], o
     buffers = read_leaves(item, reads, budget_bytes=DEFAULT_BUDGET_BYTES)
     for job in jobs:
         path = job.request.path
-        if job.request.saved.has_array:
-            parts = next(buffers)
-        else:
-            parts = _inline(job)
+        parts = next(buffers) if job.request.saved.has_array else _inline(job)
         yield path, _convert(job, parts)
 
 

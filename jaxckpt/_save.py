@@ -158,7 +158,7 @@ class SaveJob:
         except BaseException as error:
             if transaction is not None:
                 transaction.abort()
-            raise _transaction.as_save_error(self.path, error) from error.__cause__
+            _transaction.raise_save_error(self.path, error)
         if self.processes.index == 0:
             _logger.info(
                 "saved %s: %d bytes here, %.2f s",
@@ -178,7 +178,7 @@ class SaveJob:
         said = {"work": work, "problem": _text(problem)}
         agreed: Any = self.processes.agree(f"{self.name}/begin", said, timeout_s=self.timeout_s)
         if problem is not None:
-            raise _transaction.as_save_error(self.path, problem) from problem.__cause__
+            _transaction.raise_save_error(self.path, problem)
         if agreed["problem"] is not None:
             raise ProcessesDisagree(
                 f"{self.path} was not saved: process 0 failed: {agreed['problem']}",
@@ -368,11 +368,11 @@ def _shardings(flat: Flat) -> dict[str, SavedSharding]:
 def _saved_sharding(value: jax.Array) -> SavedSharding:
     devices = value.sharding.device_set
     if isinstance(value.sharding, jax.sharding.NamedSharding) and not value.sharding.mesh.empty:
-        mesh = value.sharding.mesh
+        mesh: Any = value.sharding.mesh
         return SavedSharding(
             axis_names=tuple(map(str, mesh.axis_names)),
             axis_sizes=tuple(mesh.devices.shape),
-            axis_types=tuple(str(kind).rpartition(".")[2] for kind in mesh.axis_types),
+            axis_types=tuple(kind.name for kind in mesh.axis_types),
             spec=tuple(_axes(axes) for axes in value.sharding.spec),
             device_ids=tuple(device.id for device in mesh.devices.flat),
         )

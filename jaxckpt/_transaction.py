@@ -30,14 +30,13 @@ readers ignore what has no `commit_success.txt`.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 import posixpath
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxckpt._version import __version__
 from jaxckpt.errors import CheckpointError, SaveFailed, StepExists, UnsupportedFormat
@@ -64,6 +63,7 @@ class Transaction:
     token: str
     overwrite: bool
     hold: Hold | None
+    committed: bool = False
 
     def commit(self, digests: Mapping[str, str], *, lineage: Mapping[str, Any]) -> None:
         """Makes the checkpoint durable and visible.
@@ -92,14 +92,23 @@ class Transaction:
         text = f"Checkpoint commit was successful to {self.path}".encode()
         if not self.storage.create(marker, text):
             raise SaveFailed(f"{marker} is there already: another writer committed {self.path}")
-        if self.storage.atomic_rename:
-            self._publish()
-        with contextlib.suppress(OSError):  # committed; a reader does not mind the file
+        old = self._publish() if self.storage.atomic_rename else None
+        self.committed = True
+        try:
+            # A reader minds neither of these, and the next save removes them.
             self.storage.delete(f"{self.path}/{names.WRITER}")
+            if old is not None:
+                _discard(self.storage, old)
+        except OSError as error:
+            _logger.warning(
+                "%s is saved, but what it replaced is still there: %s", self.path, error
+            )
         self._release()
 
     def abort(self) -> None:
-        """Removes what was written. Never raises: the error that led here matters more."""
+        """Removes what was written, unless it is committed. Never raises an error of its own."""
+        if self.committed:
+            return
         try:
             self.storage.delete(self.work)
         except OSError as error:
@@ -122,7 +131,8 @@ class Transaction:
                 f"({file} {'is gone' if owner is None else 'is theirs'}). Two jobs write here."
             )
 
-    def _publish(self) -> None:
+    def _publish(self) -> str | None:
+        """Gives the checkpoint its name; returns where the one that it replaced is now, if any."""
         if not self.overwrite or self.storage.kind(self.path) is None:
             try:
                 self.storage.rename(self.work, self.path)
@@ -130,13 +140,12 @@ class Transaction:
                 raise StepExists(
                     f"{self.path} came to be while it was being saved; that one stays"
                 ) from error
-            return
+            return None
         if self.storage.exchange(self.work, self.path):
-            _discard(self.storage, self.work)
-            return
+            return self.work
         replacement = _beside(self.path, names.replacement(posixpath.basename(self.path)))
         self.storage.rename(self.work, replacement)
-        _put_in_place(self.storage, self.path, replacement)
+        return _put_in_place(self.storage, self.path, replacement)
 
 
 def begin(storage: Storage, path: str, *, overwrite: bool) -> Transaction:
@@ -195,6 +204,7 @@ def recover(storage: Storage, path: str) -> None:
     if names.replacement(name) in entries:
         _logger.warning("finishing a replacement of %s that was interrupted", path)
         _put_in_place(storage, path, _beside(path, names.replacement(name)))
+        entries = storage.names(parent)
     for entry in entries:
         if names.is_ours_temporary(entry, name):
             _remove_leftover(storage, f"{parent}/{entry}")
@@ -235,14 +245,14 @@ def _remove_leftover(storage: Storage, path: str) -> None:
     _discard(storage, path)
 
 
-def _put_in_place(storage: Storage, path: str, replacement: str) -> None:
+def _put_in_place(storage: Storage, path: str, replacement: str) -> str | None:
+    """Steps 8b and 8c; returns where the checkpoint is now that was at `path`, if there was one."""
+    doomed = None
     if storage.kind(path) is not None:
         doomed = _beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
         storage.rename(path, doomed)
-        storage.rename(replacement, path)
-        storage.delete(doomed)
-    else:
-        storage.rename(replacement, path)
+    storage.rename(replacement, path)
+    return doomed
 
 
 def _hold(storage: Storage, writer: str) -> Hold | None:
@@ -274,12 +284,10 @@ def _files(storage: Storage, root: str) -> list[tuple[str, int]]:
     return sorted(found)
 
 
-def as_save_error(path: str, error: BaseException) -> BaseException:
-    """What a failed save raises: errors of ours as they are, others as the cause of SaveFailed."""
+def raise_save_error(path: str, error: BaseException) -> NoReturn:
+    """Raises what a failed save raises: errors of ours as they are, others inside SaveFailed."""
     if isinstance(error, CheckpointError) or not isinstance(error, Exception):
-        return error
-    failed = SaveFailed(
+        raise error
+    raise SaveFailed(
         f"{path} was not saved: {type(error).__name__}: {error}. Nothing that was there is changed."
-    )
-    failed.__cause__ = error
-    return failed
+    ) from error

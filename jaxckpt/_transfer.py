@@ -86,11 +86,9 @@ def empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def shards_here(
-    sharding: jax.sharding.Sharding, shape: tuple[int, ...]
-) -> dict[Box, list[jax.Device]]:
+def shards_here(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Box, list[Any]]:
     """The distinct shards that this process's devices hold, and which devices hold each."""
-    devices: dict[Box, list[jax.Device]] = {}
+    devices: dict[Box, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         devices.setdefault(_box.from_index(index or (), shape), []).append(device)
     return devices
@@ -103,7 +101,7 @@ def to_device(
 ) -> jax.Array:
     """Makes a jax.Array of the shards that this process holds. The buffers must not change after.
 
-    A 64-bit array stays one even where `jax_enable_x64` is off: values are never rounded on the way.
+    A 64-bit array stays one even where `jax_enable_x64` is off: values are never rounded.
     """
     dtype = next(iter(buffers.values())).dtype if buffers else None
     with jax.enable_x64(True):
@@ -115,7 +113,7 @@ def to_device(
         return jax.make_array_from_single_device_arrays(shape, sharding, parts, dtype=dtype)
 
 
-def _single(device: jax.Device, sharding: jax.sharding.Sharding) -> Any:  # jax's union
+def _single(device: Any, sharding: jax.sharding.Sharding) -> Any:  # jax's union
     kind = sharding.memory_kind
     if kind is None or kind == device.default_memory().kind:
         return device

@@ -1,8 +1,8 @@
 """Pytrees as flat lists of named leaves, and back.
 
-`flatten` takes a tree apart for a save: a `Leaf` of `format.tree` and a value for each leaf, and the
-containers as data. `rebuild` puts it together again without a target. `flatten_like` and `match`
-line a target up with what was saved.
+`flatten` takes a tree apart for a save: a `Leaf` of `format.tree` and a value for each leaf, and
+the containers as data. `rebuild` puts it together again without a target. `flatten_like` and
+`match` line a target up with what was saved.
 
 A container class is rebuilt only if it belongs to a library on the list below. The library is
 imported by the name that stands here; the name in the file is then looked up among the classes
@@ -23,6 +23,7 @@ from typing import Any, Final, Literal
 import jax
 import numpy as np
 from jax import tree_util
+from jax.core import Tracer
 
 from jaxckpt.errors import CorruptCheckpoint, Difference, TreeMismatch, UnsupportedLeaf
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
@@ -172,7 +173,7 @@ def _describe(
     def leaf(kind: Kind, **facts: Any) -> Leaf:  # fields of Leaf
         return Leaf(path=path, key_types=key_types, kind=kind, **facts)
 
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise TypeError("is traced; call save outside of jit, grad, vmap and the like")
     if isinstance(value, jax.Array):
         if value.is_deleted():
@@ -225,13 +226,13 @@ def _as_bytes(data: bytes) -> np.ndarray[Any, Any]:
 
 def is_key_dtype(dtype: Any) -> bool:  # numpy's and jax's dtypes share no type
     """Whether a dtype is that of a typed PRNG key."""
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 # --- containers ------------------------------------------------------------------------------
 
 
-def _describe_node(treedef: Any, pairs: Iterator[tuple[Any, object]], depth: int) -> Node | None:  # PyTreeDef
+def _describe_node(treedef: Any, pairs: Iterator[tuple[Any, object]], depth: int) -> Node | None:
     """The containers of `treedef`, consuming one of `pairs` for each leaf in it."""
     return _walk(treedef, pairs, depth)[0]
 
@@ -367,7 +368,7 @@ def rebuild(tree: Tree, values: Mapping[Path, object]) -> object:
 
 def rebuild_named(leaves: Mapping[Path, object]) -> object:
     """Nested dicts of renamed leaves."""
-    return leaves[()] if () in leaves else _nest({path: value for path, value in leaves.items()})
+    return leaves[()] if () in leaves else _nest(leaves)
 
 
 def _rebuild_node(node: Node | None, path: Path, values: Mapping[Path, object]) -> object:
@@ -563,7 +564,7 @@ def _want(value: object, path: Path) -> Wanted:
     if _is_empty(value):
         return Wanted(path=path, kind="empty")
     raise TypeError(
-        f"is a {type(value).__qualname__}; wanted an array, a jax.ShapeDtypeStruct or a Python scalar"
+        f"is a {type(value).__qualname__}; wanted an array, a jax.ShapeDtypeStruct or a scalar"
     )
 
 
@@ -602,7 +603,11 @@ def match(
     requests, kept, lost, differences = [], {}, [], []
     for want in wanted:
         leaf = by_path.pop(want.path, None)
-        if want.kind == "ellipsis" or not selected(want.path) or (want.kind == "empty" and (leaf is None or leaf.kind == "empty")):
+        if (
+            want.kind == "ellipsis"
+            or not selected(want.path)
+            or (want.kind == "empty" and (leaf is None or leaf.kind == "empty"))
+        ):
             kept[want.path] = want.value
         elif leaf is None:
             lost.append(path_text(want.path))
@@ -686,7 +691,7 @@ def _misfit(want: Wanted, leaf: Leaf) -> str | None:
         if leaf.kind == "key":
             same = leaf.shape == want.shape and leaf.key_impl == want.key_impl
             return None if same else saved
-        # Keys that were saved as plain uint32, by jax.random.PRNGKey or by an Orbax that lost the type.
+        # Saved as plain uint32: by jax.random.PRNGKey, or by an Orbax that lost the type.
         width = jax.random.key_data(jax.random.key(0, impl=want.key_impl)).shape
         fits = leaf.dtype == "uint32" and leaf.shape == (*want.shape, *width)
         return None if fits else saved
@@ -716,10 +721,7 @@ def _casts(saved: np.dtype[Any], want: Wanted) -> bool:
 
 def _mismatch_text(differences: Sequence[Difference], place: str) -> str:
     lines = [f"{len(differences)} leaves of the target do not fit {place}"]
-    lines += [
-        f"  {d.leaf or '(the tree itself)'}   wanted {d.wanted or 'nothing'}   saved {d.saved or 'nothing'}"
-        for d in differences[:200]
-    ]
+    lines += [f"  {difference}" for difference in differences[:200]]
     if len(differences) > 200:
         lines.append(f"  ... and {len(differences) - 200} more")
     lines.append(

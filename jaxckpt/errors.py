@@ -38,6 +38,10 @@ class Difference:
     wanted: str | None
     saved: str | None
 
+    def __str__(self) -> str:
+        name = self.leaf or "(the tree itself)"
+        return f"{name}   wanted {self.wanted or 'nothing'}   saved {self.saved or 'nothing'}"
+
 
 class TreeMismatch(CheckpointError, ValueError):
     """The tree that was asked for does not fit the one that was saved.

@@ -57,7 +57,9 @@ class Checkpoint:
         leaves: By path, in tree order.
     """
 
-    def __init__(self, found: _metadata.Checkpoint, item: str, tree: Item | None, below: Path = ()):
+    def __init__(
+        self, found: _metadata.Checkpoint, item: str, tree: Item | None, below: Path = ()
+    ) -> None:
         self._tree = tree
         self._below = below
         self.path = found.path
@@ -93,7 +95,7 @@ class Checkpoint:
         return len(self.leaves)
 
     def restore(self, like: Any = None, **options: Any) -> Any:  # any pytree
-        """Reads this part. The options are those of `jaxckpt.restore`, but for `path` and `item`."""
+        """Reads this part. Takes what `jaxckpt.restore` takes, but for `path` and `item`."""
         from jaxckpt._restore import restore_from
 
         def load() -> Any:  # an Item, or JSON

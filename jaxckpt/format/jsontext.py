@@ -38,13 +38,11 @@ def dumps(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def expect(value: object, kind: type[T] | tuple[type[T], ...], what: str, *, file: str) -> T:
+def expect(value: Any, kind: type[T], what: str, *, file: str) -> T:
     """Returns `value` if it is of the wanted JSON type (bool is no int here)."""
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        wanted = " or ".join(k.__name__ for k in kinds)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise CorruptCheckpoint(
-            f"{file}: {what} should be {wanted}, found {_short(value)}", file=file
+            f"{file}: {what} should be {kind.__name__}, found {_short(value)}", file=file
         )
     return value
 

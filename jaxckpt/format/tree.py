@@ -392,7 +392,7 @@ def check_grid(stored: StoredArray, *, where: str, file: str) -> None:
     for grid in grids:
         if len(grid) != len(stored.shape) or any(n < 1 for n in grid):
             raise CorruptCheckpoint(
-                f"{file}: {where}: chunks of shape {grid} do not fit an array of shape {stored.shape}",
+                f"{file}: {where}: chunks of shape {grid} do not fit shape {stored.shape}",
                 leaf=where,
                 file=file,
             )

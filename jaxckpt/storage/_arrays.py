@@ -1,4 +1,4 @@
-"""The only module that imports tensorstore: one context for the process, keys and arrays in a store.
+"""The only module that imports tensorstore: one context, keys and arrays in a store.
 
 TensorStore is slow to import, so nothing that a person types on a command line (`ls`, `du`) gets
 here, and `jaxckpt.storage` imports this module only for memory stores and for arrays.
