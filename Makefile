@@ -20,7 +20,7 @@ help:
 	@echo "make check        format, lint, types, spelling"
 	@echo "make demo         a training run that saves, is interrupted and goes on"
 	@echo "make bench        the benchmarks; bench-quick takes about a minute"
-	@echo "make notebooks    which notebooks there are"
+	@echo "make notebooks    runs every notebook"
 	@echo "make clean        removes what these made"
 	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) PYTEST_ARGS= DEMO_ARGS= BENCH_ARGS="
 
@@ -42,8 +42,8 @@ bench: $(VENV)/.installed-bench
 bench-quick: $(VENV)/.installed-bench
 	$(python) -m benchmarks --quick $(BENCH_ARGS)
 
-notebooks:
-	@ls notebooks/*.ipynb 2>/dev/null || echo "There are no notebooks yet."
+notebooks: $(VENV)/.installed-test
+	$(python) -m pytest tests/test_docs.py -k notebook
 
 clean:
 	rm -rf .venv .venv-ci-* .pytest_cache .ruff_cache .hypothesis build dist

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ class _SmallChunks(_LeafBuffers):
 
         def divide(read: Any) -> None:
             data = value_of(read)
-            file = f"{self._item.path}: {key}"
+            file = f'{self._item.path}: "{key}"'
             leaf = self._read.leaf.text
             if data is None:
                 raise CorruptCheckpoint(
@@ -213,13 +214,12 @@ def _blaming(item: Item, leaf: Leaf | None) -> Iterator[None]:
         with data_errors(item.path, leaf.text if leaf else None):
             yield
     except CorruptCheckpoint as error:
-        culprit = bad_file(item)
-        if culprit is None:
+        file, problem = bad_file(item) or _damaged_file(item, str(error)) or (None, None)
+        if file is None:
             raise
-        file, problem = culprit
         where = f"leaf {leaf.text}: " if leaf else ""
         raise CorruptCheckpoint(
-            f"{where}{file} {problem}. Restore an older checkpoint.",
+            f"{where}{file} {problem}. Restore an older checkpoint. ({error})",
             leaf=leaf.text if leaf else None,
             file=file,
         ) from error
@@ -237,12 +237,15 @@ def bad_file(item: Item) -> tuple[str, str] | None:
     return None
 
 
-def total_bytes(reads: Sequence[LeafRead]) -> int:
-    """Of the buffers of all reads."""
-    return sum(read.total_bytes for read in reads)
+def _damaged_file(item: Item, message: str) -> tuple[str, str] | None:
+    """The data file that holds the chunk that a message of TensorStore or of ours names."""
+    from jaxckpt.storage._arrays import file_of_value
 
-
-def whole_leaf(leaf: Leaf) -> LeafRead:
-    """Reads a leaf as it is stored, in one piece."""
-    stored = stored_of(leaf)
-    return LeafRead(leaf=leaf, boxes=(_box.whole(stored.shape),), dtype=dtype_of(stored.dtype))
+    key = re.search(r'"([^"]*(?:/c(?:/\d+)*|[/.\d]+))"', message)
+    if key is None or not item.database:
+        return None
+    try:
+        file = file_of_value(item.checkpoint.storage.kvstore(item.path), key[1])
+    except (ValueError, OSError, LookupError):
+        return None
+    return None if file is None else (f"{item.path}/{file}", "is damaged")

@@ -266,6 +266,29 @@ class Reader:
         )
 
 
+def file_of_value(spec: Mapping[str, Any], key: str) -> str | None:
+    """The file of an OCDBT database, relative to its directory, that holds the value of a key.
+
+    None if the value lies in a node of the tree, or cannot be found. Walks the tree: for error
+    messages, not for reading.
+    """
+    base = ts.KvStore.open(dict(spec), context=context()).result()
+    node: Any = ts.ocdbt.dump(base, context=context()).result()
+    location = node["versions"][-1]["root"]["location"]
+    wanted = key.encode()
+    while location is not None:
+        entries = ts.ocdbt.dump(base, location, context=context()).result()["entries"]
+        below = [entry for entry in entries if entry["key"] <= wanted]
+        if not below:
+            return None
+        value = below[-1].get("indirect_value")
+        if value is not None:
+            # value:<directory>:<file>:<offset>:<length>
+            return "".join(value.split(":")[1:-2]) if below[-1]["key"] == wanted else None
+        location = below[-1].get("location")
+    return None
+
+
 def value_of(read: Any) -> bytes | None:
     """What `Reader.get` found, or None if there is no such key."""
     return read.value if read.state == "value" else None

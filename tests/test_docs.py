@@ -1,0 +1,57 @@
+"""What the README and the notebooks show runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text("utf-8")
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def run_code(code: str, cwd: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=cwd,
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "PYTHONPATH": str(ROOT),
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_code_of_the_readme_runs(tmp_path: Path) -> None:
+    """The Python of the README runs as it stands, but for the folder."""
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+    run_code("\n".join(blocks).replace("/tmp/run", str(tmp_path / "run")), tmp_path)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(tmp_path: Path, notebook: Path) -> None:
+    """Every code cell runs, in order."""
+    cells = json.loads(notebook.read_text("utf-8"))["cells"]
+
+    run_code("\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code"), tmp_path)
+
+
+def test_the_readme_names_real_commands() -> None:
+    """Every `make` target of the README is one of the Makefile's."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+
+    assert set(re.findall(r"(?:`|^    )make ([a-z-]+)", README, re.MULTILINE)) <= targets
+    assert {"demo", "test"} <= targets

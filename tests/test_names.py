@@ -1,0 +1,63 @@
+"""The on-disk names are spelled in `jaxckpt/format/` and nowhere else; the public names are `__all__`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import jaxckpt
+from jaxckpt.format import names
+
+PACKAGE = Path(jaxckpt.__file__).parent
+# These are words of the language as well as names on disk.
+_COMMON = {"state", "default", "metrics", "metadata", "checkpoint", "d"}
+SPELLED = {
+    value
+    for name, value in vars(names).items()
+    if isinstance(value, str) and not name.startswith("__") and value not in _COMMON
+}
+
+
+def misspelled(source: str) -> set[str]:
+    """The on-disk names that stand in string literals of a module, docstrings aside."""
+    module = ast.parse(source)
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(module)
+        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+    texts = [
+        node.value
+        for node in ast.walk(module)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in docstrings
+    ]
+    return {name for name in SPELLED for text in texts if name in text}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [p for p in sorted(PACKAGE.rglob("*.py")) if p.relative_to(PACKAGE).parts[0] != "format"],
+    ids=lambda path: path.relative_to(PACKAGE).as_posix(),
+)
+def test_no_other_module_spells_a_name_on_disk(module: Path) -> None:
+    """File names of a checkpoint come from `format.names`."""
+    assert misspelled(module.read_text("utf-8")) == set()
+
+
+def test_a_planted_name_is_found() -> None:
+    """The check above can fail."""
+    assert misspelled('path = folder + "/_METADATA"') == {"_METADATA"}
+
+
+def test_all_is_what_is_public() -> None:
+    """Every name of `__all__` can be had, and the lazy table holds nothing else."""
+    for name in jaxckpt.__all__:
+        assert getattr(jaxckpt, name) is not None
+
+    assert {*jaxckpt._HOME, "__version__"} == set(jaxckpt.__all__)
+    assert jaxckpt.__all__ == sorted(jaxckpt.__all__)
