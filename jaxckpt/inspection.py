@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 from jaxckpt import _metadata
@@ -104,7 +104,9 @@ class Checkpoint:
             file = _metadata.json_file(self._found.storage, self._found.items[self.item])
             return None if file is None else _metadata.read_json_item(self._found, file)
 
-        return restore_from(load, self.path, like, **options)
+        target = [like]
+        del like  # so that its arrays are free once the caller has let go of them
+        return restore_from(load, self.path, target, **options)
 
     def __repr__(self) -> str:
         return "\n".join(_lines(self))
@@ -138,6 +140,8 @@ def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint
 
 def _info(item: Item, leaf: Leaf) -> LeafInfo:
     sharding = item.shardings.get(leaf.name)
+    if sharding is not None:  # that of a key is recorded with a further dimension, its data's
+        sharding = replace(sharding, spec=sharding.spec[: len(leaf.shape)])
     size = 0
     if leaf.stored is not None:
         size = math.prod(leaf.stored.shape) * dtype_of(leaf.stored.dtype).itemsize

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 # JAX reads these when it is imported and when it makes its first device: before any test.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -11,6 +13,17 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import pytest
 
 from tests import multiprocess
+from tests.golden.fixture import golden  # noqa: F401  # a fixture
+
+
+@pytest.fixture
+def ram_path(tmp_path):
+    """Like `tmp_path`, in memory where that can be: for what syncs a thousand times."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="jaxckpt-") as path:
+        yield Path(path)
 
 
 @pytest.fixture

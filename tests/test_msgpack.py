@@ -19,6 +19,7 @@ from hypothesis.extra import numpy as stnp
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
 from jaxckpt.format.msgpack import FlaxArrayPlaceholder, Placeholder, decode
+from tests.golden.fixture import Golden, golden_names
 
 msgpack = pytest.importorskip("msgpack")
 
@@ -166,6 +167,54 @@ def test_reads_the_chunks_of_flax(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert b"__msgpack_chunked_array__" in data
     assert same(decode(data), tree)
+
+
+def flat(node: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """The leaves by path; empty containers and None have none."""
+    if isinstance(node, dict):
+        below = node.items()
+    elif isinstance(node, list):
+        below = enumerate(node)
+    else:
+        return {} if node is None else {path: node}
+    return {k: v for key, child in below for k, v in flat(child, (*path, str(key))).items()}
+
+
+@pytest.mark.parametrize("name", golden_names("flax-legacy"))
+def test_reads_the_files_of_flax(golden: Golden, name: str) -> None:
+    """What Flax releases since 0.6.4 wrote comes back value for value."""
+    sample = golden(name)
+
+    got = flat(decode((sample.path / "checkpoint_12").read_bytes()))
+
+    assert got.keys() == sample.expected.keys()
+    assert all(same(got[path], leaf) for path, leaf in sample.expected.items())
+
+
+WITH_MSGPACK = [
+    name
+    for name in golden_names()
+    if tuple(map(int, name.split("-")[1].split("."))) < (0, 5, 16) and "flax-legacy" not in name
+]
+
+
+@pytest.mark.parametrize("name", WITH_MSGPACK)
+def test_reads_the_trees_of_old_orbax(golden: Golden, name: str) -> None:
+    """The msgpack file of an Orbax item has every leaf: a value, or a placeholder of its name."""
+    sample = golden(name)
+    files = [path for path in sample.path.rglob("checkpoint") if path.is_file()]
+
+    assert files
+    for file in files:
+        got = flat(decode(file.read_bytes()))
+
+        # Orbax 0.5 has placeholders for empty nodes too.
+        assert got.keys() >= sample.expected.keys()
+        for path, leaf in got.items():
+            if isinstance(leaf, Placeholder):
+                assert leaf.name == ".".join(path)
+            else:
+                assert same(np.asarray(leaf), np.asarray(sample.expected[path]))
 
 
 def test_recognises_placeholders() -> None:
