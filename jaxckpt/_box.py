@@ -55,8 +55,10 @@ def whole(shape: Sequence[int]) -> Box:
 
 def from_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
     """The box of a tuple of slices as `jax.Shard.index` gives it."""
-    bounds = [s.indices(n) for s, n in zip(index, shape, strict=True)]
-    return Box(tuple(b[0] for b in bounds), tuple(b[1] for b in bounds))
+    return Box(
+        tuple([s.start or 0 for s in index]),
+        tuple([n if s.stop is None else s.stop for s, n in zip(index, shape, strict=True)]),
+    )
 
 
 def tile(box: Box, tile_shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Box]]:

@@ -15,7 +15,7 @@ import logging
 import os
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -34,6 +34,19 @@ _logger = logging.getLogger("jaxckpt")
 MAX_METADATA_BYTES: Final = jsontext.MAX_BYTES
 _MAX_LEGACY_BYTES: Final = 64 << 30
 _STEP: Final = re.compile(r"(?:.*_)?(\d{1,18})$")
+_KEY: Final = "threefry2x32"
+_SINCE_TREE_METADATA: Final = frozenset(
+    {names.OCDBT_MANIFEST, names.SHARDING, names.STRINGS, names.ARRAY_METADATAS}
+)
+_CHECKPOINT_MARKS: Final = frozenset(
+    {
+        names.CHECKPOINT_METADATA,
+        names.RECORD,
+        names.ORBAX_MARKER,
+        names.WRITER,
+        names.DELETION_RECORD,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +58,7 @@ class Checkpoint:
         items: Paths of the items by name; a flat one is called "".
         step: What `_CHECKPOINT_METADATA` says; empty if there is none.
         record: Our own record, or None for what another program wrote.
+        deleting: The item that Orbax has begun to delete; it is none of `items`.
     """
 
     storage: Storage
@@ -52,6 +66,7 @@ class Checkpoint:
     items: Mapping[str, str]
     step: StepMetadata = field(default_factory=StepMetadata)
     record: Record | None = None
+    deleting: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,20 +124,23 @@ def find(storage: Storage, path: str) -> Checkpoint:
 
 def _directory(storage: Storage, path: str) -> Checkpoint:
     inside = storage.names(path)
-    if names.TREE_METADATA in inside:
-        return _item_directory(storage, path)
+    if names.TREE_METADATA in inside or not _is_checkpoint(inside):
+        around = _item_of_checkpoint(storage, path)
+        if around is not None:
+            return around
     if _is_checkpoint(inside):
         return read_checkpoint(storage, path, inside)
-    if names.LEGACY_TREE in inside and storage.kind(f"{path}/{names.LEGACY_TREE}") == "file":
-        return _flat(storage, path, inside)
+    if names.TREE_METADATA in inside or storage.kind(f"{path}/{names.LEGACY_TREE}") == "file":
+        return _flat(storage, path)
     steps = _steps(storage, path, inside)
     if steps:
         return _newest_good(storage, path, steps)
     items = _items(storage, path, inside)
-    if items:
+    if any(json_file(storage, item) is None for item in items.values()):
         return Checkpoint(storage=storage, path=path, items=items)
-    if any(_is_plain_array(storage, f"{path}/{name}") for name in inside):
-        return _flat(storage, path, inside)
+    is_array = any(_is_plain_array(storage, f"{path}/{name}") for name in inside)
+    if is_array or _is_item(storage, path):
+        return _flat(storage, path)
     found = ", ".join(inside[:8]) + (", ..." if len(inside) > 8 else "")
     raise CheckpointNotFound(
         f"{path} is no checkpoint, no item of one and no run: it holds {found or 'nothing'}. "
@@ -131,8 +149,7 @@ def _directory(storage: Storage, path: str) -> Checkpoint:
 
 
 def _is_checkpoint(inside: Sequence[str]) -> bool:
-    marks = {names.CHECKPOINT_METADATA, names.RECORD, names.ORBAX_MARKER, names.WRITER}
-    return not marks.isdisjoint(inside)
+    return not _CHECKPOINT_MARKS.isdisjoint(inside)
 
 
 def read_checkpoint(storage: Storage, path: str, inside: Sequence[str] | None = None) -> Checkpoint:
@@ -155,34 +172,61 @@ def read_checkpoint(storage: Storage, path: str, inside: Sequence[str] | None = 
             raise CorruptCheckpoint(f"{record_file} is missing", file=record_file)
         data = storage.read(record_file, max_bytes=MAX_METADATA_BYTES)
         record = step.decode_record(data, file=record_file)
+        _refuse_holes(record, path, path, inside)
     metadata = StepMetadata()
     if names.CHECKPOINT_METADATA in inside:
         file = f"{path}/{names.CHECKPOINT_METADATA}"
         data = _read_checked(storage, path, names.CHECKPOINT_METADATA, record)
         metadata = step.decode(data, file=file)
+    deleting = None
+    if names.DELETION_RECORD in inside:
+        file = f"{path}/{names.DELETION_RECORD}"
+        deleting = step.decode_deletion(storage.read(file, max_bytes=MAX_METADATA_BYTES), file=file)
     items = _items(storage, path, inside)
     if names.TREE_METADATA in inside:
         items = {"": path}
     if not items:
         raise CorruptCheckpoint(f"{path}: a checkpoint without items: it holds {inside}", file=path)
-    return Checkpoint(storage=storage, path=path, items=items, step=metadata, record=record)
+    return Checkpoint(
+        storage=storage,
+        path=path,
+        items={name: where for name, where in items.items() if name != deleting},
+        step=metadata,
+        record=record,
+        deleting=deleting,
+    )
 
 
-def _item_directory(storage: Storage, path: str) -> Checkpoint:
-    """A directory with `_METADATA`: an item of the checkpoint around it, or a flat checkpoint."""
+def _item_of_checkpoint(storage: Storage, path: str) -> Checkpoint | None:
+    """The checkpoint that the directory is an item of, with that item alone; None if it is not."""
     parent, name = posixpath.split(path)
-    if storage.kind(f"{parent}/{names.RECORD}") == "file":
+    if names.is_temporary(posixpath.basename(parent)):
+        raise CheckpointNotFound(
+            f"{path} is in a checkpoint that was never committed: its save is under way, or died"
+        )
+    if not any(storage.kind(f"{parent}/{mark}") == "file" for mark in _CHECKPOINT_MARKS):
+        return None
+    try:
         around = read_checkpoint(storage, parent)
-        if name in around.items:
-            return replace(around, items={name: path})
-    inside = storage.names(path)
-    if names.CHECKPOINT_METADATA in inside:
-        return read_checkpoint(storage, path, inside)
-    return _flat(storage, path, inside)
+    except CorruptCheckpoint:
+        if storage.kind(f"{parent}/{names.RECORD}") is not None:
+            raise
+        # Orbax does not make these files durable; the item itself may well be whole.
+        return None
+    if name == around.deleting:
+        raise _being_deleted(around)
+    return replace(around, items={name: path}) if name in around.items else None
 
 
-def _flat(storage: Storage, path: str, inside: Sequence[str]) -> Checkpoint:
-    del inside
+def _being_deleted(checkpoint: Checkpoint) -> CheckpointNotFound:
+    return CheckpointNotFound(
+        f"{checkpoint.path}: Orbax has begun to delete item {checkpoint.deleting!r}, and part of "
+        f"it may be gone ({names.DELETION_RECORD} is there). It has "
+        f"{', '.join(checkpoint.items) or 'no other item'}."
+    )
+
+
+def _flat(storage: Storage, path: str) -> Checkpoint:
     return Checkpoint(storage=storage, path=path, items={"": path})
 
 
@@ -198,14 +242,26 @@ def _items(storage: Storage, path: str, inside: Sequence[str]) -> dict[str, str]
         for name in inside
         if not names.is_temporary(name)
         and storage.kind(f"{path}/{name}") == "dir"
-        and _is_item(storage.names(f"{path}/{name}"))
+        and _is_item(storage, f"{path}/{name}")
     }
 
 
-def _is_item(inside: Sequence[str]) -> bool:
-    marks = {names.TREE_METADATA, names.LEGACY_TREE, names.OCDBT_MANIFEST, *names.JSON_ITEM_FILES}
-    nested = any(name.endswith("_random_key") for name in inside)
-    return nested or not marks.isdisjoint(inside)
+def _is_item(storage: Storage, path: str) -> bool:
+    inside = storage.names(path)
+    marks = {names.TREE_METADATA, names.LEGACY_TREE, names.OCDBT_MANIFEST}
+    is_tree = _key_folder(inside) is not None or not marks.isdisjoint(inside)
+    return is_tree or _json_file_in(storage, path, inside) is not None
+
+
+def _json_file_in(storage: Storage, path: str, inside: Collection[str]) -> str | None:
+    # In a run's root there may be a directory of such a name.
+    files = (f"{path}/{name}" for name in names.JSON_ITEM_FILES if name in inside)
+    return next((file for file in files if storage.kind(file) == "file"), None)
+
+
+def _key_folder(inside: Collection[str]) -> str | None:
+    """The data of an item that is a random key, which Orbax keeps in a directory of its own."""
+    return next((n for n in (names.JAX_KEY_ITEM, names.NUMPY_KEY_ITEM) if n in inside), None)
 
 
 def _is_plain_array(storage: Storage, path: str) -> bool:
@@ -257,24 +313,35 @@ def _neighbours(storage: Storage, path: str) -> str:
 
 def choose_item(checkpoint: Checkpoint, item: str | None) -> str:
     """The name of the item to restore: the one asked for, the only tree, `state`, or `default`."""
+    storage, items = checkpoint.storage, checkpoint.items
+    if checkpoint.deleting is not None and (item == checkpoint.deleting or not items):
+        raise _being_deleted(checkpoint)
     if item is not None:
-        if item not in checkpoint.items:
+        if item not in items:
             raise CheckpointNotFound(
-                f"{checkpoint.path} has no item {item!r}; it has {', '.join(checkpoint.items)}"
+                f"{checkpoint.path} has no item {item!r}; it has {', '.join(items)}"
             )
         return item
     trees = [
         name
-        for name, path in checkpoint.items.items()
-        if name != names.METRICS_ITEM and json_file(checkpoint.storage, path) is None
+        for name, path in items.items()
+        if name != names.METRICS_ITEM and json_file(storage, path) is None
     ]
-    for name in [*trees] if len(trees) == 1 else [names.STATE_ITEM, names.DEFAULT_ITEM]:
+    if len(trees) > 1:
+        trees = [name for name in trees if not _is_random_key(storage, items[name])]
+    if len(items) == 1 or len(trees) == 1:
+        return next(iter(trees or items))
+    for name in (names.STATE_ITEM, names.DEFAULT_ITEM):
         if name in trees:
             return name
     raise CheckpointNotFound(
         f"{checkpoint.path} has several items, and none is called {names.STATE_ITEM!r}: "
-        f"{', '.join(checkpoint.items)}. Say which: restore(path, item=...)."
+        f"{', '.join(items)}. Say which: restore(path, item=...)."
     )
+
+
+def _is_random_key(storage: Storage, path: str) -> bool:
+    return storage.kind(path) == "dir" and _key_folder(storage.names(path)) is not None
 
 
 def json_file(storage: Storage, path: str) -> str | None:
@@ -282,9 +349,9 @@ def json_file(storage: Storage, path: str) -> str | None:
     if storage.kind(path) == "file":
         return None
     inside = storage.names(path)
-    if names.TREE_METADATA in inside or names.LEGACY_TREE in inside:
+    if names.TREE_METADATA in inside or names.LEGACY_TREE in inside or _key_folder(inside):
         return None
-    return next((f"{path}/{name}" for name in names.JSON_ITEM_FILES if name in inside), None)
+    return _json_file_in(storage, path, inside)
 
 
 def read_json_item(checkpoint: Checkpoint, file: str) -> Any:  # JSON
@@ -307,27 +374,100 @@ def read_item(checkpoint: Checkpoint, name: str) -> Item:
     storage, path = checkpoint.storage, checkpoint.items[name]
     if storage.kind(path) == "file":
         return _read_flax(checkpoint, name, path)
-    inside = set(storage.names(path))
-    _refuse_links(storage, path, inside)
+    folder = _key_folder(storage.names(path))
+    if folder is not None:
+        return _read_random_key(checkpoint, name, folder)
+    item = _read_tree_item(checkpoint, name, path)
+    is_array = step.is_array_handler(checkpoint.step.handlers.get(name, ""))
+    return _bare(item) if is_array or _looks_bare(item) else item
+
+
+def _refuse_holes(record: Record | None, base: str, path: str, inside: Collection[str]) -> None:
+    """Refuses a directory that lacks an entry of our record: it may change what the others mean."""
+    prefix = "" if path == base else posixpath.relpath(path, base) + "/"
+    for file in record.files if record is not None else ():
+        name = file.removeprefix(prefix).partition("/")[0]
+        if file.startswith(prefix) and name not in inside:
+            raise CorruptCheckpoint(
+                f"{path}/{name} is missing. Restore an older checkpoint.", file=f"{path}/{name}"
+            )
+
+
+def _read_tree_item(checkpoint: Checkpoint, name: str, path: str) -> Item:
+    inside = set(checkpoint.storage.names(path))
+    _refuse_holes(checkpoint.record, checkpoint.path, path, inside)
+    data_bytes = _refuse_links(checkpoint.storage, path, inside)
     database = names.OCDBT_MANIFEST in inside
+    shardings = _read_shardings(checkpoint, path, inside)
     if names.TREE_METADATA in inside:
-        saved, ours = _read_tree(checkpoint, path, inside)
+        saved, ours = _read_tree(checkpoint, path, inside, data_bytes)
         if saved.uses_ocdbt and not database and any(leaf.has_array for leaf in saved.leaves):
             file = f"{path}/{names.OCDBT_MANIFEST}"
             raise CorruptCheckpoint(f"{file} is missing, and with it every array", file=file)
         database = database and saved.uses_ocdbt is not False
     else:
-        saved, ours = _read_legacy(storage, path, inside, database), False
+        saved, ours = _read_legacy(checkpoint.storage, path, inside, database), False
+        saved = _with_kinds(saved, shardings)
     item = Item(
         checkpoint=checkpoint,
         name=name,
         path=path,
         tree=saved,
-        shardings=_read_shardings(checkpoint, path, inside),
+        shardings=shardings,
         database=database,
         ours=ours,
     )
     return item if ours else _complete(item, inside)
+
+
+def _read_random_key(checkpoint: Checkpoint, name: str, folder: str) -> Item:
+    """An item of JaxRandomKeySave or NumpyRandomKeySave: the data, and a file that says of what."""
+    path = checkpoint.items[name]
+    item = _read_tree_item(checkpoint, name, f"{path}/{folder}")
+    file = names.key_facts(folder)
+    said = step.decode_key_facts(_read_part(checkpoint, path, file), file=f"{path}/{file}")
+    if folder == names.JAX_KEY_ITEM:
+        item = _bare(item)
+        leaf = item.tree.leaves[0]
+        # The implementation is not recorded. Of those that jax has, only the default has two words.
+        if said and leaf.stored is not None and leaf.shape[-1:] == (2,):
+            leaf = replace(
+                leaf, kind="key", dtype=f"key<{_KEY}>", key_impl=_KEY, shape=leaf.shape[:-1]
+            )
+        return replace(item, tree=replace(item.tree, leaves=(leaf,)))
+    if not said:
+        return item
+    children = tuple(leaf.path[0] for leaf in item.tree.leaves)
+    root = tree.Node(type="tuple", names=children, children=(None,) * len(children))
+    return replace(item, tree=replace(item.tree, root=root, typed=True))
+
+
+def _looks_bare(item: Item) -> bool:
+    """Whether it is what ArraySave wrote before there were files that say so."""
+    inside = item.checkpoint.storage.names(item.path)
+    if names.TREE_METADATA in inside or len(item.tree.leaves) != 1:
+        return False
+    leaf = item.tree.leaves[0]
+    name = names.ARRAY_ITEM_LEAF if leaf.value is None else names.ARRAY_ITEM_VALUE
+    return leaf.path == (name,) and not item.database
+
+
+def _bare(item: Item) -> Item:
+    """The item as a tree that is one leaf."""
+    if len(item.tree.leaves) != 1:
+        raise CorruptCheckpoint(f"{item.path} should be one array", file=item.path)
+    leaf = item.tree.leaves[0]
+    bare = replace(leaf, path=(), key_types=(), alias=leaf.name)
+    return replace(item, tree=replace(item.tree, leaves=(bare,), root=None, typed=True))
+
+
+def _with_kinds(saved: Tree, shardings: Mapping[str, SavedSharding]) -> Tree:
+    """Arrays of a tree that does not say what they are: jax's, if a sharding is recorded."""
+    leaves = tuple(
+        replace(leaf, kind="array") if leaf.has_array and leaf.name in shardings else leaf
+        for leaf in saved.leaves
+    )
+    return replace(saved, leaves=leaves)
 
 
 def subtree(item: Item, path: Path) -> Item:
@@ -372,8 +512,13 @@ def _read_part(checkpoint: Checkpoint, path: str, name: str) -> bytes:
     return _read_checked(checkpoint.storage, checkpoint.path, relative, checkpoint.record)
 
 
-def _refuse_links(storage: Storage, path: str, inside: set[str]) -> None:
-    """Data files are opened by TensorStore, which follows links; there must be none."""
+def _refuse_links(storage: Storage, path: str, inside: set[str]) -> int:
+    """Data files are opened by TensorStore, which follows links; there must be none.
+
+    Returns:
+        How many bytes the files have in all.
+    """
+    total = 0
     folders = [""] + [
         n for n in inside if n == names.OCDBT_DATA or n.startswith(names.OCDBT_PROCESS)
     ]
@@ -383,14 +528,20 @@ def _refuse_links(storage: Storage, path: str, inside: set[str]) -> None:
         if storage.kind(base) not in ("dir", None):
             raise CorruptCheckpoint(f"{base} is not a directory", file=base)
         for name in storage.names(base) if storage.kind(base) == "dir" else ():
-            if storage.kind(f"{base}/{name}") not in ("file", "dir"):
+            kind = storage.kind(f"{base}/{name}")
+            if kind == "file":
+                total += storage.size(f"{base}/{name}")
+            elif kind != "dir":
                 raise CorruptCheckpoint(
                     f"{base}/{name} is a link or a special file; a checkpoint has none",
                     file=f"{base}/{name}",
                 )
+    return total
 
 
-def _read_tree(checkpoint: Checkpoint, path: str, inside: set[str]) -> tuple[Tree, bool]:
+def _read_tree(
+    checkpoint: Checkpoint, path: str, inside: set[str], data_bytes: int
+) -> tuple[Tree, bool]:
     file = f"{path}/{names.TREE_METADATA}"
     saved = tree.decode(_read_part(checkpoint, path, names.TREE_METADATA), file=file)
     strings: Mapping[str, Any] = {}
@@ -420,8 +571,33 @@ def _read_tree(checkpoint: Checkpoint, path: str, inside: set[str]) -> tuple[Tre
             leaves.append(replace(leaf, value=text))
         else:
             leaves.append(leaf)
-    ours = all(leaf.stored is not None for leaf in leaves if leaf.has_array)
-    return replace(saved, leaves=tuple(leaves)), ours and saved.typed
+    ours = saved.typed and all(leaf.stored is not None for leaf in leaves if leaf.has_array)
+    if ours:
+        _check_ours(saved, leaves, max(data_bytes, _recorded(checkpoint, path, data_bytes)), file)
+    if ours and checkpoint.record is None and checkpoint.path != path:
+        record_file = f"{checkpoint.path}/{names.RECORD}"
+        raise CorruptCheckpoint(f"{record_file} is missing", file=record_file)
+    return replace(saved, leaves=tuple(leaves)), ours
+
+
+def _recorded(checkpoint: Checkpoint, path: str, data_bytes: int) -> int:
+    """How many bytes there were, so that a lost file is told by the leaves that were in it.
+
+    No more than a host can spare: a record that lies must not have memory allocated, either.
+    """
+    files = checkpoint.record.files if checkpoint.record is not None else {}
+    prefix = posixpath.relpath(path, checkpoint.path) + "/"
+    recorded = sum(facts.size for name, facts in files.items() if name.startswith(prefix))
+    return min(recorded, 16 * data_bytes + (1 << 30))
+
+
+def _check_ours(saved: Tree, leaves: Sequence[Leaf], data_bytes: int, file: str) -> None:
+    on_disk = [(leaf, leaf.stored) for leaf in leaves if leaf.stored is not None]
+    for leaf, stored in on_disk:
+        arrays.check_leaf(leaf, stored, file=file)
+    arrays.check_total(on_disk, data_bytes=data_bytes, file=file)
+    if on_disk and not (saved.uses_ocdbt and saved.zarr_version == 3 and not saved.fill_missing):
+        raise CorruptCheckpoint(f"{file}: jaxckpt writes no arrays of this kind", file=file)
 
 
 def _read_shardings(
@@ -449,8 +625,13 @@ def _complete(item: Item, inside: set[str]) -> Item:
             reader = Reader(storage.kvstore(path), database=item.database)
             reads = {leaf.name: reader.get(array_prefix(leaf.name) + key) for leaf in wanted}
             found = {name: value_of(read.result()) for name, read in reads.items()}
+    texts: dict[str, str] = {}
+    if names.TREE_METADATA not in inside and None in found.values():
+        texts = _very_old_strings(storage, path, [leaf.name for leaf in wanted])
     leaves = [
-        _complete_leaf(leaf, found[leaf.name], impls.get(leaf.name), item, key)
+        replace(leaf, kind="str", value=texts[leaf.name])
+        if leaf.has_array and found[leaf.name] is None and leaf.name in texts
+        else _complete_leaf(leaf, found[leaf.name], impls.get(leaf.name), item, key)
         if leaf.has_array
         else leaf
         for leaf in saved.leaves
@@ -461,15 +642,15 @@ def _complete(item: Item, inside: set[str]) -> Item:
 def _complete_leaf(leaf: Leaf, data: bytes | None, impl: str | None, item: Item, key: str) -> Leaf:
     file = f"{item.path}/{array_prefix(leaf.name)}{key}"
     if data is None:
-        text = _very_old_string(item, leaf)
-        if text is not None:
-            return replace(leaf, kind="str", value=text)
         raise CorruptCheckpoint(
             f"{file}: leaf {leaf.text} is listed in the tree, but its array is missing",
             leaf=leaf.text,
             file=file,
         )
-    stored = arrays.decode_metadata(data, item.tree.zarr_version, leaf=leaf.text, file=file)
+    try:
+        stored = arrays.decode_metadata(data, item.tree.zarr_version, leaf=leaf.text, file=file)
+    except CorruptCheckpoint as error:
+        raise CorruptCheckpoint(f"leaf {leaf.text}: {error}", leaf=leaf.text, file=file) from error
     kind, shape = leaf.kind, stored.shape
     if impl is not None and kind == "array" and shape:
         return replace(
@@ -494,19 +675,34 @@ def _refuse_escape(leaf: Leaf, storage: Storage, path: str) -> None:
         raise CorruptCheckpoint(
             f"{path}: leaf {leaf.text} points outside the checkpoint", leaf=leaf.text, file=path
         )
-    if leaf.name and storage.kind(f"{path}/{leaf.name}") == "other":
-        file = f"{path}/{leaf.name}"
-        raise CorruptCheckpoint(f"{file} is a link or a special file", leaf=leaf.text, file=file)
+    # Its directories, and all in the last: TensorStore follows links, and waits for a FIFO.
+    places = [path, *(f"{path}/{'/'.join(parts[: i + 1])}" for i in range(len(parts)) if leaf.name)]
+    below = places[-1:]
+    while below:
+        folder = below.pop()
+        inside = storage.names(folder) if storage.kind(folder) == "dir" else []
+        children = [(f"{folder}/{name}", storage.kind(f"{folder}/{name}")) for name in inside]
+        below += [child for child, kind in children if kind == "dir"]
+        places += [child for child, kind in children if kind == "other"]
+    for place in places:
+        if storage.kind(place) == "other":
+            raise CorruptCheckpoint(
+                f"{place} is a link or a special file; a checkpoint has none",
+                leaf=leaf.text,
+                file=place,
+            )
 
 
-def _very_old_string(item: Item, leaf: Leaf) -> str | None:
-    """Orbax 0.3 kept a str in a file of its own, inside the directory of the leaf."""
-    file = f"{item.path}/{leaf.name}/{names.STRINGS}"
-    storage = item.checkpoint.storage
-    if item.database or storage.kind(file) != "file":
-        return None
-    strings = step.decode_strings(storage.read(file, max_bytes=MAX_METADATA_BYTES), file=file)
-    return step.find_string(strings, leaf.name, file=file)
+def _very_old_strings(storage: Storage, path: str, leaf_names: Sequence[str]) -> dict[str, str]:
+    """The texts of Orbax 0.3: all in one file, which lies in the directory of one of the leaves."""
+    texts: dict[str, str] = {}
+    for name in leaf_names:
+        file = f"{path}/{name}/{names.STRINGS}"
+        if storage.kind(file) == "file":
+            data = storage.read(file, max_bytes=MAX_METADATA_BYTES)
+            found = step.decode_strings(data, file=file)
+            texts |= {k: step.find_string(found, k, file=file) for k in leaf_names if k in found}
+    return texts
 
 
 def _read_key_impls(storage: Storage, path: str, inside: set[str]) -> dict[str, str]:
@@ -582,15 +778,19 @@ def _read_legacy(storage: Storage, path: str, inside: set[str], database: bool) 
     if raw is not None:
         leaves = _legacy_leaves(raw, (), ())
     else:
+        found = _array_names(storage, path, inside, database)
         leaves = [
             Leaf(path=parts, key_types=(tree.NAMED,) * len(parts), kind="numpy")
-            for parts in (
-                tuple(name.split(".")) for name in _array_names(storage, path, inside, database)
-            )
+            for parts in (tuple(name.split(".")) for name in found)
         ]
+        # What has these files once had the other too, and without it part of the tree is unknown.
+        if not _SINCE_TREE_METADATA.isdisjoint(inside) and found != [names.ARRAY_ITEM_LEAF]:
+            leaves = []
     if not leaves:
         file = f"{path}/{names.TREE_METADATA}"
-        raise CorruptCheckpoint(f"{file} is missing, and there is no array to go by", file=file)
+        raise CorruptCheckpoint(
+            f"{file} is missing, and nothing else says what the tree was", file=file
+        )
     probe = next((leaf for leaf in leaves if leaf.has_array), None)
     version = 2 if probe is None else _zarr_version(storage, path, probe.name, database)
     return Tree(leaves=tuple(leaves), zarr_version=version, uses_ocdbt=database, fill_missing=True)

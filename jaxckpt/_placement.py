@@ -9,11 +9,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from jaxckpt._tree import Wanted, key_path
+from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.sharding import SavedSharding
-from jaxckpt.format.tree import Path, path_text
+from jaxckpt.format.tree import Leaf, Path, path_text
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -71,10 +79,16 @@ class Placer:
             return self._on_mesh(self._mesh, saved, shape, path)
         if wanted is not None and (wanted.sharding is not None or wanted.uncommitted):
             return wanted.sharding
-        if saved is None or saved.is_single_device:
+        if saved is None:
             return None
+        if saved.is_single_device:
+            return _own_device(saved)
         mesh = self._mesh_like(saved)
         return None if mesh is None else self._on_mesh(mesh, saved, shape, path)
+
+    def is_asked(self, path: Path, saved: Leaf) -> bool:
+        """Whether the caller's `shardings` say something about a leaf."""
+        return self._chosen(path, saved.shape, dtype_of(saved.dtype)) is not None
 
     def log_replicated(self, place: str) -> None:
         """Says once which arrays are whole on every device although they were saved in shards."""
@@ -133,6 +147,15 @@ def _chooser(shardings: Any) -> Callable[[Path, tuple[int, ...], Any], Any]:
         return None
 
     return nearest
+
+
+def _own_device(saved: SavedSharding) -> Sharding | None:
+    """The device that an array had to itself, unless it is the one where arrays are made anyway."""
+    devices = jax.local_devices()
+    device = {str(d): d for d in devices}.get(saved.device, devices[0])
+    if device == devices[0] or jax.process_count() > 1:
+        return None
+    return SingleDeviceSharding(device)
 
 
 def _rename_axes(saved: SavedSharding, mesh: Mesh) -> dict[str, str]:

@@ -10,6 +10,7 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, Final
 
@@ -85,6 +86,7 @@ class SavePlan:
     total_bytes: int
 
 
+@lru_cache(maxsize=1 << 14)
 def placement_of(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], process_of: Callable[[Any], int]
 ) -> Placement:
@@ -203,6 +205,37 @@ def _slice(box: Box, axis: int, part: int, parts: int) -> Box:
 
 
 # --- reading ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRead:
+    """One stored chunk to read whole, and where its values go.
+
+    Attributes:
+        index: In the grid of chunks.
+        parts: For each target that needs some of it: the index of the target, where in the target
+            those values go, and where in the chunk they are.
+    """
+
+    index: tuple[int, ...]
+    parts: tuple[tuple[int, tuple[Any, ...], tuple[Any, ...]], ...]
+
+
+@lru_cache(maxsize=1 << 12)
+def plan_chunks(chunk_shape: tuple[int, ...], targets: tuple[Box, ...]) -> tuple[ChunkRead, ...]:
+    """Covers `targets` with whole chunks, each of them once.
+
+    Example:
+        >>> [read.index for read in plan_chunks((4,), (Box((2,), (6,)),))]
+        [(0,), (1,)]
+    """
+    parts: dict[tuple[int, ...], list[tuple[int, tuple[Any, ...], tuple[Any, ...]]]] = {}
+    for i, target in enumerate(targets):
+        for index, chunk in _box.tile(target, chunk_shape):
+            part = chunk.intersect(target)
+            if part is not None:
+                parts.setdefault(index, []).append((i, part.within(target), part.within(chunk)))
+    return tuple(ChunkRead(index=index, parts=tuple(where)) for index, where in parts.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

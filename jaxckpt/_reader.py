@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -11,10 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from jaxckpt import _box
 from jaxckpt._box import Box
 from jaxckpt._metadata import Item, array_prefix, data_errors, stored_of
-from jaxckpt._plan import plan_reads
+from jaxckpt._plan import ChunkRead, plan_chunks, plan_reads
 from jaxckpt._transfer import empty
 from jaxckpt._writer import is_direct
 from jaxckpt.errors import CorruptCheckpoint
@@ -23,6 +23,8 @@ from jaxckpt.format.tree import Leaf
 
 # How many arrays to open ahead of the one that is read.
 _OPEN_AHEAD: Final = 64
+# How many bytes of a leaf may be under way beside its buffers, to be cast or divided.
+_WINDOW_BYTES: Final = 128 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +50,9 @@ def read_leaves(
 ) -> Iterator[dict[Box, np.ndarray[Any, Any]]]:
     """Yields the buffers of each leaf by box, in order.
 
-    Leaves are read ahead of the one that is yielded while their buffers fit into the budget; one
-    that is larger is read alone.
+    Leaves are read ahead of the one that is yielded while what they take fits into the budget; one
+    that is larger is read alone. A leaf takes its buffers, and for what has to be cast or divided
+    as much again, up to `_WINDOW_BYTES`. The first bad leaf raises when its turn comes.
 
     Raises:
         CorruptCheckpoint: stored data is missing or damaged; the leaf and the file are named.
@@ -64,15 +67,19 @@ def read_leaves(
     started: deque[tuple[LeafRead, _LeafBuffers]] = deque()
     in_flight = 0
     for read, leaf_buffers in _opened(item, reader, reads):
-        while started and in_flight + read.total_bytes > budget_bytes:
+        while started and in_flight + _cost(read) > budget_bytes:
             done, buffers = started.popleft()
             yield buffers.finish()
-            in_flight -= done.total_bytes
+            in_flight -= _cost(done)
         leaf_buffers.start()
         started.append((read, leaf_buffers))
-        in_flight += read.total_bytes
+        in_flight += _cost(read)
     for _, buffers in started:
         yield buffers.finish()
+
+
+def _cost(read: LeafRead) -> int:
+    return read.total_bytes + min(read.total_bytes, _WINDOW_BYTES)
 
 
 def _opened(
@@ -88,6 +95,10 @@ def _opened(
     yield from ahead
 
 
+# A read under way: how many bytes it needs beside the buffers, itself, and what to do after it.
+_Task = tuple[int, Any, Callable[[Any], None]]
+
+
 class _LeafBuffers:
     """The buffers of one leaf, and the reads that fill them."""
 
@@ -97,22 +108,47 @@ class _LeafBuffers:
         self._dtype = dtype_of(self._stored.dtype)
         self._name = array_prefix(read.leaf.name)
         self._buffers: list[np.ndarray[Any, Any]] = []
-        self._pending: list[tuple[Any, Callable[[Any], None]]] = []
+        self._tasks: Iterator[_Task] = iter(())
+        self._pending: deque[_Task] = deque()
+        self._window_bytes = 0  # of what is pending
+        self._failed: CorruptCheckpoint | None = None
 
     def start(self) -> None:
-        self._buffers = [empty(box.shape, self._read.dtype) for box in self._read.boxes]
-        with _blaming(self._item, self._read.leaf):
-            self._issue()
+        try:
+            with _blaming(self._item, self._read.leaf):
+                self._tasks = self._issue()
+                self._fill_window()
+        except CorruptCheckpoint as error:  # raised by `finish`: leaves fail in their order
+            self._failed = error
 
     def finish(self) -> dict[Box, np.ndarray[Any, Any]]:
+        if self._failed is not None:
+            raise self._failed
         with _blaming(self._item, self._read.leaf):
-            for pending, then in self._pending:
+            while self._pending:
+                size, pending, then = self._pending.popleft()
                 then(pending.result())
-        self._pending.clear()
+                self._window_bytes -= size
+                self._fill_window()
         return dict(zip(self._read.boxes, self._buffers, strict=True))
 
-    def _issue(self) -> None:
+    def _fill_window(self) -> None:
+        while self._window_bytes < _WINDOW_BYTES and (task := next(self._tasks, None)):
+            self._pending.append(task)
+            self._window_bytes += task[0]
+
+    def _issue(self) -> Iterator[_Task]:
+        """Makes the buffers and starts the reads, one for each task that is asked for."""
         raise NotImplementedError
+
+    def _make_buffers(self) -> None:
+        try:
+            self._buffers = empty([box.shape for box in self._read.boxes], self._read.dtype)
+        except MemoryError as error:
+            raise MemoryError(
+                f"leaf {self._read.leaf.text} of {self._item.path}: this host has no memory for "
+                f"{self._read.total_bytes} bytes. Restore it in shards, or without that leaf."
+            ) from error
 
     def _put(self, target: int, part: Box, values: np.ndarray[Any, Any]) -> None:
         where = part.within(self._read.boxes[target])
@@ -122,18 +158,14 @@ class _LeafBuffers:
 class _SmallChunks(_LeafBuffers):
     """Chunks that are values of the database: read whole, checked and divided here."""
 
-    def _issue(self) -> None:
-        wanted: dict[tuple[int, ...], list[tuple[int, Box, Box]]] = {}
-        for target, box in enumerate(self._read.boxes):
-            for index, chunk in _box.tile(box, self._stored.chunk_shape):
-                part = chunk.intersect(box)
-                if part is not None:
-                    wanted.setdefault(index, []).append((target, part, chunk))
-        for index, parts in wanted.items():
-            key = self._name + chunk_key(index)
-            self._pending.append((self._reader.get(key), self._divider(key, parts)))
+    def _issue(self) -> Iterator[_Task]:
+        self._make_buffers()
+        size = math.prod(self._stored.chunk_shape) * self._dtype.itemsize
+        for chunk in plan_chunks(self._stored.chunk_shape, self._read.boxes):
+            key = self._name + chunk_key(chunk.index)
+            yield size, self._reader.get(key), self._divider(key, chunk)
 
-    def _divider(self, key: str, parts: list[tuple[int, Box, Box]]) -> Callable[[Any], None]:
+    def _divider(self, key: str, plan: ChunkRead) -> Callable[[Any], None]:
         from jaxckpt.storage._arrays import value_of
 
         def divide(read: Any) -> None:
@@ -145,8 +177,8 @@ class _SmallChunks(_LeafBuffers):
                     f"{file}: leaf {leaf}: a chunk is missing", leaf=leaf, file=file
                 )
             chunk = decode_chunk(data, self._stored.chunk_shape, self._dtype, leaf=leaf, file=file)
-            for target, part, box in parts:
-                self._put(target, part, chunk[part.within(box)])
+            for target, where, part in plan.parts:
+                _copy(self._buffers[target][where], chunk[part])
 
         return divide
 
@@ -159,7 +191,7 @@ class _Regions(_LeafBuffers):
         fill = item.tree.fill_missing and self._stored.has_fill
         self._array = reader.open(self._name, item.tree.zarr_version, fill_missing=fill)
 
-    def _issue(self) -> None:
+    def _issue(self) -> Iterator[_Task]:
         from jaxckpt.storage._arrays import read_into, shape_of
 
         array = self._array.result()
@@ -167,19 +199,20 @@ class _Regions(_LeafBuffers):
             raise ValueError(
                 f"the array has shape {shape_of(array)}, the tree says {self._stored.shape}"
             )
-        casts = self._dtype != self._read.dtype
+        self._make_buffers()
         boxes = [box for box in self._read.boxes if box.size]
         index = [i for i, box in enumerate(self._read.boxes) if box.size]
-        for region in plan_reads(self._stored, self._dtype.itemsize, boxes, in_pieces=casts):
-            if len(region.parts) == 1 and not casts:
-                target, part = region.parts[0]
-                out = self._buffers[index[target]][part.within(boxes[target])]
-                self._pending.append((read_into(array, region.box.slices, out), _nothing))
-                continue
+        if self._dtype == self._read.dtype:
+            outs = [self._buffers[i] for i in index]
+            for pending in read_into(array, [box.slices for box in boxes], outs):
+                yield 0, pending, _nothing
+            return
+        # Not with TensorStore's own cast: it differs from numpy's for some dtypes of 8 bits.
+        for region in plan_reads(self._stored, self._dtype.itemsize, boxes, in_pieces=True):
             temporary = np.empty(region.box.shape, self._dtype)
-            pending = read_into(array, region.box.slices, temporary)
+            [pending] = read_into(array, [region.box.slices], [temporary])
             parts = [(index[target], part) for target, part in region.parts]
-            self._pending.append((pending, self._divider(temporary, region.box, parts)))
+            yield temporary.nbytes, pending, self._divider(temporary, region.box, parts)
 
     def _divider(
         self, values: np.ndarray[Any, Any], box: Box, parts: Sequence[tuple[int, Box]]

@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import jax
@@ -20,7 +20,7 @@ from jaxckpt._box import Box
 from jaxckpt._metadata import Item, stored_of
 from jaxckpt._placement import Placer
 from jaxckpt._reader import LeafRead, read_leaves
-from jaxckpt._transfer import shards_here, to_device
+from jaxckpt._transfer import boxes_here, to_device
 from jaxckpt._tree import Request, RestoreReport
 from jaxckpt.errors import (
     CorruptCheckpoint,
@@ -30,7 +30,7 @@ from jaxckpt.errors import (
     UnsupportedFormat,
 )
 from jaxckpt.format.arrays import dtype_of
-from jaxckpt.format.tree import Kind, Leaf, path_text
+from jaxckpt.format.tree import MAX_DIGITS, Kind, Leaf, path_text
 from jaxckpt.multihost import current
 from jaxckpt.storage import locate
 
@@ -39,7 +39,8 @@ _logger = logging.getLogger("jaxckpt")
 DEFAULT_BUDGET_BYTES: Final = 1 << 30
 _TIMEOUT_S: Final = 1200.0
 _attempts = itertools.count()
-_INTEGER: Final = re.compile(r"-?\d{1,4000}")
+_ARRAY_KINDS: Final = ("array", "numpy", "generic")
+_INTEGER: Final = re.compile(rf"-?[0-9]{{1,{MAX_DIGITS}}}")
 
 
 def restore(
@@ -100,10 +101,13 @@ def restore(
             return _metadata.read_json_item(checkpoint, file)
         return _metadata.read_item(checkpoint, name)
 
+    # In a list, so that this call refers to the arrays of `like` no longer than the one below.
+    target = [like]
+    del like
     return restore_from(
         load,
         where,
-        like,
+        target,
         mesh=mesh,
         shardings=shardings,
         dtype=dtype,
@@ -120,7 +124,7 @@ def restore(
 def restore_from(
     load: Callable[[], Any],
     where: str,
-    like: Any = None,  # any pytree
+    target: list[Any],  # of one pytree
     *,
     mesh: Mesh | None = None,
     shardings: Any = None,  # a tree of shardings, or a function
@@ -133,18 +137,22 @@ def restore_from(
     extra: Literal["error", "ignore"] = "error",
     report: Callable[[RestoreReport], None] | None = None,
 ) -> Any:  # any pytree
-    """`restore`, of the item that `load` finds; what else it finds is returned as it is."""
+    """`restore`, of the item that `load` finds; what else it finds is returned as it is.
+
+    Takes `like` out of `target`: while data is read, no call refers to its arrays.
+    """
+    like = target.pop()
     _check_arguments(missing, extra)
     start = time.monotonic()
     keep_values = missing == "keep" or only is not None or skip is not None
-    wanted, treedef = None, None
-    if like is not None:
-        wanted, treedef = _tree.flatten_like(like, keep_values=keep_values)
-    # From here on nothing refers to the arrays of `like`: the caller may have let go of them.
-    del like
     processes = current()
+    wanted, treedef = None, None
     problem, loaded, matched, values = None, None, None, {}
     try:
+        if like is not None:
+            wanted, treedef = _tree.flatten_like(like, keep_values=keep_values)
+        # From here on nothing refers to the arrays of `like`: the caller may have let go of them.
+        del like
         loaded = load()
         if isinstance(loaded, Item):
             matched = _tree.match(
@@ -159,6 +167,7 @@ def restore_from(
             )
             placer = Placer(mesh=mesh, shardings=shardings, saved=loaded.shardings)
             jobs = _plan(matched.requests, loaded, placer, dtype=dtype, as_numpy=as_numpy)
+            matched = replace(matched, report=replace(matched.report, cast=_casts(jobs)))
             values = {**matched.kept, **dict(_read(loaded, jobs))}
             placer.log_replicated(where)
     except Exception as error:  # told to the other processes, then raised
@@ -254,6 +263,8 @@ class _DoesNotFit(Exception):
 def _plan_leaf(request: Request, placer: Placer, *, dtype: Any, as_numpy: bool) -> _Job:
     saved, wanted = request.saved, request.wanted
     kind: Kind = saved.kind if wanted is None else wanted.kind
+    if kind == "numpy" and wanted is None and placer.is_asked(request.path, saved):
+        kind = "array"
     if kind == "array" and as_numpy:
         kind = "numpy"
     shape = saved.shape
@@ -261,7 +272,7 @@ def _plan_leaf(request: Request, placer: Placer, *, dtype: Any, as_numpy: bool) 
         shape = stored_of(saved).shape
     elif saved.kind != "key" and kind == "key" and wanted is not None:
         shape = wanted.shape
-    out = _out_dtype(saved, request, dtype)
+    out = _out_dtype(saved, request, dtype if kind in _ARRAY_KINDS else None)
     if kind not in ("array", "key"):
         boxes = () if saved.stored is None else (_box.whole(saved.stored.shape),)
         return _Job(request=request, kind=kind, dtype=out, sharding=None, boxes=boxes)
@@ -276,7 +287,7 @@ def _plan_leaf(request: Request, placer: Placer, *, dtype: Any, as_numpy: bool) 
             data_sharding = (
                 sharding if kind == "array" else _key_data_sharding(sharding, len(shape))
             )
-            boxes = tuple(shards_here(data_sharding, data_shape))
+            boxes = boxes_here(data_sharding, data_shape)
         except ValueError as error:
             raise _DoesNotFit(
                 Difference(
@@ -300,6 +311,14 @@ def _out_dtype(saved: Leaf, request: Request, dtype: Any) -> np.dtype[Any] | Non
     if dtype is not None and jax.numpy.issubdtype(out, np.floating):
         return np.dtype(dtype)
     return out
+
+
+def _casts(jobs: Sequence[_Job]) -> dict[str, tuple[str, str]]:
+    return {
+        path_text(job.request.path): (job.request.saved.dtype, job.dtype.name)
+        for job in jobs
+        if job.dtype is not None and job.request.saved.dtype != job.dtype.name
+    }
 
 
 def _key_data_sharding(sharding: Sharding, rank: int) -> Sharding:
@@ -364,7 +383,8 @@ def _convert(job: _Job, parts: dict[Box, np.ndarray[Any, Any]]) -> object:
         if job.sharding is None:
             return _on_default_device(next(iter(parts.values())))
         shape = saved.shape if saved.kind != "key" else stored_of(saved).shape
-        return to_device(parts, job.sharding, shape)
+        dtype = job.dtype or dtype_of(stored_of(saved).dtype)
+        return to_device(parts, job.sharding, shape, dtype)
     values = next(iter(parts.values()))
     if job.kind == "numpy":
         return values
@@ -413,7 +433,8 @@ def _wrap_key(job: _Job, parts: dict[Box, np.ndarray[Any, Any]], impl: str | Non
     if job.sharding is None:
         data = _on_default_device(next(iter(parts.values())))
     else:
-        data = to_device(parts, _key_data_sharding(job.sharding, rank), data_shape)
+        split = _key_data_sharding(job.sharding, rank)
+        data = to_device(parts, split, data_shape, dtype_of(stored_of(saved).dtype))
     try:
         key = jax.random.wrap_key_data(data, impl=impl)
     except (ValueError, TypeError) as error:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Final, final
 
 import jax
@@ -19,7 +22,14 @@ from jaxckpt._plan import ArraySpec, SavePlan, placement_of, plan_save
 from jaxckpt._transfer import HostSnapshot, stage
 from jaxckpt._tree import Flat, flatten
 from jaxckpt._writer import database_of, merge, write_arrays
-from jaxckpt.errors import CheckpointTimeout, ProcessesDisagree, UnsupportedLeaf
+from jaxckpt.errors import (
+    CheckpointError,
+    CheckpointTimeout,
+    ProcessesDisagree,
+    StepExists,
+    UnsupportedFormat,
+    UnsupportedLeaf,
+)
 from jaxckpt.format import arrays, jsontext, names, sharding, step, tree
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.step import StepMetadata
@@ -151,10 +161,16 @@ class SaveJob:
     def run(self) -> None:
         """Writes and commits; all processes return, or all raise."""
         start = time.monotonic()
-        transaction, work = self._begin()
+        transaction, problem = None, None
+        if self.processes.index == 0:
+            try:
+                transaction = _transaction.begin(self.storage, self.path, overwrite=self.overwrite)
+            except Exception as error:  # told to all processes, then raised
+                problem = error
         try:
-            self._write(work)
-            self._commit(transaction, work)
+            work = self._agree_on_work(transaction, problem)
+            writers = self._write(work)
+            self._commit(transaction, work, writers)
         except BaseException as error:
             if transaction is not None:
                 transaction.abort()
@@ -167,27 +183,20 @@ class SaveJob:
                 time.monotonic() - start,
             )
 
-    def _begin(self) -> tuple[_transaction.Transaction | None, str]:
-        transaction, problem, work = None, None, ""
-        if self.processes.index == 0:
-            try:
-                transaction = _transaction.begin(self.storage, self.path, overwrite=self.overwrite)
-                work = transaction.work
-            except Exception as error:  # told to all processes, then raised
-                problem = error
-        said = {"work": work, "problem": _text(problem)}
+    def _agree_on_work(
+        self, transaction: _transaction.Transaction | None, problem: Exception | None
+    ) -> str:
+        """Returns where process 0 says to write; all raise if it could not begin."""
+        said = {"work": transaction.work if transaction else "", "problem": _text(problem)}
         agreed: Any = self.processes.agree(f"{self.name}/begin", said, timeout_s=self.timeout_s)
         if problem is not None:
-            _transaction.raise_save_error(self.path, problem)
+            raise problem
         if agreed["problem"] is not None:
-            raise ProcessesDisagree(
-                f"{self.path} was not saved: process 0 failed: {agreed['problem']}",
-                {0: agreed["problem"]},
-            )
-        return transaction, agreed["work"]
+            raise _failure_of_process_0(self.path, agreed["problem"])
+        return agreed["work"]
 
-    def _write(self, work: str) -> None:
-        """Writes this process's share; returns when every process has written its own."""
+    def _write(self, work: str) -> list[int]:
+        """Writes this process's share; returns, when every process is done, who wrote anything."""
         problem, item = None, f"{work}/{names.STATE_ITEM}"
         try:
             prefixes = [leaf.name + "/" if leaf.name else "" for leaf in _array_leaves(self.flat)]
@@ -206,37 +215,59 @@ class SaveJob:
         except Exception as error:  # told to all processes, then raised
             problem = error
         self.snapshot = None
-        said = {"problem": _text(problem), "tree": self._fingerprint()}
+        said = {
+            "problem": _text(problem),
+            "path": self.path,
+            "tree": self._fingerprint(),
+            "bytes": self.plan.total_bytes,
+        }
         gathered: list[Any] = self.processes.gather(
             f"{self.name}/written", said, timeout_s=self.timeout_s
         )
         if problem is not None:
             raise problem
-        failures = {i: g["problem"] for i, g in enumerate(gathered) if g["problem"] is not None}
-        failures |= {
-            i: "has another tree, other shapes or other shardings than process 0"
-            for i, g in enumerate(gathered)
-            if i not in failures and g["tree"] != gathered[0]["tree"]
-        }
+        self._check_agreement(gathered)
+        return [i for i, g in enumerate(gathered) if g["bytes"] or i == 0]
+
+    def _check_agreement(self, gathered: list[Any]) -> None:
+        failures: dict[int, str] = {}
+        for i, said in enumerate(gathered):
+            if said["problem"] is not None:
+                failures[i] = said["problem"]
+            elif said["path"] != gathered[0]["path"]:
+                failures[i] = f"saves to another path than process 0: {said['path']}"
+            elif said["tree"] != gathered[0]["tree"]:
+                failures[i] = "has another tree, other shapes or other shardings than process 0"
+        # The processes agree on the shards, but maybe not on who has which.
+        wanted = sum(
+            math.prod(stored.shape) * arrays.dtype_of(stored.dtype).itemsize
+            for stored in self.plan.stored
+        )
+        written = sum(said.get("bytes", 0) for said in gathered)
+        if not failures and written != wanted:
+            failures[0] = f"all processes together wrote {written} bytes of {wanted}"
         if failures:
             raise ProcessesDisagree(
                 f"{self.path} was not saved:\n"
-                + "\n".join(f"  process {i}: {text}" for i, text in failures.items()),
+                + "\n".join(f"  process {i}: {text}" for i, text in failures.items())
+                + "\nAll processes must save one tree, of the same global arrays, to one path.",
                 failures,
             )
 
     def _fingerprint(self) -> str:
-        facts = [
-            (leaf.path, leaf.kind, leaf.shape, stored.shape, stored.dtype, stored.chunk_shape)
-            for leaf, stored in zip(_array_leaves(self.flat), self.plan.stored, strict=True)
-        ]
-        return step.digest(repr(facts).encode())
+        """The same on all processes whose trees differ at most in values."""
+        leaves = [(leaf.path, leaf.kind, leaf.shape) for leaf in self.flat.leaves]
+        stored = [(array.shape, array.dtype, array.chunk_shape) for array in self.plan.stored]
+        specs = [(name, saved.axis_sizes, saved.spec) for name, saved in self.shardings.items()]
+        return step.digest(repr((leaves, stored, specs)).encode())
 
-    def _commit(self, transaction: _transaction.Transaction | None, work: str) -> None:
+    def _commit(
+        self, transaction: _transaction.Transaction | None, work: str, writers: list[int]
+    ) -> None:
         problem = None
         if transaction is not None:
             try:
-                digests = self._finalize(work)
+                digests = self._finalize(work, writers)
                 transaction.commit(digests, lineage={})
             except Exception as error:  # told to all processes, then raised
                 problem = error
@@ -246,16 +277,14 @@ class SaveJob:
         if problem is not None:
             raise problem
         if agreed is not None:
-            raise ProcessesDisagree(
-                f"{self.path} was not saved: process 0 failed: {agreed}", {0: agreed}
-            )
+            raise _failure_of_process_0(self.path, agreed)
 
-    def _finalize(self, work: str) -> dict[str, str]:
+    def _finalize(self, work: str, writers: list[int]) -> dict[str, str]:
         """Merges the databases and writes the metadata files; returns the digests of those."""
         item = f"{work}/{names.STATE_ITEM}"
         self.storage.make_dir(item)
-        if self.processes.count > 1:
-            merge(self.storage, item)
+        if self.processes.count > 1 and self.plan.stored:
+            merge(self.storage, item, writers)
         files = {f"{names.STATE_ITEM}/{name}": data for name, data in self._item_files().items()}
         manifest = f"{names.STATE_ITEM}/{names.OCDBT_MANIFEST}"
         files[names.CHECKPOINT_METADATA] = step.encode(
@@ -314,29 +343,72 @@ def _prepare(
     copy: bool,
 ) -> SaveJob:
     """Takes the caller's tree apart and brings this process's share of it to the host."""
-    storage, where = locate(path)
-    metadata = _check_json(custom_metadata)
-    processes = current()
-    if processes.count == 1:
-        _transaction.check_target(storage, where, overwrite=overwrite)
-    flat = flatten(value)
-    _check_strings(flat)
-    values = [v for v in flat.values if v is not None]
-    specs = [_spec(v, processes) for v in values]
-    plan = plan_save(specs, process=processes.index)
+    processes, name = current(), f"save/{next(_attempts)}"
+    try:
+        storage, where = locate(path)
+        metadata = _check_json(custom_metadata)
+        if processes.count == 1:
+            _check_target(storage, where, overwrite)
+        flat = flatten(value)
+        _check_strings(flat)
+        values = [v for v in flat.values if v is not None]
+        specs = [_spec(v, processes) for v in values]
+        _check_process_0_sees(_array_leaves(flat), specs)
+        plan = plan_save(specs, process=processes.index)
+        snapshot = stage(values, plan, copy=copy)
+    except Exception as error:
+        _tell_others(processes, name, error)
+        raise
     return SaveJob(
         storage=storage,
         path=where,
         overwrite=overwrite,
         custom_metadata=metadata,
         processes=processes,
-        name=f"save/{next(_attempts)}",
+        name=name,
         flat=replace(flat, values=()),
         shardings=_shardings(flat),
         plan=plan,
-        snapshot=stage(values, plan, copy=copy),
+        snapshot=snapshot,
         started_ns=time.time_ns(),
     )
+
+
+def _check_target(storage: Storage, path: str, overwrite: bool) -> None:
+    try:
+        _transaction.check_target(storage, path, overwrite=overwrite)
+    except OSError as error:  # also one of a place where nobody may even look
+        _transaction.raise_save_error(path, error)
+
+
+def _tell_others(processes: Processes, name: str, error: Exception) -> None:
+    """Takes part in the rounds of a save that this process cannot make, so that no other waits."""
+    with contextlib.suppress(CheckpointError):  # this process's own error is the one to raise
+        said = {"work": "", "problem": _text(error)}
+        begun: Any = processes.agree(f"{name}/begin", said, timeout_s=DEFAULT_TIMEOUT_S)
+        if begun["problem"] is None:
+            said = {"problem": _text(error)}
+            processes.gather(f"{name}/written", said, timeout_s=DEFAULT_TIMEOUT_S)
+
+
+def _failure_of_process_0(path: str, told: str) -> CheckpointError:
+    """What the others raise: the same where all would see the same on the disk."""
+    kind, _, text = told.partition(": ")
+    for same in (StepExists, UnsupportedFormat):
+        if kind == same.__name__:
+            return same(text)
+    return ProcessesDisagree(f"{path} was not saved: process 0 failed: {told}", {0: told})
+
+
+def _check_process_0_sees(leaves: Sequence[Leaf], specs: Sequence[ArraySpec]) -> None:
+    """Refuses arrays that process k alone has: to k they look like values of its own host."""
+    for leaf, spec in zip(leaves, specs, strict=True):
+        holders = set() if spec.placement is None else set().union(*spec.placement.holders.values())
+        if len(holders) == 1 and 0 not in holders:
+            raise UnsupportedLeaf(
+                f"leaf {leaf.text} is on devices of process {min(holders)} alone. Put it on a mesh "
+                "with devices of two processes, or of process 0."
+            )
 
 
 def _array_leaves(flat: Flat) -> list[Leaf]:
@@ -359,21 +431,22 @@ def _is_host_local(value: jax.Array, processes: Processes) -> bool:
 
 def _shardings(flat: Flat) -> dict[str, SavedSharding]:
     return {
-        leaf.name: _saved_sharding(value)
+        leaf.name: _saved_sharding(value.sharding)
         for leaf, value in zip(flat.leaves, flat.values, strict=True)
         if leaf.kind in ("array", "key") and isinstance(value, jax.Array)
     }
 
 
-def _saved_sharding(value: jax.Array) -> SavedSharding:
-    devices = value.sharding.device_set
-    if isinstance(value.sharding, jax.sharding.NamedSharding) and not value.sharding.mesh.empty:
-        mesh: Any = value.sharding.mesh
+@lru_cache(maxsize=1 << 12)
+def _saved_sharding(sharding: jax.sharding.Sharding) -> SavedSharding:
+    devices = sharding.device_set
+    if isinstance(sharding, jax.sharding.NamedSharding) and not sharding.mesh.empty:
+        mesh: Any = sharding.mesh
         return SavedSharding(
             axis_names=tuple(map(str, mesh.axis_names)),
             axis_sizes=tuple(mesh.devices.shape),
             axis_types=tuple(kind.name for kind in mesh.axis_types),
-            spec=tuple(_axes(axes) for axes in value.sharding.spec),
+            spec=tuple(_axes(axes) for axes in sharding.spec),
             device_ids=tuple(device.id for device in mesh.devices.flat),
         )
     if len(devices) == 1:

@@ -21,15 +21,17 @@ which is deleted. Where the file system cannot exchange names:
     8b. rename `<name>` to a `...-deleting-...` name    the new one: readers look for it there
     8c. rename `<name>.jaxckpt-committed` to `<name>`   the new one
 
-To delete: remove `commit_success.txt`, rename to `...-deleting-...`, then remove the files. A crash
-leaves a name that no reader takes for a checkpoint, and the next writer finishes the job.
+To delete: rename to `...-deleting-...`, then remove the files. A crash leaves a name that no reader
+takes for a checkpoint, and the next writer finishes the job.
 
 Where there is no atomic rename (object stores), T is `<name>` itself and step 7 is the commit:
-readers ignore what has no `commit_success.txt`.
+readers ignore what has no `commit_success.txt`. To delete, that goes first and the files by which
+the next writer knows the rest for ours go last.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import posixpath
@@ -45,6 +47,9 @@ from jaxckpt.format.step import FileFacts, Record
 from jaxckpt.storage import Hold, Storage, is_temporary_file
 
 _logger = logging.getLogger("jaxckpt")
+
+# Files that are in every directory of ours, from the first moment to the last.
+_OURS = (names.WRITER, names.RECORD)
 
 
 @dataclass(slots=True)
@@ -64,6 +69,23 @@ class Transaction:
     overwrite: bool
     hold: Hold | None
     committed: bool = False
+
+    def claim(self) -> None:
+        """Says whose the work is, and locks that.
+
+        Raises:
+            SaveFailed: another writer was faster, or took this one for dead just now.
+        """
+        writer = f"{self.work}/{names.WRITER}"
+        mine = self.storage.create(writer, self.token.encode())
+        if mine:
+            try:
+                self.hold = self.storage.hold(writer)
+                mine = self.hold is not None
+            except io.UnsupportedOperation:
+                pass  # no locks here: other writers leave all that is temporary alone
+        if not mine:
+            raise SaveFailed(f"{writer} is another writer's: two jobs save {self.path}")
 
     def commit(self, digests: Mapping[str, str], *, lineage: Mapping[str, Any]) -> None:
         """Makes the checkpoint durable and visible.
@@ -107,10 +129,10 @@ class Transaction:
 
     def abort(self) -> None:
         """Removes what was written, unless it is committed. Never raises an error of its own."""
-        if self.committed:
-            return
         try:
-            self.storage.delete(self.work)
+            # After an exchange that raised, `work` may be the checkpoint that was there before.
+            if not self.committed and self._owner() == self.token:
+                _delete(self.storage, self.work)
         except OSError as error:
             _logger.warning("could not remove %s: %s. The next save of it will.", self.work, error)
         self._release()
@@ -120,16 +142,21 @@ class Transaction:
             self.hold.release()
 
     def _check_still_ours(self) -> None:
-        file = f"{self.work}/{names.WRITER}"
-        try:
-            owner = self.storage.read(file, max_bytes=1 << 10).decode()
-        except FileNotFoundError:
-            owner = None
+        owner = self._owner()
         if owner != self.token:
             raise SaveFailed(
                 f"{self.path}: another writer took over while this save was under way "
-                f"({file} {'is gone' if owner is None else 'is theirs'}). Two jobs write here."
+                f"({self.work}/{names.WRITER} {'is gone' if owner is None else 'is theirs'}). "
+                "Two jobs write here."
             )
+
+    def _owner(self) -> str | None:
+        """The token of whose the work is; None if it was taken away."""
+        try:
+            file = f"{self.work}/{names.WRITER}"
+            return self.storage.read(file, max_bytes=1 << 10).decode("ascii", "replace")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def _publish(self) -> str | None:
         """Gives the checkpoint its name; returns where the one that it replaced is now, if any."""
@@ -161,16 +188,19 @@ def begin(storage: Storage, path: str, *, overwrite: bool) -> Transaction:
     storage.make_dir(parent)
     work = _beside(path, names.temporary(name, token)) if storage.atomic_rename else path
     storage.make_new_dir(work)
-    writer = f"{work}/{names.WRITER}"
-    if not storage.create(writer, token.encode()):
-        raise SaveFailed(f"{writer} is there already: another writer is saving {path}")
-    return Transaction(storage, path, work, token, overwrite, _hold(storage, writer))
+    transaction = Transaction(storage, path, work, token, overwrite, hold=None)
+    try:
+        transaction.claim()
+    except BaseException:
+        transaction.abort()
+        raise
+    return transaction
 
 
 def check_target(storage: Storage, path: str, *, overwrite: bool) -> None:
     """Raises StepExists if a checkpoint may not be put at `path`."""
     kind = storage.kind(path)
-    if kind is None or (not storage.atomic_rename and not _is_committed(storage, path)):
+    if kind is None or (not storage.atomic_rename and _is_leftover(storage, path)):
         return
     if kind != "dir":
         raise StepExists(f"{path} is a {'file' if kind == 'file' else 'link or special file'}")
@@ -193,10 +223,8 @@ def recover(storage: Storage, path: str) -> None:
     """Finishes or removes what a crash left of a save, a replacement or a deletion of `path`."""
     parent, name = posixpath.split(path)
     if not storage.atomic_rename:
-        if storage.kind(path) == "dir" and not _is_committed(storage, path):
-            # Without locks a dead writer looks like a living one; the living one will notice.
-            _logger.warning("removing an uncommitted save of %s", path)
-            storage.delete(path)
+        if _is_leftover(storage, path):
+            _remove_leftover(storage, path)
         return
     if storage.kind(parent) != "dir":
         return
@@ -212,7 +240,8 @@ def recover(storage: Storage, path: str) -> None:
 
 def remove(storage: Storage, path: str) -> None:
     """Deletes a checkpoint so that a crash in the middle leaves none, never a part of one."""
-    storage.delete(f"{path}/{names.COMMIT_MARKER}")
+    if not storage.atomic_rename:
+        storage.delete(f"{path}/{names.COMMIT_MARKER}")
     _discard(storage, path)
 
 
@@ -221,28 +250,47 @@ def _discard(storage: Storage, path: str) -> None:
         doomed = _beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
         storage.rename(path, doomed)
         path = doomed
+    _delete(storage, path)
+
+
+def _delete(storage: Storage, path: str) -> None:
+    if not storage.atomic_rename:
+        for name in storage.names(path):
+            if name not in _OURS:
+                storage.delete(f"{path}/{name}")
     storage.delete(path)
 
 
 def _remove_leftover(storage: Storage, path: str) -> None:
     """Removes a temporary directory of ours unless its writer lives."""
+    with contextlib.suppress(FileNotFoundError):  # its writer, or another, was quicker
+        if _may_be_written(storage, path):
+            return
+        _logger.warning("removing %s, left by a save or a deletion that was interrupted", path)
+        _discard(storage, path)
+
+
+def _may_be_written(storage: Storage, path: str) -> bool:
     writer = f"{path}/{names.WRITER}"
-    if storage.kind(writer) == "file":
-        try:
-            hold = storage.hold(writer)
-        except io.UnsupportedOperation:
-            _logger.warning(
-                "%s: cannot tell whether its writer lives (no file locks here); left alone. "
-                "Remove it if no job is saving there.",
-                path,
-            )
-            return
-        if hold is None:
-            _logger.warning("%s: another writer is at work there; left alone", path)
-            return
-        hold.release()
-    _logger.warning("removing %s, left by a save or a deletion that was interrupted", path)
-    _discard(storage, path)
+    if storage.kind(writer) != "file":
+        return False
+    try:
+        hold = storage.hold(writer)
+    except io.UnsupportedOperation:
+        if not storage.atomic_rename:
+            # Left alone it would block this name for ever. A writer that lives will notice.
+            return False
+        _logger.warning(
+            "%s: cannot tell whether its writer lives (no file locks here); left alone. "
+            "Remove it if no job is saving there.",
+            path,
+        )
+        return True
+    if hold is None:
+        _logger.warning("%s: another writer is at work there; left alone", path)
+        return True
+    hold.release()
+    return False
 
 
 def _put_in_place(storage: Storage, path: str, replacement: str) -> str | None:
@@ -255,15 +303,11 @@ def _put_in_place(storage: Storage, path: str, replacement: str) -> str | None:
     return doomed
 
 
-def _hold(storage: Storage, writer: str) -> Hold | None:
-    try:
-        return storage.hold(writer)
-    except io.UnsupportedOperation:
-        return None
-
-
-def _is_committed(storage: Storage, path: str) -> bool:
-    return storage.kind(f"{path}/{names.COMMIT_MARKER}") == "file"
+def _is_leftover(storage: Storage, path: str) -> bool:
+    """Where there is no atomic rename: whether a save or a deletion at `path` did not end."""
+    return storage.kind(f"{path}/{names.COMMIT_MARKER}") is None and any(
+        storage.kind(f"{path}/{name}") == "file" for name in _OURS
+    )
 
 
 def _beside(path: str, name: str) -> str:

@@ -18,6 +18,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Final, Literal
 
 import jax
@@ -28,6 +29,7 @@ from jax.core import Tracer
 from jaxckpt.errors import CorruptCheckpoint, Difference, TreeMismatch, UnsupportedLeaf
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
 from jaxckpt.format.tree import (
+    MAX_DIGITS,
     NAMED,
     SEQUENCE,
     Kind,
@@ -49,7 +51,7 @@ _LIBRARIES: Final = (
     ("equinox", "equinox"),
 )
 
-_EMPTY_WORDS: Final = {dict: "Dict", list: "List", tuple: "Tuple", type(None): "None"}
+_EMPTY_WORDS: Final = {list: "List", tuple: "Tuple", type(None): "None"}
 _ARRAYS: Final = (jax.Array, np.ndarray, np.generic)
 _SCALARS: Final = (bool, int, float, complex, str, bytes)
 
@@ -113,13 +115,11 @@ def flatten(tree: object) -> Flat:
 
 def _is_empty(node: object) -> bool:
     """Whether a node has no children: jax drops those, a checkpoint keeps them as leaves."""
-    if isinstance(node, _ARRAYS):
-        return False
     if node is None:
         return True
-    if isinstance(node, (dict, list, tuple)):
+    if type(node) in (dict, list, tuple):
         return not node
-    if isinstance(node, _SCALARS):
+    if isinstance(node, (*_ARRAYS, *_SCALARS)):
         return False
     level = _one_level(node)
     return level is not None and not level[0]
@@ -183,6 +183,8 @@ def _describe(
             facts = {"dtype": value.dtype.name, "shape": value.shape, "key_impl": impl}
             return leaf("key", **facts), jax.random.key_data(value)
         return leaf("array", dtype=_check_dtype(value.dtype), shape=value.shape), value
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError("is a masked array; save its data and its mask as two arrays")
     if isinstance(value, np.ndarray):
         return leaf("numpy", dtype=_check_dtype(value.dtype), shape=value.shape), value
     if isinstance(value, str):
@@ -199,10 +201,13 @@ def _describe(
     if isinstance(value, (bool, int, float, complex)):
         kind = next(t for t in (bool, int, float, complex) if isinstance(value, t))
         if kind is int and not -(1 << 63) <= value < 1 << 64:  # pyright: ignore[reportOperatorIssue]
-            return leaf("int", value=str(int(value))), None  # pyright: ignore[reportArgumentType]
+            return leaf("int", value=_digits(int(value))), None  # pyright: ignore[reportArgumentType]
         array = np.asarray(kind(value))  # pyright: ignore[reportArgumentType]  # IntEnum -> int
         return leaf(kind.__name__, dtype=array.dtype.name), array  # pyright: ignore[reportArgumentType]
     if _is_empty(value):
+        if isinstance(value, dict):
+            container = Node(type="odict") if type(value) is OrderedDict else None
+            return leaf("empty", dtype="Dict", container=container), None
         word = _EMPTY_WORDS.get(type(value))
         if word is None:
             container = _class_node(type(value), (), _one_level(value))
@@ -213,6 +218,7 @@ def _describe(
     raise TypeError(f"is a {type(value).__module__}.{type(value).__qualname__}, not an array")
 
 
+@cache
 def _check_dtype(dtype: Any) -> str:  # numpy's and jax's dtypes share no type
     name = np.dtype(dtype).name
     if name not in STORABLE_DTYPES | AS_BYTES_DTYPES:
@@ -220,10 +226,18 @@ def _check_dtype(dtype: Any) -> str:  # numpy's and jax's dtypes share no type
     return name
 
 
+def _digits(value: int) -> str:
+    # Python's own limit on text that becomes an int: a longer one could not be read back.
+    if value.bit_length() > 4 * MAX_DIGITS or len(text := str(value).lstrip("-")) > MAX_DIGITS:
+        raise ValueError(f"is an int of more than {MAX_DIGITS} digits")
+    return f"-{text}" if value < 0 else text
+
+
 def _as_bytes(data: bytes) -> np.ndarray[Any, Any]:
     return np.frombuffer(data, np.uint8)
 
 
+@cache
 def is_key_dtype(dtype: Any) -> bool:  # numpy's and jax's dtypes share no type
     """Whether a dtype is that of a typed PRNG key."""
     return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
@@ -286,8 +300,8 @@ def _encode_key(key: object) -> object:
 
 def _decode_key(key: object) -> object:
     if isinstance(key, dict):
-        return tuple(_decode_key(part) for part in key.get("tuple", ()))
-    return str(key) if isinstance(key, list) else key
+        return tuple(map(_decode_key, key["tuple"]))
+    return key
 
 
 def _encode_static(value: object) -> object:
@@ -384,7 +398,10 @@ def _rebuild_node(node: Node | None, path: Path, values: Mapping[Path, object]) 
     if node.type in ("dict", "odict"):
         keys = node.names if node.keys is None else map(_decode_key, node.keys)
         pairs = [(k, v) for k, v in zip(keys, built, strict=True) if v is not ABSENT]
-        return OrderedDict(pairs) if node.type == "odict" else dict(pairs)
+        found = OrderedDict(pairs) if node.type == "odict" else dict(pairs)
+        if len(found) != len(pairs):
+            raise CorruptCheckpoint(f"two children of {path_text(path)} have the same key")
+        return found
     if all(present):
         if node.type == "list":
             return built
@@ -425,7 +442,7 @@ def _nest(values: Mapping[Path, object]) -> dict[str, Any]:
             node = node.setdefault(name, _Nested())
             if not isinstance(node, _Nested):
                 raise CorruptCheckpoint(f"{path_text(path)} lies below another leaf")
-        if path[-1] in node:
+        if not path or path[-1] in node:
             raise CorruptCheckpoint(f"{path_text(path)} lies above another leaf")
         node[path[-1]] = value
     return top
@@ -448,6 +465,8 @@ def _listed(node: object, path: Path, kinds: Mapping[Path, int]) -> object:
 
 def empty_value(leaf: Leaf) -> object:
     """The empty container that a leaf of kind "empty" stands for."""
+    if leaf.container is not None and leaf.container.type == "odict":
+        return OrderedDict()
     if leaf.container is not None:
         built = _build_class(leaf.container, ())
         return None if built is ABSENT else built
@@ -596,11 +615,15 @@ def match(
     names, renamed = _rename(saved, rename)
     selected = _selector(only, skip)
     by_path = {path: leaf for path, leaf in zip(names, saved, strict=True) if selected(path)}
+    all_paths = [*names, *(want.path for want in wanted or ())]
+    if only is not None and not any(map(_selector(only, None), all_paths)):
+        some = ", ".join(path_text(path) for path in all_paths[:20])
+        raise ValueError(f"only={only!r} matches no leaf of {place}; there are {some}, ...")
     if wanted is None:
         requests = tuple(Request(path=p, saved=s, wanted=None) for p, s in by_path.items())
         report = _report(requests, (), (), renamed)
         return Match(requests=requests, kept={}, report=report)
-    requests, kept, lost, differences = [], {}, [], []
+    requests, kept, lost, valueless, differences = [], {}, [], [], []
     for want in wanted:
         leaf = by_path.pop(want.path, None)
         if (
@@ -617,10 +640,7 @@ def match(
                     Difference(leaf=path_text(want.path), wanted=str(want), saved=None)
                 )
             elif isinstance(want.value, jax.ShapeDtypeStruct):
-                raise TypeError(
-                    f"like: leaf {path_text(want.path)} is not in {place}, and missing='keep' "
-                    f"needs an array there, not a jax.ShapeDtypeStruct"
-                )
+                valueless.append(path_text(want.path))
         elif problem := _misfit(want, leaf):
             differences.append(
                 Difference(leaf=path_text(want.path), wanted=str(want), saved=problem)
@@ -632,6 +652,11 @@ def match(
         differences += [Difference(leaf=s.text, wanted=None, saved=_saved_text(s)) for s in left]
     if differences:
         raise TreeMismatch(_mismatch_text(differences, place), differences)
+    if valueless:
+        raise TypeError(
+            f"like: {place} has none of {', '.join(valueless[:50])}, and missing='keep' needs "
+            f"arrays there, not a jax.ShapeDtypeStruct"
+        )
     report = _report(requests, lost, [leaf.text for leaf in left], renamed)
     return Match(requests=tuple(requests), kept=kept, report=report)
 
@@ -737,17 +762,10 @@ def _report(
     left: Sequence[str],
     renamed: Mapping[str, str],
 ) -> RestoreReport:
-    cast = {
-        path_text(r.path): (r.saved.dtype, r.wanted.dtype.name)
-        for r in requests
-        if r.wanted is not None
-        and r.wanted.dtype is not None
-        and r.saved.dtype != r.wanted.dtype.name
-    }
     return RestoreReport(
         loaded=tuple(path_text(r.path) for r in requests),
         missing=tuple(lost),
         extra=tuple(left),
-        cast=cast,
+        cast={},  # not decided yet
         renamed=renamed,
     )

@@ -14,7 +14,8 @@ from jaxckpt._reader import LeafRead, read_leaves
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.arrays import dtype_of
-from jaxckpt.storage import is_temporary_file, locate
+from jaxckpt.format.step import FileFacts
+from jaxckpt.storage import Storage, is_temporary_file, locate
 
 _BUDGET_BYTES: Final = 256 << 20
 
@@ -117,16 +118,12 @@ def _check_files(
         return 0
     for path, facts in record.files.items():
         file = f"{checkpoint.path}/{path}"
-        if storage.kind(file) != "file":
-            problems.append(Problem(file=file, leaf=None, message=f"{file} is missing"))
-        elif (size := storage.size(file)) != facts.size:
-            message = f"{file} has {size} bytes, {facts.size} were written"
+        try:
+            message = _file_problem(storage, file, facts)
+        except OSError as error:
+            message = f"{file} cannot be read: {error}"
+        if message is not None:
             problems.append(Problem(file=file, leaf=None, message=message))
-        elif facts.sha256 is not None:
-            data = storage.read(file, max_bytes=jsontext.MAX_BYTES)
-            if step.digest(data) != facts.sha256:
-                message = f"{file} is damaged: its SHA-256 differs"
-                problems.append(Problem(file=file, leaf=None, message=message))
     known = {*record.files, names.RECORD, names.COMMIT_MARKER, names.WRITER}
     unchecked += [
         f"{checkpoint.path}/{path} is no part of the checkpoint"
@@ -134,6 +131,18 @@ def _check_files(
         if path not in known and not is_temporary_file(path.rpartition("/")[2])
     ]
     return len(record.files)
+
+
+def _file_problem(storage: Storage, file: str, facts: FileFacts) -> str | None:
+    if storage.kind(file) != "file":
+        return f"{file} is missing"
+    if (size := storage.size(file)) != facts.size:
+        return f"{file} has {size} bytes, {facts.size} were written"
+    if facts.sha256 is not None:
+        data = storage.read(file, max_bytes=jsontext.MAX_BYTES)
+        if step.digest(data) != facts.sha256:
+            return f"{file} is damaged: its SHA-256 differs"
+    return None
 
 
 def _walk(checkpoint: _metadata.Checkpoint) -> list[str]:

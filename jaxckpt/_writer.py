@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final
 
 from jaxckpt._plan import SavePlan
 from jaxckpt._transfer import HostSnapshot
+from jaxckpt.errors import SaveFailed
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.arrays import (
     PLAIN_DTYPES,
@@ -25,11 +27,17 @@ from jaxckpt.storage import Storage
 _MAX_DIRECT_BYTES: Final = 256 << 10
 
 
+@lru_cache(maxsize=1 << 12)
 def is_direct(stored: StoredArray) -> bool:
     """Whether the chunks of an array are written, and read, as values of the database."""
     if stored.inner_shape is not None or stored.dtype not in PLAIN_DTYPES:
         return False
     return math.prod(stored.chunk_shape) * dtype_of(stored.dtype).itemsize <= _MAX_DIRECT_BYTES
+
+
+@lru_cache(maxsize=1 << 12)
+def _encode(stored: StoredArray) -> bytes:
+    return jsontext.dumps(zarr3_metadata(stored))
 
 
 def write_arrays(
@@ -57,12 +65,11 @@ def write_arrays(
     try:
         arrays = {}
         for i, (prefix, stored) in enumerate(zip(prefixes, plan.stored, strict=True)):
-            metadata = zarr3_metadata(stored)
             if is_direct(stored):
                 if describe:
-                    writer.put(prefix + metadata_key(3), jsontext.dumps(metadata))
+                    writer.put(prefix + metadata_key(3), _encode(stored))
             elif describe:
-                arrays[i] = writer.create_array(prefix, metadata)
+                arrays[i] = writer.create_array(prefix, zarr3_metadata(stored))
         for write in plan.writes:
             stored, prefix = plan.stored[write.array], prefixes[write.array]
             values = snapshot.take(write.array, write.shard, write.box)
@@ -84,14 +91,23 @@ def database_of(item_path: str, process: int, count: int) -> str:
     return item_path if count == 1 else f"{item_path}/{names.process_database(process)}"
 
 
-def merge(storage: Storage, item_path: str) -> None:
-    """Makes one database of the processes' own; values stay where they are."""
+def merge(storage: Storage, item_path: str, writers: Sequence[int]) -> None:
+    """Makes one database of those that `writers` wrote; values stay where they are.
+
+    Raises:
+        SaveFailed: one of them is not there.
+    """
     from jaxckpt.storage._arrays import merge_databases
 
-    children = [
-        storage.kvstore(f"{item_path}/{name}")
-        for name in storage.names(item_path)
-        if name.startswith(names.OCDBT_PROCESS)
+    databases = [f"{item_path}/{names.process_database(process)}" for process in writers]
+    unseen = [
+        process
+        for process, database in zip(writers, databases, strict=True)
+        if storage.kind(f"{database}/{names.OCDBT_MANIFEST}") is None
     ]
-    if children:
-        merge_databases(storage.kvstore(item_path), children)
+    if unseen:
+        raise SaveFailed(
+            f"{item_path}: process 0 does not see what processes {unseen} wrote. The path must be "
+            "on a file system that all hosts share."
+        )
+    merge_databases(storage.kvstore(item_path), [storage.kvstore(path) for path in databases])

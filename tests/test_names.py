@@ -1,4 +1,4 @@
-"""The on-disk names are spelled in `jaxckpt/format/` and nowhere else; the public names are `__all__`."""
+"""On-disk names are spelled in `jaxckpt/format/` only; the public names are those in `__all__`."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Any, Final
 
 import google_crc32c
@@ -19,10 +20,17 @@ import numpy as np
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.jsontext import expect, expect_shape
-from jaxckpt.format.tree import StoredArray, check_grid
+from jaxckpt.format.tree import Leaf, StoredArray, check_grid
 
 MAX_UNIT_BYTES: Final = 32 << 20
 _CRC_BYTES: Final = 4
+# A chunk is a device shard or a slice of one, and no job has that many devices.
+_MAX_CHUNKS: Final = 1 << 20
+# Small values may lie in the nodes of the OCDBT tree, which are packed. No writer of ours puts one
+# of this size there; leave room for one that will.
+_PACKABLE_BYTES: Final = 64 << 10
+# What zstd can make of zeros.
+_MAX_RATIO: Final = 1 << 14
 
 # By TensorStore's names: what its zarr v3 driver stores, and what numpy holds in the same bytes.
 PLAIN_DTYPES: Final = frozenset(
@@ -34,9 +42,11 @@ PLAIN_DTYPES: Final = frozenset(
 PACKED_DTYPES: Final = frozenset("int4 int2 float4_e2m1fn".split())
 STORABLE_DTYPES: Final = PLAIN_DTYPES | PACKED_DTYPES
 # jax has these and zarr does not: stored as the uint8 they occupy.
+_SCALAR_KINDS: Final = frozenset("generic int float complex bool".split())
 AS_BYTES_DTYPES: Final = frozenset("uint4 uint2 float8_e4m3 float6_e2m3fn float6_e3m2fn".split())
 
 
+@cache
 def dtype_of(name: str) -> np.dtype[Any]:
     """The numpy dtype of one of the names above.
 
@@ -93,6 +103,7 @@ def _smallest_divisor(n: int, *, at_least: int) -> int:
     return best
 
 
+@lru_cache(maxsize=1 << 12)
 def zarr3_metadata(stored: StoredArray) -> dict[str, Any]:
     """The `zarr.json` of an array that we write."""
     little = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -169,6 +180,83 @@ def decode_metadata(data: bytes, zarr_version: int, *, leaf: str, file: str) -> 
     )
     check_grid(stored, where=leaf, file=file)
     return stored
+
+
+# What a save makes of a Python value.
+_PYTHON_DTYPES: Final = {
+    "int": ("int64", "uint64"),
+    "float": ("float64",),
+    "complex": ("complex128",),
+    "bool": ("bool",),
+}
+
+
+def check_leaf(leaf: Leaf, stored: StoredArray, *, file: str) -> None:
+    """Refuses a leaf of ours whose kind, dtype and array no save brings together.
+
+    Raises:
+        CorruptCheckpoint: what is wrong; `file` is the place to name.
+    """
+    if problem := _leaf_problem(leaf, stored):
+        raise CorruptCheckpoint(f"{file}: leaf {leaf.text}: {problem}", leaf=leaf.text, file=file)
+
+
+def _leaf_problem(leaf: Leaf, stored: StoredArray) -> str | None:
+    if stored.dtype not in STORABLE_DTYPES:
+        return f"no array is stored as {stored.dtype!r}"
+    is_as_bytes = leaf.dtype in AS_BYTES_DTYPES and stored.dtype == "uint8"
+    if leaf.kind != "key" and leaf.dtype != stored.dtype and not is_as_bytes:
+        return f"{leaf.dtype!r} is not stored as {stored.dtype!r}"
+    if leaf.dtype not in _PYTHON_DTYPES.get(leaf.kind, (leaf.dtype,)):
+        return f"no Python {leaf.kind} is stored as {leaf.dtype}"
+    rank = {"str": 1, "bytes": 1}.get(leaf.kind, 0 if leaf.kind in _SCALAR_KINDS else None)
+    if rank is not None and len(stored.shape) != rank:
+        return f"a {leaf.kind} is not stored in an array of shape {stored.shape}"
+    if leaf.kind in ("str", "bytes") and stored.dtype != "uint8":
+        return f"a {leaf.kind} is not stored as {stored.dtype}"
+    depth = len(leaf.shape)
+    if leaf.kind == "key" and (
+        leaf.key_impl is None
+        or leaf.shape != stored.shape[:depth]
+        or len(stored.shape) == depth
+        or not stored.dtype.startswith("uint")
+    ):
+        return f"{stored.dtype}{list(stored.shape)} is no data of PRNG keys {list(leaf.shape)}"
+    if _count_chunks(stored) > _MAX_CHUNKS:
+        return f"its array has more than {_MAX_CHUNKS} chunks"
+    return None
+
+
+def _count_chunks(stored: StoredArray) -> int:
+    return math.prod(-(-n // c) for n, c in zip(stored.shape, stored.chunk_shape, strict=True))
+
+
+def check_total(leaves: Sequence[tuple[Leaf, StoredArray]], *, data_bytes: int, file: str) -> None:
+    """Refuses arrays that are larger than the data files that should hold them.
+
+    Only for what we write, which is not compressed but for values small enough to lie in the nodes
+    of the database. Whoever believes the tree would allocate memory before the data is missed.
+
+    Raises:
+        CorruptCheckpoint: the leaf with which they are too large; `file` is the place to name.
+    """
+    raw = packed = 0
+    for leaf, stored in leaves:
+        itemsize = dtype_of(stored.dtype).itemsize
+        size = math.prod(stored.shape) * itemsize
+        if stored.dtype in PACKED_DTYPES:
+            size //= 4  # at least: two bits each
+        if math.prod(stored.chunk_shape) * itemsize > _PACKABLE_BYTES:
+            raw += size
+        else:
+            packed += size
+        if raw > data_bytes or packed > data_bytes * _MAX_RATIO:
+            raise CorruptCheckpoint(
+                f"{file}: leaf {leaf.text}: {stored.dtype}{list(stored.shape)} takes {size} bytes; "
+                f"the data files have {data_bytes} in all",
+                leaf=leaf.text,
+                file=file,
+            )
 
 
 def _inner_of(codecs: object, leaf: str, file: str) -> tuple[int, ...] | None:

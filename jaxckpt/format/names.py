@@ -47,6 +47,12 @@ DEFAULT_ITEM: Final = "default"
 METRICS_ITEM: Final = "metrics"
 # A JSON item is one file under one of these names.
 JSON_ITEM_FILES: Final = ("metadata", "metrics", "data.json")
+# Orbax's ArraySave makes an item of one array of this name; aggregated, of one value of that name.
+ARRAY_ITEM_LEAF: Final = "checkpoint"
+ARRAY_ITEM_VALUE: Final = "ELEMENT"
+# Its JaxRandomKeySave and NumpyRandomKeySave make an item of two: the data, and what it is.
+JAX_KEY_ITEM: Final = "jax_random_key"
+NUMPY_KEY_ITEM: Final = "np_random_key"
 
 # Orbax takes every directory with this in its name for one that is not committed.
 _TEMPORARY: Final = ".orbax-checkpoint-tmp"
@@ -91,6 +97,11 @@ def replacement(name: str) -> str:
 def process_database(index: int) -> str:
     """The directory of the database that process `index` writes."""
     return f"{OCDBT_PROCESS}{index}"
+
+
+def key_facts(folder: str) -> str:
+    """The file that says what the random key in `folder` is; beside it."""
+    return f"{folder}_metadata/metadata"
 
 
 def flax_step(name: str) -> float | None:

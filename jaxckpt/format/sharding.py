@@ -101,7 +101,9 @@ def _to_json(sharding: SavedSharding) -> dict[str, object]:
 def _from_json(value: object, file: str) -> SavedSharding | None:
     fields = expect(value, dict, "a sharding", file=file)
     if fields.get("sharding_type") == "SingleDeviceSharding":
-        return SavedSharding(device=str(fields.get("device_str", "")))
+        # jax before 0.10 had another word for the devices of a CPU.
+        device = str(fields.get("device_str", "")).replace("TFRT_CPU_", "cpu:")
+        return SavedSharding(device=device)
     if fields.get("sharding_type") != "NamedSharding":
         return None
     names = expect(fields.get("axis_names"), list, "'axis_names'", file=file)
@@ -109,7 +111,14 @@ def _from_json(value: object, file: str) -> SavedSharding | None:
     spec = expect(fields.get("partition_spec"), list, "'partition_spec'", file=file)
     if len(names) != len(sizes) or not all(isinstance(name, str) for name in names):
         raise CorruptCheckpoint(f"{file}: axes {names} do not fit a mesh of {sizes}", file=file)
+    used = [a for axes in spec for a in (axes if isinstance(axes, list) else [axes]) if a]
+    if len(set(names)) < len(names) or len({*map(str, used)}) < len(used) or 0 in sizes:
+        raise CorruptCheckpoint(
+            f"{file}: no sharding has the spec {spec} on the axes {names} of sizes {sizes}",
+            file=file,
+        )
     types = fields.get("axis_types") or []
+    ids = _ids(fields.get("device_mesh"))
     return SavedSharding(
         axis_names=tuple(names),
         axis_sizes=sizes,
@@ -117,7 +126,7 @@ def _from_json(value: object, file: str) -> SavedSharding | None:
             str(kind).rpartition(".")[2] for kind in expect(types, list, "'axis_types'", file=file)
         ),
         spec=tuple(_axes(axes, names, file) for axes in spec),
-        device_ids=tuple(_ids(fields.get("device_mesh"))),
+        device_ids=tuple(ids) if len(set(ids)) == len(ids) else (),
     )
 
 

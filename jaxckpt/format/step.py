@@ -80,6 +80,23 @@ def decode(data: bytes, *, file: str) -> StepMetadata:
     )
 
 
+def is_array_handler(handler: str) -> bool:
+    """Whether an item of this handler is one array, not a tree."""
+    return handler.endswith(".ArrayCheckpointHandler")
+
+
+def decode_deletion(data: bytes, *, file: str) -> str:
+    """Reads `_CHECKPOINT_DELETION`: the name of the item that Orbax has begun to delete."""
+    top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
+    return expect(top.get("checkpointable_name"), str, "'checkpointable_name'", file=file)
+
+
+def decode_key_facts(data: bytes, *, file: str) -> bool:
+    """Whether a random key item of Orbax is a typed jax key, or a legacy tuple of numpy's."""
+    top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
+    return top.get("typed") is True or top.get("legacy") is True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFacts:
     """What the record knows of one file: its size, and its digest unless its data has its own."""
@@ -142,6 +159,8 @@ def decode_record(data: bytes, *, file: str) -> Record:
     files = {}
     for path, facts in expect(top.get("files"), dict, "'files'", file=file).items():
         entry = expect(facts, dict, path, file=file)
+        if path.startswith("/") or not {"", ".", ".."}.isdisjoint(path.split("/")) or "\0" in path:
+            raise CorruptCheckpoint(f"{file}: {path!r} is no file of a checkpoint", file=file)
         sha256 = entry.get("sha256")
         files[path] = FileFacts(
             size=expect(entry.get("bytes"), int, f"{path}: 'bytes'", file=file),

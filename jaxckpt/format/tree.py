@@ -10,7 +10,7 @@ keys that Orbax ignores, what each leaf was (`_OURS` in `value_metadata`) and th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -23,6 +23,9 @@ _OURS: Final = "jaxckpt"
 
 SEQUENCE: Final = 1  # key_type: an index of a list or tuple
 NAMED: Final = 2  # key_type: a dict key or an attribute
+
+# Of an int that no array holds and is stored as text: Python reads no longer one.
+MAX_DIGITS: Final = 4300
 
 Path = tuple[str, ...]
 
@@ -46,6 +49,8 @@ _ORBAX_KIND: Final[dict[str, Kind]] = {
     "NamedTuple": "empty",
     "placeholder": "ellipsis",
 }
+_STORED_KINDS: Final = tuple("array key numpy generic int float complex bool str bytes".split())
+_TEXT_KINDS: Final = ("str", "int")  # of which some are text in the metadata, and no array
 _ARRAY_TYPES: Final = ("jax.Array", "np.ndarray", "scalar")
 
 
@@ -220,13 +225,13 @@ def kind_of(value_type: str) -> Kind:
 def orbax_value_type(leaf: Leaf) -> str:
     """The word of Orbax for a leaf; what Orbax has no word for is an array to it."""
     if leaf.kind == "empty":
-        return leaf.dtype if leaf.dtype in _ORBAX_KIND and leaf.container is None else "None"
+        return leaf.dtype if leaf.dtype in _ORBAX_KIND else "None"
     if leaf.value is not None:
         return "string"
     if leaf.kind in ("array", "key"):
         return "jax.Array"
-    if leaf.kind in ("numpy", "bytes", "str"):
-        return "np.ndarray"
+    if leaf.kind in ("numpy", "bytes", "str") or leaf.dtype.startswith("complex"):
+        return "np.ndarray"  # a scalar is never complex to Orbax
     return "scalar"
 
 
@@ -300,6 +305,8 @@ def decode(data: bytes, *, file: str) -> Tree:
     if len({leaf.path for leaf in leaves}) != len(leaves):
         raise CorruptCheckpoint(f"{file}: two leaves have the same path", file=file)
     root = _decode_node(ours["tree"], file) if ours is not None and ours.get("tree") else None
+    if ours is not None:
+        _check_containers(root, leaves, file)
     if ours is None and isinstance(top.get("value_metadata_tree"), str):
         text = top["value_metadata_tree"].encode()
         root = _decode_rich(jsontext.loads(text, file=file), file)
@@ -322,6 +329,26 @@ def decode(data: bytes, *, file: str) -> Tree:
         ),
         custom_metadata=top.get("custom_metadata"),
     )
+
+
+def _check_containers(root: Node | None, leaves: Sequence[Leaf], file: str) -> None:
+    """Refuses containers that do not hold exactly the leaves: some would be lost in silence."""
+    in_tree, listed = set(_leaf_paths(root, ())), {leaf.path for leaf in leaves}
+    if in_tree != listed:
+        odd = sorted(path_text(path) for path in in_tree ^ listed)
+        raise CorruptCheckpoint(
+            f"{file}: the containers and the list of leaves differ in {', '.join(odd[:8])}",
+            leaf=odd[0],
+            file=file,
+        )
+
+
+def _leaf_paths(node: Node | None, path: Path) -> Iterator[Path]:
+    if node is None:
+        yield path
+        return
+    for name, child in zip(node.names, node.children, strict=True):
+        yield from _leaf_paths(child, (*path, name))
 
 
 def _decode_leaf(entry: object, file: str) -> Leaf:
@@ -360,12 +387,12 @@ def _decode_ours(leaf: Leaf, ours: Mapping[str, Any], file: str) -> Leaf:
     if not ours:
         return leaf
     kind = ours.get("kind", leaf.kind)
-    if kind not in Kind.__args__:  # pyright: ignore[reportAttributeAccessIssue]  # Literal's values
-        raise CorruptCheckpoint(f"{file}: {where}: unknown kind {kind!r}", file=file)
+    if kind not in _STORED_KINDS:
+        raise CorruptCheckpoint(f"{file}: {where}: unknown kind {kind!r}", leaf=where, file=file)
     fields: dict[str, Any] = {"path": leaf.path, "key_types": leaf.key_types, "kind": kind}
-    if "shape" not in ours:
+    if "shape" not in ours and kind in _TEXT_KINDS:
         return Leaf(**fields)
-    shape = expect_shape(ours["shape"], f"{where}: shape", file=file)
+    shape = expect_shape(ours.get("shape"), f"{where}: shape", file=file)
     inner = ours.get("inner")
     stored = StoredArray(
         shape=shape,
@@ -378,7 +405,7 @@ def _decode_ours(leaf: Leaf, ours: Mapping[str, Any], file: str) -> Leaf:
     return Leaf(
         **fields,
         dtype=expect(ours.get("as", stored.dtype), str, f"{where}: as", file=file),
-        shape=expect_shape(ours["key_shape"], f"{where}: key_shape", file=file)
+        shape=expect_shape(ours.get("key_shape"), f"{where}: key_shape", file=file)
         if kind == "key"
         else shape,
         key_impl=None if key_impl is None else expect(key_impl, str, f"{where}: impl", file=file),
@@ -387,7 +414,7 @@ def _decode_ours(leaf: Leaf, ours: Mapping[str, Any], file: str) -> Leaf:
 
 
 def check_grid(stored: StoredArray, *, where: str, file: str) -> None:
-    """Refuses a chunk grid that no writer makes: a wrong rank, empty or absurdly many chunks."""
+    """Refuses a chunk grid that no writer makes: a wrong rank, empty chunks, an absurd size."""
     grids = [stored.chunk_shape] + ([stored.inner_shape] if stored.inner_shape else [])
     for grid in grids:
         if len(grid) != len(stored.shape) or any(n < 1 for n in grid):
@@ -396,7 +423,8 @@ def check_grid(stored: StoredArray, *, where: str, file: str) -> None:
                 leaf=where,
                 file=file,
             )
-    if math.prod(stored.shape) >= 1 << 62:
+    # Without the zeros: numpy multiplies all others, too.
+    if math.prod(n or 1 for n in stored.shape) >= 1 << 58:
         raise CorruptCheckpoint(
             f"{file}: {where}: shape {stored.shape} has more elements than any disk holds",
             leaf=where,
@@ -417,7 +445,9 @@ def _decode_node(value: object, file: str) -> Node:
     keys = fields.get("keys")
     if keys is not None:
         keys = tuple(expect(keys, list, "'keys'", file=file))
-    if len(raw) != len(names) or (keys is not None and len(keys) != len(names)):
+        for key in keys:
+            _check_key(key, file)
+    if len(raw) != len(names) or len(names) != len(keys if keys is not None else set(names)):
         raise CorruptCheckpoint(f"{file}: a container's names and children differ", file=file)
     cls = fields.get("class")
     if cls is not None:
@@ -433,6 +463,14 @@ def _decode_node(value: object, file: str) -> Node:
         cls=cls,
         aux=fields.get("aux"),
     )
+
+
+def _check_key(key: object, file: str) -> None:
+    if isinstance(key, dict):
+        for part in expect(key.get("tuple"), list, "a key", file=file):
+            _check_key(part, file)
+    elif key is not None and not isinstance(key, (str, int, float)):
+        raise CorruptCheckpoint(f"{file}: {key!r} is no key of a dict", file=file)
 
 
 def _decode_rich(value: object, file: str) -> Node | None:

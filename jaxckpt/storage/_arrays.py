@@ -17,6 +17,11 @@ import tensorstore as ts
 _context: ts.Context | None = None
 _context_lock = threading.Lock()  # guards _context
 
+# Nodes of an OCDBT tree are kept while it is read, by its reader: kept any longer, they would stand
+# for a tree that has since been replaced. Chunks, each read once, are not kept.
+_NODES: Final = "cache_pool#ocdbt"
+_NODE_CACHE_BYTES: Final = 64 << 20
+
 # TensorStore's name for "no such key", which makes a conditional write create-if-absent. A read
 # of a missing key answers the same bytes; asking each time would cost a round trip.
 _MISSING_GENERATION = b"\x02"
@@ -111,11 +116,12 @@ def _range(prefix: str) -> ts.KvStore.KeyRange:
 
 # --- arrays ----------------------------------------------------------------------------------
 
-# Values up to this size live in the nodes of the OCDBT tree, under the node's own checksum. Orbax's
-# value, like the two beside it.
+# Values up to the first size live in the nodes of the OCDBT tree, under the node's own checksum. A
+# look-up takes time in proportion to the entries of a node: with Orbax's 100 MB, 80,000 chunks of
+# 1 kB take 6.5 s to read where they take 1.3 s with this.
 _OCDBT_CONFIG: Final = {
-    "max_inline_value_bytes": 1024,
-    "max_decoded_node_bytes": 100_000_000,
+    "max_inline_value_bytes": 4096,
+    "max_decoded_node_bytes": 1_000_000,
     "manifest_kind": "single",
 }
 # A data file is flushed when it has this many bytes, which bounds the memory of a transaction.
@@ -238,9 +244,12 @@ class Reader:
 
     def __init__(self, spec: Mapping[str, Any], *, database: bool) -> None:
         # A reader takes the configuration from the manifest: Orbax's has changed over time.
-        self._spec = {"driver": "ocdbt", "base": dict(spec)} if database else dict(spec)
+        nodes = {"driver": "ocdbt", "base": dict(spec), "cache_pool": _NODES}
+        self._spec = nodes if database else dict(spec)
         self._base = "" if database else self._spec.get("path", "")
-        self._store = ts.KvStore.open(self._spec, context=context()).result()
+        limit = {"total_bytes_limit": _NODE_CACHE_BYTES}
+        self._context = ts.Context({_NODES: limit} if database else {}, context())
+        self._store = ts.KvStore.open(self._spec, context=self._context).result()
 
     def get(self, key: str) -> Pending:
         """Starts to read one value; `value_of` takes it out."""
@@ -260,7 +269,7 @@ class Reader:
                 "recheck_cached_metadata": False,
                 "recheck_cached_data": False,
             },
-            context=context(),
+            context=self._context,
             open=True,
             read=True,
         )
@@ -300,7 +309,16 @@ def shape_of(array: ts.TensorStore) -> tuple[int, ...]:
 
 
 def read_into(
-    array: ts.TensorStore, where: tuple[slice, ...], out: np.ndarray[Any, Any]
-) -> Pending:
-    """Starts to read part of an array into `out`, which must have its shape and dtype."""
-    return ts.array(out, context=context()).write(array[where])
+    array: ts.TensorStore,
+    wheres: Sequence[tuple[slice, ...]],
+    outs: Sequence[np.ndarray[Any, Any]],
+) -> list[Pending]:
+    """Starts to read parts of an array, each into an array of its shape and dtype.
+
+    One batch: a chunk that several parts need is read, checked and decoded once.
+    """
+    with ts.Batch() as batch:
+        return [
+            ts.array(out, context=context()).write(array[where], batch=batch)
+            for where, out in zip(wheres, outs, strict=True)
+        ]

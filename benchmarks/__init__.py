@@ -1,0 +1,1 @@
+"""How fast jaxckpt is, next to Orbax and to plain file I/O: `python -m benchmarks --help`."""

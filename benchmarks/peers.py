@@ -1,0 +1,149 @@
+"""What is compared: jaxckpt, both generations of Orbax, and the same bytes through a plain file."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Protocol, final
+
+import jax
+import numpy as np
+
+import jaxckpt
+
+# One system call takes no more than 2 GiB, and 1,024 buffers.
+_LARGEST_READ: Final = 1 << 30
+_BATCH: Final = 32
+
+
+class Peer(Protocol):
+    """One way to save and restore a tree.
+
+    Attributes:
+        is_async: Whether `save` returns before the work is done, so that its time says something.
+    """
+
+    name: str
+    is_async: bool
+
+    def save(self, path: Path, tree: Any) -> Callable[[], object]:
+        """Starts to save `tree`, and returns what waits until that is committed."""
+        ...
+
+    def restore(self, path: Path, like: Any) -> Any:
+        """Restores into the shapes and shardings of `like`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@final
+class Jaxckpt:
+    name = "jaxckpt"
+    is_async = True
+
+    def save(self, path: Path, tree: Any) -> Callable[[], object]:
+        return jaxckpt.save_async(path, tree).result
+
+    def restore(self, path: Path, like: Any) -> Any:
+        return jaxckpt.restore(path, like)
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class OrbaxV0:
+    """`StandardCheckpointer`, which is asynchronous: one for all saves, as in a training loop."""
+
+    name = "orbax v0"
+    is_async = True
+
+    def __init__(self) -> None:
+        self._checkpointer: Any = importlib.import_module("orbax.checkpoint").StandardCheckpointer()
+
+    def save(self, path: Path, tree: Any) -> Callable[[], object]:
+        self._checkpointer.save(path, tree)
+        return self._checkpointer.wait_until_finished
+
+    def restore(self, path: Path, like: Any) -> Any:
+        return self._checkpointer.restore(path, like)
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+@final
+class OrbaxV1:
+    """`save_async` and `load`, which were called `save_pytree_async` and `load_pytree`."""
+
+    name = "orbax v1"
+    is_async = True
+
+    def __init__(self) -> None:
+        v1: Any = importlib.import_module("orbax.checkpoint.experimental.v1")
+        self._save_async = getattr(v1, "save_async", None) or v1.save_pytree_async
+        self._load = getattr(v1, "load", None) or v1.load_pytree
+
+    def save(self, path: Path, tree: Any) -> Callable[[], object]:
+        return self._save_async(path, tree).result
+
+    def restore(self, path: Path, like: Any) -> Any:
+        return self._load(path, like)
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class Roofline:
+    """The same bytes, written in a row into one file and fsynced, and read into fresh memory."""
+
+    name = "roofline"
+    is_async = False
+
+    def save(self, path: Path, tree: Any) -> Callable[[], object]:
+        shards = [
+            np.asarray(shard.data)
+            for leaf in jax.tree.leaves(tree)
+            for shard in leaf.addressable_shards
+            if shard.replica_id == 0
+        ]
+
+        def write() -> None:
+            path.mkdir()
+            with open(path / "data", "wb", buffering=0) as file:
+                # In batches, so that system calls are not what is measured.
+                for batch in _batches(shards):
+                    if os.writev(file.fileno(), batch) != sum(shard.nbytes for shard in batch):
+                        raise OSError(f"{path}: a short write")
+                os.fsync(file.fileno())
+
+        return write
+
+    def restore(self, path: Path, like: Any) -> Any:
+        del like
+        with open(path / "data", "rb", buffering=0) as file:
+            memory = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
+            done = 0
+            while done < memory.size:
+                done += file.readinto(memory[done : done + _LARGEST_READ].data)
+        return memory
+
+    def close(self) -> None:
+        pass
+
+
+def _batches(shards: list[np.ndarray[Any, Any]]) -> list[list[np.ndarray[Any, Any]]]:
+    return [shards[i : i + _BATCH] for i in range(0, len(shards), _BATCH)]
+
+
+# By the word of `--peers`.
+PEERS: Final[dict[str, Callable[[], Peer]]] = {
+    "jaxckpt": Jaxckpt,
+    "v1": OrbaxV1,
+    "v0": OrbaxV0,
+    "roofline": Roofline,
+}

@@ -1,0 +1,285 @@
+"""Every file of a checkpoint reads back as it was written; TensorStore agrees on the bytes."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
+from jaxckpt.format import arrays, jsontext, names, sharding, step, tree
+from jaxckpt.format.arrays import PLAIN_DTYPES, STORABLE_DTYPES, dtype_of
+from jaxckpt.format.sharding import SavedSharding
+from jaxckpt.format.step import FileFacts, Record, StepMetadata
+from jaxckpt.format.tree import Leaf, StoredArray
+from jaxckpt.testing.strategies import random_bits
+
+LAWS = settings(deadline=None, derandomize=True, max_examples=100)
+
+texts = st.text(st.characters(codec="utf-8"), max_size=6)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@LAWS
+@given(json_values)
+def test_json_reads_back(value):
+    """Any JSON value."""
+    assert jsontext.loads(jsontext.dumps(value), file="f") == value
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", b"\xff", b"[" * 201 + b"]" * 201, b"[" * 10**6, b'"\\ud800"', b"9" * 5000],
+    ids=lambda data: f"{len(data)}:{data[:8]!a}",
+)
+def test_bad_json_names_its_file(data):
+    """CorruptCheckpoint with the file, whatever Python's parser makes of it."""
+    with pytest.raises(CorruptCheckpoint, match="the-file") as caught:
+        jsontext.loads(data, file="the-file")
+
+    assert caught.value.file == "the-file"
+
+
+def test_json_that_is_too_large_is_not_parsed(monkeypatch):
+    """The limit comes before the parser."""
+    monkeypatch.setattr(jsontext, "MAX_BYTES", 10)
+
+    with pytest.raises(CorruptCheckpoint, match="at most 10"):
+        jsontext.loads(b"[" + b" " * 20 + b"]", file="f")
+
+
+@LAWS
+@given(
+    st.dictionaries(texts, texts, max_size=3),
+    st.none() | st.integers(0, 2**62),
+    st.dictionaries(texts, json_values, max_size=3),
+)
+def test_step_metadata_reads_back(handlers, time_ns, custom):
+    """`_CHECKPOINT_METADATA`."""
+    facts = StepMetadata(
+        handlers=handlers, init_ns=time_ns, commit_ns=time_ns, custom_metadata=custom
+    )
+
+    assert step.decode(step.encode(facts), file="f") == facts
+
+
+file_names = st.sampled_from(["a", "state/_METADATA", "state/d/0f", "state/ocdbt.process_0/d/1"])
+
+
+@LAWS
+@given(
+    st.dictionaries(
+        file_names,
+        st.builds(FileFacts, size=st.integers(0, 2**50), sha256=st.none() | st.just("0" * 64)),
+    )
+)
+def test_a_record_reads_back_and_guards_itself(files):
+    """`_jaxckpt.json`; with any one byte of it changed it is refused."""
+    record = Record(writer="jaxckpt 1", token="t", files=files, lineage={"from": ["x"]})
+    data = step.encode_record(record)
+
+    assert step.decode_record(data, file="f") == record
+    for i in range(0, len(data) - 1, 7):
+        with pytest.raises(CorruptCheckpoint):
+            step.decode_record(data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :], file="f")
+
+
+@LAWS
+@given(st.dictionaries(texts.filter(lambda t: "/" not in t), texts, max_size=5))
+def test_strings_read_back(strings):
+    """`_strings.json`."""
+    found = step.decode_strings(step.encode_strings(strings), file="f")
+
+    assert {name: step.find_string(found, name, file="f") for name in strings} == strings
+
+
+def test_strings_that_hide_each_other_are_refused():
+    """A JSON pointer reaches only one of them."""
+    for pair in ({"a": "x", "a/b": "y"}, {"a/b": "y", "a": "x"}):
+        with pytest.raises(ValueError, match="another str leaf"):
+            step.encode_strings(pair)
+    with pytest.raises(CorruptCheckpoint, match="missing"):
+        step.find_string({}, "a", file="f")
+
+
+@LAWS
+@given(
+    st.dictionaries(
+        texts,
+        st.tuples(st.lists(st.integers(1, 9), max_size=3).map(tuple), st.none() | st.just("fry")),
+        max_size=4,
+    )
+)
+def test_key_implementations_read_back(facts):
+    """`array_metadatas/process_0`."""
+    data = step.encode_array_metadatas(facts)
+
+    assert step.decode_key_impls(data, file="f") == {n: i for n, (_, i) in facts.items() if i}
+
+
+@st.composite
+def saved_shardings(draw):
+    if draw(st.booleans()):
+        return SavedSharding(device=draw(texts))
+    axes = draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True))
+    sizes = tuple(draw(st.integers(1, 3)) for _ in axes)
+    free = draw(st.permutations(axes))
+    spec = []
+    for _ in range(draw(st.integers(0, 3))):
+        take = draw(st.integers(0, len(free)))
+        spec.append(None if not take else free[0] if take == 1 else tuple(free[:take]))
+        free = free[take:]
+    return SavedSharding(
+        axis_names=tuple(axes),
+        axis_sizes=sizes,
+        spec=tuple(spec),
+        axis_types=("Auto",) * len(axes),
+        device_ids=tuple(range(int(np.prod(sizes)))),
+    )
+
+
+@LAWS
+@given(st.dictionaries(texts, saved_shardings(), max_size=4))
+def test_shardings_read_back(shardings):
+    """`_sharding`."""
+    assert sharding.decode(sharding.encode(shardings), file="f") == shardings
+
+
+@LAWS
+@given(st.lists(texts, min_size=1, max_size=5, unique=True), st.data())
+def test_a_tree_reads_back(keys, data):
+    """`_METADATA`: paths, kinds, dtypes, shapes, chunks, containers."""
+    leaves = []
+    for key in keys:
+        dtype = data.draw(st.sampled_from(sorted(STORABLE_DTYPES)))
+        shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=3)))
+        stored = StoredArray(shape=shape, dtype=dtype, chunk_shape=tuple(max(1, n) for n in shape))
+        kind = data.draw(st.sampled_from(["array", "numpy"]))
+        leaves.append(
+            Leaf(
+                path=(key,),
+                key_types=(tree.NAMED,),
+                kind=kind,
+                dtype=dtype,
+                shape=shape,
+                stored=stored,
+            )
+        )
+    root = tree.Node(type="dict", names=tuple(keys), children=(None,) * len(keys))
+    whole = tree.Tree(leaves=tuple(leaves), root=root, typed=True, uses_ocdbt=True)
+
+    assert tree.decode(tree.encode(whole), file="f") == whole
+
+
+def test_a_newer_tree_is_refused():
+    """It says to upgrade."""
+    data = json.dumps({"tree_metadata": {"x": {}}, "jaxckpt": {"version": 2}}).encode()
+
+    with pytest.raises(UnsupportedFormat, match="Upgrade"):
+        tree.decode(data, file="f")
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 5), (0,), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize("name", sorted(PLAIN_DTYPES))
+def test_chunk_bytes_are_those_of_tensorstore(tmp_path, name, shape):
+    """`encode_chunk` and TensorStore's zarr3 with crc32c write the same bytes, and read them."""
+    import tensorstore as ts
+
+    values = random_bits(shape, dtype_of(name), 3)
+    stored = StoredArray(shape=shape, dtype=name, chunk_shape=tuple(max(1, n) for n in shape))
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{tmp_path}/"},
+        "metadata": arrays.zarr3_metadata(stored),
+        "store_data_equal_to_fill_value": True,
+    }
+    array = ts.open(spec, create=True).result()
+    array.write(values).result()
+    key = arrays.chunk_key((0,) * len(shape))
+
+    if values.size:
+        written = (tmp_path / key).read_bytes()
+        assert written == arrays.encode_chunk(values)
+        read = arrays.decode_chunk(written, shape, dtype_of(name), leaf="l", file="f")
+        assert read.tobytes() == values.tobytes()
+        (tmp_path / key).write_bytes(arrays.encode_chunk(values[::-1] if shape else values))
+        again = np.asarray(ts.open(spec | {"open": True}).result().read().result())
+        assert again.tobytes() == (values[::-1] if shape else values).tobytes()
+    described = arrays.decode_metadata(
+        (tmp_path / arrays.metadata_key(3)).read_bytes(), 3, leaf="l", file="f"
+    )
+    assert described == stored
+
+
+def test_inner_chunks_are_those_of_tensorstore(tmp_path):
+    """What `zarr3_metadata` says of inner chunks is what TensorStore makes of it."""
+    import tensorstore as ts
+
+    stored = StoredArray(shape=(8, 6), dtype="float32", chunk_shape=(4, 6), inner_shape=(2, 6))
+    array = ts.open(
+        {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": f"{tmp_path}/"},
+            "metadata": arrays.zarr3_metadata(stored),
+        },
+        create=True,
+    ).result()
+
+    assert array.chunk_layout.read_chunk.shape == (2, 6)
+    assert array.chunk_layout.write_chunk.shape == (4, 6)
+    data = (tmp_path / "zarr.json").read_bytes()
+    assert arrays.decode_metadata(data, 3, leaf="l", file="f") == stored
+
+
+@LAWS
+@given(st.integers(0, 83), st.integers(1, 255))
+def test_a_changed_chunk_is_refused(offset, mask):
+    """Any byte of the values or of the checksum, and any other length; the leaf is named."""
+    data = bytearray(arrays.encode_chunk(np.arange(20, dtype=np.int32)))
+    data[offset] ^= mask
+
+    for bad in (bytes(data), bytes(data[:-1]), bytes(data) + b"x", b""):
+        with pytest.raises(CorruptCheckpoint, match="leaf") as caught:
+            arrays.decode_chunk(bad, (20,), np.dtype(np.int32), leaf="leaf", file="file")
+        assert (caught.value.leaf, caught.value.file) == ("leaf", "file")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": "x"},
+        {"shape": [-1]},
+        {"shape": [2**63]},
+        {"shape": [1.5]},
+        {"data_type": "r8"},
+        {"data_type": 5},
+        {"chunk_grid": None},
+        {"chunk_grid": {}},
+        {"codecs": 1},
+        {"shape": [2, 2]},
+    ],
+    ids=str,
+)
+def test_array_metadata_that_lies(change):
+    """CorruptCheckpoint with leaf and file."""
+    stored = StoredArray(shape=(4,), dtype="int8", chunk_shape=(4,))
+    data = json.dumps(arrays.zarr3_metadata(stored) | change).encode()
+
+    with pytest.raises(CorruptCheckpoint, match="the-leaf"):
+        arrays.decode_metadata(data, 3, leaf="the-leaf", file="f")
+
+
+def test_temporary_names_are_those_that_orbax_ignores():
+    """What jaxckpt builds or deletes is told from what is committed by its name."""
+    assert names.is_temporary(names.temporary("7", "ab"))
+    assert names.is_temporary(names.deleting("7", "ab"))
+    assert names.is_ours_temporary(names.temporary("7", "ab"), "7")
+    assert not names.is_ours_temporary(names.temporary("17", "ab"), "7")
+    assert not names.is_temporary(names.replacement("7"))

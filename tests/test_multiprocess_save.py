@@ -1,0 +1,281 @@
+"""Several real processes save and restore together, and learn of each other's failures."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxckpt
+from jaxckpt.format import names
+from jaxckpt.storage import LocalStorage
+from jaxckpt.storage._arrays import Reader
+from tests.multiprocess import Job
+from tests.workers import saves as worker
+
+pytestmark = pytest.mark.multihost
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """The same tree, saved by 1, 2 and 4 processes; each job restored all three."""
+    root = tmp_path_factory.mktemp("shared")
+    paths = {count: str(root / f"by{count}") for count in (1, 2, 4)}
+    worker.save_it(paths[1])
+    planned = {}
+
+    def job(count, others):
+        args = [paths[count], [paths[other] for other in others]]
+        return Job("saves:share", count=count, devices_per_process=8 // count, args=args)
+
+    with job(2, [1, 4]) as two, job(4, [1, 2]) as four:
+        for running, count in ((two, 2), (four, 4)):
+            for index in range(count):
+                running.wait_for(index, "saved")
+        for running, count in ((two, 2), (four, 4)):
+            running.release("restore")
+            planned[count] = running.wait()[0].result
+    return paths, planned
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_any_number_of_processes_restores_what_any_number_saved(shared, count):
+    """1, 2 and 4 processes save; each restores all, on other meshes, onto other specs."""
+    paths, _ = shared
+
+    worker.restores(paths[count])
+    got = jaxckpt.restore(paths[count], as_numpy=True)
+    assert all(
+        np.array_equal(got["arrays"][name], value) for name, (value, _) in worker.expected().items()
+    )
+    assert jaxckpt.verify(paths[count]).ok
+
+
+def test_sixteen_devices_restore_what_eight_saved(shared, run_processes):
+    """More devices than shards is no difficulty."""
+    paths, _ = shared
+
+    run_processes(
+        "saves:restore_sixteen", count=1, devices_per_process=16, args=[list(paths.values())]
+    )
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_replicas_share_the_writing(shared, count):
+    """Each process writes as many bytes as the others, give or take a small leaf."""
+    paths, planned = shared
+    state = Path(paths[count], names.STATE_ITEM)
+    written = [
+        sum(file.stat().st_size for file in (state / f"ocdbt.process_{i}" / "d").iterdir())
+        for i in range(count)
+    ]
+
+    assert max(planned[count]) - min(planned[count]) < 64 << 10
+    # Checksums and keys come on top, and process 0 has the metadata.
+    for size, plan in zip(written, planned[count], strict=True):
+        assert plan <= size < plan + (128 << 10)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_each_chunk_has_one_writer(shared, count):
+    """No key is in two databases, and together they are what is read."""
+    paths, _ = shared
+    state = f"{paths[count]}/{names.STATE_ITEM}"
+    owned = [keys_of(f"{state}/{names.process_database(i)}") for i in range(count)]
+
+    together = sorted(key for keys in owned for key in keys)
+
+    assert together == keys_of(state)
+    assert len(set(together)) == len(together)
+    large = [[key for key in keys if key.startswith("arrays.large/c/")] for keys in owned]
+    assert [len(keys) for keys in large] == [1] * count  # cut into equal slices
+
+
+def keys_of(directory):
+    return Reader(LocalStorage().kvstore(directory), database=True).keys()
+
+
+@pytest.fixture(scope="module")
+def told(run_processes, tmp_path_factory):
+    """What each of three processes was told in each case of `disagree`; and where they saved."""
+    root = tmp_path_factory.mktemp("told")
+    done = run_processes(
+        "saves:disagree", count=3, devices_per_process=2, args=[root], timeout_s=60
+    )
+    return root, [process.result for process in done]
+
+
+@pytest.mark.parametrize(
+    ("case", "at_1", "text"),
+    [
+        ("structure", "ProcessesDisagree", "another tree"),
+        ("text leaf", "ProcessesDisagree", "another tree"),
+        ("shape", "ProcessesDisagree", "other shapes"),
+        ("path", "ProcessesDisagree", "another path"),
+        ("leaf", "UnsupportedLeaf", "object"),
+        ("argument", "UnsupportedFormat", "gs://"),
+        ("full", "SaveFailed", "No space left"),
+        ("no directory", "SaveFailed", "/dev/null/x"),
+        ("async", "ProcessesDisagree", "another tree"),
+    ],
+)
+def test_all_hear_what_process_1_did(told, case, at_1, text):
+    """Nobody returns from a save that another could not make; the others name it."""
+    _, results = told
+    said = [result[case] for result in results]
+
+    assert [word["type"] for word in said] == ["ProcessesDisagree", at_1, "ProcessesDisagree"]
+    assert all(text in word["text"] for word in said)
+    for word in said:
+        if word["type"] == "ProcessesDisagree":
+            assert list(word["failures"]) == ["1"]  # a number, but through JSON
+
+
+def test_an_error_on_all_is_the_same_on_all(told):
+    """No process hears of the others what it knows itself."""
+    _, results = told
+
+    assert [result["all leaves"]["type"] for result in results] == ["UnsupportedLeaf"] * 3
+
+
+@pytest.mark.parametrize(
+    ("case", "at_0", "text"),
+    [
+        ("begin", "SaveFailed", "No space left"),
+        ("commit", "SaveFailed", "No space left"),
+        ("not shared", "SaveFailed", "file system that all hosts share"),
+    ],
+)
+def test_all_hear_what_failed_on_process_0(told, case, at_0, text):
+    """Process 0 raises the error with its cause, the others say that it did."""
+    _, results = told
+    said = [result[case] for result in results]
+
+    assert [word["type"] for word in said] == [at_0, "ProcessesDisagree", "ProcessesDisagree"]
+    assert all(text in word["text"] for word in said)
+    assert [list(word["failures"]) for word in said[1:]] == [["0"], ["0"]]
+
+
+def test_what_is_at_the_path_is_the_same_error_on_all(told):
+    """StepExists, though only process 0 looked."""
+    _, results = told
+
+    assert [result["exists"]["type"] for result in results] == ["StepExists"] * 3
+
+
+def test_an_array_that_process_0_cannot_see_is_refused(told):
+    """It would look like a value of the host to its only process, and be written by none."""
+    _, results = told
+    kinds = [result["on one"]["type"] for result in results]
+
+    assert kinds == ["UnsupportedLeaf", "ProcessesDisagree", "UnsupportedLeaf"] or kinds == [
+        "UnsupportedLeaf",
+        "UnsupportedLeaf",
+        "ProcessesDisagree",
+    ]
+
+
+@pytest.mark.parametrize(("case", "kind"), [("restore", "TreeMismatch"), ("like", "TypeError")])
+def test_all_hear_of_a_failed_restore(told, case, kind):
+    """No process goes on with a tree that another could not restore."""
+    _, results = told
+
+    assert [result[case]["type"] for result in results] == [
+        "ProcessesDisagree",
+        kind,
+        "ProcessesDisagree",
+    ]
+
+
+def test_failures_leave_nothing_behind(told):
+    """After them all the same processes save and replace at the same path."""
+    root, results = told
+
+    assert [result["good"] for result in results] == [None] * 3
+    assert [result["replaced"] for result in results] == [None] * 3
+    assert os.listdir(root) == ["a"]
+    assert np.array_equal(jaxckpt.restore(root / "a")["w"], np.arange(8) + 2)
+
+
+def test_exit_completes_a_save_of_several_processes(run_processes, tmp_path):
+    """Nobody calls result(); every interpreter waits for its share."""
+    run_processes(
+        "saves:leave_without_waiting", count=2, devices_per_process=2, args=[tmp_path / "a"]
+    )
+
+    assert np.array_equal(jaxckpt.restore(tmp_path / "a")["w"], np.arange(8) + 5)
+
+
+@pytest.mark.faults
+def test_who_is_lost_is_named_in_time_and_nothing_is_lost(start_processes, ram_path):
+    """Kill one while it writes, miss it from the start, stop two more: the old tree stays."""
+    path = ram_path / "a"
+    jaxckpt.save(path, {"w": np.arange(8)})
+    rounds = [("killed", 3), ("missed", None), ("stopped", 2), ("coordinator", 0)]
+    job = start_processes(
+        "saves:lose_them", count=4, devices_per_process=1, args=[path, rounds], timeout_s=100
+    )
+
+    job.release("killed go")
+    job.wait_for(3, "killed")
+    job.kill(3)
+    wait_for_all(job, [0, 1, 2], "killed over")
+    job.release("missed go")
+    wait_for_all(job, [0, 1, 2], "missed over")
+    check_untouched(path)
+    job.release("stopped go")
+    job.wait_for(2, "stopped")
+    job.stop(2)
+    wait_for_all(job, [0, 1], "stopped over")
+    check_untouched(path)
+    job.resume(2)
+    job.release("stopped again")
+    wait_for_all(job, [2], "stopped over")
+    job.release("coordinator go")
+    job.wait_for(0, "coordinator")
+    job.stop(0)
+    wait_for_all(job, [1, 2], "coordinator over")
+    check_untouched(path)
+    done = job.wait(check=False)
+
+    for index in (1, 2):
+        killed, missed, stopped, coordinator = done[index].result
+        assert all(word["type"] == "CheckpointTimeout" for word in done[index].result)
+        assert killed["named"] == missed["named"] == [3]
+        assert stopped["named"] == [2, 3]
+        assert 0 in coordinator["named"]
+        assert all(word["s"] < 4 * worker.TIMEOUT_S for word in done[index].result)
+    jaxckpt.save(path, {"w": np.arange(8) + 9}, overwrite=True)
+    assert os.listdir(ram_path) == ["a"]
+
+
+def wait_for_all(job, indices, point):
+    for index in indices:
+        job.wait_for(index, point)
+
+
+def check_untouched(path):
+    assert np.array_equal(jaxckpt.restore(path)["w"], np.arange(8))
+    others = [entry for entry in os.listdir(path.parent) if entry != path.name]
+    assert all(names.is_temporary(entry) for entry in others)
+
+
+@pytest.mark.faults
+def test_the_death_of_the_coordinator_leaves_the_old_tree(start_processes, tmp_path):
+    """JAX aborts the others then; the next job finds the old tree, and saves."""
+    path = tmp_path / "a"
+    jaxckpt.save(path, {"w": np.arange(8)})
+    job = start_processes(
+        "saves:lose_them", count=2, devices_per_process=2, args=[path, [("killed", 0)]]
+    )
+
+    job.release("killed go")
+    job.wait_for(0, "killed")
+    job.kill(0)
+    job.wait(check=False)
+
+    check_untouched(path)
+    jaxckpt.save(path, {"w": np.arange(8) + 9}, overwrite=True)
+    assert os.listdir(tmp_path) == ["a"]

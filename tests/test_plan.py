@@ -1,0 +1,277 @@
+"""Plans, as pure data: every element written once, read once, for any number of processes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxckpt import _box
+from jaxckpt._box import Box
+from jaxckpt._plan import MIN_SLICE_BYTES, ArraySpec, Placement, placement_of, plan_reads, plan_save
+from jaxckpt.format.arrays import MAX_UNIT_BYTES, inner_shape
+from jaxckpt.format.tree import StoredArray
+
+LAWS = settings(deadline=None, derandomize=True, max_examples=100)
+
+
+def grid_placement(shape, parts, copies, devices_per_process):
+    """All shards of the first copy, then of the next, dealt out to processes in that order."""
+    shard_shape = tuple(n // p for n, p in zip(shape, parts, strict=True))
+    boxes = (
+        [box for _, box in _box.tile(_box.whole(shape), shard_shape)] if math.prod(shape) else []
+    )
+    boxes = boxes or [_box.whole(shape)]
+    devices = [(box, copy) for copy in range(copies) for box in boxes]
+    holders = defaultdict(set)
+    for i, (box, _) in enumerate(devices):
+        holders[box].add(i // devices_per_process)
+    return Placement(
+        shard_shape=shard_shape, holders={b: tuple(sorted(p)) for b, p in holders.items()}
+    ), -(-len(devices) // devices_per_process)
+
+
+@st.composite
+def array_specs(draw, processes_out=None):
+    """Arrays over the same processes: sharded, replicated, both, and values of the host."""
+    copies = draw(st.sampled_from([1, 2, 3, 4]))
+    shards = draw(st.sampled_from([1, 2, 4, 8]))
+    per_process = draw(st.sampled_from([1, 2, 4]))
+    arrays = []
+    for _ in range(draw(st.integers(1, 5))):
+        itemsize = draw(st.sampled_from([1, 2, 4, 8]))
+        split = draw(st.sampled_from([1, shards]))
+        rows = split * draw(st.sampled_from([0, 1, 3, 512]))
+        shape = (rows, draw(st.sampled_from([1, 5, 4096])))
+        placement, _ = grid_placement(shape, (split, 1), copies * shards // split, per_process)
+        placement = draw(st.sampled_from([placement, placement, None]))
+        arrays.append(
+            ArraySpec(
+                shape=shape, dtype=f"uint{8 * itemsize}", itemsize=itemsize, placement=placement
+            )
+        )
+    return arrays, -(-copies * shards // per_process)
+
+
+def check_plans(arrays, plans):
+    """The laws of a save, over the plans of all processes."""
+    assert all(plan.stored == plans[0].stored for plan in plans)
+    written = Counter()
+    for p, plan in enumerate(plans):
+        size = 0
+        for write in plan.writes:
+            array, stored = arrays[write.array], plan.stored[write.array]
+            assert write.box.shape == stored.chunk_shape
+            assert all(a % c == 0 for a, c in zip(write.box.start, stored.chunk_shape, strict=True))
+            assert write.box.intersect(write.shard) == write.box
+            if array.placement is None:
+                assert p == 0
+            else:
+                assert p in array.placement.holders[write.shard]
+                assert all(
+                    s % c == 0 for s, c in zip(write.shard.shape, stored.chunk_shape, strict=True)
+                )
+            written[write.array, write.box] += 1
+            size += write.box.size * array.itemsize
+        assert size == plan.total_bytes
+    assert set(written.values()) <= {1}, "a chunk has two writers"
+    for i, array in enumerate(arrays):
+        chunk = plans[0].stored[i].chunk_shape
+        chunks = math.prod(n // c for n, c in zip(array.shape, chunk, strict=True))
+        assert sum(1 for a, _ in written if a == i) == (chunks if math.prod(array.shape) else 0)
+
+
+@LAWS
+@given(array_specs())
+def test_every_element_is_written_once_by_one_process(case):
+    """Chunks tile each array; a chunk is a shard or an equal slice of one, its writer holds it."""
+    arrays, count = case
+
+    check_plans(arrays, [plan_save(arrays, process=p) for p in range(count)])
+
+
+@LAWS
+@given(st.sampled_from([2, 3, 4, 8, 16]), st.lists(st.integers(1, 64), min_size=1, max_size=60))
+def test_replicas_share_the_bytes_evenly(count, sizes):
+    """Among processes that all hold everything no one writes much more than the others."""
+    arrays = []
+    for size in sizes:
+        shape = (size, 16_384)
+        placement = Placement(shard_shape=shape, holders={_box.whole(shape): tuple(range(count))})
+        arrays.append(ArraySpec(shape=shape, dtype="float32", itemsize=4, placement=placement))
+
+    loads = [plan_save(arrays, process=p).total_bytes for p in range(count)]
+
+    largest = (
+        max(s * 16_384 * 4 for s in sizes if s % count or s * 65_536 // count < MIN_SLICE_BYTES)
+        if any(s % count or s * 65_536 // count < MIN_SLICE_BYTES for s in sizes)
+        else 0
+    )
+    assert max(loads) - min(loads) <= largest
+    assert sum(loads) == sum(s * 65_536 for s in sizes)
+
+
+def test_a_large_replicated_array_is_cut_into_equal_slices():
+    """Slices of 1 MiB and more; smaller ones are not cut."""
+
+    def plan(rows, process):
+        shape = (rows, 1024)
+        placement = Placement(shard_shape=shape, holders={_box.whole(shape): (0, 1, 2, 3)})
+        spec = ArraySpec(shape=shape, dtype="float32", itemsize=4, placement=placement)
+        return plan_save([spec], process=process)
+
+    assert plan(1024, 0).stored[0].chunk_shape == (256, 1024)
+    assert [plan(1024, p).total_bytes for p in range(4)] == [1 << 20] * 4
+    assert plan(1020, 0).stored[0].chunk_shape == (1020, 1024)
+    # 1021 is prime: no row divides, the columns do.
+    assert plan(1021, 0).stored[0].chunk_shape == (1021, 1024)
+    assert plan(4 * 1021, 0).stored[0].chunk_shape == (1021, 1024)
+    assert plan(1023 * 4 + 1, 0).stored[0].chunk_shape == (1023 * 4 + 1, 256)
+
+
+@pytest.mark.parametrize("count", [1, 7, 512, 4096])
+def test_a_plan_for_thousands_of_processes(count):
+    """100 arrays over 4,096 processes, fully sharded, replicated and in between, and quickly."""
+    arrays = []
+    for i in range(100):
+        kind = i % 4
+        shape = (4096 * 8, 64) if kind else (64,)
+        if kind == 0:
+            placement = Placement(
+                shard_shape=shape, holders={_box.whole(shape): tuple(range(count))}
+            )
+        else:
+            parts = count if kind == 1 else math.gcd(count, 8)
+            shape = (parts * 64, 64)
+            placement, _ = grid_placement(shape, (parts, 1), count // parts, 1)
+        arrays.append(ArraySpec(shape=shape, dtype="float32", itemsize=4, placement=placement))
+    some = sorted({0, 1 % count, count // 2, count - 1})
+    start = time.process_time()
+
+    plans = [plan_save(arrays, process=p) for p in some]
+
+    assert (time.process_time() - start) / len(some) < 5
+    assert all(plan.stored == plans[0].stored for plan in plans)
+    writers = defaultdict(set)
+    for p, plan in zip(some, plans, strict=True):
+        for write in plan.writes:
+            writers[write.array, write.box].add(p)
+    assert all(len(ps) == 1 for ps in writers.values())
+
+
+@pytest.mark.parametrize("count", [256, pytest.param(4096, marks=pytest.mark.slow)])
+def test_all_plans_together_cover_every_element_once(count):
+    """Of hundreds and thousands of processes."""
+    arrays = []
+    for parts in (count, 16, 1):
+        shape = (parts * 2, 8)
+        placement, _ = grid_placement(shape, (parts, 1), count // parts, 1)
+        arrays += [ArraySpec(shape=shape, dtype="float32", itemsize=4, placement=placement)] * 2
+
+    check_plans(arrays, [plan_save(arrays, process=p) for p in range(count)])
+
+
+def test_a_placement_is_what_jax_says(mesh):
+    """Shards and holders of a real sharding, with eight processes of one device each."""
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    got = placement_of(NamedSharding(mesh, P("x")), (8, 2), lambda device: device.id)
+
+    assert got.shard_shape == (2, 2)
+    assert got.holders == {Box((2 * i, 0), (2 * i + 2, 2)): (2 * i, 2 * i + 1) for i in range(4)}
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+@st.composite
+def readings(draw):
+    """A stored array with chunks, maybe inner ones, and the distinct shards that are wanted."""
+    rank = draw(st.integers(0, 3))
+    inner = [draw(st.integers(1, 3)) for _ in range(rank)]
+    chunk = [n * draw(st.integers(1, 3)) for n in inner]
+    shape = [draw(st.integers(0, 9)) for _ in chunk]
+    use_inner = draw(st.booleans())
+    stored = StoredArray(
+        shape=tuple(shape),
+        dtype="uint8",
+        chunk_shape=tuple(chunk),
+        inner_shape=tuple(inner) if use_inner else None,
+    )
+    tile_shape = [draw(st.integers(1, max(1, n))) for n in shape]
+    targets = [
+        box.intersect(_box.whole(shape)) or _box.whole(shape)
+        for _, box in _box.tile(_box.whole(shape), tile_shape)
+    ]
+    if draw(st.booleans()) and targets:
+        targets = draw(st.lists(st.sampled_from(targets), min_size=1, unique=True))
+    return stored, [t for t in targets if t.size]
+
+
+@settings(LAWS, max_examples=300)
+@given(readings(), st.booleans())
+def test_reads_cover_the_targets_exactly_and_no_unit_twice(case, in_pieces):
+    """Every wanted element comes once; no chunk or inner chunk is touched by two reads."""
+    stored, targets = case
+
+    reads = plan_reads(stored, 1, targets, in_pieces=in_pieces)
+
+    covered = [np.zeros(t.shape, int) for t in targets]
+    units = Counter()
+    for read in reads:
+        for target, part in read.parts:
+            assert part.intersect(read.box) == part
+            covered[target][part.within(targets[target])] += 1
+        for index, _ in _box.tile(read.box, stored.unit_shape):
+            units[index] += 1
+    assert all((c == 1).all() for c in covered)
+    assert set(units.values()) <= {1}
+
+
+def test_a_large_shared_region_is_read_in_pieces():
+    """What several targets need is never held whole; what one needs goes straight to it."""
+    stored = StoredArray(
+        shape=(4096, 65536),
+        dtype="float32",
+        chunk_shape=(4096, 65536),
+        inner_shape=inner_shape((4096, 65536), 4),
+    )
+    halves = [Box((0, 0), (4096, 32768)), Box((0, 32768), (4096, 65536))]
+
+    shared = plan_reads(stored, 4, halves)
+    alone = plan_reads(stored, 4, [_box.whole(stored.shape)])
+
+    assert max(read.box.size * 4 for read in shared) <= MAX_UNIT_BYTES
+    assert len(alone) == 1
+
+
+@settings(LAWS, max_examples=300)
+@given(st.lists(st.integers(1, 10**7), max_size=4), st.sampled_from([1, 2, 4, 8, 16]))
+def test_inner_chunks_divide_a_chunk_and_are_small(chunk, itemsize):
+    """None for a chunk that is small; else equal parts of at most MAX_UNIT_BYTES."""
+    if math.prod(chunk) > 1 << 55:
+        return
+
+    inner = inner_shape(chunk, itemsize)
+
+    if math.prod(chunk) * itemsize <= MAX_UNIT_BYTES:
+        assert inner is None
+    else:
+        assert all(c % i == 0 for c, i in zip(chunk, inner, strict=True))
+        assert math.prod(inner) * itemsize <= MAX_UNIT_BYTES
+
+
+def test_the_same_arrays_give_the_same_plan():
+    """A plan depends on nothing but its arguments."""
+    placement, count = grid_placement((64, 64), (8, 1), 2, 2)
+    arrays = [ArraySpec(shape=(64, 64), dtype="float32", itemsize=4, placement=placement)] * 3
+
+    plans = [plan_save(arrays, process=p) for p in range(count)]
+
+    assert plans == [plan_save(list(arrays), process=p) for p in range(count)]

@@ -1,0 +1,639 @@
+"""Any checkpoint restores onto any mesh, as the caller wants it, reading only what is needed."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import weakref
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from jaxckpt import TreeMismatch, _reader, _restore
+from jaxckpt.storage import _arrays
+from jaxckpt.testing import strategies
+from jaxckpt.testing.strategies import same
+
+LAWS = settings(
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+W = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
+KEY = jax.random.key
+
+
+def mesh_of(sizes):
+    count = int(np.prod(list(sizes.values())))
+    return Mesh(np.array(jax.devices()[:count]).reshape(tuple(sizes.values())), tuple(sizes))
+
+
+def put(values, mesh, spec):
+    return jax.device_put(values, NamedSharding(mesh, spec))
+
+
+def abstract(values, mesh, spec, dtype=None):
+    return jax.ShapeDtypeStruct(
+        values.shape, dtype or values.dtype, sharding=NamedSharding(mesh, spec)
+    )
+
+
+# --- resharding ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def on_4x2(tmp_path_factory):
+    """Leaves sharded in several ways over 4x2 devices: small ones, and one read in regions."""
+    path = tmp_path_factory.mktemp("on_4x2") / "x"
+    mesh = mesh_of({"data": 4, "model": 2})
+    big = np.arange(8 * 2**16, dtype=np.float32).reshape(8, -1)
+    tree = {
+        "both": put(W, mesh, P("data", "model")),
+        "one": put(W, mesh, P(None, "model")),
+        "merged": put(W, mesh, P(("data", "model"))),
+        "none": put(W, mesh, P()),
+        "big": put(big, mesh, P("model", "data")),
+        "keys": put(jax.random.split(KEY(0), 8), mesh, P("data")),
+    }
+    jaxckpt.save(path, tree)
+    return path, jax.tree.map(
+        lambda x: x if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x), tree
+    )
+
+
+MESHES = [
+    {"data": 4, "model": 2},
+    {"data": 2, "model": 4},
+    {"data": 8},
+    {"data": 8, "model": 1},
+    {"a": 2, "b": 2, "c": 2},
+    {"data": 2, "model": 2},
+    {"x": 4, "y": 2},
+    {"only": 1},
+]
+
+
+@pytest.mark.parametrize(
+    "sizes", MESHES, ids=lambda sizes: ",".join(f"{k}={v}" for k, v in sizes.items())
+)
+def test_any_mesh_restores_equal(on_4x2, sizes):
+    """4x2 to 2x4, 8, 8x1, 2x2x2, 2x2, renamed axes and one device, with `like` and with `mesh=`."""
+    path, wanted = on_4x2
+    mesh = mesh_of(sizes)
+    first, last = P(next(iter(sizes))), P(None, list(sizes)[-1])
+    for spec in (first, last, P(), P(tuple(sizes))):
+        like = {
+            name: abstract(value, mesh, spec if name != "keys" or len(spec) == 1 else P())
+            for name, value in wanted.items()
+        }
+
+        got = jaxckpt.restore(path, like)
+
+        for name, value in wanted.items():
+            assert same(_host(got[name]), _host(value)), name
+            assert got[name].sharding.is_equivalent_to(like[name].sharding, value.ndim)
+
+    got = jaxckpt.restore(path, mesh=mesh)
+
+    for name, value in wanted.items():
+        assert same(_host(got[name]), _host(value)), name
+        assert got[name].sharding.mesh == mesh
+
+
+def _host(value):
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return np.asarray(jax.random.key_data(value))
+    return np.asarray(value)
+
+
+def test_without_a_target_arrays_go_where_they_were(on_4x2):
+    """The same mesh, axes and specs, on the same devices."""
+    path, wanted = on_4x2
+
+    got = jaxckpt.restore(path)
+
+    assert got["both"].sharding.spec == P("data", "model")
+    assert got["merged"].sharding.spec == P(("data", "model"))
+    assert dict(got["big"].sharding.mesh.shape) == {"data": 4, "model": 2}
+    assert same(np.asarray(got["big"]), wanted["big"])
+
+
+def test_mesh_takes_the_saved_specs_by_name_and_renamed_by_position(on_4x2):
+    """Axes that the mesh has go by name; on a mesh of as many others, by position."""
+    path, _ = on_4x2
+
+    by_name = jaxckpt.restore(path, mesh=mesh_of({"model": 4, "data": 2}))
+    renamed = jaxckpt.restore(path, mesh=mesh_of({"x": 2, "y": 2}))
+
+    assert by_name["both"].sharding.spec == P("data", "model")
+    assert renamed["both"].sharding.spec == P("x", "y")
+    assert renamed["merged"].sharding.spec == P(("x", "y"))
+
+
+@settings(LAWS, max_examples=40)
+@given(data=st.data())
+def test_any_spec_to_any_spec(data):
+    """Any mesh and PartitionSpec to any other, for any shape and a cast on the way."""
+    shape = tuple(data.draw(st.lists(st.sampled_from([0, 1, 2, 4, 8, 12, 24]), max_size=3)))
+    values = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(np.float32)
+    sizes = data.draw(strategies.mesh_shapes())
+    source = put(values, mesh_of(sizes), data.draw(strategies.specs(sizes, shape)))
+    sizes = data.draw(strategies.mesh_shapes())
+    dtype = data.draw(st.sampled_from([np.float32, np.float64, np.int32, jnp.bfloat16]))
+    like = abstract(values, mesh_of(sizes), data.draw(strategies.specs(sizes, shape)), dtype)
+    shm = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=shm) as folder:
+        jaxckpt.save(f"{folder}/x", {"w": source})
+
+        got = jaxckpt.restore(f"{folder}/x", {"w": like})["w"]
+
+    assert same(np.asarray(got), values.astype(dtype))
+    assert got.sharding == like.sharding
+
+
+# --- reading only what is needed -------------------------------------------------------------
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Counts every value and every region that is read: (name of the array, what) -> times."""
+    seen = Counter()
+    get, read_into = _arrays.Reader.get, _arrays.read_into
+
+    def counted_get(self, key):
+        seen[key] += 1
+        return get(self, key)
+
+    def counted_read_into(array, wheres, outs):
+        for where in wheres:
+            seen[array.kvstore.path, tuple((s.start, s.stop) for s in where)] += 1
+        return read_into(array, wheres, outs)
+
+    monkeypatch.setattr(_arrays.Reader, "get", counted_get)
+    monkeypatch.setattr(_arrays, "read_into", counted_read_into)
+    return seen
+
+
+def test_each_distinct_chunk_is_read_once(on_4x2, reads, mesh):
+    """Eight replicas on eight devices cost one read of each chunk."""
+    path, _ = on_4x2
+
+    jaxckpt.restore(path, {"both": abstract(W, mesh, P())}, only="both", extra="ignore")
+
+    assert set(reads) == {f"both/c/{i}/{j}" for i in range(4) for j in range(2)}
+    assert set(reads.values()) == {1}
+
+
+def bytes_read():
+    """How many bytes TensorStore has read from files, by its own count."""
+    import tensorstore as ts
+
+    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(metric["values"][0]["value"] for metric in metrics)
+
+
+@pytest.mark.parametrize("target", [{"a": 8}, {"a": 2, "b": 4}, {"a": 1}], ids=str)
+@pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a")], ids=str)
+@pytest.mark.parametrize("casts", [False, True])
+def test_every_byte_is_read_once(on_4x2, target, spec, casts):
+    """Of an array that is read in regions, whatever chunk lies in how many shards."""
+    path, wanted = on_4x2
+    size = wanted["big"].nbytes
+    like = abstract(wanted["big"], mesh_of(target), spec, np.float64 if casts else None)
+    before = bytes_read()
+
+    jaxckpt.restore(path, {"big": like}, only="big", extra="ignore")
+
+    assert size <= bytes_read() - before < 1.1 * size + 200_000
+
+
+def test_leaves_that_are_not_wanted_are_not_read(on_4x2, reads):
+    """`only`, `skip`, `extra="ignore"` and a part of `open` read nothing else."""
+    path, wanted = on_4x2
+
+    jaxckpt.restore(path, only="one")
+    jaxckpt.restore(path, skip=["both", "merged", "none", "big", "keys"])
+    jaxckpt.restore(path, {"one": wanted["one"]}, extra="ignore")
+    jaxckpt.open(path)["one"].restore()
+
+    assert {key.partition("/")[0] for key in reads} == {"one"}
+    assert set(reads.values()) == {4}
+
+
+def test_open_reads_no_array_data(on_4x2, reads):
+    """Metadata alone."""
+    path, _ = on_4x2
+
+    str(jaxckpt.open(path))
+
+    assert not reads
+
+
+@settings(LAWS, max_examples=40)
+@given(data=st.data())
+def test_no_chunk_is_read_twice_or_for_nothing(data):
+    """Over random shardings: the regions that are read of an array never touch a chunk twice."""
+    sizes = data.draw(strategies.mesh_shapes())
+    target = data.draw(strategies.mesh_shapes())
+    shape = (24, 8)
+    stored_spec = data.draw(strategies.specs(sizes, shape))
+    like = abstract(
+        np.zeros(shape, np.int8), mesh_of(target), data.draw(strategies.specs(target, shape))
+    )
+    chunk = NamedSharding(mesh_of(sizes), stored_spec).shard_shape(shape)
+    needed = {
+        tuple(a // c for a, c in zip((i, j), chunk, strict=True))
+        for i in range(shape[0])
+        for j in range(shape[1])
+    }
+    seen = Counter()
+    original = _arrays.Reader.get
+
+    def counted(self, key):
+        seen[key] += 1
+        return original(self, key)
+
+    shm = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=shm) as folder, pytest.MonkeyPatch.context() as patch:
+        jaxckpt.save(f"{folder}/x", put(np.zeros(shape, np.int8), mesh_of(sizes), stored_spec))
+        patch.setattr(_arrays.Reader, "get", counted)
+        jaxckpt.restore(f"{folder}/x", like)
+
+    assert len(seen) == len(needed)
+    assert set(seen.values()) == {1}
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_memory_in_flight_is_bounded(tmp_path, monkeypatch, casts):
+    """With a budget for three leaves no more than three are under way at once."""
+    from jaxckpt import _metadata
+    from jaxckpt.storage import locate
+
+    tree = {f"{i:02}": np.full((8, 512), i, np.float32) for i in range(30)}
+    jaxckpt.save(tmp_path / "x", tree)
+    storage, path = locate(tmp_path / "x")
+    item = _metadata.read_item(_metadata.find(storage, path), "state")
+    dtype = np.dtype(np.float16 if casts else np.float32)
+    wanted = [
+        _reader.LeafRead(leaf=leaf, boxes=(jaxckpt._box.whole((8, 512)),), dtype=dtype)
+        for leaf in item.tree.leaves
+    ]
+    budget = 3 * 2 * wanted[0].total_bytes
+    alive, peak, done = 0, 0, 0
+    empty = _reader.empty
+
+    def counted(shape, dtype):
+        nonlocal alive, peak
+        alive += 1
+        peak = max(peak, alive - done)
+        return empty(shape, dtype)
+
+    monkeypatch.setattr(_reader, "empty", counted)
+
+    for i, buffers in enumerate(_reader.read_leaves(item, wanted, budget_bytes=budget)):
+        done += 1
+        assert (next(iter(buffers.values())) == i).all()
+
+    assert alive == done == 30
+    assert 2 <= peak <= 4
+
+
+def test_what_is_cast_is_held_in_a_window(tmp_path, monkeypatch):
+    """Beside its own buffers a leaf that is cast takes no more than the window and one piece."""
+    monkeypatch.setattr(_reader, "_WINDOW_BYTES", 1 << 20)
+    mesh = mesh_of({"x": 8})
+    values = (np.arange(16 << 18, dtype=np.float32) % 999).reshape(16, -1)  # in chunks of 2 MiB
+    jaxckpt.save(tmp_path / "x", put(values, mesh, P("x")))
+    under_way, peak = 0, 0
+    read_into = _arrays.read_into
+
+    class Counting:
+        def __init__(self, pending, size):
+            self.pending, self.size = pending, size
+
+        def result(self):
+            nonlocal under_way
+            under_way -= self.size
+            return self.pending.result()
+
+    def counted(array, wheres, outs):
+        nonlocal under_way, peak
+        under_way += sum(out.nbytes for out in outs)
+        peak = max(peak, under_way)
+        pending = read_into(array, wheres, outs)
+        return [Counting(p, out.nbytes) for p, out in zip(pending, outs, strict=True)]
+
+    monkeypatch.setattr(_arrays, "read_into", counted)
+
+    got = jaxckpt.restore(tmp_path / "x", abstract(values, mesh, P("x"), jnp.float16))
+
+    assert same(np.asarray(got), values.astype(np.float16))
+    assert 0 < peak <= 4 << 20
+
+
+def test_a_target_does_not_keep_its_arrays_alive(tmp_path, monkeypatch):
+    """When the caller has let go of `like`, its arrays are gone before the first byte is read."""
+    tree = {"a": jnp.arange(1000.0), "b": [jnp.ones((10, 10))]}
+    jaxckpt.save(tmp_path / "x", tree)
+    alive = [weakref.ref(leaf) for leaf in jax.tree.leaves(tree)]
+    holder = [tree]
+    del tree
+    seen = []
+    read_leaves = _reader.read_leaves
+
+    def looked_at(*args, **options):
+        gc.collect()
+        seen.append([ref() is not None for ref in alive])
+        return read_leaves(*args, **options)
+
+    monkeypatch.setattr(_restore, "read_leaves", looked_at)
+
+    jaxckpt.restore(tmp_path / "x", holder.pop())
+
+    assert seen == [[False, False]]
+
+
+def test_a_part_does_not_keep_the_targets_arrays_alive(tmp_path, monkeypatch):
+    """The same for `open(path)[...].restore(like)`."""
+    jaxckpt.save(tmp_path / "x", {"a": jnp.arange(1000.0)})
+    holder = [jnp.arange(1000.0)]
+    alive = weakref.ref(holder[0])
+    read_leaves = _reader.read_leaves
+
+    def looked_at(*args, **options):
+        assert alive() is None
+        return read_leaves(*args, **options)
+
+    monkeypatch.setattr(_restore, "read_leaves", looked_at)
+
+    got = jaxckpt.open(tmp_path / "x")["a"].restore(holder.pop())
+
+    assert got.shape == (1000,)
+
+
+# --- what is wanted --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """A checkpoint of a small tree."""
+    jaxckpt.save(
+        tmp_path / "x",
+        {
+            "params": {"w": np.arange(6, dtype=np.float32), "b": np.ones(2, np.float32)},
+            "opt": [np.arange(3), (np.float64(2.5), None)],
+            "lr": 0.1,
+            "step": 7,
+        },
+    )
+    return tmp_path / "x"
+
+
+def test_like_says_the_dtype(plain):
+    """A cast, also one that loses, happens because the target asks for it, and is reported."""
+    told = []
+    like = {"w": np.zeros(6, np.float16), "b": np.zeros(2, np.int8)}
+
+    got = jaxckpt.restore(plain, like, rename={"^params/": ""}, extra="ignore", report=told.append)
+
+    assert got["w"].dtype == np.float16
+    assert got["b"].dtype == np.int8
+    assert dict(told[0].cast) == {"w": ("float32", "float16"), "b": ("float32", "int8")}
+
+
+def test_dtype_is_for_all_float_arrays_and_nothing_else(plain):
+    """ints, keys and Python floats keep theirs; the report says what was cast."""
+    told = []
+
+    got = jaxckpt.restore(plain, dtype="bfloat16", report=told.append)
+
+    assert got["params"]["w"].dtype == jnp.bfloat16
+    assert got["opt"][0].dtype == np.int64
+    assert got["opt"][1][0].dtype == jnp.bfloat16
+    assert got["lr"] == 0.1
+    assert type(got["lr"]) is float
+    assert set(told[0].cast) == {"params/w", "params/b", "opt/1/0"}
+
+
+def test_a_python_target_takes_no_lossy_cast(plain):
+    """A float is no int, however round; an int is a float on request."""
+    with pytest.raises(TreeMismatch):
+        jaxckpt.restore(plain, {"lr": 1}, only="lr")
+    assert same(jaxckpt.restore(plain, {"step": 1.0}, only="step"), {"step": 7.0})
+    with pytest.raises(TreeMismatch):
+        jaxckpt.restore(plain, {"step": True}, only="step")
+
+
+def test_only_and_skip_without_a_target(plain):
+    """Globs over paths; a container's name means all in it; holes turn containers into dicts."""
+    everything = jaxckpt.restore(plain)
+
+    assert same(jaxckpt.restore(plain, only="params"), {"params": everything["params"]})
+    assert same(
+        jaxckpt.restore(plain, only=["params/w", "lr"]),
+        {"params": {"w": everything["params"]["w"]}, "lr": 0.1},
+    )
+    assert same(
+        jaxckpt.restore(plain, only="*", skip="opt*"),
+        {k: v for k, v in everything.items() if k != "opt"},
+    )
+    assert same(jaxckpt.restore(plain, only="opt/1"), {"opt": {"1": everything["opt"][1]}})
+    assert same(jaxckpt.restore(plain, only="*/b", skip="params"), {})
+
+
+def test_a_pattern_that_matches_nothing_is_an_error(plain):
+    """A misspelt `only` must not give back the target as if it were restored."""
+    with pytest.raises(ValueError, match=r"prams.*params/b"):
+        jaxckpt.restore(plain, {"lr": 0.0}, only="prams/*", extra="ignore")
+
+
+def test_only_and_skip_with_a_target(plain):
+    """What is left out of `like` comes back as it is, arrays and abstract ones alike."""
+    like = {
+        "params": {"w": np.zeros(6, np.float32), "b": jax.ShapeDtypeStruct((99,), np.int8)},
+        "opt": "mine",
+        "lr": 0.0,
+        "step": 0,
+    }
+
+    got = jaxckpt.restore(plain, like, skip=["params/b", "opt"])
+
+    assert got["params"]["b"] is like["params"]["b"]
+    assert got["opt"] == "mine"
+    assert got["step"] == 7
+    got = jaxckpt.restore(plain, like, only="lr")
+    assert got["lr"] == 0.1
+    assert got["params"]["w"] is like["params"]["w"]
+
+
+def test_an_ellipsis_asks_for_nothing(plain):
+    """As in Orbax: a leaf `...` of the target is not read."""
+    told = []
+
+    got = jaxckpt.restore(
+        plain,
+        {
+            "params": {"w": ..., "b": np.zeros(2, np.float32)},
+            "opt": [..., (..., None)],
+            "lr": ...,
+            "step": 1,
+        },
+        report=told.append,
+    )
+
+    assert got["params"]["w"] is ...
+    assert set(told[0].loaded) == {"params/b", "step"}
+
+
+def test_missing_and_extra(plain):
+    """Both are errors unless asked otherwise, and both are reported."""
+    like = {"params": {"w": np.zeros(6, np.float32), "new": np.full(3, 5.0)}}
+    with pytest.raises(TreeMismatch) as caught:
+        jaxckpt.restore(plain, like)
+    assert {d.leaf for d in caught.value.differences} == {
+        "params/new",
+        "params/b",
+        "opt/0",
+        "opt/1/0",
+        "lr",
+        "step",
+    }
+    told = []
+
+    got = jaxckpt.restore(plain, like, missing="keep", extra="ignore", report=told.append)
+
+    assert got["params"]["new"] is like["params"]["new"]
+    assert np.array_equal(got["params"]["w"], np.arange(6))
+    assert told[0].missing == ("params/new",)
+    assert set(told[0].extra) == {"params/b", "opt/0", "opt/1/0", "lr", "step"}
+    assert told[0].loaded == ("params/w",)
+
+
+def test_rename(plain):
+    """Saved paths by regular expression to wanted ones; the report says which."""
+    told = []
+    like = {"model": {"kernel": np.zeros(6, np.float32), "b": np.zeros(2, np.float32)}}
+
+    got = jaxckpt.restore(
+        plain,
+        like,
+        rename={"^params/w$": "model/kernel", "^params/": "model/"},
+        extra="ignore",
+        report=told.append,
+    )
+
+    assert np.array_equal(got["model"]["kernel"], np.arange(6))
+    assert dict(told[0].renamed) == {"params/w": "model/kernel", "params/b": "model/b"}
+    got = jaxckpt.restore(plain, rename={"^params/": "model/"}, only="model")
+    assert set(got["model"]) == {"w", "b"}
+    with pytest.raises(ValueError, match="several leaves"):
+        jaxckpt.restore(plain, rename={"^params/.*": "same"})
+
+
+def test_as_numpy(on_4x2):
+    """Host arrays, whatever was saved or wanted; typed keys stay keys."""
+    path, wanted = on_4x2
+
+    for like in (None, wanted):
+        got = jaxckpt.restore(path, like, as_numpy=True)
+
+        for name, value in got.items():
+            if name == "keys":
+                assert jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+            else:
+                assert type(value) is np.ndarray
+                assert np.array_equal(value, wanted[name])
+                assert value.flags.writeable
+
+
+@pytest.mark.parametrize("how", ["one", "tree", "prefix", "function", "spec"])
+def test_shardings(tmp_path, mesh, how):
+    """For all leaves, by a tree, by a container, by a function, as specs of `mesh=`."""
+    jaxckpt.save(
+        tmp_path / "x", {"a": {"w": jnp.zeros((8, 4)), "v": np.zeros((8, 4))}, "b": jnp.zeros(8)}
+    )
+    wanted = NamedSharding(mesh, P("x"))
+    calls = []
+
+    def function(path, shape, dtype):
+        calls.append((path, shape, np.dtype(dtype).name))
+        return wanted
+
+    options = {
+        "one": {"shardings": wanted},
+        "tree": {"shardings": {"a": {"w": wanted, "v": wanted}, "b": wanted}},
+        "prefix": {"shardings": {"a": wanted, "b": wanted}},
+        "function": {"shardings": function},
+        "spec": {"shardings": {"a": P("x"), "b": P("x")}, "mesh": mesh},
+    }[how]
+    got = jaxckpt.restore(tmp_path / "x", **options)
+
+    for leaf in jax.tree.leaves(got):
+        assert leaf.sharding == wanted
+    if how == "function":
+        assert set(calls) == {
+            ("a/w", (8, 4), "float32"),
+            ("a/v", (8, 4), "float64"),
+            ("b", (8,), "float32"),
+        }
+
+
+def test_a_like_of_live_arrays_gives_back_its_shardings(tmp_path, mesh):
+    """Committed arrays keep their sharding; uncommitted ones stay free to move."""
+    like = {"free": jnp.zeros(8), "on": put(np.zeros((8, 2), np.float32), mesh, P("x"))}
+    jaxckpt.save(tmp_path / "x", {"free": jnp.arange(8.0), "on": jnp.ones((8, 2))})
+
+    got = jaxckpt.restore(tmp_path / "x", like)
+
+    assert got["on"].sharding == like["on"].sharding
+    assert not got["free"].committed
+    assert np.array_equal(got["free"], np.arange(8.0))
+
+
+def test_a_bare_leaf_and_its_parts(tmp_path):
+    """The tree may be one array, or one value; an item or a run's root mean the same."""
+    jaxckpt.save(tmp_path / "7", np.arange(3))
+
+    assert np.array_equal(jaxckpt.restore(tmp_path / "7"), np.arange(3))
+    assert np.array_equal(jaxckpt.restore(tmp_path / "7" / "state"), np.arange(3))
+    assert np.array_equal(jaxckpt.restore(tmp_path, np.zeros(3, int)), np.arange(3))
+    assert np.array_equal(jaxckpt.restore(str(tmp_path / "7") + "/"), np.arange(3))
+
+
+def test_restored_arrays_are_the_callers_own(tmp_path):
+    """Donating or writing to what came back changes nothing else."""
+    jaxckpt.save(tmp_path / "x", {"a": jnp.arange(8.0), "b": np.arange(4)})
+    got = jaxckpt.restore(tmp_path / "x")
+    jax.jit(lambda x: x + 1, donate_argnums=0)(got["a"])
+    got["b"][:] = 9
+
+    again = jaxckpt.restore(tmp_path / "x")
+
+    assert np.array_equal(again["a"], np.arange(8.0))
+    assert np.array_equal(again["b"], np.arange(4))
+
+
+@pytest.mark.slow
+def test_an_array_of_more_than_2_gib(tmp_path, mesh):
+    """Sharded and on the host; offsets past 2^31."""
+    values = np.arange((1 << 31) + 8, dtype=np.uint8)
+    jaxckpt.save(tmp_path / "x", {"host": values})
+    got = jaxckpt.restore(
+        tmp_path / "x",
+        jax.ShapeDtypeStruct(values.shape, np.uint8, sharding=NamedSharding(mesh, P("x"))),
+        rename={"host": ""},
+    )
+
+    for shard in got.addressable_shards[::2]:
+        assert np.array_equal(shard.data[-100:], values[shard.index][-100:])
+    del got
+    assert np.array_equal(jaxckpt.restore(tmp_path / "x")["host"], values)

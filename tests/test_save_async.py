@@ -1,0 +1,133 @@
+"""`save_async`: the values are those of the call, and no error gets lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxckpt
+from jaxckpt import CheckpointTimeout, SaveFailed, StepExists, UnsupportedLeaf
+from jaxckpt._save import SaveHandle, _prepare
+from jaxckpt.storage import LocalStorage
+from jaxckpt.testing import FailingStorage
+
+
+@pytest.fixture(scope="module")
+def donate():
+    """Computes in place of its argument, which is gone after."""
+    return jax.jit(lambda x: x * -1 - 7, donate_argnums=0)
+
+
+def test_what_happens_after_the_call_is_not_saved(ram_path, mesh, donate):
+    """Fifty times: numpy leaves are written to, jax arrays donated or deleted, at once."""
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    handles = []
+    for n in range(50):
+        host = np.full(40_000, n, np.float32)
+        tree = {
+            "host": host,
+            "donated": jax.device_put(np.full((8, 5_000), n, np.float32), sharding),
+            "deleted": jnp.full(30_000, n, np.int32),
+            "single": jnp.full(10, n, np.float32),
+        }
+        handles.append(jaxckpt.save_async(ram_path / str(n), tree))
+        host[:] = -1
+        tree["donated"] = donate(tree["donated"])
+        tree["single"] = donate(tree["single"])
+        tree.pop("deleted").delete()
+        tree["reuse"] = jnp.full((8, 5_000), -2, np.float32)
+
+    for n, handle in enumerate(handles):
+        handle.result()
+        got = jaxckpt.restore(ram_path / str(n), as_numpy=True)
+        assert all((leaf == n).all() for leaf in got.values()), n
+
+
+def test_a_failure_is_raised_each_time_it_is_asked_for(tmp_path):
+    """The handle keeps it."""
+    job = _prepare(tmp_path / "a", {"n": 1}, False, None, copy=True)
+    job.storage = FailingStorage(LocalStorage(), 3, OSError(28, "No space left on device"))
+    handle = SaveHandle(job)
+
+    for _ in range(3):
+        with pytest.raises(SaveFailed, match="No space left"):
+            handle.result()
+    assert handle.done()
+    assert "failed" in repr(handle)
+    with pytest.raises(jaxckpt.CheckpointNotFound):
+        jaxckpt.restore(tmp_path / "a")
+
+
+def test_what_can_be_told_at_once_is(tmp_path):
+    """A bad leaf and an existing checkpoint are raised by the call."""
+    with pytest.raises(UnsupportedLeaf):
+        jaxckpt.save_async(tmp_path / "a", {"x": object()})
+    jaxckpt.save_async(tmp_path / "a", {"x": 1}).result()
+    with pytest.raises(StepExists):
+        jaxckpt.save_async(tmp_path / "a", {"x": 1})
+
+
+class Gate:
+    """A storage whose first new directory waits until the gate is open."""
+
+    def __init__(self):
+        self._inner, self.open = LocalStorage(), threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def make_new_dir(self, path):
+        assert self.open.wait(60)
+        self._inner.make_new_dir(path)
+
+
+def test_a_wait_may_end_before_the_save(tmp_path):
+    """`timeout_s` is of the wait: the save goes on, and ends well."""
+    job = _prepare(tmp_path / "a", {"n": 1}, False, None, copy=True)
+    job.storage = gate = Gate()
+    handle = SaveHandle(job)
+
+    with pytest.raises(CheckpointTimeout, match="goes on"):
+        handle.result(timeout_s=0.01)
+    assert not handle.done()
+    assert "under way" in repr(handle)
+    gate.open.set()
+    handle.result()
+
+    assert "committed" in repr(handle)
+    assert jaxckpt.restore(tmp_path / "a") == {"n": 1}
+
+
+def test_saves_of_one_path_at_once(tmp_path):
+    """One of many wins, and the others are told that something is there."""
+    jobs = [_prepare(tmp_path / "a", {"n": n}, False, None, copy=True) for n in range(4)]
+    handles = [SaveHandle(job) for job in jobs]
+    won = []
+    for n, handle in enumerate(handles):
+        try:
+            handle.result()
+        except (StepExists, SaveFailed):
+            continue
+        won.append({"n": n})
+
+    assert won == [jaxckpt.restore(tmp_path / "a")]
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "1 / 0"])
+def test_exit_completes_the_save(tmp_path, ending):
+    """However the interpreter ends, it waits for the save under way."""
+    code = f"""
+import sys, jaxckpt, numpy as np
+jaxckpt.save_async(sys.argv[1], {{"w": np.arange(1_000_000)}})
+{ending}
+"""
+    subprocess.run([sys.executable, "-c", code, tmp_path / "a"], capture_output=True, check=False)
+
+    assert np.array_equal(jaxckpt.restore(tmp_path / "a")["w"], np.arange(1_000_000))

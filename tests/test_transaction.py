@@ -1,0 +1,358 @@
+"""A crash at any instant of a save, a replacement or a deletion leaves all or nothing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import jaxckpt
+from jaxckpt import CheckpointNotFound, SaveFailed, StepExists, _transaction
+from jaxckpt._save import _prepare
+from jaxckpt.format import names
+from jaxckpt.storage import LocalStorage, MemoryStorage
+from jaxckpt.testing import CrashingStorage, FailingStorage, SimulatedCrash
+from jaxckpt.testing._storage import MUTATING_VERBS
+
+# Beside the checkpoint `a` and nobody's to remove: one is what Orbax calls a save under way.
+FOREIGN = {"a.orbax-checkpoint-tmp/f", "a-notes/f", "ab.orbax-checkpoint-tmp-jaxckpt-0/f", "b"}
+
+
+class Intercepted:
+    """A storage that calls `before(verb)` before each change, and may know no exchange."""
+
+    atomic_rename = True
+    scheme = "file"
+
+    def __init__(self, inner, *, before=lambda verb: None, exchanges=True):
+        self._inner, self._before, self._exchanges = inner, before, exchanges
+
+    def __getattr__(self, verb):
+        def call(*args, **kwargs):
+            if verb in MUTATING_VERBS:
+                self._before(verb)
+            return getattr(self._inner, verb)(*args, **kwargs)
+
+        return call
+
+    def exchange(self, a, b):
+        return self._exchanges and self._inner.exchange(a, b)
+
+
+class World:
+    """One directory of a storage with the checkpoint `a` in it, and foreign things."""
+
+    def __init__(self, storage, folder):
+        self.storage, self.folder, self.path = storage, folder, f"{folder}/a"
+        for foreign in FOREIGN:
+            storage.make_dir(os.path.dirname(f"{folder}/{foreign}"))
+            storage.write(f"{folder}/{foreign}", b"foreign")
+
+    @property
+    def url(self):
+        return self.path if self.storage.atomic_rename else f"memory:/{self.path}"
+
+    def job(self, storage, seed, *, overwrite=False):
+        job = _prepare(self.url, tree(seed), overwrite, None, copy=False)
+        job.storage = storage
+        return job
+
+    def save(self, storage, seed, *, overwrite=False):
+        self.job(storage, seed, overwrite=overwrite).run()
+
+    def seed(self):
+        """Which tree is there, every bit of it; None if there is none."""
+        try:
+            found = jaxckpt.restore(self.url)
+        except CheckpointNotFound:
+            return None
+        assert is_tree(found, found["seed"])
+        assert jaxckpt.verify(self.url).ok
+        return found["seed"]
+
+    def check_next_save(self):
+        """The next save needs no help, and leaves what is foreign and nothing else."""
+        if not self.storage.atomic_rename and self.seed() is not None:
+            _transaction.remove(self.storage, self.path)
+        self.save(self.storage, 9, overwrite=self.storage.atomic_rename)
+        assert self.seed() == 9
+        assert self.storage.kind(f"{self.path}/{names.WRITER}") is None
+        wanted = {foreign.partition("/")[0] for foreign in FOREIGN} | {"a"}
+        assert set(self.storage.names(self.folder)) == wanted
+        for foreign in FOREIGN:
+            assert self.storage.read(f"{self.folder}/{foreign}", max_bytes=100) == b"foreign"
+
+
+def tree(seed):
+    """A leaf of every way to be stored."""
+    large = np.random.default_rng(seed).standard_normal(70_000, np.float32)
+    return {"large": large, "small": large[:10].copy(), "text": f"seed {seed}", "seed": seed}
+
+
+def is_tree(found, seed):
+    wanted = tree(seed)
+    return found.keys() == wanted.keys() and all(
+        np.asarray(found[k]).tobytes() == np.asarray(wanted[k]).tobytes() for k in wanted
+    )
+
+
+DISKS = ["exchange", "no exchange"]
+
+
+@pytest.fixture(params=[*DISKS, "memory"])
+def new_world(request, ram_path):
+    """Makes worlds: on a file system with and without RENAME_EXCHANGE, and in a memory store."""
+    return maker(request.param, ram_path)
+
+
+@pytest.fixture(params=DISKS)
+def new_disk(request, ram_path):
+    """`new_world`, where checkpoints can be replaced."""
+    return maker(request.param, ram_path)
+
+
+def maker(kind, ram_path):
+    count = itertools.count()
+
+    def make():
+        if kind == "memory":
+            return World(MemoryStorage(), f"/{uuid.uuid4()}")
+        storage = Intercepted(LocalStorage(), exchanges=kind == "exchange")
+        return World(storage, f"{ram_path}/{next(count)}")
+
+    return make
+
+
+def crashes(new_world, before, act, *, torn=False):
+    """Yields the worlds in which `act` died after 0, 1, 2, ... changes; the last one lived."""
+    for after in itertools.count():
+        world = new_world()
+        before(world)
+        try:
+            act(world, CrashingStorage(world.storage, after, torn=torn))
+        except SimulatedCrash:
+            yield world
+        else:
+            assert after >= 2
+            yield world
+            return
+
+
+def nothing(world):
+    pass
+
+
+def save_1(world, storage=None):
+    world.save(storage or world.storage, 1)
+
+
+def replace_with_2(world, storage):
+    world.save(storage, 2, overwrite=True)
+
+
+def remove(world, storage):
+    _transaction.remove(storage, world.path)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_crash_of_a_save_leaves_all_or_nothing(new_world, torn):
+    """The checkpoint is not there until it is whole."""
+    seen = []
+    for world in crashes(new_world, nothing, save_1, torn=torn):
+        seen.append(world.seed())
+        world.check_next_save()
+
+    assert seen == sorted(seen, key=lambda seed: seed is not None)
+    assert set(seen) == {None, 1}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_crash_of_a_replacement_leaves_the_old_or_the_new(new_disk, torn):
+    """At no instant is there none."""
+    seen = []
+    for world in crashes(new_disk, save_1, replace_with_2, torn=torn):
+        seen.append(world.seed())
+        world.check_next_save()
+
+    assert seen == sorted(seen)
+    assert set(seen) == {1, 2}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_crash_of_a_deletion_leaves_all_or_nothing(new_world, torn):
+    """A checkpoint with holes is never found, and its name is free at once."""
+    seen = []
+    for world in crashes(new_world, save_1, remove, torn=torn):
+        seen.append(world.seed())
+        if seen[-1] is None:
+            save_1(world)
+        world.check_next_save()
+
+    assert set(seen) == {1, None}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize(
+    ("before", "act"), [(nothing, save_1), (save_1, replace_with_2), (save_1, remove)]
+)
+def test_a_crash_of_recovery_is_recovered_from(ram_path, new_disk, before, act, torn):
+    """Wherever a recovery dies, a tree is there as before, and the next one ends the job."""
+    count = itertools.count()
+    for world in crashes(new_disk, before, act):
+        seed = world.seed()
+        for after in itertools.count():
+            copy = shutil.copytree(world.folder, ram_path / f"copy{next(count)}")
+            again = World(world.storage, str(copy))
+            storage = CrashingStorage(world.storage, after, torn=torn)
+            died = False
+            try:
+                _transaction.recover(storage, again.path)
+            except SimulatedCrash:
+                died = True
+            # Recovery may finish a replacement whose new tree was whole already.
+            assert again.seed() == seed or (seed, again.seed()) == (1, 2)
+            again.check_next_save()
+            if not died:
+                break
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("once", [True, False])
+def test_an_error_at_any_verb_is_raised_and_leaves_all_or_nothing(new_disk, once):
+    """Each disk error ends a replacement with SaveFailed, or was about rubbish."""
+    for at in itertools.count():
+        world = new_disk()
+        save_1(world)
+        storage = FailingStorage(world.storage, at, OSError(5, "Input/output error"), once=once)
+        try:
+            replace_with_2(world, storage)
+        except SaveFailed:
+            assert world.seed() in (1, 2)
+        else:
+            assert world.seed() == 2
+        world.check_next_save()
+        if not storage.failed:
+            break
+    assert at > 10
+
+
+def test_a_living_writer_is_left_alone(new_disk, caplog):
+    """Recovery does not touch what somebody is writing; the second to commit is told."""
+    world = new_disk()
+    first = _transaction.begin(world.storage, world.path, overwrite=False)
+
+    world.save(world.storage, 2)
+    with pytest.raises(StepExists, match="came to be"):
+        first.commit({}, lineage={})
+    first.abort()
+
+    assert "another writer is at work" in caplog.text
+    world.check_next_save()
+
+
+def test_an_abort_frees_the_lock_and_the_name(new_world):
+    """After a failed save the same process saves again, with nothing left beside."""
+    world = new_world()
+    _transaction.begin(world.storage, world.path, overwrite=False).abort()
+
+    assert world.seed() is None
+    world.check_next_save()
+
+
+def test_what_is_not_ours_is_not_replaced(new_world):
+    """A directory without our files is StepExists, with and without overwrite, and stays."""
+    world = new_world()
+    world.storage.make_dir(world.path)
+    world.storage.write(f"{world.path}/mine", b"1")
+
+    for overwrite in (False, True):
+        with pytest.raises(StepExists, match="mine"):
+            world.save(world.storage, 1, overwrite=overwrite)
+        with pytest.raises(StepExists, match="mine"):
+            _transaction.begin(world.storage, world.path, overwrite=overwrite)
+
+    assert world.storage.read(f"{world.path}/mine", max_bytes=9) == b"1"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("how", ["removed", "moved"])
+def test_a_writer_whose_directory_is_taken_away_commits_nothing(new_disk, how):
+    """It fails with SaveFailed at whatever verb it was."""
+    verbs = []
+    for at in itertools.count():
+        world, seen = new_disk(), []
+
+        def interfere(verb, world=world, seen=seen, at=at):
+            seen.append(verb)
+            if len(seen) == at + 1:
+                for entry in LocalStorage().names(world.folder):
+                    if names.is_ours_temporary(entry, "a"):
+                        work = f"{world.folder}/{entry}"
+                        shutil.move(work, f"{world.folder}-moved")
+                        if how == "removed":
+                            shutil.rmtree(f"{world.folder}-moved")
+
+        try:
+            world.save(Intercepted(world.storage, before=interfere), 1)
+        except SaveFailed:
+            assert world.seed() is None
+            verbs.append(seen[at])
+        else:
+            assert world.seed() == 1
+        world.check_next_save()
+        if len(seen) <= at:
+            break
+
+    assert {"make_dir", "write", "sync", "create", "rename"} <= set(verbs)
+
+
+@pytest.mark.faults
+def test_of_two_saves_at_once_one_wins_whole(new_world):
+    """The other is told so."""
+    for _ in range(5):
+        world = new_world()
+
+        (winner,) = winners(world, overwrite=False)
+
+        assert world.seed() == winner
+        world.check_next_save()
+
+
+@pytest.mark.faults
+def test_two_replacements_at_once_leave_one_of_them_whole(new_disk):
+    """One after the other may win; who raises did not."""
+    for _ in range(5):
+        world = new_disk()
+        save_1(world)
+
+        won = winners(world, overwrite=True)
+
+        assert world.seed() in won
+        world.check_next_save()
+
+
+def winners(world, *, overwrite):
+    """Saves trees 2 and 3 at the same moment; returns which of them were said to be saved."""
+    start = threading.Barrier(2)
+
+    def save(seed):
+        job = world.job(world.storage, seed, overwrite=overwrite)
+        start.wait()
+        try:
+            job.run()
+        except (StepExists, SaveFailed):
+            return None
+        return seed
+
+    with ThreadPoolExecutor(2) as pool:
+        return [seed for seed in pool.map(save, [2, 3]) if seed is not None]

@@ -1,0 +1,280 @@
+"""Every damaged byte is found: `verify` names it, and `restore` never gives other values for it."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
+from jaxckpt.format import names
+from jaxckpt.testing.strategies import same
+
+pytestmark = pytest.mark.faults
+
+
+def sample_tree():
+    """Arrays of every layout: in a node, one value, an array of one chunk, and of inner chunks."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("x", "y"))
+    rng = np.random.default_rng(0)
+    return {
+        "tiny": np.float32(1.5),
+        "small": rng.normal(size=(64, 8)).astype(np.float32),
+        "value": rng.normal(size=(40_000,)).astype(np.float32),
+        "array": rng.normal(size=(300_000,)).astype(np.float32),
+        "packed": jnp.arange(4000).astype(jnp.int4),
+        "sharded": jax.device_put(
+            rng.normal(size=(64, 4096)).astype(np.float32), NamedSharding(mesh, P("x", "y"))
+        ),
+        "nested": {"key": jax.random.key(5), "text": "t", "none": None},
+    }
+
+
+@pytest.fixture(scope="module")
+def tree():
+    return sample_tree()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, tree):
+    """A checkpoint of `tree`; not to be changed."""
+    path = tmp_path_factory.mktemp("saved") / "checkpoint"
+    jaxckpt.save(path, tree, custom_metadata={"a": 1})
+    return path
+
+
+@pytest.fixture
+def damaged(saved, tmp_path):
+    """A copy of it, to be changed."""
+    return Path(shutil.copytree(saved, tmp_path / "checkpoint"))
+
+
+def files_of(path):
+    return sorted(p for p in path.rglob("*") if p.is_file())
+
+
+def data_files(path):
+    return sorted((path / "state" / names.OCDBT_DATA).iterdir())
+
+
+def flip(file, offset, mask=0x10):
+    with file.open("r+b") as stream:
+        stream.seek(offset)
+        byte = stream.read(1)[0]
+        stream.seek(offset)
+        stream.write(bytes([byte ^ mask]))
+
+
+def outcome(path):
+    try:
+        return jaxckpt.restore(path)
+    except CheckpointError as error:
+        return error
+
+
+def test_a_good_checkpoint_is_good(saved, tree):
+    """No problems, nothing unchecked, everything counted."""
+    report = jaxckpt.verify(saved)
+
+    assert report.ok
+    assert report.problems == report.unchecked == ()
+    assert report.leaves == 9
+    assert report.files == len(files_of(saved)) - 2  # the record and the marker
+    assert report.size_bytes >= sum(
+        x.nbytes for x in jax.tree.leaves(tree) if hasattr(x, "nbytes") and x.dtype == np.float32
+    )
+    assert "good" in str(report)
+    assert same(jaxckpt.restore(saved), tree)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        names.CHECKPOINT_METADATA,
+        names.RECORD,
+        f"state/{names.TREE_METADATA}",
+        f"state/{names.SHARDING}",
+        f"state/{names.STRINGS}",
+        f"state/{names.OCDBT_MANIFEST}",
+        f"state/{names.ARRAY_METADATAS}/process_0",
+    ],
+)
+def test_a_flip_in_any_metadata_file_is_found(saved, tmp_path, name):
+    """`verify` names the file; `restore` refuses it wherever it reads it."""
+    size = (saved / name).stat().st_size
+    for i, offset in enumerate([0, size // 3, size // 2, size - 2]):
+        path = Path(shutil.copytree(saved, tmp_path / f"{i}"))
+        flip(path / name, offset)
+
+        report = jaxckpt.verify(path)
+        got = outcome(path)
+
+        assert not report.ok
+        assert any(p.file == str(path / name) for p in report.problems), report
+        if not name.endswith("process_0"):  # Orbax's; we have its facts in _METADATA
+            assert isinstance(got, CorruptCheckpoint)
+            assert Path(name).name in str(got)
+
+
+def test_flips_anywhere_are_found(saved, tmp_path, tree):
+    """Of 100 flips over all files, none is missed by `verify`, none changes what is restored."""
+    rng = random.Random(0)
+    files = [f.relative_to(saved) for f in files_of(saved) if f.stat().st_size]
+    weights = [1 + (saved / f).stat().st_size // 4096 for f in files]
+    path = Path(shutil.copytree(saved, tmp_path / "x"))
+    for file in [*files, *rng.choices(files, weights, k=100 - len(files))]:
+        offset, mask = rng.randrange((saved / file).stat().st_size), 1 << rng.randrange(8)
+        flip(path / file, offset, mask)
+
+        report = jaxckpt.verify(path)
+        got = outcome(path)
+
+        where = f"{file} at {offset} ^ {mask}"
+        harmless = file.name == names.COMMIT_MARKER or (
+            file.name == names.RECORD and offset == (saved / file).stat().st_size - 1
+        )
+        assert harmless or not report.ok, where
+        assert isinstance(got, CorruptCheckpoint) or same(got, tree), where
+        if file.parent.name == names.OCDBT_DATA:
+            assert any(p.file and p.file.endswith(file.name) for p in report.problems), (
+                where,
+                report,
+            )
+            assert isinstance(got, CorruptCheckpoint), where
+        flip(path / file, offset, mask)
+    assert jaxckpt.verify(path).ok
+
+
+@pytest.mark.slow
+def test_every_byte_of_a_small_checkpoint_is_guarded(tmp_path):
+    """A flip of any one byte, in turn, is found."""
+    path = tmp_path / "x"
+    tree = {"a": np.arange(500), "b": {"c": np.float32(1), "d": "text"}, "e": jax.random.key(0)}
+    jaxckpt.save(path, tree)
+    for file in files_of(path):
+        if file.name == names.COMMIT_MARKER:
+            continue
+        for offset in range(file.stat().st_size - (file.name == names.RECORD)):
+            flip(file, offset)
+
+            assert not jaxckpt.verify(path).ok, (file.name, offset)
+            got = outcome(path)
+            assert isinstance(got, CorruptCheckpoint) or same(got, tree), (file.name, offset)
+
+            flip(file, offset)
+
+
+def test_the_leaf_and_the_file_are_named(saved, damaged):
+    """A flip inside the values of one leaf: its name, its data file, and the other leaves read."""
+    needle = np.asarray(sample_tree()["value"]).tobytes()[1000:1100]
+    file = next(f for f in data_files(damaged) if needle in f.read_bytes())
+    flip(file, file.read_bytes().index(needle))
+
+    report = jaxckpt.verify(damaged)
+    with pytest.raises(CorruptCheckpoint) as caught:
+        jaxckpt.restore(damaged)
+
+    assert [p.leaf for p in report.problems] == ["value"]
+    assert report.problems[0].file == str(file)
+    assert caught.value.leaf == "value"
+    assert caught.value.file == str(file)
+    assert "value" in str(caught.value)
+    assert str(file) in str(caught.value)
+    assert same(jaxckpt.restore(damaged, skip="value")["small"], sample_tree()["small"])
+
+
+def test_every_bad_leaf_is_named_not_only_the_first(saved, damaged):
+    """Damage to several leaves, of several layouts, is all reported in one go."""
+    tree = sample_tree()
+    bad = {"array", "value", "sharded"}
+    for leaf in bad:
+        part = np.asarray(
+            tree[leaf].addressable_shards[3].data if leaf == "sharded" else tree[leaf]
+        )
+        needle = part.tobytes()[2000:2100]
+        file = next(f for f in data_files(damaged) if needle in f.read_bytes())
+        flip(file, file.read_bytes().index(needle))
+
+    report = jaxckpt.verify(damaged)
+
+    assert {p.leaf for p in report.problems} == bad
+
+
+@pytest.mark.parametrize("how", ["truncated", "emptied", "missing", "longer", "swapped"])
+def test_a_data_file_of_the_wrong_size_is_named(saved, damaged, how):
+    """`verify` names the file, `restore` gives no values for what was in it."""
+    jaxckpt.save(damaged.parent / "other", {"x": np.ones(10_000)})
+    file = max(data_files(damaged), key=lambda f: f.stat().st_size)
+    match how:
+        case "truncated":
+            os.truncate(file, file.stat().st_size - 100)
+        case "emptied":
+            os.truncate(file, 0)
+        case "missing":
+            file.unlink()
+        case "longer":
+            file.write_bytes(file.read_bytes() + b"x")
+        case "swapped":
+            shutil.copy(
+                max(data_files(damaged.parent / "other"), key=lambda f: f.stat().st_size), file
+            )
+
+    report = jaxckpt.verify(damaged)
+    got = outcome(damaged)
+
+    assert not report.ok
+    assert str(file) in [p.file for p in report.problems]
+    assert isinstance(got, CorruptCheckpoint) or how == "longer"
+    if isinstance(got, CorruptCheckpoint):
+        assert got.file == str(file)
+
+
+def test_a_file_too_many_is_mentioned(damaged):
+    """What nobody listed does no harm, and is told."""
+    (damaged / "state" / "stray").write_text("x")
+
+    report = jaxckpt.verify(damaged)
+
+    assert report.ok
+    assert any("stray" in what for what in report.unchecked)
+
+
+def test_two_checkpoints_mixed_are_found(saved, damaged, tree):
+    """Metadata of one save beside the data of another."""
+    other = damaged.parent / "other"
+    jaxckpt.save(other, jax.tree.map(lambda x: x, tree))
+    for name in (f"state/{names.OCDBT_MANIFEST}", f"state/{names.TREE_METADATA}"):
+        shutil.copy(other / name, damaged / name)
+
+    assert not jaxckpt.verify(damaged).ok
+    assert isinstance(outcome(damaged), CorruptCheckpoint)
+
+
+def test_metadata_that_contradicts_the_arrays_is_found(saved, damaged):
+    """The tree says another dtype than the array, in a file whose digest fits."""
+    from tests.test_bad_input import rewrite_record
+
+    file = damaged / "state" / names.TREE_METADATA
+    file.write_text(file.read_text().replace('"float32"', '"int32"', 1))
+    rewrite_record(damaged)
+
+    assert not jaxckpt.verify(damaged).ok
+
+
+def test_verify_of_a_run_and_of_an_item(saved, tmp_path):
+    """A run's root is its newest good step, an item the part of its checkpoint."""
+    shutil.copytree(saved, tmp_path / "5")
+
+    assert jaxckpt.verify(tmp_path).path == str(tmp_path / "5")
+    assert jaxckpt.verify(tmp_path / "5" / "state").ok
+    with pytest.raises(CheckpointNotFound):
+        jaxckpt.verify(tmp_path / "6")
