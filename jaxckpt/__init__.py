@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 from jaxckpt._version import __version__
 
 if TYPE_CHECKING:
+    from jaxckpt._match import RestoreReport
     from jaxckpt._restore import restore
     from jaxckpt._save import SaveHandle, save, save_async
-    from jaxckpt._tree import RestoreReport
     from jaxckpt._verify import VerifyReport, verify
     from jaxckpt.errors import (
         CheckpointError,
@@ -55,7 +55,7 @@ _HOME = {
     "save": "_save",
     "save_async": "_save",
     "SaveHandle": "_save",
-    "RestoreReport": "_tree",
+    "RestoreReport": "_match",
     "verify": "_verify",
     "VerifyReport": "_verify",
     "open": "inspection",

@@ -18,7 +18,8 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from jaxckpt._tree import Wanted, key_path
+from jaxckpt._match import Wanted
+from jaxckpt._tree import key_path
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Path, path_text

@@ -251,14 +251,11 @@ class Read:
     parts: tuple[tuple[int, Box], ...]
 
 
-def plan_reads(
-    stored: StoredArray, itemsize: int, targets: Sequence[Box], *, in_pieces: bool = False
-) -> list[Read]:
-    """Covers `targets` (distinct shards of the restored array) with reads of the stored one.
+def plan_reads(stored: StoredArray, itemsize: int, targets: Sequence[Box]) -> list[Read]:
+    """Covers `targets`, which do not overlap, with reads of about `MAX_UNIT_BYTES` at most.
 
-    No stored unit (chunk or inner chunk) is touched by two reads. A region that only one target
-    needs is one read, so that it can go straight into that target's memory; one that several need
-    is read in pieces of about `MAX_UNIT_BYTES` and then divided; with `in_pieces`, all are.
+    No stored unit (chunk or inner chunk) is touched by two reads: what is read once may have to be
+    divided among several targets.
 
     Example:
         >>> stored = StoredArray(shape=(4,), dtype="int8", chunk_shape=(4,))
@@ -279,7 +276,7 @@ def plan_reads(
     reads = []
     for parts in cells.values():
         box = _box.hull([part for _, part in parts])
-        if (len(parts) == 1 and not in_pieces) or box.size * itemsize <= MAX_UNIT_BYTES:
+        if box.size * itemsize <= MAX_UNIT_BYTES:
             reads.append(Read(box=box, parts=tuple(parts)))
         else:
             reads += _pieces(box, parts, unit, itemsize)

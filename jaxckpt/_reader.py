@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from jaxckpt._box import Box
-from jaxckpt._metadata import Item, array_prefix, data_errors, stored_of
+from jaxckpt._item import Item
 from jaxckpt._plan import ChunkRead, plan_chunks, plan_reads
 from jaxckpt._transfer import empty
 from jaxckpt._writer import is_direct
@@ -88,7 +88,7 @@ def _opened(
     """Opens the arrays a little ahead of their use."""
     ahead: deque[tuple[LeafRead, _LeafBuffers]] = deque()
     for read in reads:
-        kind = _SmallChunks if item.ours and is_direct(stored_of(read.leaf)) else _Regions
+        kind = _SmallChunks if item.ours and is_direct(read.leaf.array) else _Regions
         ahead.append((read, kind(item, reader, read)))
         if len(ahead) > _OPEN_AHEAD:
             yield ahead.popleft()
@@ -104,9 +104,9 @@ class _LeafBuffers:
 
     def __init__(self, item: Item, reader: Any, read: LeafRead) -> None:
         self._item, self._reader, self._read = item, reader, read
-        self._stored = stored_of(read.leaf)
+        self._stored = read.leaf.array
         self._dtype = dtype_of(self._stored.dtype)
-        self._name = array_prefix(read.leaf.name)
+        self._name = read.leaf.prefix
         self._buffers: list[np.ndarray[Any, Any]] = []
         self._tasks: Iterator[_Task] = iter(())
         self._pending: deque[_Task] = deque()
@@ -208,7 +208,7 @@ class _Regions(_LeafBuffers):
                 yield 0, pending, _nothing
             return
         # Not with TensorStore's own cast: it differs from numpy's for some dtypes of 8 bits.
-        for region in plan_reads(self._stored, self._dtype.itemsize, boxes, in_pieces=True):
+        for region in plan_reads(self._stored, self._dtype.itemsize, boxes):
             temporary = np.empty(region.box.shape, self._dtype)
             [pending] = read_into(array, [region.box.slices], [temporary])
             parts = [(index[target], part) for target, part in region.parts]
@@ -243,6 +243,8 @@ def _copy(out: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
 @contextlib.contextmanager
 def _blaming(item: Item, leaf: Leaf | None) -> Iterator[None]:
     """Names the leaf, and the file if one is missing or short, when stored data cannot be read."""
+    from jaxckpt.storage._arrays import data_errors
+
     try:
         with data_errors(item.path, leaf.text if leaf else None):
             yield

@@ -15,13 +15,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxckpt import _box, _metadata, _tree
+from jaxckpt import _box, _discovery, _match, _tree
 from jaxckpt._box import Box
-from jaxckpt._metadata import Item, stored_of
+from jaxckpt._item import Item, read_item
+from jaxckpt._match import Request, RestoreReport
 from jaxckpt._placement import Placer
 from jaxckpt._reader import LeafRead, read_leaves
 from jaxckpt._transfer import boxes_here, to_device
-from jaxckpt._tree import Request, RestoreReport
 from jaxckpt.errors import (
     CorruptCheckpoint,
     Difference,
@@ -94,12 +94,12 @@ def restore(
     storage, where = locate(path)
 
     def load() -> Any:  # an Item, or JSON
-        checkpoint = _metadata.find(storage, where)
-        name = _metadata.choose_item(checkpoint, item)
-        file = _metadata.json_file(storage, checkpoint.items[name])
+        checkpoint = _discovery.find(storage, where)
+        name = _discovery.choose_item(checkpoint, item)
+        file = _discovery.json_file(storage, checkpoint.items[name])
         if file is not None:
-            return _metadata.read_json_item(checkpoint, file)
-        return _metadata.read_item(checkpoint, name)
+            return _discovery.read_json_item(checkpoint, file)
+        return read_item(checkpoint, name)
 
     # In a list, so that this call refers to the arrays of `like` no longer than the one below.
     target = [like]
@@ -150,12 +150,12 @@ def restore_from(
     problem, loaded, matched, values = None, None, None, {}
     try:
         if like is not None:
-            wanted, treedef = _tree.flatten_like(like, keep_values=keep_values)
+            wanted, treedef = _match.flatten_like(like, keep_values=keep_values)
         # From here on nothing refers to the arrays of `like`: the caller may have let go of them.
         del like
         loaded = load()
         if isinstance(loaded, Item):
-            matched = _tree.match(
+            matched = _match.match(
                 loaded.tree.leaves,
                 wanted,
                 place=loaded.checkpoint.path,
@@ -269,7 +269,7 @@ def _plan_leaf(request: Request, placer: Placer, *, dtype: Any, as_numpy: bool) 
         kind = "numpy"
     shape = saved.shape
     if saved.kind == "key" and kind in ("array", "numpy"):
-        shape = stored_of(saved).shape
+        shape = saved.array.shape
     elif saved.kind != "key" and kind == "key" and wanted is not None:
         shape = wanted.shape
     out = _out_dtype(saved, request, dtype if kind in _ARRAY_KINDS else None)
@@ -293,7 +293,7 @@ def _plan_leaf(request: Request, placer: Placer, *, dtype: Any, as_numpy: bool) 
                 Difference(
                     leaf=path_text(request.path),
                     wanted=str(sharding),
-                    saved=_tree.describe(saved.kind, saved.dtype, shape, saved.key_impl),
+                    saved=_match.describe(saved.kind, saved.dtype, shape, saved.key_impl),
                 )
             ) from error
     return _Job(request=request, kind=kind, dtype=out, sharding=sharding, boxes=boxes)
@@ -351,7 +351,7 @@ def _read(item: Item, jobs: Sequence[_Job]) -> Iterator[tuple[tuple[str, ...], o
 def _read_dtype(job: _Job) -> np.dtype[Any]:
     """What to read into: the dtype that comes back, unless the stored bytes mean another."""
     saved = job.request.saved
-    stored = dtype_of(stored_of(saved).dtype)
+    stored = dtype_of(saved.array.dtype)
     if job.dtype is None or saved.dtype != stored.name:
         return stored
     return job.dtype
@@ -382,8 +382,8 @@ def _convert(job: _Job, parts: dict[Box, np.ndarray[Any, Any]]) -> object:
     if job.kind == "array":
         if job.sharding is None:
             return _on_default_device(next(iter(parts.values())))
-        shape = saved.shape if saved.kind != "key" else stored_of(saved).shape
-        dtype = job.dtype or dtype_of(stored_of(saved).dtype)
+        shape = saved.shape if saved.kind != "key" else saved.array.shape
+        dtype = job.dtype or dtype_of(saved.array.dtype)
         return to_device(parts, job.sharding, shape, dtype)
     values = next(iter(parts.values()))
     if job.kind == "numpy":
@@ -434,7 +434,7 @@ def _wrap_key(job: _Job, parts: dict[Box, np.ndarray[Any, Any]], impl: str | Non
         data = _on_default_device(next(iter(parts.values())))
     else:
         split = _key_data_sharding(job.sharding, rank)
-        data = to_device(parts, split, data_shape, dtype_of(stored_of(saved).dtype))
+        data = to_device(parts, split, data_shape, dtype_of(saved.array.dtype))
     try:
         key = jax.random.wrap_key_data(data, impl=impl)
     except (ValueError, TypeError) as error:

@@ -199,7 +199,7 @@ class SaveJob:
         """Writes this process's share; returns, when every process is done, who wrote anything."""
         problem, item = None, f"{work}/{names.STATE_ITEM}"
         try:
-            prefixes = [leaf.name + "/" if leaf.name else "" for leaf in _array_leaves(self.flat)]
+            prefixes = [leaf.prefix for leaf in _array_leaves(self.flat)]
             database = database_of(item, self.processes.index, self.processes.count)
             assert self.snapshot is not None  # run() is called once
             write_arrays(

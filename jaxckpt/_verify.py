@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from jaxckpt import _box, _metadata
-from jaxckpt._metadata import Item, stored_of
+from jaxckpt import _box, _discovery
+from jaxckpt._item import Item, read_item
 from jaxckpt._plan import plan_reads
 from jaxckpt._reader import LeafRead, read_leaves
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
@@ -82,18 +82,18 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
     problems: list[Problem] = []
     unchecked: list[str] = []
     try:
-        checkpoint = _metadata.find(storage, where)
+        checkpoint = _discovery.find(storage, where)
     except CorruptCheckpoint as error:
         return _report(where, [_problem(error)], [], 0, 0, 0)
     files = _check_files(checkpoint, problems, unchecked)
     leaves = size = 0
     for name, item_path in checkpoint.items.items():
         try:
-            file = _metadata.json_file(storage, item_path)
+            file = _discovery.json_file(storage, item_path)
             if file is not None:
-                _metadata.read_json_item(checkpoint, file)
+                _discovery.read_json_item(checkpoint, file)
                 continue
-            item = _metadata.read_item(checkpoint, name)
+            item = read_item(checkpoint, name)
         except CheckpointNotFound:
             raise
         except CheckpointError as error:
@@ -109,7 +109,7 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
 
 
 def _check_files(
-    checkpoint: _metadata.Checkpoint, problems: list[Problem], unchecked: list[str]
+    checkpoint: _discovery.Checkpoint, problems: list[Problem], unchecked: list[str]
 ) -> int:
     """Compares every file with the record, and looks for files that it does not list."""
     storage, record = checkpoint.storage, checkpoint.record
@@ -145,7 +145,7 @@ def _file_problem(storage: Storage, file: str, facts: FileFacts) -> str | None:
     return None
 
 
-def _walk(checkpoint: _metadata.Checkpoint) -> list[str]:
+def _walk(checkpoint: _discovery.Checkpoint) -> list[str]:
     storage, found, folders = checkpoint.storage, [], [""]
     while folders:
         folder = folders.pop()
@@ -164,10 +164,10 @@ def _reads(item: Item) -> list[LeafRead]:
     for leaf in item.tree.leaves:
         if not leaf.has_array:
             continue
-        stored = stored_of(leaf)
+        stored = leaf.array
         dtype = dtype_of(stored.dtype)
         everything = _box.whole(stored.shape)
-        pieces = plan_reads(stored, dtype.itemsize, [everything], in_pieces=True)
+        pieces = plan_reads(stored, dtype.itemsize, [everything])
         reads += [LeafRead(leaf=leaf, boxes=(p.box,), dtype=dtype) for p in pieces if p.box.size]
     return reads
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
-from jaxckpt import _metadata
-from jaxckpt._metadata import Item
+from jaxckpt import _discovery
+from jaxckpt._item import Item, read_item, subtree
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.tree import Leaf, Node, Path, parse_path, path_text
 from jaxckpt.storage import locate
@@ -58,7 +58,7 @@ class Checkpoint:
     """
 
     def __init__(
-        self, found: _metadata.Checkpoint, item: str, tree: Item | None, below: Path = ()
+        self, found: _discovery.Checkpoint, item: str, tree: Item | None, below: Path = ()
     ) -> None:
         self._tree = tree
         self._below = below
@@ -85,7 +85,7 @@ class Checkpoint:
         if self._tree is None:
             raise KeyError(f"item {self.item!r} of {self.path} is no tree")
         names = parse_path(path)
-        part = _metadata.subtree(self._tree, names)
+        part = subtree(self._tree, names)
         return Checkpoint(self._found, self.item, part, (*self._below, *names))
 
     def __iter__(self) -> Iterator[str]:
@@ -101,8 +101,8 @@ class Checkpoint:
         def load() -> Any:  # an Item, or JSON
             if self._tree is not None:
                 return self._tree
-            file = _metadata.json_file(self._found.storage, self._found.items[self.item])
-            return None if file is None else _metadata.read_json_item(self._found, file)
+            file = _discovery.json_file(self._found.storage, self._found.items[self.item])
+            return None if file is None else _discovery.read_json_item(self._found, file)
 
         target = [like]
         del like  # so that its arrays are free once the caller has let go of them
@@ -132,10 +132,10 @@ def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint
         float32[2,3] | 7
     """
     storage, where = locate(path)
-    found = _metadata.find(storage, where)
-    name = _metadata.choose_item(found, item)
-    is_json = _metadata.json_file(storage, found.items[name]) is not None
-    return Checkpoint(found, name, None if is_json else _metadata.read_item(found, name))
+    found = _discovery.find(storage, where)
+    name = _discovery.choose_item(found, item)
+    is_json = _discovery.json_file(storage, found.items[name]) is not None
+    return Checkpoint(found, name, None if is_json else read_item(found, name))
 
 
 def _info(item: Item, leaf: Leaf) -> LeafInfo:

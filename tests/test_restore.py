@@ -275,13 +275,13 @@ def test_no_chunk_is_read_twice_or_for_nothing(data):
 @pytest.mark.parametrize("casts", [False, True])
 def test_memory_in_flight_is_bounded(tmp_path, monkeypatch, casts):
     """With a budget for three leaves no more than three are under way at once."""
-    from jaxckpt import _metadata
+    from jaxckpt import _discovery, _item
     from jaxckpt.storage import locate
 
     tree = {f"{i:02}": np.full((8, 512), i, np.float32) for i in range(30)}
     jaxckpt.save(tmp_path / "x", tree)
     storage, path = locate(tmp_path / "x")
-    item = _metadata.read_item(_metadata.find(storage, path), "state")
+    item = _item.read_item(_discovery.find(storage, path), "state")
     dtype = np.dtype(np.float16 if casts else np.float32)
     wanted = [
         _reader.LeafRead(leaf=leaf, boxes=(jaxckpt._box.whole((8, 512)),), dtype=dtype)

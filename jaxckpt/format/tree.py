@@ -112,6 +112,18 @@ class Leaf:
         return ".".join(self.path) if self.alias is None else self.alias
 
     @property
+    def prefix(self) -> str:
+        """What the keys of its array start with; the array of a bare leaf has no prefix."""
+        return f"{self.name}/" if self.name else ""
+
+    @property
+    def array(self) -> StoredArray:
+        """How its array lies on disk; `CorruptCheckpoint` if it has none."""
+        if self.stored is None:
+            raise CorruptCheckpoint(f"leaf {self.text} has no array", leaf=self.text)
+        return self.stored
+
+    @property
     def has_array(self) -> bool:
         """Whether its values are in a zarr array."""
         return self.kind not in ("empty", "ellipsis", "absent") and self.value is None

@@ -7,12 +7,15 @@ here, and `jaxckpt.storage` imports this module only for memory stores and for a
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
 import tensorstore as ts
+
+from jaxckpt.errors import CheckpointError, CorruptCheckpoint
 
 _context: ts.Context | None = None
 _context_lock = threading.Lock()  # guards _context
@@ -322,3 +325,28 @@ def read_into(
             ts.array(out, context=context()).write(array[where], batch=batch)
             for where, out in zip(wheres, outs, strict=True)
         ]
+
+
+class data_errors:  # reads as a verb: `with data_errors(path, leaf):`
+    """Turns what TensorStore raises about stored data into `CorruptCheckpoint` with its place."""
+
+    def __init__(self, path: str, leaf: str | None) -> None:
+        self._path, self._leaf = path, leaf
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, CheckpointError) or not isinstance(error, (ValueError, OSError)):
+            return
+        file = _file_in(str(error), self._path)
+        where = f"leaf {self._leaf}: " if self._leaf else ""
+        raise CorruptCheckpoint(
+            f"{file}: {where}stored data cannot be read: {error}", leaf=self._leaf, file=file
+        ) from error
+
+
+def _file_in(message: str, path: str) -> str:
+    """The file that a message names, if it is one of the checkpoint's."""
+    found = re.search(re.escape(path) + r"[^\s\"':,\]]*", message)
+    return found[0] if found else path

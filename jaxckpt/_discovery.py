@@ -1,0 +1,358 @@
+"""Finds the checkpoint that a path means, and reads the small files at its top.
+
+A path may mean five things, told apart by what lies there:
+
+    a checkpoint      `_CHECKPOINT_METADATA`, our record, or directories that are items
+    an item           `_METADATA`, or a legacy `checkpoint` file, or nothing but zarr arrays
+    a run's root      directories (or Flax files) whose names end in a step number
+    a Flax file       `checkpoint_<step>`, msgpack
+    nothing of these  an error that says what was found
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import posixpath
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat
+from jaxckpt.format import jsontext, names, step
+from jaxckpt.format.step import Record, StepMetadata
+from jaxckpt.storage import Storage
+
+_logger = logging.getLogger("jaxckpt")
+
+_STEP: Final = re.compile(r"(?:.*_)?(\d{1,18})$")
+_CHECKPOINT_MARKS: Final = frozenset(
+    {
+        names.CHECKPOINT_METADATA,
+        names.RECORD,
+        names.ORBAX_MARKER,
+        names.WRITER,
+        names.DELETION_RECORD,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """One committed checkpoint, found but for its items unread.
+
+    Attributes:
+        storage, path: Where it is. A flat checkpoint is its own only item.
+        items: Paths of the items by name; a flat one is called "".
+        step: What `_CHECKPOINT_METADATA` says; empty if there is none.
+        record: Our own record, or None for what another program wrote.
+        deleting: The item that Orbax has begun to delete; it is none of `items`.
+    """
+
+    storage: Storage
+    path: str
+    items: Mapping[str, str]
+    step: StepMetadata = field(default_factory=StepMetadata)
+    record: Record | None = None
+    deleting: str | None = None
+
+
+def find(storage: Storage, path: str) -> Checkpoint:
+    """Finds the checkpoint that a path means; for a run's root, its newest good step.
+
+    Raises:
+        CheckpointNotFound: there is none, or it is not committed.
+        CorruptCheckpoint: its own metadata files are damaged.
+    """
+    if storage.scheme == "file":
+        # Users keep links to the newest step. Inside a checkpoint no link is followed.
+        path = os.path.realpath(path)
+    name = posixpath.basename(path)
+    kind = storage.kind(path)
+    if kind is None and storage.kind(other := _sibling(path, names.replacement(name))) == "dir":
+        path, kind = other, "dir"
+    if kind is None:
+        raise CheckpointNotFound(f"{path}: there is nothing. {_neighbours(storage, path)}")
+    if kind == "file":
+        return _flax_file(storage, path)
+    if kind != "dir":
+        raise CheckpointNotFound(f"{path} is neither a directory nor a regular file")
+    if names.is_temporary(name):
+        raise CheckpointNotFound(
+            f"{path} was never committed: a save of it is under way, or died. "
+            f"{_neighbours(storage, path)}"
+        )
+    return _directory(storage, path)
+
+
+def _directory(storage: Storage, path: str) -> Checkpoint:
+    inside = storage.names(path)
+    if names.TREE_METADATA in inside or not _is_checkpoint(inside):
+        around = _item_of_checkpoint(storage, path)
+        if around is not None:
+            return around
+    if _is_checkpoint(inside):
+        return read_checkpoint(storage, path, inside)
+    if names.TREE_METADATA in inside or storage.kind(f"{path}/{names.LEGACY_TREE}") == "file":
+        return _flat(storage, path)
+    steps = _steps(storage, path, inside)
+    if steps:
+        return _newest_good(storage, path, steps)
+    items = _items(storage, path, inside)
+    if any(json_file(storage, item) is None for item in items.values()):
+        return Checkpoint(storage=storage, path=path, items=items)
+    is_array = any(is_plain_array(storage, f"{path}/{name}") for name in inside)
+    if is_array or _is_item(storage, path):
+        return _flat(storage, path)
+    found = ", ".join(inside[:8]) + (", ..." if len(inside) > 8 else "")
+    raise CheckpointNotFound(
+        f"{path} is no checkpoint, no item of one and no run: it holds {found or 'nothing'}. "
+        f"{_neighbours(storage, path)}"
+    )
+
+
+def _is_checkpoint(inside: Sequence[str]) -> bool:
+    return not _CHECKPOINT_MARKS.isdisjoint(inside)
+
+
+def read_checkpoint(storage: Storage, path: str, inside: Sequence[str] | None = None) -> Checkpoint:
+    """Reads the top files of a checkpoint directory.
+
+    Raises:
+        CheckpointNotFound: it is not committed.
+        CorruptCheckpoint: a file in it is damaged.
+    """
+    inside = storage.names(path) if inside is None else inside
+    record = None
+    if names.WRITER in inside or names.RECORD in inside:
+        if names.COMMIT_MARKER not in inside:
+            raise CheckpointNotFound(
+                f"{path} is not committed: {names.COMMIT_MARKER} is missing. A save of it is under "
+                "way, or died, or it is being deleted."
+            )
+        record_file = f"{path}/{names.RECORD}"
+        if names.RECORD not in inside:
+            raise CorruptCheckpoint(f"{record_file} is missing", file=record_file)
+        data = storage.read(record_file, max_bytes=jsontext.MAX_BYTES)
+        record = step.decode_record(data, file=record_file)
+        refuse_holes(record, path, path, inside)
+    metadata = StepMetadata()
+    if names.CHECKPOINT_METADATA in inside:
+        file = f"{path}/{names.CHECKPOINT_METADATA}"
+        data = read_checked(storage, path, names.CHECKPOINT_METADATA, record)
+        metadata = step.decode(data, file=file)
+    deleting = None
+    if names.DELETION_RECORD in inside:
+        file = f"{path}/{names.DELETION_RECORD}"
+        deleting = step.decode_deletion(storage.read(file, max_bytes=jsontext.MAX_BYTES), file=file)
+    items = _items(storage, path, inside)
+    if names.TREE_METADATA in inside:
+        items = {"": path}
+    if not items:
+        raise CorruptCheckpoint(f"{path}: a checkpoint without items: it holds {inside}", file=path)
+    return Checkpoint(
+        storage=storage,
+        path=path,
+        items={name: where for name, where in items.items() if name != deleting},
+        step=metadata,
+        record=record,
+        deleting=deleting,
+    )
+
+
+def _item_of_checkpoint(storage: Storage, path: str) -> Checkpoint | None:
+    """The checkpoint that the directory is an item of, with that item alone; None if it is not."""
+    parent, name = posixpath.split(path)
+    if names.is_temporary(posixpath.basename(parent)):
+        raise CheckpointNotFound(
+            f"{path} is in a checkpoint that was never committed: its save is under way, or died"
+        )
+    if not any(storage.kind(f"{parent}/{mark}") == "file" for mark in _CHECKPOINT_MARKS):
+        return None
+    try:
+        around = read_checkpoint(storage, parent)
+    except CorruptCheckpoint:
+        if storage.kind(f"{parent}/{names.RECORD}") is not None:
+            raise
+        # Orbax does not make these files durable; the item itself may well be whole.
+        return None
+    if name == around.deleting:
+        raise _being_deleted(around)
+    return replace(around, items={name: path}) if name in around.items else None
+
+
+def _being_deleted(checkpoint: Checkpoint) -> CheckpointNotFound:
+    return CheckpointNotFound(
+        f"{checkpoint.path}: Orbax has begun to delete item {checkpoint.deleting!r}, and part of "
+        f"it may be gone ({names.DELETION_RECORD} is there). It has "
+        f"{', '.join(checkpoint.items) or 'no other item'}."
+    )
+
+
+def _flat(storage: Storage, path: str) -> Checkpoint:
+    return Checkpoint(storage=storage, path=path, items={"": path})
+
+
+def _flax_file(storage: Storage, path: str) -> Checkpoint:
+    if path.endswith((".safetensors", ".npz", ".pt", ".pkl")):
+        raise UnsupportedFormat(f"{path} is no checkpoint directory, and no Flax msgpack file")
+    return Checkpoint(storage=storage, path=path, items={"": path})
+
+
+def _items(storage: Storage, path: str, inside: Sequence[str]) -> dict[str, str]:
+    return {
+        name: f"{path}/{name}"
+        for name in inside
+        if not names.is_temporary(name)
+        and storage.kind(f"{path}/{name}") == "dir"
+        and _is_item(storage, f"{path}/{name}")
+    }
+
+
+def _is_item(storage: Storage, path: str) -> bool:
+    inside = storage.names(path)
+    marks = {names.TREE_METADATA, names.LEGACY_TREE, names.OCDBT_MANIFEST}
+    is_tree = key_folder(inside) is not None or not marks.isdisjoint(inside)
+    return is_tree or _json_file_in(storage, path, inside) is not None
+
+
+def _steps(storage: Storage, path: str, inside: Sequence[str]) -> list[str]:
+    """What looks like a step of a run, newest first."""
+    found = []
+    for name in inside:
+        kind = storage.kind(f"{path}/{name}")
+        number = _STEP.fullmatch(name)
+        if kind == "dir" and number and not names.is_temporary(name):
+            found.append((float(number[1]), name))
+        elif kind == "file" and (flax := names.flax_step(name)) is not None:
+            found.append((flax, name))
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Checkpoint:
+    problems = []
+    for name in steps:
+        try:
+            checkpoint = find(storage, f"{path}/{name}")
+        except CheckpointError as error:
+            problems.append(f"{name}: {error}")
+            continue
+        for problem in problems:
+            _logger.warning("skipped a step of %s: %s", path, problem)
+        return checkpoint
+    raise CheckpointNotFound(
+        f"{path}: none of its {len(steps)} steps can be read:\n  " + "\n  ".join(problems[:10])
+    )
+
+
+def _sibling(path: str, name: str) -> str:
+    return posixpath.join(posixpath.dirname(path), name)
+
+
+def _neighbours(storage: Storage, path: str) -> str:
+    parent = posixpath.dirname(path)
+    if storage.kind(parent) != "dir":
+        return f"{parent} does not exist either."
+    near = [name for name in storage.names(parent) if not names.is_temporary(name)]
+    return f"{parent} holds: {', '.join(near[:8]) or 'nothing'}{', ...' if len(near) > 8 else ''}."
+
+
+def choose_item(checkpoint: Checkpoint, item: str | None) -> str:
+    """The name of the item to restore: the one asked for, the only tree, `state`, or `default`."""
+    storage, items = checkpoint.storage, checkpoint.items
+    if checkpoint.deleting is not None and (item == checkpoint.deleting or not items):
+        raise _being_deleted(checkpoint)
+    if item is not None:
+        if item not in items:
+            raise CheckpointNotFound(
+                f"{checkpoint.path} has no item {item!r}; it has {', '.join(items)}"
+            )
+        return item
+    trees = [
+        name
+        for name, path in items.items()
+        if name != names.METRICS_ITEM and json_file(storage, path) is None
+    ]
+    if len(trees) > 1:
+        trees = [name for name in trees if not _is_random_key(storage, items[name])]
+    if len(items) == 1 or len(trees) == 1:
+        return next(iter(trees or items))
+    for name in (names.STATE_ITEM, names.DEFAULT_ITEM):
+        if name in trees:
+            return name
+    raise CheckpointNotFound(
+        f"{checkpoint.path} has several items, and none is called {names.STATE_ITEM!r}: "
+        f"{', '.join(items)}. Say which: restore(path, item=...)."
+    )
+
+
+def _is_random_key(storage: Storage, path: str) -> bool:
+    return storage.kind(path) == "dir" and key_folder(storage.names(path)) is not None
+
+
+def json_file(storage: Storage, path: str) -> str | None:
+    """The file of a JSON item, None if the item is a tree."""
+    if storage.kind(path) == "file":
+        return None
+    inside = storage.names(path)
+    if names.TREE_METADATA in inside or names.LEGACY_TREE in inside or key_folder(inside):
+        return None
+    return _json_file_in(storage, path, inside)
+
+
+def _json_file_in(storage: Storage, path: str, inside: Collection[str]) -> str | None:
+    # In a run's root there may be a directory of such a name.
+    files = (f"{path}/{name}" for name in names.JSON_ITEM_FILES if name in inside)
+    return next((file for file in files if storage.kind(file) == "file"), None)
+
+
+def read_json_item(checkpoint: Checkpoint, file: str) -> Any:  # JSON
+    """The value of a JSON item."""
+    relative = posixpath.relpath(file, checkpoint.path)
+    data = read_checked(checkpoint.storage, checkpoint.path, relative, checkpoint.record)
+    return jsontext.loads(data, file=file)
+
+
+def key_folder(inside: Collection[str]) -> str | None:
+    """The data of an item that is a random key, which Orbax keeps in a directory of its own."""
+    return next((n for n in (names.JAX_KEY_ITEM, names.NUMPY_KEY_ITEM) if n in inside), None)
+
+
+def is_plain_array(storage: Storage, path: str) -> bool:
+    return storage.kind(path) == "dir" and any(
+        storage.kind(f"{path}/{key}") == "file" for key in (names.ZARR2, names.ZARR3)
+    )
+
+
+def refuse_holes(record: Record | None, base: str, path: str, inside: Collection[str]) -> None:
+    """Refuses a directory that lacks an entry of our record: it may change what the others mean."""
+    prefix = "" if path == base else posixpath.relpath(path, base) + "/"
+    for file in record.files if record is not None else ():
+        name = file.removeprefix(prefix).partition("/")[0]
+        if file.startswith(prefix) and name not in inside:
+            raise CorruptCheckpoint(
+                f"{path}/{name} is missing. Restore an older checkpoint.", file=f"{path}/{name}"
+            )
+
+
+def read_checked(storage: Storage, base: str, relative: str, record: Record | None) -> bytes:
+    """Reads a small file of a checkpoint, and compares it with our record if there is one."""
+    file = f"{base}/{relative}"
+    try:
+        data = storage.read(file, max_bytes=jsontext.MAX_BYTES)
+    except FileNotFoundError as error:
+        raise CorruptCheckpoint(f"{file} is missing", file=file) from error
+    facts = None if record is None else record.files.get(relative)
+    if facts is not None and (facts.size != len(data) or facts.sha256 != step.digest(data)):
+        raise CorruptCheckpoint(
+            f"{file} is damaged: {len(data)} bytes that differ from the {facts.size} that were "
+            "written. Restore an older checkpoint.",
+            file=file,
+        )
+    return data
+
+
+def read_part(checkpoint: Checkpoint, path: str, name: str) -> bytes:
+    relative = posixpath.relpath(f"{path}/{name}", checkpoint.path)
+    return read_checked(checkpoint.storage, checkpoint.path, relative, checkpoint.record)
