@@ -15,9 +15,9 @@ import logging
 import os
 import posixpath
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat
 from jaxckpt.format import jsontext, names, step
@@ -26,6 +26,10 @@ from jaxckpt.storage import Storage
 
 _logger = logging.getLogger("jaxckpt")
 
+T = TypeVar("T")
+
+# How often a reader starts again because a checkpoint was replaced under it.
+_TRIES: Final = 20
 _STEP: Final = re.compile(r"(?:.*_)?(\d{1,18})$")
 _CHECKPOINT_MARKS: Final = frozenset(
     {
@@ -56,6 +60,61 @@ class Checkpoint:
     step: StepMetadata = field(default_factory=StepMetadata)
     record: Record | None = None
     deleting: str | None = None
+
+
+def consistently(storage: Storage, path: str, read: Callable[[], T]) -> T:
+    """Reads a checkpoint as it was at one time: again, if it was replaced in the meantime.
+
+    Raises:
+        CheckpointNotFound: it was replaced each time, or is gone.
+    """
+    for _ in range(_TRIES):
+        before = _generation(storage, path)
+        try:
+            result, problem = read(), None
+        except (CheckpointError, FileNotFoundError) as error:
+            result, problem = None, error
+        if _generation(storage, path) != before:
+            continue
+        if isinstance(problem, CheckpointError):
+            raise problem
+        if problem is not None:
+            raise CheckpointNotFound(f"{path} went while it was being read: {problem}") from problem
+        return cast("T", result)
+    raise CheckpointNotFound(
+        f"{path} was replaced {_TRIES} times while it was being read. Read it when it is at rest."
+    )
+
+
+def _generation(storage: Storage, path: str) -> tuple[str | None, ...]:
+    """Changes when a checkpoint of ours at `path`, or around it, or newest in it, is replaced."""
+    if storage.scheme == "file":
+        path = os.path.realpath(path)
+    inside = storage.names(path) if storage.kind(path) == "dir" else []
+    places = [
+        path,
+        posixpath.dirname(path),
+        _sibling(path, names.replacement(posixpath.basename(path))),
+    ]
+    if names.RECORD not in inside:
+        places += [f"{path}/{name}" for name in _steps(storage, path, inside)[:1]]
+    return (*places, *(_record_digest(storage, place) for place in places))
+
+
+def _record_digest(storage: Storage, path: str) -> str | None:
+    try:
+        return step.digest(storage.read(f"{path}/{names.RECORD}", max_bytes=jsontext.MAX_BYTES))
+    except (OSError, ValueError):
+        return None
+
+
+def check_current(checkpoint: Checkpoint) -> None:
+    """Raises CheckpointNotFound if another checkpoint is now where this one was found."""
+    record = checkpoint.record
+    if record is not None and _record_digest(checkpoint.storage, checkpoint.path) != record.digest:
+        raise CheckpointNotFound(
+            f"{checkpoint.path} was replaced or deleted since it was opened. Open it again."
+        )
 
 
 def find(storage: Storage, path: str) -> Checkpoint:

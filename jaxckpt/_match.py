@@ -164,9 +164,11 @@ def match(
     selected = _selector(only, skip)
     by_path = {path: leaf for path, leaf in zip(names, saved, strict=True) if selected(path)}
     all_paths = [*names, *(want.path for want in wanted or ())]
-    if only is not None and not any(map(_selector(only, None), all_paths)):
-        some = ", ".join(path_text(path) for path in all_paths[:20])
-        raise ValueError(f"only={only!r} matches no leaf of {place}; there are {some}, ...")
+    for option, patterns in (("only", only), ("skip", skip)):
+        if patterns is not None and not any(map(_selector(patterns, None), all_paths)):
+            raise ValueError(f"{option}={patterns!r} matches no leaf. {_some(all_paths, place)}")
+    if rename and not renamed:
+        raise ValueError(f"rename={rename!r} matches no leaf. {_some(names, place)}")
     if wanted is None:
         requests = tuple(Request(path=p, saved=s, wanted=None) for p, s in by_path.items())
         report = _report(requests, (), (), renamed)
@@ -209,6 +211,12 @@ def match(
     return Match(requests=tuple(requests), kept=kept, report=report)
 
 
+def _some(paths: Sequence[Path], place: str) -> str:
+    return f"{place} has {', '.join(path_text(path) for path in paths[:20])}" + (
+        ", ..." if len(paths) > 20 else ""
+    )
+
+
 def _rename(
     saved: Sequence[Leaf], rename: Mapping[str, str] | None
 ) -> tuple[list[Path], dict[str, str]]:
@@ -239,7 +247,8 @@ def _selector(
         listed = [patterns] if isinstance(patterns, str) else patterns
         # A pattern that names a container means everything in it.
         return any(
-            fnmatch.fnmatchcase(text, p) or fnmatch.fnmatchcase(text, f"{p}/*") for p in listed
+            text == p or fnmatch.fnmatchcase(text, p) or fnmatch.fnmatchcase(text, f"{p}/*")
+            for p in listed
         )
 
     def selected(path: Path) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import (
+    AbstractMesh,
     AxisType,
     Mesh,
     NamedSharding,
@@ -25,8 +26,6 @@ from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Path, path_text
 
 _logger = logging.getLogger("jaxckpt")
-
-ShardingFn = Callable[[str, tuple[int, ...], np.dtype[Any]], Any]
 
 
 class Placer:
@@ -52,8 +51,8 @@ class Placer:
         self._mesh = mesh
         self._saved = saved
         self._meshes: dict[SavedSharding, Mesh | None] = {}
-        self._chosen = _chooser(shardings)
-        self._replicated: list[str] = []
+        self._named, self._chosen = _chooser(shardings)
+        self._replicated: dict[str, None] = {}
 
     def place(
         self,
@@ -64,28 +63,55 @@ class Placer:
         wanted: Wanted | None,
     ) -> Sharding | None:
         """The sharding of the leaf at `path`, called `name` in the checkpoint."""
+        saved = self._saved.get(name)
         chosen = self._chosen(path, shape, dtype)
         if isinstance(chosen, PartitionSpec):
             if self._mesh is None:
                 raise TypeError(
                     f"shardings: {path_text(path)} gets a PartitionSpec, which needs mesh="
                 )
-            return NamedSharding(self._mesh, chosen)
+            chosen = NamedSharding(self._mesh, chosen)
         if chosen is not None:
             if not isinstance(chosen, Sharding):
                 raise TypeError(f"shardings: {path_text(path)} gets {chosen!r}, not a sharding")
-            return chosen
-        saved = self._saved.get(name)
+            return self._concrete(chosen, saved, path)
         if self._mesh is not None:
             return self._on_mesh(self._mesh, saved, shape, path)
         if wanted is not None and (wanted.sharding is not None or wanted.uncommitted):
-            return wanted.sharding
+            return self._concrete(wanted.sharding, saved, path)
         if saved is None:
             return None
         if saved.is_single_device:
             return _own_device(saved)
         mesh = self._mesh_like(saved)
         return None if mesh is None else self._on_mesh(mesh, saved, shape, path)
+
+    def _concrete(
+        self, sharding: Sharding | None, saved: SavedSharding | None, path: Path
+    ) -> Sharding | None:
+        """A sharding on devices; `jax.eval_shape` gives ones that have only axes."""
+        if not (isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)):
+            return sharding
+        abstract = sharding.mesh
+        if abstract.empty:
+            return None
+        candidates = [self._mesh, jax.sharding.get_mesh()]
+        if saved is not None and not saved.is_single_device:
+            candidates.append(self._mesh_like(saved))
+        for mesh in candidates:
+            if mesh is not None and not mesh.empty and dict(mesh.shape) == dict(abstract.shape):
+                return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+        raise TypeError(
+            f"like: leaf {path_text(path)} has a sharding on the abstract mesh {abstract}, and no "
+            "mesh of these axes is given, set (jax.set_mesh) or saved. Give mesh=."
+        )
+
+    def check_names(self, paths: Sequence[Path]) -> None:
+        """Refuses a tree of shardings that names what is not there."""
+        known = {path[:depth] for path in paths for depth in range(len(path) + 1)}
+        unknown = [path_text(path) for path in self._named if path not in known]
+        if unknown:
+            raise ValueError(f"shardings: there is no leaf or container {', '.join(unknown)}")
 
     def is_asked(self, path: Path, saved: Leaf) -> bool:
         """Whether the caller's `shardings` say something about a leaf."""
@@ -99,7 +125,7 @@ class Placer:
                 "some axes on this mesh, %s among them",
                 place,
                 len(self._replicated),
-                self._replicated[0],
+                next(iter(self._replicated)),
             )
 
     def _on_mesh(
@@ -114,7 +140,7 @@ class Placer:
             here = [renamed[a] for a in names if a in renamed]
             parts = math.prod(mesh.shape[a] for a in here)
             if len(here) < len(names) or size % parts:
-                self._replicated.append(path_text(path))
+                self._replicated[path_text(path)] = None
             spec.append(tuple(here) if here and size % parts == 0 else None)
         return NamedSharding(mesh, PartitionSpec(*[s[0] if s and len(s) == 1 else s for s in spec]))
 
@@ -130,11 +156,12 @@ class Placer:
         return self._meshes[key]
 
 
-def _chooser(shardings: Any) -> Callable[[Path, tuple[int, ...], Any], Any]:
+def _chooser(shardings: Any) -> tuple[Sequence[Path], Callable[[Path, tuple[int, ...], Any], Any]]:
+    """The paths that a tree of shardings names, and what `shardings` say of a leaf."""
     if shardings is None:
-        return lambda path, shape, dtype: None
+        return (), lambda path, shape, dtype: None
     if callable(shardings) and not isinstance(shardings, (Sharding, PartitionSpec)):
-        return lambda path, shape, dtype: shardings(path_text(path), shape, dtype)
+        return (), lambda path, shape, dtype: shardings(path_text(path), shape, dtype)
     pairs, _ = jax.tree_util.tree_flatten_with_path(
         shardings, is_leaf=lambda x: x is None or isinstance(x, (Sharding, PartitionSpec))
     )
@@ -147,7 +174,7 @@ def _chooser(shardings: Any) -> Callable[[Path, tuple[int, ...], Any], Any]:
                 return by_path[path[:depth]]
         return None
 
-    return nearest
+    return tuple(by_path), nearest
 
 
 def _own_device(saved: SavedSharding) -> Sharding | None:
@@ -160,11 +187,12 @@ def _own_device(saved: SavedSharding) -> Sharding | None:
 
 
 def _rename_axes(saved: SavedSharding, mesh: Mesh) -> dict[str, str]:
-    here = tuple(map(str, mesh.axis_names))
-    by_name = {name: name for name in saved.axis_names if name in here}
-    if len(by_name) == len(saved.axis_names) or len(here) != len(saved.axis_names):
-        return by_name
-    return dict(zip(saved.axis_names, here, strict=True))
+    here = list(map(str, mesh.axis_names))
+    renamed = {name: name for name in saved.axis_names if name in here}
+    if len(here) == len(saved.axis_names):
+        lost = [name for name in saved.axis_names if name not in renamed]
+        renamed |= dict(zip(lost, [name for name in here if name not in renamed], strict=True))
+    return renamed
 
 
 def _mesh_here(saved: SavedSharding) -> Mesh | None:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxckpt import _box, _discovery, _match, _tree
 from jaxckpt._box import Box
+from jaxckpt._discovery import consistently
 from jaxckpt._item import Item, read_item
 from jaxckpt._match import Request, RestoreReport
 from jaxckpt._placement import Placer
@@ -30,9 +31,9 @@ from jaxckpt.errors import (
     UnsupportedFormat,
 )
 from jaxckpt.format.arrays import dtype_of
-from jaxckpt.format.tree import MAX_DIGITS, Kind, Leaf, path_text
-from jaxckpt.multihost import current
-from jaxckpt.storage import locate
+from jaxckpt.format.tree import MAX_DIGITS, Kind, Leaf, Path, path_text
+from jaxckpt.multihost import Processes, current
+from jaxckpt.storage import Storage, locate
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -106,6 +107,7 @@ def restore(
     del like
     return restore_from(
         load,
+        storage,
         where,
         target,
         mesh=mesh,
@@ -123,6 +125,7 @@ def restore(
 
 def restore_from(
     load: Callable[[], Any],
+    storage: Storage,
     where: str,
     target: list[Any],  # of one pytree
     *,
@@ -148,32 +151,39 @@ def restore_from(
     processes = current()
     wanted, treedef = None, None
     problem, loaded, matched, values = None, None, None, {}
+
+    def read() -> tuple[Any, _match.Match | None, dict[Path, object]]:
+        loaded = load()
+        if not isinstance(loaded, Item):
+            return loaded, None, {}
+        matched = _match.match(
+            loaded.tree.leaves,
+            wanted,
+            place=loaded.checkpoint.path,
+            only=only,
+            skip=skip,
+            rename=rename,
+            missing=missing,
+            extra=extra,
+        )
+        placer = Placer(mesh=mesh, shardings=shardings, saved=loaded.shardings)
+        placer.check_names([request.path for request in matched.requests])
+        jobs = _plan(matched.requests, loaded, placer, dtype=dtype, as_numpy=as_numpy)
+        matched = replace(matched, report=replace(matched.report, cast=_casts(jobs)))
+        values = {**matched.kept, **dict(_read(loaded, jobs))}
+        placer.log_replicated(where)
+        return loaded, matched, values
+
     try:
         if like is not None:
             wanted, treedef = _match.flatten_like(like, keep_values=keep_values)
         # From here on nothing refers to the arrays of `like`: the caller may have let go of them.
         del like
-        loaded = load()
-        if isinstance(loaded, Item):
-            matched = _match.match(
-                loaded.tree.leaves,
-                wanted,
-                place=loaded.checkpoint.path,
-                only=only,
-                skip=skip,
-                rename=rename,
-                missing=missing,
-                extra=extra,
-            )
-            placer = Placer(mesh=mesh, shardings=shardings, saved=loaded.shardings)
-            jobs = _plan(matched.requests, loaded, placer, dtype=dtype, as_numpy=as_numpy)
-            matched = replace(matched, report=replace(matched.report, cast=_casts(jobs)))
-            values = {**matched.kept, **dict(_read(loaded, jobs))}
-            placer.log_replicated(where)
+        loaded, matched, values = consistently(storage, where, read)
     except Exception as error:  # told to the other processes, then raised
         problem = error
     if processes.count > 1 and not as_numpy:
-        _share_failure(processes, where, problem)
+        _share_failure(processes, where, problem, loaded)
     if problem is not None:
         raise problem
     if not isinstance(loaded, Item) or matched is None:
@@ -195,12 +205,24 @@ def _check_arguments(missing: str, extra: str) -> None:
         raise ValueError(f"extra must be 'error' or 'ignore', not {extra!r}")
 
 
-def _share_failure(processes: Any, where: str, problem: Exception | None) -> None:
+def _share_failure(
+    processes: Processes, where: str, problem: Exception | None, loaded: object
+) -> None:
     """Lets no process go on into a collective operation that another will never reach."""
-    said = None if problem is None else f"{type(problem).__name__}: {problem}"
+    record = loaded.checkpoint.record if isinstance(loaded, Item) else None
+    said = {
+        "problem": None if problem is None else f"{type(problem).__name__}: {problem}",
+        "token": None if record is None else record.token,
+    }
     name = f"restore/{next(_attempts)}"
-    gathered = processes.gather(name, said, timeout_s=_TIMEOUT_S)
-    failures = {i: text for i, text in enumerate(gathered) if text is not None}
+    gathered: list[Any] = processes.gather(name, said, timeout_s=_TIMEOUT_S)
+    failures = {i: g["problem"] for i, g in enumerate(gathered) if g["problem"] is not None}
+    if not failures:
+        failures = {
+            i: "read another checkpoint than process 0: it was replaced in the meantime"
+            for i, g in enumerate(gathered)
+            if g["token"] != gathered[0]["token"]
+        }
     if failures and problem is None:
         raise ProcessesDisagree(
             f"{where} was not restored:\n"
@@ -288,7 +310,7 @@ def _plan_leaf(request: Request, placer: Placer, *, dtype: Any, as_numpy: bool) 
                 sharding if kind == "array" else _key_data_sharding(sharding, len(shape))
             )
             boxes = boxes_here(data_sharding, data_shape)
-        except ValueError as error:
+        except (ValueError, IndexError) as error:
             raise _DoesNotFit(
                 Difference(
                     leaf=path_text(request.path),
@@ -422,7 +444,7 @@ def _decode_text(data: bytes, saved: Leaf) -> str:
 
 
 def _on_default_device(values: np.ndarray[Any, Any]) -> jax.Array:
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.transfer_guard("allow"):
         return jax.device_put(values)
 
 

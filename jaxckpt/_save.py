@@ -7,12 +7,13 @@ import itertools
 import logging
 import math
 import os
+import posixpath
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
 
 import jax
 import numpy as np
@@ -26,6 +27,7 @@ from jaxckpt.errors import (
     CheckpointError,
     CheckpointTimeout,
     ProcessesDisagree,
+    SaveFailed,
     StepExists,
     UnsupportedFormat,
     UnsupportedLeaf,
@@ -103,6 +105,7 @@ class SaveHandle:
     def __init__(self, job: SaveJob) -> None:
         self._job = job
         self._error: BaseException | None = None
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name=f"jaxckpt-save {job.path}")
         self._thread.start()
 
@@ -113,7 +116,7 @@ class SaveHandle:
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
-        return not self._thread.is_alive()
+        return self._ended
 
     def result(self, timeout_s: float | None = None) -> None:
         """Waits until the checkpoint is committed and durable.
@@ -123,9 +126,11 @@ class SaveHandle:
             Whatever `save` raises, at every call.
         """
         self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if not self._ended:
+            # In a forked child the thread that saves is not there, and counts as ended.
+            where = "" if self._thread.is_alive() else " in the process that this was forked from"
             raise CheckpointTimeout(
-                f"{self.path}: the save is still under way after {timeout_s} s; it goes on"
+                f"{self.path}: the save is still under way{where} after {timeout_s} s; it goes on"
             )
         if self._error is not None:
             raise self._error
@@ -135,10 +140,37 @@ class SaveHandle:
             self._job.run()
         except BaseException as error:  # stored, and raised by `result`
             self._error = error
+            _logger.exception("the save of %s failed", self.path)
+        self._ended = True
 
     def __repr__(self) -> str:
         state = "under way" if not self.done() else "failed" if self._error else "committed"
         return f"<SaveHandle {self.path}: {state}>"
+
+
+class Turn:
+    """The place of a save among those of this process to one path: they commit in their order."""
+
+    _lock = threading.Lock()  # guards _last
+    _last: ClassVar[dict[str, Turn]] = {}
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._ended = threading.Event()
+        with Turn._lock:
+            self._before = Turn._last.get(path)
+            Turn._last[path] = self
+
+    def __enter__(self) -> None:
+        if self._before is not None:
+            self._before._ended.wait(DEFAULT_TIMEOUT_S)
+            self._before = None
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        with Turn._lock:
+            if Turn._last.get(self._path) is self:
+                del Turn._last[self._path]
 
 
 @dataclass(slots=True)
@@ -156,10 +188,15 @@ class SaveJob:
     plan: SavePlan
     snapshot: HostSnapshot | None
     started_ns: int
+    turn: Turn
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     def run(self) -> None:
         """Writes and commits; all processes return, or all raise."""
+        with self.turn:
+            self._run()
+
+    def _run(self) -> None:
         start = time.monotonic()
         transaction, problem = None, None
         if self.processes.index == 0:
@@ -301,7 +338,9 @@ class SaveJob:
         for path, data in files.items():
             self.storage.write(f"{work}/{path}", data)
         digests = {path: step.digest(data) for path, data in files.items()}
-        if self.storage.kind(f"{work}/{manifest}") == "file":
+        if self.plan.stored and self.storage.kind(f"{work}/{manifest}") != "file":
+            raise SaveFailed(f"{work}/{manifest} is missing: the arrays went somewhere else")
+        if self.plan.stored:
             data = self.storage.read(f"{work}/{manifest}", max_bytes=jsontext.MAX_BYTES)
             digests[manifest] = step.digest(data)
         return digests
@@ -346,6 +385,7 @@ def _prepare(
     processes, name = current(), f"save/{next(_attempts)}"
     try:
         storage, where = locate(path)
+        _check_name(where)
         metadata = _check_json(custom_metadata)
         if processes.count == 1:
             _check_target(storage, where, overwrite)
@@ -371,6 +411,7 @@ def _prepare(
         plan=plan,
         snapshot=snapshot,
         started_ns=time.time_ns(),
+        turn=Turn(where),
     )
 
 
@@ -379,6 +420,11 @@ def _check_target(storage: Storage, path: str, overwrite: bool) -> None:
         _transaction.check_target(storage, path, overwrite=overwrite)
     except OSError as error:  # also one of a place where nobody may even look
         _transaction.raise_save_error(path, error)
+
+
+def _check_name(where: str) -> None:
+    if names.is_reserved(posixpath.basename(where)):
+        raise ValueError(f"{where}: names like this are those of checkpoints in the making")
 
 
 def _tell_others(processes: Processes, name: str, error: Exception) -> None:
@@ -450,7 +496,10 @@ def _saved_sharding(sharding: jax.sharding.Sharding) -> SavedSharding:
             device_ids=tuple(device.id for device in mesh.devices.flat),
         )
     if len(devices) == 1:
-        return SavedSharding(device=str(next(iter(devices))))
+        device = next(iter(devices))
+        # What jax called CPU devices until 0.5; every Orbax knows it, only new ones know `cpu:0`.
+        name = f"TFRT_CPU_{device.id}" if device.platform == "cpu" else str(device)
+        return SavedSharding(device=name)
     # Orbax has no word for other shardings, and fails on a file that leaves an array out.
     ids = tuple(sorted(device.id for device in devices))
     return SavedSharding(axis_names=("devices",), axis_sizes=(len(ids),), device_ids=ids)

@@ -42,7 +42,7 @@ from typing import Any, NoReturn
 
 from jaxckpt._version import __version__
 from jaxckpt.errors import CheckpointError, SaveFailed, StepExists, UnsupportedFormat
-from jaxckpt.format import names, step
+from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record
 from jaxckpt.storage import Hold, Storage, is_temporary_file
 
@@ -50,6 +50,10 @@ _logger = logging.getLogger("jaxckpt")
 
 # Files that are in every directory of ours, from the first moment to the last.
 _OURS = (names.WRITER, names.RECORD)
+# A directory with one of these is a checkpoint, or an item of one.
+_MARKS = frozenset(
+    {names.RECORD, names.CHECKPOINT_METADATA, names.ORBAX_MARKER, names.TREE_METADATA}
+)
 
 
 @dataclass(slots=True)
@@ -68,6 +72,7 @@ class Transaction:
     token: str
     overwrite: bool
     hold: Hold | None
+    publishing: bool = False
     committed: bool = False
 
     def claim(self) -> None:
@@ -114,6 +119,7 @@ class Transaction:
         text = f"Checkpoint commit was successful to {self.path}".encode()
         if not self.storage.create(marker, text):
             raise SaveFailed(f"{marker} is there already: another writer committed {self.path}")
+        self.publishing = True
         old = self._publish() if self.storage.atomic_rename else None
         self.committed = True
         try:
@@ -130,8 +136,10 @@ class Transaction:
     def abort(self) -> None:
         """Removes what was written, unless it is committed. Never raises an error of its own."""
         try:
-            # After an exchange that raised, `work` may be the checkpoint that was there before.
-            if not self.committed and self._owner() == self.token:
+            # After an exchange that raised, `work` may be the checkpoint that was there before; it
+            # has no owner. Until then what has none is ours by its name: claiming it failed.
+            mine = (self.token,) if self.publishing else (self.token, None)
+            if not self.committed and self._owner() in mine:
                 _delete(self.storage, self.work)
         except OSError as error:
             _logger.warning("could not remove %s: %s. The next save of it will.", self.work, error)
@@ -183,30 +191,39 @@ def begin(storage: Storage, path: str, *, overwrite: bool) -> Transaction:
     """
     recover(storage, path)
     check_target(storage, path, overwrite=overwrite)
-    token = secrets.token_hex(8)
-    parent, name = posixpath.split(path)
-    storage.make_dir(parent)
-    work = _beside(path, names.temporary(name, token)) if storage.atomic_rename else path
-    storage.make_new_dir(work)
-    transaction = Transaction(storage, path, work, token, overwrite, hold=None)
-    try:
-        transaction.claim()
-    except BaseException:
-        transaction.abort()
-        raise
-    return transaction
+    storage.make_dir(posixpath.dirname(path))
+    while True:
+        token = secrets.token_hex(8)
+        name = names.temporary(posixpath.basename(path), token)
+        work = _beside(path, name) if storage.atomic_rename else path
+        transaction = Transaction(storage, path, work, token, overwrite, hold=None)
+        try:
+            storage.make_new_dir(work)
+            transaction.claim()
+        except FileNotFoundError:
+            # Another writer began here too, and took the directory for a dead one's before it was
+            # claimed. It has gone on since, so this does not go on for ever.
+            if storage.kind(posixpath.dirname(path)) != "dir":
+                raise
+        except BaseException:
+            transaction.abort()
+            raise
+        else:
+            return transaction
 
 
 def check_target(storage: Storage, path: str, *, overwrite: bool) -> None:
     """Raises StepExists if a checkpoint may not be put at `path`."""
+    around = posixpath.dirname(path)
+    if storage.kind(around) == "dir" and not _MARKS.isdisjoint(storage.names(around)):
+        raise StepExists(f"{path} would lie inside the checkpoint {around}. Save beside it.")
     kind = storage.kind(path)
     if kind is None or (not storage.atomic_rename and _is_leftover(storage, path)):
         return
     if kind != "dir":
         raise StepExists(f"{path} is a {'file' if kind == 'file' else 'link or special file'}")
     inside = set(storage.names(path))
-    marks = {names.RECORD, names.CHECKPOINT_METADATA, names.ORBAX_MARKER, names.TREE_METADATA}
-    if marks.isdisjoint(inside):
+    if _MARKS.isdisjoint(inside):
         found = ", ".join(sorted(inside)[:8]) or "nothing; it is empty"
         raise StepExists(
             f"{path} is a directory that is no checkpoint, and is not replaced. It holds: {found}"
@@ -215,8 +232,31 @@ def check_target(storage: Storage, path: str, *, overwrite: bool) -> None:
         raise StepExists(
             f"{path} is a checkpoint already. Save elsewhere, or replace it with overwrite=True."
         )
+    foreign = sorted(_foreign(storage, path, inside))
+    if foreign:
+        raise StepExists(
+            f"{path} holds more than one checkpoint's tree, and is not replaced: "
+            f"{', '.join(foreign[:8])}. Move that away first."
+        )
     if not storage.atomic_rename:
         raise UnsupportedFormat(f"{path}: overwrite=True needs a storage with an atomic rename")
+
+
+def _foreign(storage: Storage, path: str, inside: set[str]) -> set[str]:
+    """What a checkpoint directory holds beside the one tree that `save` would replace."""
+    if names.RECORD in inside:
+        data = storage.read(f"{path}/{names.RECORD}", max_bytes=jsontext.MAX_BYTES)
+        record = step.decode_record(data, file=f"{path}/{names.RECORD}")
+        known = {file.partition("/")[0] for file in record.files} | set(names.TOP_FILES)
+    else:
+        items = [
+            name
+            for name in inside
+            if storage.kind(f"{path}/{name}") == "dir" and not names.is_part_of_tree(name)
+        ]
+        known = {*names.TOP_FILES, *(items if len(items) == 1 else ())}
+        known |= {name for name in inside if names.is_part_of_tree(name)}
+    return {name for name in inside - known if not is_temporary_file(name)}
 
 
 def recover(storage: Storage, path: str) -> None:
@@ -229,9 +269,10 @@ def recover(storage: Storage, path: str) -> None:
     if storage.kind(parent) != "dir":
         return
     entries = storage.names(parent)
-    if names.replacement(name) in entries:
+    replacement = _beside(path, names.replacement(name))
+    if _is_whole(storage, replacement):
         _logger.warning("finishing a replacement of %s that was interrupted", path)
-        _put_in_place(storage, path, _beside(path, names.replacement(name)))
+        _put_in_place(storage, path, replacement)
         entries = storage.names(parent)
     for entry in entries:
         if names.is_ours_temporary(entry, name):
@@ -310,6 +351,12 @@ def _is_leftover(storage: Storage, path: str) -> bool:
     )
 
 
+def _is_whole(storage: Storage, path: str) -> bool:
+    return all(
+        storage.kind(f"{path}/{name}") == "file" for name in (names.RECORD, names.COMMIT_MARKER)
+    )
+
+
 def _beside(path: str, name: str) -> str:
     return posixpath.join(posixpath.dirname(path), name)
 
@@ -333,5 +380,6 @@ def raise_save_error(path: str, error: BaseException) -> NoReturn:
     if isinstance(error, CheckpointError) or not isinstance(error, Exception):
         raise error
     raise SaveFailed(
-        f"{path} was not saved: {type(error).__name__}: {error}. Nothing that was there is changed."
+        f"{path}: the save failed: {type(error).__name__}: {error}. What can be restored there is "
+        "whole: the checkpoint of before, or, if this came after the commit, the new one."
     ) from error

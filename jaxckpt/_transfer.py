@@ -116,7 +116,7 @@ def to_device(
 
     A 64-bit array stays one even where `jax_enable_x64` is off: values are never rounded.
     """
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.transfer_guard("allow"):
         if not buffers:  # all of it is on devices of other processes
             return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
         return jax.make_array_from_callback(

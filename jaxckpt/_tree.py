@@ -51,6 +51,10 @@ _EMPTY_WORDS: Final = {list: "List", tuple: "Tuple", type(None): "None"}
 _ARRAYS: Final = (jax.Array, np.ndarray, np.generic)
 SCALARS: Final = (bool, int, float, complex, str, bytes)
 
+# The containers of a tree take two levels of JSON each, and a reader takes `jsontext.MAX_DEPTH`.
+MAX_LEVELS: Final = 90
+_MAX_NAME_BYTES: Final = 16 << 10  # a key of the database has at most 64 kB
+
 # Stands for a leaf that was not restored.
 ABSENT: Final = type("Absent", (), {"__repr__": lambda _: "ABSENT"})()
 
@@ -135,8 +139,10 @@ def key_path(keys: Sequence[object]) -> Path:
 def _key_name(key: object) -> str:
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+            key = getattr(key, attribute)
+            break
+    # An enum of str prints as something else.
+    return str.__str__(key) if isinstance(key, str) else str(key)
 
 
 def _key_type(key: object) -> int:
@@ -155,6 +161,10 @@ def _name_problems(paths: Sequence[Path]) -> list[str]:
                 f"  {path_text(path)}: on disk it would be called {name!r}, and so would "
                 f"{path_text(other)}; rename one of the keys"
             )
+        if len(path) > MAX_LEVELS:
+            problems.append(f"  {path_text(path[:4])}/...: nested deeper than {MAX_LEVELS} levels")
+        if len(name.encode(errors="replace")) > _MAX_NAME_BYTES:
+            problems.append(f"  {path_text(path)[:80]}...: longer than {_MAX_NAME_BYTES} bytes")
         if not name.isprintable() and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in name):
             problems.append(f"  {path!r}: a key holds a NUL or half of a surrogate pair")
     return problems
@@ -174,7 +184,8 @@ def _describe(
         if is_key_dtype(value.dtype):
             impl = str(jax.random.key_impl(value))
             facts = {"dtype": value.dtype.name, "shape": value.shape, "key_impl": impl}
-            return leaf("key", **facts), jax.random.key_data(value)
+            with jax.ensure_compile_time_eval():  # not into a jit that is being traced
+                return leaf("key", **facts), jax.random.key_data(value)
         return leaf("array", dtype=_check_dtype(value.dtype), shape=value.shape), value
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError("is a masked array; save its data and its mask as two arrays")
@@ -185,7 +196,7 @@ def _describe(
         if any("~" in name for name in path):
             return leaf("str", dtype="uint8", shape=()), _as_bytes(value.encode())
         value.encode()  # half a surrogate pair raises here
-        return leaf("str", value=str(value)), None
+        return leaf("str", value=str.__str__(value)), None
     if isinstance(value, bytes):
         return leaf("bytes", dtype="uint8", shape=()), _as_bytes(value)
     if isinstance(value, np.generic):
@@ -284,14 +295,20 @@ def _class_node(cls: type, names: tuple[str, ...], level: tuple[list[object], An
 
 def _encode_key(key: object) -> object:
     """A dict key as JSON; one that JSON has no word for becomes its text."""
-    if key is None or type(key) in (str, int, float, bool):
+    if isinstance(key, np.integer):
+        return int(key)
+    if key is None or type(key) in (str, int, bool):
         return key
+    if type(key) is float:
+        return key if np.isfinite(key) else {"float": repr(key)}
     if type(key) is tuple:
         return {"tuple": [_encode_key(part) for part in key]}
-    return str(key)
+    return str.__str__(key) if isinstance(key, str) else str(key)
 
 
 def _decode_key(key: object) -> object:
+    if isinstance(key, dict) and "float" in key:
+        return {"inf": float("inf"), "-inf": float("-inf")}.get(key["float"], float("nan"))
     if isinstance(key, dict):
         return tuple(map(_decode_key, key["tuple"]))
     return key
@@ -301,7 +318,7 @@ def _encode_static(value: object) -> object:
     """Static data of a node as JSON; raises TypeError for anything that is not plain data."""
     if value is None:
         return ["none"]
-    if type(value) in (str, int, float, bool):
+    if type(value) in (str, int, bool) or (type(value) is float and np.isfinite(value)):
         return value
     if type(value) in (tuple, list):
         return [type(value).__name__, *map(_encode_static, value)]  # pyright: ignore[reportArgumentType]
@@ -325,7 +342,7 @@ def _decode_static(value: Any) -> Any:  # JSON
 def _find_class(module: str, name: str) -> type | None:
     """A class of a library on the list, None if it is not on it, not installed or not there."""
     for prefix, package in _LIBRARIES:
-        if module == prefix or module.startswith((prefix + ".", prefix + "._")):
+        if module == prefix or module.startswith(prefix + "."):
             try:
                 importlib.import_module(package)
             except ImportError:

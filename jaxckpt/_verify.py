@@ -79,6 +79,10 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
         UnsupportedFormat: it was written by something newer.
     """
     storage, where = locate(path)
+    return _discovery.consistently(storage, where, lambda: _verify(storage, where))
+
+
+def _verify(storage: Storage, where: str) -> VerifyReport:
     problems: list[Problem] = []
     unchecked: list[str] = []
     try:

@@ -70,7 +70,7 @@ class CorruptCheckpoint(CheckpointError, OSError):
 
 
 class SaveFailed(CheckpointError, RuntimeError):
-    """A save did not commit. What was there before is untouched; the cause is chained."""
+    """A save failed; what is there is whole, as a rule what was there before. Has the cause."""
 
 
 class ProcessesDisagree(CheckpointError, RuntimeError):

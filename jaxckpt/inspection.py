@@ -99,6 +99,7 @@ class Checkpoint:
         from jaxckpt._restore import restore_from
 
         def load() -> Any:  # an Item, or JSON
+            _discovery.check_current(self._found)
             if self._tree is not None:
                 return self._tree
             file = _discovery.json_file(self._found.storage, self._found.items[self.item])
@@ -106,7 +107,7 @@ class Checkpoint:
 
         target = [like]
         del like  # so that its arrays are free once the caller has let go of them
-        return restore_from(load, self.path, target, **options)
+        return restore_from(load, self._found.storage, self.path, target, **options)
 
     def __repr__(self) -> str:
         return "\n".join(_lines(self))
@@ -132,10 +133,14 @@ def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint
         float32[2,3] | 7
     """
     storage, where = locate(path)
-    found = _discovery.find(storage, where)
-    name = _discovery.choose_item(found, item)
-    is_json = _discovery.json_file(storage, found.items[name]) is not None
-    return Checkpoint(found, name, None if is_json else read_item(found, name))
+
+    def read() -> Checkpoint:
+        found = _discovery.find(storage, where)
+        name = _discovery.choose_item(found, item)
+        is_json = _discovery.json_file(storage, found.items[name]) is not None
+        return Checkpoint(found, name, None if is_json else read_item(found, name))
+
+    return _discovery.consistently(storage, where, read)
 
 
 def _info(item: Item, leaf: Leaf) -> LeafInfo:

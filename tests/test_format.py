@@ -278,8 +278,9 @@ def test_array_metadata_that_lies(change):
 
 def test_temporary_names_are_those_that_orbax_ignores():
     """What jaxckpt builds or deletes is told from what is committed by its name."""
-    assert names.is_temporary(names.temporary("7", "ab"))
-    assert names.is_temporary(names.deleting("7", "ab"))
-    assert names.is_ours_temporary(names.temporary("7", "ab"), "7")
-    assert not names.is_ours_temporary(names.temporary("17", "ab"), "7")
+    assert names.is_temporary(names.temporary("7", "ab" * 8))
+    assert names.is_temporary(names.deleting("7", "ab" * 8))
+    assert names.is_ours_temporary(names.temporary("7", "ab" * 8), "7")
+    assert not names.is_ours_temporary(names.temporary("7", "mine"), "7")
+    assert not names.is_ours_temporary(names.temporary("17", "ab" * 8), "7")
     assert not names.is_temporary(names.replacement("7"))

@@ -36,8 +36,17 @@ def loads(data: bytes, *, file: str) -> Any:  # callers check each value with `e
 
 
 def dumps(value: object) -> bytes:
-    """Encodes a JSON value as one line of UTF-8."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+    """Encodes a JSON value as one line of UTF-8.
+
+    Raises:
+        ValueError: `loads` would refuse it, or it is no JSON (NaN).
+    """
+    try:
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        _check_depth(value, "JSON")
+    except (RecursionError, CorruptCheckpoint) as error:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from error
+    return text.encode()
 
 
 def expect(value: Any, kind: type[T], what: str, *, file: str) -> T:
@@ -71,9 +80,9 @@ def _check_depth(value: object, file: str) -> None:
         level = [
             child
             for node in level
-            if isinstance(node, (dict, list))
+            if isinstance(node, (dict, list, tuple))
             for child in (node.values() if isinstance(node, dict) else node)
-            if isinstance(child, (dict, list))
+            if isinstance(child, (dict, list, tuple))
         ]
         if not level:
             return

@@ -41,6 +41,8 @@ ZARR2: Final = ".zarray"
 ZARR3: Final = "zarr.json"
 DELETION_RECORD: Final = "_CHECKPOINT_DELETION"
 
+TOP_FILES: Final = (ORBAX_MARKER, CHECKPOINT_METADATA, COMMIT_MARKER, RECORD, WRITER)
+
 # The items a restore looks for when none is named, in this order.
 STATE_ITEM: Final = "state"
 DEFAULT_ITEM: Final = "default"
@@ -59,6 +61,7 @@ _TEMPORARY: Final = ".orbax-checkpoint-tmp"
 _WRITING: Final = _TEMPORARY + "-jaxckpt-"
 _DELETING: Final = _TEMPORARY + "-deleting-"
 _REPLACEMENT: Final = ".jaxckpt-committed"
+_TOKEN: Final = re.compile("[0-9a-f]{16}")
 _FLAX_FILE: Final = re.compile(r"(.*)_(\d+(?:\.\d+)?(?:e[+-]?\d+)?)$")
 
 
@@ -72,9 +75,22 @@ def temporary(name: str, token: str) -> str:
     return f"{name}{_WRITING}{token}"
 
 
+def is_part_of_tree(name: str) -> bool:
+    """Whether a pytree item has an entry of this name, other than arrays in plain files."""
+    files = (TREE_METADATA, SHARDING, STRINGS, OCDBT_MANIFEST, OCDBT_DATA, ARRAY_METADATAS)
+    return name in files or name.startswith(OCDBT_PROCESS) or name.endswith(".__lock")
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a checkpoint of this name would be taken for something else."""
+    return _TEMPORARY in name or name.endswith(_REPLACEMENT)
+
+
 def is_ours_temporary(entry: str, name: str) -> bool:
     """Whether `entry` is what jaxckpt calls the checkpoint `name` while it writes or deletes it."""
-    return entry.startswith((name + _WRITING, name + _DELETING))
+    if not entry.startswith((name + _WRITING, name + _DELETING)):
+        return False
+    return _TOKEN.fullmatch(entry.rpartition("-")[2]) is not None
 
 
 def deleting(name: str, token: str) -> str:

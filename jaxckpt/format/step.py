@@ -114,12 +114,14 @@ class Record:
         token: Unique to the attempt that wrote the checkpoint.
         files: By path inside the checkpoint.
         lineage: Where the values came from, if from another checkpoint.
+        digest: Of the file, once it was read.
     """
 
     writer: str
     token: str
     files: Mapping[str, FileFacts]
     lineage: Mapping[str, Any] = field(default_factory=dict)
+    digest: str = field(default="", compare=False)
 
 
 def encode_record(record: Record) -> bytes:
@@ -171,6 +173,7 @@ def decode_record(data: bytes, *, file: str) -> Record:
         token=expect(top.get("token"), str, "'token'", file=file),
         files=files,
         lineage=expect(top.get("lineage", {}), dict, "'lineage'", file=file),
+        digest=digest(data),
     )
 
 

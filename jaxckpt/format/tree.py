@@ -478,7 +478,9 @@ def _decode_node(value: object, file: str) -> Node:
 
 
 def _check_key(key: object, file: str) -> None:
-    if isinstance(key, dict):
+    if isinstance(key, dict) and "float" in key:
+        expect(key["float"], str, "a key", file=file)
+    elif isinstance(key, dict):
         for part in expect(key.get("tuple"), list, "a key", file=file):
             _check_key(part, file)
     elif key is not None and not isinstance(key, (str, int, float)):

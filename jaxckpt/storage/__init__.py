@@ -44,7 +44,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
         path: A local path, `file:///...`, or `memory://name/...`.
 
     Raises:
-        ValueError: the path is empty, or has a NUL byte or, as a URL, no name in it.
+        ValueError: the path is empty, or has a NUL byte, a backslash or, as a URL, no name in it.
         UnsupportedFormat: the URL is of a kind that jaxckpt has no storage for.
 
     Example:
@@ -59,6 +59,8 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
         raise TypeError(f"the path must be a str or an os.PathLike of str, not {path!r}")
     if not text or "\0" in text:
         raise ValueError(f"the path is empty or holds a NUL byte: {text!r}")
+    if "\\" in text:
+        raise ValueError(f"the path holds a backslash, which TensorStore takes for a '/': {text!r}")
     if _BROKEN_URL.match(text) and not _URL.match(text):
         raise UnsupportedFormat(
             f"{text!r} is a URL that lost a '/', as URLs do in pathlib.Path. Give it as a str, or "

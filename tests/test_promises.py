@@ -1,0 +1,190 @@
+"""Ways in which a promise was once broken: a save or a restore may refuse, but never lie."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from jaxckpt._tree import MAX_LEVELS
+
+
+class Flavour(str, enum.Enum):  # noqa: UP042  # prints as its name, which StrEnum does not
+    SWEET = "sweet"
+
+
+def state(k: int) -> dict[str, object]:
+    return {"name": f"run-{k}", "big": np.full(300_000, k, np.float32), "small": np.full(8, k)}
+
+
+def test_a_reader_sees_the_old_tree_or_the_new_one(tmp_path):
+    """A checkpoint that is replaced again and again under a reader is never read as a mixture."""
+    path = tmp_path / "a"
+    jaxckpt.save(path, state(0))
+    stop, failures = threading.Event(), []
+
+    def replace() -> None:
+        k = 1
+        while not stop.is_set():
+            jaxckpt.save(path, state(k), overwrite=True)
+            k += 1
+
+    writer = threading.Thread(target=replace, name="writer")
+    writer.start()
+    try:
+        for _ in range(60):
+            got = jaxckpt.restore(path)
+            seen = {got["name"], *(f"run-{int(v)}" for v in np.unique(got["big"]))}
+            seen |= {f"run-{v}" for v in np.unique(got["small"])}
+            if len(seen) != 1:
+                failures.append(seen)
+    finally:
+        stop.set()
+        writer.join()
+
+    assert failures == []
+
+
+def test_what_was_opened_is_what_is_read(tmp_path):
+    """A handle on a checkpoint that was replaced since says so."""
+    jaxckpt.save(tmp_path / "a", state(0))
+    opened = jaxckpt.open(tmp_path / "a")
+    jaxckpt.save(tmp_path / "a", state(1), overwrite=True)
+
+    with pytest.raises(jaxckpt.CheckpointNotFound, match="replaced"):
+        opened.restore()
+
+
+def test_saves_to_one_path_commit_in_their_order(tmp_path):
+    """Of several saves in flight to one path the last one called is the one that stays."""
+    for _ in range(5):
+        handles = [jaxckpt.save_async(tmp_path / "a", state(k), overwrite=True) for k in range(4)]
+        for handle in handles:
+            handle.result()
+
+        assert jaxckpt.restore(tmp_path / "a")["name"] == "run-3"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("name", ["a\\b", "y.orbax-checkpoint-tmp", "z.jaxckpt-committed"])
+def test_a_name_that_cannot_be_read_back_is_refused(tmp_path, name):
+    """Not saved and acknowledged under a name where nothing finds it."""
+    with pytest.raises(ValueError, match=r"backslash|in the making"):
+        jaxckpt.save(f"{tmp_path}/{name}", state(0))
+
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_tree_is_as_deep_as_can_be_read_back(tmp_path):
+    """The deepest tree that is accepted comes back; a deeper one is refused by name."""
+    tree: object = np.arange(2)
+    for _ in range(MAX_LEVELS):
+        tree = {"k": tree}
+
+    jaxckpt.save(tmp_path / "a", tree)
+    with pytest.raises(jaxckpt.UnsupportedLeaf, match="nested deeper"):
+        jaxckpt.save(tmp_path / "b", {"k": tree})
+    with pytest.raises(TypeError, match="custom_metadata"):
+        jaxckpt.save(tmp_path / "b", {"w": 1}, custom_metadata={"k": tree})
+
+    assert jax.tree.structure(jaxckpt.restore(tmp_path / "a")) == jax.tree.structure(tree)
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_directory_of_others_is_left_alone(tmp_path):
+    """What only looks like a leftover of ours by its name is neither adopted nor removed."""
+    for name in ("a.orbax-checkpoint-tmp-deleting-mine", "a.jaxckpt-committed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("mine")
+
+    jaxckpt.save(tmp_path / "a", state(0))
+
+    assert len(list(tmp_path.glob("*/file"))) == 2
+
+
+def test_overwrite_replaces_one_tree_and_nothing_else(tmp_path):
+    """A checkpoint with something else in it, a nested one, and an item of one are refused."""
+    path = tmp_path / "a"
+    jaxckpt.save(path, state(0))
+    with pytest.raises(jaxckpt.StepExists, match="inside"):
+        jaxckpt.save(path / "2", state(1))
+    with pytest.raises(jaxckpt.StepExists, match="inside"):
+        jaxckpt.save(path / "state", state(1), overwrite=True)
+    (path / "notes.txt").write_text("mine")
+    with pytest.raises(jaxckpt.StepExists, match=r"notes\.txt"):
+        jaxckpt.save(path, state(1), overwrite=True)
+
+    assert (path / "notes.txt").read_text() == "mine"
+    assert jaxckpt.restore(path)["name"] == "run-0"
+
+
+def test_the_text_of_an_enum_is_its_value(tmp_path):
+    """An enum of str is saved as what it equals, not as what it prints."""
+    jaxckpt.save(tmp_path / "a", {"f": Flavour.SWEET, "d": {Flavour.SWEET: 1}})
+
+    assert jaxckpt.restore(tmp_path / "a") == {"f": "sweet", "d": {"sweet": 1}}
+
+
+def test_like_may_be_abstract(tmp_path):
+    """`jax.eval_shape` of a state on a mesh with explicit axes gives shardings without devices."""
+    mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
+    x = jax.device_put(np.arange(64.0, dtype=np.float32).reshape(8, 8), NamedSharding(mesh, P("d")))
+    jaxckpt.save(tmp_path / "a", {"x": x})
+    like = jax.eval_shape(lambda: {"x": x})
+
+    got = jaxckpt.restore(tmp_path / "a", like)
+
+    assert got["x"].sharding.is_equivalent_to(x.sharding, 2)
+    assert np.array_equal(got["x"], x)
+
+
+def test_a_restore_works_under_a_transfer_guard(tmp_path):
+    """A restore is a transfer that was asked for."""
+    jaxckpt.save(tmp_path / "a", {"x": jnp.arange(4)})
+
+    with jax.transfer_guard("disallow"):
+        got = jaxckpt.restore(tmp_path / "a")
+
+    assert np.array_equal(got["x"], np.arange(4))
+
+
+def test_a_failed_background_save_leaves_a_trace(tmp_path, caplog):
+    """Also if nobody keeps its handle."""
+    (tmp_path / "file").write_text("")
+
+    with caplog.at_level(logging.ERROR, logger="jaxckpt"):
+        handle = jaxckpt.save_async(tmp_path / "file" / "a", state(0))
+        with pytest.raises(jaxckpt.SaveFailed):
+            handle.result()
+
+    assert "failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"skip": "bg"}, {"only": "bg"}, {"rename": {"bg": "x"}}, {"shardings": {"bg": None}}],
+    ids=lambda option: next(iter(option)),
+)
+def test_an_option_that_names_nothing_is_an_error(tmp_path, option):
+    """A misspelt path must not be ignored."""
+    jaxckpt.save(tmp_path / "a", state(0))
+
+    with pytest.raises(ValueError, match="bg"):
+        jaxckpt.restore(tmp_path / "a", **option)
+
+
+def test_a_spec_of_too_many_dimensions_names_its_leaf(tmp_path, mesh):
+    """Like any other sharding that does not fit."""
+    jaxckpt.save(tmp_path / "a", {"j": jnp.arange(8)})
+
+    with pytest.raises(jaxckpt.TreeMismatch, match="j "):
+        jaxckpt.restore(tmp_path / "a", mesh=mesh, shardings={"j": P("x", "y")})
