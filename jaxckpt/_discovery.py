@@ -117,6 +117,34 @@ def check_current(checkpoint: Checkpoint) -> None:
         )
 
 
+def changed_files(checkpoint: Checkpoint) -> list[str]:
+    """Data files that are not those that were written, though each chunk in them may be whole."""
+    from jaxckpt.storage._arrays import samples
+
+    files = checkpoint.record.files if checkpoint.record is not None else {}
+    storage = checkpoint.storage
+    wanted = {
+        path: facts
+        for path, facts in files.items()
+        # TensorStore follows links and waits for a FIFO. Those, and wrong sizes, are found without.
+        if facts.sample is not None and _has_size(storage, f"{checkpoint.path}/{path}", facts.size)
+    }
+    spec = storage.kvstore(checkpoint.path)
+    found = samples(spec, {path: facts.size for path, facts in wanted.items()})
+    return [
+        f"{checkpoint.path}/{path}"
+        for path, facts in wanted.items()
+        if step.digest(found[path]) != facts.sample
+    ]
+
+
+def _has_size(storage: Storage, file: str, size: int) -> bool:
+    try:
+        return storage.kind(file) == "file" and storage.size(file) == size
+    except OSError:
+        return False
+
+
 def find(storage: Storage, path: str) -> Checkpoint:
     """Finds the checkpoint that a path means; for a run's root, its newest good step.
 

@@ -103,14 +103,18 @@ class Transaction:
             SaveFailed: another writer took over.
             StepExists: something came to be at the path meanwhile.
         """
+        from jaxckpt.storage._arrays import samples
+
+        sizes = dict(_files(self.storage, self.work))
+        data = {path: size for path, size in sizes.items() if path not in digests}
+        sampled = samples(self.storage.kvstore(self.work), data)
+        facts = {
+            path: FileFacts(size=size, sha256=digests.get(path)) for path, size in sizes.items()
+        }
+        for path, sample in sampled.items():
+            facts[path] = FileFacts(size=sizes[path], sample=step.digest(sample))
         record = Record(
-            writer=f"jaxckpt {__version__}",
-            token=self.token,
-            files={
-                path: FileFacts(size=size, sha256=digests.get(path))
-                for path, size in _files(self.storage, self.work)
-            },
-            lineage=lineage,
+            writer=f"jaxckpt {__version__}", token=self.token, files=facts, lineage=lineage
         )
         self.storage.write(f"{self.work}/{names.RECORD}", step.encode_record(record))
         self._check_still_ours()

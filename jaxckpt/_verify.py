@@ -109,6 +109,12 @@ def _verify(storage: Storage, where: str) -> VerifyReport:
         problems += _read_all(item, reads)
         if not item.ours and reads:
             unchecked.append(f"{item.path}: its arrays carry no checksum that is known to be there")
+    named = {problem.file for problem in problems}
+    problems += [
+        Problem(file=file, leaf=None, message=f"{file} is not the file that was written there")
+        for file in _discovery.changed_files(checkpoint)
+        if file not in named
+    ]
     return _report(checkpoint.path, problems, unchecked, files, leaves, size)
 
 

@@ -188,3 +188,20 @@ def test_a_spec_of_too_many_dimensions_names_its_leaf(tmp_path, mesh):
 
     with pytest.raises(jaxckpt.TreeMismatch, match="j "):
         jaxckpt.restore(tmp_path / "a", mesh=mesh, shardings={"j": P("x", "y")})
+
+
+def test_swapped_data_files_are_found(tmp_path):
+    """Each chunk in them is whole, but they are those of other leaves."""
+    tree = {f"w{k}": np.full((4, 1024, 4096), k, np.float32) for k in range(3)}
+    jaxckpt.save(tmp_path / "a", tree)
+    data = sorted((tmp_path / "a").glob("state/d/*"), key=lambda file: -file.stat().st_size)[:2]
+    assert data[0].stat().st_size == data[1].stat().st_size
+    data[0].rename(tmp_path / "other")
+    data[1].rename(data[0])
+    (tmp_path / "other").rename(data[1])
+
+    with pytest.raises(jaxckpt.CorruptCheckpoint, match="not the file"):
+        jaxckpt.restore(tmp_path / "a")
+
+    report = jaxckpt.verify(tmp_path / "a")
+    assert {problem.file for problem in report.problems} == {str(file) for file in data}

@@ -3,11 +3,12 @@
 The record, `_jaxckpt.json`, is two lines. The first is JSON:
 
     {"version": 1, "writer": "jaxckpt 0.1.0", "token": ..., "lineage": ...,
-     "files": {"state/_METADATA": {"bytes": 1234, "sha256": ...}, "state/d/5c1f...": {"bytes": 99}}}
+     "files": {"state/_METADATA": {"bytes": 1234, "sha256": ...},
+               "state/d/5c1f...": {"bytes": 99, "sample": ...}}}
 
 The second is the SHA-256 of the first, in hex. Every file of the checkpoint is listed by its path
-inside it, except the record and `commit_success.txt`; data files have no digest there, because
-each chunk in them carries its own checksum.
+inside it, except the record and `commit_success.txt`. Each chunk in a data file carries its own
+checksum; `sample` is there to tell the files apart.
 """
 
 from __future__ import annotations
@@ -99,10 +100,17 @@ def decode_key_facts(data: bytes, *, file: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFacts:
-    """What the record knows of one file: its size, and its digest unless its data has its own."""
+    """What the record knows of one file.
+
+    Attributes:
+        size: In bytes.
+        sha256: Of a metadata file.
+        sample: SHA-256 of some bytes of a data file, whose chunks have checksums of their own.
+    """
 
     size: int
     sha256: str | None = None
+    sample: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +141,9 @@ def encode_record(record: Record) -> bytes:
             "token": record.token,
             "lineage": dict(record.lineage),
             "files": {
-                path: {"bytes": facts.size} | ({"sha256": facts.sha256} if facts.sha256 else {})
+                path: {"bytes": facts.size}
+                | ({"sha256": facts.sha256} if facts.sha256 else {})
+                | ({"sample": facts.sample} if facts.sample else {})
                 for path, facts in record.files.items()
             },
         }
@@ -163,10 +173,11 @@ def decode_record(data: bytes, *, file: str) -> Record:
         entry = expect(facts, dict, path, file=file)
         if path.startswith("/") or not {"", ".", ".."}.isdisjoint(path.split("/")) or "\0" in path:
             raise CorruptCheckpoint(f"{file}: {path!r} is no file of a checkpoint", file=file)
-        sha256 = entry.get("sha256")
+        sha256, sample = entry.get("sha256"), entry.get("sample")
         files[path] = FileFacts(
             size=expect(entry.get("bytes"), int, f"{path}: 'bytes'", file=file),
             sha256=None if sha256 is None else expect(sha256, str, f"{path}: 'sha256'", file=file),
+            sample=None if sample is None else expect(sample, str, f"{path}: 'sample'", file=file),
         )
     return Record(
         writer=expect(top.get("writer"), str, "'writer'", file=file),
