@@ -105,7 +105,11 @@ class Transaction:
         """
         from jaxckpt.storage._arrays import samples
 
-        sizes = dict(_files(self.storage, self.work))
+        sizes = {
+            path: self.storage.size(f"{self.work}/{path}")
+            for path in files_below(self.storage, self.work)
+            if path != names.WRITER
+        }
         data = {path: size for path, size in sizes.items() if path not in digests}
         sampled = samples(self.storage.kvstore(self.work), data)
         facts = {
@@ -365,8 +369,8 @@ def _beside(path: str, name: str) -> str:
     return posixpath.join(posixpath.dirname(path), name)
 
 
-def _files(storage: Storage, root: str) -> list[tuple[str, int]]:
-    """Every file below `root` that the record lists, and its size."""
+def files_below(storage: Storage, root: str) -> list[str]:
+    """The paths below `root` of all that is no directory, but for files that are being written."""
     found, folders = [], [""]
     while folders:
         folder = folders.pop()
@@ -374,8 +378,8 @@ def _files(storage: Storage, root: str) -> list[tuple[str, int]]:
             path = f"{folder}/{name}".lstrip("/")
             if storage.kind(f"{root}/{path}") == "dir":
                 folders.append(path)
-            elif path != names.WRITER and not is_temporary_file(name):
-                found.append((path, storage.size(f"{root}/{path}")))
+            elif not is_temporary_file(name):
+                found.append(path)
     return sorted(found)
 
 

@@ -11,11 +11,12 @@ from jaxckpt import _box, _discovery
 from jaxckpt._item import Item, read_item
 from jaxckpt._plan import plan_reads
 from jaxckpt._reader import LeafRead, read_leaves
+from jaxckpt._transaction import files_below
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.step import FileFacts
-from jaxckpt.storage import Storage, is_temporary_file, locate
+from jaxckpt.storage import Storage, locate
 
 _BUDGET_BYTES: Final = 256 << 20
 
@@ -137,8 +138,8 @@ def _check_files(
     known = {*record.files, names.RECORD, names.COMMIT_MARKER, names.WRITER}
     unchecked += [
         f"{checkpoint.path}/{path} is no part of the checkpoint"
-        for path in _walk(checkpoint)
-        if path not in known and not is_temporary_file(path.rpartition("/")[2])
+        for path in files_below(storage, checkpoint.path)
+        if path not in known
     ]
     return len(record.files)
 
@@ -153,19 +154,6 @@ def _file_problem(storage: Storage, file: str, facts: FileFacts) -> str | None:
         if step.digest(data) != facts.sha256:
             return f"{file} is damaged: its SHA-256 differs"
     return None
-
-
-def _walk(checkpoint: _discovery.Checkpoint) -> list[str]:
-    storage, found, folders = checkpoint.storage, [], [""]
-    while folders:
-        folder = folders.pop()
-        for name in storage.names(f"{checkpoint.path}/{folder}".rstrip("/")):
-            path = f"{folder}/{name}".lstrip("/")
-            if storage.kind(f"{checkpoint.path}/{path}") == "dir":
-                folders.append(path)
-            else:
-                found.append(path)
-    return sorted(found)
 
 
 def _reads(item: Item) -> list[LeafRead]:

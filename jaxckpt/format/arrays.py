@@ -41,8 +41,8 @@ PLAIN_DTYPES: Final = frozenset(
 # Four and two bits in a byte each; how the spare bits are set is TensorStore's business.
 PACKED_DTYPES: Final = frozenset("int4 int2 float4_e2m1fn".split())
 STORABLE_DTYPES: Final = PLAIN_DTYPES | PACKED_DTYPES
-# jax has these and zarr does not: stored as the uint8 they occupy.
 _SCALAR_KINDS: Final = frozenset("generic int float complex bool".split())
+# jax has these and zarr does not: stored as the uint8 they occupy.
 AS_BYTES_DTYPES: Final = frozenset("uint4 uint2 float8_e4m3 float6_e2m3fn float6_e3m2fn".split())
 
 

@@ -143,11 +143,6 @@ class Pending(Protocol):
         ...
 
 
-def is_database(storage_spec: Mapping[str, Any], manifest: str) -> bool:
-    """Whether an OCDBT database is there."""
-    return Keys(storage_spec).read(manifest) is not None
-
-
 class Writer:
     """One atomic transaction on a new OCDBT database: arrays and single values.
 

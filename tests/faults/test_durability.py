@@ -81,17 +81,17 @@ def zygote(tmp_path_factory):
 def test_a_save_is_durable_when_it_returns(zygote, tmp_path):
     """Bytes, files and directories, the missing parents too."""
     log = tmp_path / "log"
-    zygote.run("save_below", tmp_path / "root", "run/part/a", log)
+    zygote.run("save_below", tmp_path / "top", "run/part/a", log)
 
     disk = Disk().play(log)
 
-    assert f"new\t{tmp_path}/root/run/part\t" in log.read_text()
+    assert f"new\t{tmp_path}/top/run/part\t" in log.read_text()
     assert (disk.files, disk.names) == (set(), set())
 
 
 def test_a_replacement_is_durable_when_it_returns(zygote, tmp_path):
     """The exchange of the names, and that the old one is gone."""
-    log, path = tmp_path / "log", tmp_path / "root" / "a"
+    log, path = tmp_path / "log", tmp_path / "top" / "a"
     path.parent.mkdir()
     zygote.run("save", path, 1, False, 0, None)
     zygote.run("save", path, 2, True, 0, log)
@@ -104,7 +104,7 @@ def test_a_replacement_is_durable_when_it_returns(zygote, tmp_path):
 
 def test_the_lint_sees_what_is_not_synced(zygote, tmp_path):
     """A control: without syncs of directories the names are not durable, and it says so."""
-    log, path = tmp_path / "log", tmp_path / "root" / "a"
+    log, path = tmp_path / "log", tmp_path / "top" / "a"
     path.parent.mkdir()
     zygote.run("save_unsynced", path, log)
 
@@ -115,7 +115,7 @@ def test_the_lint_sees_what_is_not_synced(zygote, tmp_path):
 
 def test_the_lint_sees_bytes_that_are_not_synced(zygote, tmp_path):
     """A control: a file written plainly is bytes and a name at risk, and an fsync helps one."""
-    log, root = tmp_path / "log", tmp_path / "root"
+    log, root = tmp_path / "log", tmp_path / "top"
     root.mkdir()
     zygote.run("write_plainly", root, log)
 
@@ -128,12 +128,12 @@ def test_the_lint_sees_bytes_that_are_not_synced(zygote, tmp_path):
 @pytest.mark.multihost
 def test_a_save_of_two_processes_is_durable_when_it_returns(run_processes, zygote, tmp_path):
     """Each process syncs its own share before it says that it has written it."""
-    (tmp_path / "root").mkdir()
+    (tmp_path / "top").mkdir()
     run_processes(
         "saves:save_logged",
         count=2,
         devices_per_process=2,
-        args=[tmp_path / "root" / "new" / "a", tmp_path],
+        args=[tmp_path / "top" / "new" / "a", tmp_path],
         env={"LD_PRELOAD": str(zygote.shim)},
     )
 
