@@ -163,7 +163,8 @@ class Turn:
 
     def __enter__(self) -> None:
         if self._before is not None:
-            self._before._ended.wait(DEFAULT_TIMEOUT_S)
+            if not self._before._ended.wait(DEFAULT_TIMEOUT_S):
+                _logger.warning("%s: an earlier save to it has not ended; going on", self._path)
             self._before = None
 
     def __exit__(self, *_: object) -> None:

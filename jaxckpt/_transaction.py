@@ -50,6 +50,8 @@ _logger = logging.getLogger("jaxckpt")
 
 # Files that are in every directory of ours, from the first moment to the last.
 _OURS = (names.WRITER, names.RECORD)
+# How often to begin again when another writer removes what was just begun.
+_TRIES = 10
 # A directory with one of these is a checkpoint, or an item of one.
 _MARKS = frozenset(
     {names.RECORD, names.CHECKPOINT_METADATA, names.ORBAX_MARKER, names.TREE_METADATA}
@@ -200,7 +202,7 @@ def begin(storage: Storage, path: str, *, overwrite: bool) -> Transaction:
     recover(storage, path)
     check_target(storage, path, overwrite=overwrite)
     storage.make_dir(posixpath.dirname(path))
-    while True:
+    for _ in range(_TRIES):
         token = secrets.token_hex(8)
         name = names.temporary(posixpath.basename(path), token)
         work = _beside(path, name) if storage.atomic_rename else path
@@ -210,7 +212,7 @@ def begin(storage: Storage, path: str, *, overwrite: bool) -> Transaction:
             transaction.claim()
         except FileNotFoundError:
             # Another writer began here too, and took the directory for a dead one's before it was
-            # claimed. It has gone on since, so this does not go on for ever.
+            # claimed.
             if storage.kind(posixpath.dirname(path)) != "dir":
                 raise
         except BaseException:
@@ -218,6 +220,7 @@ def begin(storage: Storage, path: str, *, overwrite: bool) -> Transaction:
             raise
         else:
             return transaction
+    raise SaveFailed(f"{path}: other writers keep starting to save there; let one job write it")
 
 
 def check_target(storage: Storage, path: str, *, overwrite: bool) -> None:

@@ -22,8 +22,9 @@ from jaxckpt.format.arrays import (
 from jaxckpt.format.tree import StoredArray
 from jaxckpt.storage import Storage
 
-# TensorStore spends 65-200 us to open an array, and a chunk's bytes are easily made without it. A
-# larger chunk is better left to it: it neither copies it more than once nor holds the lock.
+# To open an array costs TensorStore more than to write a small chunk, whose bytes are easily made
+# without it. A larger one is better left to it: it neither copies it more than once nor holds the
+# interpreter's lock.
 _MAX_DIRECT_BYTES: Final = 256 << 10
 
 
