@@ -36,7 +36,7 @@ import io
 import logging
 import posixpath
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -66,6 +66,7 @@ class Transaction:
         storage, path: Where it will be.
         work: Where it is until then.
         token: Unique to this attempt.
+        fence: Raises if this writer may no longer commit anything here.
     """
 
     storage: Storage
@@ -73,7 +74,8 @@ class Transaction:
     work: str
     token: str
     overwrite: bool
-    hold: Hold | None
+    hold: Hold | None = None
+    fence: Callable[[], None] | None = None
     publishing: bool = False
     committed: bool = False
 
@@ -125,6 +127,8 @@ class Transaction:
         self.storage.write(f"{self.work}/{names.RECORD}", step.encode_record(record))
         self._check_still_ours()
         self.storage.sync(self.work)
+        if self.fence is not None:
+            self.fence()
         marker = f"{self.work}/{names.COMMIT_MARKER}"
         text = f"Checkpoint commit was successful to {self.path}".encode()
         if not self.storage.create(marker, text):
@@ -193,8 +197,19 @@ class Transaction:
         return _put_in_place(self.storage, self.path, replacement)
 
 
-def begin(storage: Storage, path: str, *, overwrite: bool) -> Transaction:
+def begin(
+    storage: Storage,
+    path: str,
+    *,
+    overwrite: bool,
+    token: str | None = None,
+    fence: Callable[[], None] | None = None,
+) -> Transaction:
     """Starts a checkpoint at `path`. Process 0 only.
+
+    Args:
+        token: The one that all processes know, who may have begun to write; None: a new one.
+        fence: Raises if this writer may no longer commit anything here.
 
     Raises:
         StepExists: something is there (with `overwrite`: something that is no checkpoint).
@@ -202,13 +217,15 @@ def begin(storage: Storage, path: str, *, overwrite: bool) -> Transaction:
     recover(storage, path)
     check_target(storage, path, overwrite=overwrite)
     storage.make_dir(posixpath.dirname(path))
-    for _ in range(_TRIES):
-        token = secrets.token_hex(8)
-        name = names.temporary(posixpath.basename(path), token)
-        work = _beside(path, name) if storage.atomic_rename else path
-        transaction = Transaction(storage, path, work, token, overwrite, hold=None)
+    for _ in range(_TRIES if token is None else 1):
+        attempt = token or secrets.token_hex(8)
+        work = work_of(storage, path, attempt)
+        transaction = Transaction(storage, path, work, attempt, overwrite, fence=fence)
         try:
-            storage.make_new_dir(work)
+            if token is None:
+                storage.make_new_dir(work)
+            else:
+                storage.make_dir(work)
             transaction.claim()
         except FileNotFoundError:
             # Another writer began here too, and took the directory for a dead one's before it was
@@ -221,6 +238,21 @@ def begin(storage: Storage, path: str, *, overwrite: bool) -> Transaction:
         else:
             return transaction
     raise SaveFailed(f"{path}: other writers keep starting to save there; let one job write it")
+
+
+def work_of(storage: Storage, path: str, token: str) -> str:
+    """Where the attempt of this token writes."""
+    if not storage.atomic_rename:
+        return path
+    return _beside(path, names.temporary(posixpath.basename(path), token))
+
+
+def discard_work(storage: Storage, path: str, token: str) -> None:
+    """Removes what others wrote for an attempt that did not begin. Never raises."""
+    try:
+        storage.delete(work_of(storage, path, token))
+    except OSError as error:
+        _logger.warning("could not remove what is left of a save of %s: %s", path, error)
 
 
 def check_target(storage: Storage, path: str, *, overwrite: bool) -> None:

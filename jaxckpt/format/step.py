@@ -28,6 +28,7 @@ VERSION: Final = 1
 PYTREE_HANDLER: Final = (
     "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 )
+JSON_HANDLER: Final = "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

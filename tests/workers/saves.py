@@ -9,7 +9,8 @@ import numpy as np
 
 import jaxckpt
 from jaxckpt._plan import plan_save
-from jaxckpt._save import _prepare, _spec
+from jaxckpt._save import _prepare
+from jaxckpt._snapshot import _spec
 from jaxckpt._tree import flatten
 from jaxckpt.errors import CheckpointError
 from jaxckpt.multihost import current
