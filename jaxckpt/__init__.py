@@ -7,6 +7,10 @@
     ckpt = jaxckpt.open(path)                metadata only; prints as a tree
     jaxckpt.verify(path)                     every checksum, without devices
 
+    with jaxckpt.CheckpointManager(root, save=..., keep=...) as manager:    a run's checkpoints
+        state, step = manager.restore_or(init)
+        manager.save(step + 1, state)
+
 Words, one for each idea:
 
     checkpoint  a directory that holds one committed save
@@ -30,9 +34,12 @@ from typing import TYPE_CHECKING, Any
 from jaxckpt._version import __version__
 
 if TYPE_CHECKING:
+    from jaxckpt._manager import CheckpointManager
     from jaxckpt._match import RestoreReport
     from jaxckpt._restore import restore
+    from jaxckpt._retention import KeepPolicy, StepInfo
     from jaxckpt._save import SaveHandle, save, save_async
+    from jaxckpt._schedule import Decision, SavePolicy
     from jaxckpt._verify import VerifyReport, verify
     from jaxckpt.errors import (
         CheckpointError,
@@ -51,6 +58,11 @@ if TYPE_CHECKING:
 
 # Where each public name is defined. Importing jaxckpt imports none of it, nor jax, nor TensorStore.
 _HOME = {
+    "CheckpointManager": "_manager",
+    "SavePolicy": "_schedule",
+    "Decision": "_schedule",
+    "KeepPolicy": "_retention",
+    "StepInfo": "_retention",
     "restore": "_restore",
     "save": "_save",
     "save_async": "_save",
@@ -81,15 +93,20 @@ _HOME = {
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "CheckpointManager",
     "CheckpointNotFound",
     "CheckpointTimeout",
     "CorruptCheckpoint",
+    "Decision",
     "Difference",
+    "KeepPolicy",
     "ProcessesDisagree",
     "RestoreReport",
     "SaveFailed",
     "SaveHandle",
+    "SavePolicy",
     "StepExists",
+    "StepInfo",
     "TreeMismatch",
     "UnsupportedFormat",
     "UnsupportedLeaf",

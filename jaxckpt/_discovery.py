@@ -297,6 +297,11 @@ def _items(storage: Storage, path: str, inside: Sequence[str]) -> dict[str, str]
     }
 
 
+def has_items(storage: Storage, path: str, inside: Sequence[str]) -> bool:
+    """Whether a directory holds items, as a checkpoint does that says nothing of itself."""
+    return bool(_items(storage, path, inside))
+
+
 def _is_item(storage: Storage, path: str) -> bool:
     inside = storage.names(path)
     marks = {names.TREE_METADATA, names.LEGACY_TREE, names.OCDBT_MANIFEST}

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 from jaxckpt import _transaction
-from jaxckpt._snapshot import Item, TreeItem
+from jaxckpt._snapshot import Item
 from jaxckpt._transaction import Transaction
 from jaxckpt.errors import CheckpointError, ProcessesDisagree, StepExists, UnsupportedFormat
 from jaxckpt.format import names, step
@@ -45,6 +45,12 @@ class Turn:
         with Turn._lock:
             self._before = Turn._last.get(path)
             Turn._last[path] = self
+
+    @staticmethod
+    def is_under_way(path: str) -> bool:
+        """Whether this process is saving to a path, or about to."""
+        with Turn._lock:
+            return path in Turn._last
 
     def __enter__(self) -> None:
         if self._before is not None:
@@ -221,9 +227,8 @@ class SaveJob:
             if self.is_step:
                 made[names.COMMIT_MARKER] = _marker_text(self.path)
             files |= {f"{item.name}/{name}": data for name, data in made.items()}
-            if isinstance(item, TreeItem):
-                found = item.read_back(self.storage, work)
-                read_back |= {f"{item.name}/{name}": data for name, data in found.items()}
+            found = item.read_back(self.storage, work, self.processes)
+            read_back |= {f"{item.name}/{name}": data for name, data in found.items()}
         files[names.CHECKPOINT_METADATA] = step.encode(
             StepMetadata(
                 handlers={item.name: item.handler for item in self.items},

@@ -115,14 +115,22 @@ class SaveHandle:
             self._delivered = True
             raise self._error
 
-    def run(self) -> None:
-        """Does the save, in the thread that it was given."""
+    def run(self) -> BaseException | None:
+        """Does the save, in the thread that it was given; returns what went wrong."""
         try:
             self._job.run()
         except BaseException as error:  # stored, and raised by `result`
             self._error = error
             _logger.exception("the save of %s failed", self.path)
         self._ended.set()
+        return self._error
+
+    def take_error(self) -> BaseException | None:
+        """What went wrong, unless the handle or this has told it already."""
+        if self._delivered:
+            return None
+        self._delivered = True
+        return self._error
 
     def __repr__(self) -> str:
         state = "under way" if not self.done() else "failed" if self._error else "committed"

@@ -71,6 +71,16 @@ class FileItem:
         storage.make_dir(f"{work}/{self.name}")
         return dict(self.shared())
 
+    def read_back(self, storage: Storage, work: str, processes: Processes) -> dict[str, bytes]:
+        """Process 0: small files that others wrote, whose digests belong in the record."""
+        if not self.mine:
+            return {}
+        files = [names.process_file(i, processes.count) for i in range(processes.count)]
+        return {
+            file: storage.read(f"{work}/{self.name}/{file}", max_bytes=jsontext.MAX_BYTES)
+            for file in files
+        }
+
 
 @dataclass(slots=True, kw_only=True)
 class TreeItem:
@@ -154,8 +164,9 @@ class TreeItem:
                 raise SaveFailed(f"{manifest} is missing: the arrays went somewhere else")
         return files
 
-    def read_back(self, storage: Storage, work: str) -> dict[str, bytes]:
-        """Small files that something else wrote, whose digests belong in the record."""
+    def read_back(self, storage: Storage, work: str, processes: Processes) -> dict[str, bytes]:
+        """Process 0: small files that others wrote, whose digests belong in the record."""
+        del processes
         if not self.plan.stored:
             return {}
         file = f"{work}/{self.name}/{names.OCDBT_MANIFEST}"

@@ -214,6 +214,8 @@ def begin(
     Raises:
         StepExists: something is there (with `overwrite`: something that is no checkpoint).
     """
+    if fence is not None:
+        fence()  # before anything is written, which may take long
     recover(storage, path)
     check_target(storage, path, overwrite=overwrite)
     storage.make_dir(posixpath.dirname(path))
@@ -238,6 +240,12 @@ def begin(
         else:
             return transaction
     raise SaveFailed(f"{path}: other writers keep starting to save there; let one job write it")
+
+
+def remove_work(storage: Storage, path: str) -> None:
+    """Removes the temporary directory of another writer, who can then no longer commit."""
+    with contextlib.suppress(FileNotFoundError):  # it was quicker
+        _discard(storage, path)
 
 
 def work_of(storage: Storage, path: str, token: str) -> str:

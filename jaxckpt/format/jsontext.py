@@ -35,14 +35,14 @@ def loads(data: bytes, *, file: str) -> Any:  # callers check each value with `e
     return value
 
 
-def dumps(value: object) -> bytes:
+def dumps(value: object, *, allow_nan: bool = False) -> bytes:
     """Encodes a JSON value as one line of UTF-8.
 
     Raises:
-        ValueError: `loads` would refuse it, or it is no JSON (NaN).
+        ValueError: `loads` would refuse it, or it is no JSON (NaN, unless allowed).
     """
     try:
-        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=allow_nan)
         _check_depth(value, "JSON")
     except (RecursionError, CorruptCheckpoint) as error:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from error

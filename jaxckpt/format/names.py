@@ -15,6 +15,18 @@ what the other wrote.
         array_metadatas/process_0 JSON: which leaves are PRNG keys
         manifest.ocdbt  d/        the database
         ocdbt.process_<i>/        what process i wrote into it (only with several processes)
+
+A step of a run lacks the first of these, as Orbax's managers have it, and may have more items:
+
+      <item>/commit_success.txt   in each item; nobody reads it
+      <item>/metadata             a JSON item
+      <item>/process_<i>-of-<n>.json   the state of a data iterator, one for each process
+      metrics/metrics             JSON
+      _jaxckpt.pinned             ours: not to be deleted
+    <run>/_jaxckpt.owner          ours: which job may commit here; who opened the run last
+    <run>/_jaxckpt.lock           ours: its lock says whether that job lives
+    <run>/_jaxckpt.doomed         ours: the steps that are being deleted
+    <run>/_jaxckpt.lease-<token>  ours: a reader reads a step, which must stay
 """
 
 from __future__ import annotations
@@ -41,14 +53,27 @@ ZARR2: Final = ".zarray"
 ZARR3: Final = "zarr.json"
 DELETION_RECORD: Final = "_CHECKPOINT_DELETION"
 
-TOP_FILES: Final = (ORBAX_MARKER, CHECKPOINT_METADATA, COMMIT_MARKER, RECORD, WRITER)
+# Empty: this step is not to be deleted by any policy.
+PINNED: Final = "_jaxckpt.pinned"
+
+TOP_FILES: Final = (ORBAX_MARKER, CHECKPOINT_METADATA, COMMIT_MARKER, RECORD, WRITER, PINNED)
+
+# In the root of a run. Files, since a directory there might be taken for a step.
+OWNER: Final = "_jaxckpt.owner"
+LOCK: Final = "_jaxckpt.lock"
+DOOMED: Final = "_jaxckpt.doomed"
+# Orbax keeps what was said of a whole run in this directory.
+ROOT_METADATA: Final = "metadata"
+_LEASE: Final = "_jaxckpt.lease-"
 
 # The items a restore looks for when none is named, in this order.
 STATE_ITEM: Final = "state"
 DEFAULT_ITEM: Final = "default"
 METRICS_ITEM: Final = "metrics"
 # A JSON item is one file under one of these names.
-JSON_ITEM_FILES: Final = ("metadata", "metrics", "data.json")
+JSON_ITEM_FILE: Final = "metadata"
+METRICS_FILE: Final = "metrics"
+JSON_ITEM_FILES: Final = (JSON_ITEM_FILE, METRICS_FILE, "data.json")
 # Orbax's ArraySave makes an item of one array of this name; aggregated, of one value of that name.
 ARRAY_ITEM_LEAF: Final = "checkpoint"
 ARRAY_ITEM_VALUE: Final = "ELEMENT"
@@ -61,7 +86,9 @@ _TEMPORARY: Final = ".orbax-checkpoint-tmp"
 _WRITING: Final = _TEMPORARY + "-jaxckpt-"
 _DELETING: Final = _TEMPORARY + "-deleting-"
 _REPLACEMENT: Final = ".jaxckpt-committed"
+_SET_ASIDE: Final = ".jaxckpt-bad-"
 _TOKEN: Final = re.compile("[0-9a-f]{16}")
+_PROCESS_FILE: Final = re.compile(r"process_\d{1,9}-of-(\d{1,9})\.json")
 _FLAX_FILE: Final = re.compile(r"(.*)_(\d+(?:\.\d+)?(?:e[+-]?\d+)?)$")
 
 
@@ -83,7 +110,7 @@ def is_part_of_tree(name: str) -> bool:
 
 def is_reserved(name: str) -> bool:
     """Whether a checkpoint of this name would be taken for something else."""
-    return _TEMPORARY in name or name.endswith(_REPLACEMENT)
+    return _TEMPORARY in name or name.endswith(_REPLACEMENT) or is_set_aside(name)
 
 
 def is_ours_temporary(entry: str, name: str) -> bool:
@@ -91,6 +118,46 @@ def is_ours_temporary(entry: str, name: str) -> bool:
     if not entry.startswith((name + _WRITING, name + _DELETING)):
         return False
     return _TOKEN.fullmatch(entry.rpartition("-")[2]) is not None
+
+
+def ours_temporary(entry: str) -> str | None:
+    """The name of the checkpoint that jaxckpt was writing or deleting in `entry`, or None."""
+    name = entry.split(_TEMPORARY)[0]
+    return name if is_ours_temporary(entry, name) else None
+
+
+def replaced(entry: str) -> str | None:
+    """The name of the checkpoint that the one in `entry` is to replace, or None."""
+    return entry.removesuffix(_REPLACEMENT) if entry.endswith(_REPLACEMENT) else None
+
+
+def set_aside(name: str, token: str) -> str:
+    """What a step is called that turned out to be damaged. No reader takes it for a step."""
+    return f"{name}{_SET_ASIDE}{token}"
+
+
+def is_set_aside(name: str) -> bool:
+    return _SET_ASIDE in name
+
+
+def lease(token: str) -> str:
+    """The file in a run's root by which a reader keeps a step from being deleted."""
+    return f"{_LEASE}{token}"
+
+
+def is_lease(name: str) -> bool:
+    return name.startswith(_LEASE)
+
+
+def process_file(index: int, count: int) -> str:
+    """The state of one process's data iterator; Grain's own handler for Orbax calls it so too."""
+    return f"process_{index}-of-{count}.json"
+
+
+def process_count(name: str) -> int | None:
+    """How many processes there were when a file of that kind was written; None for others."""
+    match = _PROCESS_FILE.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def deleting(name: str, token: str) -> str:

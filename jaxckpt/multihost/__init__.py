@@ -2,7 +2,7 @@
 
 from jaxckpt.multihost._distributed import Distributed
 from jaxckpt.multihost._protocol import Device, Json, Processes
-from jaxckpt.multihost._service import current
+from jaxckpt.multihost._service import current, playing
 from jaxckpt.multihost._single import Single
 
-__all__ = ["Device", "Distributed", "Json", "Processes", "Single", "current"]
+__all__ = ["Device", "Distributed", "Json", "Processes", "Single", "current", "playing"]

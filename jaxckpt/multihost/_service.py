@@ -8,9 +8,11 @@ handlers do not run during a call.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, TypeVar, final
 
 from jaxckpt.errors import CheckpointTimeout, ProcessesDisagree
@@ -29,6 +31,7 @@ _METHODS = (
     "key_value_delete",
 )
 
+_played: ContextVar[Processes | None] = ContextVar("jaxckpt_processes", default=None)
 _lock = threading.Lock()  # guards _job
 _job: tuple[object, Distributed] | None = None  # the client, and what counts its rounds
 
@@ -36,12 +39,17 @@ _job: tuple[object, Distributed] | None = None  # the client, and what counts it
 def current() -> Processes:
     """Returns the processes of the JAX job that this process belongs to.
 
+    Or those that this thread plays, inside `playing`.
+
     Raises:
         RuntimeError: there are several, but `jax.distributed.initialize` was not called, or this
             release of JAX has no client that jaxckpt knows.
     """
     import jax
 
+    played = _played.get()
+    if played is not None:
+        return played
     if jax.process_count() == 1:
         return Single()
     global _job  # one per job: all rounds of a process are counted in one place
@@ -52,6 +60,16 @@ def current() -> Processes:
             index, count = jax.process_index(), jax.process_count()
             _job = client, Distributed(index=index, count=count, service=service)
         return _job[1]
+
+
+@contextlib.contextmanager
+def playing(processes: Processes) -> Iterator[None]:
+    """Makes this thread one of simulated processes, for tests."""
+    token = _played.set(processes)
+    try:
+        yield
+    finally:
+        _played.reset(token)
 
 
 def _client() -> Any:

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TypeVar, final
 
-from jaxckpt.multihost import Device, Distributed, Json
+from jaxckpt.multihost import Device, Distributed, Json, playing
 
 _T = TypeVar("_T")
 
@@ -124,6 +124,8 @@ def simulate(
 ) -> list[_T | None]:
     """Runs `fn` as `count` processes at once, each a thread with its own `SimulatedProcesses`.
 
+    In these threads everything of jaxckpt takes part as that process.
+
     Args:
         timeout_s: For all of it. A thread that is still running then is left behind, as a daemon.
         kill: Process → the number of rounds (barrier, gather, agree) after which it is dead. With 0
@@ -147,7 +149,8 @@ def simulate(
 
     def run(processes: SimulatedProcesses) -> None:
         try:
-            results[processes.index] = fn(processes)
+            with playing(processes):
+                results[processes.index] = fn(processes)
         except ProcessKilled:
             pass
         except BaseException as error:  # the top of a thread

@@ -1,0 +1,82 @@
+"""Whether the job has been told that it will be stopped, and at which step that counts.
+
+One process: SIGTERM and SIGUSR1 set a flag, and then do what they did before. A signal whose
+default would have ended the process does so when it comes a second time.
+
+Several: jax's preemption service catches SIGTERM in any of them and agrees on a step; SIGUSR1 is
+passed on to it as SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final
+
+from jaxckpt.multihost import Processes
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Preemption:
+    """Listens from when it is made until `close`. Signals are heard only by the main thread."""
+
+    def __init__(self, processes: Processes, *, listens: bool) -> None:
+        self._count = processes.count
+        self._listens = listens
+        self._told = False
+        self._asked: tuple[int, bool] | None = None
+        self._from: int | None = None
+        self._before: dict[int, Any] = {}
+        # One object, so that `close` can tell whether it is still in place.
+        self._handler: Callable[[int, FrameType | None], None] = self._handle
+        if listens and threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS if self._count == 1 else (signal.SIGUSR1,):
+                self._before[number] = signal.signal(number, self._handler)
+
+    def reached(self, step: int) -> bool:
+        """Whether this step, or one before it, is the last: the same in every process.
+
+        The answer for a step stays what it was when it was first asked for.
+        """
+        if self._from is not None:
+            return step >= self._from
+        if not self._listens:
+            return False
+        if self._asked is None or self._asked[0] != step:
+            self._asked = step, self._told if self._count == 1 else _reached_sync_point(step)
+        if self._asked[1]:
+            self._from = step
+        return self._asked[1]
+
+    def close(self) -> None:
+        """Puts the handlers of before back, unless others came after this one."""
+        self._listens = False
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, before in self._before.items():
+            if signal.getsignal(number) is self._handler:
+                signal.signal(number, before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again, self._told = self._told or not self._listens, True
+        before = self._before[number]
+        if callable(before):
+            before(number, frame)
+        elif self._count > 1 and self._listens:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif again and before == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _reached_sync_point(step: int) -> bool:
+    from jax.experimental import multihost_utils
+
+    try:
+        return multihost_utils.reached_preemption_sync_point(step)
+    except RuntimeError:  # the user has turned the service off
+        return False

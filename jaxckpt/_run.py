@@ -1,0 +1,521 @@
+"""A run's root: which steps it holds, who may write there, what is deleted or set aside.
+
+All of it is about directories and small files; no array is looked at, and jax is not needed.
+
+    <root>/<step>                       a committed step
+    <root>/<step>.orbax-checkpoint-tmp-...   one that is being written, or deleted
+    <root>/<step>.jaxckpt-bad-...       one that turned out to be damaged
+    <root>/_jaxckpt.owner, .lock        who may write, and whether they live
+    <root>/_jaxckpt.doomed, .lease-...  what writers and readers tell each other about deletion
+
+Who may write. A job that opens a run for writing puts a token of its own into `owner`, then renames
+away all that others were writing there. Whoever commits looks at `owner` just before. So a process
+of an earlier job that was thought dead and wakes up finds its work gone, or another's token, and
+cannot commit; if it commits first, the new job lists its step. While the owner's lock shows that it
+lives, a job that merely opens the run does not take it over: its first save does.
+
+Deletion and readers. A writer first names the steps in `doomed`, then looks for leases; a reader
+first makes its lease, then looks into `doomed`. One of them sees the other: no step goes while a
+reader that has its lease reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import posixpath
+import secrets
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from jaxckpt import _discovery, _transaction
+from jaxckpt._job import Turn
+from jaxckpt._retention import StepInfo
+from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, SaveFailed
+from jaxckpt.format import jsontext, names, run, step
+from jaxckpt.format.run import Lease, Owner, StepNames
+from jaxckpt.storage import Hold, Storage
+
+_logger = logging.getLogger("jaxckpt")
+
+# A reader that died keeps its step for so long.
+LEASE_S: Final = 3600.0
+_MARKS: Final = (
+    names.CHECKPOINT_METADATA,
+    names.COMMIT_MARKER,
+    names.TREE_METADATA,
+    names.LEGACY_TREE,
+)
+
+
+@dataclass(slots=True)
+class Run:
+    """The root of a run, seen by one process.
+
+    Attributes:
+        naming: How its steps are called; None: as they are found.
+        token: Of this opening; "" as long as it does not own the run.
+        problems: Everything that was skipped, left alone, set aside or removed, in words.
+    """
+
+    storage: Storage
+    root: str
+    naming: StepNames | None = None
+    token: str = ""
+    problems: list[str] = field(default_factory=list)
+    _hold: Hold | None = None
+    _committed: dict[str, bool] = field(default_factory=dict)
+    _whole: set[str] = field(default_factory=set)
+    _infos: dict[int, StepInfo] = field(default_factory=dict)
+    _leaving: set[str] = field(default_factory=set)  # being deleted, as this reader saw
+
+    # --- which steps there are ---------------------------------------------------------------
+
+    def path(self, number: int) -> str:
+        """The directory of a step, there or not."""
+        return f"{self.root}/{self._naming().of(number)}"
+
+    def _naming(self, entries: Sequence[str] | None = None) -> StepNames:
+        if self.naming is not None:
+            return self.naming
+        entries = self._entries() if entries is None else entries
+        for name in run.like_steps(entries):
+            if self._is_committed(name):
+                self.naming = run.guess_names(name, entries)  # they are all called alike
+                return self.naming
+        return StepNames()
+
+    def _entries(self) -> list[str]:
+        try:
+            return self.storage.names(self.root)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def numbers(self) -> list[int]:
+        """The steps in the root by their names alone, committed or not, in order."""
+        entries = self._entries()
+        naming = self._naming(entries)
+        return sorted(n for n in map(naming.step, entries) if n is not None)
+
+    def steps(self) -> list[int]:
+        """The committed steps, in order. Looks into each directory once, and reads no file."""
+        naming = self._naming()
+        return [n for n in self.numbers() if self._is_committed(naming.of(n))]
+
+    def newest(self) -> int | None:
+        """The newest committed step; looks into as few directories as it can."""
+        naming = self._naming()
+        return next((n for n in reversed(self.numbers()) if self._is_committed(naming.of(n))), None)
+
+    def _is_committed(self, name: str) -> bool:
+        if name in self._committed:
+            return self._committed[name]
+        path = f"{self.root}/{name}"
+        try:
+            committed = self.storage.kind(path) == "dir" and self._looks_committed(path)
+        except FileNotFoundError:  # deleted just now
+            return False
+        except OSError as error:
+            self.report(f"{path} cannot be looked at, and is skipped: {error}")
+            return False
+        if committed:
+            # No more is remembered: what is incomplete may be complete the next time.
+            self._committed[name] = True
+        elif not names.is_temporary(name):
+            self.report(f"{path} is no committed step, and is left alone")
+        return committed
+
+    def _looks_committed(self, path: str) -> bool:
+        inside = self.storage.names(path)
+        if names.RECORD in inside or names.WRITER in inside:
+            return names.RECORD in inside and names.COMMIT_MARKER in inside
+        if not inside:
+            return False
+        return any(mark in inside for mark in _MARKS) or _discovery.has_items(
+            self.storage, path, inside
+        )
+
+    def report(self, problem: str) -> None:
+        """Warns of something, once, and remembers it."""
+        if problem not in self.problems:
+            self.problems.append(problem)
+            _logger.warning("%s", problem)
+
+    def note_strays(self) -> None:
+        """Remembers what is in the root and belongs to no run."""
+        naming = self._naming()
+        known = (names.OWNER, names.DOOMED, names.LOCK, names.ROOT_METADATA)
+        for name in self._entries():
+            is_step = naming.step(name) is not None
+            if is_step and self.storage.kind(f"{self.root}/{name}") != "dir":
+                self.report(f"{self.root}/{name} is called like a step, but is no directory")
+            elif names.is_set_aside(name):
+                self.problems.append(f"{self.root}/{name} was set aside earlier: it is damaged")
+            elif names.is_temporary(name):
+                self.problems.append(f"{self.root}/{name} is temporary, of another writer")
+            elif not is_step and name not in known and not names.is_lease(name):
+                self.problems.append(f"{self.root}/{name} is no part of a run; it is left alone")
+
+    # --- what is known of a step ---------------------------------------------------------------
+
+    def check_step(self, number: int) -> str:
+        """The directory of a committed step; CheckpointNotFound if there is none."""
+        path = self.path(number)
+        if not self._is_committed(posixpath.basename(path)) or self.storage.kind(path) is None:
+            steps = self.steps()
+            shown = ", ".join(map(str, steps[-8:])) or "none"
+            more = f"the newest of {len(steps)}: " if len(steps) > 8 else ""
+            raise CheckpointNotFound(
+                f"{self.root} has no committed step {number}. It has {more}{shown}."
+            )
+        return path
+
+    def check_whole(self, number: int) -> _discovery.Checkpoint:
+        """Finds a step whose files are all there, in the sizes they were written in.
+
+        Reads its metadata, not its data.
+
+        Raises:
+            CheckpointNotFound: there is no such step, or it is being deleted.
+            CorruptCheckpoint: it is not whole.
+        """
+        path = self.check_step(number)
+        if posixpath.basename(path) in self._leaving:
+            raise CheckpointNotFound(f"{path} is being deleted")
+        checkpoint = _discovery.find(self.storage, path)
+        self._check_sizes(checkpoint)
+        return checkpoint
+
+    def is_whole(self, number: int) -> bool:
+        """Whether `check_whole` finds a step; what is damaged is reported once."""
+        name = posixpath.basename(self.path(number))
+        if name in self._whole:
+            return True
+        try:
+            self.check_whole(number)
+        except CheckpointNotFound:
+            return False
+        except CorruptCheckpoint as error:
+            self.report(f"step {number} is damaged, and is skipped: {error}")
+            return False
+        self._whole.add(name)
+        return True
+
+    def _check_sizes(self, checkpoint: _discovery.Checkpoint) -> None:
+        files = checkpoint.record.files if checkpoint.record is not None else {}
+        for name, facts in files.items():
+            file = f"{checkpoint.path}/{name}"
+            kind = self.storage.kind(file)
+            size = self.storage.size(file) if kind == "file" else None
+            if size != facts.size:
+                found = f"has {size} bytes" if kind == "file" else "is missing"
+                raise CorruptCheckpoint(f"{file} {found} of {facts.size}", file=file)
+
+    def info(self, number: int) -> StepInfo:
+        """What policies look at, from the small files of the step or from memory."""
+        if number not in self._infos:
+            path = self.path(number)
+            metadata = self._metadata(path)
+            saved_ns = metadata.commit_ns or metadata.init_ns
+            # Of a step that does not say when it was saved it is known that it was before now.
+            saved_s = time.time() if saved_ns is None else saved_ns / 1e9
+            metrics = self._metrics(path)
+            self._infos[number] = StepInfo(step=number, saved_s=saved_s, metrics=metrics)
+        return self._infos[number]
+
+    def remember(self, info: StepInfo) -> None:
+        """Takes note of what this process itself has saved."""
+        self._infos[info.step] = info
+        self._committed[posixpath.basename(self.path(info.step))] = True
+
+    def _metadata(self, path: str) -> step.StepMetadata:
+        file = f"{path}/{names.CHECKPOINT_METADATA}"
+        try:
+            data = self.storage.read(file, max_bytes=jsontext.MAX_BYTES)
+            return step.decode(data, file=file)
+        except FileNotFoundError:
+            return step.StepMetadata()
+        except (CheckpointError, OSError) as error:
+            self.report(f"{file} cannot be read: {error}")
+            return step.StepMetadata()
+
+    def _metrics(self, path: str) -> Mapping[str, Any]:
+        file = f"{path}/{names.METRICS_ITEM}/{names.METRICS_FILE}"
+        try:
+            found = jsontext.loads(self.storage.read(file, max_bytes=run.MAX_BYTES), file=file)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except (CheckpointError, OSError) as error:
+            self.report(f"{file} cannot be read: {error}")
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    # --- who may write --------------------------------------------------------------------------
+
+    def open_for_writing(self) -> None:
+        """Makes the root, and takes the run over unless its owner lives.
+
+        Raises:
+            NotADirectoryError, PermissionError, OSError: the root cannot be a run's.
+        """
+        kind = self.storage.kind(self.root)
+        if kind not in (None, "dir") and not self._is_link_to_dir():
+            raise NotADirectoryError(f"{self.root} is a {kind}, not a directory of a run")
+        if kind is not None and self._holds_checkpoint():
+            raise ValueError(
+                f"{self.root} is a checkpoint itself. A run is the directory around its steps: "
+                f"{posixpath.dirname(self.root)}?"
+            )
+        try:
+            if kind is None:
+                self.storage.make_dir(self.root)
+            self._hold = self._lock()
+        except PermissionError as error:
+            raise PermissionError(
+                f"{self.root} cannot be written: {error}. To read only, open it with mode='r'."
+            ) from error
+        if self._hold is not None:
+            self.take_over()
+        else:
+            self.report(
+                f"{self.root} is open for writing in a job that lives: {self._who()}. The first "
+                "save of this one takes it over. To read only, open it with mode='r'."
+            )
+
+    def _is_link_to_dir(self) -> bool:
+        return self.storage.scheme == "file" and os.path.isdir(self.root)
+
+    def _holds_checkpoint(self) -> bool:
+        marks = {names.RECORD, names.CHECKPOINT_METADATA, names.TREE_METADATA, names.WRITER}
+        return not marks.isdisjoint(self._entries())
+
+    def _lock(self) -> Hold | None:
+        try:
+            return self.storage.hold(f"{self.root}/{names.LOCK}")
+        except io.UnsupportedOperation:
+            return _NoHold()
+
+    def _who(self) -> str:
+        owner = self._owner()
+        return "unknown" if owner is None else f"process {owner.pid} on {owner.host}"
+
+    def _owner(self) -> Owner | None:
+        file = f"{self.root}/{names.OWNER}"
+        try:
+            return run.decode_owner(self.storage.read(file, max_bytes=run.MAX_BYTES), file=file)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except CorruptCheckpoint as error:
+            self.report(f"{error}; it is written anew")
+            return None
+
+    def take_over(self) -> None:
+        """Makes this the job that may commit here, and clears up after the ones before."""
+        if self.token:
+            return
+        token = secrets.token_hex(8)
+        owner = Owner(
+            token=token, host=socket.gethostname(), pid=os.getpid(), opened_ns=time.time_ns()
+        )
+        self.storage.write(f"{self.root}/{names.OWNER}", run.encode_owner(owner))
+        self.token = token
+        self._sweep()
+
+    def fence(self) -> None:
+        """Takes the run over if this job has not yet done so.
+
+        Raises:
+            SaveFailed: another job has taken it over since.
+        """
+        if not self.token:
+            self.take_over()
+        owner = self._owner()
+        if owner is None or owner.token != self.token:
+            when = "" if owner is None else f" at {time.ctime(owner.opened_ns / 1e9)}"
+            raise SaveFailed(
+                f"{self.root} was opened for writing by another job ({self._who()}){when}, and "
+                "this one may no longer save there. Let one job write a run; to read it, open it "
+                "with mode='r'."
+            )
+
+    def _sweep(self) -> None:
+        """Finishes or removes what earlier jobs were doing; leaves what others than jaxckpt do."""
+        for entry in self._entries():
+            path = f"{self.root}/{entry}"
+            try:
+                if (name := names.replaced(entry)) is not None:
+                    _transaction.recover(self.storage, f"{self.root}/{name}")
+                elif (name := names.ours_temporary(entry)) is not None:
+                    if not Turn.is_under_way(f"{self.root}/{name}"):
+                        self._remove_leftover(path)
+                elif names.is_lease(entry) and self._lease_of(entry) is None:
+                    self.storage.delete(path)
+            except OSError as error:
+                self.report(f"{path} is left over, and cannot be removed: {error}")
+        if self.storage.kind(f"{self.root}/{names.DOOMED}") is not None:
+            self.storage.delete(f"{self.root}/{names.DOOMED}")
+
+    def _remove_leftover(self, path: str) -> None:
+        if not names.is_deleting(posixpath.basename(path)):
+            _logger.warning("removing %s, left by a save that did not end", path)
+        _transaction.remove_work(self.storage, path)
+
+    def close(self) -> None:
+        """Lets go of the lock."""
+        if self._hold is not None:
+            self._hold.release()
+            self._hold = None
+
+    # --- what goes ------------------------------------------------------------------------------
+
+    def delete(self, numbers: Iterable[int], *, asked_for: bool = False) -> list[int]:
+        """Deletes steps, but for pinned ones and those that a reader holds; says which went.
+
+        What cannot be deleted is reported, and stays or goes with the next call. Never raises.
+
+        Args:
+            asked_for: By the user, so that it may be what another program wrote.
+        """
+        wanted = {self._naming().of(n): n for n in numbers}
+        gone: list[int] = []
+        try:
+            self._finish_deletions()
+            if not wanted:
+                return []
+            doomed = f"{self.root}/{names.DOOMED}"
+            self.storage.write(doomed, run.encode_doomed(list(wanted)))
+            held = self._leased()
+            for name, number in wanted.items():
+                if name not in held and self._delete_step(name, asked_for=asked_for):
+                    gone.append(number)
+            self.storage.delete(doomed)
+        except OSError as error:
+            self.report(f"{self.root}: old steps cannot be deleted: {error}")
+        for number in gone:
+            self._forget(number)
+        return gone
+
+    def _delete_step(self, name: str, *, asked_for: bool) -> bool:
+        path = f"{self.root}/{name}"
+        try:
+            if self.storage.kind(f"{path}/{names.PINNED}") is not None:
+                return False
+            if not asked_for and self.storage.kind(f"{path}/{names.RECORD}") is None:
+                self.report(f"{path} was not written by jaxckpt: no policy deletes it")
+                return False
+            _transaction.remove(self.storage, path)
+        except FileNotFoundError:
+            return True  # somebody else did
+        except OSError as error:
+            self.report(f"{path} cannot be deleted: {error}. It is tried again.")
+            return self.storage.kind(path) is None
+        return True
+
+    def why_not(self, number: int) -> str:
+        """Why a step was not deleted."""
+        if self._naming().of(number) in self._leased():
+            return "a reader holds it"
+        return self.problems[-1] if self.problems else "unknown"
+
+    def _finish_deletions(self) -> None:
+        for entry in self._entries():
+            if names.is_deleting(entry) and names.ours_temporary(entry) is not None:
+                self.storage.delete(f"{self.root}/{entry}")
+
+    def _forget(self, number: int) -> None:
+        name = self._naming().of(number)
+        self._committed.pop(name, None)
+        self._whole.discard(name)
+        self._infos.pop(number, None)
+
+    def set_aside(self, number: int, why: str) -> None:
+        """Takes a damaged step out of the run; one of another program is only skipped."""
+        path = self.path(number)
+        if self.storage.kind(f"{path}/{names.RECORD}") is None:
+            self.report(f"step {number} is damaged, and is skipped: {why}")
+            return
+        aside = f"{self.root}/{names.set_aside(posixpath.basename(path), secrets.token_hex(4))}"
+        try:
+            self.storage.rename(path, aside)
+        except OSError as error:
+            self.report(f"step {number} is damaged, and cannot be set aside ({error}): {why}")
+            return
+        self._forget(number)
+        self.report(f"step {number} is damaged, and was set aside as {aside}: {why}")
+
+    # --- pins and leases ------------------------------------------------------------------------
+
+    def pin(self, number: int) -> None:
+        """Keeps a step whatever the policy says."""
+        self.storage.write(f"{self.check_step(number)}/{names.PINNED}", b"")
+
+    def unpin(self, number: int) -> None:
+        """Undoes `pin`."""
+        self.storage.delete(f"{self.check_step(number)}/{names.PINNED}")
+
+    def is_pinned(self, number: int) -> bool:
+        """Whether a step is pinned, by whomever."""
+        return self.storage.kind(f"{self.path(number)}/{names.PINNED}") is not None
+
+    def _leased(self) -> set[str]:
+        leases = [self._lease_of(name) for name in self._entries() if names.is_lease(name)]
+        return {lease.step for lease in leases if lease is not None}
+
+    def _lease_of(self, entry: str) -> Lease | None:
+        """A lease that holds; None if it has expired, or is none."""
+        file = f"{self.root}/{entry}"
+        try:
+            lease = run.decode_lease(self.storage.read(file, max_bytes=run.MAX_BYTES), file=file)
+        except FileNotFoundError:
+            return None
+        except (CorruptCheckpoint, OSError) as error:
+            self.report(f"{error}; it is no lease")
+            return None
+        return lease if lease.expires_ns > time.time_ns() else None
+
+    @contextlib.contextmanager
+    def leased(self, number: int) -> Iterator[bool]:
+        """Keeps a step from being deleted meanwhile; says whether it is still there.
+
+        Where nothing can be written, readers have no lease: then a step may vanish.
+        """
+        name = self._naming().of(number)
+        file = f"{self.root}/{names.lease(secrets.token_hex(8))}"
+        expires_ns = time.time_ns() + int(LEASE_S * 1e9)
+        lease = run.encode_lease(Lease(step=name, expires_ns=expires_ns))
+        try:
+            self.storage.write(file, lease)
+            written = True
+        except OSError:
+            written = False
+        there = self._is_committed(name) and self._is_staying(name)
+        if not there:
+            self._leaving.add(name)
+        try:
+            yield there
+        finally:
+            self._leaving.discard(name)
+            if written:
+                with contextlib.suppress(OSError):  # it expires
+                    self.storage.delete(file)
+
+    def _is_staying(self, name: str) -> bool:
+        file = f"{self.root}/{names.DOOMED}"
+        try:
+            data = self.storage.read(file, max_bytes=run.MAX_BYTES)
+            doomed = run.decode_doomed(data, file=file)
+        except (FileNotFoundError, CorruptCheckpoint):
+            doomed = []
+        return name not in doomed and self.storage.kind(f"{self.root}/{name}") == "dir"
+
+
+class _NoHold:
+    """The lock where there are none."""
+
+    def release(self) -> None:
+        """Does nothing."""

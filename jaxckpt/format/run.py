@@ -1,0 +1,151 @@
+"""A run's root: the names of its steps, and the small files beside them.
+
+    _jaxckpt.owner          {"token", "host", "pid", "opened_ns"}
+    _jaxckpt.doomed         {"steps": [directory names]}
+    _jaxckpt.lease-<token>  {"step": directory name, "expires_ns"}
+
+All are JSON. Times are the wall clock, ns since 1970.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from jaxckpt.format import jsontext, names
+from jaxckpt.format.jsontext import expect
+
+MAX_BYTES: Final = 1 << 20
+# More digits are no step number but a date or a hash.
+_MAX_DIGITS: Final = 18
+_STEP: Final = re.compile(rf"(?:(.*)_)?(\d{{1,{_MAX_DIGITS}}})", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepNames:
+    """How a run calls the directories of its steps: `[<prefix>_]<step>`, zero-padded or not.
+
+    Orbax calls the two `step_prefix` and `step_format_fixed_length`.
+
+    Attributes:
+        prefix: Without the `_`.
+        digits: The shortest that a number is; longer ones are written in full.
+
+    Example:
+        >>> names = StepNames(prefix="ckpt", digits=6)
+        >>> names.of(12), names.step("ckpt_000012"), names.step("12")
+        ('ckpt_000012', 12, None)
+    """
+
+    prefix: str | None = None
+    digits: int | None = None
+
+    def of(self, step: int) -> str:
+        """The name of a step."""
+        number = f"{step:0{self.digits or 1}d}"
+        return number if self.prefix is None else f"{self.prefix}_{number}"
+
+    def step(self, name: str) -> int | None:
+        """The step of a name; None if it is not one that `of` gives."""
+        match = _STEP.fullmatch(name)
+        if match is None or match[1] != self.prefix:
+            return None
+        step = int(match[2])
+        return step if self.of(step) == name else None
+
+
+def like_steps(entries: Sequence[str]) -> list[str]:
+    """The entries that are called like a step of some run; plain numbers, then high ones first."""
+    found = []
+    for entry in entries:
+        match = _STEP.fullmatch(entry)
+        if match is not None and not names.is_reserved(entry):
+            found.append((match[1] is None, int(match[2]), entry))
+    return [entry for _, _, entry in sorted(found, reverse=True)]
+
+
+def guess_names(name: str, entries: Sequence[str]) -> StepNames:
+    """How steps are called in a run that has one of this name."""
+    match = _STEP.fullmatch(name)
+    prefix = match[1] if match is not None else None
+    others = [other for entry in entries if (other := _STEP.fullmatch(entry)) is not None]
+    # Of 0099 and 100 the second does not show that numbers are padded.
+    widths = [
+        len(other[2])
+        for other in others
+        if other[1] == prefix and other[2].startswith("0") and other[2] != "0"
+    ]
+    return StepNames(prefix=prefix, digits=min(widths, default=None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """The job that may commit to a run: the one that opened it last.
+
+    Attributes:
+        token: Unique to that opening.
+    """
+
+    token: str
+    host: str
+    pid: int
+    opened_ns: int
+
+
+def encode_owner(owner: Owner) -> bytes:
+    """The bytes of `_jaxckpt.owner`."""
+    return jsontext.dumps(
+        {
+            "token": owner.token,
+            "host": owner.host,
+            "pid": owner.pid,
+            "opened_ns": owner.opened_ns,
+        }
+    )
+
+
+def decode_owner(data: bytes, *, file: str) -> Owner:
+    """Reads `_jaxckpt.owner`; CorruptCheckpoint if it does not say what such a file says."""
+    top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
+    return Owner(
+        token=expect(top.get("token"), str, "'token'", file=file),
+        host=expect(top.get("host"), str, "'host'", file=file),
+        pid=expect(top.get("pid"), int, "'pid'", file=file),
+        opened_ns=expect(top.get("opened_ns"), int, "'opened_ns'", file=file),
+    )
+
+
+def encode_doomed(steps: Sequence[str]) -> bytes:
+    """The bytes of `_jaxckpt.doomed`."""
+    return jsontext.dumps({"steps": list(steps)})
+
+
+def decode_doomed(data: bytes, *, file: str) -> list[str]:
+    """Reads `_jaxckpt.doomed`."""
+    top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
+    steps = expect(top.get("steps"), list, "'steps'", file=file)
+    return [expect(step, str, "a step", file=file) for step in steps]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """That a reader reads a step, by the name of its directory, until some time."""
+
+    step: str
+    expires_ns: int
+
+
+def encode_lease(lease: Lease) -> bytes:
+    """The bytes of a lease."""
+    return jsontext.dumps({"step": lease.step, "expires_ns": lease.expires_ns})
+
+
+def decode_lease(data: bytes, *, file: str) -> Lease:
+    """Reads a lease."""
+    top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
+    return Lease(
+        step=expect(top.get("step"), str, "'step'", file=file),
+        expires_ns=expect(top.get("expires_ns"), int, "'expires_ns'", file=file),
+    )

@@ -1,0 +1,110 @@
+"""Python values as JSON and back: the states of data iterators.
+
+A value that JSON gives back as it was is that JSON. Of the others, each is an object with one key:
+
+    {"$tuple": [...]}   {"$dict": [[key, value], ...]}   {"$bytes": base64}   {"$int": "digits"}
+    {"$array": [dtype, shape, base64]}
+
+A dict that has only one of these keys is written as "$dict" too.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from typing import Any, Final
+
+import numpy as np
+
+from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.format.arrays import dtype_of
+from jaxckpt.format.jsontext import expect, expect_shape
+
+_TAGS: Final = ("$tuple", "$dict", "$bytes", "$int", "$array")
+# Other programs read numbers of JSON as 64-bit.
+_MAX_INT: Final = 1 << 63
+
+
+def is_json(value: object) -> bool:
+    """Whether JSON gives a value back as it was."""
+    if value is None or isinstance(value, (bool, str, float)) or type(value) is int:
+        return type(value) in (type(None), bool, str, float, int)
+    if type(value) is list:
+        return all(map(is_json, value))
+    if type(value) is dict:
+        return all(type(key) is str for key in value) and all(map(is_json, value.values()))
+    return False
+
+
+def encode(value: object) -> Any:  # JSON
+    """The value as JSON.
+
+    Raises:
+        TypeError: it holds something else; it is named.
+    """
+    if value is None or type(value) in (bool, str, float):
+        return value
+    if type(value) is int:
+        return value if -_MAX_INT <= value < _MAX_INT else {"$int": str(value)}
+    if type(value) is list:
+        return [encode(child) for child in value]
+    if type(value) is tuple:
+        return {"$tuple": [encode(child) for child in value]}
+    if isinstance(value, dict):
+        if all(type(key) is str for key in value) and not _is_tagged(value):
+            return {key: encode(child) for key, child in value.items()}
+        return {"$dict": [[encode(key), encode(child)] for key, child in value.items()]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        data = np.asarray(value)
+        dtype_of(data.dtype.name)  # one that can be read again
+        data = data.astype(data.dtype.newbyteorder("="), copy=False)
+        text = base64.b64encode(data.tobytes()).decode()
+        return {"$array": [data.dtype.name, list(data.shape), text]}
+    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} has no form in JSON")
+
+
+def decode(value: Any, *, file: str) -> Any:  # JSON
+    """Undoes `encode`; CorruptCheckpoint if it is not what that writes."""
+    if isinstance(value, list):
+        return [decode(child, file=file) for child in value]
+    if not isinstance(value, dict):
+        return value
+    if not _is_tagged(value):
+        return {key: decode(child, file=file) for key, child in value.items()}
+    ((tag, inner),) = value.items()
+    try:
+        match tag:
+            case "$tuple":
+                return tuple(
+                    decode(child, file=file) for child in expect(inner, list, tag, file=file)
+                )
+            case "$dict":
+                return {
+                    decode(key, file=file): decode(child, file=file)
+                    for key, child in expect(inner, list, tag, file=file)
+                }
+            case "$bytes":
+                return base64.b64decode(inner, validate=True)
+            case "$int":
+                return int(expect(inner, str, tag, file=file)[:4300])
+            case _:
+                return _array(inner, file)
+    except (ValueError, TypeError, binascii.Error) as error:
+        raise CorruptCheckpoint(f"{file}: bad {tag}: {error}", file=file) from error
+
+
+def _array(inner: Any, file: str) -> np.ndarray[Any, Any]:
+    name, shape, text = expect(inner, list, "$array", file=file)
+    dtype = dtype_of(expect(name, str, "a dtype", file=file))
+    data = base64.b64decode(text, validate=True)
+    dims = expect_shape(shape, "a shape", file=file)
+    if math.prod(dims) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes for {name}{list(dims)}")
+    return np.frombuffer(data, dtype).reshape(dims).copy()
+
+
+def _is_tagged(value: dict[Any, Any]) -> bool:
+    return len(value) == 1 and next(iter(value)) in _TAGS
