@@ -1,14 +1,17 @@
 """The demo, shorter: for tests."""
 
+from typing import Any
 
-def get_config() -> dict[str, int]:
+
+def get_config() -> dict[str, Any]:
     return {
-        "steps": 12,
-        "save_every": 3,
-        "kill_from": 9,
+        "steps": 15,
+        "kill_from": 6,
+        "stop_from": 9,
         "width": 256,  # not smaller: the kill needs a save that takes a while
         "heads": 4,
         "layers": 1,
         "batch": 8,
         "length": 16,
+        "checkpoint": {"save": {"every_steps": 3}, "keep": {"last": 2, "every_steps": 6}},
     }

@@ -1,16 +1,20 @@
-"""A training run that saves in the background, is killed while it saves, and goes on elsewhere.
+"""A training run that is killed in a save, goes on, is stopped in another, and ends elsewhere too.
 
     python examples/demo.py            about a minute; --run DIR keeps the files
     python examples/demo.py --config configs/demo_quick.py
+    python examples/demo.py --gin_file configs/demo.gin
 
 A small character-level transformer (Flax NNX, AdamW) learns the source of Python's own standard
 library on eight virtual CPU devices. `train` below is the training loop, and all of its dealings
-with checkpoints; the demo runs it four times, each time in a new process:
+with checkpoints; the demo runs it five times, each time in a new process:
 
     uninterrupted   mesh 4x2, all steps: what the others are compared with
-    killed          mesh 4x2; kills itself with SIGKILL in the middle of a save
-    resumed 4x2     from the newest step that the killed run left, on the same mesh: the same bits
-    resumed 2x2     from the same step on half of the devices: the same curve, but for rounding
+    killed          mesh 4x2; gets SIGKILL in the middle of a save
+    stopped         goes on in the same root; gets SIGTERM in the middle of a save, saves the step
+                    that it is at, and ends
+    finished        goes on in the same root to the end: the same bits
+    forked          from the step at which it was stopped, as a run of its own on half of the
+                    devices: the same curve, but for rounding
 
 It exits with 1 if anything that it claims is not so.
 """
@@ -18,8 +22,10 @@ It exits with 1 if anything that it claims is not so.
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import json
+import logging
 import os
 import runpy
 import signal
@@ -28,7 +34,8 @@ import sys
 import sysconfig
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +55,16 @@ class Config:
     """The size of everything; `configs/demo.py` says what each means."""
 
     steps: int
-    save_every: int
     kill_from: int
+    stop_from: int
     width: int
     heads: int
     layers: int
     batch: int
     length: int
 
+
+OpenManager = Callable[[Path], jaxckpt.CheckpointManager]  # of the run in a directory
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.py"
 
@@ -132,24 +141,39 @@ def read_text() -> np.ndarray[Any, Any]:
     return np.frombuffer(text.encode("ascii", errors="replace"), np.uint8)
 
 
-def read_batch(text: np.ndarray[Any, Any], position: int, config: Config) -> np.ndarray[Any, Any]:
-    """A batch as a function of its number, so that the number is all there is to save."""
-    key = jax.random.fold_in(jax.random.key(1), position)
-    starts = jax.random.randint(key, (config.batch, 1), 0, len(text) - config.length)
-    return text[np.asarray(starts) + np.arange(config.length + 1)].astype(np.int32)
+class Batches:
+    """Each batch is a function of its number, so that the number is all there is to save."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.text, self.position = config, read_text(), 0
+
+    def __next__(self) -> np.ndarray[Any, Any]:
+        batch, length = self.config.batch, self.config.length
+        key = jax.random.fold_in(jax.random.key(1), self.position)
+        starts = jax.random.randint(key, (batch, 1), 0, len(self.text) - length)
+        self.position += 1
+        return self.text[np.asarray(starts) + np.arange(length + 1)].astype(np.int32)
+
+    def get_state(self) -> dict[str, int]:
+        """What the manager saves."""
+        return {"position": self.position}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """What it calls when it has restored."""
+        self.position = state["position"]
 
 
 # --- the training loop -----------------------------------------------------------------------
 
 
 def train(
-    config: Config, run: Path, mesh_text: str, restore: Path | None, kill_from: int | None
+    config: Config, manager: jaxckpt.CheckpointManager, log_file: Path, options: argparse.Namespace
 ) -> None:
-    """Trains, saves into `run/<step>` in the background, logs losses into `run.jsonl`."""
-    mesh_shape = tuple(map(int, mesh_text.split("x")))
+    """Trains to the end, or until it is told to stop, from where the run is."""
+    mesh_shape = tuple(map(int, options.mesh.split("x")))
     mesh = jax.make_mesh(mesh_shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     optimizer = optax.adamw(1e-3)
-    text = read_text()
+    data = Batches(config)
 
     def new_state() -> dict[str, Any]:
         params = nnx.state(Transformer(config, nnx.Rngs(0)), nnx.Param)
@@ -161,20 +185,7 @@ def train(
     abstract = jax.eval_shape(new_state)
     shardings = nnx.as_pure(nnx.get_named_sharding(abstract, mesh))
 
-    # Either from scratch, or from a checkpoint straight into those shardings.
-    if restore is None:
-        create = jax.jit(lambda: nnx.as_pure(new_state()), out_shardings=shardings)
-        state, step, position = create(), 0, 0
-    else:
-        start = time.monotonic()
-        like = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            nnx.as_pure(abstract),
-            shardings,
-        )
-        state = jaxckpt.restore(restore, {**like, "step": 0, "data": {"position": 0}})
-        step, position = state.pop("step"), state.pop("data")["position"]
-        say(f"restored step {step} onto {len(mesh.devices.flat)} devices in {since(start)}")
+    init = jax.jit(lambda: nnx.as_pure(new_state()), out_shardings=shardings)
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, None))
     def train_step(state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any], jax.Array]:
@@ -190,39 +201,52 @@ def train(
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "opt_state": opt_state, "key": key}, loss
 
-    start, first_step, handle, blocked_s = time.monotonic(), step, None, []
-    with run.with_suffix(".jsonl").open("w", buffering=1) as log:
-        while step < config.steps:
-            batch = read_batch(text, position, config)
-            state, loss = train_step(state, jax.device_put(batch, NamedSharding(mesh, P("data"))))
-            step, position = step + 1, position + 1
-            log.write(json.dumps({"step": step, "loss": float(loss)}) + "\n")
+    start, blocked_s = time.monotonic(), []
+    number = signal.Signals[options.signal] if options.signal else None
+    with manager, log_file.open("w", buffering=1) as log:
+        # From scratch, or from the newest whole step straight into those shardings.
+        state, first_step = manager.restore_or(init, items={"data": data})
+        if first_step:
+            say(f"restored step {first_step} onto {mesh.size} devices in {since(start)}")
+        for step in range(first_step + 1, config.steps + 1):
+            batch = jax.device_put(next(data), NamedSharding(mesh, P("data")))
+            state, loss = train_step(state, batch)
+            print(json.dumps({"step": step, "loss": float(loss)}), file=log)
             if step == first_step + 1:
-                say(f"compiled the training step in {since(start)}")
-            if step % config.save_every == 0:
-                if handle is not None:
-                    handle.result()  # raises what went wrong in the save before
-                before = time.monotonic()
-                handle = jaxckpt.save_async(
-                    run / str(step),
-                    {**state, "step": step, "data": {"position": position}},
-                    custom_metadata={"mesh": mesh_text},
-                )  # from here on the next training step may donate `state`
+                say(f"compiled the training step, {since(start)} after the start")
+            before = time.monotonic()
+            handle = manager.save(
+                step,
+                state,
+                items={"data": data},
+                metrics={"loss": loss},
+                force=step == config.steps,
+                custom_metadata={"mesh": options.mesh},
+            )  # from here on the next training step may donate `state`
+            if handle is not None:
                 blocked_s.append(time.monotonic() - before)
-                if kill_from is not None and step >= kill_from:
-                    die_while_saving(handle)
-    handle.result()
+                print(json.dumps({"saved": step}), file=log)
+                is_due = number is not None and step >= options.signal_from
+                if is_due and signal_while_saving(handle, number):
+                    number = None  # once
+                    print(json.dumps({"signalled": step}), file=log)
+            if manager.reached_preemption(step):
+                print(json.dumps({"preempted": step}), file=log)
+                say(f"was told to stop, and saved step {step}")
+                break
     ms = 1e3 * float(np.median(blocked_s))
     say(f"to step {step} in {since(start)}; a save holds training up for {ms:.0f} ms (median)")
 
 
-def die_while_saving(handle: jaxckpt.SaveHandle) -> None:
-    """Kills this process when a part of the data is on disk; returns if the save was quicker."""
+def signal_while_saving(handle: jaxckpt.SaveHandle, number: signal.Signals) -> bool:
+    """Sends a signal to this process when a part of the data is on disk; False: it was too late."""
     target = Path(handle.path)
     while not handle.done():
         sizes = [size_of(path) for path in uncommitted(target.parent, int(target.name))]
         if sum(sizes) > 1_000_000 and not handle.done():
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
+            return True
+    return False
 
 
 def uncommitted(run: Path, step: int) -> list[Path]:
@@ -240,72 +264,140 @@ def size_of(folder: Path) -> int:
 # --- the demo --------------------------------------------------------------------------------
 
 
-def demo(config: Config, root: Path, config_file: Path) -> bool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """What a process told of its training; JSON keeps every bit of a loss."""
+
+    losses: dict[int, float]
+    saved: list[int]
+    signalled: list[int]
+    preempted: list[int]
+
+
+def read_log(file: Path) -> Log:
+    rows = [json.loads(row) for row in file.read_text().splitlines()]
+    events = {
+        name: [row[name] for row in rows if name in row]
+        for name in ("saved", "signalled", "preempted")
+    }
+    return Log(losses={row["step"]: row["loss"] for row in rows if "loss" in row}, **events)
+
+
+def demo(config: Config, open_manager: OpenManager, root: Path, config_options: list[str]) -> bool:
     """Runs everything, prints it, and says whether all claims hold."""
     start = time.monotonic()
-    size = ("--config", config_file)
+    straight, run, half = root / "uninterrupted", root / "run", root / "half"
     claims: dict[str, bool] = {}
-    run = root / "run"  # that is killed and goes on
+    with open_manager(straight) as manager:  # a wrong option is an error before anything runs
+        keep = manager.keep
+
+    def launch(name: str, run: Path, mesh: str, *options: object) -> tuple[int, Log]:
+        log_file = root / f"{name}.jsonl"
+        own = ("--run", run, "--log", log_file, "--mesh", mesh, *options)
+        return launch_training(mesh, *own, *config_options), read_log(log_file)
 
     print(f"1. Train {config.steps} steps without interruption: 8 devices, mesh 4x2")
-    launch(root / "uninterrupted", "4x2", *size)
+    code, whole = launch("uninterrupted", straight, "4x2")
+    if code != 0:
+        print(f"FAIL: exit code {code}")
+        return False
 
     print("\n2. The same again, with a SIGKILL in the middle of a save")
-    code = launch(run, "4x2", "--kill-from", config.kill_from, *size, check=False)
-    before_kill = read_losses(root / "run.jsonl")
-    last = max(before_kill)
+    kill = ("--signal", "SIGKILL", "--signal-from", config.kill_from)
+    code, killed = launch("killed", run, "4x2", *kill)
+    last = max(killed.losses)
     parts = uncommitted(run, last)
     if code != -signal.SIGKILL or len(parts) != 1 or (run / str(last)).exists():
         print(f"FAIL: exit code {code}, {run} holds {os.listdir(run)}: not killed in a save")
         return False
     claims[f"SIGKILL came while the save of step {last} was writing"] = True
     say(f"it left {parts[0].name}: {size_of(parts[0]) / 1e6:.1f} MB, not committed")
-
-    print("\n3. What can be restored")
-    newest = jaxckpt.open(run)  # of a run's root: its newest good step. Reads metadata only.
-    saved_step = newest["step"].restore()
-    report = jaxckpt.verify(run)
+    newest, report = jaxckpt.open(run), jaxckpt.verify(run)  # of its newest good step
     say(f"{str(newest).splitlines()[0]}\n   {report}")
-    claims[f"the newest whole checkpoint is step {saved_step}, and passes verify"] = (
-        report.ok and saved_step == last - config.save_every
+    resumed_from = max(step for step in killed.saved if step != last)
+    claims[f"step {resumed_from} is the newest whole checkpoint, and passes verify"] = (
+        report.ok and Path(newest.path).name == str(resumed_from)
     )
 
-    print("\n4. Resume from it in a new process: 8 devices, mesh 4x2, as before")
-    launch(root / "resumed-4x2", "4x2", "--restore", run, *size)
-
-    print("\n5. Resume from it on half of the devices, and go on saving there: 4 devices, mesh 2x2")
-    launch(run, "2x2", "--restore", run, *size)
-    claims[f"saving step {last} again removed what the kill had left"] = (
-        not uncommitted(run, last) and (run / str(last)).is_dir()
+    print(
+        "\n3. Go on in a new process: 8 devices, mesh 4x2; with a SIGTERM in the middle of a save"
     )
-
-    print("\n6. The newest checkpoint of that run, as a tree")
-    print(jaxckpt.open(run))
-
-    print("\n7. Losses")
-    curve = read_losses(root / "uninterrupted.jsonl")
-    same, other = read_losses(root / "resumed-4x2.jsonl"), read_losses(root / "run.jsonl")
-    rest = range(saved_step + 1, config.steps + 1)
-    print_losses(
-        sorted({1, saved_step, rest[0], last, last + 1, (last + config.steps) // 2, config.steps}),
-        {"uninterrupted": curve, "killed": before_kill, "resumed 4x2": same, "resumed 2x2": other},
-    )
-
-    print("\n8. Verdict")
-    farthest = max(abs(other.get(step, np.inf) - curve[step]) for step in rest)
-    reports = [jaxckpt.verify(path) for path in root.glob("*/*")]
-    names = f"steps {rest[0]}-{rest[-1]}"
-    start_of_curve = {step: curve[step] for step in range(1, last + 1)}
-    rest_of_curve = {step: curve[step] for step in rest}
-    is_same_end = is_same_tree(root / "uninterrupted", root / "resumed-4x2")
+    stop = ("--signal", "SIGTERM", "--signal-from", config.stop_from)
+    code, stopped = launch("stopped", run, "4x2", *stop)
+    last_of_stopped = max(stopped.losses)
+    if code != 0 or not stopped.signalled or stopped.preempted != [last_of_stopped]:
+        print(f"FAIL: exit code {code}, {stopped}: not stopped in a save")
+        return False
     claims |= {
-        f"steps 1-{last}, killed: losses bit-equal": before_kill == start_of_curve,
-        f"{names}, resumed on 4x2: losses bit-equal": same == rest_of_curve,
-        f"step {rest[-1]}, resumed on 4x2: every leaf of the state equal": is_same_end,
-        f"{names}, resumed on 2x2: losses within {TOLERANCE:g} ({farthest:.0e})": (
+        f"what the SIGKILL had left is gone, and step {last} is saved": (
+            not uncommitted(run, last) and (run / str(last)).is_dir()
+        ),
+        f"SIGTERM came while the save of step {stopped.signalled[0]} was writing": True,
+        f"it saved step {last_of_stopped}, whole, told so and ended with 0": (
+            Path(jaxckpt.open(run).path).name == str(last_of_stopped) and jaxckpt.verify(run).ok
+        ),
+    }
+
+    print(f"\n4. Fork step {last_of_stopped} into a run of its own")
+    fork = Path(jaxckpt.fork(run / str(last_of_stopped), half))
+    say(f"{fork.relative_to(root)} from {jaxckpt.open(fork).lineage}")
+    claims[f"the fork has all {size_of(fork) / 1e6:.1f} MB of step {last_of_stopped} as links"] = (
+        is_linked(run / str(last_of_stopped), fork)
+    )
+
+    print("\n5. Go on to the end: 8 devices, mesh 4x2, as before")
+    finish_code, finished = launch("finished", run, "4x2")
+
+    print("\n6. Go on from the fork on half of the devices: 4 devices, mesh 2x2")
+    half_code, forked = launch("forked", half, "2x2")
+
+    print("\n7. The newest checkpoint of that run, as a tree")
+    print(jaxckpt.open(half))
+
+    print("\n8. Losses")
+    rows = {1, resumed_from, resumed_from + 1, last, last_of_stopped, last_of_stopped + 1}
+    curves = {"killed": killed, "stopped": stopped, "finished": finished, "forked": forked}
+    curves = {"uninterrupted": whole, **curves}
+    print_losses(
+        sorted({*rows, (last_of_stopped + config.steps) // 2, config.steps}),
+        {name: log.losses for name, log in curves.items()},
+    )
+
+    print("\n9. Verdict")
+    parts_of_curve = {
+        f"steps 1-{last}, killed": (killed, range(1, last + 1)),
+        f"steps {resumed_from + 1}-{last_of_stopped}, stopped": (
+            stopped,
+            range(resumed_from + 1, last_of_stopped + 1),
+        ),
+        f"steps {last_of_stopped + 1}-{config.steps}, finished": (
+            finished,
+            range(last_of_stopped + 1, config.steps + 1),
+        ),
+    }
+    for name, (log, steps) in parts_of_curve.items():
+        claims[f"{name}: losses bit-equal"] = log.losses == {n: whole.losses[n] for n in steps}
+    rest = range(last_of_stopped + 1, config.steps + 1)
+    farthest = max(abs(forked.losses.get(n, np.inf) - whole.losses[n]) for n in rest)
+    saved = {
+        straight: {*whole.saved},
+        run: {*killed.saved, *stopped.saved, *finished.saved},
+        half: {last_of_stopped, *forked.saved},
+    }
+    kept = {path: steps_in(path) for path in saved}
+    reports = [jaxckpt.verify(path / str(step)) for path in saved for step in kept[path]]
+    names = f"steps {rest[0]}-{rest[-1]}"
+    is_same_end = is_same_tree(straight, run)
+    claims |= {
+        f"step {config.steps}, finished: every leaf of the state equal": is_same_end,
+        f"{names}, forked on 2x2: losses within {TOLERANCE:g} ({farthest:.0e})": (
             farthest <= TOLERANCE
         ),
-        "the loss fell": curve[config.steps] < 0.9 * curve[1],
+        "the last two processes ended with 0": finish_code == half_code == 0,
+        "the loss fell": whole.losses[config.steps] < 0.9 * whole.losses[1],
+        f"of steps {sorted(saved[run])} the policy kept {kept[run]}, as it should": all(
+            kept[path] == to_keep(keep, saved[path]) for path in saved
+        ),
         f"all {len(reports)} checkpoints pass verify": all(report.ok for report in reports),
     }
     for claim, holds in claims.items():
@@ -315,18 +407,29 @@ def demo(config: Config, root: Path, config_file: Path) -> bool:
     return passed
 
 
-def launch(run: Path, mesh: str, *options: object, check: bool = True) -> int:
+def launch_training(mesh: str, *options: object) -> int:
     """Trains in a new process with a virtual device for each place of the mesh; its exit code."""
     count = int(np.prod([int(n) for n in mesh.split("x")]))
-    command = [__file__, "--phase", "train", "--run", run, "--mesh", mesh, *options]
     env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
-    return subprocess.run([sys.executable, *map(str, command)], env=env, check=check).returncode
+    command = [sys.executable, __file__, "--phase", "train", *map(str, options)]
+    return subprocess.run(command, env=env, check=False).returncode
 
 
-def read_losses(log: Path) -> dict[int, float]:
-    """Losses by step. JSON keeps every bit of them."""
-    rows = map(json.loads, log.read_text().splitlines())
-    return {row["step"]: row["loss"] for row in rows}
+def is_linked(source: Path, fork: Path) -> bool:
+    """Whether every file of every item of a fork is one of its source: no bytes were copied."""
+    files = [file for file in fork.glob("*/**/*") if file.is_file()]
+    return bool(files) and all(file.samefile(source / file.relative_to(fork)) for file in files)
+
+
+def steps_in(run: Path) -> list[int]:
+    return sorted(int(path.name) for path in run.iterdir() if path.name.isdecimal())
+
+
+def to_keep(keep: jaxckpt.KeepPolicy, saved: set[int]) -> list[int]:
+    """The steps that should be left of those saved, by the two rules that the demo has."""
+    newest = sorted(saved)[-(keep.last or len(saved)) :]
+    every = keep.every_steps
+    return sorted(n for n in saved if n in newest or (every is not None and n % every == 0))
 
 
 def print_losses(steps: list[int], runs: dict[str, dict[int, float]]) -> None:
@@ -350,26 +453,58 @@ def since(start: float) -> str:
     return f"{time.monotonic() - start:.1f} s"
 
 
+def read_config(options: argparse.Namespace) -> tuple[Config, OpenManager]:
+    """The sizes, and how to open the run in a directory."""
+    if options.gin_file is not None:
+        import gin
+
+        from jaxckpt.integrations import gin as jaxckpt_gin
+
+        new_config = gin.external_configurable(Config, module="demo")
+        jaxckpt_gin.load([options.gin_file])
+        return new_config(), jaxckpt_gin.CheckpointManager
+    found = runpy.run_path(str(options.config))["get_config"]()
+    checkpoint = found.pop("checkpoint", {})
+    names = [field.name for field in fields(Config)]
+    for name in found:
+        if name not in names:
+            near = difflib.get_close_matches(name, [*names, "checkpoint"], n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"It has {', '.join(names)}."
+            raise TypeError(f"{options.config} has no field {name!r}. {hint}")
+
+    def open_manager(run: Path) -> jaxckpt.CheckpointManager:
+        return jaxckpt.CheckpointManager.from_config(checkpoint, directory=run)
+
+    return Config(**found), open_manager
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="A training run that is killed, and goes on.")
     parser.add_argument("--run", type=Path, help="a new directory, to keep all of it")
-    parser.add_argument("--config", type=Path, default=CONFIG, help="a file with get_config()")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--config", type=Path, default=CONFIG, help="a file with get_config()")
+    source.add_argument("--gin_file", type=Path, help="a file of gin's, instead")
     own = parser.add_argument_group("for the processes that the demo starts")
     own.add_argument("--phase", choices=["demo", "train"], default="demo")
     own.add_argument("--mesh")
-    own.add_argument("--restore", type=Path)
-    own.add_argument("--kill-from", type=int)
+    own.add_argument("--log", type=Path)
+    own.add_argument("--signal", choices=["SIGKILL", "SIGTERM"])
+    own.add_argument("--signal-from", type=int)
     options = parser.parse_args()
-    config = Config(**runpy.run_path(str(options.config))["get_config"]())
+    config, open_manager = read_config(options)
     jax.config.update("jax_platforms", "cpu")
+    logging.basicConfig(format="   jaxckpt: %(message)s")
 
     if options.phase == "train":
-        train(config, options.run, options.mesh, options.restore, options.kill_from)
+        train(config, open_manager(options.run), options.log, options)
         return 0
+    config_options = ["--config", str(options.config)]
+    if options.gin_file is not None:
+        config_options = ["--gin_file", str(options.gin_file)]
     with tempfile.TemporaryDirectory(prefix="jaxckpt-demo-") as folder:
         root = (options.run or Path(folder, "demo")).resolve()
         root.mkdir(parents=True)
-        return 0 if demo(config, root, options.config) else 1
+        return 0 if demo(config, open_manager, root, config_options) else 1
 
 
 if __name__ == "__main__":

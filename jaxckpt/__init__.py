@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 from jaxckpt._version import __version__
 
 if TYPE_CHECKING:
+    from jaxckpt._branch import export, fork
     from jaxckpt._manager import CheckpointManager
     from jaxckpt._match import RestoreReport
     from jaxckpt._restore import restore
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
 
 # Where each public name is defined. Importing jaxckpt imports none of it, nor jax, nor TensorStore.
 _HOME = {
+    "export": "_branch",
+    "fork": "_branch",
     "CheckpointManager": "_manager",
     "SavePolicy": "_schedule",
     "Decision": "_schedule",
@@ -112,6 +115,8 @@ __all__ = [
     "UnsupportedLeaf",
     "VerifyReport",
     "__version__",
+    "export",
+    "fork",
     "open",
     "restore",
     "save",

@@ -23,13 +23,12 @@ def manager_arguments(config: Any, overrides: Mapping[str, Any]) -> dict[str, An
     parameters = list(inspect.signature(CheckpointManager.__init__).parameters)[1:]
     arguments = {**_mapping(config, "the config"), **overrides}
     _check_names("the config", arguments, parameters)
+    arguments = _given(arguments)
     if "directory" not in arguments:
         raise TypeError("the config has no 'directory': where is the run?")
     for name, policy in (("save", SavePolicy), ("keep", KeepPolicy)):
-        value = arguments.get(name)
-        if value is None:
-            arguments.pop(name, None)
-        elif not isinstance(value, policy):
+        value = arguments.get(name, policy())
+        if not isinstance(value, policy):
             arguments[name] = _policy(name, policy, _mapping(value, name))
     return arguments
 
@@ -38,11 +37,19 @@ def _policy(name: str, policy: type[SavePolicy | KeepPolicy], fields: dict[str, 
     known = [field.name for field in dataclasses.fields(policy)]
     auto = fields.pop("auto", None) if policy is SavePolicy else None
     _check_names(name, fields, [*known, *(["auto"] if policy is SavePolicy else [])])
+    fields = _given(fields)
     if auto is None:
         return policy(**fields)
     arguments = _mapping(auto, f"{name}.auto")
     _check_names(f"{name}.auto", arguments, ["mtbf_hours", "processes"])
-    return SavePolicy.auto(**arguments, **fields)
+    if "mtbf_hours" in arguments and arguments["mtbf_hours"] is None:
+        return policy(**fields)  # a form that nobody filled in
+    return SavePolicy.auto(**_given(arguments), **fields)
+
+
+def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those that are None, which means the default."""
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def _mapping(config: Any, what: str) -> dict[str, Any]:

@@ -395,7 +395,9 @@ def json_file(storage: Storage, path: str) -> str | None:
 
 def _json_file_in(storage: Storage, path: str, inside: Collection[str]) -> str | None:
     # In a run's root there may be a directory of such a name.
-    files = (f"{path}/{name}" for name in names.JSON_ITEM_FILES if name in inside)
+    files = [f"{path}/{name}" for name in names.JSON_ITEM_FILES if name in inside]
+    # Grain's own handler for Orbax writes nothing but these.
+    files += [f"{path}/{name}" for name in inside if names.process_count(name) is not None]
     return next((file for file in files if storage.kind(file) == "file"), None)
 
 
@@ -436,7 +438,9 @@ def read_checked(storage: Storage, base: str, relative: str, record: Record | No
     except FileNotFoundError as error:
         raise CorruptCheckpoint(f"{file} is missing", file=file) from error
     facts = None if record is None else record.files.get(relative)
-    if facts is not None and (facts.size != len(data) or facts.sha256 != step.digest(data)):
+    if facts is not None and (
+        facts.size != len(data) or facts.sha256 not in (None, step.digest(data))
+    ):
         raise CorruptCheckpoint(
             f"{file} is damaged: {len(data)} bytes that differ from the {facts.size} that were "
             "written. Restore an older checkpoint.",

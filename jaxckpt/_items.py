@@ -17,7 +17,7 @@ import numpy as np
 from jaxckpt import _discovery
 from jaxckpt._discovery import Checkpoint
 from jaxckpt._snapshot import FileItem, Item, take_tree
-from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, TreeMismatch, UnsupportedLeaf
+from jaxckpt.errors import CorruptCheckpoint, TreeMismatch, UnsupportedLeaf
 from jaxckpt.format import jsontext, names, values
 from jaxckpt.multihost import Processes
 
@@ -199,11 +199,12 @@ def state_for(
 
 
 def check_present(checkpoint: Checkpoint, items: Mapping[str, object]) -> None:
-    """Raises CheckpointNotFound if a step lacks an item."""
+    """Raises TreeMismatch if a step lacks an item."""
     for name in items:
         if name not in checkpoint.items:
-            raise CheckpointNotFound(
-                f"{checkpoint.path} has no item {name!r}; it has {', '.join(checkpoint.items)}"
+            raise TreeMismatch(
+                f"{checkpoint.path} has no item {name!r}; it has {', '.join(checkpoint.items)}. "
+                "Restore without it, or another step."
             )
 
 

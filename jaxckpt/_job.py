@@ -22,7 +22,13 @@ from typing import Any, ClassVar, Final
 from jaxckpt import _transaction
 from jaxckpt._snapshot import Item
 from jaxckpt._transaction import Transaction
-from jaxckpt.errors import CheckpointError, ProcessesDisagree, StepExists, UnsupportedFormat
+from jaxckpt.errors import (
+    CheckpointError,
+    ProcessesDisagree,
+    SaveFailed,
+    StepExists,
+    UnsupportedFormat,
+)
 from jaxckpt.format import names, step
 from jaxckpt.format.step import StepMetadata
 from jaxckpt.multihost import Json, Processes
@@ -37,20 +43,21 @@ class Turn:
     """The place of a save among those of this process to one path: they commit in their order."""
 
     _lock = threading.Lock()  # guards _last
-    _last: ClassVar[dict[str, Turn]] = {}
+    _last: ClassVar[dict[tuple[str, int], Turn]] = {}
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, process: int) -> None:
         self._path = path
+        self._key = path, process  # simulated processes are one, and wait for each other anyway
         self._ended = threading.Event()
         with Turn._lock:
-            self._before = Turn._last.get(path)
-            Turn._last[path] = self
+            self._before = Turn._last.get(self._key)
+            Turn._last[self._key] = self
 
     @staticmethod
     def is_under_way(path: str) -> bool:
         """Whether this process is saving to a path, or about to."""
         with Turn._lock:
-            return path in Turn._last
+            return any(path == saved for saved, _ in Turn._last)
 
     def __enter__(self) -> None:
         if self._before is not None:
@@ -61,8 +68,8 @@ class Turn:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         with Turn._lock:
-            if Turn._last.get(self._path) is self:
-                del Turn._last[self._path]
+            if Turn._last.get(self._key) is self:
+                del Turn._last[self._key]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,7 +82,9 @@ class SaveJob:
         token: Of the attempt, if the processes have agreed on it; else process 0 makes one.
         fence: Raises if this job may no longer write here; called just before the commit.
         tell: For the other processes; `told` is what process 0 told, once all have met.
-        skipped: Whether it failed only because another process did not take part.
+        problem: Why this process only tells the others that it does not save.
+        skips: Whether it could have saved: another save is what went wrong.
+        skipped: Whether the job failed only because another process skips it.
     """
 
     storage: Storage
@@ -91,13 +100,15 @@ class SaveJob:
     fence: Callable[[], None] | None = None
     tell: Json = None
     told: Any = None  # JSON
+    problem: Exception | None = None
+    skips: bool = False
     skipped: bool = False
     started_ns: int = field(default_factory=time.time_ns)
     timeout_s: float = DEFAULT_TIMEOUT_S
     turn: Turn = field(init=False)
 
     def __post_init__(self) -> None:
-        self.turn = Turn(self.path)
+        self.turn = Turn(self.path, self.processes.index)
 
     @property
     def size_bytes(self) -> int:
@@ -111,8 +122,8 @@ class SaveJob:
 
     def _run(self) -> None:
         start, total_bytes = time.monotonic(), self.size_bytes
-        transaction, problem = None, None
-        if self.processes.index == 0:
+        transaction, problem = None, self.problem
+        if self.processes.index == 0 and problem is None:
             try:
                 transaction = _transaction.begin(
                     self.storage,
@@ -164,9 +175,10 @@ class SaveJob:
                 for item in self.items:
                     item.write(self.storage, work, self.processes)
             except Exception as error:  # told to all processes, then raised
-                problem = error
+                problem = self._explained(error)
         said = {
             "problem": text_of(problem),
+            "skips": self.skips,
             "path": self.path,
             "items": {item.name: item.said() for item in self.items},
             "tell": self.tell,
@@ -180,9 +192,21 @@ class SaveJob:
         self._check_agreement(gathered)
         return [said["items"] for said in gathered]
 
+    def _explained(self, error: Exception) -> Exception:
+        """What went wrong: what was written may be gone because another job took the run over."""
+        if self.fence is not None and self.processes.index == 0:
+            try:
+                self.fence()
+            except SaveFailed as fenced:
+                fenced.__cause__ = error
+                return fenced
+            except OSError:
+                pass  # no better explanation
+        return error
+
     def _check_agreement(self, gathered: list[Any]) -> None:
         failures = {i: s["problem"] for i, s in enumerate(gathered) if s["problem"] is not None}
-        self.skipped = bool(failures) and all(gathered[i].get("skipped") for i in failures)
+        self.skipped = bool(failures) and all(gathered[i]["skips"] for i in failures)
         if list(failures) == [0]:
             raise _failure_of_process_0(self.path, failures[0])
         for i, said in enumerate(gathered if not failures else ()):
@@ -209,7 +233,7 @@ class SaveJob:
             try:
                 transaction.commit(self._finalize(work, said), lineage=self.lineage)
             except Exception as error:  # told to all processes, then raised
-                problem = error
+                problem = self._explained(error)
         agreed: Any = self.processes.agree(
             f"{self.name}/committed", text_of(problem), timeout_s=self.timeout_s
         )
@@ -244,23 +268,14 @@ class SaveJob:
         return {path: step.digest(data) for path, data in (files | read_back).items()}
 
 
-def take_part(
-    processes: Processes, name: str, error: Exception, *, begins: bool, skipped: bool = False
-) -> None:
-    """Takes part in the rounds of a save that this process cannot make, so that no other waits.
-
-    Args:
-        begins: Whether the rounds start with `begin`.
-        skipped: Whether this process would have been able to.
-    """
+def take_part(processes: Processes, name: str, error: Exception) -> None:
+    """Takes part in the rounds of a save that this process cannot make, so that no other waits."""
     with contextlib.suppress(CheckpointError):  # this process's own error is the one to raise
-        if begins:
-            said = {"work": "", "problem": text_of(error)}
-            begun: Any = processes.agree(f"{name}/begin", said, timeout_s=DEFAULT_TIMEOUT_S)
-            if begun["problem"] is not None:
-                return
-        told = {"problem": text_of(error), "skipped": skipped}
-        processes.gather(f"{name}/written", told, timeout_s=DEFAULT_TIMEOUT_S)
+        said = {"work": "", "problem": text_of(error)}
+        begun: Any = processes.agree(f"{name}/begin", said, timeout_s=DEFAULT_TIMEOUT_S)
+        if begun["problem"] is None:
+            told = {"problem": text_of(error), "skips": False}
+            processes.gather(f"{name}/written", told, timeout_s=DEFAULT_TIMEOUT_S)
 
 
 def _kinds(said: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -10,55 +10,33 @@ thread    delete what the policy does not keep                     _retention, _
 from __future__ import annotations
 
 import hashlib
-import logging
 import operator
 import os
-import queue
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any, ClassVar, Final, Literal, Self, final
 
 from jaxckpt import _discovery, _items, _resume, inspection
-from jaxckpt._job import SaveJob, take_part, text_of
+from jaxckpt._job import SaveJob, text_of
+from jaxckpt._pace import Pace
 from jaxckpt._preemption import Preemption
+from jaxckpt._queue import Pending, SaveQueue
+from jaxckpt._resume import Resume
 from jaxckpt._retention import KeepPolicy, StepInfo
 from jaxckpt._run import Run
 from jaxckpt._save import SaveHandle, check_metadata
-from jaxckpt._schedule import Costs, Decision, SavePolicy, Schedule, check_count, check_seconds
+from jaxckpt._schedule import Decision, SavePolicy, check_count, check_seconds
 from jaxckpt._snapshot import Item, take_tree
-from jaxckpt.errors import (
-    CheckpointNotFound,
-    CheckpointTimeout,
-    ProcessesDisagree,
-    StepExists,
-)
+from jaxckpt.errors import CheckpointNotFound, StepExists
 from jaxckpt.format import names
-from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import current
+from jaxckpt.format.run import MAX_STEP, StepNames
+from jaxckpt.multihost import Json, current, lead
 from jaxckpt.storage import locate
 
-_logger = logging.getLogger("jaxckpt")
-
-_POLL_S: Final = 0.5
 _PREEMPTION: Final = "preemption"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Pending:
-    """A save that was handed to the thread, or a refusal to take part in one."""
-
-    step: int
-    handle: SaveHandle | None
-    job: SaveJob | None
-    metrics: dict[str, Any] = field(default_factory=dict)
-    size_bytes: int = 0
-    started_s: float = 0.0
-    refuse: Callable[[], None] | None = None
-    ended: bool = False
 
 
 @final
@@ -141,62 +119,63 @@ class CheckpointManager:
         self.restored_step: int | None = None
         self._processes = current()
         self._run = Run(storage=storage, root=root, naming=naming)
-        self._name = f"manager {root}"
-        self._schedule = Schedule(policy=save, processes=self._processes.count)
-        self._costs = Costs()
-        self._started_s = time.monotonic()
-        self._decision: Decision | None = None
-        self._saves = 0
-        self._floor: int | None = None  # the newest step, committed or being saved
-        self._saved_for_preemption = False
+        self._pace = Pace(save, self._processes)
+        self._saves = SaveQueue(root, self._after_save)
+        self._resume = Resume(
+            run=self._run,
+            processes=self._processes,
+            keep=keep,
+            timeout_s=timeout_s,
+            writes=mode == "w",
+        )
+        self._started = 0  # saves
+        self._latest: Pending | None = None
+        self._for_preemption: Pending | None = None
+        self._floor: int | None = None  # the newest committed step that is known here
         self._closed = False
-        self._changed = threading.Condition()  # guards the two below
-        self._under_way: list[_Pending] = []
-        self._undelivered: list[SaveHandle] = []
-        self._latest: _Pending | None = None
-        self._agreed: Costs | None = None
-        self._explained = False
-        self._queue: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._close_earlier()
-        self._session = self._open_run()
+        self._session = ""  # what the names of attempts are made of
+        if mode == "w":
+            self._close_earlier()
+            self._open_run()
+        else:
+            self._run.check_root()
         self._preemption = Preemption(self._processes, listens=mode == "w" and save.on_preemption)
 
     def _close_earlier(self) -> None:
         """In one process a run has one writing manager; the one before ends when its saves do."""
-        key = (self._run.storage.scheme, self.directory, self._processes.index)
-        if self.mode == "r":
-            return
         with CheckpointManager._open_lock:
-            earlier = CheckpointManager._open.get(key)
-            CheckpointManager._open[key] = self
+            earlier = CheckpointManager._open.get(self._key)
+            CheckpointManager._open[self._key] = self
         if earlier is not None:
             earlier._shut(self.timeout_s)
 
-    def _open_run(self) -> str:
-        """Process 0 opens the run for writing; returns what the names of attempts are made of."""
-        if self.mode == "r":
-            return ""
-        problem, said = None, {}
-        if self._processes.index == 0:
-            try:
-                self._run.open_for_writing()
-                self._run.note_strays()
-                said = {"session": secrets.token_hex(8), "newest": self._run.newest()}
-            except Exception as error:  # told to all processes, then raised
-                problem = error
-        told: Any = self._processes.agree(
-            f"{self._name}/open", {**said, "problem": text_of(problem)}, timeout_s=self.timeout_s
+    @property
+    def _key(self) -> tuple[str, str, int]:
+        return self._run.storage.scheme, self.directory, self._processes.index
+
+    def _open_run(self) -> None:
+        def open_run() -> Json:
+            self._run.open_for_writing()
+            self._run.note_strays()
+            return {"session": secrets.token_hex(8), "newest": self._run.newest()}
+
+        try:
+            opened = self._lead("open", open_run)
+        except BaseException:
+            self._closed = True  # the next manager of this run has nothing to wait for
+            self._run.close()
+            raise
+        self._session, self._floor = opened["session"], opened["newest"]
+
+    def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
+        """Has process 0 do something; every process returns or raises."""
+        return lead(
+            self._processes,
+            f"manager {self.directory}/{what}",
+            do,
+            place=self.directory,
+            timeout_s=self.timeout_s,
         )
-        if problem is not None:
-            raise problem
-        if told["problem"] is not None:
-            raise ProcessesDisagree(
-                f"{self.directory} cannot be opened: process 0 failed: {told['problem']}",
-                {0: told["problem"]},
-            )
-        self._floor = told["newest"]
-        return told["session"]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | Any, **overrides: Any) -> Self:
@@ -231,7 +210,7 @@ class CheckpointManager:
     @property
     def decision(self) -> Decision | None:
         """Whether the step last asked about was saved, and why or why not."""
-        return self._decision
+        return self._pace.decision
 
     def save(
         self,
@@ -270,24 +249,48 @@ class CheckpointManager:
         self._check_writes()
         step = _as_int(step)
         decision = self._decide(step, force=force)
-        errors = self._take_undelivered()
+        errors = self._saves.take_errors()
         if not decision.save:
             _raise_first(errors)
             return None
-        name = f"manager {self._session}/{self._saves}"
-        token = hashlib.sha256(name.encode()).hexdigest()[:16]
-        self._saves += 1
-        found: dict[str, Any] = {}
+        problem, held, metadata, found = None, [], {}, {}
         try:
-            # Another process may not know of these yet: it must not wait for this one.
+            # Another process may not know of these yet, and saves: it must not wait for this one.
             _raise_first(errors)
             self._check_step(step)
             metadata = check_metadata(custom_metadata)
             held = self._take(state, items, metrics, step, found)
-        except Exception as error:
-            self._refuse(name, step, error, skipped=bool(errors))
-            raise
-        self._note_pace(step, entered_s)
+        except Exception as error:  # told to the others, then raised
+            if self._processes.count == 1:
+                raise
+            problem = error
+        pending = self._start(step, entered_s, held, metadata, found, problem, skips=bool(errors))
+        if decision.reason == _PREEMPTION:
+            self._for_preemption = pending
+        if problem is not None:
+            raise problem
+        return pending.handle
+
+    def _start(
+        self,
+        step: int,
+        entered_s: float,
+        held: list[Item],
+        metadata: Mapping[str, Any],
+        metrics: dict[str, Any],
+        problem: Exception | None,
+        *,
+        skips: bool,
+    ) -> Pending:
+        """Hands a save to the thread; all processes keep the same account of it."""
+        told = None
+        if self._pace.needs_told and self._latest is not None:
+            # All must add up the same numbers, so wait where that save is still under way.
+            self._saves.wait([self._latest], self.timeout_s)
+            told = self._latest.job.told
+        tell = self._pace.saving(step, entered_s=entered_s, told=told)
+        name = f"manager {self._session}/{self._started}"
+        self._started += 1
         job = SaveJob(
             storage=self._run.storage,
             path=self._run.path(step),
@@ -296,54 +299,51 @@ class CheckpointManager:
             name=name,
             custom_metadata=metadata,
             is_step=True,
-            token=token,
+            token=hashlib.sha256(name.encode()).hexdigest()[:16],
             fence=self._run.fence,
-            tell=asdict(self._costs),
+            tell=tell,
+            problem=problem,
+            skips=skips,
             timeout_s=self.timeout_s,
         )
-        self._floor = step
-        self._saved_for_preemption |= decision.reason == _PREEMPTION
-        handle = SaveHandle(job)
-        self._latest = _Pending(
+        self._latest = Pending(
             step=step,
-            handle=handle,
             job=job,
-            metrics=found,
+            handle=SaveHandle(job),
+            metrics=metrics,
             size_bytes=job.size_bytes,
             started_s=entered_s,
         )
-        self._enqueue(self._latest)
-        return handle
+        self._saves.put(self._latest)
+        return self._latest
 
     def _decide(self, step: int, *, force: bool = False) -> Decision:
-        if step < 0:
-            raise ValueError(f"a step is 0 or more, not {step}")
-        last = self._schedule.last_step
-        if self._preemption.reached(step) and not self._saved_for_preemption:
-            decision = Decision(step=step, save=True, reason=_PREEMPTION)
-        elif force:
-            decision = Decision(step=step, save=True, reason="force")
-        elif self._decision is not None and self._decision.step == step and last != step:
-            decision = self._decision  # the clock may have gone on: what was said holds
-        else:
-            decision = self._schedule.decide(
-                step,
-                now_s=time.monotonic(),
-                started_s=self._started_s,
-                costs=self._costs,
-                busy=bool(self._under_way),
-            )
-        self._decision = decision
-        return decision
+        if not 0 <= step <= MAX_STEP:
+            raise ValueError(f"a step is from 0 to {MAX_STEP}, not {step}")
+        if self._preemption.reached(step) and not self._is_saved_for_preemption():
+            return self._pace.must(step, _PREEMPTION)
+        if force:
+            return self._pace.must(step, "force")
+        return self._pace.decide(step, busy=bool(self._saves.under_way()))
+
+    def _is_saved_for_preemption(self) -> bool:
+        """Whether it is; one that failed is tried again, by all processes or by none."""
+        pending = self._for_preemption
+        if pending is None:
+            return False
+        self._saves.wait([pending], self.timeout_s)
+        return pending.committed
 
     def _check_step(self, step: int) -> None:
-        if self._floor is None or step > self._floor:
+        newest = [p.step for p in self._saves.under_way() if not p.refused]
+        floor = max([*newest, -1 if self._floor is None else self._floor])
+        if step > floor:
             return
         path = self._run.path(step)
-        if step == self._floor or step in self._run.numbers():
+        if step == floor or step in self._run.numbers():
             raise StepExists(f"{path} is saved already, or being saved; it stays as it is")
         raise ValueError(
-            f"step {step} comes after step {self._floor}, the newest of {self.directory}. To go on "
+            f"step {step} comes after step {floor}, the newest of {self.directory}. To go on "
             f"from an earlier step, delete the later ones (manager.delete) or start a new run from "
             "it (jaxckpt.fork)."
         )
@@ -359,7 +359,8 @@ class CheckpointManager:
         """Brings everything to the host, when there is room for it."""
         items = dict(items or {})
         _items.check_names(items)
-        self._wait_for_room()
+        expected = self._latest.size_bytes if self._latest is not None else 0
+        self._saves.wait_for_room(expected, self.budget_bytes, self.timeout_s)
         processes = self._processes
         held: list[Item] = [take_tree(names.STATE_ITEM, state, processes, copy=True)]
         held += [_items.take_item(name, value, processes) for name, value in items.items()]
@@ -373,107 +374,15 @@ class CheckpointManager:
             held.append(_items.take_metrics(metrics, found.update))
         return held
 
-    def _wait_for_room(self) -> None:
-        """Waits until the values of earlier saves leave room for as many as the last one took."""
-        expected = self._latest.size_bytes if self._latest is not None else 0
-
-        def has_room() -> bool:
-            held = sum(pending.size_bytes for pending in self._under_way)
-            return held == 0 or held + expected <= self.budget_bytes
-
-        with self._changed:
-            if not self._changed.wait_for(has_room, self.timeout_s):
-                steps = [pending.step for pending in self._under_way]
-                raise CheckpointTimeout(
-                    f"{self.directory}: the saves of steps {steps} are still under way after "
-                    f"{self.timeout_s:g} s, and their values leave no room in budget_bytes="
-                    f"{self.budget_bytes}"
-                )
-
-    def _note_pace(self, step: int, entered_s: float) -> None:
-        """Measures how long steps and saves take, and moves the schedule on."""
-        now_s, last = time.monotonic(), self._schedule
-        step_s = None
-        if last.last_step is not None and last.last_s is not None and step > last.last_step:
-            step_s = (now_s - last.last_s) / (step - last.last_step)
-        self._costs = replace(self._costs, step_s=step_s, blocked_s=now_s - entered_s)
-        by_clock = last.policy.is_by_clock
-        if by_clock and self._processes.count > 1 and self._latest is not None:
-            # Every process must add up the same numbers: those of the save before, wherever that is
-            # still under way here and has ended there.
-            if self._latest.handle is not None:
-                self._wait_for([self._latest], self.timeout_s)
-            told = self._latest.job.told if self._latest.job is not None else None
-            if told is not None:
-                self._agreed = Costs(**told)
-        self._schedule = last.saved(step, now_s=now_s, agreed=self._agreed)
-        costs = self._agreed if self._processes.count > 1 else self._costs
-        if last.policy.job_mtbf_s is not None and costs is not None and costs.save_s is not None:
-            self._explain(last.policy, costs)
-
-    def _explain(self, policy: SavePolicy, costs: Costs) -> None:
-        if not self._explained and self._processes.index == 0 and policy.job_mtbf_s is not None:
-            _logger.info(
-                "saving every %.0f s: sqrt(2 * cost * (MTBF + restart)) with a cost of %.3f s, an "
-                "MTBF of the job of %.1f h and a restart of %.1f s; a save takes %.1f s",
-                costs.interval_s(policy),
-                costs.blocked_s or 0.0,
-                policy.job_mtbf_s / 3600,
-                costs.restore_s or 0.0,
-                costs.save_s or 0.0,
-            )
-            self._explained = True
-
     # --- in the background -----------------------------------------------------------------------
 
-    def _refuse(self, name: str, step: int, error: Exception, *, skipped: bool) -> None:
-        """Tells the other processes, in its turn, that this one does not save a step."""
-        if self._processes.count == 1:
-            return
-        begins = not self._run.storage.atomic_rename
-
-        def refuse() -> None:
-            take_part(self._processes, name, error, begins=begins, skipped=skipped)
-
-        self._enqueue(_Pending(step=step, handle=None, job=None, refuse=refuse))
-
-    def _enqueue(self, pending: _Pending) -> None:
-        with self._changed:
-            self._under_way.append(pending)
-        self._queue.put(pending)
-        if self._thread is None:
-            # A daemon: a manager that nobody closed must not keep the interpreter alive.
-            self._thread = threading.Thread(
-                target=self._work, name=f"jaxckpt-manager {self.directory}", daemon=True
-            )
-            self._thread.start()
-
-    def _work(self) -> None:
-        while (pending := self._queue.get()) is not None:
-            try:
-                self._do(pending)
-            except Exception:  # the top of a thread; each save keeps its own error
-                _logger.exception("%s: after the save of step %d", self.directory, pending.step)
-            with self._changed:
-                self._under_way.remove(pending)
-                pending.ended = True
-                self._changed.notify_all()
-
-    def _do(self, pending: _Pending) -> None:
-        if pending.refuse is not None:
-            pending.refuse()
-        if pending.handle is None or pending.job is None:
-            return
-        failed = pending.handle.run()
-        if failed is not None:
-            if not pending.job.skipped:
-                with self._changed:
-                    self._undelivered.append(pending.handle)
-            return
-        self._costs = replace(self._costs, save_s=time.monotonic() - pending.started_s)
-        info = StepInfo(step=pending.step, saved_s=time.time(), metrics=pending.metrics)
-        self._run.remember(info)
-        if self._processes.index == 0:
+    def _after_save(self, pending: Pending) -> None:
+        """Runs in the thread, after a commit."""
+        self._floor = pending.step
+        self._pace.saved(time.monotonic() - pending.started_s)
+        if self._processes.index == 0:  # the others do not know the metrics that it wrote
+            info = StepInfo(step=pending.step, saved_s=time.time(), metrics=pending.metrics)
+            self._run.remember(info)
             self._delete_what_goes()
 
     def _delete_what_goes(self) -> None:
@@ -488,27 +397,10 @@ class CheckpointManager:
             return self._run.info(step)
         return StepInfo(step=step, saved_s=0.0)
 
-    def _wait_for(self, pending: list[_Pending], timeout_s: float) -> None:
-        def ended() -> bool:
-            return all(one.ended for one in pending)
-
-        with self._changed:
-            if not self._changed.wait_for(ended, timeout_s):
-                steps = [one.step for one in pending if not one.ended]
-                raise CheckpointTimeout(
-                    f"{self.directory}: the saves of steps {steps} are still under way after "
-                    f"{timeout_s:g} s; they go on"
-                )
-
-    def _take_undelivered(self) -> list[BaseException]:
-        with self._changed:
-            handles, self._undelivered = self._undelivered, []
-        return [error for handle in handles if (error := handle.take_error()) is not None]
-
     def _begin_call(self) -> None:
         if self._closed:
             raise ValueError(f"the manager of {self.directory} is closed")
-        _raise_first(self._take_undelivered())
+        _raise_first(self._saves.take_errors())
 
     def _check_writes(self) -> None:
         if self._closed:
@@ -523,10 +415,9 @@ class CheckpointManager:
             CheckpointTimeout: they have not after `timeout_s`, or else the manager's.
             Whatever a save of them, or one before, failed with.
         """
-        with self._changed:
-            pending = list(self._under_way)
-        self._wait_for(pending, self.timeout_s if timeout_s is None else timeout_s)
-        _raise_first(self._take_undelivered())
+        pending = self._saves.under_way()
+        self._saves.wait(pending, self.timeout_s if timeout_s is None else timeout_s)
+        _raise_first(self._saves.take_errors())
 
     def close(self) -> None:
         """Waits for the saves under way, and lets go of the run.
@@ -536,26 +427,20 @@ class CheckpointManager:
         """
         if not self._closed:
             self._shut(self.timeout_s)
-            _raise_first(self._take_undelivered())
+            _raise_first(self._saves.take_errors())
 
     def _shut(self, timeout_s: float) -> None:
         if self._closed:
             return
         self._closed = True
         try:
-            with self._changed:
-                pending = list(self._under_way)
-            self._queue.put(None)
-            self._wait_for(pending, timeout_s)
-            if self._thread is not None:
-                self._thread.join(timeout_s)
+            self._saves.stop(timeout_s)
         finally:
             self._preemption.close()
             self._run.close()
-            key = (self._run.storage.scheme, self.directory, self._processes.index)
             with CheckpointManager._open_lock:
-                if CheckpointManager._open.get(key) is self:
-                    del CheckpointManager._open[key]
+                if CheckpointManager._open.get(self._key) is self:
+                    del CheckpointManager._open[self._key]
 
     def __enter__(self) -> Self:
         return self
@@ -602,13 +487,8 @@ class CheckpointManager:
             TreeMismatch: `like`, or an item, does not fit.
         """
         self._begin_call()
-        target = [like]
-        del like  # so that its arrays are free once the caller has let go of them
-        steps = self._candidates(step)
-        if not steps:
-            raise CheckpointNotFound(f"{self.directory} has no committed step to restore")
-        fallback = fallback and not isinstance(step, int)
-        return self._restore(steps, target, items, fallback, options)
+        steps = self._resume.candidates(step)
+        return self._restore(steps, like, items, fallback and isinstance(step, str), options)
 
     def restore_or(
         self,
@@ -634,10 +514,10 @@ class CheckpointManager:
         self._begin_call()
         if not callable(init):
             raise TypeError(f"init must be a function that makes the first state, not {init!r}")
-        steps = self._candidates("latest")
+        steps = self._resume.candidates("latest")
         if not steps:
             return init(), 0
-        state = self._restore(steps, [_resume.shapes_of(init)], items, fallback, options)
+        state = self._restore(steps, _resume.shapes_of(init), items, fallback, options)
         assert self.restored_step is not None  # it was restored
         return state, self.restored_step
 
@@ -650,106 +530,31 @@ class CheckpointManager:
         there is a list: the states of all processes.
         """
         self._begin_call()
-        steps = self._candidates(step)
-        if not steps:
-            raise CheckpointNotFound(f"{self.directory} has no committed step to restore")
-
-        def read(number: int) -> dict[str, Any]:
-            return _resume.read_everything(self._run, number)
-
-        attempts = self._attempts(fallback and not isinstance(step, int))
-        number, found = attempts.first_whole(steps, self._with_lease(read))
-        self.restored_step = number
+        steps = self._resume.candidates(step)
+        _check_any(steps, self.directory)
+        self.restored_step, found = self._resume.items(
+            steps, fallback=fallback and isinstance(step, str)
+        )
         return found
-
-    def _candidates(self, step: int | Literal["latest", "best"]) -> list[int]:
-        """The steps to try, in order; the same in every process."""
-        problem, steps = None, []
-        if self._processes.index == 0:
-            try:
-                steps = self._ordered(step)
-            except Exception as error:  # told to all processes, then raised
-                problem = error
-        told: Any = self._processes.agree(
-            f"{self._name}/steps",
-            {"steps": steps, "problem": text_of(problem)},
-            timeout_s=self.timeout_s,
-        )
-        if problem is not None:
-            raise problem
-        if told["problem"] is not None:
-            raise ProcessesDisagree(
-                f"{self.directory}: process 0 failed: {told['problem']}", {0: told["problem"]}
-            )
-        return told["steps"]
-
-    def _ordered(self, step: int | Literal["latest", "best"]) -> list[int]:
-        if step == "latest":
-            return self._run.steps()[::-1]
-        if step == "best":
-            return [info.step for info in self._ranked()]
-        number = _as_int(step)
-        self._run.check_step(number)
-        return [number]
-
-    def _attempts(self, fallback: bool) -> _resume.Attempts:
-        return _resume.Attempts(
-            run=self._run,
-            processes=self._processes,
-            name=self._name,
-            timeout_s=self.timeout_s,
-            fallback=fallback,
-            writes=self.mode == "w",
-        )
 
     def _restore(
         self,
         steps: list[int],
-        target: list[Any],  # of one pytree
+        like: Any,  # any pytree
         items: Mapping[str, object] | None,
         fallback: bool,
         options: Mapping[str, Any],
     ) -> Any:  # any pytree
-        objects = dict(items or {})
-        for name, value in objects.items():
-            if not _items.is_stateful(value):
-                raise TypeError(
-                    f"item {name!r} is restored in place, and {type(value).__name__} has neither "
-                    "set_state nor load_state_dict. restore_items() returns what was saved."
-                )
+        _check_any(steps, self.directory)
         start_s = time.monotonic()
-
-        def read(number: int) -> tuple[Any, dict[str, Any]]:
-            return _resume.read_step(
-                self._run, number, target[0], objects, self._processes, options
-            )
-
-        number, (state, states) = self._attempts(fallback).first_whole(
-            steps, self._with_lease(read)
+        number, state = self._resume.state(
+            steps, like, dict(items or {}), options, fallback=fallback
         )
-        for name, found in states.items():
-            _items.set_state(objects[name], found)
         self.restored_step = number
-        self._costs = replace(self._costs, restore_s=time.monotonic() - start_s)
-        if fallback and self.mode == "w" and number != steps[0]:
-            # What was set aside is no longer in the way.
-            self._floor = max(n for n in (number, *self._numbers_together()) if n is not None)
+        self._pace.restored(time.monotonic() - start_s)
+        if self.mode == "w" and number != steps[0]:
+            self._floor = self._lead("newest", self._run.newest)  # less what was set aside
         return state
-
-    def _numbers_together(self) -> list[int]:
-        newest: Any = self._processes.agree(
-            f"{self._name}/newest", self._run.newest(), timeout_s=self.timeout_s
-        )
-        return [] if newest is None else [newest]
-
-    def _with_lease(self, read: Callable[[int], Any]) -> Callable[[int], Any]:
-        """In a reader, holds a step while it is read."""
-
-        def held(number: int) -> Any:
-            with self._run.leased(number):
-                return read(number)
-
-        return held if self.mode == "r" else read
 
     # --- what there is ---------------------------------------------------------------------------
 
@@ -766,12 +571,9 @@ class CheckpointManager:
     def best_step(self) -> int | None:
         """The step with the best `metric` of `keep`, or None if no step has it."""
         self._begin_call()
-        return next((info.step for info in self._ranked() if self._run.is_whole(info.step)), None)
-
-    def _ranked(self) -> list[StepInfo]:
-        if self.keep.metric is None:
-            raise ValueError("no step is the best: KeepPolicy has no metric to rank by")
-        return self.keep.ranked(map(self._run.info, self._run.steps()))
+        return next(
+            (info.step for info in self._resume.ranked() if self._run.is_whole(info.step)), None
+        )
 
     def metrics(self, step: int) -> dict[str, Any]:
         """The metrics of a step; empty if it has none."""
@@ -805,13 +607,13 @@ class CheckpointManager:
         """Keeps a step, whatever the policy says, until it is unpinned."""
         self._begin_call()
         self._check_writes()
-        self._alone(lambda: self._run.pin(step))
+        self._lead("pin", lambda: self._run.pin(step))
 
     def unpin(self, step: int) -> None:
         """Leaves a step to the policy again."""
         self._begin_call()
         self._check_writes()
-        self._alone(lambda: self._run.unpin(step))
+        self._lead("unpin", lambda: self._run.unpin(step))
 
     def delete(self, step: int) -> None:
         """Deletes a step now. One that is pinned, or that a reader holds, is refused.
@@ -823,33 +625,16 @@ class CheckpointManager:
         self._check_writes()
         self.wait_until_finished()
 
-        def delete() -> None:
+        def delete() -> Json:
             path = self._run.check_step(step)
             if self._run.is_pinned(step):
                 raise ValueError(f"{path} is pinned; unpin it first")
             self._run.fence()
             if step not in self._run.delete([step], asked_for=True):
                 raise ValueError(f"{path} was not deleted: {self._run.why_not(step)}")
+            return self._run.newest()
 
-        self._alone(delete)
-        newest = self._numbers_together()
-        self._floor = newest[0] if newest else None
-
-    def _alone(self, do: Callable[[], None]) -> None:
-        """Has process 0 do something; all raise what it raises."""
-        problem = None
-        if self._processes.index == 0:
-            try:
-                do()
-            except Exception as error:  # told to all processes, then raised
-                problem = error
-        told: Any = self._processes.agree(
-            f"{self._name}/alone", text_of(problem), timeout_s=self.timeout_s
-        )
-        if problem is not None:
-            raise problem
-        if told is not None:
-            raise ProcessesDisagree(f"{self.directory}: process 0 failed: {told}", {0: told})
+        self._floor = self._lead("delete", delete)
 
     # --- preemption and readers ------------------------------------------------------------------
 
@@ -884,26 +669,15 @@ class CheckpointManager:
             2 {'w': 2}
         """
         self._begin_call()
-        waiting = threading.Event()  # never set: a wait that signals interrupt
-        last = after
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            steps = self._run.steps()
-            new = steps[-1:] if last is None else [n for n in steps if n > last]
-            for step in new:
-                last = step
-                with self._run.leased(step) as there:
-                    if there:
-                        yield step
-                        deadline_s = time.monotonic() + timeout_s
-            left_s = deadline_s - time.monotonic()
-            if not new and left_s <= 0:
-                return
-            if not new:
-                waiting.wait(min(_POLL_S, left_s))
+        return self._run.watch(timeout_s, after)
 
     def __repr__(self) -> str:
         return f"<CheckpointManager {self.directory!r}, mode {self.mode!r}>"
+
+
+def _check_any(steps: list[int], root: str) -> None:
+    if not steps:
+        raise CheckpointNotFound(f"{root} has no committed step to restore")
 
 
 def _raise_first(errors: list[BaseException]) -> None:

@@ -66,7 +66,7 @@ class Preemption:
         before = self._before[number]
         if callable(before):
             before(number, frame)
-        elif self._count > 1 and self._listens:
+        if self._count > 1 and self._listens:
             os.kill(os.getpid(), signal.SIGTERM)
         elif again and before == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
@@ -40,7 +39,6 @@ _logger = logging.getLogger("jaxckpt")
 DEFAULT_BUDGET_BYTES: Final = 1 << 30
 _TIMEOUT_S: Final = 1200.0
 _MAX_FILES_COMPARED: Final = 512
-_attempts = itertools.count()
 _ARRAY_KINDS: Final = ("array", "numpy", "generic")
 _INTEGER: Final = re.compile(rf"-?[0-9]{{1,{MAX_DIGITS}}}")
 
@@ -228,8 +226,7 @@ def _share_failure(
         "problem": None if problem is None else f"{type(problem).__name__}: {problem}",
         "token": None if record is None else record.token,
     }
-    name = f"restore/{next(_attempts)}"
-    gathered: list[Any] = processes.gather(name, said, timeout_s=_TIMEOUT_S)
+    gathered: list[Any] = processes.gather("restore", said, timeout_s=_TIMEOUT_S)
     failures = {i: g["problem"] for i, g in enumerate(gathered) if g["problem"] is not None}
     if not failures:
         failures = {

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
 from jaxckpt import _discovery, _items, _restore
 from jaxckpt._item import read_item
 from jaxckpt._job import text_of
+from jaxckpt._retention import KeepPolicy, StepInfo
 from jaxckpt._run import Run
 from jaxckpt.errors import (
     CheckpointError,
@@ -20,29 +21,86 @@ from jaxckpt.errors import (
     CorruptCheckpoint,
     ProcessesDisagree,
 )
-from jaxckpt.multihost import Processes
+from jaxckpt.multihost import Processes, lead
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempts:
-    """How to look for a step that can be read.
+class Resume:
+    """Finds and reads steps of a run, the same ones in every process.
 
     Attributes:
-        name: Where the processes meet.
-        fallback: Whether to go on to the next step after one that is damaged.
-        writes: Whether damaged steps are set aside.
+        keep: Says which steps are the best.
+        writes: Whether damaged steps are set aside; else steps are held while they are read.
     """
 
     run: Run
     processes: Processes
-    name: str
+    keep: KeepPolicy
     timeout_s: float
-    fallback: bool
     writes: bool
 
-    def first_whole(self, steps: Sequence[int], read: Callable[[int], T]) -> tuple[int, T]:
+    def candidates(self, step: Any) -> list[int]:
+        """The steps to try for "latest", "best" or a number, in order."""
+        name = f"manager {self.run.root}/steps"
+        return lead(
+            self.processes,
+            name,
+            lambda: self._ordered(step),
+            place=self.run.root,
+            timeout_s=self.timeout_s,
+        )
+
+    def _ordered(self, step: Any) -> list[int]:
+        if step == "latest":
+            return sorted({*self.run.steps(), *self.run.torn()}, reverse=True)
+        if step == "best":
+            return [info.step for info in self.ranked()]
+        number = operator.index(step)
+        self.run.check_step(number)
+        return [number]
+
+    def ranked(self) -> list[StepInfo]:
+        """The steps by the metric of the policy, the best first."""
+        if self.keep.metric is None:
+            raise ValueError("no step is the best: KeepPolicy has no metric to rank by")
+        return self.keep.ranked(map(self.run.info, self.run.steps()))
+
+    def state(
+        self,
+        steps: Sequence[int],
+        like: Any,  # any pytree
+        objects: Mapping[str, object],
+        options: Mapping[str, Any],
+        *,
+        fallback: bool,
+    ) -> tuple[int, Any]:
+        """Restores the first whole step, and the objects in place; returns its number and state."""
+        for name, value in objects.items():
+            if not _items.is_stateful(value):
+                raise TypeError(
+                    f"item {name!r} is restored in place, and {type(value).__name__} has neither "
+                    "set_state nor load_state_dict. restore_items() returns what was saved."
+                )
+
+        def read(step: int) -> tuple[Any, dict[str, Any]]:
+            return read_step(self.run, step, like, objects, self.processes, options)
+
+        step, (state, states) = self.first_whole(steps, read, fallback=fallback)
+        for name, found in states.items():
+            _items.set_state(objects[name], found)
+        return step, state
+
+    def items(self, steps: Sequence[int], *, fallback: bool) -> tuple[int, dict[str, Any]]:
+        """Reads every item of the first whole step."""
+        return self.first_whole(
+            steps, lambda step: read_everything(self.run, step), fallback=fallback
+        )
+
+    def first_whole(
+        self, steps: Sequence[int], read: Callable[[int], T], *, fallback: bool
+    ) -> tuple[int, T]:
         """Reads the first step that is whole; every process reads the same one.
 
         Raises:
@@ -50,20 +108,23 @@ class Attempts:
                 there may be.
             ProcessesDisagree: another process failed.
         """
-        damaged: list[str] = []
+        damaged: list[tuple[int, Exception | None, str]] = []
         for step in steps:
             outcome, result, error = self._try(step, read)
             if outcome is not None:
                 outcome, result, error = self._try(step, read)  # to set aside, seen twice
             if outcome is None:
+                # Not before: a run without a whole step must not look like a new one.
+                for bad, why, text in damaged:
+                    self._skip(bad, why, text)
                 return step, result  # pyright: ignore[reportReturnType]  # no error, so a T
-            if not self.fallback:
+            if not fallback:
                 raise error or _other_failed(self.run.path(step), outcome)
-            damaged.append(f"step {step}: {outcome}")
-            self._skip(step, error, outcome)
+            damaged.append((step, error, outcome))
         raise CheckpointNotFound(
             f"{self.run.root} has no step that can be restored. Of {len(steps)}:\n  "
-            + "\n  ".join(damaged[:10])
+            + "\n  ".join(f"step {step}: {text}" for step, _, text in damaged[:10])
+            + "\nThey stay as they are. To start anew, use another directory or move them away."
         )
 
     def _try(
@@ -76,19 +137,22 @@ class Attempts:
         """
         result, error = None, None
         try:
-            result = read(step)
+            result = self._read(step, read)
         except Exception as caught:  # told to the others, then judged
             error = caught
         damaged = isinstance(error, CorruptCheckpoint | CheckpointNotFound)
-        said = {"problem": text_of(error), "damaged": damaged}
+        corrupt = isinstance(error, CorruptCheckpoint)
+        said = {"problem": text_of(error), "damaged": damaged, "corrupt": corrupt}
         all_said: list[Any] = self.processes.gather(
-            f"{self.name}/restored", said, timeout_s=self.timeout_s
+            f"manager {self.run.root}/restored", said, timeout_s=self.timeout_s
         )
         problems = {i: one["problem"] for i, one in enumerate(all_said) if one["problem"]}
         if not problems:
             return None, result, None
         if any(one["damaged"] for one in all_said):
             first = next(one["problem"] for one in all_said if one["damaged"])
+            if not damaged and any(one.get("corrupt") for one in all_said):
+                return first, None, _other_failed(self.run.path(step), first)
             return first, None, error if damaged else None
         if error is not None and not isinstance(error, ProcessesDisagree):
             raise error
@@ -98,9 +162,15 @@ class Attempts:
             problems,
         )
 
+    def _read(self, step: int, read: Callable[[int], T]) -> T:
+        if self.writes:
+            return read(step)
+        with self.run.leased(step):
+            return read(step)
+
     def _skip(self, step: int, error: Exception | None, outcome: str) -> None:
         if self.writes and self.processes.index == 0 and isinstance(error, CorruptCheckpoint):
-            self.run.set_aside(step, outcome)
+            self.run.set_aside(step, outcome, file=error.file)
         else:
             self.run.report(f"step {step} cannot be restored, and is skipped: {outcome}")
 
@@ -159,7 +229,7 @@ def read_everything(run: Run, step: int) -> dict[str, Any]:
 def shapes_of(init: Callable[[], Any]) -> Any:  # any pytree
     """What `init` returns, with shapes in place of arrays, without computing any.
 
-    Values that are no arrays (Python numbers, str) are as they are. Where `init` is jitted with
+    Other values (Python numbers, str, numpy arrays) are as they are. Where `init` is jitted with
     `out_shardings`, the shapes have those.
     """
     others: list[object] = []
@@ -179,4 +249,5 @@ def shapes_of(init: Callable[[], Any]) -> Any:  # any pytree
 
 
 def _is_array(leaf: object) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+    # Not those of numpy: they would come back as arrays of jax, of fewer bits.
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))

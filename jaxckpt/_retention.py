@@ -124,9 +124,9 @@ class KeepPolicy:
 def value_of(metrics: Mapping[str, Any], metric: str | None) -> float | None:
     """The number to rank by; None if there is none, or it is NaN."""
     value = metrics.get(metric) if metric is not None else None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:  # NaN
         return None
-    return float(value)
+    return value
 
 
 def _spaced(infos: Sequence[StepInfo], seconds: float) -> list[StepInfo]:

@@ -28,16 +28,17 @@ import os
 import posixpath
 import secrets
 import socket
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from jaxckpt import _discovery, _transaction
 from jaxckpt._job import Turn
 from jaxckpt._retention import StepInfo
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, SaveFailed
-from jaxckpt.format import jsontext, names, run, step
+from jaxckpt.format import jsontext, names, run
 from jaxckpt.format.run import Lease, Owner, StepNames
 from jaxckpt.storage import Hold, Storage
 
@@ -45,6 +46,7 @@ _logger = logging.getLogger("jaxckpt")
 
 # A reader that died keeps its step for so long.
 LEASE_S: Final = 3600.0
+_POLL_S: Final = 0.5
 _MARKS: Final = (
     names.CHECKPOINT_METADATA,
     names.COMMIT_MARKER,
@@ -73,6 +75,7 @@ class Run:
     _whole: set[str] = field(default_factory=set)
     _infos: dict[int, StepInfo] = field(default_factory=dict)
     _leaving: set[str] = field(default_factory=set)  # being deleted, as this reader saw
+    _held: list[str] = field(default_factory=list)  # by leases of this reader
 
     # --- which steps there are ---------------------------------------------------------------
 
@@ -107,6 +110,19 @@ class Run:
         naming = self._naming()
         return [n for n in self.numbers() if self._is_committed(naming.of(n))]
 
+    def torn(self) -> list[int]:
+        """What jaxckpt wrote, has the name of a step and no commit marker: an incomplete copy."""
+        naming = self._naming()
+        return [
+            n
+            for n in self.numbers()
+            if not self._is_committed(naming.of(n)) and self._is_torn(self.path(n))
+        ]
+
+    def _is_torn(self, path: str) -> bool:
+        # Without a rename it may be a save under way; the next save there removes what is left.
+        return self.storage.atomic_rename and self._is_ours(path)
+
     def newest(self) -> int | None:
         """The newest committed step; looks into as few directories as it can."""
         naming = self._naming()
@@ -126,7 +142,7 @@ class Run:
         if committed:
             # No more is remembered: what is incomplete may be complete the next time.
             self._committed[name] = True
-        elif not names.is_temporary(name):
+        elif not (names.is_temporary(name) or Turn.is_under_way(path)):
             self.report(f"{path} is no committed step, and is left alone")
         return committed
 
@@ -184,8 +200,13 @@ class Run:
             CheckpointNotFound: there is no such step, or it is being deleted.
             CorruptCheckpoint: it is not whole.
         """
-        path = self.check_step(number)
-        if posixpath.basename(path) in self._leaving:
+        path = self.path(number)
+        name = posixpath.basename(path)
+        if not self._is_committed(name) and self._is_torn(path):
+            file = f"{path}/{names.COMMIT_MARKER}"
+            raise CorruptCheckpoint(f"{file} is missing: step {number} is not whole", file=file)
+        self.check_step(number)
+        if name in self._leaving:
             raise CheckpointNotFound(f"{path} is being deleted")
         checkpoint = _discovery.find(self.storage, path)
         self._check_sizes(checkpoint)
@@ -219,43 +240,38 @@ class Run:
     def info(self, number: int) -> StepInfo:
         """What policies look at, from the small files of the step or from memory."""
         if number not in self._infos:
-            path = self.path(number)
-            metadata = self._metadata(path)
-            saved_ns = metadata.commit_ns or metadata.init_ns
-            # Of a step that does not say when it was saved it is known that it was before now.
-            saved_s = time.time() if saved_ns is None else saved_ns / 1e9
-            metrics = self._metrics(path)
-            self._infos[number] = StepInfo(step=number, saved_s=saved_s, metrics=metrics)
+            self._infos[number] = self._read_info(number)
         return self._infos[number]
+
+    def _read_info(self, number: int) -> StepInfo:
+        path, metrics = self.path(number), {}
+        # Of a step that does not say when it was saved it is known that it was before now.
+        saved_s = time.time()
+        try:
+            found = _discovery.read_checkpoint(self.storage, path)
+            saved_ns = found.step.commit_ns or found.step.init_ns
+            saved_s = saved_s if saved_ns is None else saved_ns / 1e9
+            item = f"{path}/{names.METRICS_ITEM}"
+            if self.storage.kind(f"{item}/{names.METRICS_FILE}") == "file":
+                data = _discovery.read_part(found, item, names.METRICS_FILE)
+                metrics = jsontext.loads(data, file=f"{item}/{names.METRICS_FILE}")
+        except (CheckpointError, OSError) as error:
+            self.report(f"what step {number} says of itself cannot be read: {error}")
+        metrics = metrics if isinstance(metrics, dict) else {}
+        return StepInfo(step=number, saved_s=saved_s, metrics=metrics)
 
     def remember(self, info: StepInfo) -> None:
         """Takes note of what this process itself has saved."""
         self._infos[info.step] = info
         self._committed[posixpath.basename(self.path(info.step))] = True
 
-    def _metadata(self, path: str) -> step.StepMetadata:
-        file = f"{path}/{names.CHECKPOINT_METADATA}"
-        try:
-            data = self.storage.read(file, max_bytes=jsontext.MAX_BYTES)
-            return step.decode(data, file=file)
-        except FileNotFoundError:
-            return step.StepMetadata()
-        except (CheckpointError, OSError) as error:
-            self.report(f"{file} cannot be read: {error}")
-            return step.StepMetadata()
-
-    def _metrics(self, path: str) -> Mapping[str, Any]:
-        file = f"{path}/{names.METRICS_ITEM}/{names.METRICS_FILE}"
-        try:
-            found = jsontext.loads(self.storage.read(file, max_bytes=run.MAX_BYTES), file=file)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        except (CheckpointError, OSError) as error:
-            self.report(f"{file} cannot be read: {error}")
-            return {}
-        return found if isinstance(found, dict) else {}
-
     # --- who may write --------------------------------------------------------------------------
+
+    def check_root(self) -> None:
+        """Raises NotADirectoryError if the root is something else; it may come to be later."""
+        kind = self.storage.kind(self.root)
+        if kind not in (None, "dir") and not self._is_link_to_dir():
+            raise NotADirectoryError(f"{self.root} is a {kind}, not a directory of a run")
 
     def open_for_writing(self) -> None:
         """Makes the root, and takes the run over unless its owner lives.
@@ -263,10 +279,14 @@ class Run:
         Raises:
             NotADirectoryError, PermissionError, OSError: the root cannot be a run's.
         """
-        kind = self.storage.kind(self.root)
-        if kind not in (None, "dir") and not self._is_link_to_dir():
-            raise NotADirectoryError(f"{self.root} is a {kind}, not a directory of a run")
-        if kind is not None and self._holds_checkpoint():
+        kind = None
+        try:
+            self.check_root()
+            kind = self.storage.kind(self.root)
+            holds_checkpoint = kind is not None and self._holds_checkpoint()
+        except PermissionError as error:
+            raise self._no_permission(error) from error
+        if holds_checkpoint:
             raise ValueError(
                 f"{self.root} is a checkpoint itself. A run is the directory around its steps: "
                 f"{posixpath.dirname(self.root)}?"
@@ -275,10 +295,10 @@ class Run:
             if kind is None:
                 self.storage.make_dir(self.root)
             self._hold = self._lock()
+        except FileExistsError as error:
+            raise NotADirectoryError(f"{self.root} lies below a file: {error}") from error
         except PermissionError as error:
-            raise PermissionError(
-                f"{self.root} cannot be written: {error}. To read only, open it with mode='r'."
-            ) from error
+            raise self._no_permission(error) from error
         if self._hold is not None:
             self.take_over()
         else:
@@ -286,6 +306,11 @@ class Run:
                 f"{self.root} is open for writing in a job that lives: {self._who()}. The first "
                 "save of this one takes it over. To read only, open it with mode='r'."
             )
+
+    def _no_permission(self, error: PermissionError) -> PermissionError:
+        return PermissionError(
+            f"{self.root} cannot be written: {error}. To read only, open it with mode='r'."
+        )
 
     def _is_link_to_dir(self) -> bool:
         return self.storage.scheme == "file" and os.path.isdir(self.root)
@@ -318,13 +343,19 @@ class Run:
         """Makes this the job that may commit here, and clears up after the ones before."""
         if self.token:
             return
-        token = secrets.token_hex(8)
+        self.token = secrets.token_hex(8)
+        try:
+            self._write_owner()
+        except BaseException:
+            self.token = ""
+            raise
+        self._sweep()
+
+    def _write_owner(self) -> None:
         owner = Owner(
-            token=token, host=socket.gethostname(), pid=os.getpid(), opened_ns=time.time_ns()
+            token=self.token, host=socket.gethostname(), pid=os.getpid(), opened_ns=time.time_ns()
         )
         self.storage.write(f"{self.root}/{names.OWNER}", run.encode_owner(owner))
-        self.token = token
-        self._sweep()
 
     def fence(self) -> None:
         """Takes the run over if this job has not yet done so.
@@ -335,10 +366,12 @@ class Run:
         if not self.token:
             self.take_over()
         owner = self._owner()
-        if owner is None or owner.token != self.token:
-            when = "" if owner is None else f" at {time.ctime(owner.opened_ns / 1e9)}"
+        if owner is None:  # somebody deleted or damaged it: nobody else has taken the run
+            self._write_owner()
+        elif owner.token != self.token:
+            when = time.ctime(owner.opened_ns / 1e9)
             raise SaveFailed(
-                f"{self.root} was opened for writing by another job ({self._who()}){when}, and "
+                f"{self.root} was opened for writing by another job ({self._who()}) at {when}, and "
                 "this one may no longer save there. Let one job write a run; to read it, open it "
                 "with mode='r'."
             )
@@ -433,10 +466,19 @@ class Run:
         self._whole.discard(name)
         self._infos.pop(number, None)
 
-    def set_aside(self, number: int, why: str) -> None:
-        """Takes a damaged step out of the run; one of another program is only skipped."""
+    def _is_ours(self, path: str) -> bool:
+        return self.storage.kind(path) == "dir" and any(
+            self.storage.kind(f"{path}/{name}") == "file" for name in (names.RECORD, names.WRITER)
+        )
+
+    def set_aside(self, number: int, why: str, *, file: str | None = None) -> None:
+        """Takes a damaged step out of the run; one of another program is only skipped.
+
+        Args:
+            file: That is damaged. Only jaxckpt misses its own record.
+        """
         path = self.path(number)
-        if self.storage.kind(f"{path}/{names.RECORD}") is None:
+        if not self._is_ours(path) and file != f"{path}/{names.RECORD}":
             self.report(f"step {number} is damaged, and is skipped: {why}")
             return
         aside = f"{self.root}/{names.set_aside(posixpath.basename(path), secrets.token_hex(4))}"
@@ -452,7 +494,11 @@ class Run:
 
     def pin(self, number: int) -> None:
         """Keeps a step whatever the policy says."""
-        self.storage.write(f"{self.check_step(number)}/{names.PINNED}", b"")
+        path = self.check_step(number)
+        self.storage.write(f"{path}/{names.PINNED}", b"")
+        # A writer names what it deletes before it looks for pins.
+        if not self._is_staying(posixpath.basename(path)):
+            raise CheckpointNotFound(f"{path} is being deleted; it cannot be pinned any more")
 
     def unpin(self, number: int) -> None:
         """Undoes `pin`."""
@@ -473,7 +519,7 @@ class Run:
             lease = run.decode_lease(self.storage.read(file, max_bytes=run.MAX_BYTES), file=file)
         except FileNotFoundError:
             return None
-        except (CorruptCheckpoint, OSError) as error:
+        except CorruptCheckpoint as error:
             self.report(f"{error}; it is no lease")
             return None
         return lease if lease.expires_ns > time.time_ns() else None
@@ -493,16 +539,41 @@ class Run:
             written = True
         except OSError:
             written = False
-        there = self._is_committed(name) and self._is_staying(name)
+        # A writer that names a step which this reader holds will find that out.
+        there = self._is_committed(name) and (name in self._held or self._is_staying(name))
         if not there:
             self._leaving.add(name)
+        if there and written:
+            self._held.append(name)
         try:
             yield there
         finally:
             self._leaving.discard(name)
+            if there and written:
+                self._held.remove(name)
             if written:
                 with contextlib.suppress(OSError):  # it expires
                     self.storage.delete(file)
+
+    def watch(self, timeout_s: float, after: int | None) -> Iterator[int]:
+        """New committed steps as they come; each is leased while the caller is at it."""
+        waiting = threading.Event()  # never set: a wait that signals interrupt
+        last = after
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            steps = self.steps()
+            new = steps[-1:] if last is None else [n for n in steps if n > last]
+            for step in new:
+                last = step
+                with self.leased(step) as there:
+                    if there:
+                        yield step
+                        deadline_s = time.monotonic() + timeout_s
+            left_s = deadline_s - time.monotonic()
+            if not new and left_s <= 0:
+                return
+            if not new:
+                waiting.wait(min(_POLL_S, left_s))
 
     def _is_staying(self, name: str) -> bool:
         file = f"{self.root}/{names.DOOMED}"

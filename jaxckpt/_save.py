@@ -8,20 +8,23 @@ import os
 import posixpath
 import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 from jaxckpt import _transaction
 from jaxckpt._job import SaveJob, take_part
 from jaxckpt._snapshot import take_tree
 from jaxckpt.errors import CheckpointTimeout
 from jaxckpt.format import jsontext, names
-from jaxckpt.multihost import current
+from jaxckpt.multihost import Processes, current
 from jaxckpt.storage import Storage, locate
 
 _logger = logging.getLogger("jaxckpt")
 
 # Processes meet under a name that is used once; all make the same saves in the same order.
-_attempts = itertools.count()
+_attempts: WeakKeyDictionary[Processes, itertools.count[int]] = WeakKeyDictionary()
+_attempts_lock = threading.Lock()  # guards _attempts
 
 
 def save(
@@ -57,7 +60,7 @@ def save(
         ...     jaxckpt.restore(f"{folder}/a")
         {'w': array([0, 1, 2])}
     """
-    job = _prepare(path, tree, overwrite, custom_metadata, copy=False)
+    job = prepare(path, tree, overwrite, custom_metadata, copy=False)
     job.run()
 
 
@@ -73,7 +76,7 @@ def save_async(
     Arguments and errors are those of `save`; what goes wrong later is raised by the handle. The
     interpreter does not exit before the save has ended.
     """
-    return start(_prepare(path, tree, overwrite, custom_metadata, copy=True))
+    return start(prepare(path, tree, overwrite, custom_metadata, copy=True))
 
 
 @final
@@ -115,13 +118,14 @@ class SaveHandle:
             self._delivered = True
             raise self._error
 
-    def run(self) -> BaseException | None:
+    def run(self, *, logs: bool = False) -> BaseException | None:
         """Does the save, in the thread that it was given; returns what went wrong."""
         try:
             self._job.run()
         except BaseException as error:  # stored, and raised by `result`
             self._error = error
-            _logger.exception("the save of %s failed", self.path)
+            if logs:
+                _logger.exception("the save of %s failed", self.path)
         self._ended.set()
         return self._error
 
@@ -140,11 +144,17 @@ class SaveHandle:
 def start(job: SaveJob) -> SaveHandle:
     """Does a save in a thread of its own."""
     handle = SaveHandle(job)
-    threading.Thread(target=handle.run, name=f"jaxckpt-save {job.path}").start()
+    run = partial(handle.run, logs=True)  # the handle may never be asked
+    threading.Thread(target=run, name=f"jaxckpt-save {job.path}").start()
     return handle
 
 
-def _prepare(
+def _next_attempt(processes: Processes) -> int:
+    with _attempts_lock:
+        return next(_attempts.setdefault(processes, itertools.count()))
+
+
+def prepare(
     path: str | os.PathLike[str],
     value: object,
     overwrite: bool,
@@ -153,7 +163,8 @@ def _prepare(
     copy: bool,
 ) -> SaveJob:
     """Takes the caller's tree apart and brings this process's share of it to the host."""
-    processes, name = current(), f"save/{next(_attempts)}"
+    processes = current()
+    name = f"save/{_next_attempt(processes)}"
     try:
         storage, where = locate(path)
         _check_name(where)
@@ -162,7 +173,7 @@ def _prepare(
             _check_target(storage, where, overwrite)
         item = take_tree(names.STATE_ITEM, value, processes, copy=copy)
     except Exception as error:
-        take_part(processes, name, error, begins=True)
+        take_part(processes, name, error)
         raise
     return SaveJob(
         storage=storage,

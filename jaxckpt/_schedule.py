@@ -13,7 +13,7 @@ save. So a rule is either a function of the step, or it goes by the clock, and t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -59,8 +59,10 @@ class SavePolicy:
         for name in ("first", "on_preemption", "continuous"):
             check_flag(self, name)
         if self.at_steps is not None:
+            if not isinstance(self.at_steps, Iterable):
+                raise TypeError(f"SavePolicy.at_steps must be steps, not {self.at_steps!r}")
             steps = tuple(self.at_steps)
-            if not all(isinstance(step, int) and step >= 0 for step in steps):
+            if not all(type(step) is int and step >= 0 for step in steps):
                 raise ValueError(f"SavePolicy.at_steps must be steps, not {steps}")
             object.__setattr__(self, "at_steps", steps)
         check_callable(self, "when")
@@ -84,7 +86,10 @@ class SavePolicy:
             >>> round(SavePolicy.auto(mtbf_hours=1_000, processes=500).job_mtbf_s / 60)
             120
         """
-        if not mtbf_hours > 0 or processes < 1:
+        for name, value, kind in (("mtbf_hours", mtbf_hours, float), ("processes", processes, int)):
+            if isinstance(value, bool) or not isinstance(value, (kind, int)):
+                raise TypeError(f"{name} must be a number, not {value!r}")
+        if not 0 < mtbf_hours < math.inf or processes < 1:
             raise ValueError("mtbf_hours must be over 0, and processes 1 or more")
         each = min(1.0, 1 / (mtbf_hours * 3600))
         # 1-(1-p)^N, without losing a small p to rounding.
@@ -163,7 +168,7 @@ class Schedule:
         processes: How many decide.
         last_step, last_s: Of the latest save of this run, and when it was; None before the first.
         next_step: By the clock, where several processes decide.
-        gap: Between the last two saves, in steps.
+        gap: The longest between two saves so far, in steps.
     """
 
     policy: SavePolicy
@@ -239,7 +244,7 @@ class Schedule:
         Args:
             agreed: What process 0 told in an earlier save, the same one in every process.
         """
-        gap = self.gap if self.last_step is None else max(1, step - self.last_step)
+        gap = self.gap if self.last_step is None else max(self.gap, step - self.last_step)
         ahead = gap * FIRST_GUESS
         if agreed is not None and agreed.step_s:
             steps = agreed.interval_s(self.policy) / agreed.step_s

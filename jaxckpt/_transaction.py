@@ -145,7 +145,7 @@ class Transaction:
             _logger.warning(
                 "%s is saved, but what it replaced is still there: %s", self.path, error
             )
-        self._release()
+        self.release()
 
     def abort(self) -> None:
         """Removes what was written, unless it is committed. Never raises an error of its own."""
@@ -157,9 +157,10 @@ class Transaction:
                 _delete(self.storage, self.work)
         except OSError as error:
             _logger.warning("could not remove %s: %s. The next save of it will.", self.work, error)
-        self._release()
+        self.release()
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Lets go of the lock that says that this writer lives."""
         if self.hold is not None:
             self.hold.release()
 
@@ -216,7 +217,9 @@ def begin(
     """
     if fence is not None:
         fence()  # before anything is written, which may take long
-    recover(storage, path)
+    # The other processes may have begun to write this attempt already.
+    spare = work_of(storage, path, token) if token else None
+    recover(storage, path, spare=spare, fenced=fence is not None)
     check_target(storage, path, overwrite=overwrite)
     storage.make_dir(posixpath.dirname(path))
     for _ in range(_TRIES if token is None else 1):
@@ -235,7 +238,10 @@ def begin(
             if storage.kind(posixpath.dirname(path)) != "dir":
                 raise
         except BaseException:
-            transaction.abort()
+            if token is None:
+                transaction.abort()
+            else:  # the others write there: the caller removes it when they have stopped
+                transaction.release()
             raise
         else:
             return transaction
@@ -281,7 +287,8 @@ def check_target(storage: Storage, path: str, *, overwrite: bool) -> None:
         )
     if not overwrite:
         raise StepExists(
-            f"{path} is a checkpoint already. Save elsewhere, or replace it with overwrite=True."
+            f"{path} is a checkpoint already. Save elsewhere; jaxckpt.save(..., overwrite=True) "
+            "replaces it."
         )
     foreign = sorted(_foreign(storage, path, inside))
     if foreign:
@@ -310,8 +317,13 @@ def _foreign(storage: Storage, path: str, inside: set[str]) -> set[str]:
     return {name for name in inside - known if not is_temporary_file(name)}
 
 
-def recover(storage: Storage, path: str) -> None:
-    """Finishes or removes what a crash left of a save, a replacement or a deletion of `path`."""
+def recover(storage: Storage, path: str, *, spare: str | None = None, fenced: bool = False) -> None:
+    """Finishes or removes what a crash left of a save, a replacement or a deletion of `path`.
+
+    Args:
+        spare: What is not touched.
+        fenced: Whether nobody else may write here: then what others write goes though they live.
+    """
     parent, name = posixpath.split(path)
     if not storage.atomic_rename:
         if _is_leftover(storage, path):
@@ -326,8 +338,11 @@ def recover(storage: Storage, path: str) -> None:
         _put_in_place(storage, path, replacement)
         entries = storage.names(parent)
     for entry in entries:
-        if names.is_ours_temporary(entry, name):
-            _remove_leftover(storage, f"{parent}/{entry}")
+        if names.is_ours_temporary(entry, name) and f"{parent}/{entry}" != spare:
+            if fenced:
+                remove_work(storage, f"{parent}/{entry}")
+            else:
+                _remove_leftover(storage, f"{parent}/{entry}")
 
 
 def remove(storage: Storage, path: str) -> None:

@@ -54,6 +54,7 @@ class Checkpoint:
         item: Name of the item that this is of; "" for a checkpoint that is its own only item.
         items: Names of all items of the checkpoint.
         custom_metadata: What was given to `save`.
+        lineage: Where it came from, if by `fork` or `export` from another checkpoint.
         leaves: By path, in tree order.
     """
 
@@ -66,6 +67,7 @@ class Checkpoint:
         self.item = item
         self.items = tuple(found.items)
         self.custom_metadata: Mapping[str, Any] = dict(found.step.custom_metadata or {})
+        self.lineage: Mapping[str, Any] = dict(found.record.lineage if found.record else {})
         self.leaves: Mapping[str, LeafInfo] = (
             {} if tree is None else {leaf.text: _info(tree, leaf) for leaf in tree.tree.leaves}
         )

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
+OPTIONAL = ("grain", "ml_collections", "gin")  # their blocks stand alone
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
@@ -34,11 +35,34 @@ def run_code(code: str, cwd: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_code_of_the_readme_runs(tmp_path: Path) -> None:
-    """The Python of the README runs as it stands, but for the folder."""
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def programs() -> dict[str, str]:
+    """The Python of the README: of each section one, and one for each optional package."""
+    found: dict[str, str] = {}
+    for section in re.split(r"^## ", README, flags=re.MULTILINE):
+        title = section.partition("\n")[0]
+        for block in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
+            imports = "\n".join(re.findall(r"^(?:import|from) .*", block, re.MULTILINE))
+            needs = [name for name in OPTIONAL if re.search(rf"\b{name}\b", imports)]
+            key = needs[0] if needs else title
+            found[key] = found.get(key, "") + block
+    return found
 
-    run_code("\n".join(blocks).replace("/tmp/run", str(tmp_path / "run")), tmp_path)
+
+@pytest.mark.parametrize("program", programs())
+def test_the_code_of_the_readme_runs(tmp_path: Path, program: str) -> None:
+    """The Python of the README runs as it stands, but for the folder."""
+    if program in OPTIONAL:
+        pytest.importorskip(program)
+
+    run_code(programs()[program].replace("/tmp/run", str(tmp_path / "run")), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["slurm.sh", "kubernetes.yaml"])
+def test_the_recipes_of_the_readme_are_those_of_the_examples(name: str) -> None:
+    """Word for word."""
+    recipe = (ROOT / "examples" / name).read_text("utf-8")
+
+    assert re.search(rf"```[a-z]+\n{re.escape(recipe)}```", README)
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxckpt
 from jaxckpt import CheckpointTimeout, SaveFailed, StepExists, UnsupportedLeaf
-from jaxckpt._save import _prepare, start
+from jaxckpt._save import prepare, start
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import FailingStorage
 
@@ -52,7 +52,7 @@ def test_what_happens_after_the_call_is_not_saved(ram_path, mesh, donate):
 
 def test_a_failure_is_raised_each_time_it_is_asked_for(tmp_path):
     """The handle keeps it."""
-    job = _prepare(tmp_path / "a", {"n": 1}, False, None, copy=True)
+    job = prepare(tmp_path / "a", {"n": 1}, False, None, copy=True)
     job.storage = FailingStorage(LocalStorage(), 3, OSError(28, "No space left on device"))
     handle = start(job)
 
@@ -90,7 +90,7 @@ class Gate:
 
 def test_a_wait_may_end_before_the_save(tmp_path):
     """`timeout_s` is of the wait: the save goes on, and ends well."""
-    job = _prepare(tmp_path / "a", {"n": 1}, False, None, copy=True)
+    job = prepare(tmp_path / "a", {"n": 1}, False, None, copy=True)
     job.storage = gate = Gate()
     handle = start(job)
 
@@ -107,7 +107,7 @@ def test_a_wait_may_end_before_the_save(tmp_path):
 
 def test_saves_of_one_path_at_once(tmp_path):
     """One of many wins, and the others are told that something is there."""
-    jobs = [_prepare(tmp_path / "a", {"n": n}, False, None, copy=True) for n in range(4)]
+    jobs = [prepare(tmp_path / "a", {"n": n}, False, None, copy=True) for n in range(4)]
     handles = [start(job) for job in jobs]
     won = []
     for n, handle in enumerate(handles):

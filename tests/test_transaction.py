@@ -14,7 +14,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt import CheckpointNotFound, SaveFailed, StepExists, _transaction
-from jaxckpt._save import _prepare
+from jaxckpt._save import prepare
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, MemoryStorage
 from jaxckpt.testing import CrashingStorage, FailingStorage, SimulatedCrash
@@ -59,7 +59,7 @@ class World:
         return self.path if self.storage.atomic_rename else f"memory:/{self.path}"
 
     def job(self, storage, seed, *, overwrite=False):
-        job = _prepare(self.url, tree(seed), overwrite, None, copy=False)
+        job = prepare(self.url, tree(seed), overwrite, None, copy=False)
         job.storage = storage
         return job
 

@@ -28,7 +28,8 @@ def loads(data: bytes, *, file: str) -> Any:  # callers check each value with `e
     try:
         value = json.loads(data)
         if b"\\ud" in data or b"\\uD" in data:
-            dumps(value)  # half of a surrogate pair is no text; nothing later expects one
+            # Half of a surrogate pair is no text; nothing later expects one.
+            dumps(value, allow_nan=True)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{file}: not JSON: {error}", file=file) from error
     _check_depth(value, file)

@@ -20,6 +20,7 @@ from jaxckpt.format.jsontext import expect
 MAX_BYTES: Final = 1 << 20
 # More digits are no step number but a date or a hash.
 _MAX_DIGITS: Final = 18
+MAX_STEP: Final = 10**_MAX_DIGITS - 1
 _STEP: Final = re.compile(rf"(?:(.*)_)?(\d{{1,{_MAX_DIGITS}}})", re.DOTALL)
 
 
@@ -41,6 +42,15 @@ class StepNames:
 
     prefix: str | None = None
     digits: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefix is not None and not isinstance(self.prefix, str):
+            raise TypeError(f"step_prefix must be text, not {self.prefix!r}")
+        name = self.of(0)
+        if names.is_reserved(name) or any(mark in name for mark in "/\\\0"):
+            raise ValueError(f"steps cannot be called {name!r}, as step_prefix wants")
+        if self.digits is not None and self.digits > _MAX_DIGITS:
+            raise ValueError(f"step_digits must be at most {_MAX_DIGITS}, not {self.digits}")
 
     def of(self, step: int) -> str:
         """The name of a step."""
@@ -71,13 +81,17 @@ def guess_names(name: str, entries: Sequence[str]) -> StepNames:
     match = _STEP.fullmatch(name)
     prefix = match[1] if match is not None else None
     others = [other for entry in entries if (other := _STEP.fullmatch(entry)) is not None]
-    # Of 0099 and 100 the second does not show that numbers are padded.
+    if match is not None and match[2].startswith("0") and match[2] != "0":
+        return StepNames(prefix=prefix, digits=len(match[2]))
+    # Of 0099 and 12345 the second does not show that numbers are padded, and of 100 and 0099 the
+    # second belongs to no run that has the first.
+    most = len(match[2]) if match is not None else 0
     widths = [
         len(other[2])
         for other in others
-        if other[1] == prefix and other[2].startswith("0") and other[2] != "0"
+        if other[1] == prefix and other[2].startswith("0") and 1 < len(other[2]) <= most
     ]
-    return StepNames(prefix=prefix, digits=min(widths, default=None))
+    return StepNames(prefix=prefix, digits=max(widths, key=widths.count, default=None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

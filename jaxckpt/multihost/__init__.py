@@ -1,8 +1,9 @@
 """How the processes of a job find each other: barrier, gather, agree, each with a time limit."""
 
 from jaxckpt.multihost._distributed import Distributed
+from jaxckpt.multihost._lead import lead
 from jaxckpt.multihost._protocol import Device, Json, Processes
 from jaxckpt.multihost._service import current, playing
 from jaxckpt.multihost._single import Single
 
-__all__ = ["Device", "Distributed", "Json", "Processes", "Single", "current", "playing"]
+__all__ = ["Device", "Distributed", "Json", "Processes", "Single", "current", "lead", "playing"]

@@ -20,6 +20,7 @@ import errno
 import fcntl
 import io
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -145,6 +146,19 @@ class LocalStorage:
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
                 os.rename(src, dst)
             _sync_parents(dst, src)
+
+    def link(self, src: str, dst: str) -> bool:
+        with _about(src, dst):
+            _check_regular(os.lstat(src), src)
+            try:
+                os.link(src, dst, follow_symlinks=False)
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, *_UNSUPPORTED):
+                    raise
+                with open(src, "rb") as source, open(dst, "xb") as copy:
+                    shutil.copyfileobj(source, copy, 1 << 20)
+                return False
+            return True
 
     def exchange(self, a: str, b: str) -> bool:
         with _about(a, b):

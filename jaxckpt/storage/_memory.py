@@ -67,6 +67,11 @@ class MemoryStorage:
     def rename(self, src: str, dst: str) -> None:
         raise io.UnsupportedOperation(errno.ENOTSUP, "a memory store has no rename", src, None, dst)
 
+    def link(self, src: str, dst: str) -> bool:
+        if not self.create(dst, self._value(src)):
+            raise _os_error(errno.EEXIST, dst)
+        return False
+
     def exchange(self, a: str, b: str) -> bool:
         return False
 

@@ -67,6 +67,14 @@ class Storage(Protocol):
         """Renames in one step and durably; `FileExistsError` if something is at `dst`."""
         ...
 
+    def link(self, src: str, dst: str) -> bool:
+        """Makes the file `src` appear at `dst` too; `FileExistsError` if something is there.
+
+        Returns True where it is one file under two names, False where it had to be copied. Durable
+        when the directory of `dst` is synced.
+        """
+        ...
+
     def exchange(self, a: str, b: str) -> bool:
         """Swaps two names in one step and durably; False, and no change, where that cannot be."""
         ...

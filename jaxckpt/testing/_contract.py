@@ -197,6 +197,21 @@ class StorageContract:
         found = [storage.read(f"{root}/{name}/f", max_bytes=_LIMIT) for name in ("a", "b")]
         assert found == ([b"b", b"a"] if swapped else [b"a", b"b"])
 
+    def test_a_link_is_the_same_file(self, storage: Storage, root: str) -> None:
+        """A link outlives the file that it was made of; nothing that is there is replaced."""
+        storage.write(f"{root}/a", b"1")
+        storage.link(f"{root}/a", f"{root}/b")
+
+        with pytest.raises(FileExistsError):
+            storage.link(f"{root}/a", f"{root}/b")
+        with pytest.raises(FileNotFoundError):
+            storage.link(f"{root}/missing", f"{root}/c")
+        storage.write(f"{root}/a", b"2")
+        assert storage.read(f"{root}/b", max_bytes=_LIMIT) == b"1"
+        storage.delete(f"{root}/a")
+        assert storage.read(f"{root}/b", max_bytes=_LIMIT) == b"1"
+        assert storage.names(root) == ["b"]
+
     def test_delete_takes_a_tree_and_nothing_else(self, storage: Storage, root: str) -> None:
         """A deleted directory is gone with all in it; a sibling whose name it begins stays."""
         for name in ("a", "a/b", "ab", "a b"):

@@ -16,7 +16,7 @@ from jaxckpt.storage import Hold, Kind, Storage
 from jaxckpt.storage._local import temporary_sibling
 
 MUTATING_VERBS = frozenset(
-    {"write", "create", "make_dir", "make_new_dir", "sync", "rename", "exchange", "delete"}
+    {"write", "create", "make_dir", "make_new_dir", "sync", "link", "rename", "exchange", "delete"}
 )
 
 
@@ -73,6 +73,10 @@ class _Relay:
     def rename(self, src: str, dst: str) -> None:
         self._before("rename", src)
         self.inner.rename(src, dst)
+
+    def link(self, src: str, dst: str) -> bool:
+        self._before("link", dst)
+        return self.inner.link(src, dst)
 
     def exchange(self, a: str, b: str) -> bool:
         self._before("exchange", a)

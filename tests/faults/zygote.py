@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -141,6 +142,137 @@ def write_plainly(root, log):
     arm("")
 
 
+def train_for_ever(root, *, hears=None, heeds=True):
+    """Trains until it is told to stop; says each thing that it is about to do.
+
+    Args:
+        hears: A signal that has a handler already; says what that has heard.
+        heeds: Whether it stops when it is told to.
+    """
+    import jaxckpt
+    from jaxckpt.storage import LocalStorage
+
+    def handle(number, frame):
+        del frame
+        say(handled=number)
+
+    if hears is not None:
+        signal.signal(hears, handle)
+    save, keep = jaxckpt.SavePolicy(every_steps=7), jaxckpt.KeepPolicy(last=3)
+    with jaxckpt.CheckpointManager(root, save=save, keep=keep) as manager:
+        manager._run.storage = Telling(LocalStorage())
+        _, step = manager.restore_or(lambda: tree(0))
+        told = False
+        while not (told and heeds):
+            step += 1
+            say(step=step)
+            saving = manager.save(step, tree(step))
+            if saving is not None and manager.decision.reason == "preemption":
+                if not heeds:
+                    saving.result()
+                say(saved_for_preemption=step)
+            told = manager.reached_preemption(step)
+    kept = hears is None or signal.getsignal(hears) is handle
+    say(stopped=step, handler_is_back=kept)
+
+
+class Telling:
+    """A storage that says which verb comes next."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, verb):
+        found = getattr(self._inner, verb)
+        if not callable(found):
+            return found
+
+        def call(path, *args, **kwargs):
+            say(verb=verb)
+            return found(path, *args, **kwargs)
+
+        return call
+
+
+def check_run(root):
+    """Says which steps there are; each is whole. Reads without a manager, so changes nothing."""
+    from jaxckpt.format import names
+
+    entries = [name for name in os.listdir(root) if not name.startswith("_jaxckpt")]
+    steps = sorted(int(name) for name in entries if not names.is_temporary(name))
+    assert [found(f"{root}/{step}") for step in steps] == steps
+    say(steps=steps, temporary=[name for name in entries if names.is_temporary(name)])
+
+
+def manage(root, what, kill_at, log):
+    """Does one thing with a run that keeps its two newest steps, and says when it is done.
+
+    what: "save": the next step; "open": nothing but to open the run; "restore": the newest step,
+    whose damaged ones are set aside; "pin": the oldest step.
+    """
+    import jaxckpt
+
+    def open_run():
+        return jaxckpt.CheckpointManager(root, keep=jaxckpt.KeepPolicy(last=2))
+
+    if what == "open":
+        arm(root, kill_at, log)
+    manager = open_run()
+    step = (manager.latest_step() or 0) + 1
+    value = tree(step)
+    if what != "open":
+        arm(root, kill_at, log)
+    if what == "save":
+        manager.save(step, value).result()
+        say(saved=step)
+        manager.wait_until_finished()
+    elif what == "restore":
+        say(restored=manager.restore()["seed"])
+    elif what == "pin":
+        manager.pin(manager.all_steps()[0])
+        say(pinned=manager.all_steps()[0])
+    say(events=ctypes.CDLL(None).shim_events())
+    arm("")
+    manager.close()
+
+
+def check_managed(root):
+    """Says what a run holds, each step whole; then saves, which must work and clean up."""
+    import jaxckpt
+    from jaxckpt.format import names
+
+    before = sorted(os.listdir(root))
+    with jaxckpt.CheckpointManager(root, keep=jaxckpt.KeepPolicy(last=2)) as manager:
+        steps = manager.all_steps()
+        pinned = [step for step in steps if names.PINNED in os.listdir(f"{root}/{step}")]
+        seeds = [found(f"{root}/{step}") for step in steps if step != damaged_step(root, steps)]
+        newest = None if not steps else manager.restore()["seed"]
+        new = steps[-1] + 1 if steps else 1
+        manager.save(new, tree(new)).result()
+        manager.wait_until_finished()
+        assert found(f"{root}/{new}") == new
+        assert all(jaxckpt.verify(f"{root}/{step}").ok for step in manager.all_steps())
+        after = manager.all_steps()
+    left = sorted(set(os.listdir(root)) - {*map(str, after), names.OWNER, names.LOCK})
+    say(
+        before=before,
+        steps=steps,
+        seeds=seeds,
+        newest=newest,
+        pinned=pinned,
+        after=after,
+        left=left,
+    )
+
+
+def damaged_step(root, steps):
+    """The step that a test has damaged, if it is still there: its manifest is gone."""
+    for step in steps:
+        if not os.path.exists(f"{root}/{step}/state/manifest.ocdbt"):
+            return step
+    return None
+
+
 def save_unsynced(path, log):
     """A control: what the same save leaves in the caches if directories are not synced."""
     from jaxckpt.storage import _local
@@ -180,9 +312,9 @@ class Zygote:
         self._process.kill()
         self._process.communicate()
 
-    def start(self, function, *args):
+    def start(self, function, *args, **kwargs):
         """Starts a child; returns its process id."""
-        self._process.stdin.write(json.dumps([function, *args], default=os.fspath) + "\n")
+        self._process.stdin.write(json.dumps([function, args, kwargs], default=os.fspath) + "\n")
         self._process.stdin.flush()
         return self.answer()["pid"]
 
@@ -219,14 +351,14 @@ def _main():
     for name in jaxckpt.__all__:
         getattr(jaxckpt, name)
     for line in sys.stdin:
-        function, *args = json.loads(line)
+        function, args, kwargs = json.loads(line)
         child = os.fork()
         if child == 0:
             status = 1
             with contextlib.suppress(BaseException):
                 try:
                     say(pid=os.getpid())
-                    globals()[function](*args)
+                    globals()[function](*args, **kwargs)
                     status = 0
                 except BaseException:
                     traceback.print_exc()

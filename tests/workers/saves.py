@@ -9,7 +9,7 @@ import numpy as np
 
 import jaxckpt
 from jaxckpt._plan import plan_save
-from jaxckpt._save import _prepare
+from jaxckpt._save import prepare
 from jaxckpt._snapshot import _spec
 from jaxckpt._tree import flatten
 from jaxckpt.errors import CheckpointError
@@ -223,7 +223,7 @@ def said(act):
 
 
 def save_with(path, value, *, storage=None, timeout_s=60.0, overwrite=False):
-    job = _prepare(path, value, overwrite, None, copy=False)
+    job = prepare(path, value, overwrite, None, copy=False)
     job.storage = storage or job.storage
     job.timeout_s = timeout_s
     job.run()

@@ -1,0 +1,85 @@
+"""The options of a `CheckpointManager` as a `ConfigDict`, which absl flags can override."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict, config_dict
+
+from jaxckpt._manager import CheckpointManager
+from jaxckpt._retention import KeepPolicy
+from jaxckpt._schedule import SavePolicy
+
+__all__ = ["manager_config"]
+
+
+def manager_config(**fields: Any) -> ConfigDict:
+    """Every argument of `CheckpointManager`, its policies as `ConfigDict`s of all their fields.
+
+    What has no value yet knows its type, so that flags set it: `--config.checkpoint.keep.last=5`.
+    Nothing can be added, and a misspelt field is an error with a suggestion.
+
+    Args:
+        fields: Values by name; `save` and `keep` are dicts. `save.auto` is a dict of the arguments
+            of `SavePolicy.auto`, in force once it has `mtbf_hours`.
+
+    Returns:
+        What `CheckpointManager.from_config` takes.
+
+    Raises:
+        AttributeError, KeyError: a name is none of theirs.
+        TypeError: a value has the wrong type.
+
+    Example:
+        >>> config = manager_config(directory="runs/a", save={"every_steps": 1000})
+        >>> config.keep.last = 3
+        >>> config.save.every_steps, config.keep.last, config.keep.every_steps
+        (1000, 3, None)
+        >>> config.keep.lats = 3
+        Traceback (most recent call last):
+        AttributeError: ...Did you mean "last" instead of "lats"...
+    """
+    config = ConfigDict(
+        {
+            **_entries(CheckpointManager.__init__),
+            "save": {**_entries(SavePolicy), "auto": _entries(SavePolicy.auto)},
+            "keep": _entries(KeepPolicy),
+        }
+    )
+    config.lock()
+    if "directory" in fields:
+        fields["directory"] = os.fspath(fields["directory"])
+    config.update(fields)
+    return config
+
+
+def _entries(target: Callable[..., Any]) -> dict[str, Any]:
+    """The default of each parameter; where that is None, a placeholder of its type."""
+    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    entries = {}
+    for name, parameter in inspect.signature(target).parameters.items():
+        if name == "self" or parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        default = parameter.default
+        if dataclasses.is_dataclass(default):
+            continue
+        if default is None or default is parameter.empty:
+            default = config_dict.placeholder(_type_of(hints[name]))
+        entries[name] = default
+    return entries
+
+
+def _type_of(hint: Any) -> type:
+    """What a value is to be an instance of: the first of a union."""
+    if isinstance(hint, types.UnionType):
+        return _type_of(typing.get_args(hint)[0])
+    origin = typing.get_origin(hint) or hint
+    if origin is Sequence:
+        return tuple
+    return origin if origin in (bool, int, float, str) else object

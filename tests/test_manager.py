@@ -1,0 +1,1708 @@
+"""`CheckpointManager`: what is saved, what stays, and what a run goes on from.
+
+Most tests run twice: as the only process, and as each of four simulated ones (`as_processes`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxckpt import (
+    CheckpointManager,
+    CheckpointNotFound,
+    CheckpointTimeout,
+    CorruptCheckpoint,
+    KeepPolicy,
+    ProcessesDisagree,
+    SaveFailed,
+    SavePolicy,
+    StepExists,
+    TreeMismatch,
+    UnsupportedLeaf,
+)
+from jaxckpt._run import Run
+from jaxckpt.format import names
+from jaxckpt.format.step import FileFacts, decode_record, digest, encode_record
+from jaxckpt.multihost import Single
+from jaxckpt.storage import LocalStorage
+from jaxckpt.testing import FailingStorage, simulate
+from jaxckpt.testing.strategies import same
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+READ_ONLY = OSError(errno.EROFS, "Read-only file system")
+FAILURES = (SaveFailed, ProcessesDisagree)  # of the process that failed, and of the others
+
+
+def as_processes(test):
+    """Runs a test as the only process, and again as each of four; `processes` is then its own."""
+
+    @functools.wraps(test)
+    def run(*, processes, **fixtures):
+        if processes == 1:
+            test(processes=Single(), **fixtures)
+        else:
+            simulate(processes, lambda mine: test(processes=mine, **fixtures), timeout_s=30)
+
+    counts = [1, pytest.param(4, marks=pytest.mark.multihost)]
+    return pytest.mark.parametrize("processes", counts)(run)
+
+
+def meet(processes):
+    processes.barrier("test", timeout_s=20)
+
+
+def in_first(processes, do):
+    """Process 0 does something; the others wait for it."""
+    meet(processes)
+    result = do() if processes.index == 0 else None
+    meet(processes)
+    return result
+
+
+def settle(manager, processes):
+    """Waits until no process saves or deletes any more."""
+    manager.wait_until_finished()
+    meet(processes)
+
+
+def end_saves(manager):
+    """Waits until the saves under way have ended, and asks for no error of theirs."""
+    manager._saves.wait(manager._saves.under_way(), 60)
+
+
+@pytest.fixture
+def state(mesh):
+    """Makes the state of a step: sharded and replicated arrays, a key, numpy, an int and a str."""
+
+    def put(value, *spec):
+        return jax.device_put(value, NamedSharding(mesh, P(*spec)))
+
+    def make(step):
+        return {
+            "w": put(np.full((64, 32), step, np.float32), "x", "y"),
+            "b": put(np.arange(6, dtype=np.int32) + step),
+            "rng": jax.random.key(step),
+            "host": np.full(3, step),
+            "step": step,
+            "name": "run",
+        }
+
+    return make
+
+
+class Counter:
+    """An iterator with `get_state` and `set_state`."""
+
+    def __init__(self, at=0):
+        self.at = at
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
+
+
+class Torch:
+    """An object with `state_dict` and `load_state_dict`, of values that JSON does not have."""
+
+    def __init__(self, **values):
+        self.values = values
+
+    def state_dict(self):
+        return self.values
+
+    def load_state_dict(self, state):
+        self.values = state
+
+
+class Gate:
+    """A storage in which one verb waits until the gate is open."""
+
+    def __init__(self, verb, inner=None):
+        self._inner, self.verb = inner or LocalStorage(), verb
+        self.open = threading.Event()
+
+    def __getattr__(self, name):
+        found = getattr(self._inner, name)
+        if name != self.verb:
+            return found
+
+        def wait(*arguments):
+            assert self.open.wait(60)
+            return found(*arguments)
+
+        return wait
+
+
+def listing(root):
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
+def temporaries(root):
+    return [path.name for path in root.iterdir() if names.is_temporary(path.name)]
+
+
+# --- saving ------------------------------------------------------------------------------------
+
+
+@as_processes
+def test_a_saved_state_restores(tmp_path, state, processes):
+    """Values, types and shardings are those that were saved."""
+    with CheckpointManager(tmp_path / "run") as manager:
+        saved = state(3)
+        handle = manager.save(3, saved)
+        handle.result()
+
+        got = manager.restore()
+
+        assert handle.done()
+        assert handle.path == str(tmp_path / "run" / "3")
+        assert same(got, saved)
+        assert got["w"].sharding == saved["w"].sharding
+        assert manager.restored_step == 3
+        assert manager.all_steps() == [3]
+        assert manager.problems == []
+
+
+@as_processes
+def test_what_happens_after_the_call_is_not_saved(tmp_path, state, processes):
+    """A state may be donated, and an array of the host or an item changed, at once."""
+    donate = jax.jit(lambda x: x * -1 - 7, donate_argnums=0)
+    with CheckpointManager(tmp_path) as manager:
+        for step in range(1, 11):
+            saved, data, vocab = state(step), Counter(step), {"a": [step]}
+            manager.save(step, saved, items={"data": data, "vocab": vocab})
+            saved["w"], saved["b"] = donate(saved["w"]), donate(saved["b"])
+            saved["host"][:] = -1
+            data.at = -1
+            vocab["a"].append(-1)
+        manager.wait_until_finished()
+
+        for step in range(1, 11):
+            data = Counter()
+            assert same(manager.restore(step=step, items={"data": data}), state(step))
+            assert data.at == step
+            assert manager.restore_items(step)["vocab"] == {"a": [step]}
+
+
+@as_processes
+def test_a_step_that_is_not_due_is_none(tmp_path, state, processes):
+    """`save` returns None, and `decision` says why; `force` saves anyway."""
+    with CheckpointManager(tmp_path, save=SavePolicy(every_steps=2)) as manager:
+        assert not manager.should_save(1)
+        assert manager.save(1, state(1)) is None
+        refused = manager.decision
+        assert manager.save(2, state(2)) is not None
+        due = manager.decision
+        assert manager.save(3, state(3), force=True) is not None
+        forced = manager.decision
+        manager.wait_until_finished()
+
+        assert (refused.step, refused.save) == (1, False)
+        assert "every_steps=2" in refused.reason
+        assert (due.step, due.save, due.reason) == (2, True, "every_steps=2")
+        assert (forced.step, forced.save, forced.reason) == (3, True, "force")
+        assert manager.all_steps() == [2, 3]
+
+
+@pytest.mark.multihost
+def test_how_often_processes_meet(tmp_path, state):
+    """Twice for a save, and not at all for a step that is not due."""
+
+    def meetings(processes):
+        def so_far():
+            return sum(processes._rounds._uses.values())
+
+        with CheckpointManager(tmp_path, save=SavePolicy(every_steps=2)) as manager:
+            start = so_far()
+            manager.save(1, state(1))
+            after_skipping = so_far()
+            manager.save(2, state(2)).result()
+            return after_skipping - start, so_far() - after_skipping
+
+    assert simulate(4, meetings) == [(0, 2)] * 4
+
+
+@pytest.mark.parametrize("verb", ["make_dir", "sync", "rename"])
+def test_a_step_is_listed_once_it_is_committed(tmp_path, verb):
+    """Until then no manager, and no reader, knows of it."""
+    with CheckpointManager(tmp_path) as manager, CheckpointManager(tmp_path, mode="r") as reader:
+        manager._run.storage = gate = Gate(verb)
+        handle = manager.save(1, {"n": 1})
+
+        before = manager.all_steps(), manager.latest_step(), reader.all_steps(), handle.done()
+        gate.open.set()
+        handle.result()
+
+        assert before == ([], None, [], False)
+        assert (manager.all_steps(), manager.latest_step(), reader.all_steps()) == ([1], 1, [1])
+
+
+def test_a_save_does_not_wait_for_the_one_before(tmp_path):
+    """As long as the values of both fit into the budget."""
+    with CheckpointManager(tmp_path) as manager:
+        manager._run.storage = gate = Gate("sync")
+
+        handles = [manager.save(step, {"w": np.full(1000, step)}) for step in (1, 2, 3)]
+        under_way = [handle.done() for handle in handles]
+        gate.open.set()
+        manager.wait_until_finished()
+
+        assert under_way == [False] * 3
+        assert manager.all_steps() == [1, 2, 3]
+        assert manager.restore()["w"].tolist() == [3] * 1000
+
+
+def test_a_save_waits_for_room_in_the_budget(tmp_path):
+    """For at most `timeout_s`; a save alone may take more than the budget."""
+    with CheckpointManager(tmp_path, budget_bytes=10_000, timeout_s=0.1) as manager:
+        manager._run.storage = gate = Gate("sync")
+        handle = manager.save(1, {"w": np.ones(1000)})
+
+        with pytest.raises(CheckpointTimeout, match=r"steps \[1\].*budget_bytes=10000"):
+            manager.save(2, {"w": np.ones(1000)})
+        gate.open.set()
+        handle.result()
+        manager.save(3, {"w": np.ones(2000)}).result()
+
+        assert manager.all_steps() == [1, 3]
+
+
+def test_a_wait_may_end_before_the_saves(tmp_path):
+    """`wait_until_finished` names those that are under way, and they go on."""
+    with CheckpointManager(tmp_path) as manager:
+        manager._run.storage = gate = Gate("sync")
+        handle = manager.save(1, {"n": 1})
+
+        with pytest.raises(CheckpointTimeout, match=r"steps \[1\].*go on"):
+            manager.wait_until_finished(timeout_s=0.01)
+        gate.open.set()
+        handle.result()
+
+        assert manager.all_steps() == [1]
+
+
+@as_processes
+def test_a_step_may_be_any_integer(tmp_path, processes):
+    """Those of numpy and jax too, when saving and when restoring."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in (np.int64(0), jnp.int32(7), jnp.array(8)):
+            manager.save(step, {"n": int(step)})
+        manager.wait_until_finished()
+
+        assert manager.all_steps() == [0, 7, 8]
+        assert manager.restore(step=np.int32(7)) == {"n": 7}
+        assert manager.restore(step=jnp.array(0)) == {"n": 0}
+        for wrong in ("3", 1.5, None):
+            with pytest.raises(TypeError, match="a step is an int"):
+                manager.save(wrong, {})
+        with pytest.raises(ValueError, match="from 0 to"):
+            manager.save(-1, {})
+
+
+# --- errors of saves ---------------------------------------------------------------------------
+
+NEXT_CALLS = {
+    "save": lambda manager: manager.save(9, {"n": 9}),
+    "a save that is not due": lambda manager: manager.save(8, {"n": 8}),
+    "should_save": lambda manager: manager.should_save(9),
+    "wait_until_finished": lambda manager: manager.wait_until_finished(),
+    "all_steps": lambda manager: manager.all_steps(),
+    "latest_step": lambda manager: manager.latest_step(),
+    "metrics": lambda manager: manager.metrics(3),
+    "restore": lambda manager: manager.restore(),
+    "restore_or": lambda manager: manager.restore_or(dict),
+    "reached_preemption": lambda manager: manager.reached_preemption(3),
+    "pin": lambda manager: manager.pin(3),
+    "delete": lambda manager: manager.delete(3),
+    "close": lambda manager: manager.close(),
+}
+
+
+@pytest.mark.parametrize("call", NEXT_CALLS)
+@as_processes
+def test_a_failure_is_raised_by_the_next_call_once(tmp_path, call, processes):
+    """Whichever it is, in every process; the handle raises it ever after."""
+    manager = CheckpointManager(tmp_path, save=SavePolicy(every_steps=3))
+    if processes.index == 0:
+        manager._run.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
+    handle = manager.save(3, {"n": 3})
+    end_saves(manager)
+    manager._run.storage = LocalStorage()
+
+    with pytest.raises(FAILURES, match="No space left"):
+        NEXT_CALLS[call](manager)
+
+    with pytest.raises(FAILURES, match="No space left"):
+        handle.result()
+    if call != "close":
+        assert manager.all_steps() == []
+        manager.save(12, {"n": 12}).result()
+        assert manager.all_steps() == [12]
+    manager.close()
+
+
+@as_processes
+def test_a_failure_that_its_handle_told_is_not_told_again(tmp_path, processes):
+    """Only the handle goes on raising it."""
+    with CheckpointManager(tmp_path) as manager:
+        if processes.index == 0:
+            manager._run.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
+        handle = manager.save(1, {"n": 1})
+
+        for _ in range(2):
+            with pytest.raises(FAILURES, match="No space left"):
+                handle.result()
+        end_saves(manager)
+
+        assert manager.all_steps() == []
+
+
+@as_processes
+def test_leaving_the_block_raises_a_failure(tmp_path, processes):
+    """The error of a `with` block itself goes before, with a note of the other."""
+
+    def fail(error=None):
+        with CheckpointManager(tmp_path) as manager:
+            if processes.index == 0:
+                manager._run.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
+            manager.save(1, {"n": 1})
+            if error is not None:
+                raise error
+
+    with pytest.raises(FAILURES, match="No space left"):
+        fail()
+    with pytest.raises(KeyError, match="mine") as caught:
+        fail(KeyError("mine"))
+
+    assert "No space left" in caught.value.__notes__[0]
+
+
+@as_processes
+def test_several_failures_are_raised_together(tmp_path, processes):
+    """The first, with a note for each of the others."""
+    full = FailingStorage(LocalStorage(), 0, FULL, once=False)
+    gate = Gate("make_dir", full if processes.index == 0 else None)
+    with CheckpointManager(tmp_path) as manager:
+        manager._run.storage = gate
+        manager.save(1, {"n": 1})
+        manager.save(2, {"n": 2})
+        meet(processes)  # before the first fails in any of them
+        gate.open.set()
+        end_saves(manager)
+
+        with pytest.raises(FAILURES, match=r"/1\b.*No space left") as caught:
+            manager.wait_until_finished()
+
+        assert len(caught.value.__notes__) == 1
+        assert "No space left" in caught.value.__notes__[0]
+
+
+@as_processes
+def test_a_disk_that_was_full_has_room_again(tmp_path, state, processes):
+    """Earlier steps stay, nothing is left of the attempts, and the next save simply works."""
+    with CheckpointManager(tmp_path, keep=KeepPolicy(last=2)) as manager:
+        manager.save(1, state(1)).result()
+        for step in (2, 3):
+            if processes.index == 0:
+                manager._run.storage = FailingStorage(LocalStorage(), step, FULL, once=False)
+            with pytest.raises(FAILURES):
+                manager.save(step, state(step)).result()
+            manager._run.storage = LocalStorage()
+            settle(manager, processes)
+            assert manager.all_steps() == [1]
+            assert temporaries(tmp_path) == []
+            meet(processes)
+
+        manager.save(4, state(4)).result()
+
+        assert manager.all_steps() == [1, 4]
+        assert same(manager.restore(), state(4))
+
+
+@as_processes
+def test_a_step_that_failed_may_be_saved_again(tmp_path, processes):
+    """It is not there: the same step, or one before it, is no step back."""
+    with CheckpointManager(tmp_path) as manager:
+        if processes.index == 0:
+            manager._run.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
+        with pytest.raises(FAILURES):
+            manager.save(5, {"n": 5}).result()
+        manager._run.storage = LocalStorage()
+
+        manager.save(5, {"n": 5}).result()
+
+        assert manager.all_steps() == [5]
+
+
+@as_processes
+def test_what_cannot_be_stored_is_refused_at_once(tmp_path, processes):
+    """The call raises, nothing is written, and the next save works."""
+    with CheckpointManager(tmp_path) as manager:
+        before = in_first(processes, lambda: listing(tmp_path))
+        refused = [
+            (UnsupportedLeaf, "object", {"state": {"x": object()}}),
+            (UnsupportedLeaf, "set", {"items": {"data": Torch(values={1, 2})}}),
+            (TypeError, "custom_metadata", {"custom_metadata": {"x": object()}}),
+            (TypeError, "one number", {"metrics": {"loss": np.ones(2)}}),
+            (TypeError, "one number", {"metrics": {"loss": object()}}),
+            (TypeError, "named by str", {"metrics": {1: 2.0}}),
+        ]
+        taken = ("state", "metrics", "default", "", ".a", "a/b", "_METADATA", names.RECORD)
+        refused += [(ValueError, "item", {"items": {name: 1}}) for name in taken]
+        for error, text, arguments in refused:
+            with pytest.raises(error, match=text):
+                manager.save(1, arguments.pop("state", {"n": 1}), **arguments)
+        end_saves(manager)
+        after = in_first(processes, lambda: listing(tmp_path))
+
+        manager.save(1, {"n": 1}).result()
+
+        assert before == after
+        assert manager.restore() == {"n": 1}
+
+
+@pytest.mark.multihost
+def test_one_process_that_cannot_save_is_named(tmp_path):
+    """Nobody commits, and each of the others says which one it was and why."""
+
+    def save(processes):
+        with CheckpointManager(tmp_path) as manager:
+            bad = processes.index == 2
+            try:
+                manager.save(1, {"n": object() if bad else 1}).result()
+            except (UnsupportedLeaf, ProcessesDisagree) as error:
+                told = type(error), getattr(error, "failures", {})
+            meet(processes)
+            manager.save(2, {"n": 2}).result()
+            return *told, manager.all_steps()
+
+    told = simulate(4, save)
+
+    assert [kind for kind, _, _ in told] == [
+        UnsupportedLeaf if i == 2 else ProcessesDisagree for i in range(4)
+    ]
+    assert all(list(failures) == [2] for kind, failures, _ in told if kind is ProcessesDisagree)
+    assert all(steps == [2] for _, _, steps in told)
+
+
+@as_processes
+def test_a_step_that_exists_stays_as_it_is(tmp_path, state, processes):
+    """Saving it again is `StepExists`, in this run and in the next."""
+    for _ in range(2):
+        with CheckpointManager(tmp_path) as manager:
+            if not manager.all_steps():
+                manager.save(1, state(1)).result()
+
+            with pytest.raises(StepExists, match="saved already"):
+                manager.save(1, state(7))
+
+            assert same(manager.restore(), state(1))
+            meet(processes)
+
+
+@as_processes
+def test_steps_do_not_go_backwards(tmp_path, processes):
+    """An earlier step is refused; the error says what to do."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(5, {"n": 5})
+        with pytest.raises(ValueError, match=r"step 3 comes after step 5.*manager\.delete"):
+            manager.save(3, {"n": 3})
+        manager.wait_until_finished()
+
+        assert manager.all_steps() == [5]
+
+
+@pytest.mark.parametrize(
+    "inside", [(), ("notes.txt",), (names.CHECKPOINT_METADATA,)], ids=["empty", "notes", "foreign"]
+)
+@as_processes
+def test_a_directory_of_somebody_else_is_not_replaced(tmp_path, inside, processes):
+    """A save that would go there is `StepExists` with what was found; it stays as it is."""
+
+    def make():
+        (tmp_path / "5").mkdir()
+        for name in inside:
+            (tmp_path / "5" / name).write_text("{}")
+
+    with CheckpointManager(tmp_path) as manager:
+        in_first(processes, make)
+
+        with pytest.raises(StepExists, match=r"notes\.txt|empty|already"):
+            manager.save(5, {"n": 5}).result()
+        manager.save(6, {"n": 6})
+        settle(manager, processes)
+
+        assert sorted(os.listdir(tmp_path / "5")) == sorted(inside)
+        assert manager.restore() == {"n": 6}
+        assert temporaries(tmp_path) == []
+
+
+# --- the root ----------------------------------------------------------------------------------
+
+
+@as_processes
+def test_a_root_that_is_a_file_is_refused(tmp_path, processes):
+    """By every process, and the file stays."""
+    in_first(processes, lambda: (tmp_path / "run").write_text("text"))
+
+    with pytest.raises((NotADirectoryError, ProcessesDisagree), match="run is a file"):
+        CheckpointManager(tmp_path / "run")
+    with pytest.raises((OSError, ProcessesDisagree), match="run"):
+        CheckpointManager(tmp_path / "run" / "below")
+
+    assert (tmp_path / "run").read_text() == "text"
+
+
+@as_processes
+def test_a_root_that_is_a_checkpoint_is_refused(tmp_path, processes):
+    """The error says where the run is."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1})
+
+    with pytest.raises((ValueError, ProcessesDisagree), match=f"{tmp_path}\\?"):
+        CheckpointManager(tmp_path / "1")
+
+
+@pytest.mark.parametrize("error", [READ_ONLY, PermissionError(errno.EACCES, "Permission denied")])
+def test_a_root_that_cannot_be_written(tmp_path, error):
+    """Opening it for writing fails, and says how to read it."""
+    storage = FailingStorage(LocalStorage(), 0, error, once=False)
+
+    with pytest.raises(OSError, match=error.strerror) as caught:
+        Run(storage=storage, root=str(tmp_path / "run")).open_for_writing()
+
+    assert not (tmp_path / "run").exists()
+    if isinstance(error, PermissionError):
+        assert "mode='r'" in str(caught.value)
+
+
+def test_opening_reads_no_file_of_a_step(tmp_path, monkeypatch):
+    """Not of 20 steps with metrics and a policy that ranks by them, nor to list those."""
+    keep = KeepPolicy(best=3, last=20, metric="loss")
+    with CheckpointManager(tmp_path, keep=keep) as manager:
+        for step in range(20):
+            manager.save(step, {"n": step}, metrics={"loss": step})
+    storage = FailingStorage(LocalStorage(), 1 << 30, FULL, reads=True)
+    monkeypatch.setattr("jaxckpt._manager.locate", lambda path: (storage, str(path)))
+
+    with CheckpointManager(tmp_path, keep=keep) as manager:
+        steps = manager.all_steps()
+
+    read = [event.removeprefix("read ") for event in storage.events if event.startswith("read ")]
+    assert steps == [*range(20)]
+    assert {os.path.dirname(path) for path in read} <= {str(tmp_path)}
+
+
+def test_opening_lists_the_root_and_no_step(tmp_path, monkeypatch):
+    """Beyond the newest: a root of many steps opens as fast as one of few."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in range(20):
+            manager.save(step, {"n": step})
+    storage = FailingStorage(LocalStorage(), 1 << 30, FULL, reads=True)
+    monkeypatch.setattr("jaxckpt._manager.locate", lambda path: (storage, str(path)))
+
+    CheckpointManager(tmp_path).close()
+
+    looked_at = {event.split()[1] for event in storage.events if event.startswith("names ")}
+    assert looked_at <= {str(tmp_path), str(tmp_path / "19")}
+
+
+@as_processes
+def test_another_manager_of_the_same_process_takes_over(tmp_path, processes):
+    """The first ends when its saves do, and says that it is closed."""
+    first = CheckpointManager(tmp_path)
+    handle = first.save(1, {"n": 1})
+
+    with CheckpointManager(tmp_path) as second:
+        assert handle.done()
+        with pytest.raises(ValueError, match="closed"):
+            first.save(2, {"n": 2})
+        second.save(2, {"n": 2}).result()
+        assert second.all_steps() == [1, 2]
+    first.close()
+
+
+def test_a_manager_that_is_closed_does_nothing_more(tmp_path):
+    """Closing again is fine."""
+    manager = CheckpointManager(tmp_path)
+    manager.close()
+    manager.close()
+
+    for call in (manager.all_steps, manager.restore, lambda: manager.save(1, {})):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+
+
+@as_processes
+def test_a_job_that_lost_the_run_cannot_commit(tmp_path, processes):
+    """Its save fails and names the job that opened the run since; nothing of it stays."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1}).result()
+        owner = {"token": "0123456789abcdef", "host": "other-host", "pid": 4711, "opened_ns": 1}
+        in_first(processes, lambda: (tmp_path / names.OWNER).write_text(json.dumps(owner)))
+
+        with pytest.raises(FAILURES, match="process 4711 on other-host"):
+            manager.save(2, {"n": 2}).result()
+        settle(manager, processes)
+
+        assert manager.all_steps() == [1]
+        assert temporaries(tmp_path) == []
+
+
+def test_the_first_save_of_a_new_job_takes_the_run(tmp_path):
+    """Merely opening a run takes nothing from a job that lives; saving there does."""
+    with CheckpointManager(tmp_path) as manager:
+        other = Run(storage=LocalStorage(), root=str(tmp_path))
+        other.open_for_writing()
+        manager.save(1, {"n": 1}).result()
+        other.fence()
+
+        with pytest.raises(SaveFailed, match=f"process {os.getpid()}"):
+            manager.save(2, {"n": 2}).result()
+
+        assert "open for writing in a job that lives" in other.problems[0]
+        assert manager.all_steps() == [1]
+        other.close()
+
+
+def test_a_new_job_takes_over_what_a_dead_one_left(tmp_path):
+    """Its half-written step goes, its committed ones stay."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1})
+    left = tmp_path / names.temporary("2", "0123456789abcdef")
+    left.mkdir()
+    (left / names.WRITER).write_text("0123456789abcdef")
+    (left / "state").mkdir()
+
+    with CheckpointManager(tmp_path) as manager:
+        assert temporaries(tmp_path) == []
+        manager.save(2, {"n": 2}).result()
+        assert manager.all_steps() == [1, 2]
+
+
+def test_a_manager_that_nobody_closes(tmp_path):
+    """It does not keep the interpreter alive, and a save in flight is whole or absent."""
+    code = f"""
+import numpy as np, jaxckpt
+manager = jaxckpt.CheckpointManager({str(tmp_path)!r})
+manager.save(1, {{"w": np.arange(10)}}).result()
+manager.save(2, {{"w": np.arange(1_000_000)}})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() in ([1], [1, 2])
+        assert len(manager.restore()["w"]) == {1: 10, 2: 1_000_000}[manager.restored_step]
+
+
+# --- names of steps ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("naming", "name"),
+    [
+        ({}, "12"),
+        ({"step_prefix": "ckpt"}, "ckpt_12"),
+        ({"step_digits": 6}, "000012"),
+        ({"step_prefix": "a_b", "step_digits": 6}, "a_b_000012"),
+        ({"step_prefix": "", "step_digits": 2}, "_12"),
+    ],
+)
+@as_processes
+def test_steps_are_called_as_asked_for(tmp_path, naming, name, processes):
+    """And the next manager finds them, and goes on with such names, without being told."""
+    with CheckpointManager(tmp_path, **naming) as manager:
+        manager.save(12, {"n": 12}).result()
+        assert (tmp_path / name).is_dir()
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(34, {"n": 34}).result()
+        assert manager.all_steps() == [12, 34]
+        assert (tmp_path / name.replace("12", "34")).is_dir()
+        assert manager.restore(step=12) == {"n": 12}
+        meet(processes)
+    with CheckpointManager(tmp_path, **naming) as manager:
+        assert manager.all_steps() == [12, 34]
+
+
+def test_steps_with_other_names_are_others(tmp_path):
+    """A manager that was told how steps are called sees none that are called otherwise."""
+    with CheckpointManager(tmp_path, step_prefix="a") as manager:
+        manager.save(1, {"n": 1})
+
+    with CheckpointManager(tmp_path, step_prefix="b") as manager:
+        assert manager.all_steps() == []
+        manager.save(2, {"n": 2}).result()
+        assert manager.all_steps() == [2]
+        assert any("a_1" in problem for problem in manager.problems)
+
+
+# --- resuming ----------------------------------------------------------------------------------
+
+
+@as_processes
+def test_which_step_is_restored(tmp_path, state, processes):
+    """The latest, the best, or the one that was asked for; `restored_step` says which."""
+    keep = KeepPolicy(metric="acc", mode="max")
+    with CheckpointManager(tmp_path, keep=keep) as manager:
+        for step, acc in ((1, 0.1), (2, 0.9), (3, 0.5)):
+            manager.save(step, state(step), metrics={"acc": acc})
+        manager.wait_until_finished()
+
+        got = {}
+        for wanted in ("latest", "best", 1):
+            got[wanted] = manager.restore(step=wanted)["step"], manager.restored_step
+
+        assert got == {"latest": (3, 3), "best": (2, 2), 1: (1, 1)}
+        assert (manager.latest_step(), manager.best_step()) == (3, 2)
+
+
+@as_processes
+def test_a_step_that_is_not_there(tmp_path, processes):
+    """The error lists those that are; without any metric there is no best one."""
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(CheckpointNotFound, match="no committed step"):
+            manager.restore()
+        manager.save(1, {"n": 1})
+        manager.save(2, {"n": 2})
+        manager.wait_until_finished()
+
+        for call in (manager.metrics, manager.metadata, manager.custom_metadata):
+            with pytest.raises(CheckpointNotFound, match=r"no committed step 7.*1, 2"):
+                call(7)
+        for restore in (manager.restore, manager.restore_items):
+            with pytest.raises(
+                (CheckpointNotFound, ProcessesDisagree), match=r"no committed step 7.*1, 2"
+            ):
+                restore(step=7)
+        with pytest.raises((ValueError, ProcessesDisagree), match="no metric"):
+            manager.restore(step="best")
+        with pytest.raises(ValueError, match="no metric"):
+            manager.best_step()
+        assert manager.restored_step is None
+
+
+@as_processes
+def test_restoring_into_what_is_wanted(tmp_path, state, mesh, make_mesh, processes):
+    """`like`, `mesh` and the other options are those of `jaxckpt.restore`."""
+    other = NamedSharding(make_mesh(z=8), P(None, "z"))
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1)).result()
+        like = {**state(0), "w": jax.ShapeDtypeStruct((64, 32), jnp.bfloat16, sharding=other)}
+
+        got = manager.restore(like)
+        part = manager.restore(only=["host"], extra="ignore")
+
+        assert got["w"].sharding == other
+        assert got["w"].dtype == jnp.bfloat16
+        assert same({**got, "w": 0}, {**state(1), "w": 0})
+        assert part["host"].tolist() == [1, 1, 1]
+        with pytest.raises(TreeMismatch):
+            manager.restore({"nothing": jnp.ones(3)})
+
+
+@as_processes
+def test_restore_or_starts_or_goes_on(tmp_path, state, processes):
+    """`init` makes the first state; afterwards it is traced, and computes nothing."""
+    traced = []
+
+    def init():
+        w = jnp.zeros((64, 32))
+        traced.append(isinstance(w, jax.core.Tracer))
+        return {"w": w, "rng": jax.random.key(0)}
+
+    with CheckpointManager(tmp_path) as manager:
+        first, start = manager.restore_or(init)
+        nothing = manager.restored_step
+        manager.save(4, {"w": first["w"] + 1, "rng": jax.random.key(5)}).result()
+        computed, traced[:] = traced[:], []
+
+        got, step = manager.restore_or(init)
+
+        assert (start, nothing, computed) == (0, None, [False])
+        assert (step, manager.restored_step) == (4, 4)
+        assert traced
+        assert all(traced)
+        assert same(got, {"w": jnp.ones((64, 32)), "rng": jax.random.key(5)})
+        with pytest.raises(TypeError, match="init must be a function"):
+            manager.restore_or(first)
+
+
+@as_processes
+def test_restore_or_keeps_the_shardings_of_init(tmp_path, mesh, processes):
+    """Those of its `out_shardings`, whatever was saved; those that were saved if it has none."""
+    saved = NamedSharding(mesh, P("y"))
+    wanted = NamedSharding(mesh, P("x", "y"))
+    init = jax.jit(lambda: {"w": jnp.zeros((8, 8))}, out_shardings={"w": wanted})
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(3, {"w": jax.device_put(jnp.ones((8, 8)), saved)}).result()
+
+        got, _ = manager.restore_or(init)
+        as_saved, _ = manager.restore_or(lambda: {"w": jnp.zeros((8, 8))})
+
+        assert got["w"].sharding == wanted
+        assert as_saved["w"].sharding == saved
+        assert np.array_equal(got["w"], np.ones((8, 8)))
+
+
+@as_processes
+def test_restore_or_keeps_the_types_of_python(tmp_path, processes):
+    """Its int, float, bool, str and None, and those of numpy in all their bits."""
+    saved = {"n": 3, "lr": 0.5, "on": True, "name": "run", "none": None, "np": np.full(2, 1 << 40)}
+    zero = {"n": 0, "lr": 0.0, "on": False, "name": "", "none": None, "np": np.zeros(2, np.int64)}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {**saved, "w": jnp.ones(2)}).result()
+
+        got, _ = manager.restore_or(lambda: {**zero, "w": jnp.zeros(2)})
+
+        assert same(got, {**saved, "w": jnp.ones(2)})
+
+
+@as_processes
+def test_a_whole_run_goes_on_where_it_stopped(tmp_path, state, processes):
+    """Stopped after any step, the loop of the design does each step once more or not at all."""
+    keep = KeepPolicy(last=2)
+    seen = []
+    for _ in range(4):
+        data = Counter()
+        with CheckpointManager(tmp_path, save=SavePolicy(every_steps=2), keep=keep) as manager:
+            now, start = manager.restore_or(lambda: state(0), items={"data": data})
+            assert now["step"] == data.at == start
+            for step in range(start, start + 3):
+                data.at += 1
+                seen.append(step)
+                manager.save(step + 1, state(step + 1), items={"data": data})
+            settle(manager, processes)
+
+    assert seen == [0, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 8]
+
+
+# --- items, metrics, metadata ------------------------------------------------------------------
+
+ITEMS = {
+    "json": {"a": [1, 2.5, None, True, "ä"], "b": {}},
+    "number": 7,
+    "text": "text",
+    "nan": [math.inf, 1.5],
+    "bytes": b"\x00\xff",
+    "tuple": (1, ("a", [2])),
+    "ints": {0: "zero", 10: np.arange(3)},
+    "arrays": {"w": np.arange(6.0).reshape(2, 3)},
+    "none": None,
+    "empty": {},
+}
+
+
+@as_processes
+def test_items_come_back_as_they_were(tmp_path, mesh, processes):
+    """JSON, bytes and trees of any keys, beside the state."""
+    items = ITEMS | {"ema": jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("x", "y")))}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1}, items=items, metrics={"loss": 0.5}).result()
+
+        got = manager.restore_items()
+
+        assert manager.restored_step == 1
+        assert got.pop("state") == {"n": 1}
+        assert got.pop("metrics") == {"loss": 0.5}
+        assert {name for name in items if not same(got[name], items[name])} == set()
+        assert set(got) == set(items)
+        assert manager.restore() == {"n": 1}
+
+
+@as_processes
+def test_objects_go_on_from_their_own_states(tmp_path, processes):
+    """Each process's object gets what that process saved."""
+    mine = processes.index
+    values = {"t": (1, 2), "i": {3: 4}, "a": np.arange(3, dtype=np.int8), "b": b"x", "n": 1 << 70}
+    with CheckpointManager(tmp_path) as manager:
+        saved = {"data": Counter(mine), "torch": Torch(**values, mine=mine)}
+        manager.save(1, {"n": 1}, items=saved).result()
+        data, torch = Counter(99), Torch()
+
+        manager.restore(items={"data": data, "torch": torch})
+
+        assert data.at == mine
+        assert same(torch.values, {**values, "mine": mine})
+        assert manager.restore_items()["data"] == [{"at": i} for i in range(processes.count)]
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (4, 2)])
+def test_states_of_another_number_of_processes_are_refused(tmp_path, before, after):
+    """The error says how many there were, and where to get them; the object stays as it is."""
+
+    def save(processes):
+        with CheckpointManager(tmp_path) as manager:
+            manager.save(1, {"n": 1}, items={"data": Counter(processes.index)})
+
+    def restore(processes):
+        data = Counter(99)
+        with CheckpointManager(tmp_path) as manager:
+            with pytest.raises(TreeMismatch, match=f"{before} processes.*there are {after}") as no:
+                manager.restore(items={"data": data})
+            return data.at, "restore_items" in str(no.value), manager.restore_items()["data"]
+
+    simulate(before, save)
+    got = simulate(after, restore)
+
+    assert got == [(99, True, [{"at": i} for i in range(before)])] * after
+
+
+@as_processes
+def test_items_stay_as_they_are_when_the_restore_fails(tmp_path, processes):
+    """Whatever it is that fails, no object is set to anything."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(
+            1, {"w": np.ones(3)}, items={"a": Counter(1), "b": Counter(2), "c": 3}
+        ).result()
+        a, b = Counter(98), Counter(99)
+
+        with pytest.raises(TreeMismatch):
+            manager.restore({"w": np.ones(4)}, items={"a": a, "b": b})
+        with pytest.raises(TreeMismatch, match="restore_items"):
+            manager.restore(items={"a": a, "c": b})
+        with pytest.raises(TreeMismatch, match="no item 'missing'"):
+            manager.restore(items={"a": a, "missing": b}, fallback=False)
+        with pytest.raises(TypeError, match="neither set_state nor load_state_dict"):
+            manager.restore(items={"a": a, "c": 3})
+
+        assert (a.at, b.at) == (98, 99)
+        assert manager.all_steps() == [1]
+
+
+@as_processes
+def test_metrics_of_any_kind_of_number(tmp_path, processes):
+    """Those of jax and numpy too, also ones that a device still computes."""
+    given = {
+        "float": 0.5,
+        "int": 3,
+        "bool": True,
+        "none": None,
+        "text": "t",
+        "np": np.float32(0.25),
+        "np0": np.array(7),
+        "jax": jax.jit(lambda x: x * 2)(jnp.float32(1.5)),
+        "bf16": jnp.bfloat16(2.5),
+        "one": jnp.ones((1,)),
+        "inf": math.inf,
+    }
+    want = {
+        **{name: given[name] for name in ("float", "int", "bool", "none", "text", "inf")},
+        "np": 0.25,
+        "np0": 7,
+        "jax": 3.0,
+        "bf16": 2.5,
+        "one": 1.0,
+    }
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1}, metrics=given)
+        manager.save(2, {"n": 2}).result()
+        here = manager.metrics(1), manager.metrics(2)
+    with CheckpointManager(tmp_path) as manager:
+        later = manager.metrics(1), manager.metrics(2)
+
+    assert here == later == (want, {})
+
+
+@as_processes
+def test_metrics_that_rank_nothing(tmp_path, processes):
+    """NaN, text and a metric that is not there are never the best; of equals the newer is."""
+    losses = {1: 0.3, 2: float("nan"), 3: None, 4: 0.3, 5: "low", 6: jnp.nan, 7: 0.4}
+    with CheckpointManager(tmp_path, keep=KeepPolicy(metric="loss")) as manager:
+        for step, loss in losses.items():
+            manager.save(step, {"n": step}, metrics={} if loss is None else {"loss": loss})
+        manager.wait_until_finished()
+
+        assert manager.best_step() == 4
+        assert manager.restore(step="best") == {"n": 4}
+        assert math.isnan(manager.metrics(2)["loss"])
+        assert manager.metrics(3) == {}
+        assert [p for p in manager.problems if "no metric 'loss'" in p] == manager.problems
+        assert len(manager.problems) == 1
+        assert "step 3" in manager.problems[0]
+
+
+@as_processes
+def test_no_step_is_the_best_without_the_metric(tmp_path, processes):
+    """Then there is nothing to restore."""
+    with CheckpointManager(tmp_path, keep=KeepPolicy(metric="loss")) as manager:
+        manager.save(1, {"n": 1}).result()
+
+        assert manager.best_step() is None
+        with pytest.raises(CheckpointNotFound, match="no committed step to restore"):
+            manager.restore(step="best")
+
+
+@as_processes
+def test_metadata_of_a_step(tmp_path, state, processes):
+    """What it holds, and what was said of it, without reading its arrays."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(
+            1, state(1), items={"vocab": ["a"], "data": Counter()}, custom_metadata={"lr": [0.1]}
+        )
+        manager.save(2, {"n": 2}).result()
+
+        held = manager.metadata(1)
+
+        assert sorted(held.items) == ["data", "state", "vocab"]
+        assert held.leaves["w"].shape == (64, 32)
+        assert held.custom_metadata == {"lr": [0.1]}
+        assert manager.custom_metadata(1) == {"lr": [0.1]}
+        assert manager.custom_metadata(2) == {}
+        assert "w" in str(held)
+
+
+# --- what stays --------------------------------------------------------------------------------
+
+# Step n has loss |n - 4|.
+POLICIES = {
+    "none": (KeepPolicy(), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+    "last 1": (KeepPolicy(last=1), [10]),
+    "last 3": (KeepPolicy(last=3), [8, 9, 10]),
+    "last 100": (KeepPolicy(last=100), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+    "every 4": (KeepPolicy(every_steps=4), [4, 8, 10]),
+    "last and every": (KeepPolicy(last=2, every_steps=3), [3, 6, 9, 10]),
+    "best": (KeepPolicy(best=1, metric="loss"), [4, 10]),
+    "best 3": (KeepPolicy(best=3, metric="loss"), [3, 4, 5, 10]),
+    "highest": (KeepPolicy(best=1, metric="loss", mode="max"), [10]),
+    "three rules": (KeepPolicy(best=1, last=2, every_steps=7, metric="loss"), [4, 7, 9, 10]),
+    "no such metric": (KeepPolicy(best=1, metric="nothing"), [10]),
+    "when": (KeepPolicy(when=lambda info: info.metrics["loss"] == 2), [2, 6, 10]),
+    "new": (KeepPolicy(newer_than_s=3600), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+    "by time": (KeepPolicy(every_seconds=3600), [1, 10]),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@as_processes
+def test_exactly_what_the_policy_keeps_stays(tmp_path, policy, processes):
+    """Whether all was saved by one manager, or half of it by an earlier one."""
+    keep, stays = POLICIES[policy]
+    for root, stop in ((tmp_path / "a", 11), (tmp_path / "b", 6)):
+        for start in sorted({1, stop % 11 or 1}):
+            with CheckpointManager(root, keep=keep) as manager:
+                for step in range(start, 11 if start == stop else stop):
+                    manager.save(step, {"n": step}, metrics={"loss": abs(step - 4)})
+                settle(manager, processes)
+
+    for root in (tmp_path / "a", tmp_path / "b"):
+        with CheckpointManager(root, mode="r") as reader:
+            assert reader.all_steps() == stays
+            assert temporaries(root) == []
+
+
+@as_processes
+def test_the_newest_step_stays_though_it_is_worse(tmp_path, processes):
+    """After each save, and when the next one comes it goes."""
+    with CheckpointManager(tmp_path, keep=KeepPolicy(best=1, metric="loss")) as manager:
+        for step in range(1, 6):
+            manager.save(step, {"n": step}, metrics={"loss": step})
+            settle(manager, processes)
+            assert manager.all_steps() == sorted({1, step})
+            meet(processes)
+
+
+def set_saved(step, seconds):
+    """Makes a step say that it was saved at some time."""
+    file = step / names.CHECKPOINT_METADATA
+    told = json.loads(file.read_text())
+    told["commit_timestamp_nsecs"] = int(seconds * 1e9)
+    file.write_text(json.dumps(told))
+    record = step / names.RECORD
+    known = decode_record(record.read_bytes(), file=str(record))
+    facts = FileFacts(size=file.stat().st_size, sha256=digest(file.read_bytes()))
+    files = {**known.files, names.CHECKPOINT_METADATA: facts}
+    record.write_bytes(encode_record(replace(known, files=files)))
+
+
+def test_a_clock_that_jumps_deletes_nothing_too_soon(tmp_path):
+    """What was saved after a jump is kept, whichever way the clock went."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in range(1, 8):
+            manager.save(step, {"n": step})
+    # An hour apart, but for 2 and 6, which are close to the one before; before 4 it goes back a
+    # year, before 7 it goes far ahead.
+    start, year = 1.7e9, 3.2e7
+    times = [0, 60, 3600, -year, 3600 - year, 3660 - year, 1e9]
+    for step, seconds in enumerate(times, start=1):
+        set_saved(tmp_path / str(step), start + seconds)
+
+    with CheckpointManager(tmp_path, keep=KeepPolicy(every_seconds=3600)) as manager:
+        manager.save(8, {"n": 8})
+        manager.wait_until_finished()
+
+        assert manager.all_steps() == [1, 3, 4, 5, 7, 8]
+        assert manager.latest_step() == 8
+
+
+@as_processes
+def test_a_pinned_step_stays(tmp_path, processes):
+    """Whatever the policy says, also in the next run, until it is unpinned."""
+    for start in (1, 4):
+        with CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as manager:
+            for step in range(start, start + 3):
+                manager.save(step, {"n": step})
+                manager.wait_until_finished()
+                if step == 1:
+                    manager.pin(1)
+            settle(manager, processes)
+            assert manager.all_steps() == [1, start + 2]
+            with pytest.raises((ValueError, ProcessesDisagree), match="pinned"):
+                manager.delete(1)
+            meet(processes)
+    with CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as manager:
+        manager.unpin(1)
+        manager.save(7, {"n": 7})
+        settle(manager, processes)
+
+        assert manager.all_steps() == [7]
+        with pytest.raises((CheckpointNotFound, ProcessesDisagree), match="no committed step 1"):
+            manager.pin(1)
+
+
+@as_processes
+def test_deleting_by_hand(tmp_path, processes):
+    """A step goes at once; without the newest ones the run goes on before them."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"n": step})
+        manager.delete(3)
+        manager.delete(1)
+
+        assert manager.all_steps() == [2]
+        assert temporaries(tmp_path) == []
+        with pytest.raises((CheckpointNotFound, ProcessesDisagree), match="no committed step 3"):
+            manager.delete(3)
+        meet(processes)
+        manager.save(3, {"n": 33}).result()
+        assert manager.restore() == {"n": 33}
+
+
+def test_what_could_not_be_deleted_is_deleted_later(tmp_path):
+    """A failure to delete is reported, fails no save, and is made up for by the next one."""
+    with CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as manager:
+        manager.save(1, {"n": 1}).result()
+        end_saves(manager)
+
+        class Stuck(Gate):
+            def rename(self, src, dst):
+                if names.is_deleting(os.path.basename(dst)):
+                    raise OSError(errno.EBUSY, "Device or resource busy", src)
+                return self._inner.rename(src, dst)
+
+        manager._run.storage = Stuck("")
+        manager.save(2, {"n": 2})
+        manager.wait_until_finished()
+        kept, problems = manager.all_steps(), manager.problems
+        manager._run.storage = LocalStorage()
+        manager.save(3, {"n": 3})
+        manager.wait_until_finished()
+
+        assert kept == [1, 2]
+        assert any("busy" in problem for problem in problems)
+        assert manager.all_steps() == [3]
+
+
+def test_a_deletion_that_a_crash_stopped_is_finished(tmp_path):
+    """The next start removes what was unpublished, and no reader lists it."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1})
+        manager.save(2, {"n": 2})
+    (tmp_path / "1").rename(tmp_path / names.deleting("1", "0123456789abcdef"))
+
+    with CheckpointManager(tmp_path, mode="r") as reader:
+        assert reader.all_steps() == [2]
+        assert temporaries(tmp_path)
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == [2]
+        assert temporaries(tmp_path) == []
+
+
+# --- damage and strays -------------------------------------------------------------------------
+
+
+def largest_data_file(step):
+    return max((step / "state").rglob("d/*"), key=lambda file: file.stat().st_size)
+
+
+def flip(step):
+    file = largest_data_file(step)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    file.write_bytes(data)
+
+
+def truncate(step):
+    file = largest_data_file(step)
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+DAMAGES = {
+    "empty record": lambda step: (step / names.RECORD).write_bytes(b""),
+    "no data file": lambda step: largest_data_file(step).unlink(),
+    "no tree": lambda step: (step / "state" / names.TREE_METADATA).unlink(),
+    "no state": lambda step: shutil.rmtree(step / "state"),
+    "bad tree": lambda step: (step / "state" / names.TREE_METADATA).write_text("{"),
+    "bad metadata": lambda step: (step / names.CHECKPOINT_METADATA).write_text("[]"),
+    "bad item": lambda step: next((step / "data").glob("process_*")).write_text('{"at":7}'),
+    "flipped byte": flip,
+    "truncated": truncate,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@as_processes
+def test_a_damaged_step_is_set_aside(tmp_path, state, damage, processes):
+    """It is reported, no run takes it for a step any more, and the one before is restored."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step), items={"data": Counter(step)})
+    in_first(processes, lambda: DAMAGES[damage](tmp_path / "2"))
+    data = Counter()
+
+    with CheckpointManager(tmp_path) as manager:
+        got, step = manager.restore_or(lambda: state(0), items={"data": data})
+        meet(processes)
+        problems = [problem for problem in manager.problems if "2" in problem]
+        manager.save(2, state(22)).result()
+
+        assert step == manager.restored_step == data.at == 1
+        assert same(got, state(1))
+        assert problems
+        assert manager.all_steps() == [1, 2]
+        assert same(manager.restore(), state(22))
+        assert [n for n in os.listdir(tmp_path) if names.is_set_aside(n) and n.startswith("2.")]
+    with CheckpointManager(tmp_path) as manager:
+        if processes.index == 0:
+            assert any("set aside earlier" in problem for problem in manager.problems)
+
+
+class BadSector(Gate):
+    """A storage that one file comes out of with other bytes."""
+
+    def __init__(self, file):
+        super().__init__("")
+        self.file = str(file)
+
+    def read(self, path, *, max_bytes):
+        data = self._inner.read(path, max_bytes=max_bytes)
+        return data[::-1] if path == self.file else data
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("index", range(4))
+def test_a_step_that_one_process_finds_damaged_is_set_aside(tmp_path, state, index):
+    """All go on from the one before, and the place is free again."""
+
+    def resume(processes):
+        with CheckpointManager(tmp_path) as manager:
+            for step in (1, 2):
+                manager.save(step, state(step)).result()
+            if processes.index == index:
+                manager._run.storage = BadSector(tmp_path / "2" / "state" / names.TREE_METADATA)
+
+            got, step = manager.restore_or(lambda: state(0))
+            manager.save(2, state(22)).result()
+
+            return step, same(got, state(1)), manager.all_steps()
+
+    assert simulate(4, resume) == [(1, True, [1, 2])] * 4
+    assert [name for name in os.listdir(tmp_path) if names.is_set_aside(name)]
+
+
+@pytest.mark.parametrize("missing", [names.COMMIT_MARKER, names.RECORD])
+@as_processes
+def test_a_step_that_lacks_a_file_of_ours_is_set_aside(tmp_path, state, missing, processes):
+    """Without its marker or its record it is damaged, and its number free."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    in_first(processes, lambda: (tmp_path / "2" / missing).unlink())
+
+    with CheckpointManager(tmp_path) as manager:
+        got, step = manager.restore_or(lambda: state(0))
+        meet(processes)
+        problems = [problem for problem in manager.problems if "2" in problem]
+        manager.save(2, state(22)).result()
+        manager.save(3, state(3)).result()
+
+        assert step == 1
+        assert same(got, state(1))
+        assert problems or processes.index > 0
+        assert same(manager.restore(step=2), state(22))
+        assert same(manager.restore(), state(3))
+
+
+@pytest.mark.parametrize("damage", ["flipped byte", "no data file", "bad tree"])
+@as_processes
+def test_a_damaged_step_without_a_fallback(tmp_path, state, damage, processes):
+    """Asked for by its number, or with `fallback=False`, it is an error and stays in place."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1))
+        manager.save(2, state(2)).result()
+        in_first(processes, lambda: DAMAGES[damage](tmp_path / "2"))
+        data = Counter(99)
+
+        for options in ({"fallback": False}, {"step": 2}, {"step": np.int64(2)}):
+            with pytest.raises(CorruptCheckpoint):
+                manager.restore(**options)
+            with pytest.raises(CorruptCheckpoint):
+                manager.restore_items(**options)
+        with pytest.raises(CorruptCheckpoint):
+            manager.restore_or(lambda: state(0), fallback=False)
+
+        assert manager.all_steps() == [1, 2]
+        assert data.at == 99
+
+
+@as_processes
+def test_the_next_best_step_is_restored(tmp_path, state, processes):
+    """When the best is damaged; and the newest is then still in the way of earlier steps."""
+    with CheckpointManager(tmp_path, keep=KeepPolicy(metric="loss")) as manager:
+        for step, loss in ((1, 0.2), (2, 0.1), (3, 0.3)):
+            manager.save(step, state(step), metrics={"loss": loss})
+        manager.wait_until_finished()
+        in_first(processes, lambda: flip(tmp_path / "2"))
+
+        got = manager.restore(step="best")
+        meet(processes)
+
+        assert same(got, state(1))
+        assert manager.all_steps() == [1, 3]
+        with pytest.raises((StepExists, ValueError)):
+            manager.save(2, state(2))
+        end_saves(manager)
+
+
+@as_processes
+def test_no_step_is_whole(tmp_path, state, processes):
+    """That is an error that lists what is wrong with each; a run never starts anew by itself."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1))
+        manager.save(2, state(2)).result()
+    in_first(processes, lambda: (flip(tmp_path / "1"), truncate(tmp_path / "2")))
+
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(CheckpointNotFound, match=r"(?s)step 2: .*step 1: "),
+    ):
+        manager.restore_or(lambda: state(0))
+
+
+def test_a_reader_skips_a_damaged_step(tmp_path, state):
+    """It reports it, and changes nothing."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1))
+        manager.save(2, state(2))
+    truncate(tmp_path / "2")
+    before = listing(tmp_path)
+
+    with CheckpointManager(tmp_path, mode="r") as reader:
+        assert reader.all_steps() == [1, 2]
+        assert reader.latest_step() == 1
+        assert same(reader.restore(), state(1))
+        assert any("step 2" in problem for problem in reader.problems)
+    assert listing(tmp_path) == before
+
+
+def make_link(target):
+    return lambda path: path.symlink_to(target)
+
+
+def make_fifo(path):
+    os.mkfifo(path)
+
+
+def make_file(path):
+    path.write_text("text")
+
+
+def make_full_dir(path):
+    path.mkdir()
+    (path / "notes.txt").write_text("text")
+
+
+def make_orbax_attempt(path):
+    (path / "state").mkdir(parents=True)
+    (path / names.CHECKPOINT_METADATA).write_text("{}")
+
+
+STRAYS = {
+    "empty directory": ("99", Path.mkdir),
+    "directory of files": ("98", make_full_dir),
+    "file": ("7", make_file),
+    "fifo": ("9", make_fifo),
+    "dangling link": ("8", make_link("nowhere")),
+    "link to a step": ("97", make_link("1")),
+    "link to its root": ("96", make_link(".")),
+    "named link": ("newest", make_link("1")),
+    "other directory": ("notes", make_full_dir),
+    "other file": ("README.md", make_file),
+    "other form of a step": ("0003", make_full_dir),
+    "with a prefix": ("step_4", make_full_dir),
+    "many digits": ("1" * 40, Path.mkdir),
+    "other digits": ("٣", Path.mkdir),
+    "negative": ("-3", Path.mkdir),
+    "Orbax's attempt": ("5.orbax-checkpoint-tmp", make_orbax_attempt),
+    "an older Orbax's attempt": ("5.orbax-checkpoint-tmp-1234567", make_orbax_attempt),
+    "an editor's": (".9.swp", make_file),
+    "no unicode": (os.fsdecode(b"\xff\xfe"), make_file),
+}
+
+
+@pytest.mark.parametrize("stray", STRAYS)
+@as_processes
+def test_strays_block_nothing(tmp_path, stray, processes):
+    """They are reported, stay as they are, and saving, listing, keeping and restoring go on."""
+    name, make = STRAYS[stray]
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1})
+    in_first(processes, lambda: make(tmp_path / name))
+
+    with CheckpointManager(tmp_path, keep=KeepPolicy(last=2)) as manager:
+        first = manager.all_steps(), manager.restore(), manager.latest_step()
+        for step in (2, 3):
+            manager.save(step, {"n": step}).result()
+        settle(manager, processes)
+
+        assert first == ([1], {"n": 1}, 1)
+        assert manager.all_steps() == [2, 3]
+        assert manager.restore() == {"n": 3}
+        assert os.path.lexists(tmp_path / name)
+        if processes.index == 0:
+            assert [problem for problem in manager.problems if name in problem]
+
+
+@as_processes
+def test_what_belongs_to_a_run_is_no_stray(tmp_path, processes):
+    """A run of ours has nothing to report, nor has what Orbax keeps beside its steps."""
+    in_first(processes, lambda: (tmp_path / names.ROOT_METADATA).mkdir())
+    for start in (1, 3):
+        with CheckpointManager(tmp_path, keep=KeepPolicy(last=2)) as manager:
+            manager.save(start, {"n": start})
+            manager.save(start + 1, {"n": start})
+            settle(manager, processes)
+            assert manager.problems == []
+
+
+def test_problems_are_told_once_each(tmp_path, caplog):
+    """As a WARNING, and in `problems`, however often they are met."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1})
+        manager.save(2, {"n": 2})
+    (tmp_path / "99").mkdir()
+    caplog.clear()
+
+    with CheckpointManager(tmp_path) as manager:
+        for _ in range(3):
+            manager.all_steps()
+            manager.latest_step()
+            manager.restore()
+
+        warned = [r.message for r in caplog.records if r.levelname == "WARNING"]
+        assert len(warned) == 1
+        assert manager.problems == warned
+
+
+# --- readers -----------------------------------------------------------------------------------
+
+
+def test_a_reader_writes_nothing(tmp_path, state):
+    """On a file system that takes no writes it lists, restores and watches."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1), metrics={"loss": 1.0}, items={"vocab": ["a"]})
+    before = listing(tmp_path)
+
+    with CheckpointManager(tmp_path, mode="r", keep=KeepPolicy(metric="loss")) as reader:
+        reader._run.storage = FailingStorage(LocalStorage(), 0, READ_ONLY, once=False)
+        assert same(reader.restore(), state(1))
+        assert reader.restore_items()["vocab"] == ["a"]
+        assert [*reader.watch(timeout_s=0.01)] == [1]
+        assert (reader.best_step(), reader.metrics(1)) == (1, {"loss": 1.0})
+        assert reader.problems == []
+
+    assert listing(tmp_path) == before
+
+
+def test_a_reader_does_not_save(tmp_path):
+    """Nor delete, nor pin; and a run that is not there yet has no steps, and is not made."""
+    with CheckpointManager(tmp_path / "run", mode="r") as reader:
+        for call in (
+            lambda: reader.save(1, {}),
+            lambda: reader.delete(1),
+            lambda: reader.pin(1),
+            lambda: reader.unpin(1),
+        ):
+            with pytest.raises(ValueError, match="mode='r'"):
+                call()
+
+        assert reader.all_steps() == []
+        assert reader.latest_step() is None
+        assert reader.restore_or(lambda: "new") == ("new", 0)
+        assert [*reader.watch(timeout_s=0.01)] == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reader_sees_what_comes(tmp_path):
+    """Steps in their order, each once, as they are committed; then an end."""
+    with CheckpointManager(tmp_path) as manager, CheckpointManager(tmp_path, mode="r") as reader:
+        manager.save(1, {"n": 1})
+        manager.save(2, {"n": 2}).result()
+        seen = []
+        for step in reader.watch(timeout_s=0.05):
+            seen.append((step, reader.restore(step=step)))
+            for following in {2: [3], 3: [4, 5, 6]}.get(step, []):
+                manager.save(following, {"n": following}).result()
+
+        assert seen == [(n, {"n": n}) for n in (2, 3, 4, 5, 6)]
+        assert [*reader.watch(timeout_s=0.01, after=0)] == [1, 2, 3, 4, 5, 6]
+        assert [*reader.watch(timeout_s=0.01, after=4)] == [5, 6]
+        assert [*reader.watch(timeout_s=0.01, after=6)] == []
+
+
+def test_what_a_reader_is_at_is_not_deleted(tmp_path):
+    """Until the loop goes on; then the next save deletes it."""
+    with (
+        CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as manager,
+        CheckpointManager(tmp_path, mode="r") as reader,
+    ):
+        manager.save(1, {"n": 1}).result()
+        watched = reader.watch(timeout_s=0.05)
+        at = next(watched)
+        manager.save(2, {"n": 2}).result()
+        manager.save(3, {"n": 3})
+        manager.wait_until_finished()
+        held = manager.all_steps(), reader.restore(step=at)
+        with pytest.raises(ValueError, match="a reader holds it"):
+            manager.delete(1)
+        following = next(watched)
+        manager.save(4, {"n": 4})
+        manager.wait_until_finished()
+        let_go = manager.all_steps()
+        watched.close()
+        manager.save(5, {"n": 5})
+        manager.wait_until_finished()
+
+        assert (at, held) == (1, ([1, 3], {"n": 1}))
+        assert (following, let_go) == (3, [3, 4])
+        assert manager.all_steps() == [5]
+        assert not [name for name in os.listdir(tmp_path) if names.is_lease(name)]
+
+
+def test_a_lease_that_has_expired_holds_nothing(tmp_path):
+    """That of a reader that died, or no lease at all; the next start removes it."""
+    with CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as manager:
+        manager.save(1, {"n": 1}).result()
+        (tmp_path / names.lease("a")).write_text(json.dumps({"step": "1", "expires_ns": 1}))
+        (tmp_path / names.lease("b")).write_text("nonsense")
+        manager.save(2, {"n": 2})
+        manager.wait_until_finished()
+
+        assert manager.all_steps() == [2]
+    with CheckpointManager(tmp_path):
+        assert not [name for name in os.listdir(tmp_path) if names.is_lease(name)]
+
+
+# --- preemption --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def handler(number, what):
+    before = signal.signal(number, what)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_the_step_of_a_signal_is_saved_once(tmp_path, number):
+    """Whatever the policy says; `reached_preemption` is then true, and handlers are chained."""
+    heard = []
+    with (
+        handler(number, lambda *_: heard.append("before")),
+        CheckpointManager(tmp_path, save=SavePolicy(every_steps=100)) as manager,
+    ):
+        before = manager.save(1, {"n": 1}), manager.reached_preemption(1)
+        os.kill(os.getpid(), number)
+        handle = manager.save(2, {"n": 2})
+        why = manager.decision.reason
+        reached = manager.reached_preemption(2)
+        os.kill(os.getpid(), number)
+        after = manager.save(3, {"n": 3}), manager.reached_preemption(3)
+        manager.wait_until_finished()
+
+        assert before == (None, False)
+        assert handle is not None
+        assert (why, reached) == ("preemption", True)
+        assert after == (None, True)
+        assert manager.all_steps() == [2]
+        assert heard == ["before", "before"]
+
+
+def test_a_signal_may_be_left_alone(tmp_path):
+    """With `on_preemption=False`, and in a reader, handlers stay as they are."""
+    mine = lambda *_: None  # noqa: E731
+    with handler(signal.SIGTERM, mine):
+        with CheckpointManager(tmp_path, save=SavePolicy(every_steps=9, on_preemption=False)) as m:
+            assert signal.getsignal(signal.SIGTERM) is mine
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert m.save(1, {"n": 1}) is None
+            assert not m.reached_preemption(1)
+        with CheckpointManager(tmp_path, mode="r"):
+            assert signal.getsignal(signal.SIGTERM) is mine
+        with CheckpointManager(tmp_path):
+            assert signal.getsignal(signal.SIGTERM) is not mine
+        assert signal.getsignal(signal.SIGTERM) is mine
+
+
+def test_handlers_that_came_later_stay(tmp_path):
+    """Closing a manager does not take away what others put over its handler."""
+    later = lambda *_: None  # noqa: E731
+    with handler(signal.SIGTERM, signal.SIG_IGN):
+        with CheckpointManager(tmp_path):
+            signal.signal(signal.SIGTERM, later)
+        assert signal.getsignal(signal.SIGTERM) is later
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_second_signal_ends_the_process(tmp_path, signals):
+    """As the first would have without a manager; one alone lets it end by itself."""
+    code = f"""
+import os, signal, jaxckpt
+with jaxckpt.CheckpointManager({str(tmp_path)!r}) as manager:
+    for _ in range({signals}):
+        os.kill(os.getpid(), signal.SIGTERM)
+    manager.save(1, {{"n": 1}})
+    print(manager.reached_preemption(1))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert done.returncode == (0 if signals == 1 else -signal.SIGTERM)
+    assert done.stdout == ("True\n" if signals == 1 else "")
+    with CheckpointManager(tmp_path, mode="r") as reader:
+        assert reader.all_steps() == ([1] if signals == 1 else [])
