@@ -1,0 +1,232 @@
+"""`fork` and `export`: checkpoints that are made of others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from jaxckpt import CheckpointManager, CheckpointNotFound, CorruptCheckpoint, StepExists
+from jaxckpt.format import names
+from jaxckpt.testing.strategies import same
+
+# Orbax warns about each restore without a target.
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+
+
+def state_on(mesh):
+    w = jax.device_put(
+        np.arange(64, dtype=np.float32).reshape(8, 8), NamedSharding(mesh, P("x", "y"))
+    )
+    return {"w": w, "key": jax.random.key(3), "n": 7, "name": "base"}
+
+
+@pytest.fixture
+def base(tmp_path, mesh):
+    """A run of steps 5 and 7."""
+    root = tmp_path / "base"
+    with CheckpointManager(root) as manager:
+        for step in (5, 7):
+            manager.save(
+                step,
+                state_on(mesh),
+                items={"config": {"lr": 0.1}},
+                metrics={"loss": 1.0 / step},
+                custom_metadata={"of": "base"},
+            )
+    return root
+
+
+def files_of(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_ino
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_fork_is_the_step_without_a_byte_copied(base, tmp_path, mesh):
+    """Its files are those of the step, all but the ones that say what it is."""
+    path = jaxckpt.fork(base / "7", tmp_path / "tuned")
+
+    assert path == str(tmp_path / "tuned" / "7")
+    assert same(jaxckpt.restore(path), state_on(mesh))
+    source, made = files_of(base / "7"), files_of(tmp_path / "tuned" / "7")
+    own = {names.RECORD, names.COMMIT_MARKER}
+    assert made.keys() == source.keys()
+    assert {name for name in made if made[name] != source[name]} == own
+    report = jaxckpt.verify(path)
+    assert report.ok, report
+
+
+def test_a_fork_knows_where_it_came_from(base, tmp_path):
+    """By path and by the token of the attempt that wrote it."""
+    path = jaxckpt.fork(base / "7", tmp_path / "tuned")
+
+    lineage = jaxckpt.open(path).lineage
+    assert (lineage["by"], lineage["path"]) == ("fork", str(base / "7"))
+    assert lineage["token"]
+    assert jaxckpt.open(base / "7").lineage == {}
+
+
+def test_a_run_goes_on_from_a_fork(base, tmp_path, mesh):
+    """With all items; what either run deletes, the other keeps."""
+    jaxckpt.fork(base, tmp_path / "tuned")  # of its newest good step
+    shutil.rmtree(base)
+
+    with CheckpointManager(tmp_path / "tuned") as manager:
+        state, step = manager.restore_or(lambda: state_on(mesh))
+        manager.save(step + 1, state)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [7, 8]
+        assert manager.metrics(7) == {"loss": 1 / 7}
+        assert manager.custom_metadata(7) == {"of": "base"}
+        assert manager.restore_items(7)["config"] == {"lr": 0.1}
+        assert same(manager.restore(), state_on(mesh))
+
+
+def test_a_fork_may_have_another_number(base, tmp_path, mesh):
+    """Also when the source is no step at all."""
+    jaxckpt.save(tmp_path / "final", state_on(mesh))
+
+    with pytest.raises(ValueError, match="step="):
+        jaxckpt.fork(tmp_path / "final", tmp_path / "new")
+    path = jaxckpt.fork(tmp_path / "final", tmp_path / "new", step=0)
+
+    assert path == str(tmp_path / "new" / "0")
+    with CheckpointManager(tmp_path / "new") as manager:
+        assert manager.latest_step() == 0
+        assert same(manager.restore(), state_on(mesh))
+
+
+def test_a_pin_is_not_forked(base, tmp_path):
+    """It is about the step, not of it."""
+    with CheckpointManager(base) as manager:
+        manager.pin(7)
+    path = jaxckpt.fork(base / "7", tmp_path / "tuned")
+
+    assert names.PINNED not in os.listdir(path)
+
+
+def test_a_run_that_has_steps_is_not_forked_into(base, tmp_path):
+    """Its steps stay as they are."""
+    jaxckpt.fork(base / "5", tmp_path / "tuned")
+    with pytest.raises(StepExists, match="steps already"):
+        jaxckpt.fork(base / "7", tmp_path / "tuned")
+    assert os.listdir(tmp_path / "tuned") == ["5"]
+
+
+@pytest.mark.parametrize("damage", ["gone", "shorter", "other"])
+def test_a_damaged_step_is_not_forked(base, tmp_path, damage):
+    """The file is named, and nothing is left in the new run."""
+    file = max((base / "7" / "state" / "d").iterdir(), key=lambda path: path.stat().st_size)
+    data = file.read_bytes()
+    file.unlink()
+    if damage == "shorter":
+        file.write_bytes(data[:-1])
+    elif damage == "other":
+        file.write_bytes(bytes(len(data)))
+
+    with pytest.raises(CorruptCheckpoint, match=file.name):
+        jaxckpt.fork(base / "7", tmp_path / "tuned")
+    assert os.listdir(tmp_path / "tuned") == []
+
+
+def test_a_link_in_a_step_is_not_followed(base, tmp_path):
+    """Nothing outside of a checkpoint gets into a fork."""
+    (tmp_path / "secret").write_text("x")
+    (base / "7" / "state" / "more").symlink_to(tmp_path / "secret")
+
+    with pytest.raises(CorruptCheckpoint, match="link"):
+        jaxckpt.fork(base / "7", tmp_path / "tuned")
+    assert os.listdir(tmp_path / "tuned") == []
+
+
+def test_what_is_not_there_is_not_forked(tmp_path):
+    """And no root is made for it."""
+    with pytest.raises(CheckpointNotFound):
+        jaxckpt.fork(tmp_path / "missing", tmp_path / "tuned")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_fork_into_another_file_system_is_a_copy(base, ram_path, mesh):
+    """Where there can be no hard link."""
+    path = jaxckpt.fork(base / "7", ram_path / "tuned")
+
+    assert same(jaxckpt.restore(path), state_on(mesh))
+    assert jaxckpt.verify(path).ok
+
+
+def test_a_step_in_memory_can_be_forked():
+    """There is no file to link, and no rename."""
+    jaxckpt.save("memory://forked/3", {"w": np.ones(3)})
+    path = jaxckpt.fork("memory://forked/3", "memory://forks")
+
+    assert path == "/forks/3"
+    assert np.array_equal(jaxckpt.restore("memory://forks/3")["w"], np.ones(3))
+    with pytest.raises(ValueError, match="another storage"):
+        jaxckpt.fork("memory://forked/3", "somewhere")
+
+
+def test_orbax_reads_a_fork_and_what_it_wrote_can_be_forked(tmp_path, mesh):
+    """Both ways, by its manager."""
+    state = {"w": state_on(mesh)["w"], "n": 7}
+    with ocp.CheckpointManager(tmp_path / "theirs") as manager:
+        manager.save(4, args=ocp.args.StandardSave(state))
+
+    path = jaxckpt.fork(tmp_path / "theirs" / "4", tmp_path / "ours")
+
+    assert same(jaxckpt.restore(path), state)
+    with ocp.CheckpointManager(tmp_path / "ours") as manager:
+        assert manager.latest_step() == 4
+        assert same(manager.restore(4, args=ocp.args.StandardRestore(state)), state)
+
+
+# --- export --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trained(tmp_path, mesh):
+    """A step of a TrainState."""
+    params = {"dense": {"kernel": state_on(mesh)["w"], "count": jnp.arange(3)}}
+    state = TrainState.create(apply_fn=len, params=params, tx=optax.adam(1e-3))
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(9, state, metrics={"loss": 0.5}, custom_metadata={"of": "run"})
+    return tmp_path / "run" / "9"
+
+
+def test_weights_alone_are_exported(trained, tmp_path, mesh):
+    """In another dtype where they are floats; split as they were; Orbax reads them."""
+    jaxckpt.export(trained, tmp_path / "weights", only="params", dtype=jnp.bfloat16)
+
+    got = jaxckpt.restore(tmp_path / "weights")
+    kernel = got["params"]["dense"]["kernel"]
+    assert list(got) == ["params"]
+    assert (kernel.dtype, kernel.sharding.spec) == (jnp.bfloat16, P("x", "y"))
+    assert np.array_equal(kernel, state_on(mesh)["w"].astype(jnp.bfloat16))
+    assert np.array_equal(got["params"]["dense"]["count"], np.arange(3))
+    assert jaxckpt.open(tmp_path / "weights").custom_metadata == {"of": "run"}
+    assert jaxckpt.open(tmp_path / "weights").lineage["path"] == str(trained)
+    theirs = ocp.PyTreeCheckpointer().restore(tmp_path / "weights" / "state")
+    assert np.array_equal(theirs["params"]["dense"]["kernel"], kernel)
+
+
+def test_an_export_replaces_nothing_unasked(trained, tmp_path):
+    """With overwrite=True it does."""
+    jaxckpt.export(trained, tmp_path / "weights", only="params")
+    with pytest.raises(StepExists):
+        jaxckpt.export(trained, tmp_path / "weights", skip="opt_state")
+    assert list(jaxckpt.restore(tmp_path / "weights")) == ["params"]
+
+    jaxckpt.export(trained, tmp_path / "weights", skip=["opt_state", "step"], overwrite=True)
+    assert jaxckpt.verify(tmp_path / "weights").ok
