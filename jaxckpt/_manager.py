@@ -9,7 +9,6 @@ thread    delete what the policy does not keep                     _retention, _
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import os
 import secrets
@@ -17,26 +16,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, ClassVar, Final, Literal, Self, final
+from typing import Any, ClassVar, Literal, Self, final
 
-from jaxckpt import _discovery, _items, _resume, inspection
-from jaxckpt._job import SaveJob, text_of
-from jaxckpt._pace import Pace
-from jaxckpt._preemption import Preemption
-from jaxckpt._queue import Pending, SaveQueue
+from jaxckpt import _discovery, _resume, inspection
+from jaxckpt._job import text_of
 from jaxckpt._resume import Resume
-from jaxckpt._retention import KeepPolicy, StepInfo
+from jaxckpt._retention import KeepPolicy
 from jaxckpt._run import Run
-from jaxckpt._save import SaveHandle, check_metadata
+from jaxckpt._save import SaveHandle
+from jaxckpt._saver import Saver, raise_first
 from jaxckpt._schedule import Decision, SavePolicy, check_count, check_seconds
-from jaxckpt._snapshot import Item, take_tree
-from jaxckpt.errors import CheckpointNotFound, StepExists
-from jaxckpt.format import names
-from jaxckpt.format.run import MAX_STEP, StepNames
+from jaxckpt.errors import CheckpointNotFound
+from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Json, current, lead
 from jaxckpt.storage import locate
-
-_PREEMPTION: Final = "preemption"
 
 
 @final
@@ -119,8 +112,6 @@ class CheckpointManager:
         self.restored_step: int | None = None
         self._processes = current()
         self._run = Run(storage=storage, root=root, naming=naming)
-        self._pace = Pace(save, self._processes)
-        self._saves = SaveQueue(root, self._after_save)
         self._resume = Resume(
             run=self._run,
             processes=self._processes,
@@ -128,18 +119,23 @@ class CheckpointManager:
             timeout_s=timeout_s,
             writes=mode == "w",
         )
-        self._started = 0  # saves
-        self._latest: Pending | None = None
-        self._for_preemption: Pending | None = None
-        self._floor: int | None = None  # the newest committed step that is known here
         self._closed = False
-        self._session = ""  # what the names of attempts are made of
         if mode == "w":
             self._close_earlier()
-            self._open_run()
+            opened = self._open_run()
         else:
             self._run.check_root()
-        self._preemption = Preemption(self._processes, listens=mode == "w" and save.on_preemption)
+            opened = {"session": "", "newest": None}
+        self._saver = Saver(
+            self._run,
+            self._processes,
+            save,
+            keep,
+            listens=mode == "w",
+            budget_bytes=budget_bytes,
+            timeout_s=timeout_s,
+        )
+        self._saver.session, self._saver.floor = opened["session"], opened["newest"]
 
     def _close_earlier(self) -> None:
         """In one process a run has one writing manager; the one before ends when its saves do."""
@@ -153,19 +149,18 @@ class CheckpointManager:
     def _key(self) -> tuple[str, str, int]:
         return self._run.storage.scheme, self.directory, self._processes.index
 
-    def _open_run(self) -> None:
+    def _open_run(self) -> Any:  # JSON
         def open_run() -> Json:
             self._run.open_for_writing()
             self._run.note_strays()
             return {"session": secrets.token_hex(8), "newest": self._run.newest()}
 
         try:
-            opened = self._lead("open", open_run)
+            return self._lead("open", open_run)
         except BaseException:
             self._closed = True  # the next manager of this run has nothing to wait for
             self._run.close()
             raise
-        self._session, self._floor = opened["session"], opened["newest"]
 
     def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
         """Has process 0 do something; every process returns or raises."""
@@ -205,12 +200,12 @@ class CheckpointManager:
     def should_save(self, step: int) -> bool:
         """Whether `save` would save at this step. Asking changes nothing."""
         self._begin_call()
-        return self._decide(_as_int(step)).save
+        return self._saver.decide(_as_int(step)).save
 
     @property
     def decision(self) -> Decision | None:
         """Whether the step last asked about was saved, and why or why not."""
-        return self._pace.decision
+        return self._saver.pace.decision
 
     def save(
         self,
@@ -245,162 +240,20 @@ class CheckpointManager:
             UnsupportedLeaf: something cannot be stored; nothing was written.
             CheckpointTimeout: earlier saves take more than `timeout_s` to make room in memory.
         """
-        entered_s = time.monotonic()
         self._check_writes()
-        step = _as_int(step)
-        decision = self._decide(step, force=force)
-        errors = self._saves.take_errors()
-        if not decision.save:
-            _raise_first(errors)
-            return None
-        problem, held, metadata, found = None, [], {}, {}
-        try:
-            # Another process may not know of these yet, and saves: it must not wait for this one.
-            _raise_first(errors)
-            self._check_step(step)
-            metadata = check_metadata(custom_metadata)
-            held = self._take(state, items, metrics, step, found)
-        except Exception as error:  # told to the others, then raised
-            if self._processes.count == 1:
-                raise
-            problem = error
-        pending = self._start(step, entered_s, held, metadata, found, problem, skips=bool(errors))
-        if decision.reason == _PREEMPTION:
-            self._for_preemption = pending
-        if problem is not None:
-            raise problem
-        return pending.handle
-
-    def _start(
-        self,
-        step: int,
-        entered_s: float,
-        held: list[Item],
-        metadata: Mapping[str, Any],
-        metrics: dict[str, Any],
-        problem: Exception | None,
-        *,
-        skips: bool,
-    ) -> Pending:
-        """Hands a save to the thread; all processes keep the same account of it."""
-        told = None
-        if self._pace.needs_told and self._latest is not None:
-            # All must add up the same numbers, so wait where that save is still under way.
-            self._saves.wait([self._latest], self.timeout_s)
-            told = self._latest.job.told
-        tell = self._pace.saving(step, entered_s=entered_s, told=told)
-        name = f"manager {self._session}/{self._started}"
-        self._started += 1
-        job = SaveJob(
-            storage=self._run.storage,
-            path=self._run.path(step),
-            items=held,
-            processes=self._processes,
-            name=name,
-            custom_metadata=metadata,
-            is_step=True,
-            token=hashlib.sha256(name.encode()).hexdigest()[:16],
-            fence=self._run.fence,
-            tell=tell,
-            problem=problem,
-            skips=skips,
-            timeout_s=self.timeout_s,
+        return self._saver.save(
+            _as_int(step),
+            state,
+            dict(items or {}),
+            metrics,
+            force=force,
+            custom_metadata=custom_metadata,
         )
-        self._latest = Pending(
-            step=step,
-            job=job,
-            handle=SaveHandle(job),
-            metrics=metrics,
-            size_bytes=job.size_bytes,
-            started_s=entered_s,
-        )
-        self._saves.put(self._latest)
-        return self._latest
-
-    def _decide(self, step: int, *, force: bool = False) -> Decision:
-        if not 0 <= step <= MAX_STEP:
-            raise ValueError(f"a step is from 0 to {MAX_STEP}, not {step}")
-        if self._preemption.reached(step) and not self._is_saved_for_preemption():
-            return self._pace.must(step, _PREEMPTION)
-        if force:
-            return self._pace.must(step, "force")
-        return self._pace.decide(step, busy=bool(self._saves.under_way()))
-
-    def _is_saved_for_preemption(self) -> bool:
-        """Whether it is; one that failed is tried again, by all processes or by none."""
-        pending = self._for_preemption
-        if pending is None:
-            return False
-        self._saves.wait([pending], self.timeout_s)
-        return pending.committed
-
-    def _check_step(self, step: int) -> None:
-        newest = [p.step for p in self._saves.under_way() if not p.refused]
-        floor = max([*newest, -1 if self._floor is None else self._floor])
-        if step > floor:
-            return
-        path = self._run.path(step)
-        if step == floor or step in self._run.numbers():
-            raise StepExists(f"{path} is saved already, or being saved; it stays as it is")
-        raise ValueError(
-            f"step {step} comes after step {floor}, the newest of {self.directory}. To go on "
-            f"from an earlier step, delete the later ones (manager.delete) or start a new run from "
-            "it (jaxckpt.fork)."
-        )
-
-    def _take(
-        self,
-        state: object,
-        items: Mapping[str, object] | None,
-        metrics: Mapping[str, Any] | None,
-        step: int,
-        found: dict[str, Any],
-    ) -> list[Item]:
-        """Brings everything to the host, when there is room for it."""
-        items = dict(items or {})
-        _items.check_names(items)
-        expected = self._latest.size_bytes if self._latest is not None else 0
-        self._saves.wait_for_room(expected, self.budget_bytes, self.timeout_s)
-        processes = self._processes
-        held: list[Item] = [take_tree(names.STATE_ITEM, state, processes, copy=True)]
-        held += [_items.take_item(name, value, processes) for name, value in items.items()]
-        if metrics is not None:
-            wanted = self.keep.metric
-            if wanted is not None and wanted not in metrics:
-                self._run.report(
-                    f"step {step} has no metric {wanted!r}, which KeepPolicy ranks by; it has "
-                    f"{', '.join(metrics) or 'none'}"
-                )
-            held.append(_items.take_metrics(metrics, found.update))
-        return held
-
-    # --- in the background -----------------------------------------------------------------------
-
-    def _after_save(self, pending: Pending) -> None:
-        """Runs in the thread, after a commit."""
-        self._floor = pending.step
-        self._pace.saved(time.monotonic() - pending.started_s)
-        if self._processes.index == 0:  # the others do not know the metrics that it wrote
-            info = StepInfo(step=pending.step, saved_s=time.time(), metrics=pending.metrics)
-            self._run.remember(info)
-            self._delete_what_goes()
-
-    def _delete_what_goes(self) -> None:
-        if self.keep.has_rules:
-            steps = self._run.steps()
-            kept = self.keep.kept(map(self._info, steps), now_s=time.time())
-            self._run.delete(step for step in steps if step not in kept)
-
-    def _info(self, step: int) -> StepInfo:
-        """What the policy looks at; of what is not in memory, only if it does look."""
-        if self.keep.needs_facts:
-            return self._run.info(step)
-        return StepInfo(step=step, saved_s=0.0)
 
     def _begin_call(self) -> None:
         if self._closed:
             raise ValueError(f"the manager of {self.directory} is closed")
-        _raise_first(self._saves.take_errors())
+        raise_first(self._saver.queue.take_errors())
 
     def _check_writes(self) -> None:
         if self._closed:
@@ -415,9 +268,9 @@ class CheckpointManager:
             CheckpointTimeout: they have not after `timeout_s`, or else the manager's.
             Whatever a save of them, or one before, failed with.
         """
-        pending = self._saves.under_way()
-        self._saves.wait(pending, self.timeout_s if timeout_s is None else timeout_s)
-        _raise_first(self._saves.take_errors())
+        pending = self._saver.queue.under_way()
+        self._saver.queue.wait(pending, self.timeout_s if timeout_s is None else timeout_s)
+        raise_first(self._saver.queue.take_errors())
 
     def close(self) -> None:
         """Waits for the saves under way, and lets go of the run.
@@ -427,16 +280,16 @@ class CheckpointManager:
         """
         if not self._closed:
             self._shut(self.timeout_s)
-            _raise_first(self._saves.take_errors())
+            raise_first(self._saver.queue.take_errors())
 
     def _shut(self, timeout_s: float) -> None:
         if self._closed:
             return
         self._closed = True
         try:
-            self._saves.stop(timeout_s)
+            self._saver.queue.stop(timeout_s)
         finally:
-            self._preemption.close()
+            self._saver.preemption.close()
             self._run.close()
             with CheckpointManager._open_lock:
                 if CheckpointManager._open.get(self._key) is self:
@@ -551,9 +404,9 @@ class CheckpointManager:
             steps, like, dict(items or {}), options, fallback=fallback
         )
         self.restored_step = number
-        self._pace.restored(time.monotonic() - start_s)
+        self._saver.pace.restored(time.monotonic() - start_s)
         if self.mode == "w" and number != steps[0]:
-            self._floor = self._lead("newest", self._run.newest)  # less what was set aside
+            self._saver.floor = self._lead("newest", self._run.newest)  # less what was set aside
         return state
 
     # --- what there is ---------------------------------------------------------------------------
@@ -634,7 +487,7 @@ class CheckpointManager:
                 raise ValueError(f"{path} was not deleted: {self._run.why_not(step)}")
             return self._run.newest()
 
-        self._floor = self._lead("delete", delete)
+        self._saver.floor = self._lead("delete", delete)
 
     # --- preemption and readers ------------------------------------------------------------------
 
@@ -644,7 +497,7 @@ class CheckpointManager:
         Ask after `save(step)`, which has saved it then; all processes get the same answer.
         """
         self._begin_call()
-        return self._preemption.reached(step)
+        return self._saver.preemption.reached(step)
 
     def watch(self, timeout_s: float, *, after: int | None = None) -> Iterator[int]:
         """New committed steps as they come, in order: for an evaluator in another process.
@@ -678,14 +531,6 @@ class CheckpointManager:
 def _check_any(steps: list[int], root: str) -> None:
     if not steps:
         raise CheckpointNotFound(f"{root} has no committed step to restore")
-
-
-def _raise_first(errors: list[BaseException]) -> None:
-    if errors:
-        first, *others = errors
-        for other in others:
-            first.add_note(f"and then: {text_of(other)}")
-        raise first
 
 
 def _as_int(step: Any) -> int:

@@ -149,7 +149,7 @@ def train(me, root, steps):
             state, total = train_step(state)
             before = len(rounds)
             due = manager.should_save(step)
-            asked += rounds[before:] if not manager._saves.under_way() else []
+            asked += rounds[before:] if not manager._saver.queue.under_way() else []
             metrics = {"score": -abs(step - BEST_AT), "total": total}
             handle = manager.save(step, state, items={"data": data}, metrics=metrics)
             assert due == (handle is not None)
@@ -158,7 +158,7 @@ def train(me, root, steps):
         meet("trained")
         kept = manager.all_steps()
         said_of = {"best": manager.best_step(), "latest": manager.latest_step()}
-        session = f"manager {manager._session}/"
+        session = f"manager {manager._saver.session}/"
         return {
             **said_of,
             "saved": saved,
