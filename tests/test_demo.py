@@ -59,7 +59,7 @@ def test_the_demo_takes_gin_files(tmp_path):
     ("written", "misspelt", "hint"),
     [
         ('"steps"', '"stpes"', "Did you mean 'steps'?"),
-        ('"checkpoint"', '"checkpoin"', "Did you mean 'checkpoint'?"),
+        ('"checkpoint"', '"checkpoints"', "Did you mean 'checkpoint'?"),
         ('"last"', '"lats"', "Did you mean 'last'?"),
         ("Config.steps", "Config.stpes", "Did you mean 'steps'?"),
         ("KeepPolicy.last", "KeepPolicy.lats", "Did you mean 'last'?"),
