@@ -89,7 +89,7 @@ def _link(storage: Storage, found: Checkpoint, work: str) -> list[str]:
     ]
     for name in files:
         storage.make_dir(posixpath.dirname(f"{work}/{name}"))
-        if storage.kind(f"{found.path}/{name}") != "file":
+        if storage.kind(f"{found.path}/{name}") == "other":
             raise CorruptCheckpoint(
                 f"{found.path}/{name} is a link or a special file; a checkpoint has none",
                 file=f"{found.path}/{name}",

@@ -75,7 +75,11 @@ def take_metrics(metrics: Mapping[str, Any], found: Callable[[dict[str, Any]], N
     Args:
         found: Is called with the numbers, once they are there, in the process that writes them.
     """
-    held = dict(metrics)
+    # Those of numpy may be changed by the caller; those of jax cannot.
+    held = {
+        name: value.copy() if isinstance(value, np.ndarray) else value
+        for name, value in metrics.items()
+    }
     for name, value in held.items():
         if not isinstance(name, str):
             raise TypeError(f"metrics are named by str, not {name!r}")

@@ -37,7 +37,8 @@ class CheckpointManager:
     """The checkpoints of a training run: when to save, what to keep, where to go on.
 
     In a job of several processes all of them make the same calls in the same order. Every method
-    first raises what went wrong in the background since the last one, once.
+    first raises what went wrong in the background since the last one, once. Close it, or use it in
+    a `with`: a program that ends without that abandons the save under way, which then is absent.
 
     Attributes:
         directory: The root of the run.
@@ -101,6 +102,8 @@ class CheckpointManager:
             raise TypeError("save must be a SavePolicy and keep a KeepPolicy")
         self.budget_bytes, self.timeout_s = budget_bytes, timeout_s
         self.step_digits = step_digits
+        if budget_bytes is None or timeout_s is None:
+            raise TypeError("budget_bytes and timeout_s must be numbers, not None")
         check_count(self, "budget_bytes")
         check_count(self, "step_digits")
         check_seconds(self, "timeout_s")
@@ -278,9 +281,8 @@ class CheckpointManager:
         Raises:
             Whatever a save failed with that nobody was told of.
         """
-        if not self._closed:
-            self._shut(self.timeout_s)
-            raise_first(self._saver.queue.take_errors())
+        self._shut(self.timeout_s)
+        raise_first(self._saver.queue.take_errors())  # also after another manager has closed it
 
     def _shut(self, timeout_s: float) -> None:
         if self._closed:
@@ -431,6 +433,7 @@ class CheckpointManager:
     def metrics(self, step: int) -> dict[str, Any]:
         """The metrics of a step; empty if it has none."""
         self._begin_call()
+        step = _as_int(step)
         self._run.check_step(step)
         return dict(self._run.info(step).metrics)
 

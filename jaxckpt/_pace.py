@@ -23,6 +23,7 @@ class Pace:
 
     def __init__(self, policy: SavePolicy, processes: Processes) -> None:
         self.decision: Decision | None = None
+        self._said: Decision | None = None  # by the rules
         self._processes = processes
         self._schedule = Schedule(policy=policy, processes=processes.count)
         self._costs = Costs()
@@ -37,10 +38,11 @@ class Pace:
 
     def decide(self, step: int, *, busy: bool) -> Decision:
         """Whether a step is due. What was said of it before holds until it is saved."""
-        said = self.decision
+        said = self._said
         if said is not None and said.step == step and self._schedule.last_step != step:
+            self.decision = said
             return said
-        self.decision = self._schedule.decide(
+        self.decision = self._said = self._schedule.decide(
             step,
             now_s=time.monotonic(),
             started_s=self._started_s,

@@ -31,6 +31,7 @@ class Preemption:
         self._asked: tuple[int, bool] | None = None
         self._from: int | None = None
         self._before: dict[int, Any] = {}
+        self._process = os.getpid()
         # One object, so that `close` can tell whether it is still in place.
         self._handler: Callable[[int, FrameType | None], None] = self._handle
         if listens and threading.current_thread() is threading.main_thread():
@@ -62,11 +63,13 @@ class Preemption:
                 signal.signal(number, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again, self._told = self._told or not self._listens, True
+        # A forked child, a worker that loads data, has the handler too, and nothing to save.
+        listens = self._listens and os.getpid() == self._process
+        again, self._told = self._told or not listens, True
         before = self._before[number]
         if callable(before):
             before(number, frame)
-        if self._count > 1 and self._listens:
+        if self._count > 1 and listens:
             os.kill(os.getpid(), signal.SIGTERM)
         elif again and before == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)

@@ -47,6 +47,7 @@ _logger = logging.getLogger("jaxckpt")
 # A reader that died keeps its step for so long.
 LEASE_S: Final = 3600.0
 _POLL_S: Final = 0.5
+_LISTINGS: Final = 3
 _MARKS: Final = (
     names.CHECKPOINT_METADATA,
     names.COMMIT_MARKER,
@@ -62,6 +63,7 @@ class Run:
     Attributes:
         naming: How its steps are called; None: as they are found.
         token: Of this opening; "" as long as it does not own the run.
+        unknown: Steps of which it could not be read what policies look at.
         problems: Everything that was skipped, left alone, set aside or removed, in words.
     """
 
@@ -70,6 +72,7 @@ class Run:
     naming: StepNames | None = None
     token: str = ""
     problems: list[str] = field(default_factory=list)
+    unknown: set[int] = field(default_factory=set)
     _hold: Hold | None = None
     _committed: dict[str, bool] = field(default_factory=dict)
     _whole: set[str] = field(default_factory=set)
@@ -108,7 +111,13 @@ class Run:
     def steps(self) -> list[int]:
         """The committed steps, in order. Looks into each directory once, and reads no file."""
         naming = self._naming()
-        return [n for n in self.numbers() if self._is_committed(naming.of(n))]
+        found: list[int] = []
+        for _ in range(_LISTINGS):  # a writer may delete all of one listing, when it has new ones
+            numbers = self.numbers()
+            found = [n for n in numbers if self._is_committed(naming.of(n))]
+            if found or not numbers:
+                break
+        return found
 
     def torn(self) -> list[int]:
         """What jaxckpt wrote, has the name of a step and no commit marker: an incomplete copy."""
@@ -139,10 +148,10 @@ class Run:
         except OSError as error:
             self.report(f"{path} cannot be looked at, and is skipped: {error}")
             return False
-        if committed:
+        if committed and self.storage.atomic_rename:
             # No more is remembered: what is incomplete may be complete the next time.
             self._committed[name] = True
-        elif not (names.is_temporary(name) or Turn.is_under_way(path)):
+        elif not committed and not (names.is_temporary(name) or Turn.is_under_way(path)):
             self.report(f"{path} is no committed step, and is left alone")
         return committed
 
@@ -224,7 +233,8 @@ class Run:
         except CorruptCheckpoint as error:
             self.report(f"step {number} is damaged, and is skipped: {error}")
             return False
-        self._whole.add(name)
+        if self.token:
+            self._whole.add(name)
         return True
 
     def _check_sizes(self, checkpoint: _discovery.Checkpoint) -> None:
@@ -239,12 +249,19 @@ class Run:
 
     def info(self, number: int) -> StepInfo:
         """What policies look at, from the small files of the step or from memory."""
-        if number not in self._infos:
-            self._infos[number] = self._read_info(number)
-        return self._infos[number]
+        if number in self._infos:
+            return self._infos[number]
+        info, complete = self._read_info(number)
+        if complete and self.token:  # only the owner knows that nobody saves the step anew
+            self._infos[number] = info
+        if complete:
+            self.unknown.discard(number)
+        else:
+            self.unknown.add(number)
+        return info
 
-    def _read_info(self, number: int) -> StepInfo:
-        path, metrics = self.path(number), {}
+    def _read_info(self, number: int) -> tuple[StepInfo, bool]:
+        path, metrics, complete = self.path(number), {}, True
         # Of a step that does not say when it was saved it is known that it was before now.
         saved_s = time.time()
         try:
@@ -257,8 +274,9 @@ class Run:
                 metrics = jsontext.loads(data, file=f"{item}/{names.METRICS_FILE}")
         except (CheckpointError, OSError) as error:
             self.report(f"what step {number} says of itself cannot be read: {error}")
+            complete = False
         metrics = metrics if isinstance(metrics, dict) else {}
-        return StepInfo(step=number, saved_s=saved_s, metrics=metrics)
+        return StepInfo(step=number, saved_s=saved_s, metrics=metrics), complete
 
     def remember(self, info: StepInfo) -> None:
         """Takes note of what this process itself has saved."""

@@ -212,7 +212,9 @@ class Saver:
         if self._keep.has_rules:
             steps = self._run.steps()
             kept = self._keep.kept(map(self._info, steps), now_s=time.time())
-            self._run.delete(step for step in steps if step not in kept)
+            # What cannot be read now may be the best of all.
+            unknown = self._run.unknown if self._keep.needs_facts else set()
+            self._run.delete(step for step in steps if step not in kept and step not in unknown)
 
     def _info(self, step: int) -> StepInfo:
         """What the policy looks at; of what is not in memory, only if it does look."""

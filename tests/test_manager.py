@@ -1706,3 +1706,106 @@ with jaxckpt.CheckpointManager({str(tmp_path)!r}) as manager:
     assert done.stdout == ("True\n" if signals == 1 else "")
     with CheckpointManager(tmp_path, mode="r") as reader:
         assert reader.all_steps() == ([1] if signals == 1 else [])
+
+
+# --- what an attack found ------------------------------------------------------------------------
+
+
+def test_a_step_that_cannot_be_read_now_is_kept(tmp_path):
+    """It may be the best: only what is known not to be is deleted."""
+    keep = KeepPolicy(best=1, last=1, metric="loss")
+    with CheckpointManager(tmp_path, keep=keep) as manager:
+        for step, loss in enumerate([0.1, 0.5, 0.5], start=1):
+            manager.save(step, {"n": step}, metrics={"loss": loss})
+    file = tmp_path / "1" / "metrics" / "metrics"
+    file.write_bytes(bytes(len(file.read_bytes())))
+
+    with CheckpointManager(tmp_path, keep=keep) as manager:
+        manager.save(4, {"n": 4}, metrics={"loss": 0.5})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 4]
+        assert any("step 1" in problem for problem in manager.problems)
+
+
+def test_a_forked_child_can_be_terminated(tmp_path):
+    """A worker that loads data has nothing to save, and does what the signal did before."""
+    code = """
+import os, signal, sys, jaxckpt
+with jaxckpt.CheckpointManager(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        signal.pause()
+        os._exit(7)
+    os.kill(child, signal.SIGTERM)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM, status
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_error_outlives_the_manager_that_came_after(tmp_path):
+    """Closing the earlier one raises it, though the later one has closed that already."""
+    manager = CheckpointManager(tmp_path)
+    manager._run.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
+    manager.save(1, {"n": 1})
+    with CheckpointManager(tmp_path) as later:
+        with pytest.raises(SaveFailed, match="No space left"):
+            manager.close()
+        manager.close()
+        assert later.all_steps() == []
+
+
+@as_processes
+def test_a_step_that_was_saved_anew_has_its_new_metrics(tmp_path, processes):
+    """In every process, and in a reader."""
+    keep = KeepPolicy(best=9, metric="loss")
+    with (
+        CheckpointManager(tmp_path, keep=keep) as manager,
+        CheckpointManager(tmp_path, mode="r", keep=keep) as reader,
+    ):
+        manager.save(1, {"n": 1}, metrics={"loss": 0.5})
+        manager.save(2, {"n": 2}, metrics={"loss": 0.1})
+        settle(manager, processes)
+        assert (manager.best_step(), reader.best_step()) == (2, 2)
+        meet(processes)
+        manager.delete(2)
+        manager.save(2, {"n": 2}, metrics={"loss": 9.0})
+        settle(manager, processes)
+        assert (manager.best_step(), reader.best_step()) == (1, 1)
+        assert manager.metrics(2) == {"loss": 9.0}
+
+
+def test_a_metric_that_is_changed_later_is_that_of_the_call(tmp_path):
+    """Also an array of numpy."""
+    loss = np.array(1.0)
+    gate = Gate("make_dir")
+    with CheckpointManager(tmp_path) as manager:
+        manager._run.storage = gate
+        manager.save(1, {"n": 1}, metrics={"loss": loss})
+        loss[...] = -1.0
+        gate.open.set()
+        manager.wait_until_finished()
+        assert jaxckpt_metrics(tmp_path) == {"loss": 1.0}
+
+
+def jaxckpt_metrics(root):
+    with CheckpointManager(root, mode="r") as reader:
+        return reader.metrics(1)
+
+
+def test_a_forced_save_that_failed_does_not_make_the_step_due(tmp_path):
+    """What the rules say of a step is what they say."""
+    with CheckpointManager(tmp_path, save=SavePolicy(every_steps=10)) as manager:
+        assert not manager.should_save(3)
+        with pytest.raises(UnsupportedLeaf):
+            manager.save(3, {"x": object()}, force=True)
+        assert not manager.should_save(3)
+
+
+@pytest.mark.parametrize("name", ["budget_bytes", "timeout_s"])
+def test_there_is_no_wait_without_an_end(tmp_path, name):
+    """None is no number."""
+    with pytest.raises(TypeError, match="not None"):
+        CheckpointManager(tmp_path, **{name: None})

@@ -431,7 +431,6 @@ def test_a_run_that_could_not_be_opened_opens_when_it_can_be(ram_path):
     assert manager._run.steps() == [1]
 
 
-@pytest.mark.xfail(reason="a reader remembers the metrics of the step that had the number before")
 def test_a_reader_sees_the_metrics_of_a_step_that_was_saved_anew(ram_path):
     """Also if it looked at the one that had its number before."""
     with (
