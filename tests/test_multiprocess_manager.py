@@ -361,8 +361,13 @@ def check_root(root, wanted=None):
     ]
     steps = sorted(map(int, entries))
     for step in steps:
-        assert jaxckpt.verify(Path(root, str(step))).ok
-        worker.check_state(jaxckpt.restore(Path(root, str(step))), step)
+        path = Path(root, str(step))
+        try:
+            assert jaxckpt.verify(path).ok
+            worker.check_state(jaxckpt.restore(path), step)
+        except jaxckpt.CheckpointNotFound:
+            if path.exists():  # else the policy of the run has deleted it meanwhile
+                raise
     assert wanted is None or steps == wanted
     return steps
 
