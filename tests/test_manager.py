@@ -1735,8 +1735,8 @@ with jaxckpt.CheckpointManager(sys.argv[1]):
     child = os.fork()
     if child == 0:
         signal.alarm(60)
-        signal.pause()
-        os._exit(7)
+        while True:  # `pause` could begin just after the signal
+            pass
     os.kill(child, signal.SIGTERM)
     status = os.waitpid(child, 0)[1]
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM, status
