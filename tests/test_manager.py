@@ -1732,11 +1732,14 @@ def test_a_forked_child_can_be_terminated(tmp_path):
     code = """
 import os, signal, sys, jaxckpt
 with jaxckpt.CheckpointManager(sys.argv[1]):
+    ready, tell = os.pipe()
     child = os.fork()
     if child == 0:
         signal.alarm(60)
+        os.write(tell, b"1")  # CPython forgets a signal that comes while it forks
         while True:  # `pause` could begin just after the signal
             pass
+    os.read(ready, 1)
     os.kill(child, signal.SIGTERM)
     status = os.waitpid(child, 0)[1]
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM, status
