@@ -525,7 +525,7 @@ class CheckpointManager:
             2 {'w': 2}
         """
         self._begin_call()
-        return self._run.watch(timeout_s, after)
+        return _resume.watch(self._run, timeout_s, after)
 
     def __repr__(self) -> str:
         return f"<CheckpointManager {self.directory!r}, mode {self.mode!r}>"

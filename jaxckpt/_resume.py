@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import jax
 
@@ -24,6 +26,8 @@ from jaxckpt.errors import (
 from jaxckpt.multihost import Processes, lead
 
 T = TypeVar("T")
+
+_POLL_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +228,27 @@ def read_everything(run: Run, step: int) -> dict[str, Any]:
     return {
         name: read(partial(item, name)) for name in read(lambda: [*run.check_whole(step).items])
     }
+
+
+def watch(run: Run, timeout_s: float, after: int | None) -> Iterator[int]:
+    """New committed steps as they come; each is leased while the caller is at it."""
+    waiting = threading.Event()  # never set: a wait that signals interrupt
+    last = after
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        steps = run.steps()
+        new = steps[-1:] if last is None else [n for n in steps if n > last]
+        for step in new:
+            last = step
+            with run.leased(step) as there:
+                if there:
+                    yield step
+                    deadline_s = time.monotonic() + timeout_s
+        left_s = deadline_s - time.monotonic()
+        if not new and left_s <= 0:
+            return
+        if not new:
+            waiting.wait(min(_POLL_S, left_s))
 
 
 def shapes_of(init: Callable[[], Any]) -> Any:  # any pytree

@@ -28,7 +28,6 @@ import os
 import posixpath
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +45,6 @@ _logger = logging.getLogger("jaxckpt")
 
 # A reader that died keeps its step for so long.
 LEASE_S: Final = 3600.0
-_POLL_S: Final = 0.5
 _LISTINGS: Final = 3
 _MARKS: Final = (
     names.CHECKPOINT_METADATA,
@@ -572,26 +570,6 @@ class Run:
             if written:
                 with contextlib.suppress(OSError):  # it expires
                     self.storage.delete(file)
-
-    def watch(self, timeout_s: float, after: int | None) -> Iterator[int]:
-        """New committed steps as they come; each is leased while the caller is at it."""
-        waiting = threading.Event()  # never set: a wait that signals interrupt
-        last = after
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            steps = self.steps()
-            new = steps[-1:] if last is None else [n for n in steps if n > last]
-            for step in new:
-                last = step
-                with self.leased(step) as there:
-                    if there:
-                        yield step
-                        deadline_s = time.monotonic() + timeout_s
-            left_s = deadline_s - time.monotonic()
-            if not new and left_s <= 0:
-                return
-            if not new:
-                waiting.wait(min(_POLL_S, left_s))
 
     def _is_staying(self, name: str) -> bool:
         file = f"{self.root}/{names.DOOMED}"
