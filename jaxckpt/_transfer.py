@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -20,25 +20,52 @@ from jaxckpt.format.arrays import dtype_of
 _ALIGNMENT = 64
 
 
-@dataclass(slots=True)
-class HostSnapshot:
-    """The values that this process writes, as they were when the save was called.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One shard that this process writes, or writes a part of.
 
     Attributes:
-        shards: By index of the array in the plan, and shard.
+        array: Index of the array in the plan.
+        shard: In the global array.
+        position: Among the array's addressable shards; None for a value of the host.
+        is_host_memory: Whether the shard is memory of the host already: there is nothing to copy.
+        dtype: As stored.
     """
 
-    shards: dict[tuple[int, Box], np.ndarray[Any, Any]] = field(default_factory=dict)
+    array: int
+    shard: Box
+    position: int | None
+    is_host_memory: bool
+    dtype: np.dtype[Any]
 
-    def take(self, array: int, shard: Box, box: Box) -> np.ndarray[Any, Any]:
-        """The part `box` of a shard."""
-        return self.shards[array, shard][box.within(shard)]
+
+def sources_of(
+    values: Sequence[jax.Array | np.ndarray[Any, Any]], plan: SavePlan
+) -> tuple[Source, ...]:
+    """The distinct shards of a plan's writes; the same for all arrays that are sharded alike."""
+    alike: dict[tuple[Any, tuple[int, ...]], tuple[dict[Box, int], bool]] = {}
+    sources = []
+    for i, shard in dict.fromkeys((write.array, write.shard) for write in plan.writes):
+        value, position, is_host_memory = values[i], None, True
+        if isinstance(value, jax.Array):
+            key = (value.sharding, value.shape)
+            positions, is_host_memory = alike.get(key) or alike.setdefault(key, _positions(value))
+            position = positions[shard]
+        source = Source(
+            array=i,
+            shard=shard,
+            position=position,
+            is_host_memory=is_host_memory,
+            dtype=dtype_of(plan.stored[i].dtype),
+        )
+        sources.append(source)
+    return tuple(sources)
 
 
 def stage(
-    values: Sequence[jax.Array | np.ndarray[Any, Any]], plan: SavePlan, *, copy: bool
-) -> HostSnapshot:
-    """Brings to the host what this process writes.
+    values: Sequence[jax.Array | np.ndarray[Any, Any]], sources: Sequence[Source], *, copy: bool
+) -> list[np.ndarray[Any, Any]]:
+    """Brings to the host what this process writes: an array for each source.
 
     Waits until the arrays are computed. When it returns, jax arrays may be donated or deleted: on
     CPU the snapshot refers to their buffers, which jax then leaves alone; from other devices the
@@ -47,40 +74,32 @@ def stage(
     Args:
         copy: Whether numpy arrays may change before the snapshot is written.
     """
-    needed = dict.fromkeys((write.array, write.shard) for write in plan.writes)
-    positions: dict[tuple[Any, tuple[int, ...]], dict[Box, int]] = {}
-    shards: dict[tuple[int, Box], jax.Array | None] = {}
-    for i, box in needed:
-        value = values[i]
-        shards[i, box] = None
-        if isinstance(value, jax.Array):
-            key = (value.sharding, value.shape)
-            here = positions.get(key) or positions.setdefault(key, _positions(value))
-            shards[i, box] = value.addressable_shards[here[box]].data
-    for shard in shards.values():
-        if shard is not None:
+    shards: list[Any] = [
+        values[source.array]
+        if source.position is None
+        else values[source.array].addressable_data(source.position)  # pyright: ignore
+        for source in sources
+    ]
+    # All copies are under way before the first is waited for.
+    for source, shard in zip(sources, shards, strict=True):
+        if not source.is_host_memory:
             shard.copy_to_host_async()
-    snapshot = HostSnapshot()
-    for (i, box), shard in shards.items():
-        if shard is not None:
-            host = np.asarray(shard)
-        else:
-            host = np.array(values[i], copy=True) if copy else np.asarray(values[i])
-        snapshot.shards[i, box] = _as_stored(host, plan.stored[i].dtype)
+    snapshot = []
+    for source, shard in zip(sources, shards, strict=True):
+        host = np.array(shard) if copy and source.position is None else np.asarray(shard)
+        snapshot.append(host if host.dtype == source.dtype else _as_stored(host, source.dtype))
     return snapshot
 
 
-def _positions(value: jax.Array) -> dict[Box, int]:
-    """Where each distinct shard is in `addressable_shards`: alike for all arrays so sharded."""
+def _positions(value: jax.Array) -> tuple[dict[Box, int], bool]:
+    """Where each distinct shard is in `addressable_shards`, and whether it is host memory."""
     shards = value.addressable_shards
-    return {_box.from_index(shard.index, value.shape): i for i, shard in enumerate(shards)}
+    positions = {_box.from_index(shard.index, value.shape): i for i, shard in enumerate(shards)}
+    return positions, all(shard.device.platform == "cpu" for shard in shards)
 
 
-def _as_stored(host: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+def _as_stored(host: np.ndarray[Any, Any], stored: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """The values in the dtype and byte order that is stored; dtypes zarr lacks go as bytes."""
-    stored = dtype_of(dtype)
-    if host.dtype == stored:
-        return host
     if not host.dtype.isnative:
         return host.astype(stored)
     return np.ascontiguousarray(host).view(stored).reshape(host.shape)

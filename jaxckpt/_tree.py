@@ -49,7 +49,9 @@ _LIBRARIES: Final = (
 
 _EMPTY_WORDS: Final = {list: "List", tuple: "Tuple", type(None): "None"}
 _ARRAYS: Final = (jax.Array, np.ndarray, np.generic)
-SCALARS: Final = (bool, int, float, complex, str, bytes)
+_NUMBERS: Final = (bool, int, float, complex)
+_NUMBER_OF: Final = {number.__name__: number for number in _NUMBERS}
+SCALARS: Final = (*_NUMBERS, str, bytes)
 
 # The containers of a tree take two levels of JSON each, and a reader takes `jsontext.MAX_DEPTH`.
 MAX_LEVELS: Final = 90
@@ -91,7 +93,8 @@ def flatten(tree: object) -> Flat:
     for (keys, value), path in zip(pairs, paths, strict=True):
         key_types = tuple(_key_type(key) for key in keys)
         try:
-            leaf, stored = _describe(value, path, key_types)
+            leaf = _describe(value, path, key_types)
+            stored = stored_value(leaf.kind, value) if leaf.has_array else None
         except (TypeError, ValueError) as error:
             problems.append(f"  {path_text(path) or '(the tree itself)'}: {error}")
             continue
@@ -170,9 +173,7 @@ def _name_problems(paths: Sequence[Path]) -> list[str]:
     return problems
 
 
-def _describe(
-    value: object, path: Path, key_types: tuple[int, ...]
-) -> tuple[Leaf, jax.Array | np.ndarray[Any, Any] | None]:
+def _describe(value: object, path: Path, key_types: tuple[int, ...]) -> Leaf:
     def leaf(kind: Kind, **facts: Any) -> Leaf:  # fields of Leaf
         return Leaf(path=path, key_types=key_types, kind=kind, **facts)
 
@@ -183,43 +184,53 @@ def _describe(
             raise ValueError("has been deleted or donated; save it before the step that donates it")
         if is_key_dtype(value.dtype):
             impl = str(jax.random.key_impl(value))
-            facts = {"dtype": value.dtype.name, "shape": value.shape, "key_impl": impl}
-            with jax.ensure_compile_time_eval():  # not into a jit that is being traced
-                return leaf("key", **facts), jax.random.key_data(value)
-        return leaf("array", dtype=_check_dtype(value.dtype), shape=value.shape), value
+            return leaf("key", dtype=value.dtype.name, shape=value.shape, key_impl=impl)
+        return leaf("array", dtype=_check_dtype(value.dtype), shape=value.shape)
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError("is a masked array; save its data and its mask as two arrays")
     if isinstance(value, np.ndarray):
-        return leaf("numpy", dtype=_check_dtype(value.dtype), shape=value.shape), value
+        return leaf("numpy", dtype=_check_dtype(value.dtype), shape=value.shape)
     if isinstance(value, str):
+        value.encode()  # half a surrogate pair raises here
         # Orbax finds the text by a JSON pointer, in which a bare `~` has another meaning.
         if any("~" in name for name in path):
-            return leaf("str", dtype="uint8", shape=()), _as_bytes(value.encode())
-        value.encode()  # half a surrogate pair raises here
-        return leaf("str", value=str.__str__(value)), None
+            return leaf("str", dtype="uint8", shape=())
+        return leaf("str", value=str.__str__(value))
     if isinstance(value, bytes):
-        return leaf("bytes", dtype="uint8", shape=()), _as_bytes(value)
+        return leaf("bytes", dtype="uint8", shape=())
     if isinstance(value, np.generic):
-        array = np.asarray(value)
-        return leaf("generic", dtype=_check_dtype(array.dtype)), array
-    if isinstance(value, (bool, int, float, complex)):
-        kind = next(t for t in (bool, int, float, complex) if isinstance(value, t))
-        if kind is int and not -(1 << 63) <= value < 1 << 64:  # pyright: ignore[reportOperatorIssue]
-            return leaf("int", value=_digits(int(value))), None  # pyright: ignore[reportArgumentType]
-        array = np.asarray(kind(value))  # pyright: ignore[reportArgumentType]  # IntEnum -> int
-        return leaf(kind.__name__, dtype=array.dtype.name), array  # pyright: ignore[reportArgumentType]
+        return leaf("generic", dtype=_check_dtype(np.asarray(value).dtype))
+    if isinstance(value, _NUMBERS):
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+            return leaf("int", value=_digits(int(value)))
+        kind = next(t for t in _NUMBERS if isinstance(value, t)).__name__
+        return leaf(kind, dtype=stored_value(kind, value).dtype.name)  # pyright: ignore[reportArgumentType]
     if is_empty(value):
         if isinstance(value, dict):
             container = Node(type="odict") if type(value) is OrderedDict else None
-            return leaf("empty", dtype="Dict", container=container), None
+            return leaf("empty", dtype="Dict", container=container)
         word = _EMPTY_WORDS.get(type(value))
         if word is None:
             container = _class_node(type(value), (), _one_level(value))
-            return leaf("empty", dtype="None", container=container), None
-        return leaf("empty", dtype=word), None
+            return leaf("empty", dtype="None", container=container)
+        return leaf("empty", dtype=word)
     if isinstance(value, jax.ShapeDtypeStruct):
         raise TypeError("is a jax.ShapeDtypeStruct: it has a shape but no values")
     raise TypeError(f"is a {type(value).__module__}.{type(value).__qualname__}, not an array")
+
+
+def stored_value(kind: str, value: Any) -> jax.Array | np.ndarray[Any, Any]:
+    """The array that is stored for a leaf that has one."""
+    if kind in ("array", "numpy"):
+        return value
+    if kind == "key":
+        with jax.ensure_compile_time_eval():  # not into a jit that is being traced
+            return jax.random.key_data(value)
+    if kind in ("str", "bytes"):
+        return np.frombuffer(value.encode() if kind == "str" else value, np.uint8)
+    if kind == "generic":
+        return np.asarray(value)
+    return np.asarray(_NUMBER_OF[kind](value))  # IntEnum -> int
 
 
 @cache
@@ -235,10 +246,6 @@ def _digits(value: int) -> str:
     if value.bit_length() > 4 * MAX_DIGITS or len(text := str(value).lstrip("-")) > MAX_DIGITS:
         raise ValueError(f"is an int of more than {MAX_DIGITS} digits")
     return f"-{text}" if value < 0 else text
-
-
-def _as_bytes(data: bytes) -> np.ndarray[Any, Any]:
-    return np.frombuffer(data, np.uint8)
 
 
 @cache

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
+
+from jaxckpt._box import Box
 from jaxckpt._plan import SavePlan
-from jaxckpt._transfer import HostSnapshot
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.arrays import (
@@ -41,12 +44,58 @@ def _encode(stored: StoredArray) -> bytes:
     return jsontext.dumps(zarr3_metadata(stored))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requests:
+    """What one process asks of the database, but for the values.
+
+    Attributes:
+        described: Key and bytes of the metadata of arrays whose chunks are direct.
+        arrays: The others: prefix and how they lie, by index of the array in the plan.
+        direct: For each direct chunk its key, and of which shard (by index of the source) it is
+            which part; None for all of it.
+        written: For each other chunk its array, its place there, the shard and the part.
+    """
+
+    described: tuple[tuple[str, bytes], ...]
+    arrays: Mapping[int, tuple[str, StoredArray]]
+    direct: tuple[tuple[str, int, tuple[Any, ...] | None], ...]
+    written: tuple[tuple[int, tuple[slice, ...], int, tuple[Any, ...] | None], ...]
+
+
+def plan_requests(
+    prefixes: Sequence[str], plan: SavePlan, sources: Mapping[tuple[int, Box], int]
+) -> Requests:
+    """What to ask of the database.
+
+    Args:
+        prefixes: Of each array's keys.
+        sources: The index of each shard that the plan's writes are of.
+    """
+    described, arrays, direct, written = [], {}, [], []
+    for i, (prefix, stored) in enumerate(zip(prefixes, plan.stored, strict=True)):
+        if is_direct(stored):
+            described.append((prefix + metadata_key(3), _encode(stored)))
+        else:
+            arrays[i] = prefix, stored
+    for write in plan.writes:
+        source = sources[write.array, write.shard]
+        part = None if write.box == write.shard else write.box.within(write.shard)
+        if write.array in arrays:
+            written.append((write.array, write.box.slices, source, part))
+            continue
+        stored = plan.stored[write.array]
+        index = [a // n for a, n in zip(write.box.start, stored.chunk_shape, strict=True)]
+        direct.append((prefixes[write.array] + chunk_key(index), source, part))
+    return Requests(
+        described=tuple(described), arrays=arrays, direct=tuple(direct), written=tuple(written)
+    )
+
+
 def write_arrays(
     storage: Storage,
     database: str,
-    prefixes: Sequence[str],
-    plan: SavePlan,
-    snapshot: HostSnapshot,
+    requests: Requests,
+    snapshot: Sequence[np.ndarray[Any, Any]],
     *,
     describe: bool,
 ) -> None:
@@ -54,33 +103,32 @@ def write_arrays(
 
     Args:
         database: Directory of the database; made if there is anything to write.
-        prefixes: Of each array's keys.
+        snapshot: The values of each shard.
         describe: Whether to write the arrays' metadata too; one process does.
     """
     from jaxckpt.storage._arrays import Writer
 
-    if not plan.writes and not (describe and plan.stored):
+    has_metadata = describe and (requests.described or requests.arrays)
+    if not (requests.direct or requests.written or has_metadata):
         return
     storage.make_dir(database)
     writer = Writer(storage.kvstore(database))
     try:
-        arrays = {}
-        for i, (prefix, stored) in enumerate(zip(prefixes, plan.stored, strict=True)):
-            if is_direct(stored):
-                if describe:
-                    writer.put(prefix + metadata_key(3), _encode(stored))
-            elif describe:
-                arrays[i] = writer.create_array(prefix, zarr3_metadata(stored))
-        for write in plan.writes:
-            stored, prefix = plan.stored[write.array], prefixes[write.array]
-            values = snapshot.take(write.array, write.shard, write.box)
-            if is_direct(stored):
-                index = [a // n for a, n in zip(write.box.start, stored.chunk_shape, strict=True)]
-                writer.put(prefix + chunk_key(index), encode_chunk(values))
-                continue
-            if write.array not in arrays:
-                arrays[write.array] = writer.array(prefix, zarr3_metadata(stored))
-            writer.write(arrays[write.array], write.box.slices, values)
+        opened = {}
+        if describe:
+            for key, data in requests.described:
+                writer.put(key, data)
+            for i, (prefix, stored) in requests.arrays.items():
+                opened[i] = writer.create_array(prefix, zarr3_metadata(stored))
+        for i, where, source, part in requests.written:
+            if i not in opened:
+                prefix, stored = requests.arrays[i]
+                opened[i] = writer.array(prefix, zarr3_metadata(stored))
+            values = snapshot[source]
+            writer.write(opened[i], where, values if part is None else values[part])
+        for key, source, part in requests.direct:
+            values = snapshot[source]
+            writer.put(key, encode_chunk(values if part is None else values[part]))
         writer.commit()
     except BaseException:
         writer.abort()

@@ -23,6 +23,7 @@ from jaxckpt.multihost._single import Single
 _T = TypeVar("_T")
 # Python's signal handlers (Ctrl-C, a SIGTERM that announces preemption) run between such waits.
 _SLICE_S = 5.0
+_SINGLE = Single()
 
 _METHODS = (
     "key_value_set_bytes",
@@ -51,7 +52,7 @@ def current() -> Processes:
     if played is not None:
         return played
     if jax.process_count() == 1:
-        return Single()
+        return _SINGLE
     global _job  # one per job: all rounds of a process are counted in one place
     client = _client()
     with _lock:

@@ -8,9 +8,9 @@ import time
 import numpy as np
 
 import jaxckpt
+from jaxckpt._layout import _spec
 from jaxckpt._plan import plan_save
 from jaxckpt._save import prepare
-from jaxckpt._snapshot import _spec
 from jaxckpt._tree import flatten
 from jaxckpt.errors import CheckpointError
 from jaxckpt.multihost import current
