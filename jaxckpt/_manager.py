@@ -88,7 +88,7 @@ class CheckpointManager:
                 one before that is dead; a job that lives loses it with the first save of this one.
                 "r": to read, for any number of jobs; nothing is written but leases.
             budget_bytes: How much of the values of earlier saves may be in memory when the next
-                begins. A save alone may take more.
+                begins; a save alone may take more. Of a restore: see `jaxckpt.restore`.
             timeout_s: For every wait for another process, or for an earlier save.
             step_prefix, step_digits: The directory of a step is `[<prefix>_]<step>`, padded with
                 zeros; None: as the steps that are there are called.
@@ -403,7 +403,11 @@ class CheckpointManager:
         _check_any(steps, self.directory)
         start_s = time.monotonic()
         number, state = self._resume.state(
-            steps, like, dict(items or {}), options, fallback=fallback
+            steps,
+            like,
+            dict(items or {}),
+            {"budget_bytes": self.budget_bytes, **options},
+            fallback=fallback,
         )
         self.restored_step = number
         self._saver.pace.restored(time.monotonic() - start_s)

@@ -251,6 +251,9 @@ def _selector(
             for p in listed
         )
 
+    if only is None and skip is None:
+        return lambda path: True
+
     def selected(path: Path) -> bool:
         text = path_text(path)
         return (only is None or any_of(only, text)) and not (

@@ -21,7 +21,7 @@ from jaxckpt._item import Item, read_item
 from jaxckpt._match import Request, RestoreReport
 from jaxckpt._placement import Placer
 from jaxckpt._reader import LeafRead, read_leaves
-from jaxckpt._transfer import boxes_here, to_device
+from jaxckpt._transfer import boxes_here, placing, to_default_device, to_device
 from jaxckpt.errors import (
     CorruptCheckpoint,
     Difference,
@@ -58,6 +58,7 @@ def restore(
     missing: Literal["error", "keep"] = "error",
     extra: Literal["error", "ignore"] = "error",
     report: Callable[[RestoreReport], None] | None = None,
+    budget_bytes: int = DEFAULT_BUDGET_BYTES,
 ) -> Any:  # any pytree
     """Restores a tree from a checkpoint that jaxckpt, Orbax or Flax wrote.
 
@@ -79,6 +80,8 @@ def restore(
         missing: What to do about leaves of `like` that were not saved: "keep" takes like's own.
         extra: What to do about saved leaves that are not in `like`.
         report: Is called with a `RestoreReport` before the restore returns.
+        budget_bytes: Of host memory, beside the arrays that are returned. What one array takes of
+            it is about a quarter, and never less than a chunk of 32 MiB.
 
     Returns:
         The tree: with the types of `like`, or with those it was saved with where they can be
@@ -119,6 +122,7 @@ def restore(
         missing=missing,
         extra=extra,
         report=report,
+        budget_bytes=budget_bytes,
     )
 
 
@@ -138,6 +142,7 @@ def restore_from(
     missing: Literal["error", "keep"] = "error",
     extra: Literal["error", "ignore"] = "error",
     report: Callable[[RestoreReport], None] | None = None,
+    budget_bytes: int = DEFAULT_BUDGET_BYTES,
 ) -> Any:  # any pytree
     """`restore`, of the item that `load` finds; what else it finds is returned as it is.
 
@@ -169,7 +174,8 @@ def restore_from(
         placer.check_names([request.path for request in matched.requests])
         jobs = _plan(matched.requests, loaded, placer, dtype=dtype, as_numpy=as_numpy)
         matched = replace(matched, report=replace(matched.report, cast=_casts(jobs)))
-        values = {**matched.kept, **dict(_read(loaded, jobs))}
+        with placing():
+            values = {**matched.kept, **dict(_read(loaded, jobs, budget_bytes))}
         _refuse_swapped(loaded)
         placer.log_replicated(where)
         return loaded, matched, values
@@ -350,7 +356,7 @@ def _casts(jobs: Sequence[_Job]) -> dict[str, tuple[str, str]]:
     return {
         path_text(job.request.path): (job.request.saved.dtype, job.dtype.name)
         for job in jobs
-        if job.dtype is not None and job.request.saved.dtype != job.dtype.name
+        if job.dtype is not None and dtype_of(job.request.saved.dtype) != job.dtype
     }
 
 
@@ -370,11 +376,13 @@ def _by_id(sharding: Sharding) -> list[Any]:
     return sorted(devices, key=lambda device: device.id)
 
 
-def _read(item: Item, jobs: Sequence[_Job]) -> Iterator[tuple[tuple[str, ...], object]]:
+def _read(
+    item: Item, jobs: Sequence[_Job], budget_bytes: int
+) -> Iterator[tuple[tuple[str, ...], object]]:
     """Reads and converts, leaf by leaf."""
     on_disk = [job for job in jobs if job.request.saved.has_array]
     reads = [LeafRead(leaf=j.request.saved, boxes=j.boxes, dtype=_read_dtype(j)) for j in on_disk]
-    buffers = read_leaves(item, reads, budget_bytes=DEFAULT_BUDGET_BYTES)
+    buffers = read_leaves(item, reads, budget_bytes=budget_bytes)
     for job in jobs:
         path = job.request.path
         parts = next(buffers) if job.request.saved.has_array else _inline(job)
@@ -385,7 +393,7 @@ def _read_dtype(job: _Job) -> np.dtype[Any]:
     """What to read into: the dtype that comes back, unless the stored bytes mean another."""
     saved = job.request.saved
     stored = dtype_of(saved.array.dtype)
-    if job.dtype is None or saved.dtype != stored.name:
+    if job.dtype is None or saved.dtype != saved.array.dtype:
         return stored
     return job.dtype
 
@@ -414,7 +422,7 @@ def _convert(job: _Job, parts: dict[Box, np.ndarray[Any, Any]]) -> object:
         return _wrap_key(job, parts, impl)
     if job.kind == "array":
         if job.sharding is None:
-            return _on_default_device(next(iter(parts.values())))
+            return to_default_device(next(iter(parts.values())))
         shape = saved.shape if saved.kind != "key" else saved.array.shape
         dtype = job.dtype or dtype_of(saved.array.dtype)
         return to_device(parts, job.sharding, shape, dtype)
@@ -454,17 +462,12 @@ def _decode_text(data: bytes, saved: Leaf) -> str:
         raise CorruptCheckpoint(f"leaf {saved.text} is no UTF-8 text", leaf=saved.text) from error
 
 
-def _on_default_device(values: np.ndarray[Any, Any]) -> jax.Array:
-    with jax.enable_x64(True), jax.transfer_guard("allow"):
-        return jax.device_put(values)
-
-
 def _wrap_key(job: _Job, parts: dict[Box, np.ndarray[Any, Any]], impl: str | None) -> jax.Array:
     saved = job.request.saved
     rank = len(saved.shape if saved.kind == "key" else job.request.wanted.shape)  # pyright: ignore[reportOptionalMemberAccess]
     data_shape = saved.shape if saved.stored is None else saved.stored.shape
     if job.sharding is None:
-        data = _on_default_device(next(iter(parts.values())))
+        data = to_default_device(next(iter(parts.values())))
     else:
         split = _key_data_sharding(job.sharding, rank)
         data = to_device(parts, split, data_shape, dtype_of(saved.array.dtype))

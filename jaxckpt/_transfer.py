@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -110,7 +111,7 @@ def empty(shapes: Sequence[Sequence[int]], dtype: np.dtype[Any]) -> list[np.ndar
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     room = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
     raw = np.empty(sum(room) + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
+    start = -raw.__array_interface__["data"][0] % _ALIGNMENT
     arrays = []
     for shape, size, taken in zip(shapes, sizes, room, strict=True):
         arrays.append(raw[start : start + size].view(dtype).reshape(shape))
@@ -133,11 +134,25 @@ def to_device(
 ) -> jax.Array:
     """Makes a jax.Array of the shards that this process holds. The buffers must not change after.
 
+    Inside `placing`.
+    """
+    if not buffers:  # all of it is on devices of other processes
+        return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+    return jax.make_array_from_callback(
+        shape, sharding, lambda index: buffers[_box.from_index(index or (), shape)], dtype
+    )
+
+
+def to_default_device(values: np.ndarray[Any, Any]) -> jax.Array:
+    """Makes an uncommitted jax.Array. Inside `placing`."""
+    return jax.device_put(values)
+
+
+@contextlib.contextmanager
+def placing() -> Iterator[None]:
+    """While arrays go to devices: entering it takes as long as to place a small one.
+
     A 64-bit array stays one even where `jax_enable_x64` is off: values are never rounded.
     """
     with jax.enable_x64(True), jax.transfer_guard("allow"):
-        if not buffers:  # all of it is on devices of other processes
-            return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-        return jax.make_array_from_callback(
-            shape, sharding, lambda index: buffers[_box.from_index(index or (), shape)], dtype
-        )
+        yield

@@ -18,6 +18,7 @@ from jaxckpt.format.tree import Leaf, StoredArray
 from jaxckpt.testing.strategies import random_bits
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=100)
+LEAF = Leaf(path=("leaf",), key_types=(tree.NAMED,), kind="array")
 
 texts = st.text(st.characters(codec="utf-8"), max_size=6)
 json_values = st.recursive(
@@ -207,7 +208,7 @@ def test_chunk_bytes_are_those_of_tensorstore(tmp_path, name, shape):
     if values.size:
         written = (tmp_path / key).read_bytes()
         assert written == arrays.encode_chunk(values)
-        read = arrays.decode_chunk(written, shape, dtype_of(name), leaf="l", file="f")
+        read = arrays.decode_chunk(written, shape, dtype_of(name), leaf=LEAF, file="f")
         assert read.tobytes() == values.tobytes()
         (tmp_path / key).write_bytes(arrays.encode_chunk(values[::-1] if shape else values))
         again = np.asarray(ts.open(spec | {"open": True}).result().read().result())
@@ -247,7 +248,7 @@ def test_a_changed_chunk_is_refused(offset, mask):
 
     for bad in (bytes(data), bytes(data[:-1]), bytes(data) + b"x", b""):
         with pytest.raises(CorruptCheckpoint, match="leaf") as caught:
-            arrays.decode_chunk(bad, (20,), np.dtype(np.int32), leaf="leaf", file="file")
+            arrays.decode_chunk(bad, (20,), np.dtype(np.int32), leaf=LEAF, file="file")
         assert (caught.value.leaf, caught.value.file) == ("leaf", "file")
 
 

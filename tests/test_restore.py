@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt import TreeMismatch, _reader, _restore
+from jaxckpt.format.arrays import MAX_UNIT_BYTES
 from jaxckpt.storage import _arrays
 from jaxckpt.testing import strategies
 from jaxckpt.testing.strategies import same
@@ -307,11 +308,12 @@ def test_memory_in_flight_is_bounded(tmp_path, monkeypatch, casts):
     assert 2 <= peak <= 4
 
 
-def test_what_is_cast_is_held_in_a_window(tmp_path, monkeypatch):
-    """Beside its own buffers a leaf that is cast takes no more than the window and one piece."""
-    monkeypatch.setattr(_reader, "_WINDOW_BYTES", 1 << 20)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
+def test_an_array_larger_than_the_budget_is_read_in_pieces(tmp_path, monkeypatch, dtype, spec):
+    """Cast or not, resharded or not: beside its buffers it takes a part of the budget."""
     mesh = mesh_of({"x": 8})
-    values = (np.arange(16 << 18, dtype=np.float32) % 999).reshape(16, -1)  # in chunks of 2 MiB
+    values = (np.arange(16 << 20, dtype=np.float32) % 999).reshape(16, -1)  # 8 chunks of 8 MiB
     jaxckpt.save(tmp_path / "x", put(values, mesh, P("x")))
     under_way, peak = 0, 0
     read_into = _arrays.read_into
@@ -334,10 +336,11 @@ def test_what_is_cast_is_held_in_a_window(tmp_path, monkeypatch):
 
     monkeypatch.setattr(_arrays, "read_into", counted)
 
-    got = jaxckpt.restore(tmp_path / "x", abstract(values, mesh, P("x"), jnp.float16))
+    like = abstract(values, mesh, spec, dtype)
+    got = jaxckpt.restore(tmp_path / "x", like, budget_bytes=16 << 20)
 
-    assert same(np.asarray(got), values.astype(np.float16))
-    assert 0 < peak <= 4 << 20
+    assert same(np.asarray(got), values.astype(dtype))
+    assert 0 < peak <= (16 << 20) // 4 + MAX_UNIT_BYTES
 
 
 def test_a_target_does_not_keep_its_arrays_alive(tmp_path, monkeypatch):

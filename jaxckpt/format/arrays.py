@@ -290,26 +290,26 @@ def encode_chunk(values: np.ndarray[Any, Any]) -> bytes:
 
 
 def decode_chunk(
-    data: bytes, shape: Sequence[int], dtype: np.dtype[Any], *, leaf: str, file: str
+    data: bytes, shape: Sequence[int], dtype: np.dtype[Any], *, leaf: Leaf, file: str
 ) -> np.ndarray[Any, Any]:
     """The values of a chunk that `encode_chunk` wrote, as a read-only array.
 
     Raises:
         CorruptCheckpoint: wrong length, or the checksum differs.
     """
-    wanted = math.prod(shape) * dtype.itemsize + _CRC_BYTES
-    if len(data) != wanted:
+    size = math.prod(shape) * dtype.itemsize
+    if len(data) != size + _CRC_BYTES:
         raise CorruptCheckpoint(
-            f"{file}: leaf {leaf}: a chunk has {len(data)} bytes, wanted {wanted}",
-            leaf=leaf,
+            f"{file}: leaf {leaf.text}: a chunk has {len(data)} bytes, wanted {size + _CRC_BYTES}",
+            leaf=leaf.text,
             file=file,
         )
-    body, stored = data[:-_CRC_BYTES], int.from_bytes(data[-_CRC_BYTES:], "little")
+    body, stored = np.frombuffer(data, np.uint8, size), int.from_bytes(data[size:], "little")
     if (found := google_crc32c.value(body)) != stored:
         raise CorruptCheckpoint(
-            f"{file}: leaf {leaf}: checksum mismatch in a chunk: stored {stored:#010x}, "
+            f"{file}: leaf {leaf.text}: checksum mismatch in a chunk: stored {stored:#010x}, "
             f"computed {found:#010x}. The file is damaged; restore an older checkpoint.",
-            leaf=leaf,
+            leaf=leaf.text,
             file=file,
         )
-    return np.frombuffer(body, dtype).reshape(shape)
+    return body.view(dtype).reshape(shape)

@@ -10,6 +10,7 @@ from jaxckpt.errors import CorruptCheckpoint
 # A tree of a million leaves takes about 400 MB of `_METADATA`; nothing honest is larger.
 MAX_BYTES: Final = 1 << 30
 MAX_DEPTH: Final = 200
+_CONTAINERS: Final = (dict, list, tuple)
 
 T = TypeVar("T")
 
@@ -76,14 +77,13 @@ def _short(value: object) -> str:
 
 
 def _check_depth(value: object, file: str) -> None:
-    level = [value]
+    level = [value] if isinstance(value, _CONTAINERS) else []
     for _ in range(MAX_DEPTH):
         level = [
             child
             for node in level
-            if isinstance(node, (dict, list, tuple))
             for child in (node.values() if isinstance(node, dict) else node)
-            if isinstance(child, (dict, list, tuple))
+            if isinstance(child, _CONTAINERS)
         ]
         if not level:
             return

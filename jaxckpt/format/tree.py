@@ -133,6 +133,20 @@ class Leaf:
         """Its path as users write it."""
         return path_text(self.path)
 
+    def at(self, path: Path, key_types: tuple[int, ...]) -> Leaf:
+        """The same leaf in another place."""
+        return Leaf(
+            path=path,
+            key_types=key_types,
+            kind=self.kind,
+            dtype=self.dtype,
+            shape=self.shape,
+            key_impl=self.key_impl,
+            stored=self.stored,
+            value=self.value,
+            container=self.container,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
@@ -313,7 +327,8 @@ def decode(data: bytes, *, file: str) -> Tree:
                 f"{file}: written by a newer jaxckpt (tree version {version}, this release reads "
                 f"up to {VERSION}). Upgrade jaxckpt to read it."
             )
-    leaves = tuple(_decode_leaf(entry, file) for entry in entries.values())
+    alike: dict[str, Leaf] = {}
+    leaves = tuple(_decode_leaf(entry, alike, file) for entry in entries.values())
     if len({leaf.path for leaf in leaves}) != len(leaves):
         raise CorruptCheckpoint(f"{file}: two leaves have the same path", file=file)
     root = _decode_node(ours["tree"], file) if ours is not None and ours.get("tree") else None
@@ -363,7 +378,8 @@ def _leaf_paths(node: Node | None, path: Path) -> Iterator[Path]:
         yield from _leaf_paths(child, (*path, name))
 
 
-def _decode_leaf(entry: object, file: str) -> Leaf:
+def _decode_leaf(entry: object, alike: dict[str, Leaf], file: str) -> Leaf:
+    """Reads an entry; `alike` holds a leaf for each value that was read, by its text."""
     fields = expect(entry, dict, "an entry of 'tree_metadata'", file=file)
     keys = expect(fields.get("key_metadata"), list, "'key_metadata'", file=file)
     path, key_types = [], []
@@ -374,36 +390,40 @@ def _decode_leaf(entry: object, file: str) -> Leaf:
         if key_type not in (SEQUENCE, NAMED):
             raise CorruptCheckpoint(f"{file}: key type {key_type} of {path}", file=file)
         key_types.append(key_type)
-    where = path_text(path)
-    value = expect(fields.get("value_metadata"), dict, f"{where}: 'value_metadata'", file=file)
-    value_type = expect(value.get("value_type"), str, f"{where}: 'value_type'", file=file)
+    value = fields.get("value_metadata")
+    text = repr(value)
+    like = alike.get(text) or alike.setdefault(text, _decode_value(value, path_text(path), file))
+    return like.at(tuple(path), tuple(key_types))
+
+
+def _decode_value(value: object, where: str, file: str) -> Leaf:
+    """A leaf without its path."""
+    fields = expect(value, dict, f"{where}: 'value_metadata'", file=file)
+    value_type = expect(fields.get("value_type"), str, f"{where}: 'value_type'", file=file)
     if value_type not in _ORBAX_KIND:
         raise UnsupportedFormat(
             f"{file}: leaf {where} is of type {value_type!r}, which is none of Orbax's "
             f"({', '.join(_ORBAX_KIND)}). It was written by something newer."
         )
     kind = _ORBAX_KIND[value_type]
-    ours = expect(value.get(_OURS, {}), dict, f"{where}: {_OURS!r}", file=file)
-    common: dict[str, Any] = {"path": tuple(path), "key_types": tuple(key_types)}
+    ours = expect(fields.get(_OURS, {}), dict, f"{where}: {_OURS!r}", file=file)
     if kind == "empty":
         container = _decode_node(ours["node"], file) if ours.get("node") else None
-        return Leaf(**common, kind=kind, dtype=value_type, container=container)
-    if value.get("skip_deserialize") is True and value_type in _ARRAY_TYPES:
+        return Leaf(path=(), key_types=(), kind=kind, dtype=value_type, container=container)
+    if fields.get("skip_deserialize") is True and value_type in _ARRAY_TYPES:
         # Orbax before 0.5.16 kept such values in the msgpack file.
-        return Leaf(**common, kind="absent", dtype=value_type)
-    return _decode_ours(Leaf(**common, kind=kind), ours, file)
-
-
-def _decode_ours(leaf: Leaf, ours: Mapping[str, Any], file: str) -> Leaf:
-    where = leaf.text
+        return Leaf(path=(), key_types=(), kind="absent", dtype=value_type)
     if not ours:
-        return leaf
-    kind = ours.get("kind", leaf.kind)
+        return Leaf(path=(), key_types=(), kind=kind)
+    return _decode_ours(kind, ours, where, file)
+
+
+def _decode_ours(kind: Kind, ours: Mapping[str, Any], where: str, file: str) -> Leaf:
+    kind = ours.get("kind", kind)
     if kind not in _STORED_KINDS:
         raise CorruptCheckpoint(f"{file}: {where}: unknown kind {kind!r}", leaf=where, file=file)
-    fields: dict[str, Any] = {"path": leaf.path, "key_types": leaf.key_types, "kind": kind}
     if "shape" not in ours and kind in _TEXT_KINDS:
-        return Leaf(**fields)
+        return Leaf(path=(), key_types=(), kind=kind)
     shape = expect_shape(ours.get("shape"), f"{where}: shape", file=file)
     inner = ours.get("inner")
     stored = StoredArray(
@@ -415,7 +435,9 @@ def _decode_ours(leaf: Leaf, ours: Mapping[str, Any], file: str) -> Leaf:
     check_grid(stored, where=where, file=file)
     key_impl = ours.get("impl")
     return Leaf(
-        **fields,
+        path=(),
+        key_types=(),
+        kind=kind,
         dtype=expect(ours.get("as", stored.dtype), str, f"{where}: as", file=file),
         shape=expect_shape(ours.get("key_shape"), f"{where}: key_shape", file=file)
         if kind == "key"

@@ -365,13 +365,19 @@ class data_errors:  # reads as a verb: `with data_errors(path, leaf):`
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, CheckpointError) or not isinstance(error, (ValueError, OSError)):
-            return
-        file = _file_in(str(error), self._path)
-        where = f"leaf {self._leaf}: " if self._leaf else ""
-        raise CorruptCheckpoint(
-            f"{file}: {where}stored data cannot be read: {error}", leaf=self._leaf, file=file
-        ) from error
+        if isinstance(error, (ValueError, OSError)) and not isinstance(error, CheckpointError):
+            raise data_error(error, self._path, self._leaf) from error
+
+
+def data_error(error: Exception, path: str, leaf: str | None) -> CorruptCheckpoint:
+    """What TensorStore raised about stored data, with its place."""
+    file = _file_in(str(error), path)
+    where = f"leaf {leaf}: " if leaf else ""
+    told = CorruptCheckpoint(
+        f"{file}: {where}stored data cannot be read: {error}", leaf=leaf, file=file
+    )
+    told.__cause__ = error
+    return told
 
 
 def _file_in(message: str, path: str) -> str:
