@@ -2,7 +2,8 @@
 
 A training loop saves the same tree again and again; only the values differ. What does not depend on
 them (names, plan, metadata files) is a `Layout`, and the last few are kept: to recognise a tree
-takes a fraction of the time that working it out takes.
+takes a fraction of the time that working it out takes. With a layout stays its tree's static data,
+as in the caches of `jax.jit`, but none of its arrays.
 """
 
 from __future__ import annotations
@@ -93,9 +94,10 @@ def layout_of(value: object, processes: Processes) -> tuple[Layout, Sequence[Arr
     """
     form = _form_of(value, processes)
     if form is not None:
-        with _lock:
-            kept = next((known for known in _kept if known.form == form), None)
+        # Without the lock: the comparison may run the user's code.
+        kept = next((known for known in _kept if known.form == form), None)
         if kept is not None:
+            _put_first(kept)
             return kept.layout, kept.values(form.leaves)
     flat = flatten(value)
     values = [v for v in flat.values if v is not None]
@@ -112,6 +114,7 @@ class _Form:
     """What a layout depends on. Equal forms have equal layouts; values are not compared.
 
     Args:
+        keys: The keys on the way to each leaf. Static data may name them, and be changed in place.
         leaves: As jax has them: without None and empty containers, which belong to the treedef.
         facts: Of each leaf: its type and what else tells how it is stored.
     """
@@ -119,9 +122,14 @@ class _Form:
     __hash__ = None  # pyright: ignore  # compared with a few others, never looked up
 
     def __init__(
-        self, leaves: list[Any], facts: list[Any], treedef: Any, processes: Processes
+        self,
+        keys: list[Any],
+        leaves: list[Any],
+        facts: list[Any],
+        treedef: Any,
+        processes: Processes,
     ) -> None:
-        self.leaves, self._facts = leaves, facts
+        self.leaves, self._keys, self._facts = leaves, keys, facts
         self._treedef, self._processes = treedef, processes
         # Two treedefs are equal if their keys and static data are, and 1 == True.
         self._text = str(treedef)
@@ -132,6 +140,7 @@ class _Form:
         try:
             return (
                 self._facts == other._facts
+                and self._keys == other._keys
                 and self._text == other._text
                 and self._treedef == other._treedef
             )
@@ -161,27 +170,36 @@ class _Kept:
         ]
 
 
-_kept: list[_Kept] = []  # the latest first
-_lock = threading.Lock()  # guards _kept
+_kept: tuple[_Kept, ...] = ()  # the latest first
+_lock = threading.Lock()  # for whoever replaces _kept
 
 
 def _keep(form: _Form, layout: Layout) -> None:
     with_values = [leaf for leaf in layout.tree.leaves if leaf.kind != "empty"]
     wanted = tuple((i, leaf.kind) for i, leaf in enumerate(with_values) if leaf.has_array)
     form.forget_values()
+    _put_first(_Kept(form=form, layout=layout, wanted=wanted))
+
+
+def _put_first(kept: _Kept) -> None:
+    global _kept
+    if _kept and _kept[0] is kept:
+        return
     with _lock:
-        _kept.insert(0, _Kept(form=form, layout=layout, wanted=wanted))
-        del _kept[_MAX_KEPT:]
+        _kept = (kept, *(other for other in _kept if other is not kept))[:_MAX_KEPT]
 
 
 def _form_of(value: object, processes: Processes) -> _Form | None:
     """None for a tree with leaves that only `flatten` can judge."""
     try:
-        leaves, treedef = jax.tree.flatten(value)
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(value)
+        leaves = [leaf for _, leaf in pairs]
         facts = [_facts(leaf) for leaf in leaves]
-    except Exception:  # `flatten` explains it
+        if None in facts:
+            return None
+        return _Form([keys for keys, _ in pairs], leaves, facts, treedef, processes)
+    except Exception:  # `flatten` explains it, or there is nothing wrong but a `repr`
         return None
-    return None if None in facts else _Form(leaves, facts, treedef, processes)
 
 
 def _facts(leaf: Any) -> object:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cache
 from typing import Any, Final, Literal
 
@@ -57,6 +58,14 @@ SCALARS: Final = (*_NUMBERS, str, bytes)
 MAX_LEVELS: Final = 90
 _MAX_NAME_BYTES: Final = 16 << 10  # a key of the database has at most 64 kB
 
+# Not by way of what a subclass may have made of `str()`.
+_CONVERT: Final[dict[type, Callable[[Any], object]]] = {
+    str: str.__str__,
+    int: int.__int__,
+    float: float.__float__,
+    tuple: tuple,
+}
+
 # Stands for a leaf that was not restored.
 ABSENT: Final = type("Absent", (), {"__repr__": lambda _: "ABSENT"})()
 
@@ -84,7 +93,7 @@ def flatten(tree: object) -> Flat:
     """
     try:
         pairs, treedef = tree_util.tree_flatten_with_path(tree, is_leaf=is_empty)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise UnsupportedLeaf(
             f"jax cannot flatten this tree: {error}. Keys of one dict must be of one type."
         ) from error
@@ -285,7 +294,7 @@ def _make_node(
         return Node(type=kind, names=names, children=children)
     if issubclass(cls, dict):
         keys = aux[1] if isinstance(aux, tuple) and len(aux) == 2 and callable(aux[0]) else aux
-        recorded = None if all(type(k) is str for k in keys) else tuple(map(_encode_key, keys))
+        recorded = None if all(type(_as_base(k)) is str for k in keys) else _encode_keys(keys)
         kind_ = "odict" if cls is OrderedDict else "dict"
         return Node(type=kind_, names=names, keys=recorded, children=children)
     node = _class_node(cls, names, (list(children), aux))
@@ -302,6 +311,7 @@ def _class_node(cls: type, names: tuple[str, ...], level: tuple[list[object], An
 
 def _encode_key(key: object) -> object:
     """A dict key as JSON; one that JSON has no word for becomes its text."""
+    key = _as_base(key)
     if isinstance(key, np.integer):
         return int(key)
     if key is None or type(key) in (str, int, bool):
@@ -311,6 +321,21 @@ def _encode_key(key: object) -> object:
     if type(key) is tuple:
         return {"tuple": [_encode_key(part) for part in key]}
     return str.__str__(key) if isinstance(key, str) else str(key)
+
+
+def _encode_keys(keys: Iterable[object]) -> tuple[object, ...]:
+    return tuple(map(_encode_key, keys))
+
+
+def _as_base(value: object) -> object:
+    """Of an instance of a subclass of str, int, ... what it is equal to; an enum stays one.
+
+    jax takes the two for the same key, and so must we.
+    """
+    for base, convert in _CONVERT.items():
+        if isinstance(value, base) and type(value) is not bool and not isinstance(value, Enum):
+            return value if type(value) is base else convert(value)
+    return value
 
 
 def _decode_key(key: object) -> object:
@@ -323,6 +348,8 @@ def _decode_key(key: object) -> object:
 
 def _encode_static(value: object) -> object:
     """Static data of a node as JSON; raises TypeError for anything that is not plain data."""
+    if not hasattr(value, "_fields"):  # a namedtuple is more than a tuple to whoever gets it back
+        value = _as_base(value)
     if value is None:
         return ["none"]
     if type(value) in (str, int, bool) or (type(value) is float and np.isfinite(value)):
@@ -331,7 +358,7 @@ def _encode_static(value: object) -> object:
         return [type(value).__name__, *map(_encode_static, value)]  # pyright: ignore[reportArgumentType]
     if type(value) is dict:
         return ["dict", *([_encode_static(k), _encode_static(v)] for k, v in value.items())]  # pyright: ignore[reportAttributeAccessIssue]
-    raise TypeError(f"{value!r} is not data")
+    raise TypeError(f"a {type(value).__qualname__} is not data")
 
 
 def _decode_static(value: Any) -> Any:  # JSON
