@@ -252,11 +252,10 @@ def _work_out(flat: Flat, values: Sequence[Array], processes: Processes) -> Layo
 def _check_process_0_sees(leaves: Sequence[Leaf], specs: Sequence[ArraySpec]) -> None:
     """Refuses arrays that process k alone has: to k they look like values of its own host."""
     for leaf, spec in zip(leaves, specs, strict=True):
-        holders = set() if spec.placement is None else set().union(*spec.placement.holders.values())
-        if len(holders) == 1 and 0 not in holders:
+        if spec.placement is not None and spec.placement.grid.only:
             raise UnsupportedLeaf(
-                f"leaf {leaf.text} is on devices of process {min(holders)} alone. Put it on a mesh "
-                "with devices of two processes, or of process 0."
+                f"leaf {leaf.text} is on devices of process {spec.placement.grid.only} alone. Put "
+                "it on a mesh with devices of two processes, or of process 0."
             )
 
 

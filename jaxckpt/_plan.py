@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, Final
@@ -26,17 +27,60 @@ if TYPE_CHECKING:
 MIN_SLICE_BYTES: Final = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The processes that hold a shard, ascending. Hashed once: there may be thousands."""
+
+    processes: tuple[int, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self.processes))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class Grid:
+    """Who holds which shard, for all arrays that are cut into as many shards alike.
+
+    What one process asks costs what that process holds, not what the job holds.
+
+    Args:
+        holders: By the shard's index in the grid of shards.
+    """
+
+    def __init__(self, holders: Mapping[tuple[int, ...], Group]) -> None:
+        mine: dict[int, list[tuple[tuple[int, ...], Group]]] = {}
+        for index, group in sorted(holders.items(), key=lambda item: item[0]):
+            for process in group.processes:
+                mine.setdefault(process, []).append((index, group))
+        self._mine = mine
+        counts = {len(group.processes) for group in holders.values()}
+        self.copies: Final = counts.pop() if len(counts) == 1 else None  # None: they differ
+        self.only: Final = next(iter(mine)) if len(mine) == 1 else None  # the process that has all
+
+    def of(self, process: int) -> Sequence[tuple[tuple[int, ...], Group]]:
+        """The shards that a process holds, in order."""
+        return self._mine.get(process, ())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Where the shards of one array are.
 
     Attributes:
         shard_shape: All shards have this shape.
-        holders: For each distinct shard the processes that hold it, ascending.
+        grid: Who holds which.
     """
 
     shard_shape: tuple[int, ...]
-    holders: Mapping[Box, tuple[int, ...]]
+    grid: Grid
+
+    def box(self, index: tuple[int, ...]) -> Box:
+        """The shard at an index of the grid."""
+        start = tuple(map(operator.mul, index, self.shard_shape))
+        return Box(start, tuple(map(operator.add, start, self.shard_shape)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,16 +135,28 @@ def placement_of(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], process_of: Callable[[Any], int]
 ) -> Placement:
     """The shards of an array of `shape` under `sharding`, and who holds them."""
-    holders: dict[Box, set[int]] = {}
+    from jax.sharding import NamedSharding
+
+    shard_shape = sharding.shard_shape(shape)
+    # On a mesh it depends only on how often each dimension is cut: thousands of devices are asked
+    # once for all shapes.
+    counts = tuple(n // part if part else 0 for n, part in zip(shape, shard_shape, strict=True))
+    if isinstance(sharding, NamedSharding) and 0 not in counts:
+        return Placement(shard_shape=shard_shape, grid=_grid_of(sharding, counts, process_of))
+    return Placement(shard_shape=shard_shape, grid=_grid_of(sharding, shape, process_of))
+
+
+@lru_cache(maxsize=1 << 12)
+def _grid_of(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], process_of: Callable[[Any], int]
+) -> Grid:
+    shard_shape = sharding.shard_shape(shape)
+    holders: dict[tuple[int, ...], set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
-        holders.setdefault(_box.from_index(index, shape), set()).add(process_of(device))
-    return Placement(
-        shard_shape=sharding.shard_shape(shape),
-        holders={
-            box: tuple(sorted(processes))
-            for box, processes in sorted(holders.items(), key=lambda item: item[0].start)
-        },
-    )
+        start = _box.from_index(index, shape).start
+        at = tuple(a // max(1, part) for a, part in zip(start, shard_shape, strict=True))
+        holders.setdefault(at, set()).add(process_of(device))
+    return Grid({at: Group(tuple(sorted(held))) for at, held in holders.items()})
 
 
 def plan_save(arrays: Sequence[ArraySpec], *, process: int) -> SavePlan:
@@ -116,7 +172,7 @@ def plan_save(arrays: Sequence[ArraySpec], *, process: int) -> SavePlan:
         process: Index of the caller.
 
     Example:
-        >>> placement = Placement(shard_shape=(2,), holders={Box((0,), (2,)): (0,)})
+        >>> placement = Placement(shard_shape=(2,), grid=Grid({(0,): Group((0,))}))
         >>> spec = ArraySpec(shape=(2,), dtype="int8", itemsize=1, placement=placement)
         >>> plan_save([spec], process=0).writes[0].box
         Box(start=(0,), stop=(2,))
@@ -147,12 +203,14 @@ class _Loads:
     """Which of several processes has the fewest bytes, for each group that shares shards."""
 
     def __init__(self) -> None:
-        self._heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        self._heaps: dict[Group, list[tuple[int, int]]] = {}
 
-    def take(self, holders: tuple[int, ...], size: int) -> int:
-        if len(holders) == 1:
-            return holders[0]
-        heap = self._heaps.setdefault(holders, [(0, process) for process in holders])
+    def take(self, group: Group, size: int) -> int:
+        if len(group.processes) == 1:
+            return group.processes[0]
+        heap = self._heaps.get(group)
+        if heap is None:
+            heap = self._heaps[group] = [(0, process) for process in group.processes]
         load, process = heap[0]
         heapq.heapreplace(heap, (load + size, process))
         return process
@@ -167,28 +225,27 @@ def _device_chunks(
     array: ArraySpec, placement: Placement, process: int, loads: _Loads
 ) -> tuple[tuple[int, ...], list[tuple[Box, Box]]]:
     shard_shape = placement.shard_shape
+    mine = placement.grid.of(process)
     shard_bytes = math.prod(shard_shape) * array.itemsize
     axis, parts = _slicing(placement, shard_bytes)
     if parts == 1:
         owned = [
-            (box, box)
-            for box, holders in placement.holders.items()
-            if loads.take(holders, shard_bytes) == process
+            (placement.box(index), placement.box(index))
+            for index, group in mine
+            if loads.take(group, shard_bytes) == process
         ]
         return shard_shape, owned
     chunk_shape = (*shard_shape[:axis], shard_shape[axis] // parts, *shard_shape[axis + 1 :])
-    owned = [
-        (_slice(box, axis, holders.index(process), parts), box)
-        for box, holders in placement.holders.items()
-        if process in holders
-    ]
+    owned = []
+    for index, group in mine:
+        box = placement.box(index)
+        owned.append((_slice(box, axis, group.processes.index(process), parts), box))
     return chunk_shape, owned
 
 
 def _slicing(placement: Placement, shard_bytes: int) -> tuple[int, int]:
     """The axis to cut and the number of slices; one slice where cutting is no use."""
-    counts = {len(holders) for holders in placement.holders.values()}
-    parts = counts.pop() if len(counts) == 1 else 1
+    parts = placement.grid.copies or 1
     if parts == 1 or shard_bytes // parts < MIN_SLICE_BYTES:
         return 0, 1
     axes = [axis for axis, size in enumerate(placement.shard_shape) if size % parts == 0]

@@ -153,6 +153,21 @@ def test_shardings_read_back(shardings):
     assert sharding.decode(sharding.encode(shardings), file="f") == shardings
 
 
+def test_devices_are_left_out_where_there_are_too_many():
+    """Thousands of leaves on thousands of devices: the mesh is recorded, its devices are not."""
+    mesh = {"axis_names": ("a", "b"), "axis_sizes": (512, 8), "spec": ("a", None)}
+    saved = SavedSharding(**mesh, device_ids=tuple(range(4096)))
+    few, many = ({f"leaf_{i}": saved for i in range(n)} for n in (10, 1000))
+
+    read_few, read_many = (
+        sharding.decode(sharding.encode(shardings), file="f") for shardings in (few, many)
+    )
+
+    assert read_few == few
+    assert read_many == dict.fromkeys(many, SavedSharding(**mesh))
+    assert len(sharding.encode(many)) < 1 << 20
+
+
 @LAWS
 @given(st.lists(texts, min_size=1, max_size=5, unique=True), st.data())
 def test_a_tree_reads_back(keys, data):

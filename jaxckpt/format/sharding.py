@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import jsontext
 from jaxckpt.format.jsontext import expect, expect_shape
+
+# 10,000 leaves on a mesh of 128 devices take as much; on one of 4,096 they would take 600 MB.
+_MAX_BYTES: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +51,14 @@ class SavedSharding:
 def encode(shardings: Mapping[str, SavedSharding]) -> bytes:
     """The bytes of `_sharding`, by leaf name.
 
-    A reader of Orbax fails on a file that lacks a jax.Array leaf, so there is an entry for each.
+    A reader of Orbax fails on a file that lacks a jax.Array leaf, so there is an entry for each;
+    and each entry names the devices of its mesh. Where those are so many that the file would be
+    large, they are left out: a reader takes `jax.devices()` in their order then.
     """
     texts = {sharding: json.dumps(_to_json(sharding)) for sharding in set(shardings.values())}
+    if sum(len(texts[sharding]) for sharding in shardings.values()) > _MAX_BYTES:
+        bare = {sharding: replace(sharding, device_ids=()) for sharding in texts}
+        texts = {sharding: json.dumps(_to_json(bare[sharding])) for sharding in texts}
     return jsontext.dumps(
         {
             base64.urlsafe_b64encode(name.encode()).decode(): texts[sharding]
@@ -85,17 +93,19 @@ def decode(data: bytes, *, file: str) -> dict[str, SavedSharding]:
 def _to_json(sharding: SavedSharding) -> dict[str, object]:
     if sharding.is_single_device:
         return {"sharding_type": "SingleDeviceSharding", "device_str": sharding.device}
-    mesh: Any = [{"id": i} for i in sharding.device_ids]
-    for size in reversed(sharding.axis_sizes[1:]):
-        mesh = [mesh[i : i + size] for i in range(0, len(mesh), size)]
-    return {
+    fields: dict[str, object] = {
         "sharding_type": "NamedSharding",
         "shape": sharding.axis_sizes,
         "axis_names": sharding.axis_names,
         "axis_types": [f"AxisType.{kind}" for kind in sharding.axis_types],
         "partition_spec": sharding.spec,
-        "device_mesh": {"mesh": mesh},
     }
+    if sharding.device_ids:
+        mesh: Any = [{"id": i} for i in sharding.device_ids]
+        for size in reversed(sharding.axis_sizes[1:]):
+            mesh = [mesh[i : i + size] for i in range(0, len(mesh), size)]
+        fields["device_mesh"] = {"mesh": mesh}
+    return fields
 
 
 def _from_json(value: object, file: str) -> SavedSharding | None:

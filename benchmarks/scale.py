@@ -1,0 +1,151 @@
+"""What grows with the job: the plan, the metadata and the merge of thousands of processes.
+
+Nobody has thousands of machines at hand, but a plan is a pure function and the merge is done by one
+process: both are run here as they would be there, over real shardings of as many virtual devices,
+one to a process. Times are of one process, with nothing kept from before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+LEAVES: Final = 10_000
+COUNTS: Final = (8, 64, 512, 4096)
+MERGED: Final = (8, 64, 512)
+# Of each process, when databases are merged; a value is too large to lie in a node.
+KEYS: Final = 200
+_VALUE_BYTES: Final = 5_000
+_TIMEOUT_S: Final = 300.0
+
+
+def measure_plans(counts: Sequence[int], *, leaves: int) -> dict[int, dict[str, float]]:
+    """Seconds and bytes by number of processes, each in an interpreter of its own.
+
+    `plan` is what a process works out before its first save, `metadata` how process 0 makes
+    the metadata files.
+    """
+    samples = {}
+    for count in counts:
+        command = [sys.executable, "-m", "benchmarks.scale", str(count), str(leaves)]
+        env = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
+        }
+        done = subprocess.run(
+            command, env=env, capture_output=True, timeout=_TIMEOUT_S, check=False, text=True
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        samples[count] = json.loads(done.stdout)
+    return samples
+
+
+def measure_merges(counts: Sequence[int], *, keys: int, root: Path) -> dict[int, dict[str, float]]:
+    """Seconds to make one database of those of so many processes, and of each key."""
+    from jaxckpt.storage._arrays import Writer, merge_databases
+
+    samples = {}
+    for count in counts:
+        with tempfile.TemporaryDirectory(dir=root, prefix="bench-") as folder:
+            parts = [Path(folder, f"ocdbt.process_{i}") for i in range(count)]
+            for i, part in enumerate(parts):
+                part.mkdir()
+                writer = Writer(_file(part))
+                for key in range(keys):  # each process has a chunk of each array
+                    writer.put(f"leaf_{key:05d}/c/{i}/0", bytes(_VALUE_BYTES))
+                writer.commit()
+            start = time.perf_counter()
+            merge_databases(_file(Path(folder)), [_file(part) for part in parts])
+            seconds = time.perf_counter() - start
+        samples[count] = {"merge": seconds, "each key": seconds / (count * keys)}
+    return samples
+
+
+def _file(path: Path) -> dict[str, str]:
+    return {"driver": "file", "path": f"{path}/"}
+
+
+def _plan(count: int, leaves: int) -> dict[str, float]:
+    """Of the process that has the most to do: the one in the middle plans, the first describes."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from jaxckpt._layout import Layout, _saved_sharding
+    from jaxckpt._plan import ArraySpec, placement_of, plan_save
+    from jaxckpt.format.tree import NAMED, Leaf, Node, Tree
+
+    mesh = Mesh(np.array(jax.devices()).reshape(count // 8, 8), ("fsdp", "tensor"))
+    # As in a transformer: matrices cut both ways or one, and vectors that everybody holds.
+    kinds: list[tuple[Any, tuple[int, ...]]] = [
+        (P("fsdp", "tensor"), (8192, 1024)),
+        (P("tensor", "fsdp"), (1024, 8192)),
+        (P("fsdp"), (8192, 128)),
+        (P(), (1024,)),
+    ]
+    shardings = {spec: NamedSharding(mesh, spec) for spec, _ in kinds}
+    arrays = [kinds[i % len(kinds)] for i in range(leaves)]
+    process = count // 2
+    start = time.perf_counter()
+    specs = [
+        ArraySpec(
+            shape=shape,
+            dtype="float32",
+            itemsize=4,
+            placement=placement_of(shardings[spec], shape, _process_of),
+        )
+        for spec, shape in arrays
+    ]
+    plan = plan_save(specs, process=process)
+    planned = time.perf_counter() - start
+    names = [f"leaf_{i:05d}" for i in range(leaves)]
+    start = time.perf_counter()
+    layout = Layout(
+        tree=Tree(
+            leaves=tuple(
+                Leaf(
+                    path=(name,),
+                    key_types=(NAMED,),
+                    kind="array",
+                    dtype="float32",
+                    shape=stored.shape,
+                    stored=stored,
+                )
+                for name, stored in zip(names, plan.stored, strict=True)
+            ),
+            root=Node(type="dict", names=tuple(names), children=(None,) * leaves),
+            typed=True,
+            uses_ocdbt=True,
+        ),
+        shardings={
+            name: _saved_sharding(shardings[spec])
+            for name, (spec, _) in zip(names, arrays, strict=True)
+        },
+        plan=plan,
+        sources=(),
+    )
+    size = sum(map(len, layout.files.values()))
+    described = time.perf_counter() - start
+    return {
+        "plan": planned,
+        "metadata": described,
+        "metadata bytes": size,
+        "chunks": len(plan.writes),
+    }
+
+
+def _process_of(device: Any) -> int:
+    return device.id
+
+
+if __name__ == "__main__":
+    print(json.dumps(_plan(int(sys.argv[1]), int(sys.argv[2]))))
