@@ -272,10 +272,14 @@ class ChunkRead:
         index: In the grid of chunks.
         parts: For each target that needs some of it: the index of the target, where in the target
             those values go, and where in the chunk they are.
+        count: Elements of the chunk.
+        is_whole: Whether one target takes all of it.
     """
 
     index: tuple[int, ...]
     parts: tuple[tuple[int, tuple[Any, ...], tuple[Any, ...]], ...]
+    count: int
+    is_whole: bool
 
 
 @lru_cache(maxsize=1 << 12)
@@ -287,12 +291,24 @@ def plan_chunks(chunk_shape: tuple[int, ...], targets: tuple[Box, ...]) -> tuple
         [(0,), (1,)]
     """
     parts: dict[tuple[int, ...], list[tuple[int, tuple[Any, ...], tuple[Any, ...]]]] = {}
+    whole: set[tuple[int, ...]] = set()
     for i, target in enumerate(targets):
         for index, chunk in _box.tile(target, chunk_shape):
             part = chunk.intersect(target)
             if part is not None:
                 parts.setdefault(index, []).append((i, part.within(target), part.within(chunk)))
-    return tuple(ChunkRead(index=index, parts=tuple(where)) for index, where in parts.items())
+                if part == chunk:
+                    whole.add(index)
+    count = math.prod(chunk_shape)
+    return tuple(
+        ChunkRead(
+            index=index,
+            parts=tuple(where),
+            count=count,
+            is_whole=len(where) == 1 and index in whole,
+        )
+        for index, where in parts.items()
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

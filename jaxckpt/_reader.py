@@ -1,29 +1,51 @@
-"""Reads the parts of stored arrays that the shards of this process need, within a budget."""
+"""Reads the parts of stored arrays that the shards of this process need, within a budget.
+
+What we wrote is read by `_chunks`, leaves that are small and next to each other at once. Anything
+else is read by TensorStore, one leaf at a time: what Orbax wrote, dtypes of less than a byte, and a
+few leaves of a checkpoint that has far more (to find them, it does not look at all others).
+"""
 
 from __future__ import annotations
 
-import math
+import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 import numpy as np
 
 from jaxckpt._box import Box
+from jaxckpt._chunks import Failures, copy, plan_leaf, start_reads
 from jaxckpt._item import Item
-from jaxckpt._plan import ChunkRead, plan_chunks, plan_reads
+from jaxckpt._plan import plan_chunks, plan_reads
 from jaxckpt._transfer import empty
-from jaxckpt._writer import is_direct
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint
-from jaxckpt.format.arrays import chunk_key, decode_chunk, dtype_of
-from jaxckpt.format.tree import Leaf
+from jaxckpt.format.arrays import (
+    MAX_UNIT_BYTES,
+    PLAIN_DTYPES,
+    decode_metadata,
+    dtype_of,
+    metadata_key,
+)
+from jaxckpt.format.tree import Leaf, StoredArray
 
 # How many arrays to open ahead of the one that is read.
 _OPEN_AHEAD: Final = 64
 # What may be under way of one leaf beside its buffers, as a part of the budget.
 _WINDOW: Final = 0.25
+# Small leaves are read together up to these limits.
+_BATCH_BYTES: Final = 16 << 20
+_BATCH_LEAVES: Final = 1024
+# To look through the whole database pays if this part of its keys is wanted.
+_WORTH_LOOKING: Final = 1 / 16
+_MAX_THREADS: Final = 16
+# For a better message so many are looked through.
+_MOST_KEYS: Final = 1 << 20
+
+Buffers = dict[Box, np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +67,7 @@ class LeafRead:
         object.__setattr__(self, "total_bytes", size)
 
 
-def read_leaves(
-    item: Item, reads: Sequence[LeafRead], *, budget_bytes: int
-) -> Iterator[dict[Box, np.ndarray[Any, Any]]]:
+def read_leaves(item: Item, reads: Sequence[LeafRead], *, budget_bytes: int) -> Iterator[Buffers]:
     """Yields the buffers of each leaf by box, in order.
 
     Leaves are read ahead of the one that is yielded while what they take fits into the budget:
@@ -60,39 +80,183 @@ def read_leaves(
     """
     if not reads:
         return
+    window_bytes = int(budget_bytes * _WINDOW)
+    threads = max(1, min(_MAX_THREADS, 2 + _cores(), window_bytes // MAX_UNIT_BYTES))
+    executor = ThreadPoolExecutor(threads, thread_name_prefix="jaxckpt-read")
+    started: deque[tuple[int, _Batch]] = deque()
+    in_flight = 0
+    try:
+        for batch in _batches(item, reads, executor, window_bytes):
+            cost = sum(r.total_bytes + min(r.total_bytes, window_bytes) for r in batch.reads)
+            while started and in_flight + cost > budget_bytes:
+                freed, first = started.popleft()
+                yield from first.finish()
+                del first  # what was yielded is the caller's alone
+                in_flight -= freed
+            batch.start()
+            started.append((cost, batch))
+            in_flight += cost
+            del batch
+        while started:
+            yield from started.popleft()[1].finish()
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Batch(Protocol):
+    """Leaves that are read together."""
+
+    @property
+    def reads(self) -> Sequence[LeafRead]: ...
+
+    def start(self) -> None:
+        """Makes the buffers and starts to fill them; what goes wrong is raised by `finish`."""
+        ...
+
+    def finish(self) -> Iterator[Buffers]:
+        """Waits, and yields the buffers of each leaf."""
+        ...
+
+
+def _batches(
+    item: Item, reads: Sequence[LeafRead], executor: Executor, window_bytes: int
+) -> Iterator[_Batch]:
+    """Finds out how to read, and opens arrays a little ahead of their use."""
     from jaxckpt.storage._arrays import Reader
 
-    storage = item.checkpoint.storage
+    ahead: deque[_Batch] = deque()
     with _Blaming(item, None):
-        reader = Reader(storage.kvstore(item.path), database=item.database)
-    window_bytes = int(budget_bytes * _WINDOW)
-    started: deque[tuple[int, _LeafBuffers]] = deque()
-    in_flight = 0
-    for buffers in _opened(item, reader, reads, window_bytes):
-        size = buffers.read.total_bytes
-        cost = size + min(size, window_bytes)
-        while started and in_flight + cost > budget_bytes:
-            freed, first = started.popleft()
-            yield first.finish()
-            in_flight -= freed
-        buffers.start()
-        started.append((cost, buffers))
-        in_flight += cost
-    while started:  # and no reference stays to what was yielded
-        yield started.popleft()[1].finish()
-
-
-def _opened(
-    item: Item, reader: Any, reads: Sequence[LeafRead], window_bytes: int
-) -> Iterator[_LeafBuffers]:
-    """Opens the arrays a little ahead of their use."""
-    ahead: deque[_LeafBuffers] = deque()
-    for read in reads:
-        kind = _SmallChunks if item.ours and is_direct(read.leaf.array) else _Regions
-        ahead.append(kind(item, reader, read, window_bytes))
+        extents = _extents(item, reads)
+        reader = Reader(item.checkpoint.storage.kvstore(item.path), database=item.database)
+    for group in _grouped(reads, min(_BATCH_BYTES, window_bytes), extents is not None):
+        if extents is not None and _is_ours(group[0]):
+            ahead.append(_Chunks(item, group, extents, executor))
+        else:
+            ahead.append(_Regions(item, group[0], reader, window_bytes))
         if len(ahead) > _OPEN_AHEAD:
             yield ahead.popleft()
     yield from ahead
+
+
+def _is_ours(read: LeafRead) -> bool:
+    return read.leaf.array.dtype in PLAIN_DTYPES
+
+
+def _grouped(
+    reads: Sequence[LeafRead], most_bytes: int, may_group: bool
+) -> Iterator[list[LeafRead]]:
+    group: list[LeafRead] = []
+    size = 0
+    for read in reads:
+        alone = not may_group or not _is_ours(read)
+        full = size + read.total_bytes > most_bytes or len(group) >= _BATCH_LEAVES
+        if group and (alone or full):
+            yield group
+            group, size = [], 0
+        if alone:
+            yield [read]
+            continue
+        group.append(read)
+        size += read.total_bytes
+    if group:
+        yield group
+
+
+def _extents(item: Item, reads: Sequence[LeafRead]) -> Mapping[str, Any] | None:
+    """Where the values of the database lie; None if it is not ours, or not worth looking."""
+    from jaxckpt.storage._arrays import extents
+
+    if not (item.ours and item.database):
+        return None
+    ours = [read for read in reads if _is_ours(read)]
+    wanted = sum(1 + len(plan_chunks(read.leaf.array.unit_shape, read.boxes)) for read in ours)
+    if not wanted:
+        return None
+    storage = item.checkpoint.storage
+    return extents(storage.kvstore(item.path), max_keys=int(wanted / _WORTH_LOOKING))
+
+
+class _Chunks:
+    """Leaves that jaxckpt wrote."""
+
+    def __init__(
+        self,
+        item: Item,
+        reads: Sequence[LeafRead],
+        extents: Mapping[str, Any],
+        executor: Executor,
+    ) -> None:
+        self.reads = reads
+        self._item, self._extents, self._executor = item, extents, executor
+        self._buffers: deque[list[np.ndarray[Any, Any]]] = deque()
+        self._failures = Failures()
+        self._under_way: list[Future[None]] = []
+        self._described: dict[bytes, StoredArray] = {}  # most arrays are like others
+
+    def start(self) -> None:
+        storage, path = self._item.checkpoint.storage, self._item.path
+
+        def read_index(file: str, offset: int, size: int) -> np.ndarray[Any, Any]:
+            index = np.empty(size, np.uint8)
+            storage.read_into(f"{path}/{file}", offset, [index])
+            return index
+
+        jobs = []
+        for read in self.reads:
+            buffers = []
+            try:
+                self._check_described(read.leaf)
+                buffers = make_buffers(self._item, read)
+                jobs += plan_leaf(
+                    read.leaf, read.boxes, buffers, self._extents.get, read_index, path=path
+                )
+            except (CheckpointError, OSError, MemoryError) as error:
+                self._failures.add(read.leaf, error)
+            self._buffers.append(buffers)
+        self._under_way = start_reads(storage, path, jobs, self._executor, self._failures)
+
+    def _check_described(self, leaf: Leaf) -> None:
+        """The tree says how an array lies, and so do its own metadata, which Orbax goes by."""
+        key = leaf.prefix + metadata_key(3)
+        data, file = self._extents.get(key), f'{self._item.path}: "{key}"'
+        if not isinstance(data, bytes):
+            what = f"{file}: leaf {leaf.text}: its array metadata is missing"
+            raise CorruptCheckpoint(what, leaf=leaf.text, file=file)
+        described = self._described.get(data)
+        if described is None:
+            described = decode_metadata(data, 3, leaf=leaf.text, file=file)
+            self._described[data] = described
+        if described != leaf.array:
+            raise CorruptCheckpoint(
+                f"{file}: leaf {leaf.text}: its array metadata say {described}, the tree says "
+                f"{leaf.array}",
+                leaf=leaf.text,
+                file=file,
+            )
+
+    def finish(self) -> Iterator[Buffers]:
+        for one in self._under_way:
+            one.result()
+        self._under_way.clear()
+        for read in self.reads:
+            with _Blaming(self._item, read.leaf):
+                self._failures.raise_of(read.leaf)
+            yield dict(zip(read.boxes, self._buffers.popleft(), strict=True))
+
+
+def make_buffers(item: Item, read: LeafRead) -> list[np.ndarray[Any, Any]]:
+    """Memory for the parts of a leaf that are wanted."""
+    try:
+        return empty([box.shape for box in read.boxes], read.dtype)
+    except MemoryError as error:
+        raise MemoryError(
+            f"leaf {read.leaf.text} of {item.path}: this host has no memory for "
+            f"{read.total_bytes} bytes. Restore it in shards, or without that leaf."
+        ) from error
 
 
 # A read under way: how many bytes it needs beside the buffers, what to wait for, and what to do
@@ -100,40 +264,42 @@ def _opened(
 _Task = tuple[int, Sequence[Any], Callable[[Any], None]]
 
 
-class _LeafBuffers:
-    """The buffers of one leaf, and the reads that fill them."""
+class _Regions:
+    """One leaf of any layout: regions of it, which TensorStore reads, decodes and checks."""
 
-    def __init__(self, item: Item, reader: Any, read: LeafRead, window_bytes: int) -> None:
-        self._item, self._reader, self.read = item, reader, read
+    def __init__(self, item: Item, read: LeafRead, reader: Any, window_bytes: int) -> None:
+        self.reads = (read,)
+        self._item, self._read = item, read
         self._stored = read.leaf.array
         self._dtype = dtype_of(self._stored.dtype)
-        self._name = read.leaf.prefix
         self._buffers: list[np.ndarray[Any, Any]] = []
         self._tasks: Iterator[_Task] = iter(())
         self._pending: deque[_Task] = deque()
         self._window_bytes = window_bytes
         self._under_way = 0  # bytes of what is pending
         self._failed: CorruptCheckpoint | None = None
+        fill = item.tree.fill_missing and self._stored.has_fill
+        self._array = reader.open(read.leaf.prefix, item.tree.zarr_version, fill_missing=fill)
 
     def start(self) -> None:
         try:
-            with _Blaming(self._item, self.read.leaf):
+            with _Blaming(self._item, self._read.leaf):
                 self._tasks = self._issue()
                 self._fill_window()
-        except CorruptCheckpoint as error:  # raised by `finish`: leaves fail in their order
+        except CorruptCheckpoint as error:
             self._failed = error
 
-    def finish(self) -> dict[Box, np.ndarray[Any, Any]]:
+    def finish(self) -> Iterator[Buffers]:
         if self._failed is not None:
             raise self._failed
-        with _Blaming(self._item, self.read.leaf):
+        with _Blaming(self._item, self._read.leaf):
             while self._pending:
                 size, pending, then = self._pending.popleft()
                 for one in pending:
                     then(one.result())
                 self._under_way -= size
                 self._fill_window()
-        return dict(zip(self.read.boxes, self._buffers, strict=True))
+        yield dict(zip(self._read.boxes, self._buffers, strict=True))
 
     def _fill_window(self) -> None:
         """Starts reads while they fit into the window; at least one is always under way."""
@@ -145,60 +311,6 @@ class _LeafBuffers:
             self._under_way += task[0]
 
     def _issue(self) -> Iterator[_Task]:
-        """Makes the buffers and starts the reads, one for each task that is asked for."""
-        raise NotImplementedError
-
-    def _make_buffers(self) -> None:
-        try:
-            self._buffers = empty([box.shape for box in self.read.boxes], self.read.dtype)
-        except MemoryError as error:
-            raise MemoryError(
-                f"leaf {self.read.leaf.text} of {self._item.path}: this host has no memory for "
-                f"{self.read.total_bytes} bytes. Restore it in shards, or without that leaf."
-            ) from error
-
-    def _put(self, target: int, part: Box, values: np.ndarray[Any, Any]) -> None:
-        where = part.within(self.read.boxes[target])
-        _copy(self._buffers[target][where], values)
-
-
-class _SmallChunks(_LeafBuffers):
-    """Chunks that are values of the database: read whole, checked and divided here."""
-
-    def _issue(self) -> Iterator[_Task]:
-        self._make_buffers()
-        size = math.prod(self._stored.chunk_shape) * self._dtype.itemsize
-        for chunk in plan_chunks(self._stored.chunk_shape, self.read.boxes):
-            key = self._name + chunk_key(chunk.index)
-            yield size, (self._reader.get(key),), self._divider(key, chunk)
-
-    def _divider(self, key: str, plan: ChunkRead) -> Callable[[Any], None]:
-        from jaxckpt.storage._arrays import value_of
-
-        def divide(read: Any) -> None:
-            data = value_of(read)
-            file = f'{self._item.path}: "{key}"'
-            leaf = self.read.leaf
-            if data is None:
-                raise CorruptCheckpoint(
-                    f"{file}: leaf {leaf.text}: a chunk is missing", leaf=leaf.text, file=file
-                )
-            chunk = decode_chunk(data, self._stored.chunk_shape, self._dtype, leaf=leaf, file=file)
-            for target, where, part in plan.parts:
-                _copy(self._buffers[target][where], chunk[part])
-
-        return divide
-
-
-class _Regions(_LeafBuffers):
-    """Regions of any array, which TensorStore reads, decodes and checks."""
-
-    def __init__(self, item: Item, reader: Any, read: LeafRead, window_bytes: int) -> None:
-        super().__init__(item, reader, read, window_bytes)
-        fill = item.tree.fill_missing and self._stored.has_fill
-        self._array = reader.open(self._name, item.tree.zarr_version, fill_missing=fill)
-
-    def _issue(self) -> Iterator[_Task]:
         from jaxckpt.storage._arrays import read_into, shape_of
 
         array = self._array.result()
@@ -206,20 +318,20 @@ class _Regions(_LeafBuffers):
             raise ValueError(
                 f"the array has shape {shape_of(array)}, the tree says {self._stored.shape}"
             )
-        self._make_buffers()
-        boxes = [box for box in self.read.boxes if box.size]
-        index = [i for i, box in enumerate(self.read.boxes) if box.size]
-        casts = self._dtype != self.read.dtype
-        if not casts and self.read.total_bytes <= self._window_bytes:
+        self._buffers = make_buffers(self._item, self._read)
+        boxes = [box for box in self._read.boxes if box.size]
+        index = [i for i, box in enumerate(self._read.boxes) if box.size]
+        casts = self._dtype != self._read.dtype
+        if not casts and self._read.total_bytes <= self._window_bytes:
             outs = [self._buffers[i] for i in index]
-            yield self.read.total_bytes, read_into(array, [box.slices for box in boxes], outs), _no
+            yield self._read.total_bytes, read_into(array, [box.slices for box in boxes], outs), _no
             return
         for region in plan_reads(self._stored, self._dtype.itemsize, boxes):
             parts = [(index[target], part) for target, part in region.parts]
             size = region.box.size * self._dtype.itemsize
             if not casts:
                 wheres = [part.slices for _, part in parts]
-                outs = [self._buffers[i][part.within(self.read.boxes[i])] for i, part in parts]
+                outs = [self._buffers[i][part.within(self._read.boxes[i])] for i, part in parts]
                 yield size, read_into(array, wheres, outs), _no
                 continue
             # Not with TensorStore's own cast: it differs from numpy's for some dtypes of 8 bits.
@@ -232,25 +344,14 @@ class _Regions(_LeafBuffers):
     ) -> Callable[[Any], None]:
         def divide(_: Any) -> None:
             for target, part in parts:
-                self._put(target, part, values[part.within(box)])
+                where = part.within(self._read.boxes[target])
+                copy(self._buffers[target][where], values[part.within(box)])
 
         return divide
 
 
 def _no(_: Any) -> None:
     """Nothing is to be done: it was read into its place."""
-
-
-def _copy(out: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
-    """Copies, casting where the dtypes differ; overflow and NaN go as numpy has them go."""
-    if out.dtype == values.dtype:
-        out[...] = values
-        return
-    with np.errstate(all="ignore"):
-        try:
-            out[...] = values.astype(out.dtype)
-        except TypeError:  # two ml_dtypes that know nothing of each other
-            out[...] = values.astype(np.float32).astype(out.dtype)
 
 
 class _Blaming:  # a context manager of few steps: every small leaf enters it twice
@@ -275,7 +376,8 @@ def _blame(item: Item, leaf: Leaf | None, error: Exception) -> NoReturn:
         error = data_error(error, item.path, text)
     elif not isinstance(error, CorruptCheckpoint):
         raise error
-    file, problem = bad_file(item) or _damaged_file(item, str(error)) or (None, None)
+    known = error.file is not None and error.file.startswith(f"{item.path}/")  # pyright: ignore
+    file, problem = bad_file(item) or (not known and _damaged_file(item, str(error))) or (None, "")
     if file is None:
         raise error
     where = f"leaf {text}: " if text else ""
@@ -297,14 +399,15 @@ def bad_file(item: Item) -> tuple[str, str] | None:
 
 
 def _damaged_file(item: Item, message: str) -> tuple[str, str] | None:
-    """The data file that holds the chunk that a message of TensorStore or of ours names."""
-    from jaxckpt.storage._arrays import file_of_value
+    """The data file that holds the chunk that a message of TensorStore names."""
+    from jaxckpt.storage._arrays import Extent, extents
 
     key = re.search(r'"([^"]*(?:/c(?:/\d+)*|[/.\d]+))"', message)
     if key is None or not item.database:
         return None
     try:
-        file = file_of_value(item.checkpoint.storage.kvstore(item.path), key[1])
-    except (ValueError, OSError, LookupError):
+        spec = item.checkpoint.storage.kvstore(item.path)
+        found = (extents(spec, max_keys=_MOST_KEYS) or {}).get(key[1])
+    except (ValueError, OSError):
         return None
-    return None if file is None else (f"{item.path}/{file}", "is damaged")
+    return (f"{item.path}/{found.file}", "is damaged") if isinstance(found, Extent) else None

@@ -108,6 +108,11 @@ def _as_stored(host: np.ndarray[Any, Any], stored: np.dtype[Any]) -> np.ndarray[
 
 def empty(shapes: Sequence[Sequence[int]], dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
     """Uninitialised host memory that jax can use in place, for the shards of one array."""
+    if len(shapes) == 1:  # most small arrays
+        size = math.prod(shapes[0]) * dtype.itemsize
+        raw = np.empty(size + _ALIGNMENT, np.uint8)
+        start = -raw.__array_interface__["data"][0] % _ALIGNMENT
+        return [raw[start : start + size].view(dtype).reshape(shapes[0])]
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     room = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
     raw = np.empty(sum(room) + _ALIGNMENT, np.uint8)

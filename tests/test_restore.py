@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
+import tracemalloc
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -20,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt import TreeMismatch, _reader, _restore
 from jaxckpt.format.arrays import MAX_UNIT_BYTES
-from jaxckpt.storage import _arrays
+from jaxckpt.storage import LocalStorage, _arrays
 from jaxckpt.testing import strategies
 from jaxckpt.testing.strategies import same
 
@@ -166,20 +167,23 @@ def test_any_spec_to_any_spec(data):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Counts every value and every region that is read: (name of the array, what) -> times."""
+    """Counts every chunk and every region that is read: (name of the array, what) -> times."""
     seen = Counter()
-    get, read_into = _arrays.Reader.get, _arrays.read_into
+    plan_leaf, read_into = _reader.plan_leaf, _arrays.read_into
 
-    def counted_get(self, key):
-        seen[key] += 1
-        return get(self, key)
+    def counted_leaf(leaf, boxes, buffers, find, read_index, *, path):
+        def counted_find(key):
+            seen[key] += 1
+            return find(key)
+
+        return plan_leaf(leaf, boxes, buffers, counted_find, read_index, path=path)
 
     def counted_read_into(array, wheres, outs):
         for where in wheres:
             seen[array.kvstore.path, tuple((s.start, s.stop) for s in where)] += 1
         return read_into(array, wheres, outs)
 
-    monkeypatch.setattr(_arrays.Reader, "get", counted_get)
+    monkeypatch.setattr(_reader, "plan_leaf", counted_leaf)
     monkeypatch.setattr(_arrays, "read_into", counted_read_into)
     return seen
 
@@ -194,19 +198,30 @@ def test_each_distinct_chunk_is_read_once(on_4x2, reads, mesh):
     assert set(reads.values()) == {1}
 
 
-def bytes_read():
-    """How many bytes TensorStore has read from files, by its own count."""
+@pytest.fixture
+def bytes_read(monkeypatch):
+    """How many bytes were read of data files: by us, and by TensorStore by its own count."""
     import tensorstore as ts
 
-    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return sum(metric["values"][0]["value"] for metric in metrics)
+    ours, read_into = [0], LocalStorage.read_into
+
+    def counted(self, path, offset, buffers):
+        ours[0] += sum(map(len, buffers))
+        return read_into(self, path, offset, buffers)
+
+    def total():
+        metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+        return ours[0] + sum(metric["values"][0]["value"] for metric in metrics)
+
+    monkeypatch.setattr(LocalStorage, "read_into", counted)
+    return total
 
 
 @pytest.mark.parametrize("target", [{"a": 8}, {"a": 2, "b": 4}, {"a": 1}], ids=str)
 @pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a")], ids=str)
 @pytest.mark.parametrize("casts", [False, True])
-def test_every_byte_is_read_once(on_4x2, target, spec, casts):
-    """Of an array that is read in regions, whatever chunk lies in how many shards."""
+def test_every_byte_is_read_once(on_4x2, bytes_read, target, spec, casts):
+    """Of an array with inner chunks, whatever chunk lies in how many shards."""
     path, wanted = on_4x2
     size = wanted["big"].nbytes
     like = abstract(wanted["big"], mesh_of(target), spec, np.float64 if casts else None)
@@ -245,31 +260,25 @@ def test_no_chunk_is_read_twice_or_for_nothing(data):
     """Over random shardings: the regions that are read of an array never touch a chunk twice."""
     sizes = data.draw(strategies.mesh_shapes())
     target = data.draw(strategies.mesh_shapes())
-    shape = (24, 8)
+    shape = (24, 8, 700)  # so that no chunk is so small that it lies in a node
     stored_spec = data.draw(strategies.specs(sizes, shape))
-    like = abstract(
-        np.zeros(shape, np.int8), mesh_of(target), data.draw(strategies.specs(target, shape))
-    )
+    like = abstract(np.zeros(shape), mesh_of(target), data.draw(strategies.specs(target, shape)))
     chunk = NamedSharding(mesh_of(sizes), stored_spec).shard_shape(shape)
-    needed = {
-        tuple(a // c for a, c in zip((i, j), chunk, strict=True))
-        for i in range(shape[0])
-        for j in range(shape[1])
-    }
+    chunks = np.prod(np.array(shape) // chunk)
     seen = Counter()
-    original = _arrays.Reader.get
+    original = _reader.start_reads
 
-    def counted(self, key):
-        seen[key] += 1
-        return original(self, key)
+    def counted(storage, path, jobs, executor, failures):
+        seen.update(job.key for job in jobs)
+        return original(storage, path, jobs, executor, failures)
 
     shm = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=shm) as folder, pytest.MonkeyPatch.context() as patch:
-        jaxckpt.save(f"{folder}/x", put(np.zeros(shape, np.int8), mesh_of(sizes), stored_spec))
-        patch.setattr(_arrays.Reader, "get", counted)
+        jaxckpt.save(f"{folder}/x", put(np.zeros(shape), mesh_of(sizes), stored_spec))
+        patch.setattr(_reader, "start_reads", counted)
         jaxckpt.restore(f"{folder}/x", like)
 
-    assert len(seen) == len(needed)
+    assert len(seen) == chunks
     assert set(seen.values()) == {1}
 
 
@@ -310,10 +319,28 @@ def test_memory_in_flight_is_bounded(tmp_path, monkeypatch, casts):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
-def test_an_array_larger_than_the_budget_is_read_in_pieces(tmp_path, monkeypatch, dtype, spec):
+def test_an_array_larger_than_the_budget_is_read_in_pieces(tmp_path, dtype, spec):
     """Cast or not, resharded or not: beside its buffers it takes a part of the budget."""
     mesh = mesh_of({"x": 8})
-    values = (np.arange(16 << 20, dtype=np.float32) % 999).reshape(16, -1)  # 8 chunks of 8 MiB
+    values = (np.arange(24 << 20, dtype=np.float32) % 999).reshape(16, -1)  # 8 chunks of 12 MiB
+    jaxckpt.save(tmp_path / "x", put(values, mesh, P("x")))
+    like = abstract(values, mesh, spec, dtype)
+    tracemalloc.start()
+
+    got = jaxckpt.restore(tmp_path / "x", like, budget_bytes=16 << 20)
+
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert same(np.asarray(got), values.astype(dtype))
+    assert got.nbytes < peak < got.nbytes + (16 << 20) // 4 + MAX_UNIT_BYTES
+
+
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.int8])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
+def test_tensorstore_is_asked_for_pieces(tmp_path, monkeypatch, dtype, spec):
+    """Of what it alone can read."""
+    mesh = mesh_of({"x": 8})
+    values = (np.arange(64 << 20) % 7).astype(jnp.int4).reshape(16, -1)
     jaxckpt.save(tmp_path / "x", put(values, mesh, P("x")))
     under_way, peak = 0, 0
     read_into = _arrays.read_into

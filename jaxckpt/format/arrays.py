@@ -23,7 +23,7 @@ from jaxckpt.format.jsontext import expect, expect_shape
 from jaxckpt.format.tree import Leaf, StoredArray, check_grid
 
 MAX_UNIT_BYTES: Final = 32 << 20
-_CRC_BYTES: Final = 4
+CRC_BYTES: Final = 4
 # A chunk is a device shard or a slice of one, and no job has that many devices.
 _MAX_CHUNKS: Final = 1 << 20
 # Small values may lie in the nodes of the OCDBT tree, which are packed. No writer of ours puts one
@@ -286,30 +286,38 @@ def _zarr2_dtype(value: object, leaf: str, file: str) -> str:
 def encode_chunk(values: np.ndarray[Any, Any]) -> bytes:
     """A chunk as our `zarr3_metadata` describes it, for the dtypes of `PLAIN_DTYPES`."""
     data = values.tobytes()
-    return data + google_crc32c.value(data).to_bytes(_CRC_BYTES, "little")
+    return data + google_crc32c.value(data).to_bytes(CRC_BYTES, "little")
 
 
-def decode_chunk(
-    data: bytes, shape: Sequence[int], dtype: np.dtype[Any], *, leaf: Leaf, file: str
-) -> np.ndarray[Any, Any]:
-    """The values of a chunk that `encode_chunk` wrote, as a read-only array.
+def checksum(data: np.ndarray[Any, Any]) -> int:
+    """The CRC-32C of an array's bytes, which lie in a row."""
+    return google_crc32c.value(data)
+
+
+# An inner chunk that was not stored.
+_NOT_STORED: Final = (1 << 64) - 1
+
+
+def index_bytes(stored: StoredArray) -> int:
+    """The size of the index at the end of a chunk that has inner chunks."""
+    return 16 * math.prod(stored.chunk_shape) // math.prod(stored.unit_shape) + CRC_BYTES
+
+
+def decode_index(data: np.ndarray[Any, Any], limit: int) -> list[tuple[int, int]]:
+    """Offset and size of each inner chunk, in order (`sharding_indexed` of zarr v3).
+
+    Args:
+        data: uint8[index_bytes].
+        limit: They all lie before that offset.
 
     Raises:
-        CorruptCheckpoint: wrong length, or the checksum differs.
+        ValueError: the checksum differs, one is not stored, or lies elsewhere.
     """
-    size = math.prod(shape) * dtype.itemsize
-    if len(data) != size + _CRC_BYTES:
-        raise CorruptCheckpoint(
-            f"{file}: leaf {leaf.text}: a chunk has {len(data)} bytes, wanted {size + _CRC_BYTES}",
-            leaf=leaf.text,
-            file=file,
-        )
-    body, stored = np.frombuffer(data, np.uint8, size), int.from_bytes(data[size:], "little")
-    if (found := google_crc32c.value(body)) != stored:
-        raise CorruptCheckpoint(
-            f"{file}: leaf {leaf.text}: checksum mismatch in a chunk: stored {stored:#010x}, "
-            f"computed {found:#010x}. The file is damaged; restore an older checkpoint.",
-            leaf=leaf.text,
-            file=file,
-        )
-    return body.view(dtype).reshape(shape)
+    body, crc = data[:-CRC_BYTES], int.from_bytes(data[-CRC_BYTES:].tobytes(), "little")
+    if (found := checksum(body)) != crc:
+        raise ValueError(f"checksum mismatch in its index: stored {crc:#010x}, {found:#010x}")
+    places = [(offset, size) for offset, size in body.view("<u8").reshape(-1, 2).tolist()]
+    for offset, size in places:
+        if offset == _NOT_STORED or offset + size > limit:
+            raise ValueError(f"an inner chunk of {size} bytes at {offset} is not in its chunk")
+    return places

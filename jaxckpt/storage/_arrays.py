@@ -10,7 +10,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import tensorstore as ts
@@ -276,27 +276,72 @@ class Reader:
         )
 
 
-def file_of_value(spec: Mapping[str, Any], key: str) -> str | None:
-    """The file of an OCDBT database, relative to its directory, that holds the value of a key.
+class Extent(NamedTuple):
+    """Where a value of a database lies.
 
-    None if the value lies in a node of the tree, or cannot be found. Walks the tree: for error
-    messages, not for reading.
+    Attributes:
+        file: Relative to the directory of the database.
+        offset, size: In bytes.
+    """
+
+    file: str
+    offset: int
+    size: int
+
+
+# As TensorStore prints a reference: kind, directory of the database that wrote it, file, offset,
+# size. We name directories of processes and TensorStore names files, so that no other is followed.
+_REFERENCE: Final = re.compile(
+    r"(value|btreenode):((?:ocdbt\.process_\d{1,9}/)?):(d/[0-9a-f]{32}):(\d{1,18}):(\d{1,18})"
+)
+
+
+def extents(spec: Mapping[str, Any], *, max_keys: int) -> dict[str, Extent | bytes] | None:
+    """Where each value of an OCDBT database lies; a small one lies in a node and is here already.
+
+    Args:
+        max_keys: More than these are not looked through.
+
+    Returns:
+        By key; None if there are too many, or if only TensorStore can find them.
+
+    Raises:
+        ValueError, OSError: the tree is damaged.
     """
     base = ts.KvStore.open(dict(spec), context=context()).result()
-    node: Any = ts.ocdbt.dump(base, context=context()).result()
-    location = node["versions"][-1]["root"]["location"]
-    wanted = key.encode()
-    while location is not None:
-        entries = ts.ocdbt.dump(base, location, context=context()).result()["entries"]
-        below = [entry for entry in entries if entry["key"] <= wanted]
-        if not below:
+    manifest: Any = ts.ocdbt.dump(base, context=context()).result()
+    if not manifest.get("versions"):
+        return None
+    version = manifest["versions"][-1]
+    root = version["root"]
+    if root["statistics"]["num_keys"] > max_keys or root["location"] is None:
+        return None
+    found: dict[str, Extent | bytes] = {}
+    nodes: list[tuple[str, bytes, int]] = [(root["location"], b"", version["root_height"])]
+    entries = 0
+    while nodes:
+        location, prefix, height = nodes.pop()
+        if _REFERENCE.fullmatch(location) is None:
             return None
-        value = below[-1].get("indirect_value")
-        if value is not None:
-            # value:<directory>:<file>:<offset>:<length>
-            return "".join(value.split(":")[1:-2]) if below[-1]["key"] == wanted else None
-        location = below[-1].get("location")
-    return None
+        node: Any = ts.ocdbt.dump(base, location, context=context()).result()
+        entries += len(node["entries"])
+        if node["height"] != height or entries > 2 * max_keys:
+            raise ValueError(f"{location} is no node of this tree")
+        for entry in node["entries"]:
+            if height:
+                below = prefix + entry["subtree_common_prefix"]
+                nodes.append((entry["location"], below, height - 1))
+                continue
+            key = (prefix + entry["key"]).decode()
+            if (data := entry.get("inline_value")) is not None:
+                found[key] = data
+                continue
+            reference = _REFERENCE.fullmatch(entry["indirect_value"])
+            if reference is None:
+                return None
+            _, folder, file, offset, size = reference.groups()
+            found[key] = Extent(folder + file, int(offset), int(size))
+    return found
 
 
 def value_of(read: Any) -> bytes | None:

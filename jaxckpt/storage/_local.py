@@ -22,13 +22,14 @@ import io
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.storage._protocol import Kind
 
 _TEMPORARY = ".jaxckpt-tmp-"
+_MOST_BUFFERS = 1024  # of one system call
 
 
 def is_temporary_file(name: str) -> bool:
@@ -67,6 +68,15 @@ class LocalStorage:
                 file=path,
             )
         return data
+
+    def read_into(self, path: str, offset: int, buffers: Sequence[Any]) -> None:
+        with _about(path):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                _check_regular(os.fstat(fd), path)
+                _fill(fd, offset, buffers)
+            finally:
+                os.close(fd)
 
     def write(self, path: str, data: bytes) -> None:
         def replace(temporary: str) -> bool:
@@ -317,6 +327,28 @@ def _read_upto(fd: int, count: int) -> bytes:
         count -= len(block)
         want = min(1 << 20, count)
     return b"".join(blocks)
+
+
+def _fill(fd: int, offset: int, buffers: Sequence[Any]) -> None:
+    for i in range(0, len(buffers), _MOST_BUFFERS):
+        some = buffers[i : i + _MOST_BUFFERS]
+        wanted = sum(map(len, some))
+        while wanted:
+            count = os.preadv(fd, some, offset)
+            if not count:
+                raise EOFError(f"the file ends at byte {offset}, {wanted} more are wanted")
+            wanted, offset = wanted - count, offset + count
+            if wanted:  # a large read may stop anywhere
+                some = _after(some, count)
+
+
+def _after(buffers: Sequence[Any], count: int) -> list[Any]:
+    """What is left of buffers without the first `count` bytes."""
+    left = []
+    for buffer in buffers:
+        left.append(buffer[count:])
+        count -= min(count, len(buffer))
+    return left
 
 
 def _check_regular(status: os.stat_result, path: str) -> None:

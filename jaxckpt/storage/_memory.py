@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any, final
 
 from jaxckpt.errors import CorruptCheckpoint
@@ -32,6 +33,14 @@ class MemoryStorage:
                 file=path,
             )
         return data
+
+    def read_into(self, path: str, offset: int, buffers: Sequence[Any]) -> None:
+        data = memoryview(self._value(path))[offset:]
+        for buffer in buffers:
+            view = memoryview(buffer)
+            if len(data) < len(view):
+                raise EOFError(f"{path}: the file ends {len(view) - len(data)} bytes too early")
+            view[:], data = data[: len(view)], data[len(view) :]
 
     def write(self, path: str, data: bytes) -> None:
         _keys().write(path, data)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Kind = Literal["file", "dir", "other"]
 
@@ -29,6 +33,15 @@ class Storage(Protocol):
 
     def read(self, path: str, *, max_bytes: int) -> bytes:
         """Returns a whole file; `CorruptCheckpoint` if it is larger, or no regular file."""
+        ...
+
+    def read_into(
+        self, path: str, offset: int, buffers: Sequence[np.ndarray[Any, np.dtype[np.uint8]]]
+    ) -> None:
+        """Fills buffers, one after the other, with the bytes of a file from `offset` on.
+
+        Raises `EOFError` if the file ends before; `CorruptCheckpoint` if it is no regular file.
+        """
         ...
 
     def write(self, path: str, data: bytes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from jaxckpt.errors import CorruptCheckpoint
@@ -53,6 +54,21 @@ class StorageContract:
         with pytest.raises(CorruptCheckpoint) as caught:
             storage.read(f"{root}/f", max_bytes=4)
         assert caught.value.file == f"{root}/f"
+
+    def test_a_read_fills_buffers(self, storage: Storage, root: str) -> None:
+        """One after the other, from any byte on, as many as one likes; and not beyond the end."""
+        storage.write(f"{root}/f", bytes(range(256)) * 16)
+        sizes = [0, 1, 250, 3, *[1] * 1500, 0]
+        buffers = [np.zeros(size, np.uint8) for size in sizes]
+
+        storage.read_into(f"{root}/f", 7, buffers)
+        storage.read_into(f"{root}/f", 0, [])
+
+        assert b"".join(buffers) == (bytes(range(256)) * 16)[7 : 7 + sum(sizes)]
+        with pytest.raises(EOFError, match="ends"):
+            storage.read_into(f"{root}/f", 4095, [np.zeros(2, np.uint8)])
+        with pytest.raises(FileNotFoundError):
+            storage.read_into(f"{root}/missing", 0, buffers)
 
     @pytest.mark.parametrize("verb", ["read", "size", "names"])
     def test_what_is_not_there_is_not_found(self, storage: Storage, root: str, verb: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from jaxckpt.storage import Hold, Kind, Storage
@@ -37,6 +37,10 @@ class _Relay:
     def read(self, path: str, *, max_bytes: int) -> bytes:
         self._before("read", path)
         return self.inner.read(path, max_bytes=max_bytes)
+
+    def read_into(self, path: str, offset: int, buffers: Sequence[Any]) -> None:
+        self._before("read_into", path)
+        self.inner.read_into(path, offset, buffers)
 
     def write(self, path: str, data: bytes) -> None:
         self._before("write", path, data)
