@@ -8,8 +8,9 @@ the rest.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -33,7 +34,7 @@ class Item:
         checkpoint: That it belongs to.
         name, path: Of the item.
         tree: Every leaf with its shape, dtype and chunks.
-        shardings: By leaf name, where recorded.
+        read_shardings: Reads the shardings, once: who says where all arrays go needs none.
         database: Whether its arrays are in an OCDBT database; else in plain files.
         ours: Whether chunks have the bytes that `format.arrays` writes.
     """
@@ -42,9 +43,14 @@ class Item:
     name: str
     path: str
     tree: Tree
-    shardings: Mapping[str, SavedSharding]
+    read_shardings: Callable[[], Mapping[str, SavedSharding]]
     database: bool
     ours: bool
+
+    @property
+    def shardings(self) -> Mapping[str, SavedSharding]:
+        """By leaf name, where recorded."""
+        return self.read_shardings()
 
 
 def read_item(checkpoint: Checkpoint, name: str) -> Item:
@@ -70,7 +76,7 @@ def _read_tree_item(checkpoint: Checkpoint, name: str, path: str) -> Item:
     refuse_holes(checkpoint.record, checkpoint.path, path, inside)
     data_bytes = _refuse_links(checkpoint.storage, path, inside)
     database = names.OCDBT_MANIFEST in inside
-    shardings = _read_shardings(checkpoint, path, inside)
+    read_shardings = cache(partial(_read_shardings, checkpoint, path, inside))
     if names.TREE_METADATA in inside:
         saved, ours = _read_tree(checkpoint, path, inside, data_bytes)
         if saved.uses_ocdbt and not database and any(leaf.has_array for leaf in saved.leaves):
@@ -79,13 +85,13 @@ def _read_tree_item(checkpoint: Checkpoint, name: str, path: str) -> Item:
         database = database and saved.uses_ocdbt is not False
     else:
         saved, ours = _legacy.read_tree(checkpoint.storage, path, inside, database), False
-        saved = _with_kinds(saved, shardings)
+        saved = _with_kinds(saved, read_shardings())
     item = Item(
         checkpoint=checkpoint,
         name=name,
         path=path,
         tree=saved,
-        shardings=shardings,
+        read_shardings=read_shardings,
         database=database,
         ours=ours,
     )
@@ -356,7 +362,7 @@ def _read_flax(checkpoint: Checkpoint, name: str, path: str) -> Item:
         name=name,
         path=f"{path}_gda",
         tree=Tree(leaves=tuple(leaves), zarr_version=2, uses_ocdbt=False, fill_missing=True),
-        shardings={},
+        read_shardings=dict,
         database=False,
         ours=False,
     )

@@ -38,7 +38,7 @@ class Placer:
             position if it has as many axes as the saved mesh.
         shardings: A sharding or PartitionSpec (of `mesh`) for all leaves, a tree of them (a
             container's applies to all in it), or `fn(path, shape, dtype)`.
-        saved: As recorded, by leaf name.
+        saved: Gives what is recorded, by leaf name; asked only if the rest does not say enough.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Placer:
         *,
         mesh: Mesh | None,
         shardings: Any,
-        saved: Mapping[str, SavedSharding],
+        saved: Callable[[], Mapping[str, SavedSharding]],
     ) -> None:
         self._mesh = mesh
         self._saved = saved
@@ -63,7 +63,6 @@ class Placer:
         wanted: Wanted | None,
     ) -> Sharding | None:
         """The sharding of the leaf at `path`, called `name` in the checkpoint."""
-        saved = self._saved.get(name)
         chosen = self._chosen(path, shape, dtype)
         if isinstance(chosen, PartitionSpec):
             if self._mesh is None:
@@ -74,11 +73,12 @@ class Placer:
         if chosen is not None:
             if not isinstance(chosen, Sharding):
                 raise TypeError(f"shardings: {path_text(path)} gets {chosen!r}, not a sharding")
-            return self._concrete(chosen, saved, path)
+            return self._concrete(chosen, name, path)
         if self._mesh is not None:
-            return self._on_mesh(self._mesh, saved, shape, path)
+            return self._on_mesh(self._mesh, self._saved().get(name), shape, path)
         if wanted is not None and (wanted.sharding is not None or wanted.uncommitted):
-            return self._concrete(wanted.sharding, saved, path)
+            return self._concrete(wanted.sharding, name, path)
+        saved = self._saved().get(name)
         if saved is None:
             return None
         if saved.is_single_device:
@@ -86,9 +86,7 @@ class Placer:
         mesh = self._mesh_like(saved)
         return None if mesh is None else self._on_mesh(mesh, saved, shape, path)
 
-    def _concrete(
-        self, sharding: Sharding | None, saved: SavedSharding | None, path: Path
-    ) -> Sharding | None:
+    def _concrete(self, sharding: Sharding | None, name: str, path: Path) -> Sharding | None:
         """A sharding on devices; `jax.eval_shape` gives ones that have only axes."""
         if not (isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)):
             return sharding
@@ -96,6 +94,7 @@ class Placer:
         if abstract.empty:
             return None
         candidates = [self._mesh, jax.sharding.get_mesh()]
+        saved = self._saved().get(name)
         if saved is not None and not saved.is_single_device:
             candidates.append(self._mesh_like(saved))
         for mesh in candidates:

@@ -170,7 +170,7 @@ def restore_from(
             missing=missing,
             extra=extra,
         )
-        placer = Placer(mesh=mesh, shardings=shardings, saved=loaded.shardings)
+        placer = Placer(mesh=mesh, shardings=shardings, saved=loaded.read_shardings)
         placer.check_names([request.path for request in matched.requests])
         jobs = _plan(matched.requests, loaded, placer, dtype=dtype, as_numpy=as_numpy)
         matched = replace(matched, report=replace(matched.report, cast=_casts(jobs)))
