@@ -6,6 +6,8 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+BENCH_TMPFS ?= /dev/shm
+BENCH_DISK ?= build/bench
 
 python := $(VENV)/bin/python
 pip := $(python) -m pip --quiet --disable-pip-version-check
@@ -19,10 +21,10 @@ help:
 	@echo "make test         all tests but the slow ones and those that need a GPU"
 	@echo "make check        format, lint, types, spelling"
 	@echo "make demo         a training run that saves, is interrupted and goes on"
-	@echo "make bench        the benchmarks; bench-quick takes about a minute"
+	@echo "make bench        the benchmarks, about an hour; bench-quick takes about a minute"
 	@echo "make notebooks    runs every notebook"
 	@echo "make clean        removes what these made"
-	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) PYTEST_ARGS= DEMO_ARGS= BENCH_ARGS="
+	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) PYTEST_ARGS= DEMO_ARGS= BENCH_ARGS= BENCH_TMPFS=$(BENCH_TMPFS) BENCH_DISK=$(BENCH_DISK)"
 
 test: $(VENV)/.installed-test
 	$(python) -m pytest -n auto --maxprocesses 2 --dist worksteal $(PYTEST_ARGS)
@@ -37,10 +39,13 @@ demo: $(VENV)/.installed-demo
 	@$(python) examples/demo.py $(DEMO_ARGS)
 
 bench: $(VENV)/.installed-bench
-	$(python) -m benchmarks $(BENCH_ARGS)
+	$(python) -m benchmarks --dir $(BENCH_TMPFS) --out benchmarks/results --name tmpfs $(BENCH_ARGS)
+	$(python) -m benchmarks large gpt2 small integrity \
+	  --dir $(BENCH_DISK) --out benchmarks/results --name disk $(BENCH_ARGS)
 
 bench-quick: $(VENV)/.installed-bench
-	$(python) -m benchmarks --quick $(BENCH_ARGS)
+	$(python) -m benchmarks large gpt2 small second interference imports \
+	  --quick --dir $(BENCH_TMPFS) $(BENCH_ARGS)
 
 notebooks: $(VENV)/.installed-test
 	$(python) -m pytest tests/test_docs.py -k notebook

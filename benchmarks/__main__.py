@@ -1,4 +1,4 @@
-"""The command: measures, prints a Markdown table, and keeps it with every sample on request."""
+"""The command: measures, prints Markdown tables, and keeps them with every sample on request."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import json
 import os
 import platform
 import signal
-import statistics
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -25,57 +24,168 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 import jax
 
-from benchmarks.peers import PEERS
-from benchmarks.timing import BYTES, FIGURES, Samples, measure, paired
+from benchmarks import processes, scale, studies, worker
+from benchmarks.peers import PEERS, Peer
+from benchmarks.report import Section, amount, comparison, markdown, plot, seconds
+from benchmarks.timing import FIGURES, measure
 from benchmarks.workloads import WORKLOADS, build, make_mesh, total_bytes
 
 _QUICK: Final = {"large": 0.1, "gpt2": 0.05, "small": 0.03}
+_PEERS: Final = [name for name in PEERS if name != "torch"]  # torch must be installed for it
+_SIZES: Final = (2, 4)  # of jobs of several processes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     # Orbax warns about its own deprecations at each call.
     warnings.filterwarnings("ignore", module="orbax")
-    peers = [PEERS[name]() for name in args.peers]
     facts = _facts(args)
-    results, tables = {}, [_heading(facts)]
-    print(tables[0], flush=True)
-    for name in args.workloads:
-        scale = args.scale or (_QUICK[name] if args.quick else 1.0)
-        tree = build(name, scale=scale, mesh=make_mesh(4, 2))
-        title = f"{name}: {_amount(total_bytes(tree))} in {len(jax.tree.leaves(tree)):,} leaves"
-        samples = measure(tree, peers, root=args.dir, repeats=args.repeats)
-        results[name] = {"title": title, "scale": scale, "samples": samples}
-        tables.append(_table(title, samples))
-        print(f"\n{tables[-1]}", flush=True)
-        del tree
+    texts = [_heading(facts)]
+    print(texts[0], flush=True)
+    peers = [PEERS[name]() for name in args.peers]
+    found: dict[str, Section] = {}
+    for name in args.studies:
+        for section in STUDIES[name](name, args, peers):
+            found[name if name in WORKLOADS else section.title] = section
+            texts.append(markdown(section))
+            print(f"\n{texts[-1]}", flush=True)
         if args.out is not None:  # now, so that a long run that is stopped has told something
-            _keep(args.out / "results", args.name, tables, {"facts": facts, "workloads": results})
+            _keep(args.out, args.name, texts, facts, found)
     for peer in peers:
         peer.close()
     return 0
 
 
-def _keep(folder: Path, name: str, tables: Sequence[str], document: dict[str, Any]) -> None:
+def _keep(
+    folder: Path, name: str, texts: Sequence[str], facts: Any, found: dict[str, Section]
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text("\n\n".join(tables) + "\n")
+    (folder / f"{name}.md").write_text("\n\n".join(texts) + "\n")
+    document = {"facts": facts, "studies": {key: s.samples for key, s in found.items()}}
     (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    workloads = {key: section for key, section in found.items() if key in WORKLOADS}
+    if workloads and len(next(iter(workloads.values())).rows[0]) > 2:
+        plot(workloads, folder / f"{name}.svg")
+
+
+# --- the studies -----------------------------------------------------------------------------
+
+
+def _workload(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
+    tree = build(name, scale=args.scales[name], mesh=make_mesh(4, 2))
+    title = f"{name}: {amount(total_bytes(tree))} in {len(jax.tree.leaves(tree)):,} leaves"
+    samples = measure(tree, peers, root=args.dir, repeats=args.repeats)
+    yield comparison(title, FIGURES, samples)
+
+
+def _second(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
+    del name, peers
+    yield studies.second_save(args.scales, repeats=args.repeats)
+
+
+def _memory(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
+    del name, peers
+    yield studies.memory(args.scales["large"], root=args.dir, saves=20 if args.quick else 100)
+
+
+def _interference(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
+    del name
+    beside = [peer for peer in peers if peer.is_async]
+    yield studies.interference(args.scales["large"], beside, root=args.dir, repeats=args.repeats)
+
+
+def _integrity(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
+    del name, peers
+    yield studies.integrity(args.scales, root=args.dir, repeats=args.repeats)
+
+
+def _imports(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
+    del name, peers
+    yield studies.imports(repeats=args.repeats)
+
+
+def _processes(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
+    del peers
+    joint = [peer for peer in args.peers if peer in processes.JOINT_PEERS]
+    by_count = processes.measure_processes(
+        _SIZES,
+        workload="large",
+        scale=args.scales["large"],
+        peers=joint,
+        root=args.dir,
+        repeats=args.repeats,
+    )
+    rows: list[Sequence[str]] = []
+    for count, samples in by_count.items():
+        section = comparison("", worker.FIGURES, samples)
+        rows = rows or [section.rows[0]]
+        rows += [[f"{count} processes: {row[0]}", *row[1:]] for row in section.rows[1:]]
+    yield Section(
+        title="large, in jobs of several processes",
+        rows=rows,
+        note="Eight devices in all, on the cores of one machine; the slowest process counts.",
+        samples=by_count,
+    )
+
+
+def _scale(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
+    del name, peers
+    counts = scale.COUNTS[:2] if args.quick else scale.COUNTS
+    leaves = scale.LEAVES // 10 if args.quick else scale.LEAVES
+    plans = scale.measure_plans(counts, leaves=leaves)
+    rows = [["processes", "plan of one process", "its chunks", "metadata", "their size"]]
+    for count, found in plans.items():
+        chunks, size = f"{found['chunks']:,.0f}", amount(found["metadata bytes"])
+        times = seconds(found["plan"]), chunks, seconds(found["metadata"]), size
+        rows.append([f"{count:,}", *times])
+    yield Section(title=f"A job of many processes: {leaves:,} leaves", rows=rows, samples=plans)
+    merged = scale.MERGED[:2] if args.quick else scale.MERGED
+    merges = scale.measure_merges(merged, keys=scale.KEYS, root=args.dir)
+    rows = [["databases merged", "time", "for each key"]]
+    for count, found in merges.items():
+        each = f"{found['each key'] * 1e6:.2f} us"
+        rows.append([f"{count:,} of {scale.KEYS} keys", seconds(found["merge"]), each])
+    yield Section(title="The merge by process 0", rows=rows, samples=merges)
+
+
+STUDIES: Final[
+    dict[str, Callable[[str, argparse.Namespace, Sequence[Peer]], Iterator[Section]]]
+] = {
+    **dict.fromkeys(WORKLOADS, _workload),
+    "second": _second,
+    "memory": _memory,
+    "interference": _interference,
+    "integrity": _integrity,
+    "imports": _imports,
+    "processes": _processes,
+    "scale": _scale,
+}
+
+
+# --- the command -----------------------------------------------------------------------------
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; all if none is named"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, about a minute")
     parser.add_argument("--scale", type=float, help="share of the full sizes, in place of --quick")
-    parser.add_argument("--workloads", type=_names(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--peers", type=_names(PEERS), default=list(PEERS))
+    parser.add_argument("--peers", type=_names(PEERS), default=_PEERS)
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="where to save")
     parser.add_argument("--repeats", type=int, help="rounds that count: 5, with --quick 2")
-    parser.add_argument("--out", type=Path, help="keep the table and all samples in OUT/results")
-    parser.add_argument("--name", default="latest", help="of the files in OUT/results")
+    parser.add_argument("--out", type=Path, help="keep tables, samples and a plot in this folder")
+    parser.add_argument("--name", default="latest", help="of the files in OUT")
     args = parser.parse_args(argv)
-    args.repeats = args.repeats or (2 if args.quick else 5)
+    args.studies = args.studies or list(STUDIES)
+    if unknown := set(args.studies) - set(STUDIES):
+        parser.error(f"{', '.join(unknown)}: none of {', '.join(STUDIES)}")
     if args.peers[0] != "jaxckpt":
         parser.error("--peers starts with jaxckpt, which the others are compared with")
+    args.repeats = args.repeats or (2 if args.quick else 5)
+    args.scales = {name: args.scale or (_QUICK[name] if args.quick else 1.0) for name in WORKLOADS}
+    args.dir.mkdir(parents=True, exist_ok=True)
     return args
 
 
@@ -91,8 +201,10 @@ def _names(known: Any) -> Any:  # what argparse takes for a type
 
 def _facts(args: argparse.Namespace) -> dict[str, Any]:
     """What the figures depend on; nothing that names a machine."""
-    packages = ("jax", "jaxlib", "numpy", "tensorstore", "orbax-checkpoint")
+    packages = ["jax", "jaxlib", "numpy", "tensorstore", "orbax-checkpoint"]
+    packages += ["torch"] if "torch" in args.peers else []
     return {
+        "command": f"python -m benchmarks {' '.join(_command(args))}".strip(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "load": os.getloadavg()[0],
@@ -102,6 +214,20 @@ def _facts(args: argparse.Namespace) -> dict[str, Any]:
         "devices": f"{len(jax.devices())} {jax.devices()[0].platform}",
         "versions": {name: importlib.metadata.version(name) for name in packages},
     }
+
+
+def _command(args: argparse.Namespace) -> Iterator[str]:
+    if args.studies != list(STUDIES):
+        yield from args.studies
+    if args.quick:
+        yield "--quick"
+    if args.scale:
+        yield f"--scale {args.scale:g}"
+    if args.peers != _PEERS:
+        yield f"--peers {','.join(args.peers)}"
+    if args.repeats != (2 if args.quick else 5):
+        yield f"--repeats {args.repeats}"
+    yield "--dir DIR"
 
 
 def _filesystem(path: Path) -> str:
@@ -116,43 +242,12 @@ def _filesystem(path: Path) -> str:
 def _heading(facts: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return (
-        f"{facts['cores']} cores, {facts['devices']} devices, {facts['filesystem']}, "
-        f"{facts['platform']}; {versions}. Load at the start: {facts['load']:.1f}. "
-        f"Medians of {facts['repeats']}. In brackets how many times jaxckpt's figure, as the ratio "
-        "of the medians, and from the least to the greatest ratio within a round."
+        f"`{facts['command']}` on {facts['filesystem']}: {facts['cores']} cores, "
+        f"{facts['devices']} devices, {facts['platform']}; {versions}. Load at the start: "
+        f"{facts['load']:.1f}. Medians of {facts['repeats']}. In brackets how many times jaxckpt's "
+        "figure, as the ratio of the medians, and from the least to the greatest ratio within a "
+        "round."
     )
-
-
-def _table(title: str, samples: Samples) -> str:
-    mine, *others = next(iter(samples.values()))
-    lines = [
-        f"### {title}",
-        "",
-        "| | " + " | ".join([mine, *others]) + " |",
-        "|---|" + "---|" * (1 + len(others)),
-    ]
-    for figure in FIGURES:
-        by_peer = samples[figure]
-        cells = [_value(figure, by_peer[mine])]
-        for other in others:
-            if not by_peer[other]:
-                cells.append("")
-                continue
-            ratio, least, most = paired(by_peer[mine], by_peer[other])
-            cells.append(f"{_value(figure, by_peer[other])} ({ratio:.2f}x, {least:.2f}-{most:.2f})")
-        lines.append(f"| {figure} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _value(figure: str, values: Sequence[float]) -> str:
-    middle = statistics.median(values)
-    if figure in BYTES:
-        return _amount(middle)
-    return f"{middle:.2f} s" if middle >= 1 else f"{middle * 1e3:.1f} ms"
-
-
-def _amount(size: float) -> str:
-    return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
 
 
 if __name__ == "__main__":

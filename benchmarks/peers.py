@@ -23,10 +23,12 @@ class Peer(Protocol):
 
     Attributes:
         is_async: Whether `save` returns before the work is done, so that its time says something.
+        reshards: Whether `restore` looks at the shardings of `like`.
     """
 
     name: str
     is_async: bool
+    reshards: bool
 
     def save(self, path: Path, tree: Any) -> Callable[[], object]:
         """Starts to save `tree`, and returns what waits until that is committed."""
@@ -43,6 +45,7 @@ class Peer(Protocol):
 class Jaxckpt:
     name = "jaxckpt"
     is_async = True
+    reshards = True
 
     def save(self, path: Path, tree: Any) -> Callable[[], object]:
         return jaxckpt.save_async(path, tree).result
@@ -60,6 +63,7 @@ class OrbaxV0:
 
     name = "orbax v0"
     is_async = True
+    reshards = True
 
     def __init__(self) -> None:
         self._checkpointer: Any = importlib.import_module("orbax.checkpoint").StandardCheckpointer()
@@ -81,6 +85,7 @@ class OrbaxV1:
 
     name = "orbax v1"
     is_async = True
+    reshards = True
 
     def __init__(self) -> None:
         v1: Any = importlib.import_module("orbax.checkpoint.experimental.v1")
@@ -98,11 +103,42 @@ class OrbaxV1:
 
 
 @final
+class Torch:
+    """`torch.distributed.checkpoint`, of whole tensors: it knows nothing of jax's shards.
+
+    It saves from and restores into tensors over host memory, in one process.
+    """
+
+    name = "torch dcp"
+    is_async = False
+    reshards = False
+
+    def __init__(self) -> None:
+        self._torch: Any = importlib.import_module("torch")
+        self._dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+
+    def save(self, path: Path, tree: Any) -> Callable[[], object]:
+        values = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+        state = {str(i): self._torch.from_numpy(value) for i, value in enumerate(values)}
+        return lambda: self._dcp.save(state, checkpoint_id=path, no_dist=True)
+
+    def restore(self, path: Path, like: Any) -> Any:
+        values = [np.empty(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(like)]
+        state = {str(i): self._torch.from_numpy(value) for i, value in enumerate(values)}
+        self._dcp.load(state, checkpoint_id=path, no_dist=True)
+        return values
+
+    def close(self) -> None:
+        pass
+
+
+@final
 class Roofline:
     """The same bytes, written in a row into one file and fsynced, and read into fresh memory."""
 
     name = "roofline"
     is_async = False
+    reshards = True  # it reads all bytes, whoever wants them
 
     def save(self, path: Path, tree: Any) -> Callable[[], object]:
         shards = [
@@ -145,5 +181,6 @@ PEERS: Final[dict[str, Callable[[], Peer]]] = {
     "jaxckpt": Jaxckpt,
     "v1": OrbaxV1,
     "v0": OrbaxV0,
+    "torch": Torch,
     "roofline": Roofline,
 }

@@ -34,7 +34,7 @@ import jax
 import numpy as np
 
 from benchmarks.peers import PEERS, Peer
-from benchmarks.timing import BLOCKED, SAVE, _trim
+from benchmarks.timing import BLOCKED, SAVE, trim
 from benchmarks.workloads import DEVICES, TARGETS, abstract, build, make_mesh
 from jaxckpt.multihost import current
 
@@ -137,7 +137,7 @@ def _round(
 def _meet(part: str) -> None:
     """Waits for all processes, with the garbage of the part before out of the way."""
     gc.collect()
-    _trim()
+    trim()
     print(part, file=sys.stderr, flush=True)
     current().barrier(f"benchmarks/{part}", timeout_s=_MEET_TIMEOUT_S)
 

@@ -73,7 +73,9 @@ def total_bytes(tree: Any) -> int:
 
 
 def _place(values: np.ndarray[Any, Any], mesh: Mesh) -> jax.Array:
-    return jax.device_put(values, NamedSharding(mesh, _spec(values.shape)))
+    sharding = NamedSharding(mesh, _spec(values.shape))
+    # Not with `device_put`, which in a job of several processes compares the values of all.
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
 def _spec(shape: tuple[int, ...]) -> PartitionSpec:

@@ -4,39 +4,86 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
+
+import jaxckpt
 
 pytest.importorskip("orbax.checkpoint")
 
-from benchmarks.__main__ import main
+from benchmarks import scale, studies
+from benchmarks.__main__ import STUDIES, main
 from benchmarks.timing import FIGURES, paired
 from benchmarks.workloads import WORKLOADS
 
+TINY = "--scale 0.0003 --repeats 1".split()
+
 
 def test_every_workload_has_every_figure(tmp_path, capsys):
-    """One command measures all workloads, and leaves nothing but the results."""
-    options = "--scale 0.0003 --repeats 1 --name tiny --peers jaxckpt,roofline"
+    """One command measures workloads, and leaves nothing but the results."""
+    pytest.importorskip("matplotlib")
+    options = [*WORKLOADS, *TINY, "--peers", "jaxckpt,roofline", "--name", "tiny"]
 
-    status = main([*options.split(), "--dir", str(tmp_path), "--out", str(tmp_path / "out")])
+    status = main([*options, "--dir", str(tmp_path), "--out", str(tmp_path / "out")])
 
     assert status == 0
     printed = capsys.readouterr().out
     for figure in FIGURES:
         assert printed.count(f"\n| {figure} | ") == len(WORKLOADS)
-    assert (tmp_path / "out/results/tiny.md").read_text().strip() == printed.strip()
-    workloads = json.loads((tmp_path / "out/results/tiny.json").read_text())["workloads"]
-    assert list(workloads) == list(WORKLOADS)
+    assert (tmp_path / "out/tiny.md").read_text().strip() == printed.strip()
+    found = json.loads((tmp_path / "out/tiny.json").read_text())
+    assert list(found["studies"]) == list(WORKLOADS)
+    assert found["facts"]["command"].startswith("python -m benchmarks large gpt2 small --scale")
+    assert (tmp_path / "out/tiny.svg").read_text().count("roofline") >= 1
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.filterwarnings("ignore")  # Orbax's own
 def test_every_peer_restores_what_it_saved(tmp_path, capsys):
     """The first round compares the values, and all peers get a column."""
-    options = "--scale 0.0003 --repeats 1 --workloads small"
+    main(["small", *TINY, "--dir", str(tmp_path)])
 
-    main([*options.split(), "--dir", str(tmp_path)])
+    assert "|  | jaxckpt | orbax v1 | orbax v0 | roofline |" in capsys.readouterr().out
 
-    assert "| | jaxckpt | orbax v1 | orbax v0 | roofline |" in capsys.readouterr().out
+
+@pytest.mark.filterwarnings("ignore")  # Orbax's own
+@pytest.mark.parametrize("study", sorted({*STUDIES} - {*WORKLOADS, "processes", "scale"}))
+def test_every_study_makes_a_table(tmp_path, capsys, study):
+    """And leaves nothing behind."""
+    main([study, *TINY, "--dir", str(tmp_path)])
+
+    printed = capsys.readouterr().out
+    assert printed.count("\n### ") == 1
+    assert printed.count("\n| ") >= 3
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_scale_of_a_job(tmp_path):
+    """Plans of many processes, and the merge of their databases."""
+    plans = scale.measure_plans([16], leaves=8)
+    merges = scale.measure_merges([2], keys=3, root=tmp_path)
+
+    assert plans[16]["chunks"] > 0
+    assert plans[16]["metadata bytes"] > 0
+    assert set(merges) == {2}
+    assert not list(tmp_path.iterdir())
+
+
+def test_data_without_checksums_is_data_without_checksums(tmp_path):
+    """What the study of checksums compares with: the same values, four bytes less a chunk."""
+    tree = {"direct": np.zeros((64, 64)), "large": np.zeros((512, 512))}
+
+    jaxckpt.save(tmp_path / "with", tree)
+    with studies._unchecked():
+        jaxckpt.save(tmp_path / "without", tree)
+        got = jaxckpt.restore(tmp_path / "without", as_numpy=True)
+
+    sizes = [
+        sum(file.stat().st_size for file in (tmp_path / name / "state/d").iterdir())
+        for name in ("with", "without")
+    ]
+    assert sizes[0] > sizes[1]
+    assert all(np.array_equal(got[name], tree[name]) for name in tree)
 
 
 def test_a_ratio_pairs_figures_of_one_round():

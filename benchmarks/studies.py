@@ -1,0 +1,305 @@
+"""What a table of seconds does not show: the second save, memory, interference, checksums, imports.
+
+Each study prepares what it needs, measures in rounds, and returns a `Section`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from benchmarks.peers import Peer
+from benchmarks.report import Section, amount, seconds
+from benchmarks.timing import paired, peak_rss, rss, trim
+from benchmarks.workloads import WORKLOADS, abstract, build, make_mesh, total_bytes
+from jaxckpt import _chunks, _layout, _plan, _writer
+from jaxckpt.format import arrays
+from jaxckpt.multihost import current
+
+_WIDTH: Final = 512  # of the training step's matrices
+_SAVES: Final = 100
+
+
+def second_save(scales: dict[str, float], *, repeats: int) -> Section:
+    """How long a save of the same tree plans, after the first has."""
+    rows = [["planning and metadata", "first save", "second save", "ratio"]]
+    samples = {}
+    for name in WORKLOADS:
+        tree = build(name, scale=scales[name], mesh=make_mesh(4, 2))
+        first, second = [], []
+        for _ in range(repeats + 1):
+            _forget_layouts()
+            first.append(_time_planning(tree))
+            second.append(_time_planning(jax.tree.map(lambda x: x, tree)))
+        ratio, least, most = paired(second[1:], first[1:])
+        samples[name] = {"first": first[1:], "second": second[1:]}
+        middle = [seconds(statistics.median(values[1:])) for values in (first, second)]
+        rows.append([name, *middle, f"{ratio:.1f}x ({least:.1f}-{most:.1f})"])
+    note = "Everything that a save works out beside moving values; the caches are emptied before."
+    return Section(title="A second save of the same tree", rows=rows, note=note, samples=samples)
+
+
+def _time_planning(tree: Any) -> float:
+    start = time.perf_counter()
+    layout, _ = _layout.layout_of(tree, current())
+    _ = layout.requests, layout.files, layout.fingerprint
+    return time.perf_counter() - start
+
+
+def _forget_layouts() -> None:
+    _layout._kept = ()
+    for cached in (
+        _plan.placement_of,
+        _plan._grid_of,
+        _layout._saved_sharding,
+        _writer.is_direct,
+        _writer._encode,
+        arrays.zarr3_metadata,
+    ):
+        cached.cache_clear()
+
+
+def memory(scale: float, *, root: Path, saves: int = _SAVES) -> Section:
+    """One array larger than the budget, and many saves in a row."""
+    budget = max(1, round(128 * scale)) << 20
+    rows_of = 8 * max(1, round(32768 * scale))
+    rows = [["host memory", "above the arrays"]]
+    samples: dict[str, list[float]] = {}
+    for devices in (1, 8):
+        sharding = NamedSharding(make_mesh(devices, 1), P("x"))
+        array = jax.device_put(np.ones((rows_of, 1024), np.float32), sharding)
+        like = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+        with tempfile.TemporaryDirectory(dir=root, prefix="bench-") as folder:
+            with peak_rss() as saving:
+                jaxckpt.save(f"{folder}/x", array)
+            size = array.nbytes
+            del array
+            with peak_rss() as restoring:
+                restored = jaxckpt.restore(f"{folder}/x", like, budget_bytes=budget)
+            del restored
+        where = f"{amount(size)} on {devices} device{'s' if devices > 1 else ''}"
+        over = restoring[0] - size
+        samples[where] = [saving[0], over]
+        rows.append([f"save of {where}", amount(saving[0])])
+        rows.append([f"restore of {where}, budget {amount(budget)}", amount(over)])
+    tree = build("gpt2", scale=0.1 * scale, mesh=make_mesh(4, 2))
+    after = []
+    with tempfile.TemporaryDirectory(dir=root, prefix="bench-") as folder:
+        for i in range(saves):
+            jaxckpt.save_async(f"{folder}/{i}", tree).result()
+            shutil.rmtree(f"{folder}/{i}")
+            after.append(float(rss()))
+    tenth = after[min(len(after) - 1, 9)]
+    samples["after each save"] = after
+    what = f"{saves} saves of {amount(total_bytes(tree))}"
+    rows.append([f"{what}: growth from the 10th to the last", amount(after[-1] - tenth)])
+    return Section(title="Memory", rows=rows, samples=samples)
+
+
+def interference(scale: float, peers: Sequence[Peer], *, root: Path, repeats: int) -> Section:
+    """A jitted step, again and again, while the state beside it is saved."""
+    mesh = make_mesh(4, 2)
+    tree = build("large", scale=scale, mesh=mesh)
+    sharding = NamedSharding(mesh, P("x", "y"))
+    weights = jax.device_put(np.full((_WIDTH, _WIDTH), 1e-3, np.float32), sharding)
+
+    @jax.jit
+    def step(w: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 2, lambda _, x: x @ w * 1e-3 + w, w)
+
+    def run() -> float:
+        start = time.perf_counter()
+        step(weights).block_until_ready()
+        return time.perf_counter() - start
+
+    for _ in range(20):
+        run()
+    lost: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    slower: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    for i in range(repeats + 1):
+        for peer in peers if i % 2 == 0 else peers[::-1]:
+            with tempfile.TemporaryDirectory(dir=root, prefix="bench-") as folder:
+                alone = statistics.median(run() for _ in range(40))
+                beside = _steps_beside(run, peer.save(Path(folder, "x"), tree))
+            if i:
+                lost[peer.name].append(max(1e-6, sum(t - alone for t in beside)))
+                slower[peer.name].append(statistics.mean(beside) / alone)
+    mine, *others = lost
+    rows = [["", mine, *others]]
+    cells = [seconds(statistics.median(lost[mine]))]
+    for other in others:
+        ratio, least, most = paired(lost[mine], lost[other])
+        took = seconds(statistics.median(lost[other]))
+        cells.append(f"{took} ({ratio:.2f}x, {least:.2f}-{most:.2f})")
+    rows.append(["training time that a save costs", *cells])
+    means = [f"{statistics.median(slower[name]):.2f}x" for name in (mine, *others)]
+    rows.append(["a step takes meanwhile", *means])
+    note = (
+        "Steps of some milliseconds that keep all cores busy, from the return of `save_async` to "
+        "the commit: how much longer they took in all than as many steps alone, and each of them."
+    )
+    samples = {"lost": lost, "slower": slower}
+    return Section(title="Interference with training", rows=rows, note=note, samples=samples)
+
+
+def _steps_beside(run: Callable[[], float], wait: Callable[[], object]) -> list[float]:
+    ended = threading.Event()
+
+    def watch() -> None:
+        try:
+            wait()
+        finally:
+            ended.set()
+
+    thread = threading.Thread(target=watch, name="benchmarks-wait")
+    thread.start()
+    beside = [run()]
+    while not ended.is_set():
+        beside.append(run())
+    thread.join()
+    return beside
+
+
+def integrity(scales: dict[str, float], *, root: Path, repeats: int) -> Section:
+    """Saves and restores with checksums of the data, and without."""
+    rows = [["", "with", "without", "checksums cost"]]
+    samples = {}
+    for name in WORKLOADS:
+        tree = build(name, scale=scales[name], mesh=make_mesh(4, 2))
+        like = abstract(tree, make_mesh(4, 2))
+        times: dict[str, dict[bool, list[float]]] = {
+            figure: {True: [], False: []} for figure in ("save", "restore")
+        }
+        for i in range(repeats + 1):
+            for checks in (True, False) if i % 2 else (False, True):
+                saved, restored = _save_and_restore(tree, like, root, checks=checks)
+                if i:
+                    times["save"][checks].append(saved)
+                    times["restore"][checks].append(restored)
+        for figure, by in times.items():
+            ratio, least, most = paired(by[False], by[True])
+            cost = f"{ratio - 1:+.0%} ({least - 1:+.0%} to {most - 1:+.0%})"
+            middle = [seconds(statistics.median(by[checks])) for checks in (True, False)]
+            rows.append([f"{name}: {figure}", *middle, cost])
+            samples[f"{name}: {figure}"] = {"with": by[True], "without": by[False]}
+    return Section(title="Checksums", rows=rows, samples=samples)
+
+
+def _save_and_restore(tree: Any, like: Any, root: Path, *, checks: bool) -> tuple[float, float]:
+    with tempfile.TemporaryDirectory(dir=root, prefix="bench-") as folder:
+        with contextlib.nullcontext() if checks else _unchecked():
+            _forget_layouts()
+            _layout.layout_of(tree, current())
+            trim()
+            start = time.perf_counter()
+            jaxckpt.save(f"{folder}/x", tree)
+            saved = time.perf_counter()
+            restored = jax.block_until_ready(jaxckpt.restore(f"{folder}/x", like))
+            end = time.perf_counter()
+        del restored
+        _forget_layouts()
+    return saved - start, end - saved
+
+
+@contextlib.contextmanager
+def _unchecked() -> Iterator[None]:
+    """Writes arrays without the CRC-32C codec, and reads such ones."""
+    with_crc = arrays.zarr3_metadata
+
+    def without(stored: Any) -> dict[str, Any]:
+        metadata = copy.deepcopy(with_crc(stored))
+        for codecs in (metadata["codecs"], *_inner_codecs(metadata["codecs"])):
+            codecs[:] = [codec for codec in codecs if codec["name"] != "crc32c"]
+        return metadata
+
+    patches: list[tuple[Any, str, Any]] = [
+        (_writer, "zarr3_metadata", without),
+        (_writer, "encode_chunk", np.ndarray.tobytes),
+        (_chunks, "CRC_BYTES", 0),
+        (_chunks, "_read_run", _read_run_without),
+        (_chunks, "_take", _take_without),
+    ]
+    kept = [getattr(module, name) for module, name, _ in patches]
+    try:
+        for module, name, value in patches:
+            setattr(module, name, value)
+        yield
+    finally:
+        for (module, name, _), value in zip(patches, kept, strict=True):
+            setattr(module, name, value)
+
+
+def _inner_codecs(codecs: Sequence[Any]) -> Iterator[list[Any]]:
+    for codec in codecs:
+        if codec["name"] == "sharding_indexed":
+            yield codec["configuration"]["codecs"]
+
+
+def _read_run_without(storage: Any, path: str, run: list[Any], failures: Any) -> None:
+    del failures
+    outs = [np.empty(job.size, np.uint8) if job.out is None else job.out for job in run]
+    storage.read_into(f"{path}/{run[0].place.file}", run[0].place.offset, outs)
+    for job, out in zip(run, outs, strict=True):
+        if job.out is None:
+            _chunks._divide(job, out)
+
+
+def _take_without(job: Any, data: bytes, path: str) -> None:
+    del path
+    _chunks._divide(job, np.frombuffer(data, np.uint8))
+
+
+def imports(*, repeats: int) -> Section:
+    """What importing costs on top of jax, in fresh interpreters."""
+    statements = {
+        "import jaxckpt": "import jaxckpt",
+        "all that a manager, a save and a restore need": (
+            "import jaxckpt; jaxckpt.CheckpointManager, jaxckpt.save, jaxckpt.restore\n"
+            "import jaxckpt.storage._arrays"
+        ),
+        "import orbax.checkpoint": "import orbax.checkpoint",
+    }
+    taken: dict[str, list[float]] = {name: [] for name in statements}
+    for i in range(repeats + 1):
+        for name, statement in statements.items():
+            took = _time_import(statement)
+            if i:
+                taken[name].append(took)
+    rows = [["on top of `import jax, numpy`", "median", "least to greatest"]]
+    for name, values in taken.items():
+        spread = f"{seconds(min(values))} to {seconds(max(values))}"
+        rows.append([name, seconds(statistics.median(values)), spread])
+    return Section(title="Imports", rows=rows, samples=taken)
+
+
+def _time_import(statement: str) -> float:
+    code = (
+        "import time, warnings; warnings.simplefilter('ignore')\n"
+        "import jax, jax.numpy, numpy\n"
+        f"start = time.perf_counter()\n{statement}\nprint(time.perf_counter() - start)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    return float(done.stdout.split()[-1])
