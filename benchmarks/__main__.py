@@ -24,9 +24,9 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 import jax
 
-from benchmarks import processes, scale, studies, worker
+from benchmarks import processes, sampling, scale, studies, worker
 from benchmarks.peers import PEERS, Peer
-from benchmarks.report import Section, amount, comparison, markdown, plot, seconds
+from benchmarks.report import Section, amount, comparison, markdown, plot, plot_scale, seconds
 from benchmarks.timing import FIGURES, measure
 from benchmarks.workloads import WORKLOADS, build, make_mesh, total_bytes
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: dict[str, Section] = {}
     for name in args.studies:
         for section in STUDIES[name](name, args, peers):
-            found[name if name in WORKLOADS else section.title] = section
+            found[section.key or name] = section
             texts.append(markdown(section))
             print(f"\n{texts[-1]}", flush=True)
         if args.out is not None:  # now, so that a long run that is stopped has told something
@@ -66,6 +66,8 @@ def _keep(
     workloads = {key: section for key, section in found.items() if key in WORKLOADS}
     if workloads and len(next(iter(workloads.values())).rows[0]) > 2:
         plot(workloads, folder / f"{name}.svg")
+    if "scale" in found and "merge" in found:
+        plot_scale(found["scale"].samples, found["merge"].samples, folder / f"{name}-scale.svg")
 
 
 # --- the studies -----------------------------------------------------------------------------
@@ -76,6 +78,11 @@ def _workload(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Ite
     title = f"{name}: {amount(total_bytes(tree))} in {len(jax.tree.leaves(tree)):,} leaves"
     samples = measure(tree, peers, root=args.dir, repeats=args.repeats)
     yield comparison(title, FIGURES, samples)
+
+
+def _profile(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
+    del name, peers
+    yield sampling.profile(args.scales, root=args.dir, repeats=args.repeats)
 
 
 def _second(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
@@ -145,13 +152,14 @@ def _scale(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterat
     for count, found in merges.items():
         each = f"{found['each key'] * 1e6:.2f} us"
         rows.append([f"{count:,} of {scale.KEYS} keys", seconds(found["merge"]), each])
-    yield Section(title="The merge by process 0", rows=rows, samples=merges)
+    yield Section(title="The merge by process 0", rows=rows, samples=merges, key="merge")
 
 
 STUDIES: Final[
     dict[str, Callable[[str, argparse.Namespace, Sequence[Peer]], Iterator[Section]]]
 ] = {
     **dict.fromkeys(WORKLOADS, _workload),
+    "profile": _profile,
     "second": _second,
     "memory": _memory,
     "interference": _interference,

@@ -22,12 +22,14 @@ class Section:
         rows: The first is the heading.
         note: What was done, and how to read it.
         samples: Everything measured, as JSON.
+        key: What they are called in the file of samples, if not by the name of the study.
     """
 
     title: str
     rows: Sequence[Sequence[str]]
     note: str = ""
     samples: Any = field(default_factory=dict)
+    key: str = ""
 
 
 def markdown(section: Section) -> str:
@@ -110,6 +112,31 @@ def plot(workloads: Mapping[str, Section], file: Path) -> None:
     axes[0][0].invert_yaxis()
     axes[0][-1].legend(loc="lower right", fontsize=7, frameon=False)
     drawing.supxlabel("time, as a multiple of jaxckpt's (log scale)", fontsize=9)
+    drawing.tight_layout()
+    drawing.savefig(file, metadata={"Date": None})
+    plt.close(drawing)
+
+
+def plot_scale(plans: Mapping[int, Any], merges: Mapping[int, Any], file: Path) -> None:
+    """Draws what grows with the number of processes, as an SVG; needs matplotlib."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams.update({"svg.hashsalt": "jaxckpt", "font.size": 9})
+    import matplotlib.pyplot as plt
+
+    drawing, axis = plt.subplots(figsize=(5.2, 3.2))
+    for label, curve in (
+        ("plan of one process", {count: found["plan"] for count, found in plans.items()}),
+        ("metadata, by process 0", {count: found["metadata"] for count, found in plans.items()}),
+        ("merge, by process 0", {count: found["merge"] for count, found in merges.items()}),
+    ):
+        axis.plot(list(curve), list(curve.values()), marker="o", label=label)
+    axis.set(xscale="log", yscale="log", xlabel="processes", ylabel="seconds")
+    axis.set_xticks(list(plans), [f"{count:,}" for count in plans])
+    axis.minorticks_off()
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8)
     drawing.tight_layout()
     drawing.savefig(file, metadata={"Date": None})
     plt.close(drawing)
