@@ -127,6 +127,8 @@ def plan_leaf(
             buffers=buffers,
         )
         if isinstance(extent, bytes):
+            if inner_counts is not None:  # it would be far too large for a node
+                raise _bad(leaf, path, f'chunk "{key}" has no inner chunks')
             _take(job, extent, path)
             continue
         file, offset, size = extent
@@ -202,10 +204,19 @@ def start_reads(
     storage: Storage, path: str, jobs: Sequence[ChunkJob], executor: Executor, failures: Failures
 ) -> list[Future[None]]:
     """Starts to read chunks, those that are adjacent in a file at once."""
-    return [
-        executor.submit(_read_run, storage, path, run, failures)
-        for run in _runs(sorted(jobs, key=lambda job: (job.place.file, job.place.offset)))
-    ]
+    in_order = sorted(jobs, key=lambda job: (job.place.file, job.place.offset))
+    return [_submit(executor, storage, path, run, failures) for run in _runs(in_order)]
+
+
+def _submit(
+    executor: Executor, storage: Storage, path: str, run: list[ChunkJob], failures: Failures
+) -> Future[None]:
+    try:
+        return executor.submit(_read_run, storage, path, run, failures)
+    except RuntimeError:  # the interpreter is ending, and starts no more threads
+        done: Future[None] = Future()
+        done.set_result(_read_run(storage, path, run, failures))
+        return done
 
 
 def _runs(jobs: Sequence[ChunkJob]) -> Iterator[list[ChunkJob]]:
@@ -225,12 +236,12 @@ def _runs(jobs: Sequence[ChunkJob]) -> Iterator[list[ChunkJob]]:
 
 def _read_run(storage: Storage, path: str, run: list[ChunkJob], failures: Failures) -> None:
     file, offset = run[0].place.file, run[0].place.offset
-    outs = [np.empty(job.size, np.uint8) if job.out is None else job.out for job in run]
     crcs = np.empty((len(run), CRC_BYTES), np.uint8)
     try:
+        outs = [np.empty(job.size, np.uint8) if job.out is None else job.out for job in run]
         both = [part for pair in zip(outs, crcs, strict=True) for part in pair]
         storage.read_into(f"{path}/{file}", offset, both)
-    except (OSError, EOFError, CheckpointError) as error:
+    except (OSError, EOFError, MemoryError, CheckpointError) as error:
         if len(run) > 1:  # which of them is it?
             for job in run:
                 _read_run(storage, path, [job], failures)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Below this a slice costs its writer more in requests than the balance gains.
 MIN_SLICE_BYTES: Final = 1 << 20
+_MAX_KEPT_CHUNKS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +283,22 @@ class ChunkRead:
     is_whole: bool
 
 
-@lru_cache(maxsize=1 << 12)
+def count_chunks(chunk_shape: Sequence[int], targets: Sequence[Box]) -> int:
+    """How many chunks each target touches, in all.
+
+    Example:
+        >>> count_chunks((4,), [Box((2,), (6,)), Box((0,), (1,))])
+        3
+    """
+    return sum(
+        math.prod(
+            -(-b // n) - a // n
+            for a, b, n in zip(target.start, target.stop, chunk_shape, strict=True)
+        )
+        for target in targets
+    )
+
+
 def plan_chunks(chunk_shape: tuple[int, ...], targets: tuple[Box, ...]) -> tuple[ChunkRead, ...]:
     """Covers `targets` with whole chunks, each of them once.
 
@@ -290,6 +306,12 @@ def plan_chunks(chunk_shape: tuple[int, ...], targets: tuple[Box, ...]) -> tuple
         >>> [read.index for read in plan_chunks((4,), (Box((2,), (6,)),))]
         [(0,), (1,)]
     """
+    # Thousands of small arrays are alike. The plan of a large one is used once.
+    few = count_chunks(chunk_shape, targets) <= _MAX_KEPT_CHUNKS
+    return (_plan_few if few else _plan_chunks)(chunk_shape, targets)
+
+
+def _plan_chunks(chunk_shape: tuple[int, ...], targets: tuple[Box, ...]) -> tuple[ChunkRead, ...]:
     parts: dict[tuple[int, ...], list[tuple[int, tuple[Any, ...], tuple[Any, ...]]]] = {}
     whole: set[tuple[int, ...]] = set()
     for i, target in enumerate(targets):
@@ -309,6 +331,9 @@ def plan_chunks(chunk_shape: tuple[int, ...], targets: tuple[Box, ...]) -> tuple
         )
         for index, where in parts.items()
     )
+
+
+_plan_few: Final = lru_cache(maxsize=1 << 10)(_plan_chunks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

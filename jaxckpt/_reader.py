@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, Protocol
@@ -20,7 +20,7 @@ import numpy as np
 from jaxckpt._box import Box
 from jaxckpt._chunks import Failures, copy, plan_leaf, start_reads
 from jaxckpt._item import Item
-from jaxckpt._plan import plan_chunks, plan_reads
+from jaxckpt._plan import count_chunks, plan_reads
 from jaxckpt._transfer import empty
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint
 from jaxckpt.format.arrays import (
@@ -28,6 +28,7 @@ from jaxckpt.format.arrays import (
     PLAIN_DTYPES,
     decode_metadata,
     dtype_of,
+    has_our_codecs,
     metadata_key,
 )
 from jaxckpt.format.tree import Leaf, StoredArray
@@ -67,13 +68,22 @@ class LeafRead:
         object.__setattr__(self, "total_bytes", size)
 
 
-def read_leaves(item: Item, reads: Sequence[LeafRead], *, budget_bytes: int) -> Iterator[Buffers]:
+def read_leaves(
+    item: Item,
+    reads: Sequence[LeafRead],
+    *,
+    budget_bytes: int,
+    failed: Callable[[LeafRead, CorruptCheckpoint], None] | None = None,
+) -> Generator[Buffers, None, None]:
     """Yields the buffers of each leaf by box, in order.
 
     Leaves are read ahead of the one that is yielded while what they take fits into the budget:
     their buffers, and as much again for what TensorStore holds or what has to be cast or divided,
     up to a part of the budget. One that is larger is read alone, in pieces: then the budget is for
     what it takes beside its buffers. The first bad leaf raises when its turn comes.
+
+    Args:
+        failed: Is told of a bad leaf instead; the next ones are read.
 
     Raises:
         CorruptCheckpoint: stored data is missing or damaged; the leaf and the file are named.
@@ -89,22 +99,27 @@ def read_leaves(item: Item, reads: Sequence[LeafRead], *, budget_bytes: int) -> 
         for batch in _batches(item, reads, executor, window_bytes):
             cost = sum(r.total_bytes + min(r.total_bytes, window_bytes) for r in batch.reads)
             while started and in_flight + cost > budget_bytes:
-                freed, first = started.popleft()
-                yield from first.finish()
-                del first  # what was yielded is the caller's alone
-                in_flight -= freed
+                yield from started[0][1].finish(failed)
+                in_flight -= started.popleft()[0]
             batch.start()
             started.append((cost, batch))
             in_flight += cost
             del batch
         while started:
-            yield from started.popleft()[1].finish()
+            yield from started[0][1].finish(failed)
+            started.popleft()
     finally:
         executor.shutdown(cancel_futures=True)
+        # An error refers to the calls that it went through, and they to what they hold.
+        for _, batch in started:
+            batch.drop()
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_Failed = Callable[[LeafRead, CorruptCheckpoint], None] | None
 
 
 class _Batch(Protocol):
@@ -117,8 +132,12 @@ class _Batch(Protocol):
         """Makes the buffers and starts to fill them; what goes wrong is raised by `finish`."""
         ...
 
-    def finish(self) -> Iterator[Buffers]:
+    def finish(self, failed: _Failed) -> Iterator[Buffers]:
         """Waits, and yields the buffers of each leaf."""
+        ...
+
+    def drop(self) -> None:
+        """Lets go of the buffers."""
         ...
 
 
@@ -173,7 +192,7 @@ def _extents(item: Item, reads: Sequence[LeafRead]) -> Mapping[str, Any] | None:
     if not (item.ours and item.database):
         return None
     ours = [read for read in reads if _is_ours(read)]
-    wanted = sum(1 + len(plan_chunks(read.leaf.array.unit_shape, read.boxes)) for read in ours)
+    wanted = sum(1 + count_chunks(read.leaf.array.chunk_shape, read.boxes) for read in ours)
     if not wanted:
         return None
     storage = item.checkpoint.storage
@@ -228,7 +247,14 @@ class _Chunks:
             raise CorruptCheckpoint(what, leaf=leaf.text, file=file)
         described = self._described.get(data)
         if described is None:
-            described = decode_metadata(data, 3, leaf=leaf.text, file=file)
+            try:
+                described = decode_metadata(data, 3, leaf=leaf.text, file=file)
+            except CorruptCheckpoint as error:
+                what = f"leaf {leaf.text}: {error}"
+                raise CorruptCheckpoint(what, leaf=leaf.text, file=file) from error
+            if not has_our_codecs(data, file=file):
+                what = f"{file}: leaf {leaf.text}: its codecs are none that jaxckpt writes"
+                raise CorruptCheckpoint(what, leaf=leaf.text, file=file)
             self._described[data] = described
         if described != leaf.array:
             raise CorruptCheckpoint(
@@ -238,14 +264,24 @@ class _Chunks:
                 file=file,
             )
 
-    def finish(self) -> Iterator[Buffers]:
+    def finish(self, failed: _Failed) -> Iterator[Buffers]:
         for one in self._under_way:
             one.result()
         self._under_way.clear()
         for read in self.reads:
-            with _Blaming(self._item, read.leaf):
-                self._failures.raise_of(read.leaf)
+            try:
+                with _Blaming(self._item, read.leaf):
+                    self._failures.raise_of(read.leaf)
+            except CorruptCheckpoint as error:
+                if failed is None:
+                    raise
+                failed(read, error)
+                self._buffers.popleft()
+                continue
             yield dict(zip(read.boxes, self._buffers.popleft(), strict=True))
+
+    def drop(self) -> None:
+        self._buffers.clear()
 
 
 def make_buffers(item: Item, read: LeafRead) -> list[np.ndarray[Any, Any]]:
@@ -289,17 +325,31 @@ class _Regions:
         except CorruptCheckpoint as error:
             self._failed = error
 
-    def finish(self) -> Iterator[Buffers]:
-        if self._failed is not None:
-            raise self._failed
-        with _Blaming(self._item, self._read.leaf):
-            while self._pending:
-                size, pending, then = self._pending.popleft()
-                for one in pending:
-                    then(one.result())
-                self._under_way -= size
-                self._fill_window()
-        yield dict(zip(self._read.boxes, self._buffers, strict=True))
+    def finish(self, failed: _Failed) -> Iterator[Buffers]:
+        try:
+            if self._failed is not None:
+                raise self._failed
+            with _Blaming(self._item, self._read.leaf):
+                self._wait()
+        except CorruptCheckpoint as error:
+            if failed is None:
+                raise
+            failed(self._read, error)
+            return
+        buffers, self._buffers = self._buffers, []
+        yield dict(zip(self._read.boxes, buffers, strict=True))
+
+    def drop(self) -> None:
+        self._pending.clear()
+        self._buffers.clear()
+
+    def _wait(self) -> None:
+        while self._pending:
+            size, pending, then = self._pending.popleft()
+            for one in pending:
+                then(one.result())
+            self._under_way -= size
+            self._fill_window()
 
     def _fill_window(self) -> None:
         """Starts reads while they fit into the window; at least one is always under way."""

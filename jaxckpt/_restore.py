@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -382,11 +383,11 @@ def _read(
     """Reads and converts, leaf by leaf."""
     on_disk = [job for job in jobs if job.request.saved.has_array]
     reads = [LeafRead(leaf=j.request.saved, boxes=j.boxes, dtype=_read_dtype(j)) for j in on_disk]
-    buffers = read_leaves(item, reads, budget_bytes=budget_bytes)
-    for job in jobs:
-        path = job.request.path
-        parts = next(buffers) if job.request.saved.has_array else _inline(job)
-        yield path, _convert(job, parts)
+    with closing(read_leaves(item, reads, budget_bytes=budget_bytes)) as buffers:
+        for job in jobs:
+            path = job.request.path
+            parts = next(buffers) if job.request.saved.has_array else _inline(job)
+            yield path, _convert(job, parts)
 
 
 def _read_dtype(job: _Job) -> np.dtype[Any]:

@@ -172,18 +172,19 @@ def _reads(item: Item) -> list[LeafRead]:
 
 def _read_all(item: Item, reads: Sequence[LeafRead]) -> list[Problem]:
     """Reads everything; after a bad leaf goes on with the next."""
-    problems, done = [], 0
-    while done < len(reads):
-        try:
-            for _ in read_leaves(item, reads[done:], budget_bytes=_BUDGET_BYTES):
-                done += 1
-        except CheckpointError as error:
+    problems: list[Problem] = []
+    bad: set[str] = set()
+
+    def failed(read: LeafRead, error: CheckpointError) -> None:
+        if read.leaf.text not in bad:  # of one that is read in pieces the first
+            bad.add(read.leaf.text)
             problems.append(_problem(error))
-            bad = reads[done].leaf
-            if getattr(error, "leaf", None) != bad.text:
-                break  # nothing of this item can be read
-            while done < len(reads) and reads[done].leaf is bad:
-                done += 1
+
+    try:
+        for _ in read_leaves(item, reads, budget_bytes=_BUDGET_BYTES, failed=failed):
+            pass
+    except CheckpointError as error:  # nothing of this item can be read
+        problems.append(_problem(error))
     return problems
 
 

@@ -26,6 +26,9 @@ MAX_UNIT_BYTES: Final = 32 << 20
 CRC_BYTES: Final = 4
 # A chunk is a device shard or a slice of one, and no job has that many devices.
 _MAX_CHUNKS: Final = 1 << 20
+# A prime dimension can make inner chunks small, but not so small on average.
+_SMALLEST_INNER_BYTES: Final = 16 << 10
+_MAX_INNER: Final = 1 << 10
 # Small values may lie in the nodes of the OCDBT tree, which are packed. No writer of ours puts one
 # of this size there; leave room for one that will.
 _PACKABLE_BYTES: Final = 64 << 10
@@ -222,13 +225,17 @@ def _leaf_problem(leaf: Leaf, stored: StoredArray) -> str | None:
         or not stored.dtype.startswith("uint")
     ):
         return f"{stored.dtype}{list(stored.shape)} is no data of PRNG keys {list(leaf.shape)}"
-    if _count_chunks(stored) > _MAX_CHUNKS:
+    if _count(stored.shape, stored.chunk_shape) > _MAX_CHUNKS:
         return f"its array has more than {_MAX_CHUNKS} chunks"
+    if stored.inner_shape is not None:
+        size = math.prod(stored.shape) * dtype_of(stored.dtype).itemsize
+        if _count(stored.shape, stored.inner_shape) > _MAX_INNER + size // _SMALLEST_INNER_BYTES:
+            return f"its array of {size} bytes has inner chunks of shape {stored.inner_shape}"
     return None
 
 
-def _count_chunks(stored: StoredArray) -> int:
-    return math.prod(-(-n // c) for n, c in zip(stored.shape, stored.chunk_shape, strict=True))
+def _count(shape: Sequence[int], tile_shape: Sequence[int]) -> int:
+    return math.prod(-(-n // c) for n, c in zip(shape, tile_shape, strict=True))
 
 
 def check_total(leaves: Sequence[tuple[Leaf, StoredArray]], *, data_bytes: int, file: str) -> None:
@@ -257,6 +264,28 @@ def check_total(leaves: Sequence[tuple[Leaf, StoredArray]], *, data_bytes: int, 
                 leaf=leaf.text,
                 file=file,
             )
+
+
+def has_our_codecs(data: bytes, *, file: str) -> bool:
+    """Whether the metadata of an array, which are sound, name the codecs that we write."""
+    codecs = jsontext.loads(data, file=file)["codecs"]
+    if len(codecs) == 1 and codecs[0].get("name") == "sharding_indexed":
+        inner = codecs[0]["configuration"]
+        if inner.get("index_location", "end") != "end" or not _are_ours(inner.get("index_codecs")):
+            return False
+        codecs = inner.get("codecs")
+    return _are_ours(codecs)
+
+
+def _are_ours(codecs: Any) -> bool:  # JSON
+    match codecs:
+        case [{"name": "bytes", **rest}, {"name": "crc32c"}]:
+            configuration = rest.get("configuration") or {}
+            return isinstance(configuration, dict) and configuration.get("endian") in (
+                None,
+                "little",
+            )
+    return False
 
 
 def _inner_of(codecs: object, leaf: str, file: str) -> tuple[int, ...] | None:

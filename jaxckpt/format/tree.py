@@ -457,6 +457,15 @@ def check_grid(stored: StoredArray, *, where: str, file: str) -> None:
                 leaf=where,
                 file=file,
             )
+    if stored.inner_shape is not None and any(
+        n % inner for n, inner in zip(stored.chunk_shape, stored.inner_shape, strict=True)
+    ):
+        raise CorruptCheckpoint(
+            f"{file}: {where}: inner chunks of shape {stored.inner_shape} do not divide chunks of "
+            f"shape {stored.chunk_shape}",
+            leaf=where,
+            file=file,
+        )
     # Without the zeros: numpy multiplies all others, too.
     if math.prod(n or 1 for n in stored.shape) >= 1 << 58:
         raise CorruptCheckpoint(
