@@ -61,6 +61,7 @@ def _round(
     tree: Any, peers: Sequence[Peer], folder: Path, *, check: bool
 ) -> dict[str, dict[str, float]]:
     got: dict[str, dict[str, float]] = {figure: {} for figure in FIGURES}
+    likes = {figure: abstract(tree, make_mesh(*sizes)) for figure, sizes in TARGETS.items()}
     for peer in peers:
         path = folder / peer.name.replace(" ", "-")
         with peak_rss() as peak:
@@ -73,12 +74,9 @@ def _round(
             got[BLOCKED][peer.name] = blocked - start
         got[SAVE_RSS][peer.name] = peak[0]
         got[DISK][peer.name] = _size(path)
-    for figure, (x, y) in TARGETS.items():
-        like = abstract(tree, make_mesh(x, y))
-        for peer in peers:
-            if not peer.reshards and (x, y) != (4, 2):
+        for figure, like in likes.items():
+            if not peer.reshards and figure != next(iter(TARGETS)):
                 continue
-            path = folder / peer.name.replace(" ", "-")
             with peak_rss() as peak:
                 start = time.perf_counter()
                 restored = jax.block_until_ready(peer.restore(path, like))
@@ -87,8 +85,7 @@ def _round(
             if check:
                 _check(peer, tree, restored)
             del restored
-    shutil.rmtree(folder)
-    folder.mkdir()
+        shutil.rmtree(path)  # or those of all peers would have to fit into memory
     return got
 
 
