@@ -37,8 +37,9 @@ _SIZES: Final = (2, 4)  # of jobs of several processes
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
-    # Orbax warns about its own deprecations at each call.
-    warnings.filterwarnings("ignore", module="orbax")
+    # They warn at each call, of their own deprecations and of what one process has.
+    for name in ("orbax", "torch"):
+        warnings.filterwarnings("ignore", module=name)
     facts = _facts(args)
     texts = [_heading(facts)]
     print(texts[0], flush=True)
