@@ -93,7 +93,9 @@ def _second(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Itera
 
 def _memory(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
     del name, peers
-    yield studies.memory(args.scales["large"], root=args.dir, saves=20 if args.quick else 100)
+    yield studies.memory(
+        args.scales["large"], args.peers, root=args.dir, saves=20 if args.quick else 100
+    )
 
 
 def _interference(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:

@@ -31,10 +31,8 @@ from benchmarks.workloads import TARGETS, abstract, make_mesh, total_bytes
 SAVE: Final = "save, committed"
 BLOCKED: Final = "save_async blocks"
 DISK: Final = "bytes on disk"
-SAVE_RSS: Final = "peak memory, save"
-RESTORE_RSS: Final = "peak memory, restore"
-FIGURES: Final = (SAVE, BLOCKED, *TARGETS, DISK, SAVE_RSS, RESTORE_RSS)
-BYTES: Final = (DISK, SAVE_RSS, RESTORE_RSS)
+FIGURES: Final = (SAVE, BLOCKED, *TARGETS, DISK)
+BYTES: Final = (DISK,)
 
 # What one workload took: figure -> peer -> seconds or bytes of each counted round.
 Samples = Mapping[str, Mapping[str, Sequence[float]]]
@@ -43,8 +41,7 @@ Samples = Mapping[str, Mapping[str, Sequence[float]]]
 def measure(tree: Any, peers: Sequence[Peer], *, root: Path, repeats: int) -> Samples:
     """Takes every figure of every peer, once more than `repeats` times.
 
-    Restores read what was just written, from the page cache. Memory is the peak of the process
-    above where it began, so a restore's counts what it returns.
+    Restores read what was just written, from the page cache.
     """
     samples = {figure: {peer.name: [] for peer in peers} for figure in FIGURES}
     for i in range(repeats + 1):
@@ -64,24 +61,22 @@ def _round(
     likes = {figure: abstract(tree, make_mesh(*sizes)) for figure, sizes in TARGETS.items()}
     for peer in peers:
         path = folder / peer.name.replace(" ", "-")
-        with peak_rss() as peak:
-            start = time.perf_counter()
-            wait = peer.save(path, tree)
-            blocked = time.perf_counter()
-            wait()
-            got[SAVE][peer.name] = time.perf_counter() - start
+        _settle()
+        start = time.perf_counter()
+        wait = peer.save(path, tree)
+        blocked = time.perf_counter()
+        wait()
+        got[SAVE][peer.name] = time.perf_counter() - start
         if peer.is_async:
             got[BLOCKED][peer.name] = blocked - start
-        got[SAVE_RSS][peer.name] = peak[0]
         got[DISK][peer.name] = _size(path)
         for figure, like in likes.items():
             if not peer.reshards and figure != next(iter(TARGETS)):
                 continue
-            with peak_rss() as peak:
-                start = time.perf_counter()
-                restored = jax.block_until_ready(peer.restore(path, like))
-                got[figure][peer.name] = time.perf_counter() - start
-            got[RESTORE_RSS][peer.name] = max(peak[0], got[RESTORE_RSS].get(peer.name, 0.0))
+            _settle()
+            start = time.perf_counter()
+            restored = jax.block_until_ready(peer.restore(path, like))
+            got[figure][peer.name] = time.perf_counter() - start
             if check:
                 _check(peer, tree, restored)
             del restored
@@ -107,8 +102,7 @@ def _check(peer: Peer, tree: Any, restored: Any) -> None:
 @contextlib.contextmanager
 def peak_rss() -> Iterator[list[float]]:
     """Samples how far the process's memory rises above where it is now; zero where unknown."""
-    gc.collect()
-    trim()
+    _settle()
     peak, stop, start = [0.0], threading.Event(), rss()
 
     def sample() -> None:
@@ -123,6 +117,12 @@ def peak_rss() -> Iterator[list[float]]:
     finally:
         stop.set()
         thread.join()
+
+
+def _settle() -> None:
+    """Or one peer's garbage would be in the way of the next."""
+    gc.collect()
+    trim()
 
 
 def rss() -> int:
