@@ -33,7 +33,7 @@ _MAX_DIRECT_BYTES: Final = 256 << 10
 
 @lru_cache(maxsize=1 << 12)
 def is_direct(stored: StoredArray) -> bool:
-    """Whether the chunks of an array are written, and read, as values of the database."""
+    """Whether the chunks of an array are written as values of the database."""
     if stored.inner_shape is not None or stored.dtype not in PLAIN_DTYPES:
         return False
     return math.prod(stored.chunk_shape) * dtype_of(stored.dtype).itemsize <= _MAX_DIRECT_BYTES
