@@ -12,13 +12,14 @@ BENCH_DISK ?= build/bench
 python := $(VENV)/bin/python
 pip := $(python) -m pip --quiet --disable-pip-version-check
 
-.PHONY: help test check demo bench bench-quick notebooks clean
+.PHONY: help test faults faults-root check demo bench bench-quick notebooks clean
 .DELETE_ON_ERROR:
 # Two targets at once would install into one environment at once.
 .NOTPARALLEL:
 
 help:
-	@echo "make test         all tests but the slow ones and those that need a GPU"
+	@echo "make test         all tests but the slow ones, the faults and those that need a GPU"
+	@echo "make faults       kills, errors, damage, and the scorecard; faults-root: those for root"
 	@echo "make check        format, lint, types, spelling"
 	@echo "make demo         a training run that saves, is interrupted and goes on"
 	@echo "make bench        the benchmarks, about an hour; bench-quick takes about a minute"
@@ -28,6 +29,16 @@ help:
 
 test: $(VENV)/.installed-test
 	$(python) -m pytest -n auto --maxprocesses 2 --dist worksteal $(PYTEST_ARGS)
+
+faults: $(VENV)/.installed-test
+	@mkdir -p build
+	$(python) -m pytest -m faults -n auto --maxprocesses 2 --dist worksteal \
+	  --scorecard build/faults.md $(PYTEST_ARGS)
+
+faults-root: $(VENV)/.installed-test
+	@mkdir -p build
+	$(python) -m pytest -m faults_root --scorecard build/faults-root.md --scorecard-root \
+	  $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev
 	$(python) -m ruff format --check .

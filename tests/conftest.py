@@ -13,6 +13,12 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 import pytest
 
 from tests import multiprocess
+from tests.faults.scorecard import (  # noqa: F401  # hooks and a fixture
+    pytest_addoption,
+    pytest_pyfunc_call,
+    pytest_sessionfinish,
+    trial,
+)
 from tests.golden.fixture import golden  # noqa: F401  # a fixture
 
 

@@ -34,14 +34,12 @@ def check_verdict(done):
 
 
 @pytest.mark.slow
-@pytest.mark.faults
 def test_the_demo_proves_what_it_claims(tmp_path):
     """A run killed in a save, and stopped in another, goes on with the same bits, and elsewhere."""
     check_verdict(run_demo("--config", CONFIG, "--run", tmp_path / "demo"))
 
 
 @pytest.mark.slow
-@pytest.mark.faults
 def test_the_demo_takes_gin_files(tmp_path):
     """The same claims hold; the later of two bindings is in force."""
     pytest.importorskip("gin")

@@ -481,7 +481,6 @@ def test_a_step_that_would_not_be_found_again_is_refused(ram_path):
         manager.save(10**18, tree(1))
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
     "runs", [pytest.param(200, id="some"), pytest.param(500, marks=pytest.mark.slow, id="many")]
 )

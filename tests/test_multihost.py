@@ -253,7 +253,6 @@ def test_real_processes_know_who_drives_a_device(run_processes):
 
 
 @pytest.mark.multihost
-@pytest.mark.faults
 def test_a_killed_process_is_named_before_jax_aborts(run_processes):
     """SIGKILL while the others wait: they get an error that names it, in time to act on it."""
     done = run_processes("multihost:die_in_the_middle", count=3, args=[2], check=False)
@@ -264,7 +263,6 @@ def test_a_killed_process_is_named_before_jax_aborts(run_processes):
 
 
 @pytest.mark.multihost
-@pytest.mark.faults
 @pytest.mark.parametrize("loser", [0, 1])
 def test_a_stopped_process_is_named(start_processes, loser):
     """SIGSTOP is a hang; with process 0 the coordination service hangs too."""
@@ -282,7 +280,6 @@ def test_a_stopped_process_is_named(start_processes, loser):
 
 
 @pytest.mark.multihost
-@pytest.mark.faults
 def test_jax_aborts_all_when_process_0_is_killed(start_processes):
     """No code of ours runs then, so a commit must not need any."""
     job = start_processes("multihost:lose_one", count=2, args=[0])

@@ -237,7 +237,6 @@ def cases(counts):
     ]
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(("count", "phase", "victim"), cases({2: [0, 1], 4: [0, 1, 3]}))
 def test_a_process_is_killed(start_processes, ram_path, count, phase, victim):
     """The others end, or hear who is missing; a smaller job goes on from a whole step."""
@@ -275,7 +274,6 @@ def rounds_of_stops(victims, phases):
     return [(f"{phase}-{victim}", phase, victim) for victim in victims for phase in phases]
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
     ("count", "rounds"),
     [
@@ -332,7 +330,6 @@ def wait_for_all(job, indices, point):
         job.wait_for(index, point)
 
 
-@pytest.mark.faults
 def test_a_larger_job_goes_on_after_a_kill(start_processes, ram_path):
     """Four processes go on where one of two was killed in the middle of a save."""
     job = start_processes("manages:lose", count=2, args=[ram_path, [("lost", "written", 0)], 2.0])
@@ -388,7 +385,6 @@ def check_that_a_job_of_one_goes_on(root, newest):
 # --- another job ------------------------------------------------------------------------------
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("phase", ["begin", "writing", "written", "renaming"])
 def test_a_job_that_wakes_up_after_another_has_taken_over_cannot_save(
     start_processes, ram_path, phase
@@ -422,7 +418,6 @@ def test_a_job_that_wakes_up_after_another_has_taken_over_cannot_save(
         assert sorted(os.listdir(ram_path)) == ["1", "2", "3", "4", names.LOCK, names.OWNER]
 
 
-@pytest.mark.faults
 def test_a_job_that_wakes_up_before_another_has_saved_keeps_the_run(start_processes, ram_path):
     """Its steps are whole; the new job finds them, and takes over with its own first save."""
     job = start_processes(
@@ -446,7 +441,6 @@ def test_a_job_that_wakes_up_before_another_has_saved_keeps_the_run(start_proces
     check_root(ram_path, [1, 2, 3, 4])
 
 
-@pytest.mark.faults
 def test_a_job_that_wakes_up_past_its_last_look_does_not_keep_the_owner_from_saving(
     start_processes, ram_path
 ):

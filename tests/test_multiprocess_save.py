@@ -208,7 +208,6 @@ def test_exit_completes_a_save_of_several_processes(run_processes, tmp_path):
     assert np.array_equal(jaxckpt.restore(tmp_path / "a")["w"], np.arange(8) + 5)
 
 
-@pytest.mark.faults
 def test_who_is_lost_is_named_in_time_and_nothing_is_lost(start_processes, ram_path):
     """Kill one while it writes, miss it from the start, stop two more: the old tree stays."""
     path = ram_path / "a"
@@ -262,7 +261,6 @@ def check_untouched(path):
     assert all(names.is_temporary(entry) for entry in others)
 
 
-@pytest.mark.faults
 def test_the_death_of_the_coordinator_leaves_the_old_tree(start_processes, tmp_path):
     """JAX aborts the others then; the next job finds the old tree, and saves."""
     path = tmp_path / "a"

@@ -24,8 +24,6 @@ STEPS = 3000
 STEPS_OF_TWO = 300  # each waits for the other
 SAVE_EVERY = 1000
 
-pytestmark = pytest.mark.faults
-
 # Starts a process for each task, hands signals on, and ends with the worst status, as srun does.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done

@@ -760,7 +760,6 @@ def test_a_step_that_somebody_else_deleted_is_gone(world):
     assert not world.storage.kind(f"{world.root}/1")
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_crash_of_a_deletion_leaves_whole_steps_or_none(world, torn):
     """After every change; the next job finishes it by itself."""
@@ -789,7 +788,6 @@ def test_a_crash_of_a_deletion_leaves_whole_steps_or_none(world, torn):
     assert after > 4
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("reads", [False, True])
 def test_an_error_at_any_verb_of_a_deletion_leaves_whole_steps_or_none(disk, reads):
     """It is reported, not raised; the next deletion ends it."""

@@ -367,7 +367,6 @@ def test_names_with_nul_are_refused_by_rename(tmp_path):
 # Faults, made by the kernel
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("verb", ["write", "create"])
 def test_a_full_disk_leaves_nothing(tmp_path, verb):
     """A write that the kernel cuts short in its middle raises, and no part of it stays."""
@@ -632,7 +631,6 @@ def run_traced(code, root, *options, check=True):
 
 
 @needs_strace
-@pytest.mark.faults
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_change_is_durable_on_return(old_tree, verb):
     """After a verb returns, each byte and each name it changed has been synced, in that order."""
@@ -643,7 +641,6 @@ def test_a_change_is_durable_on_return(old_tree, verb):
 
 
 @needs_strace
-@pytest.mark.faults
 @pytest.mark.parametrize(
     ("code", "left"),
     [
@@ -661,7 +658,6 @@ def test_the_check_of_durability_can_fail(old_tree, code, left):
 
 
 @needs_strace
-@pytest.mark.faults
 @pytest.mark.parametrize("verb", ["write", "write over", "create"])
 @pytest.mark.parametrize("fault", ["fsync:error=EIO", "rename,renameat2:error=ENOSPC"])
 def test_a_failed_write_leaves_what_was_there(old_tree, verb, fault):
@@ -686,7 +682,6 @@ WITHOUT = {
 
 
 @needs_strace
-@pytest.mark.faults
 @pytest.mark.parametrize("missing", WITHOUT)
 def test_file_systems_without_a_call_have_another_way(old_tree, missing):
     """Where renameat2, or links too, cannot be had, create and rename still replace nothing."""
@@ -714,7 +709,6 @@ else: raise AssertionError
 
 
 @needs_strace
-@pytest.mark.faults
 def test_a_directory_that_cannot_be_synced_is_tolerated(old_tree):
     """A file system that refuses to sync directories is used as it is; an I/O error raises."""
     code = """
@@ -729,7 +723,6 @@ s.make_new_dir(r + '/d')
 
 
 @needs_strace
-@pytest.mark.faults
 @pytest.mark.parametrize("error", ["ENOLCK", "EOPNOTSUPP", "ENOSYS"])
 def test_a_file_system_without_locks_says_so(old_tree, error):
     """Where nothing can be locked, a hold raises what a caller can tell from a taken lock."""
@@ -745,7 +738,6 @@ except io.UnsupportedOperation as e: print(type(e).__name__, e.filename, e)
 
 
 @needs_strace
-@pytest.mark.faults
 def test_sync_leaves_alone_what_is_being_written(old_tree):
     """A sync opens no temporary file, which would be gone by then if its writer is quick."""
     temporary = temporary_sibling(f"{old_tree}/old/f")
@@ -758,7 +750,6 @@ def test_sync_leaves_alone_what_is_being_written(old_tree):
 
 
 @needs_strace
-@pytest.mark.faults
 @pytest.mark.multihost
 def test_a_lock_on_a_file_just_deleted_is_not_a_hold(tmp_path):
     """Of two that open a lock file around its deletion, one gets the lock."""

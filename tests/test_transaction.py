@@ -160,7 +160,6 @@ def remove(world, storage):
     _transaction.remove(storage, world.path)
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_crash_of_a_save_leaves_all_or_nothing(new_world, torn):
     """The checkpoint is not there until it is whole."""
@@ -173,7 +172,6 @@ def test_a_crash_of_a_save_leaves_all_or_nothing(new_world, torn):
     assert set(seen) == {None, 1}
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_crash_of_a_replacement_leaves_the_old_or_the_new(new_disk, torn):
     """At no instant is there none."""
@@ -186,7 +184,6 @@ def test_a_crash_of_a_replacement_leaves_the_old_or_the_new(new_disk, torn):
     assert set(seen) == {1, 2}
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_crash_of_a_deletion_leaves_all_or_nothing(new_world, torn):
     """A checkpoint with holes is never found, and its name is free at once."""
@@ -200,7 +197,6 @@ def test_a_crash_of_a_deletion_leaves_all_or_nothing(new_world, torn):
     assert set(seen) == {1, None}
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("torn", [False, True])
 @pytest.mark.parametrize(
     ("before", "act"), [(nothing, save_1), (save_1, replace_with_2), (save_1, remove)]
@@ -226,7 +222,6 @@ def test_a_crash_of_recovery_is_recovered_from(ram_path, new_disk, before, act, 
                 break
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("once", [True, False])
 def test_an_error_at_any_verb_is_raised_and_leaves_all_or_nothing(new_disk, once):
     """Each disk error ends a replacement with SaveFailed, or was about rubbish."""
@@ -284,7 +279,6 @@ def test_what_is_not_ours_is_not_replaced(new_world):
     assert world.storage.read(f"{world.path}/mine", max_bytes=9) == b"1"
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize("how", ["removed", "moved"])
 def test_a_writer_whose_directory_is_taken_away_commits_nothing(new_disk, how):
     """It fails with SaveFailed at whatever verb it was."""
@@ -316,7 +310,6 @@ def test_a_writer_whose_directory_is_taken_away_commits_nothing(new_disk, how):
     assert {"make_dir", "write", "sync", "create", "rename"} <= set(verbs)
 
 
-@pytest.mark.faults
 def test_of_two_saves_at_once_one_wins_whole(new_world):
     """The other is told so."""
     for _ in range(5):
@@ -328,7 +321,6 @@ def test_of_two_saves_at_once_one_wins_whole(new_world):
         world.check_next_save()
 
 
-@pytest.mark.faults
 def test_two_replacements_at_once_leave_one_of_them_whole(new_disk):
     """One after the other may win; who raises did not."""
     for _ in range(5):

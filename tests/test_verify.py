@@ -19,8 +19,6 @@ from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoin
 from jaxckpt.format import names
 from jaxckpt.testing.strategies import same
 
-pytestmark = pytest.mark.faults
-
 
 def sample_tree():
     """Arrays of every layout: in a node, one value, an array of one chunk, and of inner chunks."""

@@ -5,24 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import shutil
 import signal
 import time
 
 import pytest
 
+from tests.faults import children
 from tests.faults.zygote import Zygote
-
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.skipif(shutil.which("gcc") is None, reason="the shim is compiled with gcc"),
-]
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory):
-    with Zygote(tmp_path_factory.mktemp("zygote")) as started:
-        yield started
 
 
 def test_a_kill_before_any_change_of_a_save_leaves_all_or_nothing(zygote, ram_path):
@@ -31,8 +20,8 @@ def test_a_kill_before_any_change_of_a_save_leaves_all_or_nothing(zygote, ram_pa
     for n in itertools.count(1):
         folder = ram_path / str(n)
         (folder / "beside").mkdir(parents=True)
-        done = zygote.run("save", folder / "a", 1, False, n, None)
-        seen.append(zygote.run("check", folder / "a", 2, ["beside"])["found"])
+        done = zygote.run(children.save, folder / "a", 1, False, ["kill", n])
+        seen.append(zygote.run(children.check, folder / "a", 2, ["beside"])["found"])
         if done is not None:
             break
 
@@ -45,10 +34,10 @@ def test_a_kill_before_any_change_of_a_save_leaves_all_or_nothing(zygote, ram_pa
 def test_a_kill_before_any_change_of_a_replacement_leaves_the_old_or_the_new(zygote, ram_path):
     """Every n-th change, those of the deletion of the old one too."""
     seen, path = [], ram_path / "a"
-    zygote.run("save", path, 1, False, 0, None)
+    zygote.run(children.save, path, 1, False)
     for n in itertools.count(1):
-        done = zygote.run("save", path, 2, True, n, None)
-        seen.append(zygote.run("check", path, 1, [])["found"])
+        done = zygote.run(children.save, path, 2, True, ["kill", n])
+        seen.append(zygote.run(children.check, path, 1, [])["found"])
         if done is not None:
             break
 
@@ -62,12 +51,12 @@ def test_kills_at_random_while_one_path_is_replaced(zygote, ram_path, kills):
     """Each time the last acknowledged tree is there, or the one after it."""
     path, acked, dice = ram_path / "a", -1, random.Random(1)
     for _ in range(kills):
-        said = killed_at_random(zygote, dice, "overwrite_for_ever", path)
+        said = killed_at_random(zygote, dice, children.overwrite_for_ever, path)
         there = -1 if said[0]["found"] is None else said[0]["found"]
         assert acked <= there <= acked + 1
         acked = max([there, *(word["saved"] for word in said[1:])])
 
-    assert zygote.run("check", path, 0, [])["found"] in (acked, acked + 1)
+    assert zygote.run(children.check, path, 0, [])["found"] in (acked, acked + 1)
     assert acked > 0
 
 
@@ -77,7 +66,7 @@ def test_kills_at_random_while_checkpoints_are_added(zygote, ram_path, kills):
     acked, most, dice, root = -1, -1, random.Random(2), ram_path / "first"
     root.mkdir()
     for kill in range(kills):
-        said = killed_at_random(zygote, dice, "add_for_ever", root)
+        said = killed_at_random(zygote, dice, children.add_for_ever, root)
         assert said[0]["steps"] == said[0]["found"] == list(range(len(said[0]["steps"])))
         there = len(said[0]["steps"]) - 1
         assert acked <= there <= acked + 1
@@ -107,8 +96,8 @@ def test_two_processes_save_one_path_at_once(zygote, tmp_path_factory, ram_path)
         for n in range(5):
             path = ram_path / str(n) / "a"
             for writer in (zygote, other):
-                writer.start("try_to_save", path, 1)
+                writer.start(children.try_to_save, path, 1)
             outcomes = [writer.answers()[0][-1]["raised"] for writer in (zygote, other)]
 
             assert sorted(outcomes, key=str) in ([None, "SaveFailed"], [None, "StepExists"])
-            assert zygote.run("check", path, 2, [])["found"] == 1
+            assert zygote.run(children.check, path, 2, [])["found"] == 1

@@ -8,20 +8,10 @@ import pytest
 
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Lease
-from tests.faults.test_durability import Disk
-from tests.faults.zygote import Zygote
+from tests.faults import children
+from tests.faults.disk import Disk
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.skipif(shutil.which("gcc") is None, reason="the shim is compiled with gcc"),
-]
 TEMPORARY_FILE = ".jaxckpt-tmp-"
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory):
-    with Zygote(tmp_path_factory.mktemp("zygote")) as started:
-        yield started
 
 
 @pytest.fixture
@@ -38,9 +28,9 @@ def make_run(zygote, ram_path):
     return make
 
 
-def said(zygote, root, what, kill_at=0, log=None):
+def said(zygote, root, what, fault=None, log=None):
     """All that a child says which does something with a run, until it ends or is killed."""
-    zygote.start("manage", root, what, kill_at, log)
+    zygote.start(children.manage, root, what, fault, log=log)
     return zygote.answers()[0]
 
 
@@ -55,9 +45,9 @@ def killed(zygote, original, what, *, stride):
     for n in [*range(1, events + 1, stride), events, events + 1]:
         copy = original.with_name(f"run{n}")
         shutil.copytree(original, copy, dirs_exist_ok=True)
-        words = said(zygote, copy, what, kill_at=n)
+        words = said(zygote, copy, what, fault=["kill", n])
         assert ("events" in (words[-1] if words else {})) == (n > events)
-        yield words, zygote.run("check_managed", copy)
+        yield words, zygote.run(children.check_managed, copy)
         shutil.rmtree(copy)
     assert events >= 2
 
@@ -97,7 +87,7 @@ def test_a_kill_while_leftovers_are_cleared_up(zygote, make_run, stride):
     left = set()
     for n in range(events // 3, events, 3):  # kills until there is one of each kind
         copy = shutil.copytree(original, original.with_name(f"left{n}"))
-        said(zygote, copy, "save", kill_at=n)
+        said(zygote, copy, "save", fault=["kill", n])
         for entry in copy.iterdir():
             kind = "deleting" if names.is_deleting(entry.name) else "writing"
             if names.is_temporary(entry.name) and kind not in left:
@@ -170,10 +160,10 @@ def test_a_step_is_durable_when_it_is_acknowledged(zygote, make_run, tmp_path, s
     root = make_run(steps)
     log = tmp_path / "log"
 
+    disk = Disk(root)
     said(zygote, root, "save", log=log)
 
-    disk = Disk().play(log)
-    assert (disk.files, disk.names) == (set(), set())
+    assert disk.play(log).unsynced() == (set(), set())
     assert (
         f"new\t{root}/{steps + 1}" in log.read_text()
         or f"\t{root}/{steps + 1}\n" in log.read_text()
@@ -188,8 +178,8 @@ def test_what_a_manager_does_by_hand_is_durable(zygote, make_run, tmp_path, what
     if what == "restore":
         (root / "2/state/manifest.ocdbt").unlink()
 
+    disk = Disk(root)
     said(zygote, root, what, log=log)
 
-    disk = Disk().play(log)
     assert log.read_text()
-    assert (disk.files, disk.names) == (set(), set())
+    assert disk.play(log).unsynced() == (set(), set())

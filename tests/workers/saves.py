@@ -311,14 +311,9 @@ def lose_them(me, path, rounds):
 
 def save_logged(me, path, logs):
     """Saves with the shim's log on, up to the moment of the acknowledgement."""
-    import ctypes
+    from tests.faults.zygote import arm, disarm
 
     value = small_tree(1)
-    arm = ctypes.CDLL(None).shim_arm
-    arm(
-        os.path.dirname(os.path.dirname(path)).encode(),
-        ctypes.c_long(0),
-        f"{logs}/{me.index}.log".encode(),
-    )
+    arm(os.path.dirname(os.path.dirname(path)), log=f"{logs}/{me.index}.log")
     save_with(path, value)
-    arm(b"", ctypes.c_long(0), None)
+    disarm()

@@ -1,0 +1,255 @@
+"""What the forked children of a zygote do: saves, restores, whole runs; they say how it went."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+
+from tests.faults.zygote import arm, disarm, events, say
+
+
+def tree(seed):
+    """Small enough to be quick; one array is stored by TensorStore itself, one as a value."""
+    rng = np.random.default_rng(seed)
+    large = rng.standard_normal(70_000, np.float32)
+    return {"large": large, "small": rng.integers(0, 9, 99), "text": f"seed {seed}", "seed": seed}
+
+
+def found(path):
+    """The seed of the tree at `path`; None if there is none. Fails if a bit is wrong."""
+    import jaxckpt
+
+    try:
+        got = jaxckpt.restore(path)
+    except jaxckpt.CheckpointNotFound:
+        return None
+    wanted = tree(got["seed"])
+    assert got.keys() == wanted.keys()
+    assert all(np.asarray(got[k]).tobytes() == np.asarray(wanted[k]).tobytes() for k in wanted)
+    return got["seed"]
+
+
+def save(path, seed, overwrite, fault=None, log=None):
+    import jaxckpt
+
+    value = tree(seed)
+    arm(os.path.dirname(path), fault, log=log)
+    jaxckpt.save(path, value, overwrite=overwrite)
+    say(events=events())
+    disarm()
+
+
+def check(path, seed, beside):
+    """Says what is there, then saves: that must work by itself and clean up."""
+    import jaxckpt
+
+    there = found(path)
+    jaxckpt.save(path, tree(seed), overwrite=True)
+    assert found(path) == seed
+    assert jaxckpt.verify(path).ok
+    assert sorted(os.listdir(os.path.dirname(path))) == sorted([os.path.basename(path), *beside])
+    say(found=there)
+
+
+def overwrite_for_ever(path):
+    """Says what is there, then replaces it with the next and says so, until it is killed."""
+    import jaxckpt
+
+    seed = found(path)
+    say(found=seed)
+    seed = -1 if seed is None else seed
+    while True:
+        seed += 1
+        jaxckpt.save(path, tree(seed), overwrite=True)
+        say(saved=seed)
+
+
+def add_for_ever(root):
+    """Says which are there, whole, and what else; then adds more and says so, until killed."""
+    import jaxckpt
+    from jaxckpt.format import names
+
+    entries = os.listdir(root)
+    steps = sorted(int(entry) for entry in entries if not names.is_temporary(entry))
+    say(found=[found(f"{root}/{step}") for step in steps], steps=steps)
+    step = len(steps)
+    while True:
+        jaxckpt.save(f"{root}/{step}", tree(step))
+        say(saved=step)
+        step += 1
+
+
+def try_to_save(path, seed):
+    """Says what it raised."""
+    import jaxckpt
+
+    try:
+        jaxckpt.save(path, tree(seed))
+    except jaxckpt.CheckpointError as error:
+        say(raised=type(error).__name__)
+    else:
+        say(raised=None)
+
+
+def save_below(root, relative, log):
+    """Saves below a directory that is there; what is between is made."""
+    import jaxckpt
+
+    os.mkdir(root)
+    arm(root, log=log)
+    jaxckpt.save(f"{root}/{relative}", tree(1))
+    disarm()
+    say(done=True)
+
+
+def write_plainly(root, log):
+    arm(root, log=log)
+    Path(root, "plain").write_bytes(b"1")
+    Path(root, "plain").rename(Path(root, "moved"))
+    with Path(root, "synced").open("wb") as file:
+        file.write(b"1")
+        file.flush()
+        os.fsync(file.fileno())
+    disarm()
+
+
+def train_for_ever(root, *, hears=None, heeds=True):
+    """Trains until it is told to stop; says each thing that it is about to do.
+
+    Args:
+        hears: A signal that has a handler already; says what that has heard.
+        heeds: Whether it stops when it is told to.
+    """
+    import jaxckpt
+    from jaxckpt.storage import LocalStorage
+
+    def handle(number, frame):
+        del frame
+        say(handled=number)
+
+    if hears is not None:
+        signal.signal(hears, handle)
+    save, keep = jaxckpt.SavePolicy(every_steps=7), jaxckpt.KeepPolicy(last=3)
+    with jaxckpt.CheckpointManager(root, save=save, keep=keep) as manager:
+        manager._run.storage = Telling(LocalStorage())
+        _, step = manager.restore_or(lambda: tree(0))
+        told = False
+        while not (told and heeds):
+            step += 1
+            say(step=step)
+            saving = manager.save(step, tree(step))
+            if saving is not None and manager.decision.reason == "preemption":
+                if not heeds:
+                    saving.result()
+                say(saved_for_preemption=step)
+            told = manager.reached_preemption(step)
+    kept = hears is None or signal.getsignal(hears) is handle
+    say(stopped=step, handler_is_back=kept)
+
+
+class Telling:
+    """A storage that says which verb comes next."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, verb):
+        found = getattr(self._inner, verb)
+        if not callable(found):
+            return found
+
+        def call(path, *args, **kwargs):
+            say(verb=verb)
+            return found(path, *args, **kwargs)
+
+        return call
+
+
+def check_run(root):
+    """Says which steps there are; each is whole. Reads without a manager, so changes nothing."""
+    from jaxckpt.format import names
+
+    entries = [name for name in os.listdir(root) if not name.startswith("_jaxckpt")]
+    steps = sorted(int(name) for name in entries if not names.is_temporary(name))
+    assert [found(f"{root}/{step}") for step in steps] == steps
+    say(steps=steps, temporary=[name for name in entries if names.is_temporary(name)])
+
+
+def manage(root, what, fault=None, log=None):
+    """Does one thing with a run that keeps its two newest steps, and says when it is done.
+
+    what: "save": the next step; "open": nothing but to open the run; "restore": the newest step,
+    whose damaged ones are set aside; "pin": the oldest step.
+    """
+    import jaxckpt
+
+    def open_run():
+        return jaxckpt.CheckpointManager(root, keep=jaxckpt.KeepPolicy(last=2))
+
+    if what == "open":
+        arm(root, fault, log=log)
+    manager = open_run()
+    step = (manager.latest_step() or 0) + 1
+    value = tree(step)
+    if what != "open":
+        arm(root, fault, log=log)
+    if what == "save":
+        manager.save(step, value).result()
+        say(saved=step)
+        manager.wait_until_finished()
+    elif what == "restore":
+        say(restored=manager.restore()["seed"])
+    elif what == "pin":
+        manager.pin(manager.all_steps()[0])
+        say(pinned=manager.all_steps()[0])
+    say(events=events())
+    disarm()
+    manager.close()
+
+
+def check_managed(root):
+    """Says what a run holds, each step whole; then saves, which must work and clean up."""
+    import jaxckpt
+    from jaxckpt.format import names
+
+    before = sorted(os.listdir(root))
+    with jaxckpt.CheckpointManager(root, keep=jaxckpt.KeepPolicy(last=2)) as manager:
+        steps = manager.all_steps()
+        pinned = [step for step in steps if names.PINNED in os.listdir(f"{root}/{step}")]
+        seeds = [found(f"{root}/{step}") for step in steps if step != damaged_step(root, steps)]
+        newest = None if not steps else manager.restore()["seed"]
+        new = steps[-1] + 1 if steps else 1
+        manager.save(new, tree(new)).result()
+        manager.wait_until_finished()
+        assert found(f"{root}/{new}") == new
+        assert all(jaxckpt.verify(f"{root}/{step}").ok for step in manager.all_steps())
+        after = manager.all_steps()
+    left = sorted(set(os.listdir(root)) - {*map(str, after), names.OWNER, names.LOCK})
+    say(
+        before=before,
+        steps=steps,
+        seeds=seeds,
+        newest=newest,
+        pinned=pinned,
+        after=after,
+        left=left,
+    )
+
+
+def damaged_step(root, steps):
+    """The step that a test has damaged, if it is still there: its manifest is gone."""
+    for step in steps:
+        if not os.path.exists(f"{root}/{step}/state/manifest.ocdbt"):
+            return step
+    return None
+
+
+def save_unsynced(path, log):
+    """A control: what the same save leaves in the caches if directories are not synced."""
+    from jaxckpt.storage import _local
+
+    _local._sync_dir = lambda path: None
+    save(path, 1, False, log=log)

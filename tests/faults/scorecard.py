@@ -1,0 +1,268 @@
+"""What the fault tests prove, as a table: so many trials, so many passed, and what Orbax does then.
+
+A test takes `trial` and wraps each thing that it tries:
+
+    for n in ...:
+        with trial(3, f"killed before change {n}"):
+            ...
+
+A trial that fails does not end the test, which fails at its end and names all that failed. With
+`--scorecard FILE` the table is written there, and a row with too few trials fails the run: so no
+row shrinks in silence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+_PROPERTY = "scorecard"
+_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One promise.
+
+    Attributes:
+        count: How many trials it takes at least.
+        orbax: What Orbax 0.12.8 does, where that was measured.
+        root: Whether it needs root.
+    """
+
+    title: str
+    count: int
+    orbax: str = "not measured"
+    root: bool = False
+
+
+ROWS = {
+    "1": Row(
+        title="kill -9 at random moments of a run: the newest acknowledged step restores, every "
+        "listed one too, the next start needs no hand",
+        count=200,
+        orbax="200 of 200; a listed step does not restore in 8",
+    ),
+    "2": Row(
+        title="kill -9 at random while one path is replaced: the old or the new",
+        count=200,
+        orbax="30 of 200 (v1: 14 of 80)",
+    ),
+    "3": Row(
+        title="kill -9 before every file change of save, retention, replacement, deletion, "
+        "recovery",
+        count=400,
+        orbax="101 of 102, 1 bricked, a listed step does not restore in 12; replacement 5 of 99",
+    ),
+    "4": Row(title="every write torn in half, then kill -9", count=60, orbax="20 of 20"),
+    "5": Row(
+        title="EIO, ENOSPC, EROFS, EACCES, once and from there on, at every file event of save and "
+        "restore: a typed error or success, acknowledged steps intact, the retained set exact",
+        count=2000,
+        orbax="ENOSPC 102 of 102 intact; EIO bricks 1; the retained set is wrong in 97 of 101",
+    ),
+    "6": Row(
+        title="when a save is acknowledged no byte and no name waits in a cache",
+        count=12,
+        orbax="5 files and 6 names wait, each save",
+    ),
+    "7": Row(
+        title="power cut after every change, replayed as ext4 and as strict POSIX may leave it",
+        count=600,
+        orbax="0 of 18 and 0 of 18",
+    ),
+    "8": Row(
+        title="real power cuts on ext4, XFS and btrfs",
+        count=60,
+        orbax="6 of 60, 8 of 48, 0 of 8",
+        root=True,
+    ),
+    "9": Row(title="a disk that lies about fsync loses power: nothing silently wrong", count=50),
+    "10": Row(
+        title="a disk that fills up, and has room again: the error says so, nothing is lost, it "
+        "goes on by itself with room for keep + 1.2 checkpoints",
+        count=30,
+        orbax="24 of 24 intact; stuck for good with keep + 1.4 and + 1.9",
+    ),
+    "10r": Row(title="the same on a real tmpfs", count=30, orbax="as above", root=True),
+    "11": Row(
+        title="a flipped bit anywhere, in each layout: no wrong value, no crash",
+        count=400,
+        orbax="190 of 400 silently wrong",
+    ),
+    "12": Row(
+        title="files cut short, lengthened, swapped, doubled, missing, of another checkpoint",
+        count=300,
+        orbax="cut short: 150 of 150; the rest was not measured",
+    ),
+    "13": Row(
+        title="broken metadata: 400 mutations of its structure, and what hypothesis thinks of",
+        count=800,
+        orbax="157 errors of many types, 1 silently wrong",
+    ),
+    "14": Row(
+        title="hostile metadata: huge shapes, bombs, deep JSON, paths outside, links, FIFOs, "
+        "devices",
+        count=25,
+        orbax="size bombs kill it, 3 of 3; the rest passes",
+    ),
+    "15": Row(title="no pickle, marshal, eval, exec or import on any way", count=10),
+    "16": Row(
+        title="trees whose names nearly collide: the same tree, or refused before a write",
+        count=500,
+        orbax="silent corruption",
+    ),
+    "17": Row(
+        title="stray entries in a run's root: reported, and saving goes on",
+        count=12,
+        orbax="saving stops, and nothing says so",
+    ),
+    "18": Row(
+        title="two writers of one run, and a zombie after a restart: one wins each step",
+        count=160,
+        orbax="49 of 96 saves raise; 3 of 25 steps do not restore",
+    ),
+    "19": Row(
+        title="a process killed or stopped in each phase of save, commit, delete and restore",
+        count=18,
+        orbax="18 of 18 restore",
+    ),
+    "19r": Row(
+        title="hosts killed, stopped or cut off the network, three and four of them",
+        count=18,
+        orbax="18 of 18 restore",
+        root=True,
+    ),
+    "20": Row(
+        title="a partition shorter than the heartbeat heals", count=6, orbax="1 of 1", root=True
+    ),
+    "21": Row(
+        title="late processes, names used twice, recoverable mode, the death of process 0: an "
+        "error within the deadline",
+        count=8,
+        orbax="hangs for over 46 s",
+    ),
+    "22": Row(
+        title="SIGTERM at random moments, one and three processes, twice, with handlers of others",
+        count=60,
+        orbax="one process: saves nothing",
+    ),
+    "27": Row(title="values changed, donated, deleted just after the save returned", count=150),
+    "28": Row(
+        title="what is kept, compared with a model",
+        count=500,
+        orbax="wrong after 97 of 101 single EIO",
+    ),
+    "29": Row(title="save and restore within 1.3 times the state's memory", count=6, root=True),
+    "30": Row(title="clocks that jump by 400 days: order is by step", count=6, orbax="passes"),
+    "31": Row(title="Orbax reads what jaxckpt writes, and the other way round", count=40),
+    "32": Row(title="ckpt-chaos, a test program of others", count=25, orbax="25 of 25"),
+    "33": Row(
+        title="verify and scrub find every fault that was planted; damaged steps are set aside",
+        count=40,
+        orbax="has neither",
+    ),
+}
+
+
+class Trials:
+    """Counts the trials of one test, and remembers what failed."""
+
+    def __init__(self):
+        self.counts = Counter()
+        self.failures = []
+
+    @contextlib.contextmanager
+    def __call__(self, row, what):
+        """One trial for a row; an exception in it is a failure of that trial."""
+        assert row in ROWS, row
+        try:
+            yield
+        except Exception as error:
+            self.counts[row, "failed"] += 1
+            self.failures.append((row, what, error))
+        else:
+            self.counts[row, "passed"] += 1
+
+    def check(self):
+        """Raises if any failed."""
+        if not self.failures:
+            return
+        lines = [
+            f"row {row}, {what}:\n{''.join(traceback.format_exception(error))}"
+            for row, what, error in self.failures[:_SHOWN]
+        ]
+        total = sum(self.counts.values())
+        raise AssertionError(f"{len(self.failures)} of {total} trials failed\n" + "\n".join(lines))
+
+
+@pytest.fixture
+def trial(request):
+    """Counts trials for the scorecard; see the module."""
+    trials = Trials()
+    yield trials
+    counts = [[row, how, n] for (row, how), n in trials.counts.items()]
+    request.node.user_properties.append((_PROPERTY, counts))
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--scorecard", metavar="FILE", help="write the table there; rows must be complete"
+    )
+    parser.addoption("--scorecard-root", action="store_true", help="the rows that need root")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """After the test itself, fails it for its trials."""
+    result = yield
+    trials = pyfuncitem.funcargs.get("trial")
+    if isinstance(trials, Trials):
+        trials.check()
+    return result
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    config = session.config
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    file = config.getoption("--scorecard")
+    if hasattr(config, "workerinput") or reporter is None or file is None:
+        return
+    counts = Counter()
+    for reports in reporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", None) == "teardown":
+                for row, how, n in dict(report.user_properties).get(_PROPERTY, []):
+                    counts[row, how] += n
+    lines, missing = table(counts, root=config.getoption("--scorecard-root"))
+    reporter.ensure_newline()
+    reporter.section("scorecard")
+    reporter.write_line("\n".join(lines))
+    for what in missing:
+        reporter.write_line(what, red=True)
+    with open(file, "w") as out:
+        out.write("\n".join(lines) + "\n")
+    if missing:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def table(counts, *, root):
+    """The lines of the table in Markdown, and what is wrong with it."""
+    lines = ["| | what | tried | passed | Orbax 0.12.8 |", "| --- | --- | --- | --- | --- |"]
+    missing = []
+    for name, row in ROWS.items():
+        if row.root != root:
+            continue
+        passed, failed = counts[name, "passed"], counts[name, "failed"]
+        tried = passed + failed
+        lines.append(f"| {name} | {row.title} | {tried} | {passed} | {row.orbax} |")
+        if tried < row.count:
+            missing.append(f"row {name}: {tried} trials, at least {row.count} are wanted")
+        if failed:
+            missing.append(f"row {name}: {failed} of {tried} trials failed")
+    return lines, missing
