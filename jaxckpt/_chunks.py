@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxckpt._box import Box
 from jaxckpt._plan import ChunkRead, plan_chunks
-from jaxckpt.errors import CheckpointError, CorruptCheckpoint
+from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure
 from jaxckpt.format.arrays import (
     CRC_BYTES,
     checksum,
@@ -76,6 +76,8 @@ class Failures:
         self._of: dict[int, Exception] = {}
 
     def add(self, leaf: Leaf, error: Exception) -> None:
+        if not isinstance(error, CheckpointError):  # those name it themselves
+            error.add_note(f"That was leaf {leaf.text}.")
         self._of.setdefault(id(leaf), error)
 
     def raise_of(self, leaf: Leaf) -> None:
@@ -241,10 +243,12 @@ def _read_run(storage: Storage, path: str, run: list[ChunkJob], failures: Failur
         outs = [np.empty(job.size, np.uint8) if job.out is None else job.out for job in run]
         both = [part for pair in zip(outs, crcs, strict=True) for part in pair]
         storage.read_into(f"{path}/{file}", offset, both)
-    except (OSError, EOFError, MemoryError, CheckpointError) as error:
+    except (OSError, EOFError, MemoryError) as error:
         if len(run) > 1:  # which of them is it?
             for job in run:
                 _read_run(storage, path, [job], failures)
+        elif isinstance(error, MemoryError) or is_io_failure(error):
+            failures.add(run[0].leaf, error)
         else:
             what = f'chunk "{run[0].key}" cannot be read: {error}'
             failures.add(run[0].leaf, _bad(run[0].leaf, f"{path}/{file}", what))

@@ -11,6 +11,7 @@ A path may mean five things, told apart by what lies there:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import posixpath
@@ -19,7 +20,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar, cast
 
-from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat
+from jaxckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    UnsupportedFormat,
+    is_io_failure,
+)
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import Record, StepMetadata
 from jaxckpt.storage import Storage
@@ -104,7 +111,9 @@ def _generation(storage: Storage, path: str) -> tuple[str | None, ...]:
 def _record_digest(storage: Storage, path: str) -> str | None:
     try:
         return step.digest(storage.read(f"{path}/{names.RECORD}", max_bytes=jsontext.MAX_BYTES))
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if is_io_failure(error):
+            raise
         return None
 
 
@@ -117,15 +126,19 @@ def check_current(checkpoint: Checkpoint) -> None:
         )
 
 
-def changed_files(checkpoint: Checkpoint) -> list[str]:
-    """Data files that are not those that were written, though each chunk in them may be whole."""
+def changed_files(checkpoint: Checkpoint, *, process: int = 0, count: int = 1) -> list[str]:
+    """Data files that are not those that were written, though each chunk in them may be whole.
+
+    Args:
+        process, count: Looks at every `count`-th file only, from this one on.
+    """
     from jaxckpt.storage._arrays import samples
 
     files = checkpoint.record.files if checkpoint.record is not None else {}
     storage = checkpoint.storage
     wanted = {
         path: facts
-        for path, facts in files.items()
+        for path, facts in itertools.islice(files.items(), process, None, count)
         # TensorStore follows links and waits for a FIFO. Those, and wrong sizes, are found without.
         if facts.sample is not None and _has_size(storage, f"{checkpoint.path}/{path}", facts.size)
     }
@@ -141,7 +154,9 @@ def changed_files(checkpoint: Checkpoint) -> list[str]:
 def _has_size(storage: Storage, file: str, size: int) -> bool:
     try:
         return storage.kind(file) == "file" and storage.size(file) == size
-    except OSError:
+    except OSError as error:
+        if is_io_failure(error):
+            raise
         return False
 
 

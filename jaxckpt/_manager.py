@@ -26,6 +26,8 @@ from jaxckpt._run import Run
 from jaxckpt._save import SaveHandle
 from jaxckpt._saver import Saver, raise_first
 from jaxckpt._schedule import Decision, SavePolicy, check_count, check_seconds
+from jaxckpt._scrub import scrub
+from jaxckpt._verify import VerifyReport
 from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Json, current, lead
@@ -460,6 +462,27 @@ class CheckpointManager:
     def problems(self) -> list[str]:
         """All that was skipped, left alone, set aside or could not be deleted, in words."""
         return list(self._run.problems)
+
+    def scrub(self) -> dict[int, VerifyReport]:
+        """Reads all of every step back, and compares it with its checksums.
+
+        Steps that turn out to be damaged are reported in `problems` and, if jaxckpt wrote them and
+        this manager may write, set aside under another name; nothing is deleted. If no step is
+        whole all stay as they are. What the storage fails to read is reported only. The processes
+        of a job share the steps; each may take `timeout_s` for one.
+
+        Returns:
+            What `jaxckpt.verify` says of each step, by its number.
+        """
+        self._begin_call()
+        if self.mode == "w":
+            self.wait_until_finished()
+        reports = scrub(
+            self._run, self._processes, writes=self.mode == "w", timeout_s=self.timeout_s
+        )
+        if self.mode == "w" and not all(report.ok for report in reports.values()):
+            self._saver.floor = self._lead("newest", self._run.newest)  # less what was set aside
+        return reports
 
     # --- keeping and deleting by hand ------------------------------------------------------------
 

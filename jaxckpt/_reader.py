@@ -22,7 +22,7 @@ from jaxckpt._chunks import Failures, copy, plan_leaf, start_reads
 from jaxckpt._item import Item
 from jaxckpt._plan import count_chunks, plan_reads
 from jaxckpt._transfer import empty
-from jaxckpt.errors import CheckpointError, CorruptCheckpoint
+from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure
 from jaxckpt.format.arrays import (
     MAX_UNIT_BYTES,
     PLAIN_DTYPES,
@@ -73,7 +73,7 @@ def read_leaves(
     reads: Sequence[LeafRead],
     *,
     budget_bytes: int,
-    failed: Callable[[LeafRead, CorruptCheckpoint], None] | None = None,
+    failed: Callable[[LeafRead, OSError], None] | None = None,
 ) -> Generator[Buffers, None, None]:
     """Yields the buffers of each leaf by box, in order.
 
@@ -87,6 +87,7 @@ def read_leaves(
 
     Raises:
         CorruptCheckpoint: stored data is missing or damaged; the leaf and the file are named.
+        OSError: it cannot be read now.
     """
     if not reads:
         return
@@ -119,7 +120,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_Failed = Callable[[LeafRead, CorruptCheckpoint], None] | None
+_Failed = Callable[[LeafRead, OSError], None] | None
 
 
 class _Batch(Protocol):
@@ -272,7 +273,7 @@ class _Chunks:
             try:
                 with _Blaming(self._item, read.leaf):
                     self._failures.raise_of(read.leaf)
-            except CorruptCheckpoint as error:
+            except OSError as error:
                 if failed is None:
                     raise
                 failed(read, error)
@@ -313,7 +314,7 @@ class _Regions:
         self._pending: deque[_Task] = deque()
         self._window_bytes = window_bytes
         self._under_way = 0  # bytes of what is pending
-        self._failed: CorruptCheckpoint | None = None
+        self._failed: OSError | None = None
         fill = item.tree.fill_missing and self._stored.has_fill
         self._array = reader.open(read.leaf.prefix, item.tree.zarr_version, fill_missing=fill)
 
@@ -322,7 +323,7 @@ class _Regions:
             with _Blaming(self._item, self._read.leaf):
                 self._tasks = self._issue()
                 self._fill_window()
-        except CorruptCheckpoint as error:
+        except OSError as error:
             self._failed = error
 
     def finish(self, failed: _Failed) -> Iterator[Buffers]:
@@ -331,7 +332,7 @@ class _Regions:
                 raise self._failed
             with _Blaming(self._item, self._read.leaf):
                 self._wait()
-        except CorruptCheckpoint as error:
+        except OSError as error:
             if failed is None:
                 raise
             failed(self._read, error)
@@ -422,9 +423,9 @@ def _blame(item: Item, leaf: Leaf | None, error: Exception) -> NoReturn:
     from jaxckpt.storage._arrays import data_error
 
     text = leaf.text if leaf else None
-    if not isinstance(error, CheckpointError):
+    if not isinstance(error, CheckpointError) and not is_io_failure(error):
         error = data_error(error, item.path, text)
-    elif not isinstance(error, CorruptCheckpoint):
+    if not isinstance(error, CorruptCheckpoint):
         raise error
     known = error.file is not None and error.file.startswith(f"{item.path}/")  # pyright: ignore
     file, problem = bad_file(item) or (not known and _damaged_file(item, str(error))) or (None, "")

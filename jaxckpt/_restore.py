@@ -39,7 +39,6 @@ _logger = logging.getLogger("jaxckpt")
 
 DEFAULT_BUDGET_BYTES: Final = 1 << 30
 _TIMEOUT_S: Final = 1200.0
-_MAX_FILES_COMPARED: Final = 512
 _ARRAY_KINDS: Final = ("array", "numpy", "generic")
 _INTEGER: Final = re.compile(rf"-?[0-9]{{1,{MAX_DIGITS}}}")
 
@@ -154,6 +153,7 @@ def restore_from(
     start = time.monotonic()
     keep_values = missing == "keep" or only is not None or skip is not None
     processes = current()
+    together = processes.count > 1 and not as_numpy
     wanted, treedef = None, None
     problem, loaded, matched, values = None, None, None, {}
 
@@ -177,7 +177,7 @@ def restore_from(
         matched = replace(matched, report=replace(matched.report, cast=_casts(jobs)))
         with placing():
             values = {**matched.kept, **dict(_read(loaded, jobs, budget_bytes))}
-        _refuse_swapped(loaded)
+        _refuse_swapped(loaded, processes if together else None)
         placer.log_replicated(where)
         return loaded, matched, values
 
@@ -189,7 +189,7 @@ def restore_from(
         loaded, matched, values = consistently(storage, where, read)
     except Exception as error:  # told to the other processes, then raised
         problem = error
-    if processes.count > 1 and not as_numpy:
+    if together:
         _share_failure(processes, where, problem, loaded)
     if problem is not None:
         raise problem
@@ -205,16 +205,18 @@ def restore_from(
     return _tree.rebuild(loaded.tree, values)
 
 
-def _refuse_swapped(item: Item) -> None:
-    """After the chunks' own checksums, which name the leaf: are the files those of the record?"""
-    record = item.checkpoint.record
-    # In a checkpoint of thousands of hosts each of them would read from every file: `verify` does.
-    if record is not None and len(record.files) <= _MAX_FILES_COMPARED:
-        for file in _discovery.changed_files(item.checkpoint):
-            raise CorruptCheckpoint(
-                f"{file} is not the file that was written there. Restore an older checkpoint.",
-                file=file,
-            )
+def _refuse_swapped(item: Item, together: Processes | None) -> None:
+    """After the chunks' own checksums, which name the leaf: are the files those of the record?
+
+    Args:
+        together: The processes that share the work, and tell each other.
+    """
+    share = {"process": together.index, "count": together.count} if together else {}
+    for file in _discovery.changed_files(item.checkpoint, **share):
+        raise CorruptCheckpoint(
+            f"{file} is not the file that was written there. Restore an older checkpoint.",
+            file=file,
+        )
 
 
 def _check_arguments(missing: str, extra: str) -> None:

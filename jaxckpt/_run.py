@@ -39,7 +39,7 @@ from jaxckpt._retention import StepInfo
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, SaveFailed
 from jaxckpt.format import jsontext, names, run
 from jaxckpt.format.run import Lease, Owner, StepNames
-from jaxckpt.storage import Hold, Storage
+from jaxckpt.storage import Hold, Storage, is_temporary_file
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -119,16 +119,15 @@ class Run:
 
     def torn(self) -> list[int]:
         """What jaxckpt wrote, has the name of a step and no commit marker: an incomplete copy."""
-        naming = self._naming()
-        return [
-            n
-            for n in self.numbers()
-            if not self._is_committed(naming.of(n)) and self._is_torn(self.path(n))
-        ]
+        return [n for n in self.numbers() if self.torn_file(n) is not None]
 
-    def _is_torn(self, path: str) -> bool:
+    def torn_file(self, number: int) -> str | None:
+        """The commit marker that such a step lacks; None if it is none."""
+        path = self.path(number)
         # Without a rename it may be a save under way; the next save there removes what is left.
-        return self.storage.atomic_rename and self._is_ours(path)
+        if not self.storage.atomic_rename or self._is_committed(posixpath.basename(path)):
+            return None
+        return f"{path}/{names.COMMIT_MARKER}" if self._is_ours(path) else None
 
     def newest(self) -> int | None:
         """The newest committed step; looks into as few directories as it can."""
@@ -142,9 +141,6 @@ class Run:
         try:
             committed = self.storage.kind(path) == "dir" and self._looks_committed(path)
         except FileNotFoundError:  # deleted just now
-            return False
-        except OSError as error:
-            self.report(f"{path} cannot be looked at, and is skipped: {error}")
             return False
         if committed and self.storage.atomic_rename:
             # No more is remembered: what is incomplete may be complete the next time.
@@ -209,8 +205,7 @@ class Run:
         """
         path = self.path(number)
         name = posixpath.basename(path)
-        if not self._is_committed(name) and self._is_torn(path):
-            file = f"{path}/{names.COMMIT_MARKER}"
+        if (file := self.torn_file(number)) is not None:
             raise CorruptCheckpoint(f"{file} is missing: step {number} is not whole", file=file)
         self.check_step(number)
         if name in self._leaving:
@@ -404,6 +399,8 @@ class Run:
                         self._remove_leftover(path)
                 elif names.is_lease(entry) and self._lease_of(entry) is None:
                     self.storage.delete(path)
+                elif is_temporary_file(entry):  # a reader that lives will write its lease again
+                    self.storage.delete(path)
             except OSError as error:
                 self.report(f"{path} is left over, and cannot be removed: {error}")
         if self.storage.kind(f"{self.root}/{names.DOOMED}") is not None:
@@ -550,11 +547,7 @@ class Run:
         file = f"{self.root}/{names.lease(secrets.token_hex(8))}"
         expires_ns = time.time_ns() + int(LEASE_S * 1e9)
         lease = run.encode_lease(Lease(step=name, expires_ns=expires_ns))
-        try:
-            self.storage.write(file, lease)
-            written = True
-        except OSError:
-            written = False
+        written = any(self._has_written(file, lease) for _ in range(2))
         # A writer that names a step which this reader holds will find that out.
         there = self._is_committed(name) and (name in self._held or self._is_staying(name))
         if not there:
@@ -570,6 +563,13 @@ class Run:
             if written:
                 with contextlib.suppress(OSError):  # it expires
                     self.storage.delete(file)
+
+    def _has_written(self, file: str, data: bytes) -> bool:
+        try:
+            self.storage.write(file, data)
+        except OSError:
+            return False
+        return True
 
     def _is_staying(self, name: str) -> bool:
         file = f"{self.root}/{names.DOOMED}"

@@ -120,6 +120,8 @@ class Transaction:
             path: FileFacts(size=size, sha256=digests.get(path)) for path, size in sizes.items()
         }
         for path, sample in sampled.items():
+            if sizes[path] and not sample:
+                raise SaveFailed(f"{self.work}/{path} cannot be read back")
             facts[path] = FileFacts(size=sizes[path], sample=step.digest(sample))
         record = Record(
             writer=f"jaxckpt {__version__}", token=self.token, files=facts, lineage=lineage

@@ -12,7 +12,7 @@ from jaxckpt._item import Item, read_item
 from jaxckpt._plan import plan_reads
 from jaxckpt._reader import LeafRead, read_leaves
 from jaxckpt._transaction import files_below
-from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
+from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.step import FileFacts
@@ -23,11 +23,20 @@ _BUDGET_BYTES: Final = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing that is wrong: the file, the leaf whose data it is (if one), and what."""
+    """One thing that is wrong.
+
+    Attributes:
+        file: It is about, if one.
+        leaf: Whose data it is, if one's.
+        message: What it is.
+        unreadable: Whether the storage failed to read it, so that nothing is known of what it
+            holds. Everything else is damage.
+    """
 
     file: str | None
     leaf: str | None
     message: str
+    unreadable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +64,11 @@ class VerifyReport:
         """Whether nothing is wrong."""
         return not self.problems
 
+    @property
+    def damaged(self) -> bool:
+        """Whether something was read that is not what was written, or is missing."""
+        return any(not problem.unreadable for problem in self.problems)
+
     def __str__(self) -> str:
         state = "good" if self.ok else f"BAD, {len(self.problems)} problems"
         lines = [
@@ -79,7 +93,11 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
         CheckpointNotFound: there is no committed checkpoint at `path`.
         UnsupportedFormat: it was written by something newer.
     """
-    storage, where = locate(path)
+    return verify_in(*locate(path))
+
+
+def verify_in(storage: Storage, where: str) -> VerifyReport:
+    """`verify`, of a place in a storage."""
     return _discovery.consistently(storage, where, lambda: _verify(storage, where))
 
 
@@ -88,7 +106,9 @@ def _verify(storage: Storage, where: str) -> VerifyReport:
     unchecked: list[str] = []
     try:
         checkpoint = _discovery.find(storage, where)
-    except CorruptCheckpoint as error:
+    except OSError as error:
+        if isinstance(error, CheckpointNotFound):
+            raise
         return _report(where, [_problem(error)], [], 0, 0, 0)
     files = _check_files(checkpoint, problems, unchecked)
     leaves = size = 0
@@ -101,7 +121,7 @@ def _verify(storage: Storage, where: str) -> VerifyReport:
             item = read_item(checkpoint, name)
         except CheckpointNotFound:
             raise
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             problems.append(_problem(error))
             continue
         reads = _reads(item)
@@ -111,11 +131,14 @@ def _verify(storage: Storage, where: str) -> VerifyReport:
         if not item.ours and reads:
             unchecked.append(f"{item.path}: its arrays carry no checksum that is known to be there")
     named = {problem.file for problem in problems}
-    problems += [
-        Problem(file=file, leaf=None, message=f"{file} is not the file that was written there")
-        for file in _discovery.changed_files(checkpoint)
-        if file not in named
-    ]
+    try:
+        problems += [
+            Problem(file=file, leaf=None, message=f"{file} is not the file that was written there")
+            for file in _discovery.changed_files(checkpoint)
+            if file not in named
+        ]
+    except OSError as error:
+        problems.append(_problem(error))
     return _report(checkpoint.path, problems, unchecked, files, leaves, size)
 
 
@@ -132,15 +155,19 @@ def _check_files(
         try:
             message = _file_problem(storage, file, facts)
         except OSError as error:
-            message = f"{file} cannot be read: {error}"
-        if message is not None:
-            problems.append(Problem(file=file, leaf=None, message=message))
+            problems.append(_problem(error))
+        else:
+            if message is not None:
+                problems.append(Problem(file=file, leaf=None, message=message))
     known = {*record.files, names.RECORD, names.COMMIT_MARKER, names.WRITER}
-    unchecked += [
-        f"{checkpoint.path}/{path} is no part of the checkpoint"
-        for path in files_below(storage, checkpoint.path)
-        if path not in known
-    ]
+    try:
+        unchecked += [
+            f"{checkpoint.path}/{path} is no part of the checkpoint"
+            for path in files_below(storage, checkpoint.path)
+            if path not in known
+        ]
+    except OSError as error:
+        problems.append(_problem(error))
     return len(record.files)
 
 
@@ -175,7 +202,7 @@ def _read_all(item: Item, reads: Sequence[LeafRead]) -> list[Problem]:
     problems: list[Problem] = []
     bad: set[str] = set()
 
-    def failed(read: LeafRead, error: CheckpointError) -> None:
+    def failed(read: LeafRead, error: OSError) -> None:
         if read.leaf.text not in bad:  # of one that is read in pieces the first
             bad.add(read.leaf.text)
             problems.append(_problem(error))
@@ -183,14 +210,18 @@ def _read_all(item: Item, reads: Sequence[LeafRead]) -> list[Problem]:
     try:
         for _ in read_leaves(item, reads, budget_bytes=_BUDGET_BYTES, failed=failed):
             pass
-    except CheckpointError as error:  # nothing of this item can be read
+    except OSError as error:  # nothing of this item can be read
         problems.append(_problem(error))
     return problems
 
 
-def _problem(error: CheckpointError) -> Problem:
+def _problem(error: CheckpointError | OSError) -> Problem:
+    file = getattr(error, "file", None) or getattr(error, "filename", None)
     return Problem(
-        file=getattr(error, "file", None), leaf=getattr(error, "leaf", None), message=str(error)
+        file=file,
+        leaf=getattr(error, "leaf", None),
+        message=str(error),
+        unreadable=is_io_failure(error),
     )
 
 

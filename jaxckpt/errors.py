@@ -6,8 +6,25 @@ A class exists here only if a caller would handle it differently from the others
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
+
+# What a path answers that is not there, or is not what it should be. Every other code is about the
+# storage or the process: an I/O error, no permission, too many open files.
+_OF_WHAT_IS_STORED: Final = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG}
+)
+
+
+def is_io_failure(error: BaseException) -> bool:
+    """Whether something could not be read just now, which says nothing of what is stored there.
+
+    Such an error reaches the user as it is, an OSError: nothing is taken for damaged because of it.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    return number is not None and number not in _OF_WHAT_IS_STORED
 
 
 class CheckpointError(Exception):

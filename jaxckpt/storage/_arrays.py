@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import tensorstore as ts
 
-from jaxckpt.errors import CheckpointError, CorruptCheckpoint
+from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure
 
 _context: ts.Context | None = None
 _context_lock = threading.Lock()  # guards _context
@@ -374,8 +374,11 @@ def samples(spec: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, byte
     """Some of the bytes of each file, by its path below the directory of `spec`.
 
     Chunks carry their own checksums, and so fit wherever one of their size is expected: this tells
-    two data files apart that were swapped. Up to eight parts of 4 KiB, evenly spread; nothing of
-    what cannot be read.
+    two data files apart that were swapped. Up to eight parts of 4 KiB, evenly spread; nothing of a
+    file that is missing or shorter.
+
+    Raises:
+        OSError: one cannot be read now.
     """
     store = ts.KvStore.open(dict(spec), context=context()).result()
     reads = {
@@ -391,8 +394,10 @@ def samples(spec: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, byte
 def _sample(read: Pending) -> bytes:
     try:
         return value_of(read.result()) or b""
-    except (ValueError, OSError):  # shorter than it should be, or not to be read
-        return b""
+    except (ValueError, OSError) as error:
+        if is_io_failure(failure := data_error(error, "", None)):
+            raise failure from error
+        return b""  # shorter than it should be
 
 
 def _sample_starts(size: int) -> list[int]:
@@ -401,7 +406,7 @@ def _sample_starts(size: int) -> list[int]:
 
 
 class data_errors:  # reads as a verb: `with data_errors(path, leaf):`
-    """Turns what TensorStore raises about stored data into `CorruptCheckpoint` with its place."""
+    """Turns what TensorStore raises about stored data into an error with its place."""
 
     def __init__(self, path: str, leaf: str | None) -> None:
         self._path, self._leaf = path, leaf
@@ -414,13 +419,20 @@ class data_errors:  # reads as a verb: `with data_errors(path, leaf):`
             raise data_error(error, self._path, self._leaf) from error
 
 
-def data_error(error: Exception, path: str, leaf: str | None) -> CorruptCheckpoint:
-    """What TensorStore raised about stored data, with its place."""
+def data_error(error: Exception, path: str, leaf: str | None) -> OSError:
+    """What TensorStore raised about stored data, with its place.
+
+    Returns:
+        `CorruptCheckpoint`, unless it is an I/O failure (see `is_io_failure`).
+    """
     file = _file_in(str(error), path)
     where = f"leaf {leaf}: " if leaf else ""
-    told = CorruptCheckpoint(
+    told: OSError = CorruptCheckpoint(
         f"{file}: {where}stored data cannot be read: {error}", leaf=leaf, file=file
     )
+    if code := re.search(r"os_error_code='(\d+)'", str(error)):
+        failure = OSError(int(code[1]), f"{where}cannot be read: {os.strerror(int(code[1]))}", file)
+        told = failure if is_io_failure(failure) else told
     told.__cause__ = error
     return told
 

@@ -464,7 +464,9 @@ def _about(path: str, other: str | None = None) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno is not None and not _is_telling(error.filename):
-            error.filename, error.filename2 = path, other
+            error.filename = path
+            if other is not None:
+                error.filename2 = other
         raise
 
 

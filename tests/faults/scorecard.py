@@ -161,7 +161,7 @@ ROWS = {
     "30": Row(title="clocks that jump by 400 days: order is by step", count=6, orbax="passes"),
     "31": Row(title="Orbax reads what jaxckpt writes, and the other way round", count=40),
     "32": Row(title="ckpt-chaos, a test program of others", count=25, orbax="25 of 25"),
-    "33": Row(
+    "34": Row(
         title="verify and scrub find every fault that was planted; damaged steps are set aside",
         count=40,
         orbax="has neither",
