@@ -397,14 +397,18 @@ class Run:
                 elif (name := names.ours_temporary(entry)) is not None:
                     if not Turn.is_under_way(f"{self.root}/{name}"):
                         self._remove_leftover(path)
-                elif names.is_lease(entry) and self._lease_of(entry) is None:
-                    self.storage.delete(path)
-                elif is_temporary_file(entry):  # a reader that lives will write its lease again
+                elif self._is_forgotten(entry):
                     self.storage.delete(path)
             except OSError as error:
                 self.report(f"{path} is left over, and cannot be removed: {error}")
         if self.storage.kind(f"{self.root}/{names.DOOMED}") is not None:
             self.storage.delete(f"{self.root}/{names.DOOMED}")
+
+    def _is_forgotten(self, entry: str) -> bool:
+        """Whether it is a lease that has expired, or what a kill left of a small file."""
+        if is_temporary_file(entry):  # a reader that lives will write its lease again
+            return True
+        return names.is_lease(entry) and self._lease_of(entry) is None
 
     def _remove_leftover(self, path: str) -> None:
         if not names.is_deleting(posixpath.basename(path)):
