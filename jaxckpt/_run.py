@@ -211,6 +211,9 @@ class Run:
         if name in self._leaving:
             raise CheckpointNotFound(f"{path} is being deleted")
         checkpoint = _discovery.find(self.storage, path)
+        saved_as = checkpoint.record.name if checkpoint.record is not None else ""
+        if saved_as and self._naming().step(saved_as) not in (None, number):
+            self.report(f"{path} was saved as {saved_as}: it was renamed, or is a copy of that")
         self._check_sizes(checkpoint)
         return checkpoint
 

@@ -124,7 +124,11 @@ class Transaction:
                 raise SaveFailed(f"{self.work}/{path} cannot be read back")
             facts[path] = FileFacts(size=sizes[path], sample=step.digest(sample))
         record = Record(
-            writer=f"jaxckpt {__version__}", token=self.token, files=facts, lineage=lineage
+            writer=f"jaxckpt {__version__}",
+            token=self.token,
+            files=facts,
+            name=posixpath.basename(self.path),
+            lineage=lineage,
         )
         self.storage.write(f"{self.work}/{names.RECORD}", step.encode_record(record))
         self._check_still_ours()

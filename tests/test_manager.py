@@ -1812,3 +1812,16 @@ def test_there_is_no_wait_without_an_end(tmp_path, name):
     """None is no number."""
     with pytest.raises(TypeError, match="not None"):
         CheckpointManager(tmp_path, **{name: None})
+
+
+def test_a_step_under_another_number_is_told_of(tmp_path):
+    """Its values are those of the step that it was: whoever put it there may not know."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(3, {"w": np.arange(3.0)})
+    shutil.copytree(tmp_path / "3", tmp_path / "5")
+
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.restore()["w"].tolist() == [0, 1, 2]
+        assert manager.restored_step == 5
+        [told] = [problem for problem in manager.problems if "was saved as 3" in problem]
+        assert f"{tmp_path}/5" in told

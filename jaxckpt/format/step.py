@@ -2,7 +2,7 @@
 
 The record, `_jaxckpt.json`, is two lines. The first is JSON:
 
-    {"version": 1, "writer": "jaxckpt 0.1.0", "token": ..., "lineage": ...,
+    {"version": 1, "writer": "jaxckpt 0.1.0", "token": ..., "name": "1000", "lineage": ...,
      "files": {"state/_METADATA": {"bytes": 1234, "sha256": ...},
                "state/d/5c1f...": {"bytes": 99, "sample": ...}}}
 
@@ -121,6 +121,7 @@ class Record:
         writer: Program and version.
         token: Unique to the attempt that wrote the checkpoint.
         files: By path inside the checkpoint.
+        name: Of the directory that it was saved as; "" if an earlier jaxckpt wrote it.
         lineage: Where the values came from, if from another checkpoint.
         digest: Of the file, once it was read.
     """
@@ -128,6 +129,7 @@ class Record:
     writer: str
     token: str
     files: Mapping[str, FileFacts]
+    name: str = ""
     lineage: Mapping[str, Any] = field(default_factory=dict)
     digest: str = field(default="", compare=False)
 
@@ -139,6 +141,7 @@ def encode_record(record: Record) -> bytes:
             "version": VERSION,
             "writer": record.writer,
             "token": record.token,
+            "name": record.name,
             "lineage": dict(record.lineage),
             "files": {
                 path: {"bytes": facts.size}
@@ -183,6 +186,7 @@ def decode_record(data: bytes, *, file: str) -> Record:
         writer=expect(top.get("writer"), str, "'writer'", file=file),
         token=expect(top.get("token"), str, "'token'", file=file),
         files=files,
+        name=expect(top.get("name", ""), str, "'name'", file=file),
         lineage=expect(top.get("lineage", {}), dict, "'lineage'", file=file),
         digest=digest(data),
     )
