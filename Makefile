@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+SOAK_MINUTES ?= 30
 BENCH_ARGS ?=
 BENCH_TMPFS ?= /dev/shm
 BENCH_DISK ?= build/bench
@@ -12,7 +13,7 @@ BENCH_DISK ?= build/bench
 python := $(VENV)/bin/python
 pip := $(python) -m pip --quiet --disable-pip-version-check
 
-.PHONY: help test faults faults-root check demo bench bench-quick notebooks clean
+.PHONY: help test faults faults-root soak check demo bench bench-quick notebooks clean
 .DELETE_ON_ERROR:
 # Two targets at once would install into one environment at once.
 .NOTPARALLEL:
@@ -20,6 +21,7 @@ pip := $(python) -m pip --quiet --disable-pip-version-check
 help:
 	@echo "make test         all tests but the slow ones, the faults and those that need a GPU"
 	@echo "make faults       kills, errors, damage, and the scorecard; faults-root: those for root"
+	@echo "make soak         one run through random faults for SOAK_MINUTES=$(SOAK_MINUTES)"
 	@echo "make check        format, lint, types, spelling"
 	@echo "make demo         a training run that saves, is interrupted and goes on"
 	@echo "make bench        the benchmarks, about an hour; bench-quick takes about a minute"
@@ -32,13 +34,18 @@ test: $(VENV)/.installed-test
 
 faults: $(VENV)/.installed-test
 	@mkdir -p build
-	$(python) -m pytest -m faults -n auto --maxprocesses 2 --dist worksteal \
+	$(python) -m pytest -m "faults and not slow" -n auto --maxprocesses 2 --dist worksteal \
 	  --scorecard build/faults.md $(PYTEST_ARGS)
 
 faults-root: $(VENV)/.installed-test
 	@mkdir -p build
-	$(python) -m pytest -m faults_root --scorecard build/faults-root.md --scorecard-root \
+	$(python) -m pytest -m faults_root --scorecard build/faults-root.md --scorecard-of faults-root \
 	  $(PYTEST_ARGS)
+
+soak: $(VENV)/.installed-test
+	@mkdir -p build
+	SOAK_MINUTES=$(SOAK_MINUTES) $(python) -m pytest -m "faults and slow" -o faulthandler_timeout=0 \
+	  --scorecard build/soak.md --scorecard-of soak $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev
 	$(python) -m ruff format --check .

@@ -31,13 +31,13 @@ class Row:
     Attributes:
         count: How many trials it takes at least.
         orbax: What Orbax 0.12.8 does, where that was measured.
-        root: Whether it needs root.
+        target: Of `make`, that runs it.
     """
 
     title: str
     count: int
     orbax: str = "not measured"
-    root: bool = False
+    target: str = "faults"
 
 
 ROWS = {
@@ -79,7 +79,7 @@ ROWS = {
         title="real power cuts on ext4, XFS and btrfs",
         count=60,
         orbax="6 of 60, 8 of 48, 0 of 8",
-        root=True,
+        target="faults-root",
     ),
     "9": Row(title="a disk that lies about fsync loses power: nothing silently wrong", count=50),
     "10": Row(
@@ -88,7 +88,7 @@ ROWS = {
         count=30,
         orbax="24 of 24 intact; stuck for good with keep + 1.4 and + 1.9",
     ),
-    "10r": Row(title="the same on a real tmpfs", count=30, orbax="as above", root=True),
+    "10r": Row(title="the same on a real tmpfs", count=30, orbax="as above", target="faults-root"),
     "11": Row(
         title="a flipped bit anywhere, in each layout: no wrong value, no crash",
         count=400,
@@ -135,10 +135,13 @@ ROWS = {
         title="hosts killed, stopped or cut off the network, three and four of them",
         count=18,
         orbax="18 of 18 restore",
-        root=True,
+        target="faults-root",
     ),
     "20": Row(
-        title="a partition shorter than the heartbeat heals", count=6, orbax="1 of 1", root=True
+        title="a partition shorter than the heartbeat heals",
+        count=6,
+        orbax="1 of 1",
+        target="faults-root",
     ),
     "21": Row(
         title="late processes, names used twice, recoverable mode, the death of process 0: an "
@@ -157,10 +160,15 @@ ROWS = {
         count=500,
         orbax="wrong after 97 of 101 single EIO",
     ),
-    "29": Row(title="save and restore within 1.3 times the state's memory", count=6, root=True),
+    "29": Row(
+        title="save and restore within 1.3 times the state's memory", count=6, target="faults-root"
+    ),
     "30": Row(title="clocks that jump by 400 days: order is by step", count=6, orbax="passes"),
     "31": Row(title="Orbax reads what jaxckpt writes, and the other way round", count=40),
     "32": Row(title="ckpt-chaos, a test program of others", count=25, orbax="25 of 25"),
+    "33": Row(
+        title="one run through random faults of all these kinds, for hours", count=1, target="soak"
+    ),
     "34": Row(
         title="verify and scrub find every fault that was planted; damaged steps are set aside",
         count=40,
@@ -213,7 +221,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--scorecard", metavar="FILE", help="write the table there; rows must be complete"
     )
-    parser.addoption("--scorecard-root", action="store_true", help="the rows that need root")
+    parser.addoption("--scorecard-of", default="faults", help="the target whose rows they are")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -239,7 +247,7 @@ def pytest_sessionfinish(session):
             if getattr(report, "when", None) == "teardown":
                 for row, how, n in dict(report.user_properties).get(_PROPERTY, []):
                     counts[row, how] += n
-    lines, missing = table(counts, root=config.getoption("--scorecard-root"))
+    lines, missing = table(counts, target=config.getoption("--scorecard-of"))
     reporter.ensure_newline()
     reporter.section("scorecard")
     reporter.write_line("\n".join(lines))
@@ -251,12 +259,12 @@ def pytest_sessionfinish(session):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def table(counts, *, root):
+def table(counts, *, target):
     """The lines of the table in Markdown, and what is wrong with it."""
     lines = ["| | what | tried | passed | Orbax 0.12.8 |", "| --- | --- | --- | --- | --- |"]
     missing = []
     for name, row in ROWS.items():
-        if row.root != root:
+        if row.target != target:
             continue
         passed, failed = counts[name, "passed"], counts[name, "failed"]
         tried = passed + failed

@@ -1,0 +1,42 @@
+"""What the forked children of the soak test do: train a little, or look at what is there."""
+
+from __future__ import annotations
+
+import os
+
+from tests.faults.children import found, tree
+from tests.faults.zygote import arm, say
+
+STEPS = 12
+
+
+def train(root, fault):
+    """Goes on for some steps, or until told to stop; says which are saved, and what it raised."""
+    import jaxckpt
+
+    arm(root, fault)
+    try:
+        with jaxckpt.CheckpointManager(root, keep=jaxckpt.KeepPolicy(last=3)) as manager:
+            state, start = manager.restore_or(lambda: tree(0))
+            say(restored=start, seed=state["seed"])
+            for step in range(start + 1, start + 1 + STEPS):
+                manager.save(step, tree(step)).result()
+                say(saved=step)
+                if manager.reached_preemption(step):
+                    break
+    except (jaxckpt.CheckpointError, OSError) as error:
+        say(raised=f"{type(error).__name__}: {error}")
+
+
+def look(root):
+    """Says which steps there are; each restores, or is damaged and says so."""
+    import jaxckpt
+
+    steps, damaged = [], []
+    for step in sorted(int(name) for name in os.listdir(root) if name.isdecimal()):
+        try:
+            assert found(f"{root}/{step}") == step
+            steps.append(step)
+        except jaxckpt.CorruptCheckpoint:
+            damaged.append(step)
+    say(steps=steps, damaged=damaged)
