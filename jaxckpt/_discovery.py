@@ -345,6 +345,9 @@ def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Checkpoin
         except CheckpointError as error:
             problems.append(f"{name}: {error}")
             continue
+        if posixpath.dirname(checkpoint.path) != path:
+            problems.append(f"{name}: it is a run of its own, not a step")
+            continue
         for problem in problems:
             _logger.warning("skipped a step of %s: %s", path, problem)
         return checkpoint

@@ -38,7 +38,7 @@ from jaxckpt.storage import Storage, locate
 _logger = logging.getLogger("jaxckpt")
 
 DEFAULT_BUDGET_BYTES: Final = 1 << 30
-_TIMEOUT_S: Final = 1200.0
+DEFAULT_TIMEOUT_S: Final = 1200.0
 _ARRAY_KINDS: Final = ("array", "numpy", "generic")
 _INTEGER: Final = re.compile(rf"-?[0-9]{{1,{MAX_DIGITS}}}")
 
@@ -143,10 +143,11 @@ def restore_from(
     extra: Literal["error", "ignore"] = "error",
     report: Callable[[RestoreReport], None] | None = None,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Any:  # any pytree
     """`restore`, of the item that `load` finds; what else it finds is returned as it is.
 
-    Takes `like` out of `target`: while data is read, no call refers to its arrays.
+    The processes tell each other how it went, within `timeout_s`. Takes `like` out of `target`: while data is read, no call refers to its arrays.
     """
     like = target.pop()
     _check_arguments(missing, extra)
@@ -190,7 +191,7 @@ def restore_from(
     except Exception as error:  # told to the other processes, then raised
         problem = error
     if together:
-        _share_failure(processes, where, problem, loaded)
+        _share_failure(processes, where, problem, loaded, timeout_s=timeout_s)
     if problem is not None:
         raise problem
     if not isinstance(loaded, Item) or matched is None:
@@ -227,7 +228,12 @@ def _check_arguments(missing: str, extra: str) -> None:
 
 
 def _share_failure(
-    processes: Processes, where: str, problem: Exception | None, loaded: object
+    processes: Processes,
+    where: str,
+    problem: Exception | None,
+    loaded: object,
+    *,
+    timeout_s: float,
 ) -> None:
     """Lets no process go on into a collective operation that another will never reach."""
     record = loaded.checkpoint.record if isinstance(loaded, Item) else None
@@ -235,7 +241,7 @@ def _share_failure(
         "problem": None if problem is None else f"{type(problem).__name__}: {problem}",
         "token": None if record is None else record.token,
     }
-    gathered: list[Any] = processes.gather("restore", said, timeout_s=_TIMEOUT_S)
+    gathered: list[Any] = processes.gather("restore", said, timeout_s=timeout_s)
     failures = {i: g["problem"] for i, g in enumerate(gathered) if g["problem"] is not None}
     if not failures:
         failures = {

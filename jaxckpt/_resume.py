@@ -89,7 +89,14 @@ class Resume:
                 )
 
         def read(step: int) -> tuple[Any, dict[str, Any]]:
-            return read_step(self.run, step, like, objects, self.processes, options)
+            return read_step(
+                self.run,
+                step,
+                like,
+                objects,
+                self.processes,
+                {"timeout_s": self.timeout_s, **options},
+            )
 
         step, (state, states) = self.first_whole(steps, read, fallback=fallback)
         for name, found in states.items():
@@ -99,7 +106,9 @@ class Resume:
     def items(self, steps: Sequence[int], *, fallback: bool) -> tuple[int, dict[str, Any]]:
         """Reads every item of the first whole step."""
         return self.first_whole(
-            steps, lambda step: read_everything(self.run, step), fallback=fallback
+            steps,
+            lambda step: read_everything(self.run, step, timeout_s=self.timeout_s),
+            fallback=fallback,
         )
 
     def first_whole(
@@ -208,7 +217,7 @@ def read_step(
     return _restore.restore_from(load, run.storage, path, target, **options), states
 
 
-def read_everything(run: Run, step: int) -> dict[str, Any]:
+def read_everything(run: Run, step: int, *, timeout_s: float) -> dict[str, Any]:
     """Every item of a step by name: trees, JSON, and lists of the states of data iterators."""
     path = run.path(step)
 
@@ -223,7 +232,7 @@ def read_everything(run: Run, step: int) -> dict[str, Any]:
         return read_item(checkpoint, name)
 
     def read(load: Callable[[], Any]) -> Any:
-        return _restore.restore_from(load, run.storage, path, [None])
+        return _restore.restore_from(load, run.storage, path, [None], timeout_s=timeout_s)
 
     return {
         name: read(partial(item, name)) for name in read(lambda: [*run.check_whole(step).items])

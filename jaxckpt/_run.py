@@ -45,6 +45,7 @@ _logger = logging.getLogger("jaxckpt")
 
 # A reader that died keeps its step for so long.
 LEASE_S: Final = 3600.0
+_CLOCKS_DIFFER_S: Final = 86_400.0
 _LISTINGS: Final = 3
 _MARKS: Final = (
     names.CHECKPOINT_METADATA,
@@ -542,7 +543,9 @@ class Run:
         except CorruptCheckpoint as error:
             self.report(f"{error}; it is no lease")
             return None
-        return lease if lease.expires_ns > time.time_ns() else None
+        # One that expires much later was made by a clock that was wrong.
+        left_s = (lease.expires_ns - time.time_ns()) / 1e9
+        return lease if 0 < left_s <= LEASE_S + _CLOCKS_DIFFER_S else None
 
     @contextlib.contextmanager
     def leased(self, number: int) -> Iterator[bool]:

@@ -67,19 +67,70 @@ def overwrite_for_ever(path):
         say(saved=seed)
 
 
-def add_for_ever(root):
-    """Says which are there, whole, and what else; then adds more and says so, until killed."""
+def keep_training(root, acks_early=False):
+    """Goes on from the newest step of a run that keeps two; says what it saved, until killed.
+
+    Says first which steps there are, each of which is whole, then which one it goes on from, and
+    what is left over when it has saved for the first time.
+
+    Args:
+        acks_early: Whether it lies: it says that a step is saved before it is.
+    """
+    import jax
+    import jax.numpy as jnp
+
     import jaxckpt
     from jaxckpt.format import names
 
-    entries = os.listdir(root)
-    steps = sorted(int(entry) for entry in entries if not names.is_temporary(entry))
-    say(found=[found(f"{root}/{step}") for step in steps], steps=steps)
-    step = len(steps)
-    while True:
-        jaxckpt.save(f"{root}/{step}", tree(step))
-        say(saved=step)
-        step += 1
+    @jax.jit
+    def train(state):
+        w, momentum = state["w"], state["momentum"]
+        momentum = 0.9 * momentum + jnp.sin(w) + state["n"]
+        return {"w": w - 0.01 * momentum, "momentum": momentum, "n": state["n"] + 1}
+
+    @jax.jit
+    def init():
+        w = jnp.arange(70_000, dtype=jnp.float32)
+        return {"w": w, "momentum": jnp.zeros_like(w), "n": 0}
+
+    def check(state, step):
+        wanted = init()
+        for _ in range(step):
+            wanted = train(wanted)
+        assert jax.tree.all(jax.tree.map(is_same, state, wanted))
+
+    steps = sorted(int(name) for name in os.listdir(root) if name.isdecimal())
+    for step in steps:
+        check(jaxckpt.restore(f"{root}/{step}"), step)
+    say(steps=steps)
+    with jaxckpt.CheckpointManager(root, keep=jaxckpt.KeepPolicy(last=2)) as manager:
+        state, step = manager.restore_or(init)
+        check(state, step)
+        say(restored=step, problems=manager.problems)
+        first, under_way = True, None
+        while True:
+            state, step = train(state), step + 1
+            if acks_early:
+                say(saved=step)
+            saving = manager.save(step, state)
+            if under_way is not None:
+                under_way.result()
+                say(saved=step - 1)
+            under_way = saving
+            if first:
+                manager.wait_until_finished()
+                known = {*map(str, manager.all_steps()), names.OWNER, names.LOCK}
+                say(kept=manager.all_steps(), left=sorted(set(os.listdir(root)) - known))
+                first = False
+
+
+def is_same(array, other):
+    return np.asarray(array).tobytes() == np.asarray(other).tobytes()
+
+
+def train_and_lie(root):
+    """A control: says of each step that it is saved when that has just begun."""
+    keep_training(root, acks_early=True)
 
 
 def try_to_save(path, seed):
@@ -181,23 +232,26 @@ def check_run(root):
 def manage(root, what, fault=None, log=None):
     """Does one thing with a run that keeps its two newest steps, and says when it is done.
 
-    what: "save": the next step; "open": nothing but to open the run; "restore": the newest step,
-    whose damaged ones are set aside; "pin": the oldest step.
+    what: "save": the next step; "rich": the same with further items and metrics; "first": the
+    first step of a run that is not there; "open": nothing but to open the run; "restore": the
+    newest step, whose damaged ones are set aside; "pin", "delete": the oldest step.
     """
     import jaxckpt
 
     def open_run():
         return jaxckpt.CheckpointManager(root, keep=jaxckpt.KeepPolicy(last=2))
 
-    if what == "open":
-        arm(root, fault, log=log)
+    opens = what in ("open", "first")
+    if opens:
+        arm(os.path.dirname(root) if what == "first" else root, fault, log=log)
     manager = open_run()
     step = (manager.latest_step() or 0) + 1
     value = tree(step)
-    if what != "open":
+    rich = {"items": {"notes": {"a": 1}, "more": tree(9)}, "metrics": {"loss": 1.5}}
+    if not opens:
         arm(root, fault, log=log)
-    if what == "save":
-        manager.save(step, value).result()
+    if what in ("save", "rich", "first"):
+        manager.save(step, value, **(rich if what == "rich" else {})).result()
         say(saved=step)
         manager.wait_until_finished()
     elif what == "restore":
@@ -205,6 +259,9 @@ def manage(root, what, fault=None, log=None):
     elif what == "pin":
         manager.pin(manager.all_steps()[0])
         say(pinned=manager.all_steps()[0])
+    elif what == "delete":
+        manager.delete(manager.all_steps()[0])
+        say(left=manager.all_steps())
     say(events=events())
     disarm()
     manager.close()
@@ -215,7 +272,7 @@ def check_managed(root):
     import jaxckpt
     from jaxckpt.format import names
 
-    before = sorted(os.listdir(root))
+    before = sorted(os.listdir(root)) if os.path.isdir(root) else []
     with jaxckpt.CheckpointManager(root, keep=jaxckpt.KeepPolicy(last=2)) as manager:
         steps = manager.all_steps()
         pinned = [step for step in steps if names.PINNED in os.listdir(f"{root}/{step}")]
@@ -253,3 +310,27 @@ def save_unsynced(path, log):
 
     _local._sync_dir = lambda path: None
     save(path, 1, False, log=log)
+
+
+def fork(source, root, fault=None, log=None):
+    """Starts a run from a step."""
+    import jaxckpt
+
+    arm(os.path.dirname(root), fault, log=log)
+    jaxckpt.fork(source, root)
+    say(events=events())
+    disarm()
+
+
+def check_fork(source, root):
+    """Says whether a fork is there, whole; the source is. If it is not, forking works now."""
+    import jaxckpt
+
+    assert found(source) == 3
+    there = os.path.exists(f"{root}/3")
+    if not there:
+        jaxckpt.fork(source, root)
+    assert found(f"{root}/3") == 3
+    assert jaxckpt.verify(f"{root}/3").ok
+    check_managed(root)
+    say(there=there, left=sorted(os.listdir(root)))

@@ -33,6 +33,11 @@ static int kind, counts_reads, error_number;
 static long at;  // 1 is the first event
 static atomic_long events;
 
+// Room below the root, in blocks as file systems give it: for a file's bytes, one for a directory.
+enum { BLOCK = 4096 };
+static long long room = -1;  // bytes; -1: no end of it
+static pthread_mutex_t room_lock = PTHREAD_MUTEX_INITIALIZER;
+
 static int log_to(int old, const char *path) {
   if (old >= 0) syscall(SYS_close, old);
   if (!path) return -1;
@@ -44,6 +49,7 @@ void shim_arm(const char *directory, const char *log, const char *data) {
   data_fd = log_to(data_fd, data);
   kind = NEVER;
   counts_reads = 0;
+  room = -1;
   atomic_store(&events, 0);
   snprintf(root, sizeof root, "%s", directory);
 }
@@ -56,6 +62,9 @@ void shim_fault(int new_kind, long n, int number, int reads) {
   counts_reads = reads;
   atomic_store(&events, 0);
 }
+
+// How many bytes may still be taken below the root; what is freed there can be taken again.
+void shim_room(long long bytes) { room = bytes; }
 
 long shim_events(void) { return atomic_load(&events); }
 
@@ -144,13 +153,61 @@ static void note_write(const char *path, off64_t offset, const struct iovec *par
   errno = saved;
 }
 
+static long long blocks(long long size) { return (size + BLOCK - 1) / BLOCK * BLOCK; }
+
+// What a name holds that nothing else holds.
+static long long held_by(int dir, const char *path) {
+  struct stat status;
+  if (room < 0 || syscall(SYS_newfstatat, dir, path, &status, AT_SYMLINK_NOFOLLOW)) return 0;
+  if (S_ISDIR(status.st_mode)) return BLOCK;
+  return status.st_nlink == 1 ? blocks(status.st_size) : 0;
+}
+
+static void give_back(long long bytes) {
+  pthread_mutex_lock(&room_lock);
+  if (room >= 0) room += bytes;
+  pthread_mutex_unlock(&room_lock);
+}
+
+// Takes room, or fails with ENOSPC.
+static int take(long long bytes) {
+  int full;
+  pthread_mutex_lock(&room_lock);
+  full = room >= 0 && bytes > room;
+  if (room >= 0 && !full) room -= bytes;
+  pthread_mutex_unlock(&room_lock);
+  if (full) errno = ENOSPC;
+  return !full;
+}
+
+static long long size_of(int fd) {
+  struct stat status;
+  return syscall(SYS_fstat, fd, &status) ? 0 : status.st_size;
+}
+
+// How much of a write there is room for, which is taken; -1 if for nothing.
+static ssize_t fitting(int fd, off64_t from, size_t size) {
+  long long end = from + size, held;
+  if (room < 0) return size;
+  pthread_mutex_lock(&room_lock);
+  held = blocks(size_of(fd));
+  if (blocks(end) > held + room) end = held + room / BLOCK * BLOCK;
+  if (end > from && blocks(end) > held) room -= blocks(end) - held;
+  pthread_mutex_unlock(&room_lock);
+  if (end > from) return end - from;
+  errno = ENOSPC;
+  return -1;
+}
+
 static int open_file(int dir, const char *path, int flags, mode_t mode) {
   char full[PATH_MAX];
   int changes = flags & (O_CREAT | O_TRUNC);
   if ((changes || counts_reads) && path_at(dir, path, full)) {
     int is_new = (flags & O_CREAT) && syscall(SYS_faccessat, AT_FDCWD, full, F_OK) != 0;
     if (changes ? event() : read_event()) return -1;
+    long long cut = flags & O_TRUNC ? held_by(dir, path) : 0;
     int fd = syscall(SYS_openat, dir, path, flags | O_LARGEFILE, mode);
+    if (fd >= 0) give_back(cut);
     if (fd >= 0 && is_new) note("new", full, "file");
     if (fd >= 0 && (flags & O_TRUNC)) note("cut", full, "0");
     return fd;
@@ -187,6 +244,19 @@ static ssize_t write_parts(int fd, const struct iovec *parts, int count, off64_t
     die();
   }
   off64_t from = here ? syscall(SYS_lseek, fd, 0, SEEK_CUR) : offset;
+  ssize_t fits = fitting(fd, from, size);
+  if (fits < 0) return -1;
+  struct iovec some[count];
+  if ((size_t)fits < size) {  // as much as there is room for, as file systems do
+    int used = 0;
+    for (ssize_t left = fits; left > 0; used++) {
+      some[used] = parts[used];
+      if (some[used].iov_len > (size_t)left) some[used].iov_len = left;
+      left -= some[used].iov_len;
+    }
+    parts = some;
+    count = used;
+  }
   ssize_t n = DO(parts, count);
   note_write(path, from, parts, n);
   return n;
@@ -215,7 +285,10 @@ int ftruncate64(int fd, off64_t size) {
   char path[PATH_MAX], text[32];
   if (!root[0] || !path_of_fd(fd, path)) return syscall(SYS_ftruncate, fd, size);
   if (event()) return -1;
+  long long more = blocks(size) - blocks(size_of(fd));
+  if (more > 0 && !take(more)) return -1;
   int result = syscall(SYS_ftruncate, fd, size);
+  if (!result && more < 0) give_back(-more);
   snprintf(text, sizeof text, "%lld", (long long)size);
   if (!result) note("cut", path, text);
   return result;
@@ -234,8 +307,13 @@ int fdatasync(int fd) { SYNC(syscall(SYS_fdatasync, fd)) }
 static int change_name(const char *what, int dir, const char *path, long call, int flags) {
   char full[PATH_MAX];
   int ours = path_at(dir, path, full);
-  if (ours && (call == SYS_unlinkat ? event_of_removal() : event())) return -1;
+  int removes = call == SYS_unlinkat;
+  if (ours && (removes ? event_of_removal() : event())) return -1;
+  long long held = ours && removes ? held_by(dir, path) : 0;
+  if (ours && !removes && !take(BLOCK)) return -1;
   int result = syscall(call, dir, path, flags);
+  if (ours && removes && !result) give_back(held);
+  if (ours && !removes && result) give_back(BLOCK);
   if (ours && !result) note(what, full, call == SYS_mkdirat ? "dir" : "");
   return result;
 }
@@ -257,7 +335,9 @@ static int move(const char *what, int from, const char *a, int to, const char *b
   char x[PATH_MAX], y[PATH_MAX];
   int ours = path_at(from, a, x) | path_at(to, b, y);
   if (ours && event()) return -1;
+  long long held = ours && !flags && call == SYS_renameat2 ? held_by(to, b) : 0;
   int result = syscall(call, from, a, to, b, flags);
+  if (ours && !result) give_back(held);
   if (ours && !result) note(what, x, y);
   return result;
 }

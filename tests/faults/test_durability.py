@@ -8,7 +8,7 @@ from tests.faults import children
 from tests.faults.disk import Disk
 
 
-def test_a_save_is_durable_when_it_returns(zygote, tmp_path):
+def test_a_save_is_durable_when_it_returns(zygote, tmp_path, trial):
     """Bytes, files and directories, the missing parents too."""
     log, top = tmp_path / "log", tmp_path / "top"
     disk = Disk(top)
@@ -17,10 +17,11 @@ def test_a_save_is_durable_when_it_returns(zygote, tmp_path):
     disk.play(log)
 
     assert f"new\t{top}/run/part\t" in log.read_text()
-    assert disk.unsynced() == (set(), set())
+    with trial("6", "a save below directories that are not there"):
+        assert disk.unsynced() == (set(), set())
 
 
-def test_a_replacement_is_durable_when_it_returns(zygote, tmp_path):
+def test_a_replacement_is_durable_when_it_returns(zygote, tmp_path, trial):
     """The exchange of the names, and that the old one is gone."""
     log, path = tmp_path / "log", tmp_path / "top" / "a"
     path.parent.mkdir()
@@ -31,7 +32,8 @@ def test_a_replacement_is_durable_when_it_returns(zygote, tmp_path):
     disk.play(log)
 
     assert "swap\t" in log.read_text()
-    assert disk.unsynced() == (set(), set())
+    with trial("6", "a replacement"):
+        assert disk.unsynced() == (set(), set())
 
 
 def test_the_lint_sees_what_is_not_synced(zygote, tmp_path):
@@ -60,7 +62,7 @@ def test_the_lint_sees_bytes_that_are_not_synced(zygote, tmp_path):
 
 
 @pytest.mark.multihost
-def test_a_save_of_two_processes_is_durable_when_it_returns(run_processes, zygote, tmp_path):
+def test_a_save_of_two_processes_is_durable_when_it_returns(run_processes, zygote, tmp_path, trial):
     """Each process syncs its own share before it says that it has written it."""
     (tmp_path / "top").mkdir()
     run_processes(
@@ -74,5 +76,6 @@ def test_a_save_of_two_processes_is_durable_when_it_returns(run_processes, zygot
     for name in ("0.log", "1.log"):
         disk = Disk(tmp_path / "before", shared=True)
         disk.root = str(tmp_path / "top")
-        assert disk.play(tmp_path / name).unsynced() == (set(), set())
+        with trial("6", f"a save of two processes, {name}"):
+            assert disk.play(tmp_path / name).unsynced() == (set(), set())
     assert "ocdbt.process_1/d/" in (tmp_path / "1.log").read_text()

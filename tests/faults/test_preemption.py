@@ -1,7 +1,8 @@
-"""A training in one process, `train_for_ever` of the zygote, is told to stop by real signals."""
+"""Trainings, `train_for_ever` of the zygote and jobs of three, are told to stop by real signals."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -10,6 +11,8 @@ import signal
 import pytest
 
 from tests.faults import children
+from tests.faults import dead_children as job_children
+from tests.faults.jobs import started
 
 pytestmark = [
     pytest.mark.faults,
@@ -84,23 +87,119 @@ def test_a_second_signal_ends_the_process(zygote, ram_path, number):
     assert step in zygote.run(children.check_run, ram_path)["steps"]
 
 
-@pytest.mark.parametrize("signals", [20, pytest.param(200, marks=pytest.mark.slow, id="many")])
-def test_a_signal_at_any_moment_saves_the_step_and_ends_with_0(zygote, ram_path, signals):
-    """While it restores, trains, saves, deletes; each run goes on from the one before."""
-    dice, newest, moments = random.Random(3), 0, set()
-    for _ in range(signals):
-        child = zygote.start(children.train_for_ever, ram_path)
-        for _ in range(1 + dice.randrange(dice.choice([20, 300]))):
-            last = zygote.answer()
-        os.kill(child, dice.choice(NUMBERS))
-        said, status = read_to_end(zygote)
+def told_at_random(zygote, root, dice, **options):
+    """Lets a training run to a random moment and tells it to stop; what that moment was."""
+    child = zygote.start(children.train_for_ever, root, **options)
+    for _ in range(1 + dice.randrange(dice.choice([20, 300]))):
+        last = zygote.answer()
+    os.kill(child, dice.choice(NUMBERS))
+    return child, last.get("verb", "step")
 
-        moments.add(last.get("verb", "step"))
-        there = zygote.run(children.check_run, ram_path)
-        stopped = said[-1]["stopped"]
-        assert status == 0
-        assert there["temporary"] == []
-        assert there["steps"][-1] == stopped > newest
-        newest = stopped
+
+@pytest.mark.parametrize("part", range(2))
+def test_a_signal_at_any_moment_saves_the_step_and_ends_with_0(trial, zygote, ram_path, part):
+    """While it restores, trains, saves, deletes; each run goes on from the one before."""
+    dice, newest, moments = random.Random(part), 0, set()
+    for number in range(15):
+        with trial("22", f"a signal at random, {part}/{number}"):
+            _, moment = told_at_random(zygote, ram_path, dice)
+            said, status = read_to_end(zygote)
+            moments.add(moment)
+            there = zygote.run(children.check_run, ram_path)
+            stopped = said[-1]["stopped"]
+            assert status == 0
+            assert there["temporary"] == []
+            assert there["steps"][-1] == stopped > newest
+            newest = stopped
 
     assert len(moments) > 3
+
+
+@pytest.mark.parametrize("hears", [None, *NUMBERS])
+def test_two_signals_at_any_moment_leave_whole_steps(trial, zygote, ram_path, hears):
+    """The second ends the process, or comes too late; what was saved before stays the newest."""
+    dice, newest = random.Random(hears), 0
+    for number in range(10):
+        with trial("22", f"two signals at random, handler of {hears}, {number}"):
+            child, _ = told_at_random(zygote, ram_path, dice, hears=hears)
+            for _ in range(dice.randrange(20)):
+                if "status" in (last := zygote.answer()):
+                    break
+            else:
+                last = None
+                # It may end just now.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, dice.choice(NUMBERS))
+            said, status = read_to_end(zygote) if last is None else ([], last["status"])
+            assert -status in (0, *NUMBERS), said
+            there = zygote.run(children.check_run, ram_path)
+            assert (there["steps"] or [0])[-1] >= newest
+            newest = (there["steps"] or [0])[-1]
+
+
+# --- three processes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("told", "handler"),
+    [
+        ([0], None),
+        ([1], None),
+        ([2, 1, 0], None),
+        ([1, 1, 1], None),
+        ([1], "before"),
+        ([0], "before"),
+        ([2, 2], "before"),
+    ],
+)
+def test_three_processes_are_told(trial, zygote, ram_path, told, handler):
+    """They agree on a step, which all of them save, whole; then all end as ones that have finished.
+
+    However often and to whom it was told, and though there was another handler before.
+    """
+    for number in NUMBERS:
+        root = ram_path / number.name
+        root.mkdir()
+        with (
+            trial("22", f"{number.name} to {told} of three, handler {handler}"),
+            started(zygote, job_children.train_until_told, args=[root, handler, 5000]) as job,
+        ):
+            for index in range(3):
+                job.wait_for(index, "training")
+            for index in told:
+                job.signal(index, number)
+            ends = job.wait()
+            assert [end.status for end in ends] == [0, 0, 0], [end.out for end in ends]
+            steps = {end.result["step"] for end in ends}
+            assert len(steps) == 1
+            (step,) = steps
+            assert step < 5000
+            new = zygote.run(job_children.go_on, root, step)
+            assert (new["newest"], new["left"]) == (step, [])
+
+
+def test_a_handler_that_came_after_keeps_the_signal_to_itself(trial, zygote, ram_path):
+    """Jax's handler is gone then: nobody is told, and the newest step of the policy is whole."""
+    with (
+        trial("22", "SIGTERM to one of three, whose handler came after jax's"),
+        started(zygote, job_children.train_until_told, args=[ram_path / "a", "after", 100]) as job,
+    ):
+        for index in range(3):
+            job.wait_for(index, "training")
+        job.signal(1, signal.SIGTERM)
+        ends = job.wait()
+        assert [end.status for end in ends] == [0, 0, 0], [end.out for end in ends]
+        assert [end.result["step"] for end in ends] == [100] * 3
+        assert [end.result["heard"] for end in ends] == [0, 1, 0]
+        assert zygote.run(job_children.go_on, ram_path / "a", 95)["newest"] == 95
+
+
+def test_a_step_that_was_not_saved_for_the_signal_is_missed(zygote, ram_path):
+    """A control: a training whose policy does not listen ends by the signal, and saves nothing."""
+    child = zygote.start(job_children.train_deaf, ram_path)
+    read_to(zygote, "step", 10)
+    os.kill(child, signal.SIGTERM)
+    _, status = read_to_end(zygote)
+
+    assert status == -signal.SIGTERM
+    assert zygote.run(children.check_run, ram_path)["steps"][-1] % 7 == 0

@@ -54,6 +54,11 @@ def events():
     return ctypes.CDLL(None).shim_events()
 
 
+def leave_room(size):
+    """From here on so many bytes may be taken below the armed root, and those that are freed."""
+    ctypes.CDLL(None).shim_room(ctypes.c_longlong(size))
+
+
 def mark(text):
     """Puts a mark into the log."""
     ctypes.CDLL(None).shim_mark(text.encode())

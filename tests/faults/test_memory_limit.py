@@ -1,0 +1,52 @@
+"""A save or a restore takes less than 0.3 times the state beside it: no out-of-memory kill."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults import memory_children as children
+
+pytestmark = pytest.mark.faults_root
+
+
+@pytest.fixture
+def group():
+    """A cgroup that counts memory; skips the test where there can be none."""
+    v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    parent = v1 if (v1 / "memory.limit_in_bytes").exists() else v2
+    path = parent / f"jaxckpt-{os.getpid()}-{os.urandom(3).hex()}"
+    try:
+        path.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroups here: {error}")
+    if not any((path / name).exists() for name in ("memory.limit_in_bytes", "memory.max")):
+        path.rmdir()
+        pytest.skip("the cgroups here do not count memory")
+    yield path
+    while True:  # the last process of it may still be leaving
+        try:
+            path.rmdir()
+        except OSError:
+            time.sleep(0.01)
+        else:
+            break
+
+
+@pytest.mark.parametrize(
+    "what", ["save", "save_async", "manager", "restore", "like", "mesh", "verify"]
+)
+def test_it_takes_little_memory_beside_the_state(trial, zygote, group, tmp_path, what):
+    """With room for 1.3 times the state it is not killed, and all values are right."""
+    with trial("29", what):
+        found = zygote.run(children.try_in, group, tmp_path, what)
+        assert found is not None, "killed"
+        assert found["done"] == what
+
+
+def test_a_copy_of_the_state_is_killed(zygote, group, tmp_path):
+    """A control: the limit is one."""
+    assert zygote.run(children.try_in, group, tmp_path, "copy") is None
