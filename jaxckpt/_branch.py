@@ -9,6 +9,8 @@ from typing import Any
 
 from jaxckpt import _discovery, _restore, _transaction
 from jaxckpt._discovery import Checkpoint
+from jaxckpt._item import read_item
+from jaxckpt._reader import refuse_swapped
 from jaxckpt._run import Run
 from jaxckpt._save import prepare
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StepExists
@@ -107,9 +109,10 @@ def _check_whole(storage: Storage, found: Checkpoint, work: str, files: Sequence
         if name not in files or storage.size(f"{work}/{name}") != facts.size:
             file = f"{found.path}/{name}"
             raise CorruptCheckpoint(f"{file} is missing, or not as it was written", file=file)
+    for name, path in found.items.items():
+        if recorded and _discovery.json_file(storage, path) is None:
+            refuse_swapped(read_item(found, name))
     _discovery.check_current(found)
-    for file in _discovery.changed_files(found):
-        raise CorruptCheckpoint(f"{file} is not the file that was written there", file=file)
 
 
 def _digests(found: Checkpoint) -> dict[str, str]:

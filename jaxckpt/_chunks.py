@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxckpt._box import Box
 from jaxckpt._plan import ChunkRead, plan_chunks
+from jaxckpt._sums import Sums
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure
 from jaxckpt.format.arrays import (
     CRC_BYTES,
@@ -58,6 +59,7 @@ class ChunkJob:
         out: The memory that it fills, as bytes; None: it is divided by `plan`.
         plan: Which part of it goes where.
         buffers: Of its leaf.
+        wanted: The checksum that it was written with, where that was recorded.
     """
 
     leaf: Leaf
@@ -67,6 +69,7 @@ class ChunkJob:
     out: Buffer | None
     plan: ChunkRead
     buffers: Sequence[Buffer]
+    wanted: int | None
 
 
 class Failures:
@@ -92,6 +95,7 @@ def plan_leaf(
     find: Callable[[str], tuple[str, int, int] | bytes | None],
     read_index: Callable[[str, int, int], Buffer],
     *,
+    sums: Sums | None,
     path: str,
 ) -> Iterator[ChunkJob]:
     """What to read for one leaf. Chunks that are here already are put in their places.
@@ -101,6 +105,7 @@ def plan_leaf(
         buffers: One for each of them.
         find: The file, offset and size of the value of a key, or the value.
         read_index: Reads so many bytes of a file from an offset.
+        sums: The checksums that the chunks were written with, if recorded.
         path: Of the item, for messages.
 
     Raises:
@@ -127,6 +132,7 @@ def plan_leaf(
             out=_whole_place(plan, buffers, stored),
             plan=plan,
             buffers=buffers,
+            wanted=None if sums is None else int(sums[plan.index]),
         )
         if isinstance(extent, bytes):
             if inner_counts is not None:  # it would be far too large for a node
@@ -160,6 +166,8 @@ def _take(job: ChunkJob, data: bytes, path: str) -> None:
     wanted = int.from_bytes(data[job.size :], "little")
     if (found := checksum(values)) != wanted:
         raise _mismatch(job, path, wanted, found)
+    if job.wanted not in (None, found):
+        raise _another(job, path)
     _divide(job, values)
 
 
@@ -257,6 +265,8 @@ def _read_run(storage: Storage, path: str, run: list[ChunkJob], failures: Failur
     for job, out, wanted in zip(run, outs, stored, strict=True):
         if (found := checksum(out)) != wanted:
             failures.add(job.leaf, _mismatch(job, f"{path}/{file}", wanted, found))
+        elif job.wanted not in (None, found):
+            failures.add(job.leaf, _another(job, f"{path}/{file}"))
         elif job.out is None:
             _divide(job, out)
 
@@ -287,6 +297,16 @@ def _mismatch(job: ChunkJob, file: str, stored: int, found: int) -> CorruptCheck
         f'is damaged: checksum mismatch in chunk "{job.key}": stored {stored:#010x}, computed '
         f"{found:#010x}. Restore an older checkpoint.",
     )
+
+
+def _another(job: ChunkJob, file: str) -> CorruptCheckpoint:
+    return another_chunk(job.leaf, job.key, file)
+
+
+def another_chunk(leaf: Leaf, key: str, file: str) -> CorruptCheckpoint:
+    """What a chunk is that is whole and is not the one that was written."""
+    what = f'chunk "{key}" is not the one that was written there. Restore an older checkpoint.'
+    return _bad(leaf, file, what)
 
 
 def _bad(leaf: Leaf, file: str, what: str) -> CorruptCheckpoint:

@@ -11,7 +11,6 @@ A path may mean five things, told apart by what lies there:
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import posixpath
@@ -83,10 +82,15 @@ def consistently(storage: Storage, path: str, read: Callable[[], T]) -> T:
             result, problem = None, error
         if _generation(storage, path) != before:
             continue
-        if isinstance(problem, CheckpointError):
-            raise problem
-        if problem is not None:
-            raise CheckpointNotFound(f"{path} went while it was being read: {problem}") from problem
+        try:
+            if isinstance(problem, CheckpointError):
+                raise problem
+            if problem is not None:
+                gone = f"{path} went while it was being read: {problem}"
+                raise CheckpointNotFound(gone) from problem
+        finally:
+            # Else the error and this call refer to each other, and what was read stays in memory.
+            del problem
         return cast("T", result)
     raise CheckpointNotFound(
         f"{path} was replaced {_TRIES} times while it was being read. Read it when it is at rest."
@@ -110,7 +114,7 @@ def _generation(storage: Storage, path: str) -> tuple[str | None, ...]:
 
 def _record_digest(storage: Storage, path: str) -> str | None:
     try:
-        return step.digest(storage.read(f"{path}/{names.RECORD}", max_bytes=jsontext.MAX_BYTES))
+        return step.digest(storage.read(f"{path}/{names.RECORD}", max_bytes=step.MAX_RECORD_BYTES))
     except (OSError, ValueError) as error:
         if is_io_failure(error):
             raise
@@ -124,40 +128,6 @@ def check_current(checkpoint: Checkpoint) -> None:
         raise CheckpointNotFound(
             f"{checkpoint.path} was replaced or deleted since it was opened. Open it again."
         )
-
-
-def changed_files(checkpoint: Checkpoint, *, process: int = 0, count: int = 1) -> list[str]:
-    """Data files that are not those that were written, though each chunk in them may be whole.
-
-    Args:
-        process, count: Looks at every `count`-th file only, from this one on.
-    """
-    from jaxckpt.storage._arrays import samples
-
-    files = checkpoint.record.files if checkpoint.record is not None else {}
-    storage = checkpoint.storage
-    wanted = {
-        path: facts
-        for path, facts in itertools.islice(files.items(), process, None, count)
-        # TensorStore follows links and waits for a FIFO. Those, and wrong sizes, are found without.
-        if facts.sample is not None and _has_size(storage, f"{checkpoint.path}/{path}", facts.size)
-    }
-    spec = storage.kvstore(checkpoint.path)
-    found = samples(spec, {path: facts.size for path, facts in wanted.items()})
-    return [
-        f"{checkpoint.path}/{path}"
-        for path, facts in wanted.items()
-        if step.digest(found[path]) != facts.sample
-    ]
-
-
-def _has_size(storage: Storage, file: str, size: int) -> bool:
-    try:
-        return storage.kind(file) == "file" and storage.size(file) == size
-    except OSError as error:
-        if is_io_failure(error):
-            raise
-        return False
 
 
 def find(storage: Storage, path: str) -> Checkpoint:
@@ -236,9 +206,9 @@ def read_checkpoint(storage: Storage, path: str, inside: Sequence[str] | None = 
         record_file = f"{path}/{names.RECORD}"
         if names.RECORD not in inside:
             raise CorruptCheckpoint(f"{record_file} is missing", file=record_file)
-        data = storage.read(record_file, max_bytes=jsontext.MAX_BYTES)
+        data = storage.read(record_file, max_bytes=step.MAX_RECORD_BYTES)
         record = step.decode_record(data, file=record_file)
-        refuse_holes(record, path, path, inside)
+        refuse_holes(storage, record, path, path, inside)
     metadata = StepMetadata()
     if names.CHECKPOINT_METADATA in inside:
         file = f"{path}/{names.CHECKPOINT_METADATA}"
@@ -375,6 +345,7 @@ def choose_item(checkpoint: Checkpoint, item: str | None) -> str:
         raise _being_deleted(checkpoint)
     if item is not None:
         if item not in items:
+            _refuse_lost(checkpoint, item)
             raise CheckpointNotFound(
                 f"{checkpoint.path} has no item {item!r}; it has {', '.join(items)}"
             )
@@ -395,6 +366,14 @@ def choose_item(checkpoint: Checkpoint, item: str | None) -> str:
         f"{checkpoint.path} has several items, and none is called {names.STATE_ITEM!r}: "
         f"{', '.join(items)}. Say which: restore(path, item=...)."
     )
+
+
+def _refuse_lost(checkpoint: Checkpoint, item: str) -> None:
+    """Refuses an item of our record that is none any more, since a file of it is missing."""
+    storage, path, record = checkpoint.storage, checkpoint.path, checkpoint.record
+    if record is not None and any(file.startswith(f"{item}/") for file in record.files):
+        place = f"{path}/{item}"
+        refuse_holes(storage, record, path, place, storage.names(place))
 
 
 def _is_random_key(storage: Storage, path: str) -> bool:
@@ -437,30 +416,46 @@ def is_plain_array(storage: Storage, path: str) -> bool:
     )
 
 
-def refuse_holes(record: Record | None, base: str, path: str, inside: Collection[str]) -> None:
+def refuse_holes(
+    storage: Storage, record: Record | None, base: str, path: str, inside: Collection[str]
+) -> None:
     """Refuses a directory that lacks an entry of our record: it may change what the others mean."""
     prefix = "" if path == base else posixpath.relpath(path, base) + "/"
+    wanted = {}
     for file in record.files if record is not None else ():
-        name = file.removeprefix(prefix).partition("/")[0]
-        if file.startswith(prefix) and name not in inside:
+        if file.startswith(prefix):
+            name, below, _ = file.removeprefix(prefix).partition("/")
+            wanted[name] = "dir" if below else "file"
+    for name, kind in wanted.items():
+        place = f"{path}/{name}"
+        if name not in inside:
+            raise CorruptCheckpoint(f"{place} is missing. Restore an older checkpoint.", file=place)
+        # What is no directory would be no item, and one that is a link would lead elsewhere.
+        if storage.kind(place) != kind:
+            what = "directory" if kind == "dir" else "regular file"
             raise CorruptCheckpoint(
-                f"{path}/{name} is missing. Restore an older checkpoint.", file=f"{path}/{name}"
+                f"{place} is not the {what} that was written there. A checkpoint has no links "
+                "inside; `cp -rL` makes a copy without them.",
+                file=place,
             )
 
 
 def read_checked(storage: Storage, base: str, relative: str, record: Record | None) -> bytes:
     """Reads a small file of a checkpoint, and compares it with our record if there is one."""
     file = f"{base}/{relative}"
+    facts = None if record is None else record.files.get(relative)
     try:
-        data = storage.read(file, max_bytes=jsontext.MAX_BYTES)
+        if facts is None:
+            return storage.read(file, max_bytes=jsontext.MAX_BYTES)
+        # Before it is read: what became larger may be larger than the memory.
+        size, data = storage.size(file), b""
+        if size == facts.size:
+            data = storage.read(file, max_bytes=min(size, jsontext.MAX_BYTES))
     except FileNotFoundError as error:
         raise CorruptCheckpoint(f"{file} is missing", file=file) from error
-    facts = None if record is None else record.files.get(relative)
-    if facts is not None and (
-        facts.size != len(data) or facts.sha256 not in (None, step.digest(data))
-    ):
+    if facts.size != size or facts.sha256 not in (None, step.digest(data)):
         raise CorruptCheckpoint(
-            f"{file} is damaged: {len(data)} bytes that differ from the {facts.size} that were "
+            f"{file} is damaged: {size} bytes that differ from the {facts.size} that were "
             "written. Restore an older checkpoint.",
             file=file,
         )

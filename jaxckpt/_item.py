@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxckpt import _legacy
 from jaxckpt._discovery import Checkpoint, key_folder, read_part, refuse_holes
+from jaxckpt._sums import ChunkSums
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import arrays, jsontext, names, sharding, step, tree
 from jaxckpt.format.sharding import SavedSharding
@@ -35,6 +36,7 @@ class Item:
         name, path: Of the item.
         tree: Every leaf with its shape, dtype and chunks.
         read_shardings: Reads the shardings, once: who says where all arrays go needs none.
+        read_sums: Reads the checksums of all chunks, once; None where they were not recorded.
         database: Whether its arrays are in an OCDBT database; else in plain files.
         ours: Whether chunks have the bytes that `format.arrays` writes.
     """
@@ -44,6 +46,7 @@ class Item:
     path: str
     tree: Tree
     read_shardings: Callable[[], Mapping[str, SavedSharding]]
+    read_sums: Callable[[], ChunkSums | None]
     database: bool
     ours: bool
 
@@ -73,7 +76,7 @@ def read_item(checkpoint: Checkpoint, name: str) -> Item:
 
 def _read_tree_item(checkpoint: Checkpoint, name: str, path: str) -> Item:
     inside = set(checkpoint.storage.names(path))
-    refuse_holes(checkpoint.record, checkpoint.path, path, inside)
+    refuse_holes(checkpoint.storage, checkpoint.record, checkpoint.path, path, inside)
     data_bytes = _refuse_links(checkpoint.storage, path, inside)
     database = names.OCDBT_MANIFEST in inside
     read_shardings = cache(partial(_read_shardings, checkpoint, path, inside))
@@ -92,16 +95,27 @@ def _read_tree_item(checkpoint: Checkpoint, name: str, path: str) -> Item:
         path=path,
         tree=saved,
         read_shardings=read_shardings,
+        read_sums=cache(partial(_read_sums, checkpoint, path, saved)),
         database=database,
         ours=ours,
     )
     return item if ours else _complete(item, inside)
 
 
+def _read_sums(checkpoint: Checkpoint, path: str, saved: Tree) -> ChunkSums | None:
+    file = f"{path}/{names.CHUNK_SUMS}"
+    recorded = checkpoint.record.files if checkpoint.record is not None else {}
+    if posixpath.relpath(file, checkpoint.path) not in recorded:
+        return None
+    return ChunkSums(saved.leaves, read_part(checkpoint, path, names.CHUNK_SUMS), file=file)
+
+
 def _read_random_key(checkpoint: Checkpoint, name: str, folder: str) -> Item:
     """An item of JaxRandomKeySave or NumpyRandomKeySave: the data, and a file that says of what."""
     path = checkpoint.items[name]
-    item = _read_tree_item(checkpoint, name, f"{path}/{folder}")
+    if checkpoint.storage.kind(data := f"{path}/{folder}") != "dir":
+        raise CorruptCheckpoint(f"{data} is not a directory", file=data)
+    item = _read_tree_item(checkpoint, name, data)
     file = names.key_facts(folder)
     said = step.decode_key_facts(read_part(checkpoint, path, file), file=f"{path}/{file}")
     if folder == names.JAX_KEY_ITEM:
@@ -273,8 +287,10 @@ def _complete(item: Item, inside: set[str]) -> Item:
     found: dict[str, bytes | None] = {}
     key = arrays.metadata_key(saved.zarr_version)
     if wanted:
-        for leaf in wanted if not item.database else ():
-            _refuse_escape(leaf, storage, path)
+        # The oldest checkpoints have texts in the leaves' directories, beside a database too.
+        if not item.database or names.TREE_METADATA not in inside:
+            for leaf in wanted:
+                _refuse_escape(leaf, storage, path)
         with data_errors(path, None):
             reader = Reader(storage.kvstore(path), database=item.database)
             reads = {leaf.name: reader.get(leaf.prefix + key) for leaf in wanted}
@@ -305,6 +321,7 @@ def _complete_leaf(leaf: Leaf, data: bytes | None, impl: str | None, item: Item,
         stored = arrays.decode_metadata(data, item.tree.zarr_version, leaf=leaf.text, file=file)
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint(f"leaf {leaf.text}: {error}", leaf=leaf.text, file=file) from error
+    arrays.check_foreign(stored, leaf=leaf.text, file=file)
     kind, shape = leaf.kind, stored.shape
     if impl is not None and kind == "array" and shape:
         return replace(
@@ -363,6 +380,7 @@ def _read_flax(checkpoint: Checkpoint, name: str, path: str) -> Item:
         path=f"{path}_gda",
         tree=Tree(leaves=tuple(leaves), zarr_version=2, uses_ocdbt=False, fill_missing=True),
         read_shardings=dict,
+        read_sums=lambda: None,
         database=False,
         ours=False,
     )

@@ -17,15 +17,17 @@ from typing import Any, Final, NoReturn, Protocol
 
 import numpy as np
 
-from jaxckpt._box import Box
-from jaxckpt._chunks import Failures, copy, plan_leaf, start_reads
+from jaxckpt._box import Box, whole
+from jaxckpt._chunks import Failures, another_chunk, copy, plan_leaf, start_reads
 from jaxckpt._item import Item
-from jaxckpt._plan import count_chunks, plan_reads
+from jaxckpt._plan import count_chunks, plan_chunks, plan_reads
+from jaxckpt._sums import stored_sums, units_in
 from jaxckpt._transfer import empty
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure
 from jaxckpt.format.arrays import (
     MAX_UNIT_BYTES,
     PLAIN_DTYPES,
+    chunk_key,
     decode_metadata,
     dtype_of,
     has_our_codecs,
@@ -219,6 +221,7 @@ class _Chunks:
 
     def start(self) -> None:
         storage, path = self._item.checkpoint.storage, self._item.path
+        sums = self._item.read_sums()
 
         def read_index(file: str, offset: int, size: int) -> np.ndarray[Any, Any]:
             index = np.empty(size, np.uint8)
@@ -232,7 +235,13 @@ class _Chunks:
                 self._check_described(read.leaf)
                 buffers = make_buffers(self._item, read)
                 jobs += plan_leaf(
-                    read.leaf, read.boxes, buffers, self._extents.get, read_index, path=path
+                    read.leaf,
+                    read.boxes,
+                    buffers,
+                    self._extents.get,
+                    read_index,
+                    sums=None if sums is None else sums.of(read.leaf),
+                    path=path,
                 )
             except (CheckpointError, OSError, MemoryError) as error:
                 self._failures.add(read.leaf, error)
@@ -316,6 +325,7 @@ class _Regions:
         self._under_way = 0  # bytes of what is pending
         self._failed: OSError | None = None
         fill = item.tree.fill_missing and self._stored.has_fill
+        self._reader = reader
         self._array = reader.open(read.leaf.prefix, item.tree.zarr_version, fill_missing=fill)
 
     def start(self) -> None:
@@ -369,6 +379,7 @@ class _Regions:
             raise ValueError(
                 f"the array has shape {shape_of(array)}, the tree says {self._stored.shape}"
             )
+        refuse_others(self._item, self._reader, self._read.leaf, self._read.boxes)
         self._buffers = make_buffers(self._item, self._read)
         boxes = [box for box in self._read.boxes if box.size]
         index = [i for i, box in enumerate(self._read.boxes) if box.size]
@@ -399,6 +410,31 @@ class _Regions:
                 copy(self._buffers[target][where], values[part.within(box)])
 
         return divide
+
+
+def refuse_others(item: Item, reader: Any, leaf: Leaf, boxes: tuple[Box, ...]) -> None:
+    """Raises if a chunk is not the one that was written, by what it ends with; reads no values."""
+    sums, stored = item.read_sums(), leaf.array
+    if sums is None:
+        return
+    wanted = sums.of(leaf).ravel()
+    chunks = {plan.index for plan in plan_chunks(stored.chunk_shape, boxes)}
+    asked = [(leaf.prefix, stored, index) for index in sorted(chunks)]
+    for (_, _, index), found in zip(asked, stored_sums(reader, asked), strict=True):
+        if wanted[units_in(stored, index)].tolist() != found:
+            raise another_chunk(leaf, leaf.prefix + chunk_key(index), item.path)
+
+
+def refuse_swapped(item: Item) -> None:
+    """Raises CorruptCheckpoint if any chunk of a tree is not the one that was written there."""
+    from jaxckpt.storage._arrays import Reader
+
+    with _Blaming(item, None):
+        reader = Reader(item.checkpoint.storage.kvstore(item.path), database=item.database)
+    for leaf in item.tree.leaves:
+        if leaf.has_array:
+            with _Blaming(item, leaf):
+                refuse_others(item, reader, leaf, (whole(leaf.array.shape),))
 
 
 def _no(_: Any) -> None:

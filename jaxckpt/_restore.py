@@ -147,14 +147,14 @@ def restore_from(
 ) -> Any:  # any pytree
     """`restore`, of the item that `load` finds; what else it finds is returned as it is.
 
-    The processes tell each other how it went, within `timeout_s`. Takes `like` out of `target`: while data is read, no call refers to its arrays.
+    The processes tell each other how it went, within `timeout_s`. Takes `like` out of `target`:
+    while data is read, no call refers to its arrays.
     """
     like = target.pop()
     _check_arguments(missing, extra)
     start = time.monotonic()
     keep_values = missing == "keep" or only is not None or skip is not None
     processes = current()
-    together = processes.count > 1 and not as_numpy
     wanted, treedef = None, None
     problem, loaded, matched, values = None, None, None, {}
 
@@ -178,7 +178,6 @@ def restore_from(
         matched = replace(matched, report=replace(matched.report, cast=_casts(jobs)))
         with placing():
             values = {**matched.kept, **dict(_read(loaded, jobs, budget_bytes))}
-        _refuse_swapped(loaded, processes if together else None)
         placer.log_replicated(where)
         return loaded, matched, values
 
@@ -190,10 +189,13 @@ def restore_from(
         loaded, matched, values = consistently(storage, where, read)
     except Exception as error:  # told to the other processes, then raised
         problem = error
-    if together:
+    if processes.count > 1 and not as_numpy:
         _share_failure(processes, where, problem, loaded, timeout_s=timeout_s)
-    if problem is not None:
-        raise problem
+    try:
+        if problem is not None:
+            raise problem
+    finally:
+        del problem  # which would keep itself alive, and with it all that was read
     if not isinstance(loaded, Item) or matched is None:
         return loaded
     if report is not None:
@@ -204,20 +206,6 @@ def restore_from(
     if matched.report.renamed:
         return _tree.rebuild_named(values)
     return _tree.rebuild(loaded.tree, values)
-
-
-def _refuse_swapped(item: Item, together: Processes | None) -> None:
-    """After the chunks' own checksums, which name the leaf: are the files those of the record?
-
-    Args:
-        together: The processes that share the work, and tell each other.
-    """
-    share = {"process": together.index, "count": together.count} if together else {}
-    for file in _discovery.changed_files(item.checkpoint, **share):
-        raise CorruptCheckpoint(
-            f"{file} is not the file that was written there. Restore an older checkpoint.",
-            file=file,
-        )
 
 
 def _check_arguments(missing: str, extra: str) -> None:

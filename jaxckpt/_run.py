@@ -78,6 +78,7 @@ class Run:
     _infos: dict[int, StepInfo] = field(default_factory=dict)
     _leaving: set[str] = field(default_factory=set)  # being deleted, as this reader saw
     _held: list[str] = field(default_factory=list)  # by leases of this reader
+    _failed: bool = False  # to delete, since when something may be left over
 
     # --- which steps there are ---------------------------------------------------------------
 
@@ -449,6 +450,7 @@ class Run:
                     gone.append(number)
             self.storage.delete(doomed)
         except OSError as error:
+            self._failed = True
             self.report(f"{self.root}: old steps cannot be deleted: {error}")
         for number in gone:
             self._forget(number)
@@ -478,8 +480,11 @@ class Run:
 
     def _finish_deletions(self) -> None:
         for entry in self._entries():
-            if names.is_deleting(entry) and names.ours_temporary(entry) is not None:
+            begun = names.is_deleting(entry) and names.ours_temporary(entry) is not None
+            # A file that could not be written could not be removed either.
+            if begun or (self._failed and is_temporary_file(entry)):
                 self.storage.delete(f"{self.root}/{entry}")
+        self._failed = False
 
     def _forget(self, number: int) -> None:
         name = self._naming().of(number)

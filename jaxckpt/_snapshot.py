@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxckpt._layout import Layout, layout_of
+from jaxckpt._sums import encode_share, merge_shares
 from jaxckpt._transfer import stage
 from jaxckpt._writer import database_of, merge, write_arrays
 from jaxckpt.errors import SaveFailed
@@ -83,11 +84,13 @@ class TreeItem:
 
     Attributes:
         snapshot: The values of the layout's sources; None once they are written.
+        share: What process 0 has to say of its own chunks, for `_sums`.
     """
 
     name: str
     layout: Layout
     snapshot: Sequence[np.ndarray[Any, Any]] | None
+    share: bytes = b""
     handler: str = step.PYTREE_HANDLER
 
     @property
@@ -101,7 +104,12 @@ class TreeItem:
         database = database_of(f"{work}/{self.name}", processes.index, processes.count)
         snapshot, self.snapshot = self.snapshot, None
         requests = self.layout.requests
-        write_arrays(storage, database, requests, snapshot, describe=processes.index == 0)
+        sums = write_arrays(storage, database, requests, snapshot, describe=processes.index == 0)
+        share = encode_share(requests.units, sums)
+        if processes.index == 0:
+            self.share = share
+        elif share:
+            storage.write(f"{database}/{names.CHUNK_SUMS}", share)
         if processes.index != 0 and storage.kind(database) == "dir":
             storage.sync(database)
 
@@ -132,8 +140,9 @@ class TreeItem:
         """Process 0, when all have written: merges the databases; returns the metadata files."""
         item = f"{work}/{self.name}"
         storage.make_dir(item)
+        writers = [i for i, one in enumerate(said) if one["bytes"] or i == 0]
         if processes.count > 1 and self.layout.plan.stored:
-            merge(storage, item, [i for i, one in enumerate(said) if one["bytes"] or i == 0])
+            merge(storage, item, writers)
         files = dict(self.layout.files)
         if any("/" in name for name in files):
             storage.make_dir(f"{item}/{names.ARRAY_METADATAS}")
@@ -141,15 +150,41 @@ class TreeItem:
             manifest = f"{item}/{names.OCDBT_MANIFEST}"
             if storage.kind(manifest) != "file":
                 raise SaveFailed(f"{manifest} is missing: the arrays went somewhere else")
+            files[names.CHUNK_SUMS] = self._chunk_sums(storage, item, writers)
         return files
+
+    def _chunk_sums(self, storage: Storage, item: str, writers: Sequence[int]) -> bytes:
+        count = self.layout.requests.unit_count
+        files = [f"{names.process_database(i)}/{names.CHUNK_SUMS}" for i in writers if i]
+        shares = _values(storage, item, files).values()
+        table = merge_shares([self.share, *(share or b"" for share in shares)], count)
+        if table is None:
+            raise SaveFailed(f"{item}: no process wrote some of the {count} chunks")
+        return table
 
     def read_back(self, storage: Storage, work: str, processes: Processes) -> dict[str, bytes]:
         """Process 0: small files that others wrote, whose digests belong in the record."""
-        del processes
         if not self.layout.plan.stored:
             return {}
-        file = f"{work}/{self.name}/{names.OCDBT_MANIFEST}"
-        return {names.OCDBT_MANIFEST: storage.read(file, max_bytes=jsontext.MAX_BYTES)}
+        folders = [names.process_database(i) for i in range(1, processes.count)]
+        files = [f"{folder}/{name}" for folder in folders for name in _OF_PROCESS]
+        if processes.count > 1:
+            files.append(f"{names.process_database(0)}/{names.OCDBT_MANIFEST}")
+        found = _values(storage, f"{work}/{self.name}", [names.OCDBT_MANIFEST, *files])
+        return {file: data for file, data in found.items() if data is not None}
+
+
+# What each process leaves in the directory of its database, beside data.
+_OF_PROCESS = (names.OCDBT_MANIFEST, names.CHUNK_SUMS)
+
+
+def _values(storage: Storage, folder: str, files: Sequence[str]) -> dict[str, bytes | None]:
+    """Small files below a directory of our own, read side by side; None for what is not there."""
+    from jaxckpt.storage._arrays import Reader, value_of
+
+    reader = Reader(storage.kvstore(folder), database=False)
+    reads = [reader.get(file) for file in files]
+    return {file: value_of(read.result()) for file, read in zip(files, reads, strict=True)}
 
 
 Item = TreeItem | FileItem

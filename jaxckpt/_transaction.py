@@ -42,7 +42,7 @@ from typing import Any, NoReturn
 
 from jaxckpt._version import __version__
 from jaxckpt.errors import CheckpointError, SaveFailed, StepExists, UnsupportedFormat
-from jaxckpt.format import jsontext, names, step
+from jaxckpt.format import names, step
 from jaxckpt.format.step import FileFacts, Record
 from jaxckpt.storage import Hold, Storage, is_temporary_file
 
@@ -107,22 +107,14 @@ class Transaction:
             SaveFailed: another writer took over.
             StepExists: something came to be at the path meanwhile.
         """
-        from jaxckpt.storage._arrays import samples
-
         sizes = {
             path: self.storage.size(f"{self.work}/{path}")
             for path in files_below(self.storage, self.work)
             if path != names.WRITER
         }
-        data = {path: size for path, size in sizes.items() if path not in digests}
-        sampled = samples(self.storage.kvstore(self.work), data)
         facts = {
             path: FileFacts(size=size, sha256=digests.get(path)) for path, size in sizes.items()
         }
-        for path, sample in sampled.items():
-            if sizes[path] and not sample:
-                raise SaveFailed(f"{self.work}/{path} cannot be read back")
-            facts[path] = FileFacts(size=sizes[path], sample=step.digest(sample))
         record = Record(
             writer=f"jaxckpt {__version__}",
             token=self.token,
@@ -309,7 +301,7 @@ def check_target(storage: Storage, path: str, *, overwrite: bool) -> None:
 def _foreign(storage: Storage, path: str, inside: set[str]) -> set[str]:
     """What a checkpoint directory holds beside the one tree that `save` would replace."""
     if names.RECORD in inside:
-        data = storage.read(f"{path}/{names.RECORD}", max_bytes=jsontext.MAX_BYTES)
+        data = storage.read(f"{path}/{names.RECORD}", max_bytes=step.MAX_RECORD_BYTES)
         record = step.decode_record(data, file=f"{path}/{names.RECORD}")
         known = {file.partition("/")[0] for file in record.files} | set(names.TOP_FILES)
     else:

@@ -12,9 +12,11 @@ import numpy as np
 
 from jaxckpt._box import Box
 from jaxckpt._plan import SavePlan
+from jaxckpt._sums import starts_of, stored_sums, units_in
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.arrays import (
+    CRC_BYTES,
     PLAIN_DTYPES,
     chunk_key,
     dtype_of,
@@ -54,12 +56,19 @@ class Requests:
         direct: For each direct chunk its key, and of which shard (by index of the source) it is
             which part; None for all of it.
         written: For each other chunk its array, its place there, the shard and the part.
+        units: The numbers of the direct chunks among all chunks and inner chunks of the tree, and
+            then of those in the others: see `_sums`.
+        indexes: Of the other chunks, in their arrays.
+        unit_count: Of all chunks and inner chunks of the tree, whoever writes them.
     """
 
     described: tuple[tuple[str, bytes], ...]
     arrays: Mapping[int, tuple[str, StoredArray]]
     direct: tuple[tuple[str, int, tuple[Any, ...] | None], ...]
     written: tuple[tuple[int, tuple[slice, ...], int, tuple[Any, ...] | None], ...]
+    units: tuple[int, ...]
+    indexes: tuple[tuple[int, ...], ...]
+    unit_count: int
 
 
 def plan_requests(
@@ -72,6 +81,8 @@ def plan_requests(
         sources: The index of each shard that the plan's writes are of.
     """
     described, arrays, direct, written = [], {}, [], []
+    direct_units, written_units, indexes = [], [], []
+    starts = list(starts_of(plan.stored))
     for i, (prefix, stored) in enumerate(zip(prefixes, plan.stored, strict=True)):
         if is_direct(stored):
             described.append((prefix + metadata_key(3), _encode(stored)))
@@ -80,14 +91,24 @@ def plan_requests(
     for write in plan.writes:
         source = sources[write.array, write.shard]
         part = None if write.box == write.shard else write.box.within(write.shard)
+        stored, first = plan.stored[write.array], starts[write.array]
+        index = tuple(a // n for a, n in zip(write.box.start, stored.chunk_shape, strict=True))
+        units = (first + unit for unit in units_in(stored, index))
         if write.array in arrays:
             written.append((write.array, write.box.slices, source, part))
-            continue
-        stored = plan.stored[write.array]
-        index = [a // n for a, n in zip(write.box.start, stored.chunk_shape, strict=True)]
-        direct.append((prefixes[write.array] + chunk_key(index), source, part))
+            written_units += units
+            indexes.append(index)
+        else:
+            direct.append((prefixes[write.array] + chunk_key(index), source, part))
+            direct_units += units
     return Requests(
-        described=tuple(described), arrays=arrays, direct=tuple(direct), written=tuple(written)
+        described=tuple(described),
+        arrays=arrays,
+        direct=tuple(direct),
+        written=tuple(written),
+        units=(*direct_units, *written_units),
+        indexes=tuple(indexes),
+        unit_count=starts[-1],
     )
 
 
@@ -98,19 +119,23 @@ def write_arrays(
     snapshot: Sequence[np.ndarray[Any, Any]],
     *,
     describe: bool,
-) -> None:
+) -> list[int]:
     """Writes this process's chunks, in one atomic transaction; on disk when it returns.
 
     Args:
         database: Directory of the database; made if there is anything to write.
         snapshot: The values of each shard.
         describe: Whether to write the arrays' metadata too; one process does.
+
+    Returns:
+        The checksum of each of `requests.units`.
     """
-    from jaxckpt.storage._arrays import Writer
+    from jaxckpt.storage._arrays import Reader, Writer
 
     has_metadata = describe and (requests.described or requests.arrays)
+    sums: list[int] = []
     if not (requests.direct or requests.written or has_metadata):
-        return
+        return sums
     storage.make_dir(database)
     writer = Writer(storage.kvstore(database))
     try:
@@ -128,11 +153,22 @@ def write_arrays(
             writer.write(opened[i], where, values if part is None else values[part])
         for key, source, part in requests.direct:
             values = snapshot[source]
-            writer.put(key, encode_chunk(values if part is None else values[part]))
+            data = encode_chunk(values if part is None else values[part])
+            sums.append(int.from_bytes(data[-CRC_BYTES:], "little"))
+            writer.put(key, data)
         writer.commit()
     except BaseException:
         writer.abort()
         raise
+    if requests.written:
+        chunks = [
+            (*requests.arrays[write[0]], index)
+            for write, index in zip(requests.written, requests.indexes, strict=True)
+        ]
+        reader = Reader(storage.kvstore(database), database=True)
+        for of_chunk in stored_sums(reader, chunks):
+            sums += of_chunk
+    return sums
 
 
 def database_of(item_path: str, process: int, count: int) -> str:

@@ -40,7 +40,10 @@ def test_json_reads_back(value):
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b"\xff", b"[" * 201 + b"]" * 201, b"[" * 10**6, b'"\\ud800"', b"9" * 5000],
+    [
+        *(b"", b" ", b"{", b"\xff", b"[" * 201 + b"]" * 201, b"[" * 10**6, b'"\\ud800"'),
+        *(b"9" * 5000, b"\0" * 100, b"\xef\xbb\xbf{}", "[1]".encode("utf-16-le")),
+    ],
     ids=lambda data: f"{len(data)}:{data[:8]!a}",
 )
 def test_bad_json_names_its_file(data):
@@ -49,6 +52,45 @@ def test_bad_json_names_its_file(data):
         jsontext.loads(data, file="the-file")
 
     assert caught.value.file == "the-file"
+
+
+def test_json_of_too_many_parts_is_neither_parsed_nor_written(monkeypatch):
+    """Each takes far more memory than its bytes; what strings hold does not count."""
+    monkeypatch.setattr(jsontext, "_MAX_DENSE", 10)
+    text = ['a "quoted" {{{{[[[[', "\\", "{" * 200]
+
+    assert jsontext.loads(jsontext.dumps([*text, [], {}]), file="f") == [*text, [], {}]
+    with pytest.raises(CorruptCheckpoint, match="objects and lists"):
+        jsontext.loads(b"[" + b"[]," * 200 + b"0]", file="f")
+    with pytest.raises(ValueError, match="objects and lists"):
+        jsontext.dumps([*text, *([],) * 200])
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk", "inner", "problem"),
+    [
+        ((1 << 36,), (1 << 33,), None, None),
+        ((0,), (1,), None, None),
+        ((), (), None, None),
+        ((1 << 20,), (1,), None, None),
+        ((1 << 14, 1 << 14), (1 << 14, 1 << 14), (16, 16), None),
+        ((1 << 22,), (1,), None, "of them; at most"),
+        ((1 << 33,), (1 << 36,), (1 << 12,), None),
+        ((16,), (1 << 40,), (1 << 10,), "of them; at most"),
+        ((16,), (1 << 32,), None, "bytes each; at most"),
+        ((1 << 40,), (1 << 40,), None, "bytes each; at most"),
+    ],
+)
+def test_arrays_of_others_have_limits(shape, chunk, inner, problem):
+    """Those that nobody saves, and that would take TensorStore more memory than there is."""
+    stored = StoredArray(shape=shape, dtype="float32", chunk_shape=chunk, inner_shape=inner)
+
+    if problem is None:
+        arrays.check_foreign(stored, leaf="w", file="f")
+        return
+    with pytest.raises(CorruptCheckpoint, match=f"leaf w: .*{problem}") as caught:
+        arrays.check_foreign(stored, leaf="w", file="f")
+    assert (caught.value.leaf, caught.value.file) == ("w", "f")
 
 
 def test_json_that_is_too_large_is_not_parsed(monkeypatch):

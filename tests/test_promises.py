@@ -200,7 +200,7 @@ def test_swapped_data_files_are_found(tmp_path):
     data[1].rename(data[0])
     (tmp_path / "other").rename(data[1])
 
-    with pytest.raises(jaxckpt.CorruptCheckpoint, match="not the file"):
+    with pytest.raises(jaxckpt.CorruptCheckpoint, match="not the one that was written"):
         jaxckpt.restore(tmp_path / "a")
 
     report = jaxckpt.verify(tmp_path / "a")

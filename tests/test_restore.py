@@ -171,12 +171,12 @@ def reads(monkeypatch):
     seen = Counter()
     plan_leaf, read_into = _reader.plan_leaf, _arrays.read_into
 
-    def counted_leaf(leaf, boxes, buffers, find, read_index, *, path):
+    def counted_leaf(leaf, boxes, buffers, find, read_index, **more):
         def counted_find(key):
             seen[key] += 1
             return find(key)
 
-        return plan_leaf(leaf, boxes, buffers, counted_find, read_index, path=path)
+        return plan_leaf(leaf, boxes, buffers, counted_find, read_index, **more)
 
     def counted_read_into(array, wheres, outs):
         for where in wheres:

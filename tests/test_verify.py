@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import random
 import shutil
@@ -11,12 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt import _verify
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import names
+from jaxckpt.format.tree import StoredArray
 from jaxckpt.testing.strategies import same
 
 
@@ -276,3 +281,75 @@ def test_verify_of_a_run_and_of_an_item(saved, tmp_path):
     assert jaxckpt.verify(tmp_path / "5" / "state").ok
     with pytest.raises(CheckpointNotFound):
         jaxckpt.verify(tmp_path / "6")
+
+
+@pytest.mark.parametrize("name", ["state", "state/d", "state/array_metadatas", "metrics/metrics"])
+def test_a_link_inside_is_found_and_not_followed(tmp_path, name):
+    """Not even if what it leads to is what was written."""
+    with jaxckpt.CheckpointManager(tmp_path / "run") as manager:
+        tree = {"a": np.arange(9), "key": jax.random.key(0)}
+        manager.save(1, tree, items={"other": {"b": 1}}, metrics={"loss": 1.0})
+    place = tmp_path / "run" / "1" / name
+    shutil.move(place, tmp_path / "outside")
+    place.symlink_to(tmp_path / "outside")
+
+    report = jaxckpt.verify(tmp_path / "run" / "1")
+
+    assert not report.ok
+    assert any(problem.file.startswith(f"{place}") for problem in report.problems)
+    with pytest.raises(CorruptCheckpoint, match=f"{place}"):
+        jaxckpt.restore(tmp_path / "run" / "1", item=name.partition("/")[0])
+
+
+def test_an_error_lets_go_of_what_was_read(damaged):
+    """A job that looks again and again at a bad checkpoint takes no more memory each time."""
+    flip(damaged / "state" / "_METADATA", 5)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            with contextlib.suppress(CorruptCheckpoint):
+                jaxckpt.open(damaged)
+        left = [one for one in gc.get_objects() if isinstance(one, CorruptCheckpoint)]
+    finally:
+        gc.enable()
+
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "unit"),
+    [((), ()), ((0, 3), (1, 1)), ((7,), (3,)), ((300, 50), (7, 3)), ((2, 9000), (1, 1))],
+)
+def test_parts_cover_an_array_in_whole_chunks(shape, unit):
+    """Each chunk is in one of them, and none has many."""
+    parts = list(_verify._parts(StoredArray(shape=shape, dtype="int8", chunk_shape=unit)))
+
+    seen = np.zeros(shape, np.int32)
+    for part in parts:
+        seen[part.slices] += 1
+        assert all(a % n == 0 for a, n in zip(part.start, unit, strict=True))
+        chunks = [-(-n // u) for n, u in zip(part.shape, unit, strict=True)]
+        assert np.prod(chunks) <= _verify._CHUNKS_AT_ONCE
+    assert (seen == 1).all()
+
+
+def test_an_array_of_others_with_many_chunks_is_read_in_turns(tmp_path, monkeypatch):
+    """All of it, and what is bad is named once."""
+    monkeypatch.setattr(_verify, "_CHUNKS_AT_ONCE", 4)
+    monkeypatch.setattr(_verify, "_READS_AT_ONCE", 3)
+    for name in ("a", "b"):
+        spec = {
+            "driver": "zarr",
+            "kvstore": {"driver": "file", "path": f"{tmp_path}/c/{name}/"},
+            "metadata": {"shape": [50, 2], "chunks": [3, 1], "dtype": "<f4"},
+        }
+        ts.open(spec, create=True).result()[...] = np.ones((50, 2), np.float32)
+
+    good = jaxckpt.verify(tmp_path / "c")
+    for chunk in ("0.0", "7.1", "16.1"):
+        (tmp_path / "c" / "a" / chunk).write_bytes(b"short")
+    bad = jaxckpt.verify(tmp_path / "c")
+
+    assert (good.ok, good.leaves, good.size_bytes) == (True, 2, 800)
+    assert [problem.leaf for problem in bad.problems] == ["a"]

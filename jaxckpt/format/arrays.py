@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, Final
 
@@ -32,6 +32,13 @@ _MAX_INNER: Final = 1 << 10
 # Small values may lie in the nodes of the OCDBT tree, which are packed. No writer of ours puts one
 # of this size there; leave room for one that will.
 _PACKABLE_BYTES: Final = 64 << 10
+# For what others wrote. A chunk is what one device holds of an array, or part of that.
+_MAX_CHUNK_BYTES: Final = 256 << 30
+_LARGE_BYTES: Final = 1 << 30
+_MAX_PADDING: Final = 64
+# Beyond a chunk for each device they are of some size.
+_SMALL_BYTES: Final = 1 << 10
+_MAX_FOREIGN_CHUNKS: Final = 10**8
 # What zstd can make of zeros.
 _MAX_RATIO: Final = 1 << 14
 
@@ -238,6 +245,40 @@ def _count(shape: Sequence[int], tile_shape: Sequence[int]) -> int:
     return math.prod(-(-n // c) for n, c in zip(shape, tile_shape, strict=True))
 
 
+def check_foreign(stored: StoredArray, *, leaf: str, file: str) -> None:
+    """Refuses an array of another writer that nobody saves, and that TensorStore would die of.
+
+    It makes a whole chunk in memory before it looks at what is there, and keeps something for each
+    chunk of a read; when it finds no memory it ends the process.
+
+    Raises:
+        CorruptCheckpoint: what is wrong; `file` is the place to name.
+    """
+    itemsize = dtype_of(stored.dtype).itemsize
+    size = math.prod(stored.shape) * itemsize
+    chunk_bytes = math.prod(stored.unit_shape) * itemsize
+    # The index of one chunk lists all that are inside it.
+    inside = math.prod(stored.chunk_shape) // math.prod(stored.unit_shape)
+    count = max(inside, _count(stored.shape, stored.unit_shape))
+    # Edges may stick out, but the writers that we know take the shape of a shard.
+    most_bytes = max(_LARGE_BYTES, min(_MAX_CHUNK_BYTES, _MAX_PADDING * size))
+    most_chunks = _MAX_CHUNKS + min(size // _SMALL_BYTES, _MAX_FOREIGN_CHUNKS)
+    what = f"{file}: leaf {leaf}: {stored.dtype}{list(stored.shape)} in chunks of shape"
+    if chunk_bytes > most_bytes:
+        raise CorruptCheckpoint(
+            f"{what} {stored.unit_shape}, which take {chunk_bytes} bytes each; at most "
+            f"{most_bytes} are read",
+            leaf=leaf,
+            file=file,
+        )
+    if count > most_chunks:
+        raise CorruptCheckpoint(
+            f"{what} {stored.unit_shape}, {count} of them; at most {most_chunks} are read",
+            leaf=leaf,
+            file=file,
+        )
+
+
 def check_total(leaves: Sequence[tuple[Leaf, StoredArray]], *, data_bytes: int, file: str) -> None:
     """Refuses arrays that are larger than the data files that should hold them.
 
@@ -269,12 +310,16 @@ def check_total(leaves: Sequence[tuple[Leaf, StoredArray]], *, data_bytes: int, 
 def has_our_codecs(data: bytes, *, file: str) -> bool:
     """Whether the metadata of an array, which are sound, name the codecs that we write."""
     codecs = jsontext.loads(data, file=file)["codecs"]
-    if len(codecs) == 1 and codecs[0].get("name") == "sharding_indexed":
+    if len(codecs) == 1 and _is_sharding(codecs[0]):
         inner = codecs[0]["configuration"]
         if inner.get("index_location", "end") != "end" or not _are_ours(inner.get("index_codecs")):
             return False
         codecs = inner.get("codecs")
     return _are_ours(codecs)
+
+
+def _is_sharding(codec: Any) -> bool:  # JSON
+    return isinstance(codec, dict) and codec.get("name") == "sharding_indexed"
 
 
 def _are_ours(codecs: Any) -> bool:  # JSON
@@ -290,7 +335,7 @@ def _are_ours(codecs: Any) -> bool:  # JSON
 
 def _inner_of(codecs: object, leaf: str, file: str) -> tuple[int, ...] | None:
     for codec in expect(codecs, list, f"{leaf}: codecs", file=file):
-        if isinstance(codec, Mapping) and codec.get("name") == "sharding_indexed":
+        if _is_sharding(codec):
             configuration = expect(codec.get("configuration"), dict, f"{leaf}: codecs", file=file)
             return expect_shape(configuration.get("chunk_shape"), f"{leaf}: codecs", file=file)
     return None

@@ -13,6 +13,7 @@ what the other wrote.
         _sharding                 JSON: the sharding of each jax.Array
         _strings.json             JSON: the str leaves
         array_metadatas/process_0 JSON: which leaves are PRNG keys
+        _jaxckpt.sums             ours: the checksum of each chunk
         manifest.ocdbt  d/        the database
         ocdbt.process_<i>/        what process i wrote into it (only with several processes)
 
@@ -46,6 +47,7 @@ SHARDING: Final = "_sharding"
 STRINGS: Final = "_strings.json"
 ARRAY_METADATAS: Final = "array_metadatas"
 LEGACY_TREE: Final = "checkpoint"  # a msgpack file; a directory of this name is an array
+CHUNK_SUMS: Final = "_jaxckpt.sums"
 OCDBT_MANIFEST: Final = "manifest.ocdbt"
 OCDBT_DATA: Final = "d"
 OCDBT_PROCESS: Final = "ocdbt.process_"
@@ -92,6 +94,11 @@ _PROCESS_FILE: Final = re.compile(r"process_\d{1,9}-of-(\d{1,9})\.json")
 _FLAX_FILE: Final = re.compile(r"(.*)_(\d+(?:\.\d+)?(?:e[+-]?\d+)?)$")
 
 
+_OF_TREE: Final = frozenset(
+    {TREE_METADATA, SHARDING, STRINGS, ARRAY_METADATAS, CHUNK_SUMS, OCDBT_MANIFEST, OCDBT_DATA}
+)
+
+
 def is_temporary(name: str) -> bool:
     """Whether a directory of this name holds an uncommitted or a half-deleted checkpoint."""
     return _TEMPORARY in name
@@ -104,8 +111,7 @@ def temporary(name: str, token: str) -> str:
 
 def is_part_of_tree(name: str) -> bool:
     """Whether a pytree item has an entry of this name, other than arrays in plain files."""
-    files = (TREE_METADATA, SHARDING, STRINGS, OCDBT_MANIFEST, OCDBT_DATA, ARRAY_METADATAS)
-    return name in files or name.startswith(OCDBT_PROCESS) or name.endswith(".__lock")
+    return name in _OF_TREE or name.startswith(OCDBT_PROCESS) or name.endswith(".__lock")
 
 
 def is_reserved(name: str) -> bool:

@@ -4,11 +4,11 @@ The record, `_jaxckpt.json`, is two lines. The first is JSON:
 
     {"version": 1, "writer": "jaxckpt 0.1.0", "token": ..., "name": "1000", "lineage": ...,
      "files": {"state/_METADATA": {"bytes": 1234, "sha256": ...},
-               "state/d/5c1f...": {"bytes": 99, "sample": ...}}}
+               "state/d/5c1f...": {"bytes": 99}}}
 
 The second is the SHA-256 of the first, in hex. Every file of the checkpoint is listed by its path
-inside it, except the record and `commit_success.txt`. Each chunk in a data file carries its own
-checksum; `sample` is there to tell the files apart.
+inside it, except the record and `commit_success.txt`. A data file has no SHA-256: each chunk in it
+carries a checksum, and those of all chunks are in a file that has one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from jaxckpt.format import jsontext
 from jaxckpt.format.jsontext import expect
 
 VERSION: Final = 1
+# Of `_jaxckpt.json`. For each process of a job there are a few files, of 120 bytes or so each.
+MAX_RECORD_BYTES: Final = 256 << 20
 
 # Handler strings that every entry point of Orbax, v0 and v1, accepts.
 PYTREE_HANDLER: Final = (
@@ -105,12 +107,10 @@ class FileFacts:
     Attributes:
         size: In bytes.
         sha256: Of a metadata file.
-        sample: SHA-256 of some bytes of a data file, whose chunks have checksums of their own.
     """
 
     size: int
     sha256: str | None = None
-    sample: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +144,7 @@ def encode_record(record: Record) -> bytes:
             "name": record.name,
             "lineage": dict(record.lineage),
             "files": {
-                path: {"bytes": facts.size}
-                | ({"sha256": facts.sha256} if facts.sha256 else {})
-                | ({"sample": facts.sample} if facts.sample else {})
+                path: {"bytes": facts.size} | ({"sha256": facts.sha256} if facts.sha256 else {})
                 for path, facts in record.files.items()
             },
         }
@@ -176,11 +174,10 @@ def decode_record(data: bytes, *, file: str) -> Record:
         entry = expect(facts, dict, path, file=file)
         if path.startswith("/") or not {"", ".", ".."}.isdisjoint(path.split("/")) or "\0" in path:
             raise CorruptCheckpoint(f"{file}: {path!r} is no file of a checkpoint", file=file)
-        sha256, sample = entry.get("sha256"), entry.get("sample")
+        sha256 = entry.get("sha256")
         files[path] = FileFacts(
             size=expect(entry.get("bytes"), int, f"{path}: 'bytes'", file=file),
             sha256=None if sha256 is None else expect(sha256, str, f"{path}: 'sha256'", file=file),
-            sample=None if sample is None else expect(sample, str, f"{path}: 'sample'", file=file),
         )
     return Record(
         writer=expect(top.get("writer"), str, "'writer'", file=file),

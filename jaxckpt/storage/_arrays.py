@@ -130,10 +130,6 @@ _OCDBT_CONFIG: Final = {
 _DATA_FILE_BYTES: Final = 64 << 20
 
 
-_SAMPLES: Final = 8
-_SAMPLE_BYTES: Final = 4 << 10
-
-
 class Pending(Protocol):
     """Something under way in TensorStore's threads."""
 
@@ -252,9 +248,9 @@ class Reader:
         self._context = ts.Context({_NODES: limit} if database else {}, context())
         self._store = ts.KvStore.open(self._spec, context=self._context).result()
 
-    def get(self, key: str) -> Pending:
-        """Starts to read one value; `value_of` takes it out."""
-        return self._store.read(key)
+    def get(self, key: str, part: slice | None = None) -> Pending:
+        """Starts to read one value, or a part of its bytes; `value_of` takes it out."""
+        return self._store.read(key, byte_range=part)
 
     def keys(self) -> list[str]:
         """Every key, sorted."""
@@ -368,41 +364,6 @@ def read_into(
             ts.array(out, context=context()).write(array[where], batch=batch)
             for where, out in zip(wheres, outs, strict=True)
         ]
-
-
-def samples(spec: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, bytes]:
-    """Some of the bytes of each file, by its path below the directory of `spec`.
-
-    Chunks carry their own checksums, and so fit wherever one of their size is expected: this tells
-    two data files apart that were swapped. Up to eight parts of 4 KiB, evenly spread; nothing of a
-    file that is missing or shorter.
-
-    Raises:
-        OSError: one cannot be read now.
-    """
-    store = ts.KvStore.open(dict(spec), context=context()).result()
-    reads = {
-        path: [
-            store.read(path, byte_range=slice(start, min(size, start + _SAMPLE_BYTES)))
-            for start in _sample_starts(size)
-        ]
-        for path, size in sizes.items()
-    }
-    return {path: b"".join(map(_sample, parts)) for path, parts in reads.items()}
-
-
-def _sample(read: Pending) -> bytes:
-    try:
-        return value_of(read.result()) or b""
-    except (ValueError, OSError) as error:
-        if is_io_failure(failure := data_error(error, "", None)):
-            raise failure from error
-        return b""  # shorter than it should be
-
-
-def _sample_starts(size: int) -> list[int]:
-    last = max(0, size - _SAMPLE_BYTES)
-    return sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}) if size else []
 
 
 class data_errors:  # reads as a verb: `with data_errors(path, leaf):`

@@ -194,6 +194,8 @@ class LocalStorage:
         while True:
             with _about(path), contextlib.ExitStack() as stack:
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+                with contextlib.suppress(FileNotFoundError):
+                    _check_regular(os.lstat(path), path)  # to open a device can have effects
                 fd = os.open(path, flags, 0o666)
                 stack.callback(os.close, fd)
                 _check_regular(os.fstat(fd), path)

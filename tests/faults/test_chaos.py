@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-POINTS = 9
+POINTS = 13
 CHECKOUT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("chaos_training.py")
 # "#34 os.mkdir:state [before]     2  resumed from step 2     0.00e+00  PASS  [PLAN DRIFT]"

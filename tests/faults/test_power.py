@@ -139,7 +139,9 @@ def test_a_disk_that_lies_about_syncs(zygote, ram_path, trial):
             restored += said[0]["restored"]
         shutil.rmtree(left)
 
-    assert {None, 1, 2, 3, 4} <= set(restored)  # much is lost, and much is not
+    # Much is lost, and much is not.
+    assert None in restored
+    assert len(set(restored)) > 3
 
 
 def kept_by_chance(dice):

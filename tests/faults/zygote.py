@@ -105,15 +105,19 @@ class Zygote:
 
     def answer(self):
         line = self._process.stdout.readline()
-        assert line, self._errors.read_text()
+        assert line, self.errors()
         return json.loads(line)
+
+    def errors(self):
+        """What it and its children have written to stderr so far."""
+        return self._errors.read_text()
 
     def answers(self):
         """All that a child says until it ends, and how it ended."""
         said = []
         while "status" not in (last := self.answer()):
             said.append(last)
-        assert last["status"] in (0, -9), self._errors.read_text()
+        assert last["status"] in (0, -9), self.errors()
         return said, last["status"]
 
     def run(self, function, *args, **kwargs):

@@ -1,0 +1,137 @@
+"""The checksums of all chunks of an item in one file, of which the record has the digest.
+
+A chunk ends with its own CRC-32C, and so fits wherever a chunk of its size is expected. That it is
+the one that was written there, and not that of another file, process or save, is told here: there
+is a uint32 for each, little-endian, in the order of the leaves, and of those of a leaf in C order.
+Where chunks have inner chunks it is those that are meant.
+
+Each of several processes leaves its share in its own database's directory, under the same name;
+process 0 makes the one file of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, final
+
+import numpy as np
+
+from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.format.arrays import CRC_BYTES, chunk_key, decode_index, index_bytes
+from jaxckpt.format.tree import Leaf, StoredArray
+
+_SUM: Final = np.dtype("<u4")
+_ANYWHERE: Final = 1 << 62  # in a chunk: how large it is TensorStore knows
+
+Sums = np.ndarray[Any, np.dtype[np.uint32]]
+
+
+def grid_of(stored: StoredArray) -> tuple[int, ...]:
+    """How many chunks, or inner chunks, an array has along each dimension."""
+    return tuple(-(-n // max(1, u)) for n, u in zip(stored.shape, stored.unit_shape, strict=True))
+
+
+def starts_of(arrays: Iterable[StoredArray]) -> Iterator[int]:
+    """Where the checksums of each array begin in the file; last, how many there are in all."""
+    start = 0
+    for stored in arrays:
+        yield start
+        is_one = stored.unit_shape == stored.shape and 0 not in stored.shape
+        start += 1 if is_one else math.prod(grid_of(stored))
+    yield start
+
+
+def units_in(stored: StoredArray, index: Sequence[int]) -> list[int]:
+    """The inner chunks of a chunk, or itself, by their numbers in the array, in C order."""
+    grid, units = grid_of(stored), [0]
+    for n, at, chunk, unit in zip(grid, index, stored.chunk_shape, stored.unit_shape, strict=True):
+        count = chunk // unit
+        units = [outer * n + at * count + i for outer in units for i in range(count)]
+    return units
+
+
+# --- saving ----------------------------------------------------------------------------------
+
+
+def encode_share(units: Sequence[int], sums: Sequence[int]) -> bytes:
+    """What one process tells process 0 of its chunks: their numbers, then their checksums."""
+    return np.array([units, sums], _SUM).tobytes()
+
+
+def merge_shares(shares: Iterable[bytes], count: int) -> bytes | None:
+    """The bytes of the file for so many chunks; None if the processes told nothing of some."""
+    table, known = np.zeros(count, _SUM), np.zeros(count, bool)
+    for share in filter(None, shares):
+        units, sums = np.frombuffer(share, _SUM).reshape(2, -1)
+        table[units], known[units] = sums, True
+    return table.tobytes() if known.all() else None
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+@final
+class ChunkSums:
+    """What the chunks of an item should end with."""
+
+    def __init__(self, leaves: Sequence[Leaf], data: bytes, *, file: str) -> None:
+        arrays = [leaf for leaf in leaves if leaf.has_array]
+        *starts, count = starts_of(leaf.array for leaf in arrays)
+        if len(data) != count * CRC_BYTES:
+            raise CorruptCheckpoint(
+                f"{file} has {len(data)} bytes, {count * CRC_BYTES} are wanted", file=file
+            )
+        self._starts = {leaf.prefix: start for leaf, start in zip(arrays, starts, strict=True)}
+        self._sums = np.frombuffer(data, _SUM)
+
+    def of(self, leaf: Leaf) -> Sums:
+        """Those of one leaf: uint32, in the shape of the grid of its chunks or inner chunks."""
+        grid = grid_of(leaf.array)
+        start = self._starts[leaf.prefix]
+        return self._sums[start : start + math.prod(grid)].reshape(grid)
+
+
+def stored_sums(
+    reader: Any,  # a `Reader` of storage._arrays
+    chunks: Sequence[tuple[str, StoredArray, Sequence[int]]],
+) -> list[list[int]]:
+    """What chunks end with, as they are stored; reads nothing else of them.
+
+    Args:
+        chunks: Prefix of the array's keys, how it lies, and the index of the chunk.
+
+    Returns:
+        For each chunk its checksum, or those of all its inner chunks.
+
+    Raises:
+        ValueError, OSError: one is missing or too short, or cannot be read.
+    """
+    tails = [
+        reader.get(prefix + chunk_key(index), slice(-_tail_bytes(stored), None))
+        for prefix, stored, index in chunks
+    ]
+    found = []
+    for (prefix, stored, index), tail in zip(chunks, tails, strict=True):
+        key = prefix + chunk_key(index)
+        data = np.frombuffer(_value(key, tail, _tail_bytes(stored)), np.uint8)
+        if stored.inner_shape is None:
+            found.append(data.view(_SUM).tolist())
+            continue
+        ends = [offset + size for offset, size in decode_index(data, _ANYWHERE)]
+        reads = [reader.get(key, slice(end - CRC_BYTES, end)) for end in ends]
+        found.append([int.from_bytes(_value(key, read, CRC_BYTES), "little") for read in reads])
+    return found
+
+
+def _tail_bytes(stored: StoredArray) -> int:
+    return CRC_BYTES if stored.inner_shape is None else index_bytes(stored)
+
+
+def _value(key: str, read: Any, size: int) -> bytes:
+    from jaxckpt.storage._arrays import value_of
+
+    data = value_of(read.result())
+    if data is None or len(data) != size:
+        raise ValueError(f'chunk "{key}" is missing or too short')
+    return data
