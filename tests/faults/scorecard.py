@@ -55,24 +55,24 @@ ROWS = {
     "3": Row(
         title="kill -9 before every file change of save, retention, replacement, deletion, "
         "recovery",
-        count=400,
+        count=600,
         orbax="101 of 102, 1 bricked, a listed step does not restore in 12; replacement 5 of 99",
     ),
     "4": Row(title="every write torn in half, then kill -9", count=60, orbax="20 of 20"),
     "5": Row(
         title="EIO, ENOSPC, EROFS, EACCES, once and from there on, at every file event of save and "
         "restore: a typed error or success, acknowledged steps intact, the retained set exact",
-        count=2000,
+        count=7000,
         orbax="ENOSPC 102 of 102 intact; EIO bricks 1; the retained set is wrong in 97 of 101",
     ),
     "6": Row(
         title="when a save is acknowledged no byte and no name waits in a cache",
-        count=12,
+        count=16,
         orbax="5 files and 6 names wait, each save",
     ),
     "7": Row(
         title="power cut after every change, replayed as ext4 and as strict POSIX may leave it",
-        count=600,
+        count=700,
         orbax="0 of 18 and 0 of 18",
     ),
     "8": Row(
@@ -81,59 +81,64 @@ ROWS = {
         orbax="6 of 60, 8 of 48, 0 of 8",
         target="faults-root",
     ),
-    "9": Row(title="a disk that lies about fsync loses power: nothing silently wrong", count=50),
+    "9": Row(title="a disk that lies about fsync loses power: nothing silently wrong", count=100),
     "10": Row(
         title="a disk that fills up, and has room again: the error says so, nothing is lost, it "
         "goes on by itself with room for keep + 1.2 checkpoints",
-        count=30,
+        count=32,
         orbax="24 of 24 intact; stuck for good with keep + 1.4 and + 1.9",
     ),
-    "10r": Row(title="the same on a real tmpfs", count=30, orbax="as above", target="faults-root"),
+    "10r": Row(
+        title="a full disk as in row 10, on a real tmpfs",
+        count=32,
+        orbax="as row 10",
+        target="faults-root",
+    ),
     "11": Row(
         title="a flipped bit anywhere, in each layout: no wrong value, no crash",
-        count=400,
+        count=500,
         orbax="190 of 400 silently wrong",
     ),
     "12": Row(
         title="files cut short, lengthened, swapped, doubled, missing, of another checkpoint",
-        count=300,
+        count=400,
         orbax="cut short: 150 of 150; the rest was not measured",
     ),
     "13": Row(
         title="broken metadata: 400 mutations of its structure, and what hypothesis thinks of",
-        count=800,
+        count=1800,
         orbax="157 errors of many types, 1 silently wrong",
     ),
     "14": Row(
         title="hostile metadata: huge shapes, bombs, deep JSON, paths outside, links, FIFOs, "
         "devices",
-        count=25,
+        count=90,
         orbax="size bombs kill it, 3 of 3; the rest passes",
     ),
-    "15": Row(title="no pickle, marshal, eval, exec or import on any way", count=10),
+    "15": Row(title="no pickle, marshal, eval, exec or import on any way", count=90),
     "16": Row(
         title="trees whose names nearly collide: the same tree, or refused before a write",
-        count=500,
+        count=1000,
         orbax="silent corruption",
     ),
     "17": Row(
         title="stray entries in a run's root: reported, and saving goes on",
-        count=12,
+        count=100,
         orbax="saving stops, and nothing says so",
     ),
     "18": Row(
         title="two writers of one run, and a zombie after a restart: one wins each step",
-        count=160,
+        count=200,
         orbax="49 of 96 saves raise; 3 of 25 steps do not restore",
     ),
     "19": Row(
         title="a process killed or stopped in each phase of save, commit, delete and restore",
-        count=18,
+        count=40,
         orbax="18 of 18 restore",
     ),
     "19r": Row(
         title="hosts killed, stopped or cut off the network, three and four of them",
-        count=18,
+        count=27,
         orbax="18 of 18 restore",
         target="faults-root",
     ),
@@ -146,12 +151,12 @@ ROWS = {
     "21": Row(
         title="late processes, names used twice, recoverable mode, the death of process 0: an "
         "error within the deadline",
-        count=8,
+        count=16,
         orbax="hangs for over 46 s",
     ),
     "22": Row(
         title="SIGTERM at random moments, one and three processes, twice, with handlers of others",
-        count=60,
+        count=75,
         orbax="one process: saves nothing",
     ),
     "27": Row(title="values changed, donated, deleted just after the save returned", count=150),
@@ -161,17 +166,17 @@ ROWS = {
         orbax="wrong after 97 of 101 single EIO",
     ),
     "29": Row(
-        title="save and restore within 1.3 times the state's memory", count=6, target="faults-root"
+        title="save and restore within 1.3 times the state's memory", count=7, target="faults-root"
     ),
-    "30": Row(title="clocks that jump by 400 days: order is by step", count=6, orbax="passes"),
-    "31": Row(title="Orbax reads what jaxckpt writes, and the other way round", count=40),
+    "30": Row(title="clocks that jump by 400 days: order is by step", count=40, orbax="passes"),
+    "31": Row(title="Orbax reads what jaxckpt writes, and the other way round", count=200),
     "32": Row(title="ckpt-chaos, a test program of others", count=25, orbax="25 of 25"),
     "33": Row(
         title="one run through random faults of all these kinds, for hours", count=1, target="soak"
     ),
     "34": Row(
         title="verify and scrub find every fault that was planted; damaged steps are set aside",
-        count=40,
+        count=60,
         orbax="has neither",
     ),
 }
