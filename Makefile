@@ -6,6 +6,7 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 SOAK_MINUTES ?= 30
+FUZZ_MINUTES ?= 10
 BENCH_ARGS ?=
 BENCH_TMPFS ?= /dev/shm
 BENCH_DISK ?= build/bench
@@ -13,7 +14,7 @@ BENCH_DISK ?= build/bench
 python := $(VENV)/bin/python
 pip := $(python) -m pip --quiet --disable-pip-version-check
 
-.PHONY: help test faults faults-root soak check demo bench bench-quick notebooks clean
+.PHONY: help test faults faults-root soak fuzz check demo bench bench-quick notebooks clean
 .DELETE_ON_ERROR:
 # Two targets at once would install into one environment at once.
 .NOTPARALLEL:
@@ -22,6 +23,7 @@ help:
 	@echo "make test         all tests but the slow ones, the faults and those that need a GPU"
 	@echo "make faults       kills, errors, damage, and the scorecard; faults-root: those for root"
 	@echo "make soak         one run through random faults for SOAK_MINUTES=$(SOAK_MINUTES)"
+	@echo "make fuzz         a fuzzer of all that is parsed, for FUZZ_MINUTES=$(FUZZ_MINUTES)"
 	@echo "make check        format, lint, types, spelling"
 	@echo "make demo         a training run that saves, is interrupted and goes on"
 	@echo "make bench        the benchmarks, about an hour; bench-quick takes about a minute"
@@ -46,6 +48,9 @@ soak: $(VENV)/.installed-test
 	@mkdir -p build
 	SOAK_MINUTES=$(SOAK_MINUTES) $(python) -m pytest -m "faults and slow" -o faulthandler_timeout=0 \
 	  --scorecard build/soak.md --scorecard-of soak $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.installed-fuzz
+	$(python) -m tests.faults.fuzz -max_total_time=$$(( 60 * $(FUZZ_MINUTES) )) build/corpus
 
 check: $(VENV)/.installed-dev
 	$(python) -m ruff format --check .

@@ -341,6 +341,7 @@ class CheckpointManager:
         Raises:
             CheckpointNotFound: there is no such step, or none that is whole.
             CorruptCheckpoint: it is damaged, and there is no fallback.
+            OSError: it cannot be read now. No other step is taken because of that.
             TreeMismatch: `like`, or an item, does not fit.
         """
         self._begin_call()

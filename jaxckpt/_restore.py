@@ -92,6 +92,7 @@ def restore(
         CheckpointNotFound: there is no committed checkpoint at `path`.
         TreeMismatch: `like`, or a sharding, does not fit; every difference is listed.
         CorruptCheckpoint: stored data is missing or damaged; the leaf and the file are named.
+        OSError: the storage fails to read it, which says nothing of what is stored.
         UnsupportedFormat: it was written by something newer.
     """
     storage, where = locate(path)

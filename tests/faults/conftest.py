@@ -10,6 +10,7 @@ import pytest
 from tests.faults.zygote import Zygote
 
 HERE = Path(__file__).parent
+collect_ignore = ["fuzz.py"]  # a script, of which few have what it imports
 
 
 def pytest_collection_modifyitems(items):

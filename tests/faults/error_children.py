@@ -429,4 +429,4 @@ class MovingRestore(ManagerRestore):
 READERS = ("Restore", "Verify", "ManagerRestore", "ReaderRestore", "Resume", "Open")
 WRITERS = ("Save", "Replace", "ManagerSave")
 WRITE_ERRORS = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EACCES)
-READ_ERRORS = (errno.EIO, errno.EACCES, errno.EMFILE)
+READ_ERRORS = (*WRITE_ERRORS, errno.EMFILE)

@@ -66,6 +66,17 @@ def test_files_in_each_others_place_are_found(zygote, trial, checkpoints, ram_pa
     damage.trials_of(zygote, trial, "12", damage.swaps, root, other, ram_path / "x", 1, 12)
 
 
+def test_files_in_each_others_place_fit_without_the_sums(zygote, checkpoints, ram_path):
+    """A control: the chunks' own checksums do not tell, and other values come back."""
+    root, other = checkpoints("alike"), checkpoints("alike", 2)
+
+    problems = damage.problems_of(
+        zygote, damage.swaps, root, other, ram_path / "x", 1, 12, blind=True
+    )
+
+    assert any("another value, in silence" in problem for problem in problems)
+
+
 @pytest.mark.parametrize("layout", ["plain", "sharded", "step"])
 def test_a_whole_step_elsewhere_is_what_it_was(trial, checkpoints, ram_path, layout):
     """A step that was renamed is the same tree: nothing in it says its number."""

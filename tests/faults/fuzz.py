@@ -1,0 +1,84 @@
+"""A fuzzer of all that is parsed: `make fuzz`, or with atheris installed
+
+    python -m tests.faults.fuzz -max_total_time=600 CORPUS
+
+The first byte chooses the parser. Anything but a value or a `CheckpointError` stops it, and the
+input is kept in a file. Files that one save writes are what it begins with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import atheris
+
+with atheris.instrument_imports(include=["jaxckpt.format"]):
+    import jaxckpt
+    from jaxckpt.format import arrays, jsontext, msgpack, run, sharding, step, tree, values
+
+import numpy as np
+
+FILE = "file"
+PARSERS: list[tuple[str, Callable[[bytes], Any]]] = [
+    ("_jaxckpt.json", lambda data: step.decode_record(signed(data), file=FILE)),
+    ("_CHECKPOINT_METADATA", lambda data: step.decode(data, file=FILE)),
+    ("_METADATA", lambda data: tree.decode(data, file=FILE)),
+    ("_sharding", lambda data: sharding.decode(data, file=FILE)),
+    ("_strings.json", lambda data: step.decode_strings(data, file=FILE)),
+    ("process_0", lambda data: step.decode_key_impls(data, file=FILE)),
+    ("_jaxckpt.owner", lambda data: run.decode_owner(data, file=FILE)),
+    ("_jaxckpt.doomed", lambda data: run.decode_doomed(data, file=FILE)),
+    ("_jaxckpt.lease", lambda data: run.decode_lease(data, file=FILE)),
+    ("zarr.json", lambda data: described(data, 3)),
+    (".zarray", lambda data: described(data, 2)),
+    ("msgpack", lambda data: msgpack.decode(data, file=FILE)),
+    ("_CHECKPOINT_DELETION", lambda data: step.decode_deletion(data, file=FILE)),
+    ("key", lambda data: step.decode_key_facts(data, file=FILE)),
+    ("value", lambda data: values.decode(jsontext.loads(data, file=FILE), file=FILE)),
+]
+
+
+def signed(data: bytes) -> bytes:
+    """With the digest that the record would have: else nothing behind it would be reached."""
+    body = data.partition(b"\n")[0]
+    return body + b"\n" + step.digest(body).encode() + b"\n"
+
+
+def described(data: bytes, version: int) -> None:
+    stored = arrays.decode_metadata(data, version, leaf="leaf", file=FILE)
+    arrays.check_foreign(stored, leaf="leaf", file=FILE)
+    if version == 3:
+        arrays.has_our_codecs(data, file=FILE)
+
+
+def try_one(data: bytes) -> None:
+    if data:
+        with contextlib.suppress(jaxckpt.CheckpointError):
+            PARSERS[data[0] % len(PARSERS)][1](data[1:])
+
+
+def seed(corpus: Path) -> None:
+    """Files of a save, for the parsers that read files of their names; a word for the others."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jaxckpt.CheckpointManager(f"{folder}/run") as manager:
+            state = {"w": np.arange(3.0), "n": 1, "text": "ä", "list": [None, (), {}]}
+            manager.save(1, state, items={"config": {"a": [1, 2.5]}}, metrics={"loss": 1.0})
+        files = [file for file in Path(folder).rglob("*") if file.is_file()]
+        for n, (name, _) in enumerate(PARSERS):
+            found = [file.read_bytes() for file in files if file.name.startswith(name)]
+            for i, data in enumerate([*found, b"{}"]):
+                (corpus / f"seed-{n}-{i}").write_bytes(bytes([n]) + data)
+
+
+if __name__ == "__main__":
+    folders = [Path(argument) for argument in sys.argv[1:] if not argument.startswith("-")]
+    for corpus in folders:
+        corpus.mkdir(parents=True, exist_ok=True)
+        seed(corpus)
+    atheris.Setup(sys.argv, try_one)
+    atheris.Fuzz()
