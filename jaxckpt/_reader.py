@@ -7,6 +7,7 @@ few leaves of a checkpoint that has far more (to find them, it does not look at 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import deque
@@ -35,6 +36,7 @@ from jaxckpt.format.arrays import (
 )
 from jaxckpt.format.tree import Leaf, StoredArray
 
+_LARGE_CHUNK_BYTES: Final = 1 << 30
 # How many arrays to open ahead of the one that is read.
 _OPEN_AHEAD: Final = 64
 # What may be under way of one leaf beside its buffers, as a part of the budget.
@@ -372,13 +374,19 @@ class _Regions:
             self._under_way += task[0]
 
     def _issue(self) -> Iterator[_Task]:
-        from jaxckpt.storage._arrays import read_into, shape_of
+        from jaxckpt.storage._arrays import chunk_shape_of, read_into, shape_of
 
         array = self._array.result()
         if shape_of(array) != self._stored.shape:
             raise ValueError(
                 f"the array has shape {shape_of(array)}, the tree says {self._stored.shape}"
             )
+        if self._item.ours and chunk_shape_of(array) != self._stored.unit_shape:
+            raise ValueError(
+                f"the array has chunks of shape {chunk_shape_of(array)}, the tree says "
+                f"{self._stored.unit_shape}"
+            )
+        self._try_chunk()
         refuse_others(self._item, self._reader, self._read.leaf, self._read.boxes)
         self._buffers = make_buffers(self._item, self._read)
         boxes = [box for box in self._read.boxes if box.size]
@@ -400,6 +408,18 @@ class _Regions:
             temporary = np.empty(region.box.shape, self._dtype)
             pending = read_into(array, [region.box.slices], [temporary])
             yield size, pending, self._divider(temporary, region.box, parts)
+
+    def _try_chunk(self) -> None:
+        """TensorStore ends the process if it finds no memory for a chunk."""
+        size = math.prod(self._stored.unit_shape) * self._dtype.itemsize
+        if size > _LARGE_CHUNK_BYTES:
+            try:
+                np.empty(size, np.uint8)
+            except MemoryError as error:
+                raise MemoryError(
+                    f"leaf {self._read.leaf.text} of {self._item.path}: this host has no memory "
+                    f"for one of its chunks, of {size} bytes"
+                ) from error
 
     def _divider(
         self, values: np.ndarray[Any, Any], box: Box, parts: Sequence[tuple[int, Box]]

@@ -18,7 +18,7 @@ from jaxckpt.format import names
 from jaxckpt.format.arrays import chunk_key
 from jaxckpt.format.tree import StoredArray
 from jaxckpt.storage import locate
-from jaxckpt.storage._arrays import extents
+from jaxckpt.storage._arrays import Keys, extents
 
 
 @st.composite
@@ -178,3 +178,17 @@ def test_the_table_says_what_the_chunks_end_with(saved):
     end = (saved / "1" / "state" / extent.file).read_bytes()[: extent.offset + extent.size][-4:]
 
     assert end in (saved / "1" / "state" / names.CHUNK_SUMS).read_bytes()
+
+
+def test_an_array_that_says_other_chunks_is_refused(tmp_path):
+    """What TensorStore goes by lies in the database; a chunk it names could be of any size."""
+    more = {f"more{i}": np.zeros(2, np.float32) for i in range(200)}
+    jaxckpt.save(tmp_path / "a", {"w": np.arange(1000.0), **more})
+    storage, where = locate(tmp_path / "a" / "state")
+    keys = Keys({"driver": "ocdbt", "base": storage.kvstore(where)})
+    data = keys.read("w/zarr.json").replace(b'"chunk_shape":[1000]', b'"chunk_shape":[2000]')
+    assert b"2000" in data
+    keys.write("w/zarr.json", data)
+
+    with pytest.raises(jaxckpt.CorruptCheckpoint, match="chunks of shape"):
+        jaxckpt.restore(tmp_path / "a", only="w", as_numpy=True)

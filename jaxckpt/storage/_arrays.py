@@ -350,6 +350,11 @@ def shape_of(array: ts.TensorStore) -> tuple[int, ...]:
     return tuple(array.shape)
 
 
+def chunk_shape_of(array: ts.TensorStore) -> tuple[int, ...]:
+    """The smallest part of an opened array that is read on its own."""
+    return tuple(n or 0 for n in array.chunk_layout.read_chunk.shape or ())
+
+
 def read_into(
     array: ts.TensorStore,
     wheres: Sequence[tuple[slice, ...]],
