@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final, final
 
 from jaxckpt import _items
@@ -17,7 +18,7 @@ from jaxckpt._run import Run
 from jaxckpt._save import SaveHandle, check_metadata
 from jaxckpt._schedule import Decision, SavePolicy
 from jaxckpt._snapshot import Item, take_tree
-from jaxckpt.errors import StepExists
+from jaxckpt.errors import SaveFailed, StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import MAX_STEP
 from jaxckpt.multihost import Processes
@@ -125,7 +126,7 @@ class Saver:
             custom_metadata=metadata,
             is_step=True,
             token=hashlib.sha256(name.encode()).hexdigest()[:16],
-            fence=self._run.fence,
+            fence=partial(self._fence, step),
             tell=tell,
             problem=problem,
             skips=skips,
@@ -141,6 +142,16 @@ class Saver:
         )
         self.queue.put(self._latest)
         return self._latest
+
+    def _fence(self, step: int) -> None:
+        """Process 0, in the thread: raises if another job owns the run, or has taken it further."""
+        self._run.fence()
+        newest, path = self._run.newest(), self._run.path(step)
+        if newest is not None and newest > step and self._run.storage.kind(path) is None:
+            raise SaveFailed(
+                f"{path}: another job has saved step {newest} since this one "
+                "opened the run. Let one job write a run, and restore before going on."
+            )
 
     def decide(self, step: int, *, force: bool = False) -> Decision:
         """Whether a step is saved: because the job ends, by force, or by a rule."""

@@ -1825,3 +1825,35 @@ def test_a_step_under_another_number_is_told_of(tmp_path):
         assert manager.restored_step == 5
         [told] = [problem for problem in manager.problems if "was saved as 3" in problem]
         assert f"{tmp_path}/5" in told
+
+
+def test_a_step_from_before_another_job_went_on_is_refused(tmp_path):
+    """Its number is free, since that job has deleted its own; it would come after later ones."""
+    first = CheckpointManager(tmp_path)
+    other = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, jaxckpt\n"
+            "keep = jaxckpt.KeepPolicy(last=2)\n"
+            "with jaxckpt.CheckpointManager(sys.argv[1], keep=keep) as manager:\n"
+            "    for step in (1, 2, 3):\n"
+            "        manager.save(step, {'w': step})\n",
+            str(tmp_path),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    assert other.returncode == 0
+
+    with pytest.raises(SaveFailed):  # the run is the other's
+        first.save(1, {"w": 0}).result(60)
+    with contextlib.suppress(SaveFailed):
+        first.close()
+    late = CheckpointManager(tmp_path)
+    late._saver.floor = None  # as if it had been opened before
+    with pytest.raises(SaveFailed, match="another job has saved step 3"):
+        late.save(1, {"w": 0}).result(60)
+    with contextlib.suppress(SaveFailed):
+        late.close()
+    assert sorted(name for name in os.listdir(tmp_path) if name.isdecimal()) == ["2", "3"]
