@@ -138,15 +138,17 @@ def test_gather_costs_few_messages():
 
 
 def test_a_service_that_is_gone_says_what_to_do():
-    """An error of the client becomes one of ours, with the cause."""
+    """An error of the client becomes one of ours, with the cause: it names process 0 anywhere."""
 
     class Gone:
         def __getattr__(self, name):
             raise RuntimeError("UNAVAILABLE: Socket closed")
 
-    us = Distributed(index=0, count=2, service=_service._Service(Gone()))
+    one, zero = (
+        Distributed(index=index, count=2, service=_service._Service(Gone())) for index in (1, 0)
+    )
 
-    for meet in (us.gather, us.agree):
+    for meet in (one.gather, zero.gather, one.agree, zero.agree):
         with pytest.raises(ProcessesDisagree, match=r"Socket closed(.|\n)*restart") as caught:
             meet("x", None, timeout_s=5)
         assert caught.value.failures == {0: "UNAVAILABLE: Socket closed"}

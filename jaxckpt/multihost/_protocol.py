@@ -29,7 +29,7 @@ class Processes(Protocol):
     Every round ends within about `timeout_s`, or raises:
         CheckpointTimeout: not all arrived. `.missing` says who, alike on every process; one that
             arrives later raises it too. Where process 0 is missing, it alone may be named.
-        ProcessesDisagree: the coordination service failed.
+        ProcessesDisagree: the coordination service, which is in process 0, is lost.
     """
 
     @property

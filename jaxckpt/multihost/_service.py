@@ -177,12 +177,8 @@ def _status(error: Exception) -> str:
 
 
 def _failed(what: str, key: str, error: Exception) -> ProcessesDisagree:
-    import jax
-
-    index = jax.process_index()
     return ProcessesDisagree(
-        f"{what} {key}: process {index} of {jax.process_count()} lost the coordination service: "
-        f"{error}\nLook at the log of process 0, which hosts it, then restart the job: the newest "
-        "committed step is untouched.",
-        {index: str(error)},
+        f"{what} {key}: the coordination service, in process 0, is lost: {error}\nLook at the log "
+        "of process 0, then restart the job: the newest committed step is untouched.",
+        {0: str(error)},
     )
