@@ -14,20 +14,22 @@ BENCH_DISK ?= build/bench
 python := $(VENV)/bin/python
 pip := $(python) -m pip --quiet --disable-pip-version-check
 
-.PHONY: help test faults faults-root soak fuzz check demo bench bench-quick notebooks clean
+.PHONY: help test faults faults-root browser soak fuzz check demo bench bench-quick notebooks docs clean
 .DELETE_ON_ERROR:
 # Two targets at once would install into one environment at once.
 .NOTPARALLEL:
 
 help:
-	@echo "make test         all tests but the slow ones, the faults and those that need a GPU"
+	@echo "make test         all tests but the slow ones, the faults and those that need a GPU or a browser"
 	@echo "make faults       kills, errors, damage, and the scorecard; faults-root: those for root"
+	@echo "make browser      what needs a Chromium in PATH"
 	@echo "make soak         one run through random faults for SOAK_MINUTES=$(SOAK_MINUTES)"
 	@echo "make fuzz         a fuzzer of all that is parsed, for FUZZ_MINUTES=$(FUZZ_MINUTES)"
 	@echo "make check        format, lint, types, spelling"
 	@echo "make demo         a training run that saves, is interrupted and goes on"
 	@echo "make bench        the benchmarks, about an hour; bench-quick takes about a minute"
 	@echo "make notebooks    runs every notebook"
+	@echo "make docs         the pages of docs/, into build/site"
 	@echo "make clean        removes what these made"
 	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) PYTEST_ARGS= DEMO_ARGS= BENCH_ARGS= BENCH_TMPFS=$(BENCH_TMPFS) BENCH_DISK=$(BENCH_DISK)"
 
@@ -43,6 +45,9 @@ faults-root: $(VENV)/.installed-test
 	@mkdir -p build
 	$(python) -m pytest -m faults_root --scorecard build/faults-root.md --scorecard-of faults-root \
 	  $(PYTEST_ARGS)
+
+browser: $(VENV)/.installed-test
+	$(python) -m pytest -m browser $(PYTEST_ARGS)
 
 soak: $(VENV)/.installed-test
 	@mkdir -p build
@@ -71,11 +76,15 @@ bench-quick: $(VENV)/.installed-bench
 	  --quick --dir $(BENCH_TMPFS) $(BENCH_ARGS)
 
 notebooks: $(VENV)/.installed-test
-	$(python) -m pytest tests/test_docs.py -k notebook
+	$(python) -m pytest --nbmake --nbmake-timeout=60 notebooks $(PYTEST_ARGS)
+
+# Pages are read in a browser from the disk, or with: python -m http.server -d build/site
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
 
 clean:
 	rm -rf .venv .venv-ci-* .pytest_cache .ruff_cache .hypothesis build dist
-	find jaxckpt tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find jaxckpt tests benchmarks docs examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # One stamp per extra: installed again only when pyproject.toml changes.
 $(VENV)/.installed-%: pyproject.toml | $(python)

@@ -379,10 +379,11 @@ def demo(config: Config, open_manager: OpenManager, root: Path, config_options: 
         claims[f"{name}: losses bit-equal"] = log.losses == {n: whole.losses[n] for n in steps}
     rest = range(last_of_stopped + 1, config.steps + 1)
     farthest = max(abs(forked.losses.get(n, np.inf) - whole.losses[n]) for n in rest)
-    saved = {
-        straight: {*whole.saved},
-        run: {*killed.saved, *stopped.saved, *finished.saved},
-        half: {last_of_stopped, *forked.saved},
+    losses = killed.losses | stopped.losses | finished.losses
+    saved = {  # the losses of the steps that each run saved
+        straight: {n: whole.losses[n] for n in whole.saved},
+        run: {n: losses[n] for n in [*killed.saved, *stopped.saved, *finished.saved]},
+        half: {n: (stopped.losses | forked.losses)[n] for n in [last_of_stopped, *forked.saved]},
     }
     kept = {path: steps_in(path) for path in saved}
     reports = [jaxckpt.verify(path / str(step)) for path in saved for step in kept[path]]
@@ -425,11 +426,12 @@ def steps_in(run: Path) -> list[int]:
     return sorted(int(path.name) for path in run.iterdir() if path.name.isdecimal())
 
 
-def to_keep(keep: jaxckpt.KeepPolicy, saved: set[int]) -> list[int]:
-    """The steps that should be left of those saved, by the two rules that the demo has."""
-    newest = sorted(saved)[-(keep.last or len(saved)) :]
-    every = keep.every_steps
-    return sorted(n for n in saved if n in newest or (every is not None and n % every == 0))
+def to_keep(keep: jaxckpt.KeepPolicy, losses: dict[int, float]) -> list[int]:
+    """The steps that should be left of those saved, none of which is old."""
+    infos = [
+        jaxckpt.StepInfo(step=n, saved_s=0.0, metrics={"loss": loss}) for n, loss in losses.items()
+    ]
+    return sorted(keep.kept(infos, now_s=0.0))
 
 
 def print_losses(steps: list[int], runs: dict[str, dict[int, float]]) -> None:
@@ -460,6 +462,7 @@ def read_config(options: argparse.Namespace) -> tuple[Config, OpenManager]:
 
         from jaxckpt.integrations import gin as jaxckpt_gin
 
+        gin.add_config_file_search_path(str(CONFIG.parent))  # for what they include
         new_config = gin.external_configurable(Config, module="demo")
         jaxckpt_gin.load([options.gin_file])
         return new_config(), jaxckpt_gin.CheckpointManager

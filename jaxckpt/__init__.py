@@ -6,6 +6,7 @@
     tree = jaxckpt.restore(path, like)       with the structure, dtypes and shardings of `like`
     ckpt = jaxckpt.open(path)                metadata only; prints as a tree
     jaxckpt.verify(path)                     every checksum, without devices
+    jaxckpt.diff(a, b)                       in what two checkpoints differ
 
     with jaxckpt.CheckpointManager(root, save=..., keep=...) as manager:    a run's checkpoints
         state, step = manager.restore_or(init)
@@ -34,13 +35,18 @@ from typing import TYPE_CHECKING, Any
 from jaxckpt._version import __version__
 
 if TYPE_CHECKING:
-    from jaxckpt._branch import export, fork
+    from jaxckpt._branch import fork
+    from jaxckpt._convert import convert
+    from jaxckpt._diff import DiffReport, LeafDiff, diff
     from jaxckpt._manager import CheckpointManager
     from jaxckpt._match import RestoreReport
     from jaxckpt._restore import restore
     from jaxckpt._retention import KeepPolicy, StepInfo
+    from jaxckpt._safetensors import export_safetensors, import_safetensors
     from jaxckpt._save import SaveHandle, save, save_async
     from jaxckpt._schedule import Decision, SavePolicy
+    from jaxckpt._statistics import LeafStatistics
+    from jaxckpt._timing import Progress, Timing
     from jaxckpt._verify import VerifyReport, verify
     from jaxckpt.errors import (
         CheckpointError,
@@ -59,8 +65,14 @@ if TYPE_CHECKING:
 
 # Where each public name is defined. Importing jaxckpt imports none of it, nor jax, nor TensorStore.
 _HOME = {
-    "export": "_branch",
     "fork": "_branch",
+    "convert": "_convert",
+    "diff": "_diff",
+    "DiffReport": "_diff",
+    "LeafDiff": "_diff",
+    "LeafStatistics": "_statistics",
+    "export_safetensors": "_safetensors",
+    "import_safetensors": "_safetensors",
     "CheckpointManager": "_manager",
     "SavePolicy": "_schedule",
     "Decision": "_schedule",
@@ -70,6 +82,8 @@ _HOME = {
     "save": "_save",
     "save_async": "_save",
     "SaveHandle": "_save",
+    "Progress": "_timing",
+    "Timing": "_timing",
     "RestoreReport": "_match",
     "verify": "_verify",
     "VerifyReport": "_verify",
@@ -101,22 +115,30 @@ __all__ = [
     "CheckpointTimeout",
     "CorruptCheckpoint",
     "Decision",
+    "DiffReport",
     "Difference",
     "KeepPolicy",
+    "LeafDiff",
+    "LeafStatistics",
     "ProcessesDisagree",
+    "Progress",
     "RestoreReport",
     "SaveFailed",
     "SaveHandle",
     "SavePolicy",
     "StepExists",
     "StepInfo",
+    "Timing",
     "TreeMismatch",
     "UnsupportedFormat",
     "UnsupportedLeaf",
     "VerifyReport",
     "__version__",
-    "export",
+    "convert",
+    "diff",
+    "export_safetensors",
     "fork",
+    "import_safetensors",
     "open",
     "restore",
     "save",

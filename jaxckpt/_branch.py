@@ -1,4 +1,4 @@
-"""A checkpoint made of another one: a run that starts from a step, and weights to give away."""
+"""`fork`: a run that starts from a step of another."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import posixpath
 from collections.abc import Sequence
 from typing import Any
 
-from jaxckpt import _discovery, _restore, _transaction
+from jaxckpt import _discovery, _transaction
 from jaxckpt._discovery import Checkpoint
 from jaxckpt._item import read_item
 from jaxckpt._reader import refuse_swapped
 from jaxckpt._run import Run
-from jaxckpt._save import prepare
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StepExists
 from jaxckpt.format import names, run
 from jaxckpt.storage import Storage, locate
@@ -123,46 +122,3 @@ def _digests(found: Checkpoint) -> dict[str, str]:
 def _lineage(how: str, found: Checkpoint) -> dict[str, Any]:
     token = found.record.token if found.record is not None else None
     return {"by": how, "path": found.path, "token": token}
-
-
-def export(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
-    *,
-    only: str | Sequence[str] | None = None,
-    skip: str | Sequence[str] | None = None,
-    dtype: Any = None,  # whatever numpy takes for a dtype
-    item: str | None = None,
-    overwrite: bool = False,
-) -> None:
-    """Saves part of a checkpoint as one of its own: the weights without the optimizer, say.
-
-    Orbax reads it too. It tells where it came from: `jaxckpt.open(dst).lineage`. Arrays are put on
-    the devices that are here, and keep the shardings that they were saved with where those fit.
-
-    Args:
-        src: A checkpoint, an item of one, or a run's root.
-        dst: The new checkpoint.
-        only, skip: Globs over leaf paths; a container's name means all in it.
-        dtype: For all floating-point arrays.
-        item: Which item, if the checkpoint has several trees.
-        overwrite: Whether to replace a checkpoint at `dst`.
-
-    Raises:
-        Whatever `restore` and `save` raise.
-
-    Example:
-        >>> import tempfile, numpy as np, jaxckpt
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     state = {"params": {"w": np.ones(2, np.float32)}, "opt_state": {"mu": np.zeros(2)}}
-        ...     jaxckpt.save(f"{folder}/1", state)
-        ...     jaxckpt.export(f"{folder}/1", f"{folder}/weights", only="params", dtype="float16")
-        ...     jaxckpt.restore(f"{folder}/weights")
-        {'params': {'w': array([1., 1.], dtype=float16)}}
-    """
-    storage, where = locate(src)
-    found = _discovery.find(storage, where)
-    tree = _restore.restore(src, item=item, only=only, skip=skip, dtype=dtype)
-    job = prepare(dst, tree, overwrite, found.step.custom_metadata, copy=False)
-    job.lineage = _lineage("export", found)
-    job.run()

@@ -47,6 +47,14 @@ _CHECKPOINT_MARKS: Final = frozenset(
     }
 )
 
+# A directory that is called like a step and has one of these is one that Orbax committed.
+_STEP_MARKS: Final = (
+    names.CHECKPOINT_METADATA,
+    names.COMMIT_MARKER,
+    names.TREE_METADATA,
+    names.LEGACY_TREE,
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
@@ -285,6 +293,16 @@ def _items(storage: Storage, path: str, inside: Sequence[str]) -> dict[str, str]
 def has_items(storage: Storage, path: str, inside: Sequence[str]) -> bool:
     """Whether a directory holds items, as a checkpoint does that says nothing of itself."""
     return bool(_items(storage, path, inside))
+
+
+def looks_committed(storage: Storage, path: str) -> bool:
+    """Whether a directory that is called like a step is a committed one, by its names alone."""
+    inside = storage.names(path)
+    if names.RECORD in inside or names.WRITER in inside:
+        return names.RECORD in inside and names.COMMIT_MARKER in inside
+    if not inside:
+        return False
+    return any(mark in inside for mark in _STEP_MARKS) or has_items(storage, path, inside)
 
 
 def _is_item(storage: Storage, path: str) -> bool:

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any
 
 from jaxckpt import _transaction
+from jaxckpt._progress import Meter
 from jaxckpt._snapshot import Item
+from jaxckpt._timing import OnProgress
 from jaxckpt._transaction import Transaction
+from jaxckpt._turn import DEFAULT_TIMEOUT_S, Turn
+from jaxckpt._writer import database_of
 from jaxckpt.errors import (
     CheckpointError,
     ProcessesDisagree,
@@ -35,41 +38,6 @@ from jaxckpt.multihost import Json, Processes
 from jaxckpt.storage import Storage
 
 _logger = logging.getLogger("jaxckpt")
-
-DEFAULT_TIMEOUT_S: Final = 1200.0
-
-
-class Turn:
-    """The place of a save among those of this process to one path: they commit in their order."""
-
-    _lock = threading.Lock()  # guards _last
-    _last: ClassVar[dict[tuple[str, int], Turn]] = {}
-
-    def __init__(self, path: str, process: int) -> None:
-        self._path = path
-        self._key = path, process  # simulated processes are one, and wait for each other anyway
-        self._ended = threading.Event()
-        with Turn._lock:
-            self._before = Turn._last.get(self._key)
-            Turn._last[self._key] = self
-
-    @staticmethod
-    def is_under_way(path: str) -> bool:
-        """Whether this process is saving to a path, or about to."""
-        with Turn._lock:
-            return any(path == saved for saved, _ in Turn._last)
-
-    def __enter__(self) -> None:
-        if self._before is not None:
-            if not self._before._ended.wait(DEFAULT_TIMEOUT_S):
-                _logger.warning("%s: an earlier save to it has not ended; going on", self._path)
-            self._before = None
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        with Turn._lock:
-            if Turn._last.get(self._key) is self:
-                del Turn._last[self._key]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,6 +53,8 @@ class SaveJob:
         problem: Why this process only tells the others that it does not save.
         skips: Whether it could have saved: another save is what went wrong.
         skipped: Whether the job failed only because another process skips it.
+        meter: Measures it; has been running since the caller's call.
+        watch_error: What `on_progress` raised; the checkpoint is committed all the same.
     """
 
     storage: Storage
@@ -92,6 +62,9 @@ class SaveJob:
     items: Sequence[Item]
     processes: Processes
     name: str
+    meter: Meter
+    on_progress: OnProgress | None = None
+    watch_error: Exception | None = None
     custom_metadata: Mapping[str, Any] = field(default_factory=dict)
     lineage: Mapping[str, Any] = field(default_factory=dict)
     overwrite: bool = False
@@ -117,11 +90,13 @@ class SaveJob:
 
     def run(self) -> None:
         """Writes and commits; all processes return, or all raise."""
-        with self.turn:
+        self.meter.total_bytes = self.size_bytes
+        with self.meter.watched(self.on_progress) as watch, self.turn:
+            self.meter.waited()
             self._run()
+        self.watch_error = watch.error
 
     def _run(self) -> None:
-        start, total_bytes = time.monotonic(), self.size_bytes
         transaction, problem = None, self.problem
         if self.processes.index == 0 and problem is None:
             try:
@@ -148,8 +123,7 @@ class SaveJob:
         finally:
             self.items = ()  # so that a handle that is kept holds no values
         if self.processes.index == 0:
-            seconds = time.monotonic() - start
-            _logger.info("saved %s: %d bytes here, %.2f s", self.path, total_bytes, seconds)
+            _logger.info("%s", self.meter.timing())
 
     @property
     def _agreed_token(self) -> str | None:
@@ -171,26 +145,39 @@ class SaveJob:
     def _write(self, work: str, problem: Exception | None) -> list[Any]:
         """Writes this process's share; returns what every process said when it had done so."""
         if problem is None:
+            self.meter.measure = lambda: self._written_bytes(work)
             try:
-                for item in self.items:
-                    item.write(self.storage, work, self.processes)
+                with self.meter.phase("write"):
+                    for item in self.items:
+                        item.write(self.storage, work, self.processes)
             except Exception as error:  # told to all processes, then raised
                 problem = self._explained(error)
+        seconds = self.meter.phases.get("write", 0.0)
         said = {
             "problem": text_of(problem),
+            "seconds": seconds,
             "skips": self.skips,
             "path": self.path,
             "items": {item.name: item.said() for item in self.items},
             "tell": self.tell,
         }
-        gathered: list[Any] = self.processes.gather(
-            f"{self.name}/written", said, timeout_s=self.timeout_s
-        )
+        self.meter.missing = lambda: self.processes.missing(f"{self.name}/written")
+        with self.meter.phase("meet"):
+            gathered: list[Any] = self.processes.gather(
+                f"{self.name}/written", said, timeout_s=self.timeout_s
+            )
+        self.meter.note_slowest([said.get("seconds", 0.0) for said in gathered])
         self.told = gathered[0].get("tell")
         if problem is not None:
             raise problem
         self._check_agreement(gathered)
         return [said["items"] for said in gathered]
+
+    def _written_bytes(self, work: str) -> int:
+        """How much of this process's share is in files, for those who watch."""
+        index, count = self.processes.index, self.processes.count
+        folders = [database_of(f"{work}/{item.name}", index, count) for item in self.items]
+        return sum(_transaction.bytes_below(self.storage, folder) for folder in folders)
 
     def _explained(self, error: Exception) -> Exception:
         """What went wrong: what was written may be gone because another job took the run over."""
@@ -229,14 +216,17 @@ class SaveJob:
 
     def _commit(self, transaction: Transaction | None, work: str, said: list[Any]) -> None:
         problem = None
-        if transaction is not None:
-            try:
-                transaction.commit(self._finalize(work, said), lineage=self.lineage)
-            except Exception as error:  # told to all processes, then raised
-                problem = self._explained(error)
-        agreed: Any = self.processes.agree(
-            f"{self.name}/committed", text_of(problem), timeout_s=self.timeout_s
-        )
+        with self.meter.phase("commit"):
+            if transaction is not None:
+                try:
+                    digests = self._finalize(work, said)
+                    phases = self.meter.timing().phases
+                    transaction.commit(digests, lineage=self.lineage, phases=phases)
+                except Exception as error:  # told to all processes, then raised
+                    problem = self._explained(error)
+            agreed: Any = self.processes.agree(
+                f"{self.name}/committed", text_of(problem), timeout_s=self.timeout_s
+            )
         if problem is not None:
             raise problem
         if agreed is not None:

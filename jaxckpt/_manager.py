@@ -9,14 +9,16 @@ thread    delete what the policy does not keep                     _retention, _
 
 from __future__ import annotations
 
+import importlib
 import operator
 import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, ClassVar, Literal, Self, final
+from typing import Any, ClassVar, Final, Literal, Self, final
 
 from jaxckpt import _discovery, _resume, inspection
 from jaxckpt._job import text_of
@@ -27,11 +29,14 @@ from jaxckpt._save import SaveHandle
 from jaxckpt._saver import Saver, raise_first
 from jaxckpt._schedule import Decision, SavePolicy, check_count, check_seconds
 from jaxckpt._scrub import scrub
+from jaxckpt._timing import OnProgress, Timing
 from jaxckpt._verify import VerifyReport
 from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Json, current, lead
 from jaxckpt.storage import locate
+
+_MAX_TIMINGS: Final = 1000
 
 
 @final
@@ -79,6 +84,8 @@ class CheckpointManager:
         timeout_s: float = 1200.0,
         step_prefix: str | None = None,
         step_digits: int | None = None,
+        on_progress: OnProgress | None = None,
+        on_commit: Callable[[Timing], None] | None = None,
     ) -> None:
         """Opens a run; reads no checkpoint.
 
@@ -94,6 +101,9 @@ class CheckpointManager:
             timeout_s: For every wait for another process, or for an earlier save.
             step_prefix, step_digits: The directory of a step is `[<prefix>_]<step>`, padded with
                 zeros; None: as the steps that are there are called.
+            on_progress: Is called during each save and restore; see `jaxckpt.save`.
+            on_commit: Is called after each commit with its `Timing`, in the background thread of
+                every process. What it raises the next call of the manager raises.
 
         Raises:
             NotADirectoryError, PermissionError: the root cannot be one.
@@ -115,6 +125,8 @@ class CheckpointManager:
             naming = StepNames(prefix=step_prefix, digits=step_digits)
         self.directory, self.mode, self.keep = root, mode, keep
         self.restored_step: int | None = None
+        self._on_progress = on_progress
+        self._timings: deque[Timing] = deque(maxlen=_MAX_TIMINGS)
         self._processes = current()
         self._run = Run(storage=storage, root=root, naming=naming)
         self._resume = Resume(
@@ -139,6 +151,9 @@ class CheckpointManager:
             listens=mode == "w",
             budget_bytes=budget_bytes,
             timeout_s=timeout_s,
+            on_progress=on_progress,
+            on_commit=on_commit,
+            timings=self._timings,
         )
         self._saver.session, self._saver.floor = opened["session"], opened["newest"]
 
@@ -409,8 +424,9 @@ class CheckpointManager:
             steps,
             like,
             dict(items or {}),
-            {"budget_bytes": self.budget_bytes, **options},
+            {"budget_bytes": self.budget_bytes, "on_progress": self._on_progress, **options},
             fallback=fallback,
+            took=self._timings.append,
         )
         self.restored_step = number
         self._saver.pace.restored(time.monotonic() - start_s)
@@ -485,6 +501,11 @@ class CheckpointManager:
             self._saver.floor = self._lead("newest", self._run.newest)  # less what was set aside
         return reports
 
+    @property
+    def timings(self) -> list[Timing]:
+        """How long the saves and restores of this manager took, by phase: the last thousand."""
+        return list(self._timings)
+
     # --- keeping and deleting by hand ------------------------------------------------------------
 
     def pin(self, step: int) -> None:
@@ -557,6 +578,10 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         return f"<CheckpointManager {self.directory!r}, mode {self.mode!r}>"
+
+    def _repr_html_(self) -> str:
+        # By its name, at run time: notebooks are a layer above, and only they ask for this.
+        return importlib.import_module("jaxckpt.integrations.notebook").manager_html(self)
 
 
 def _check_any(steps: list[int], root: str) -> None:

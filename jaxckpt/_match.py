@@ -5,9 +5,8 @@ All that does not fit is found before anything is read, and told at once.
 
 from __future__ import annotations
 
-import fnmatch
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -15,6 +14,8 @@ import jax
 import numpy as np
 from jax import tree_util
 
+from jaxckpt._select import check_globs, selector, some_paths
+from jaxckpt._timing import Timing
 from jaxckpt._tree import SCALARS, is_empty, is_key_dtype, key_path
 from jaxckpt.errors import Difference, TreeMismatch
 from jaxckpt.format.arrays import dtype_of
@@ -70,6 +71,7 @@ class RestoreReport:
         extra: In the checkpoint, not in `like`: not read.
         cast: Restored with another dtype: path -> (saved, restored).
         renamed: saved path -> wanted path.
+        timing: How long it took, by phase.
     """
 
     loaded: tuple[str, ...]
@@ -77,6 +79,7 @@ class RestoreReport:
     extra: tuple[str, ...]
     cast: Mapping[str, tuple[str, str]]
     renamed: Mapping[str, str]
+    timing: Timing | None = None
 
 
 def describe(
@@ -161,14 +164,12 @@ def match(
         TreeMismatch: with every difference, not only the first.
     """
     names, renamed = _rename(saved, rename)
-    selected = _selector(only, skip)
+    selected = selector(only, skip)
     by_path = {path: leaf for path, leaf in zip(names, saved, strict=True) if selected(path)}
     all_paths = [*names, *(want.path for want in wanted or ())]
-    for option, patterns in (("only", only), ("skip", skip)):
-        if patterns is not None and not any(map(_selector(patterns, None), all_paths)):
-            raise ValueError(f"{option}={patterns!r} matches no leaf. {_some(all_paths, place)}")
+    check_globs(only, skip, all_paths, place=place)
     if rename and not renamed:
-        raise ValueError(f"rename={rename!r} matches no leaf. {_some(names, place)}")
+        raise ValueError(f"rename={rename!r} matches no leaf. {some_paths(names, place)}")
     if wanted is None:
         requests = tuple(Request(path=p, saved=s, wanted=None) for p, s in by_path.items())
         report = _report(requests, (), (), renamed)
@@ -211,12 +212,6 @@ def match(
     return Match(requests=tuple(requests), kept=kept, report=report)
 
 
-def _some(paths: Sequence[Path], place: str) -> str:
-    return f"{place} has {', '.join(path_text(path) for path in paths[:20])}" + (
-        ", ..." if len(paths) > 20 else ""
-    )
-
-
 def _rename(
     saved: Sequence[Leaf], rename: Mapping[str, str] | None
 ) -> tuple[list[Path], dict[str, str]]:
@@ -238,29 +233,6 @@ def _rename(
         twice = sorted({path_text(path) for path in paths if paths.count(path) > 1})
         raise ValueError(f"rename gives several leaves the name {', '.join(twice)}")
     return paths, renamed
-
-
-def _selector(
-    only: str | Sequence[str] | None, skip: str | Sequence[str] | None
-) -> Callable[[Path], bool]:
-    def any_of(patterns: str | Sequence[str], text: str) -> bool:
-        listed = [patterns] if isinstance(patterns, str) else patterns
-        # A pattern that names a container means everything in it.
-        return any(
-            text == p or fnmatch.fnmatchcase(text, p) or fnmatch.fnmatchcase(text, f"{p}/*")
-            for p in listed
-        )
-
-    if only is None and skip is None:
-        return lambda path: True
-
-    def selected(path: Path) -> bool:
-        text = path_text(path)
-        return (only is None or any_of(only, text)) and not (
-            skip is not None and any_of(skip, text)
-        )
-
-    return selected
 
 
 def _saved_text(leaf: Leaf) -> str:

@@ -78,6 +78,7 @@ def read_leaves(
     *,
     budget_bytes: int,
     failed: Callable[[LeafRead, OSError], None] | None = None,
+    landed: Callable[[int], None] | None = None,
 ) -> Generator[Buffers, None, None]:
     """Yields the buffers of each leaf by box, in order.
 
@@ -88,6 +89,7 @@ def read_leaves(
 
     Args:
         failed: Is told of a bad leaf instead; the next ones are read.
+        landed: Is told, in the caller's thread, of every few bytes that have been read.
 
     Raises:
         CorruptCheckpoint: stored data is missing or damaged; the leaf and the file are named.
@@ -104,14 +106,14 @@ def read_leaves(
         for batch in _batches(item, reads, executor, window_bytes):
             cost = sum(r.total_bytes + min(r.total_bytes, window_bytes) for r in batch.reads)
             while started and in_flight + cost > budget_bytes:
-                yield from started[0][1].finish(failed)
+                yield from started[0][1].finish(failed, landed or _no)
                 in_flight -= started.popleft()[0]
             batch.start()
             started.append((cost, batch))
             in_flight += cost
             del batch
         while started:
-            yield from started[0][1].finish(failed)
+            yield from started[0][1].finish(failed, landed or _no)
             started.popleft()
     finally:
         executor.shutdown(cancel_futures=True)
@@ -125,6 +127,7 @@ def _cores() -> int:
 
 
 _Failed = Callable[[LeafRead, OSError], None] | None
+_Landed = Callable[[int], None]
 
 
 class _Batch(Protocol):
@@ -137,7 +140,7 @@ class _Batch(Protocol):
         """Makes the buffers and starts to fill them; what goes wrong is raised by `finish`."""
         ...
 
-    def finish(self, failed: _Failed) -> Iterator[Buffers]:
+    def finish(self, failed: _Failed, landed: _Landed) -> Iterator[Buffers]:
         """Waits, and yields the buffers of each leaf."""
         ...
 
@@ -276,9 +279,13 @@ class _Chunks:
                 file=file,
             )
 
-    def finish(self, failed: _Failed) -> Iterator[Buffers]:
-        for one in self._under_way:
+    def finish(self, failed: _Failed, landed: _Landed) -> Iterator[Buffers]:
+        size = sum(read.total_bytes for read in self.reads)
+        for i, one in enumerate(self._under_way):
             one.result()
+            part = size // (len(self._under_way) - i)  # about: they differ little
+            landed(part)
+            size -= part
         self._under_way.clear()
         for read in self.reads:
             try:
@@ -338,12 +345,12 @@ class _Regions:
         except OSError as error:
             self._failed = error
 
-    def finish(self, failed: _Failed) -> Iterator[Buffers]:
+    def finish(self, failed: _Failed, landed: _Landed) -> Iterator[Buffers]:
         try:
             if self._failed is not None:
                 raise self._failed
             with _Blaming(self._item, self._read.leaf):
-                self._wait()
+                self._wait(landed)
         except OSError as error:
             if failed is None:
                 raise
@@ -356,12 +363,13 @@ class _Regions:
         self._pending.clear()
         self._buffers.clear()
 
-    def _wait(self) -> None:
+    def _wait(self, landed: _Landed) -> None:
         while self._pending:
             size, pending, then = self._pending.popleft()
             for one in pending:
                 then(one.result())
             self._under_way -= size
+            landed(size * self._read.dtype.itemsize // self._dtype.itemsize)
             self._fill_window()
 
     def _fill_window(self) -> None:

@@ -21,7 +21,9 @@ from jaxckpt._discovery import consistently
 from jaxckpt._item import Item, read_item
 from jaxckpt._match import Request, RestoreReport
 from jaxckpt._placement import Placer
+from jaxckpt._progress import Meter, display
 from jaxckpt._reader import LeafRead, read_leaves
+from jaxckpt._timing import OnProgress
 from jaxckpt._transfer import boxes_here, placing, to_default_device, to_device
 from jaxckpt.errors import (
     CorruptCheckpoint,
@@ -59,6 +61,7 @@ def restore(
     extra: Literal["error", "ignore"] = "error",
     report: Callable[[RestoreReport], None] | None = None,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    on_progress: OnProgress | None = None,
 ) -> Any:  # any pytree
     """Restores a tree from a checkpoint that jaxckpt, Orbax or Flax wrote.
 
@@ -82,6 +85,9 @@ def restore(
         report: Is called with a `RestoreReport` before the restore returns.
         budget_bytes: Of host memory, beside the arrays that are returned. What one array takes of
             it is about a quarter, and never less than a chunk of 32 MiB.
+        on_progress: Is called a few times a second with a `Progress`, in a thread of its own. What
+            it raises is raised at the end. None: a bar in a terminal or notebook, if tqdm is
+            installed; `lambda _: None` for none.
 
     Returns:
         The tree: with the types of `like`, or with those it was saved with where they can be
@@ -124,6 +130,7 @@ def restore(
         extra=extra,
         report=report,
         budget_bytes=budget_bytes,
+        on_progress=on_progress,
     )
 
 
@@ -145,6 +152,8 @@ def restore_from(
     report: Callable[[RestoreReport], None] | None = None,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    on_progress: OnProgress | None = None,
+    meter: Meter | None = None,
 ) -> Any:  # any pytree
     """`restore`, of the item that `load` finds; what else it finds is returned as it is.
 
@@ -153,32 +162,33 @@ def restore_from(
     """
     like = target.pop()
     _check_arguments(missing, extra)
-    start = time.monotonic()
+    meter = meter or Meter("restore", where)
     keep_values = missing == "keep" or only is not None or skip is not None
     processes = current()
-    wanted, treedef = None, None
+    wanted, treedef, watch = None, None, None
     problem, loaded, matched, values = None, None, None, {}
 
     def read() -> tuple[Any, _match.Match | None, dict[Path, object]]:
-        loaded = load()
-        if not isinstance(loaded, Item):
-            return loaded, None, {}
-        matched = _match.match(
-            loaded.tree.leaves,
-            wanted,
-            place=loaded.checkpoint.path,
-            only=only,
-            skip=skip,
-            rename=rename,
-            missing=missing,
-            extra=extra,
-        )
-        placer = Placer(mesh=mesh, shardings=shardings, saved=loaded.read_shardings)
-        placer.check_names([request.path for request in matched.requests])
-        jobs = _plan(matched.requests, loaded, placer, dtype=dtype, as_numpy=as_numpy)
-        matched = replace(matched, report=replace(matched.report, cast=_casts(jobs)))
-        with placing():
-            values = {**matched.kept, **dict(_read(loaded, jobs, budget_bytes))}
+        with meter.phase("find"):
+            loaded = load()
+            if not isinstance(loaded, Item):
+                return loaded, None, {}
+            matched = _match.match(
+                loaded.tree.leaves,
+                wanted,
+                place=loaded.checkpoint.path,
+                only=only,
+                skip=skip,
+                rename=rename,
+                missing=missing,
+                extra=extra,
+            )
+            placer = Placer(mesh=mesh, shardings=shardings, saved=loaded.read_shardings)
+            placer.check_names([request.path for request in matched.requests])
+            jobs = _plan(matched.requests, loaded, placer, dtype=dtype, as_numpy=as_numpy)
+            matched = replace(matched, report=replace(matched.report, cast=_casts(jobs)))
+        with placing(), meter.phase("read"):
+            values = {**matched.kept, **dict(_read(loaded, jobs, budget_bytes, meter))}
         placer.log_replicated(where)
         return loaded, matched, values
 
@@ -187,11 +197,13 @@ def restore_from(
             wanted, treedef = _match.flatten_like(like, keep_values=keep_values)
         # From here on nothing refers to the arrays of `like`: the caller may have let go of them.
         del like
-        loaded, matched, values = consistently(storage, where, read)
+        with meter.watched(display(on_progress, processes.index)) as watch:
+            loaded, matched, values = consistently(storage, where, read)
     except Exception as error:  # told to the other processes, then raised
         problem = error
     if processes.count > 1 and not as_numpy:
-        _share_failure(processes, where, problem, loaded, timeout_s=timeout_s)
+        with meter.phase("meet"):
+            _share_failure(processes, where, problem, loaded, meter, timeout_s=timeout_s)
     try:
         if problem is not None:
             raise problem
@@ -199,9 +211,12 @@ def restore_from(
         del problem  # which would keep itself alive, and with it all that was read
     if not isinstance(loaded, Item) or matched is None:
         return loaded
+    timing = meter.timing()
     if report is not None:
-        report(matched.report)
-    _logger.info("restored %s: %d leaves, %.2f s", where, len(values), time.monotonic() - start)
+        report(replace(matched.report, timing=timing))
+    _logger.info("%s", timing)
+    if watch is not None and watch.error is not None:
+        raise watch.error
     if treedef is not None and wanted is not None:
         return treedef.unflatten([values[want.path] for want in wanted])
     if matched.report.renamed:
@@ -221,6 +236,7 @@ def _share_failure(
     where: str,
     problem: Exception | None,
     loaded: object,
+    meter: Meter,
     *,
     timeout_s: float,
 ) -> None:
@@ -229,8 +245,10 @@ def _share_failure(
     said = {
         "problem": None if problem is None else f"{type(problem).__name__}: {problem}",
         "token": None if record is None else record.token,
+        "seconds": meter.phases.get("read", 0.0),
     }
     gathered: list[Any] = processes.gather("restore", said, timeout_s=timeout_s)
+    meter.note_slowest([said["seconds"] for said in gathered])
     failures = {i: g["problem"] for i, g in enumerate(gathered) if g["problem"] is not None}
     if not failures:
         failures = {
@@ -375,16 +393,24 @@ def _by_id(sharding: Sharding) -> list[Any]:
 
 
 def _read(
-    item: Item, jobs: Sequence[_Job], budget_bytes: int
+    item: Item, jobs: Sequence[_Job], budget_bytes: int, meter: Meter
 ) -> Iterator[tuple[tuple[str, ...], object]]:
     """Reads and converts, leaf by leaf."""
     on_disk = [job for job in jobs if job.request.saved.has_array]
     reads = [LeafRead(leaf=j.request.saved, boxes=j.boxes, dtype=_read_dtype(j)) for j in on_disk]
-    with closing(read_leaves(item, reads, budget_bytes=budget_bytes)) as buffers:
+    meter.total_bytes = sum(read.total_bytes for read in reads)
+    arrays = read_leaves(item, reads, budget_bytes=budget_bytes, landed=meter.landed)
+    place_s = 0.0
+    with closing(arrays) as buffers:
         for job in jobs:
             path = job.request.path
             parts = next(buffers) if job.request.saved.has_array else _inline(job)
-            yield path, _convert(job, parts)
+            start_s = time.monotonic()
+            value = _convert(job, parts)
+            place_s += time.monotonic() - start_s
+            yield path, value
+    meter.add("place", place_s)
+    meter.add("read", -place_s)  # which counts the whole of this
 
 
 def _read_dtype(job: _Job) -> np.dtype[Any]:

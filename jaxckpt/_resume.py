@@ -15,8 +15,10 @@ import jax
 from jaxckpt import _discovery, _items, _restore
 from jaxckpt._item import read_item
 from jaxckpt._job import text_of
+from jaxckpt._progress import Meter
 from jaxckpt._retention import KeepPolicy, StepInfo
 from jaxckpt._run import Run
+from jaxckpt._timing import Timing
 from jaxckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -79,6 +81,7 @@ class Resume:
         options: Mapping[str, Any],
         *,
         fallback: bool,
+        took: Callable[[Timing], None],
     ) -> tuple[int, Any]:
         """Restores the first whole step, and the objects in place; returns its number and state."""
         for name, value in objects.items():
@@ -88,17 +91,20 @@ class Resume:
                     "set_state nor load_state_dict. restore_items() returns what was saved."
                 )
 
-        def read(step: int) -> tuple[Any, dict[str, Any]]:
-            return read_step(
+        def read(step: int) -> tuple[Any, dict[str, Any], Timing]:
+            meter = Meter("restore", self.run.path(step), step=step)
+            state, states = read_step(
                 self.run,
                 step,
                 like,
                 objects,
                 self.processes,
-                {"timeout_s": self.timeout_s, **options},
+                {"timeout_s": self.timeout_s, "meter": meter, **options},
             )
+            return state, states, meter.timing()
 
-        step, (state, states) = self.first_whole(steps, read, fallback=fallback)
+        step, (state, states, timing) = self.first_whole(steps, read, fallback=fallback)
+        took(timing)
         for name, found in states.items():
             _items.set_state(objects[name], found)
         return step, state

@@ -85,32 +85,51 @@ class KeepPolicy:
 
     def kept(self, steps: Iterable[StepInfo], *, now_s: float) -> dict[int, str]:
         """The steps that stay, and by which rules each does."""
+        return {step: ", ".join(why) for step, why in self.why(steps, now_s=now_s).items()}
+
+    def why(self, steps: Iterable[StepInfo], *, now_s: float) -> dict[int, tuple[str, ...]]:
+        """For each step that stays, the rules that keep it, in words.
+
+        Args:
+            steps: All of the run, in any order.
+            now_s: Wall clock, in seconds since 1970.
+
+        Example:
+            >>> policy = KeepPolicy(last=2, best=1, metric="loss")
+            >>> losses = {10: 0.5, 20: 0.1, 30: 0.4, 40: 0.3}
+            >>> policy.why(
+            ...     [StepInfo(step=n, saved_s=0.0, metrics={"loss": x}) for n, x in losses.items()],
+            ...     now_s=0.0,
+            ... )
+            {20: ('best 1 by loss',), 30: ('last 2',), 40: ('newest', 'last 2')}
+        """
         infos = sorted(steps, key=lambda info: info.step)
-        reasons: dict[int, list[str]] = {}
+        reasons: dict[int, tuple[str, ...]] = {}
 
         def keep(kept: Iterable[StepInfo], reason: str) -> None:
             for info in kept:
-                reasons.setdefault(info.step, []).append(reason)
+                reasons[info.step] = (*reasons.get(info.step, ()), reason)
 
         keep(infos[-1:], "newest")
         keep((info for info in infos if info.pinned), "pinned")
         if not self.has_rules:
             keep(infos, "no rule, so all")
         if self.last is not None:
-            keep(infos[-self.last :], f"last={self.last}")
+            keep(infos[-self.last :], f"last {self.last}")
         if self.every_steps is not None:
             n = self.every_steps
-            keep((info for info in infos if info.step % n == 0), f"every_steps={n}")
+            keep((info for info in infos if info.step % n == 0), f"every {n} steps")
         if self.every_seconds is not None:
-            keep(_spaced(infos, self.every_seconds), f"every_seconds={self.every_seconds:g}")
+            keep(_spaced(infos, self.every_seconds), f"every {self.every_seconds:g} s")
         if self.best is not None:
-            keep(self.ranked(infos)[: self.best], f"best={self.best}")
+            keep(self.ranked(infos)[: self.best], f"best {self.best} by {self.metric}")
         if self.newer_than_s is not None:
             since = now_s - self.newer_than_s
-            keep((info for info in infos if info.saved_s >= since), "newer_than_s")
+            recent = (info for info in infos if info.saved_s >= since)
+            keep(recent, f"newer than {self.newer_than_s:g} s")
         if self.when is not None:
-            keep((info for info in infos if self.when(info)), "when")
-        return {step: ", ".join(why) for step, why in reasons.items()}
+            keep((info for info in infos if self.when(info)), "when(...)")
+        return dict(sorted(reasons.items()))
 
     def ranked(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
         """The steps that have the metric, the best first."""

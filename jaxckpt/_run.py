@@ -13,15 +13,10 @@ away all that others were writing there. Whoever commits looks at `owner` just b
 of an earlier job that was thought dead and wakes up finds its work gone, or another's token, and
 cannot commit; if it commits first, the new job lists its step. While the owner's lock shows that it
 lives, a job that merely opens the run does not take it over: its first save does.
-
-Deletion and readers. A writer first names the steps in `doomed`, then looks for leases; a reader
-first makes its lease, then looks into `doomed`. One of them sees the other: no step goes while a
-reader that has its lease reads it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 import os
@@ -29,30 +24,23 @@ import posixpath
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Final
 
 from jaxckpt import _discovery, _transaction
-from jaxckpt._job import Turn
+from jaxckpt._leases import Leases
 from jaxckpt._retention import StepInfo
+from jaxckpt._turn import Turn
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, SaveFailed
 from jaxckpt.format import jsontext, names, run
-from jaxckpt.format.run import Lease, Owner, StepNames
+from jaxckpt.format.run import Owner, StepNames
 from jaxckpt.storage import Hold, Storage, is_temporary_file
 
 _logger = logging.getLogger("jaxckpt")
 
-# A reader that died keeps its step for so long.
-LEASE_S: Final = 3600.0
-_CLOCKS_DIFFER_S: Final = 86_400.0
 _LISTINGS: Final = 3
-_MARKS: Final = (
-    names.CHECKPOINT_METADATA,
-    names.COMMIT_MARKER,
-    names.TREE_METADATA,
-    names.LEGACY_TREE,
-)
 
 
 @dataclass(slots=True)
@@ -64,6 +52,7 @@ class Run:
         token: Of this opening; "" as long as it does not own the run.
         unknown: Steps of which it could not be read what policies look at.
         problems: Everything that was skipped, left alone, set aside or removed, in words.
+        quiet: Whether problems are only remembered, and nobody is warned of them.
     """
 
     storage: Storage
@@ -71,14 +60,18 @@ class Run:
     naming: StepNames | None = None
     token: str = ""
     problems: list[str] = field(default_factory=list)
+    quiet: bool = False
     unknown: set[int] = field(default_factory=set)
     _hold: Hold | None = None
+    _closed: bool = False
     _committed: dict[str, bool] = field(default_factory=dict)
     _whole: set[str] = field(default_factory=set)
     _infos: dict[int, StepInfo] = field(default_factory=dict)
-    _leaving: set[str] = field(default_factory=set)  # being deleted, as this reader saw
-    _held: list[str] = field(default_factory=list)  # by leases of this reader
     _failed: bool = False  # to delete, since when something may be left over
+    _leases: Leases = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._leases = Leases(self.storage, self.root, self.report)
 
     # --- which steps there are ---------------------------------------------------------------
 
@@ -141,7 +134,9 @@ class Run:
             return self._committed[name]
         path = f"{self.root}/{name}"
         try:
-            committed = self.storage.kind(path) == "dir" and self._looks_committed(path)
+            committed = self.storage.kind(path) == "dir" and _discovery.looks_committed(
+                self.storage, path
+            )
         except FileNotFoundError:  # deleted just now
             return False
         if committed and self.storage.atomic_rename:
@@ -151,21 +146,12 @@ class Run:
             self.report(f"{path} is no committed step, and is left alone")
         return committed
 
-    def _looks_committed(self, path: str) -> bool:
-        inside = self.storage.names(path)
-        if names.RECORD in inside or names.WRITER in inside:
-            return names.RECORD in inside and names.COMMIT_MARKER in inside
-        if not inside:
-            return False
-        return any(mark in inside for mark in _MARKS) or _discovery.has_items(
-            self.storage, path, inside
-        )
-
     def report(self, problem: str) -> None:
         """Warns of something, once, and remembers it."""
         if problem not in self.problems:
             self.problems.append(problem)
-            _logger.warning("%s", problem)
+            if not self.quiet:
+                _logger.warning("%s", problem)
 
     def note_strays(self) -> None:
         """Remembers what is in the root and belongs to no run."""
@@ -210,7 +196,7 @@ class Run:
         if (file := self.torn_file(number)) is not None:
             raise CorruptCheckpoint(f"{file} is missing: step {number} is not whole", file=file)
         self.check_step(number)
-        if name in self._leaving:
+        if name in self._leases.leaving:
             raise CheckpointNotFound(f"{path} is being deleted")
         checkpoint = _discovery.find(self.storage, path)
         saved_as = checkpoint.record.name if checkpoint.record is not None else ""
@@ -299,7 +285,7 @@ class Run:
         try:
             self.check_root()
             kind = self.storage.kind(self.root)
-            holds_checkpoint = kind is not None and self._holds_checkpoint()
+            holds_checkpoint = kind is not None and self.holds_checkpoint()
         except PermissionError as error:
             raise self._no_permission(error) from error
         if holds_checkpoint:
@@ -319,7 +305,7 @@ class Run:
             self.take_over()
         else:
             self.report(
-                f"{self.root} is open for writing in a job that lives: {self._who()}. The first "
+                f"{self.root} is open for writing in a job that lives: {self.who()}. The first "
                 "save of this one takes it over. To read only, open it with mode='r'."
             )
 
@@ -331,7 +317,8 @@ class Run:
     def _is_link_to_dir(self) -> bool:
         return self.storage.scheme == "file" and os.path.isdir(self.root)
 
-    def _holds_checkpoint(self) -> bool:
+    def holds_checkpoint(self) -> bool:
+        """Whether the root is a checkpoint itself, and so no run."""
         marks = {names.RECORD, names.CHECKPOINT_METADATA, names.TREE_METADATA, names.WRITER}
         return not marks.isdisjoint(self._entries())
 
@@ -341,7 +328,8 @@ class Run:
         except io.UnsupportedOperation:
             return _NoHold()
 
-    def _who(self) -> str:
+    def who(self) -> str:
+        """The job that owns the run, in words."""
         owner = self._owner()
         return "unknown" if owner is None else f"process {owner.pid} on {owner.host}"
 
@@ -387,10 +375,13 @@ class Run:
         elif owner.token != self.token:
             when = time.ctime(owner.opened_ns / 1e9)
             raise SaveFailed(
-                f"{self.root} was opened for writing by another job ({self._who()}) at {when}, and "
+                f"{self.root} was opened for writing by another job ({self.who()}) at {when}, and "
                 "this one may no longer save there. Let one job write a run; to read it, open it "
                 "with mode='r'."
             )
+        # The one that had the lock may have ended: show that this one lives.
+        if self._hold is None and not self._closed:
+            self._hold = self._lock()
 
     def _sweep(self) -> None:
         """Finishes or removes what earlier jobs were doing; leaves what others than jaxckpt do."""
@@ -413,7 +404,7 @@ class Run:
         """Whether it is a lease that has expired, or what a kill left of a small file."""
         if is_temporary_file(entry):  # a reader that lives will write its lease again
             return True
-        return names.is_lease(entry) and self._lease_of(entry) is None
+        return names.is_lease(entry) and self._leases.lease_of(entry) is None
 
     def _remove_leftover(self, path: str) -> None:
         if not names.is_deleting(posixpath.basename(path)):
@@ -425,6 +416,7 @@ class Run:
         if self._hold is not None:
             self._hold.release()
             self._hold = None
+        self._closed = True
 
     # --- what goes ------------------------------------------------------------------------------
 
@@ -444,7 +436,7 @@ class Run:
                 return []
             doomed = f"{self.root}/{names.DOOMED}"
             self.storage.write(doomed, run.encode_doomed(list(wanted)))
-            held = self._leased()
+            held = self._leases.steps(self._entries())
             for name, number in wanted.items():
                 if name not in held and self._delete_step(name, asked_for=asked_for):
                     gone.append(number)
@@ -474,7 +466,7 @@ class Run:
 
     def why_not(self, number: int) -> str:
         """Why a step was not deleted."""
-        if self._naming().of(number) in self._leased():
+        if self._naming().of(number) in self._leases.steps(self._entries()):
             return "a reader holds it"
         return self.problems[-1] if self.problems else "unknown"
 
@@ -516,14 +508,14 @@ class Run:
         self._forget(number)
         self.report(f"step {number} is damaged, and was set aside as {aside}: {why}")
 
-    # --- pins and leases ------------------------------------------------------------------------
+    # --- what is kept ---------------------------------------------------------------------------
 
     def pin(self, number: int) -> None:
         """Keeps a step whatever the policy says."""
         path = self.check_step(number)
         self.storage.write(f"{path}/{names.PINNED}", b"")
         # A writer names what it deletes before it looks for pins.
-        if not self._is_staying(posixpath.basename(path)):
+        if not self._leases.is_staying(posixpath.basename(path)):
             raise CheckpointNotFound(f"{path} is being deleted; it cannot be pinned any more")
 
     def unpin(self, number: int) -> None:
@@ -534,66 +526,9 @@ class Run:
         """Whether a step is pinned, by whomever."""
         return self.storage.kind(f"{self.path(number)}/{names.PINNED}") is not None
 
-    def _leased(self) -> set[str]:
-        leases = [self._lease_of(name) for name in self._entries() if names.is_lease(name)]
-        return {lease.step for lease in leases if lease is not None}
-
-    def _lease_of(self, entry: str) -> Lease | None:
-        """A lease that holds; None if it has expired, or is none."""
-        file = f"{self.root}/{entry}"
-        try:
-            lease = run.decode_lease(self.storage.read(file, max_bytes=run.MAX_BYTES), file=file)
-        except FileNotFoundError:
-            return None
-        except CorruptCheckpoint as error:
-            self.report(f"{error}; it is no lease")
-            return None
-        # One that expires much later was made by a clock that was wrong.
-        left_s = (lease.expires_ns - time.time_ns()) / 1e9
-        return lease if 0 < left_s <= LEASE_S + _CLOCKS_DIFFER_S else None
-
-    @contextlib.contextmanager
-    def leased(self, number: int) -> Iterator[bool]:
-        """Keeps a step from being deleted meanwhile; says whether it is still there.
-
-        Where nothing can be written, readers have no lease: then a step may vanish.
-        """
-        name = self._naming().of(number)
-        file = f"{self.root}/{names.lease(secrets.token_hex(8))}"
-        expires_ns = time.time_ns() + int(LEASE_S * 1e9)
-        lease = run.encode_lease(Lease(step=name, expires_ns=expires_ns))
-        written = any(self._has_written(file, lease) for _ in range(2))
-        # A writer that names a step which this reader holds will find that out.
-        there = self._is_committed(name) and (name in self._held or self._is_staying(name))
-        if not there:
-            self._leaving.add(name)
-        if there and written:
-            self._held.append(name)
-        try:
-            yield there
-        finally:
-            self._leaving.discard(name)
-            if there and written:
-                self._held.remove(name)
-            if written:
-                with contextlib.suppress(OSError):  # it expires
-                    self.storage.delete(file)
-
-    def _has_written(self, file: str, data: bytes) -> bool:
-        try:
-            self.storage.write(file, data)
-        except OSError:
-            return False
-        return True
-
-    def _is_staying(self, name: str) -> bool:
-        file = f"{self.root}/{names.DOOMED}"
-        try:
-            data = self.storage.read(file, max_bytes=run.MAX_BYTES)
-            doomed = run.decode_doomed(data, file=file)
-        except (FileNotFoundError, CorruptCheckpoint):
-            doomed = []
-        return name not in doomed and self.storage.kind(f"{self.root}/{name}") == "dir"
+    def leased(self, number: int) -> AbstractContextManager[bool]:
+        """Keeps a step from being deleted meanwhile; says whether it is still there."""
+        return self._leases.hold(self._naming().of(number), self._is_committed)
 
 
 class _NoHold:

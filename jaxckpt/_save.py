@@ -14,7 +14,9 @@ from weakref import WeakKeyDictionary
 
 from jaxckpt import _transaction
 from jaxckpt._job import SaveJob, take_part
+from jaxckpt._progress import Meter, display
 from jaxckpt._snapshot import take_tree
+from jaxckpt._timing import OnProgress, Timing
 from jaxckpt.errors import CheckpointTimeout
 from jaxckpt.format import jsontext, names
 from jaxckpt.multihost import Processes, current
@@ -33,6 +35,7 @@ def save(
     *,
     overwrite: bool = False,
     custom_metadata: Mapping[str, Any] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> None:
     """Saves a tree as one checkpoint, and returns when it is committed and durable.
 
@@ -45,6 +48,9 @@ def save(
         overwrite: Whether to replace a checkpoint that is there. At every instant the old one or
             the new one can be restored. Other directories are never replaced.
         custom_metadata: JSON to keep with the checkpoint.
+        on_progress: Is called a few times a second with a `Progress`, in a thread of its own. What
+            it raises is raised when the checkpoint is committed. None: a bar in a terminal or
+            notebook, if tqdm is installed; `lambda _: None` for none.
 
     Raises:
         UnsupportedLeaf: leaves cannot be stored; they are named, and nothing was written.
@@ -60,8 +66,10 @@ def save(
         ...     jaxckpt.restore(f"{folder}/a")
         {'w': array([0, 1, 2])}
     """
-    job = prepare(path, tree, overwrite, custom_metadata, copy=False)
+    job = prepare(path, tree, overwrite, custom_metadata, copy=False, on_progress=on_progress)
     job.run()
+    if job.watch_error is not None:
+        raise job.watch_error
 
 
 def save_async(
@@ -70,13 +78,15 @@ def save_async(
     *,
     overwrite: bool = False,
     custom_metadata: Mapping[str, Any] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> SaveHandle:
     """Starts to save a tree, and returns when the tree may be donated, deleted or changed.
 
     Arguments and errors are those of `save`; what goes wrong later is raised by the handle. The
     interpreter does not exit before the save has ended.
     """
-    return start(prepare(path, tree, overwrite, custom_metadata, copy=True))
+    job = prepare(path, tree, overwrite, custom_metadata, copy=True, on_progress=on_progress)
+    return start(job)
 
 
 @final
@@ -86,6 +96,7 @@ class SaveHandle:
     def __init__(self, job: SaveJob) -> None:
         self._job = job
         self._error: BaseException | None = None
+        self._timing: Timing | None = None
         self._ended = threading.Event()
         self._process = os.getpid()
         self._delivered = False
@@ -98,6 +109,11 @@ class SaveHandle:
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
         return self._ended.is_set()
+
+    @property
+    def timing(self) -> Timing | None:
+        """How long it took, by phase, once it is committed."""
+        return self._timing
 
     def result(self, timeout_s: float | None = None) -> None:
         """Waits until the checkpoint is committed and durable.
@@ -117,11 +133,14 @@ class SaveHandle:
         if self._error is not None:
             self._delivered = True
             raise self._error
+        if self._job.watch_error is not None:
+            raise self._job.watch_error
 
     def run(self, *, logs: bool = False) -> BaseException | None:
         """Does the save, in the thread that it was given; returns what went wrong."""
         try:
             self._job.run()
+            self._timing = self._job.meter.timing()
         except BaseException as error:  # stored, and raised by `result`
             self._error = error
             if logs:
@@ -161,6 +180,7 @@ def prepare(
     custom_metadata: Mapping[str, Any] | None,
     *,
     copy: bool,
+    on_progress: OnProgress | None = None,
 ) -> SaveJob:
     """Takes the caller's tree apart and brings this process's share of it to the host."""
     processes = current()
@@ -171,7 +191,9 @@ def prepare(
         metadata = check_metadata(custom_metadata)
         if processes.count == 1:
             _check_target(storage, where, overwrite)
-        item = take_tree(names.STATE_ITEM, value, processes, copy=copy)
+        meter = Meter("save", where)
+        with meter.phase("snapshot"):
+            item = take_tree(names.STATE_ITEM, value, processes, copy=copy)
     except Exception as error:
         take_part(processes, name, error)
         raise
@@ -181,6 +203,8 @@ def prepare(
         items=(item,),
         processes=processes,
         name=name,
+        meter=meter,
+        on_progress=display(on_progress, processes.index),
         custom_metadata=metadata,
         overwrite=overwrite,
     )

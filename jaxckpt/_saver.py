@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, final
 
@@ -12,12 +13,14 @@ from jaxckpt import _items
 from jaxckpt._job import SaveJob, text_of
 from jaxckpt._pace import Pace
 from jaxckpt._preemption import Preemption
+from jaxckpt._progress import Meter, display
 from jaxckpt._queue import Pending, SaveQueue
 from jaxckpt._retention import KeepPolicy, StepInfo
 from jaxckpt._run import Run
 from jaxckpt._save import SaveHandle, check_metadata
 from jaxckpt._schedule import Decision, SavePolicy
 from jaxckpt._snapshot import Item, take_tree
+from jaxckpt._timing import OnProgress, Timing
 from jaxckpt.errors import SaveFailed, StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import MAX_STEP
@@ -47,6 +50,9 @@ class Saver:
         listens: bool,
         budget_bytes: int,
         timeout_s: float,
+        on_progress: OnProgress | None,
+        on_commit: Callable[[Timing], None] | None,
+        timings: deque[Timing],
     ) -> None:
         self.pace = Pace(policy, processes)
         self.queue = SaveQueue(run.root, self._after_save)
@@ -58,6 +64,9 @@ class Saver:
         self._keep = keep
         self._budget_bytes = budget_bytes
         self._timeout_s = timeout_s
+        self._on_progress = display(on_progress, processes.index)
+        self._on_commit = on_commit
+        self._timings = timings
         self._started = 0
         self._latest: Pending | None = None
         self._for_preemption: Pending | None = None
@@ -74,6 +83,7 @@ class Saver:
     ) -> SaveHandle | None:
         """`CheckpointManager.save`."""
         entered_s = time.monotonic()
+        meter = Meter("save", self._run.path(step), step=step)
         decision = self.decide(step, force=force)
         errors = self.queue.take_errors()
         if not decision.save:
@@ -85,12 +95,14 @@ class Saver:
             raise_first(errors)
             self._check_step(step)
             metadata = check_metadata(custom_metadata)
-            held = self._take(state, items, metrics, step, found)
+            held = self._take(state, items, metrics, step, found, meter)
         except Exception as error:  # told to the others, then raised
             if self._processes.count == 1:
                 raise
             problem = error
-        pending = self._start(step, entered_s, held, metadata, found, problem, skips=bool(errors))
+        pending = self._start(
+            step, entered_s, held, metadata, found, problem, meter, skips=bool(errors)
+        )
         if decision.reason == _PREEMPTION:
             self._for_preemption = pending
         if problem is not None:
@@ -105,6 +117,7 @@ class Saver:
         metadata: Mapping[str, Any],
         metrics: dict[str, Any],
         problem: Exception | None,
+        meter: Meter,
         *,
         skips: bool,
     ) -> Pending:
@@ -123,6 +136,8 @@ class Saver:
             items=held,
             processes=self._processes,
             name=name,
+            meter=meter,
+            on_progress=self._on_progress,
             custom_metadata=metadata,
             is_step=True,
             token=hashlib.sha256(name.encode()).hexdigest()[:16],
@@ -192,14 +207,17 @@ class Saver:
         metrics: Mapping[str, Any] | None,
         step: int,
         found: dict[str, Any],
+        meter: Meter,
     ) -> list[Item]:
         """Brings everything to the host, when there is room for it."""
         _items.check_names(items)
         expected = self._latest.size_bytes if self._latest is not None else 0
         self.queue.wait_for_room(expected, self._budget_bytes, self._timeout_s)
+        meter.waited()
         processes = self._processes
-        held: list[Item] = [take_tree(names.STATE_ITEM, state, processes, copy=True)]
-        held += [_items.take_item(name, value, processes) for name, value in items.items()]
+        with meter.phase("snapshot"):
+            held: list[Item] = [take_tree(names.STATE_ITEM, state, processes, copy=True)]
+            held += [_items.take_item(name, value, processes) for name, value in items.items()]
         if metrics is not None:
             wanted = self._keep.metric
             if wanted is not None and wanted not in metrics:
@@ -212,12 +230,18 @@ class Saver:
 
     def _after_save(self, pending: Pending) -> None:
         """Runs in the thread, after a commit."""
+        timing = pending.job.meter.timing()
+        self._timings.append(timing)
         self.floor = pending.step
         self.pace.saved(time.monotonic() - pending.started_s)
         if self._processes.index == 0:  # the others do not know the metrics that it wrote
             info = StepInfo(step=pending.step, saved_s=time.time(), metrics=pending.metrics)
             self._run.remember(info)
             self._delete_what_goes()
+        if self._on_commit is not None:
+            self._on_commit(timing)
+        if pending.job.watch_error is not None:
+            raise pending.job.watch_error
 
     def _delete_what_goes(self) -> None:
         if self._keep.has_rules:

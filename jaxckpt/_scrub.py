@@ -36,7 +36,7 @@ def scrub(
     for start in range(0, len(numbers), processes.count):
         together = numbers[start : start + processes.count]
         mine = together[processes.index : processes.index + 1]
-        said: Any = [_encode(_look(run, number)) for number in mine]
+        said: Any = [_encode(look(run, number)) for number in mine]
         told: list[Any] = processes.gather(f"{name} of {start}", said, timeout_s=timeout_s)
         for number, of_process in zip(together, told, strict=False):
             if of_process[0] is not None:
@@ -45,14 +45,14 @@ def scrub(
         lead(
             processes,
             f"{name} done",
-            lambda: _set_aside(run, reports),
+            lambda: set_aside(run, reports),
             place=run.root,
             timeout_s=timeout_s,
         )
     return reports
 
 
-def _look(run: Run, number: int) -> VerifyReport | None:
+def look(run: Run, number: int) -> VerifyReport | None:
     """What is wrong with a step, seen twice; None if it was deleted in the meantime."""
     with run.leased(number):
         report = _verify(run, number)
@@ -74,7 +74,8 @@ def _verify(run: Run, number: int) -> VerifyReport | None:
         return None
 
 
-def _set_aside(run: Run, reports: dict[int, VerifyReport]) -> None:
+def set_aside(run: Run, reports: dict[int, VerifyReport]) -> None:
+    """Sets aside the steps that are damaged by their reports; of the others nothing changes."""
     for number, report in reports.items():
         bad = next((problem for problem in report.problems if not problem.unreadable), None)
         if bad is not None:

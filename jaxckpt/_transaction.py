@@ -96,12 +96,18 @@ class Transaction:
         if not mine:
             raise SaveFailed(f"{writer} is another writer's: two jobs save {self.path}")
 
-    def commit(self, digests: Mapping[str, str], *, lineage: Mapping[str, Any]) -> None:
+    def commit(
+        self,
+        digests: Mapping[str, str],
+        *,
+        lineage: Mapping[str, Any],
+        phases: Mapping[str, float] | None = None,
+    ) -> None:
         """Makes the checkpoint durable and visible.
 
         Args:
             digests: SHA-256 of the metadata files, by path inside the checkpoint.
-            lineage: For the record.
+            lineage, phases: For the record.
 
         Raises:
             SaveFailed: another writer took over.
@@ -121,6 +127,7 @@ class Transaction:
             files=facts,
             name=posixpath.basename(self.path),
             lineage=lineage,
+            phases=phases or {},
         )
         self.storage.write(f"{self.work}/{names.RECORD}", step.encode_record(record))
         self._check_still_ours()
@@ -437,6 +444,23 @@ def files_below(storage: Storage, root: str) -> list[str]:
             elif not is_temporary_file(name):
                 found.append(path)
     return sorted(found)
+
+
+def bytes_below(storage: Storage, root: str) -> int:
+    """The size of all files below `root`, those that are being written too; for a display."""
+    total, folders = 0, [root]
+    while folders:
+        folder = folders.pop()
+        try:
+            for name in storage.names(folder):
+                path = f"{folder}/{name}"
+                if storage.kind(path) == "dir":
+                    folders.append(path)
+                else:
+                    total += storage.size(path)
+        except OSError:  # it comes into being, or goes
+            continue
+    return total
 
 
 def raise_save_error(path: str, error: BaseException) -> NoReturn:

@@ -7,15 +7,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from jaxckpt import _box
 from jaxckpt._box import Box
 from jaxckpt._plan import SavePlan
 from jaxckpt.format.arrays import dtype_of
+
+if TYPE_CHECKING:  # imported where it is used: who reads to the host alone needs none
+    import jax
 
 # XLA's CPU client uses a host buffer in place if it is aligned like this, and copies it if not.
 _ALIGNMENT = 64
@@ -44,6 +46,8 @@ def sources_of(
     values: Sequence[jax.Array | np.ndarray[Any, Any]], plan: SavePlan
 ) -> tuple[Source, ...]:
     """The distinct shards of a plan's writes; the same for all arrays that are sharded alike."""
+    import jax
+
     alike: dict[tuple[Any, tuple[int, ...]], tuple[dict[Box, int], bool]] = {}
     sources = []
     for i, shard in dict.fromkeys((write.array, write.shard) for write in plan.writes):
@@ -141,6 +145,8 @@ def to_device(
 
     Inside `placing`.
     """
+    import jax
+
     if not buffers:  # all of it is on devices of other processes
         return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
     return jax.make_array_from_callback(
@@ -150,6 +156,8 @@ def to_device(
 
 def to_default_device(values: np.ndarray[Any, Any]) -> jax.Array:
     """Makes an uncommitted jax.Array. Inside `placing`."""
+    import jax
+
     return jax.device_put(values)
 
 
@@ -159,5 +167,7 @@ def placing() -> Iterator[None]:
 
     A 64-bit array stays one even where `jax_enable_x64` is off: values are never rounded.
     """
+    import jax
+
     with jax.enable_x64(True), jax.transfer_guard("allow"):
         yield

@@ -35,6 +35,7 @@ from jaxckpt.format.tree import (
     Node,
     Path,
     Tree,
+    name_problems,
     path_text,
 )
 
@@ -53,10 +54,6 @@ _ARRAYS: Final = (jax.Array, np.ndarray, np.generic)
 _NUMBERS: Final = (bool, int, float, complex)
 _NUMBER_OF: Final = {number.__name__: number for number in _NUMBERS}
 SCALARS: Final = (*_NUMBERS, str, bytes)
-
-# The containers of a tree take two levels of JSON each, and a reader takes `jsontext.MAX_DEPTH`.
-MAX_LEVELS: Final = 90
-_MAX_NAME_BYTES: Final = 16 << 10  # a key of the database has at most 64 kB
 
 # Not by way of what a subclass may have made of `str()`.
 _CONVERT: Final[dict[type, Callable[[Any], object]]] = {
@@ -109,7 +106,7 @@ def flatten(tree: object) -> Flat:
             continue
         leaves.append(leaf)
         values.append(stored)
-    problems += _name_problems(paths)
+    problems += name_problems(paths)
     if problems:
         raise UnsupportedLeaf(
             f"{len(problems)} leaves cannot be saved, and nothing was written:\n"
@@ -160,26 +157,6 @@ def _key_name(key: object) -> str:
 def _key_type(key: object) -> int:
     is_index = isinstance(key, (tree_util.SequenceKey, tree_util.FlattenedIndexKey))
     return SEQUENCE if is_index else NAMED
-
-
-def _name_problems(paths: Sequence[Path]) -> list[str]:
-    first: dict[str, Path] = {}
-    problems = []
-    for path in paths:
-        name = ".".join(path)
-        other = first.setdefault(name, path)
-        if other is not path:
-            problems.append(
-                f"  {path_text(path)}: on disk it would be called {name!r}, and so would "
-                f"{path_text(other)}; rename one of the keys"
-            )
-        if len(path) > MAX_LEVELS:
-            problems.append(f"  {path_text(path[:4])}/...: nested deeper than {MAX_LEVELS} levels")
-        if len(name.encode(errors="replace")) > _MAX_NAME_BYTES:
-            problems.append(f"  {path_text(path)[:80]}...: longer than {_MAX_NAME_BYTES} bytes")
-        if not name.isprintable() and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in name):
-            problems.append(f"  {path!r}: a key holds a NUL or half of a surrogate pair")
-    return problems
 
 
 def _describe(value: object, path: Path, key_types: tuple[int, ...]) -> Leaf:

@@ -134,7 +134,7 @@ def _verify(storage: Storage, where: str) -> VerifyReport:
         leaves += len(item.tree.leaves)
         read_bytes = _read_all(item, problems)
         size += read_bytes
-        if not item.ours and read_bytes:
+        if not item.ours and read_bytes and not _has_digests(checkpoint, item_path):
             unchecked.append(f"{item.path}: its arrays carry no checksum that is known to be there")
     return _report(checkpoint.path, problems, unchecked, files, leaves, size)
 
@@ -160,7 +160,7 @@ def _check_files(
         else:
             if message is not None:
                 problems.append(Problem(file=file, leaf=None, message=message))
-    known = {*record.files, names.RECORD, names.COMMIT_MARKER, names.WRITER}
+    known = {*record.files, names.RECORD, names.COMMIT_MARKER, names.WRITER, names.PINNED}
     try:
         unchecked += [
             f"{checkpoint.path}/{path} is no part of the checkpoint"
@@ -170,6 +170,14 @@ def _check_files(
     except OSError as error:
         problems.append(_problem(error))
     return len(record.files)
+
+
+def _has_digests(checkpoint: _discovery.Checkpoint, item_path: str) -> bool:
+    """Whether the record has that of every file of an item, data files too."""
+    prefix = posixpath.relpath(item_path, checkpoint.path) + "/"
+    recorded = checkpoint.record.files if checkpoint.record is not None else {}
+    files = [facts for name, facts in recorded.items() if name.startswith(prefix)]
+    return bool(files) and all(facts.sha256 is not None for facts in files)
 
 
 def _folder_problem(storage: Storage, base: str, folder: str) -> str | None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from jaxckpt import _discovery
 from jaxckpt._item import Item, read_item, subtree
+from jaxckpt._select import Globs, check_globs, selector
 from jaxckpt.format.arrays import dtype_of
+from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Node, Path, parse_path, path_text
 from jaxckpt.storage import locate
+
+if TYPE_CHECKING:
+    from jaxckpt._statistics import LeafStatistics
 
 _MAX_LINES: Final = 200
 
@@ -28,6 +34,7 @@ class LeafInfo:
         shape: Of the leaf.
         sharding: How it was laid out when it was saved, in words, or None.
         size_bytes: Of its values on disk, uncompressed.
+        layout: What `sharding` says, as data.
     """
 
     path: str
@@ -36,6 +43,7 @@ class LeafInfo:
     shape: tuple[int, ...]
     sharding: str | None
     size_bytes: int
+    layout: SavedSharding | None = None
 
     def __str__(self) -> str:
         dims = "[" + ",".join(map(str, self.shape)) + "]"
@@ -54,7 +62,7 @@ class Checkpoint:
         item: Name of the item that this is of; "" for a checkpoint that is its own only item.
         items: Names of all items of the checkpoint.
         custom_metadata: What was given to `save`.
-        lineage: Where it came from, if by `fork` or `export` from another checkpoint.
+        lineage: Where it came from, if by `fork`, `convert` or `import_safetensors`.
         leaves: By path, in tree order.
     """
 
@@ -111,8 +119,40 @@ class Checkpoint:
         del like  # so that its arrays are free once the caller has let go of them
         return restore_from(load, self._found.storage, self.path, target, **options)
 
+    def statistics(self, *, only: Globs = None, skip: Globs = None) -> Mapping[str, LeafStatistics]:
+        """Reads this part, and describes the values of each leaf that holds numbers.
+
+        Args:
+            only, skip: Globs over leaf paths; a container's name means all in it.
+
+        Returns:
+            By path. It took at most 256 MiB of memory, or one chunk where that is larger.
+
+        Raises:
+            CorruptCheckpoint: stored data is missing or damaged; the leaf and the file are named.
+            ValueError: `only` or `skip` matches no leaf.
+        """
+        from jaxckpt._statistics import statistics
+
+        if self._tree is None:
+            return {}
+        tree, found = self._tree, self._found
+        check_globs(only, skip, [leaf.path for leaf in tree.tree.leaves], place=self.path)
+        chosen = selector(only, skip)
+        leaves = [leaf for leaf in tree.tree.leaves if chosen(leaf.path)]
+
+        def read() -> Mapping[str, LeafStatistics]:
+            _discovery.check_current(found)
+            return statistics(tree, leaves)
+
+        return _discovery.consistently(found.storage, found.path, read)
+
     def __repr__(self) -> str:
         return "\n".join(_lines(self))
+
+    def _repr_html_(self) -> str:
+        # By its name, at run time: notebooks are a layer above, and only they ask for this.
+        return importlib.import_module("jaxckpt.integrations.notebook").checkpoint_html(self)
 
 
 def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint:
@@ -161,6 +201,7 @@ def _info(item: Item, leaf: Leaf) -> LeafInfo:
         shape=leaf.shape,
         sharding=None if sharding is None else str(sharding),
         size_bytes=size,
+        layout=sharding,
     )
 
 
@@ -170,7 +211,7 @@ def _info(item: Item, leaf: Leaf) -> LeafInfo:
 def _lines(ckpt: Checkpoint) -> list[str]:
     tree = ckpt._tree  # this module's own class
     below = path_text(ckpt._below)
-    writer = ckpt._found.record.writer if ckpt._found.record else "not jaxckpt"
+    writer = ckpt._found.record.writer if ckpt._found.record else "another program"
     head = (
         f"{ckpt.path}{f' item {ckpt.item!r}' if ckpt.item else ''}{f' at {below}' if below else ''}"
     )

@@ -1,4 +1,4 @@
-"""`fork` and `export`: checkpoints that are made of others."""
+"""`fork`: a run that starts from a step of another."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import os
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import pytest
-from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -190,43 +187,3 @@ def test_orbax_reads_a_fork_and_what_it_wrote_can_be_forked(tmp_path, mesh):
     with ocp.CheckpointManager(tmp_path / "ours") as manager:
         assert manager.latest_step() == 4
         assert same(manager.restore(4, args=ocp.args.StandardRestore(state)), state)
-
-
-# --- export --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def trained(tmp_path, mesh):
-    """A step of a TrainState."""
-    params = {"dense": {"kernel": state_on(mesh)["w"], "count": jnp.arange(3)}}
-    state = TrainState.create(apply_fn=len, params=params, tx=optax.adam(1e-3))
-    with CheckpointManager(tmp_path / "run") as manager:
-        manager.save(9, state, metrics={"loss": 0.5}, custom_metadata={"of": "run"})
-    return tmp_path / "run" / "9"
-
-
-def test_weights_alone_are_exported(trained, tmp_path, mesh):
-    """In another dtype where they are floats; split as they were; Orbax reads them."""
-    jaxckpt.export(trained, tmp_path / "weights", only="params", dtype=jnp.bfloat16)
-
-    got = jaxckpt.restore(tmp_path / "weights")
-    kernel = got["params"]["dense"]["kernel"]
-    assert list(got) == ["params"]
-    assert (kernel.dtype, kernel.sharding.spec) == (jnp.bfloat16, P("x", "y"))
-    assert np.array_equal(kernel, state_on(mesh)["w"].astype(jnp.bfloat16))
-    assert np.array_equal(got["params"]["dense"]["count"], np.arange(3))
-    assert jaxckpt.open(tmp_path / "weights").custom_metadata == {"of": "run"}
-    assert jaxckpt.open(tmp_path / "weights").lineage["path"] == str(trained)
-    theirs = ocp.PyTreeCheckpointer().restore(tmp_path / "weights" / "state")
-    assert np.array_equal(theirs["params"]["dense"]["kernel"], kernel)
-
-
-def test_an_export_replaces_nothing_unasked(trained, tmp_path):
-    """With overwrite=True it does."""
-    jaxckpt.export(trained, tmp_path / "weights", only="params")
-    with pytest.raises(StepExists):
-        jaxckpt.export(trained, tmp_path / "weights", skip="opt_state")
-    assert list(jaxckpt.restore(tmp_path / "weights")) == ["params"]
-
-    jaxckpt.export(trained, tmp_path / "weights", skip=["opt_state", "step"], overwrite=True)
-    assert jaxckpt.verify(tmp_path / "weights").ok

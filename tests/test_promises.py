@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._tree import MAX_LEVELS
+from jaxckpt.format.tree import MAX_LEVELS
 
 
 class Flavour(str, enum.Enum):  # noqa: UP042  # prints as its name, which StrEnum does not

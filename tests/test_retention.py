@@ -215,15 +215,40 @@ def test_why_a_step_stays():
     infos = of_losses(5, 1, 7, 3)
     policy = KeepPolicy(last=2, every_steps=4, best=1, metric="loss")
 
-    assert policy.kept(infos, now_s=0.0) == {
-        2: "best=1",
-        3: "last=2",
-        4: "newest, last=2, every_steps=4",
+    assert policy.why(infos, now_s=0.0) == {
+        2: ("best 1 by loss",),
+        3: ("last 2",),
+        4: ("newest", "last 2", "every 4 steps"),
     }
-    assert KeepPolicy().kept([infos[0], replace(infos[1], pinned=True)], now_s=0.0) == {
-        1: "no rule, so all",
-        2: "newest, pinned, no rule, so all",
+    assert KeepPolicy().why([infos[0], replace(infos[1], pinned=True)], now_s=0.0) == {
+        1: ("no rule, so all",),
+        2: ("newest", "pinned", "no rule, so all"),
     }
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        (KeepPolicy(every_seconds=900), "every 900 s"),
+        (KeepPolicy(newer_than_s=0.5), "newer than 0.5 s"),
+        (KeepPolicy(when=lambda info: info.step == 1), "when(...)"),
+    ],
+)
+def test_every_rule_has_words(policy, why):
+    """Also those by the clock, and the user's own."""
+    infos = [StepInfo(step=1, saved_s=NOW_S), StepInfo(step=2, saved_s=NOW_S)]
+
+    assert policy.why(infos, now_s=NOW_S)[1] == (why,)
+
+
+@LAWS
+@given(histories(), policies)
+def test_each_step_that_stays_has_a_reason(infos, policy):
+    """`why` names the very steps that `kept` keeps, in order, and each has a reason."""
+    why = policy.why(infos, now_s=NOW_S)
+
+    assert list(why) == sorted(policy.kept(infos, now_s=NOW_S))
+    assert all(why.values())
 
 
 def test_no_steps_keep_nothing():

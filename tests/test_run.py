@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 import jaxckpt
 from jaxckpt import CheckpointNotFound, CorruptCheckpoint, SaveFailed
-from jaxckpt._job import Turn
-from jaxckpt._run import LEASE_S, Run
+from jaxckpt._leases import LEASE_S
+from jaxckpt._run import Run
+from jaxckpt._turn import Turn
 from jaxckpt.format import jsontext, names, run, step, values
 from jaxckpt.format.run import Lease, Owner, StepNames
 from jaxckpt.format.step import Record

@@ -73,8 +73,9 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def inner_shape(chunk_shape: Sequence[int], itemsize: int) -> tuple[int, ...] | None:
-    """Splits a chunk into equal inner chunks of at most `MAX_UNIT_BYTES`, or None if it is small.
+    """Splits a chunk into equal inner chunks of at most `MAX_UNIT_BYTES`.
 
+    None if it is small, or if its sides have only divisors that would make tiny pieces of it.
     Splits as few dimensions as it can, the first ones first, so that an inner chunk is one run of
     the chunk's memory.
 
@@ -94,7 +95,7 @@ def inner_shape(chunk_shape: Sequence[int], itemsize: int) -> tuple[int, ...] | 
         good = [c for c in choices if MAX_UNIT_BYTES // 16 <= c[0] <= MAX_UNIT_BYTES]
         _, axis, parts = max(good, key=lambda c: c[1]) if good else _closest(choices)
         shape[-axis] //= parts
-    return tuple(shape)
+    return tuple(shape) if size >= _SMALLEST_INNER_BYTES else None
 
 
 def _closest(choices: list[tuple[int, int, int]]) -> tuple[int, int, int]:
@@ -141,6 +142,23 @@ def zarr3_metadata(stored: StoredArray) -> dict[str, Any]:
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "codecs": codecs,
         "fill_value": _zero(stored.dtype),
+    }
+
+
+def zarr2_metadata(stored: StoredArray) -> dict[str, Any]:
+    """The `.zarray` of an array for releases of Orbax that know no zarr v3: without checksums."""
+    dtype = dtype_of(stored.dtype)
+    return {
+        "zarr_format": 2,
+        "shape": list(stored.shape),
+        "chunks": list(stored.chunk_shape),
+        # What numpy has no code for is called by its name, as TensorStore has it.
+        "dtype": dtype.newbyteorder("<").str if hasattr(np, stored.dtype) else stored.dtype,
+        "compressor": None,
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "dimension_separator": ".",
     }
 
 

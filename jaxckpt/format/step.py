@@ -3,6 +3,7 @@
 The record, `_jaxckpt.json`, is two lines. The first is JSON:
 
     {"version": 1, "writer": "jaxckpt 0.1.0", "token": ..., "name": "1000", "lineage": ...,
+     "phases": {"snapshot": 0.01, "write": 1.2, ...},
      "files": {"state/_METADATA": {"bytes": 1234, "sha256": ...},
                "state/d/5c1f...": {"bytes": 99}}}
 
@@ -123,6 +124,7 @@ class Record:
         files: By path inside the checkpoint.
         name: Of the directory that it was saved as; "" if an earlier jaxckpt wrote it.
         lineage: Where the values came from, if from another checkpoint.
+        phases: Seconds of the save by phase, up to the commit; see `jaxckpt.Timing`.
         digest: Of the file, once it was read.
     """
 
@@ -131,6 +133,7 @@ class Record:
     files: Mapping[str, FileFacts]
     name: str = ""
     lineage: Mapping[str, Any] = field(default_factory=dict)
+    phases: Mapping[str, float] = field(default_factory=dict)
     digest: str = field(default="", compare=False)
 
 
@@ -143,6 +146,7 @@ def encode_record(record: Record) -> bytes:
             "token": record.token,
             "name": record.name,
             "lineage": dict(record.lineage),
+            "phases": {name: round(seconds, 6) for name, seconds in record.phases.items()},
             "files": {
                 path: {"bytes": facts.size} | ({"sha256": facts.sha256} if facts.sha256 else {})
                 for path, facts in record.files.items()
@@ -185,6 +189,10 @@ def decode_record(data: bytes, *, file: str) -> Record:
         files=files,
         name=expect(top.get("name", ""), str, "'name'", file=file),
         lineage=expect(top.get("lineage", {}), dict, "'lineage'", file=file),
+        phases={
+            name: expect(seconds, float, "a phase", file=file)
+            for name, seconds in expect(top.get("phases", {}), dict, "'phases'", file=file).items()
+        },
         digest=digest(data),
     )
 

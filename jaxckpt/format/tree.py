@@ -24,6 +24,10 @@ _OURS: Final = "jaxckpt"
 SEQUENCE: Final = 1  # key_type: an index of a list or tuple
 NAMED: Final = 2  # key_type: a dict key or an attribute
 
+# The containers of a tree take two levels of JSON each, and a reader takes `jsontext.MAX_DEPTH`.
+MAX_LEVELS: Final = 90
+_MAX_NAME_BYTES: Final = 16 << 10  # a key of the database has at most 64 kB
+
 # Of an int that no array holds and is stored as text: Python reads no longer one.
 MAX_DIGITS: Final = 4300
 
@@ -213,6 +217,27 @@ def parse_path(path: str | Sequence[object]) -> Path:
             return ()
         return tuple(part.replace("~1", "/").replace("~0", "~") for part in path.split("/"))
     return tuple(str(key) for key in path)
+
+
+def name_problems(paths: Sequence[Path]) -> list[str]:
+    """What keeps leaves of these paths out of one checkpoint, a line for each."""
+    first: dict[str, Path] = {}
+    problems = []
+    for path in paths:
+        name = ".".join(path)
+        other = first.setdefault(name, path)
+        if other is not path:
+            problems.append(
+                f"  {path_text(path)}: on disk it would be called {name!r}, and so would "
+                f"{path_text(other)}; rename one of the keys"
+            )
+        if len(path) > MAX_LEVELS:
+            problems.append(f"  {path_text(path[:4])}/...: nested deeper than {MAX_LEVELS} levels")
+        if len(name.encode(errors="replace")) > _MAX_NAME_BYTES:
+            problems.append(f"  {path_text(path)[:80]}...: longer than {_MAX_NAME_BYTES} bytes")
+        if not name.isprintable() and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in name):
+            problems.append(f"  {path!r}: a key holds a NUL or half of a surrogate pair")
+    return problems
 
 
 # --- writing ---------------------------------------------------------------------------------

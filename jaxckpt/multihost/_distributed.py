@@ -91,6 +91,14 @@ class Distributed:
                 outcome = self._publish(round_, _pack([0], b"null"), _last_words_s(timeout_s))
         return self._conclude(round_, name, outcome, timeout_s)
 
+    def missing(self, name: str) -> list[int]:
+        """Who has not come to the gather of this name in which another thread of ours waits."""
+        key = _key("gather", name)
+        with self._lock:
+            round_ = f"{key}/{self._uses[key]}"
+        found = self._arrived(round_, _LAST_WORDS_S)
+        return [index for index in range(self.count) if index not in found]
+
     def _gather(self, kind: str, name: str, value: Json, timeout_s: float) -> list[Json]:
         deadline = time.monotonic() + timeout_s
         encoded = encode(value)
@@ -107,11 +115,10 @@ class Distributed:
 
     def _round(self, kind: str, name: str) -> str:
         """Names this meeting, by its name and how often that was used."""
+        key = _key(kind, name)
         with self._lock:
-            # Quoted, so that no name is a directory of another.
-            name = f"{_PREFIX}/{kind}/{quote(name, safe='')}"
-            self._uses[name] += 1
-            return f"{name}/{self._uses[name]}"
+            self._uses[key] += 1
+            return f"{key}/{self._uses[key]}"
 
     def _decide(self, round_: str, mine: bytes, deadline: float, timeout_s: float) -> bytes:
         """Process 0: collects all values, publishes the outcome, deletes old rounds."""
@@ -177,6 +184,11 @@ class Distributed:
                 del self._readers[round_]
         for round_ in done:
             self._service.delete(round_, timeout_s=timeout_s)
+
+
+def _key(kind: str, name: str) -> str:
+    # Quoted, so that no name is a directory of another.
+    return f"{_PREFIX}/{kind}/{quote(name, safe='')}"
 
 
 def _from(round_: str, index: int) -> str:

@@ -58,6 +58,10 @@ class Processes(Protocol):
         """Returns the value of process 0, which waits for nobody, to every process."""
         ...
 
+    def missing(self, name: str) -> list[int]:
+        """Who has not come to the gather of this name in which another thread of ours waits."""
+        ...
+
 
 def encode(value: Json) -> bytes:
     """As one line of ASCII; `inf` and `nan` are allowed."""

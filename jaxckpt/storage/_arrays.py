@@ -139,20 +139,26 @@ class Pending(Protocol):
 
 
 class Writer:
-    """One atomic transaction on a new OCDBT database: arrays and single values.
+    """Arrays and single values for one item: as a rule one atomic transaction on its database.
 
     Nothing can be read until `commit`, and then everything. TensorStore refers to the arrays it is
     given until then; their owner must not change them.
 
     Args:
         spec: The kvstore spec of the database's directory.
+        database: Whether it is an OCDBT database. If not, arrays are plain files, there at once.
+        zarr_version: Of the arrays.
     """
 
-    def __init__(self, spec: Mapping[str, Any]) -> None:
-        self._spec = _database(spec)
-        self._transaction = ts.Transaction(atomic=True)
+    def __init__(
+        self, spec: Mapping[str, Any], *, database: bool = True, zarr_version: int = 3
+    ) -> None:
+        self._spec = _database(spec) if database else dict(spec)
+        self._base = "" if database else self._spec.get("path", "")
+        self._driver = "zarr3" if zarr_version == 3 else "zarr"
+        self._transaction = ts.Transaction(atomic=True) if database else None
         store = ts.KvStore.open(self._spec, context=context()).result()
-        self._store = store.with_transaction(self._transaction)
+        self._store = store.with_transaction(self._transaction) if database else store
         self._pending: list[Pending] = []
 
     def put(self, key: str, data: bytes) -> None:
@@ -160,21 +166,18 @@ class Writer:
         self._store[key] = data
 
     def create_array(self, prefix: str, metadata: Mapping[str, Any]) -> ts.TensorStore:
-        """Stores the metadata of a zarr v3 array, and returns it for `write`."""
-        return _open_array(
-            {"driver": "zarr3", "kvstore": {**self._spec, "path": prefix}, "metadata": metadata},
-            transaction=self._transaction,
-            create=True,
-        )
+        """Stores the metadata of an array, and returns it for `write`."""
+        return _open_array(self._array(prefix, metadata), self._transaction, create=True)
 
     def array(self, prefix: str, metadata: Mapping[str, Any]) -> ts.TensorStore:
-        """Returns an array whose metadata another process stores."""
+        """Returns an array whose metadata another writer stores."""
         return _open_array(
-            {"driver": "zarr3", "kvstore": {**self._spec, "path": prefix}, "metadata": metadata},
-            transaction=self._transaction,
-            open=True,
-            assume_metadata=True,
+            self._array(prefix, metadata), self._transaction, open=True, assume_metadata=True
         )
+
+    def _array(self, prefix: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        kvstore = {**self._spec, "path": self._base + prefix}
+        return {"driver": self._driver, "kvstore": kvstore, "metadata": dict(metadata)}
 
     def write(self, array: ts.TensorStore, where: tuple[slice, ...], values: Any) -> None:
         """Stores values into part of an array."""
@@ -184,22 +187,31 @@ class Writer:
 
     def commit(self) -> None:
         """Writes everything, and returns when it is on disk."""
-        self._transaction.commit_sync()
+        if self._transaction is not None:
+            self._transaction.commit_sync()
         for pending in self._pending:
             pending.result()
         self._pending.clear()
 
     def abort(self) -> None:
-        """Drops everything."""
+        """Drops everything that is not there yet."""
         self._pending.clear()
-        self._transaction.abort()
+        if self._transaction is not None:
+            self._transaction.abort()
 
 
-def _open_array(spec: Mapping[str, Any], **how: Any) -> ts.TensorStore:
-    options = {"store_data_equal_to_fill_value": True} if "metadata" in spec else {}
+def _open_array(
+    spec: Mapping[str, Any], transaction: ts.Transaction | None, **how: Any
+) -> ts.TensorStore:
     return ts.open(
-        {**spec, **options, "recheck_cached_metadata": False, "recheck_cached_data": False},
+        {
+            **spec,
+            "store_data_equal_to_fill_value": True,
+            "recheck_cached_metadata": False,
+            "recheck_cached_data": False,
+        },
         context=context(),
+        transaction=transaction,
         **how,
     ).result()
 

@@ -101,6 +101,10 @@ class SimulatedProcesses:
         self._arrive()
         return self._rounds.agree(name, value, timeout_s=timeout_s)
 
+    def missing(self, name: str) -> list[int]:
+        """Who has not come to the gather of this name in which another thread of ours waits."""
+        return self._rounds.missing(name)
+
     def die(self) -> NoReturn:
         """Kills this process here: it takes part in nothing more."""
         with self._lock:

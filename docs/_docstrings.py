@@ -1,0 +1,22 @@
+"""Where docstrings of jaxckpt differ from what mkdocstrings takes for Google's style."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from griffe import Extension, Object
+
+# An error in a list of them that has no name, and the heading over an example.
+OTHERS = re.compile(r"^( +)(Whatever )", re.MULTILINE)
+EXAMPLE = re.compile(r"^( *)Example:$", re.MULTILINE)
+
+
+class Docstrings(Extension):
+    """Puts them into the words that are expected, before they are parsed."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        """Changes one of them."""
+        if obj.docstring is not None:
+            text = OTHERS.sub(r"\1Others: \2", obj.docstring.value)
+            obj.docstring.value = EXAMPLE.sub(r"\1Examples:", text)

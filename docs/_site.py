@@ -1,0 +1,103 @@
+"""What mkdocs builds beside the pages of this directory; named under `hooks` in mkdocs.yml.
+
+The README and its like become pages as they are, so that each is written once. So do the
+notebooks, with the outputs that they are committed with: nothing is run.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+# Which file of the repository is which page.
+PAGES = {
+    "README.md": "index.md",
+    "RELIABILITY.md": "reliability.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "ARCHITECTURE.md": "architecture.md",
+    "CHANGELOG.md": "changelog.md",
+}
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages that are made, and the pictures on them."""
+    for source, page in PAGES.items():
+        text = (ROOT / source).read_text("utf-8")
+        _add(files, config, page, _relink(text, (ROOT / source).parent, files, config))
+    for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        page = f"notebooks/{notebook.stem}.md"
+        parts: list[str] = []
+        for i, cell in enumerate(json.loads(notebook.read_text("utf-8"))["cells"]):
+            if cell["cell_type"] == "markdown":
+                text = "".join(cell["source"])
+                parts.append(_relink(text, notebook.parent, files, config, depth=1))
+            else:
+                parts += _code(cell, page.replace(".md", f"-{i}"), files, config)
+        _add(files, config, page, "\n\n".join(parts))
+    return files
+
+
+def _add(files: Files, config: MkDocsConfig, name: str, content: str | bytes) -> None:
+    files.append(File.generated(config, name, content=content))
+
+
+def _relink(text: str, folder: Path, files: Files, config: MkDocsConfig, depth: int = 0) -> str:
+    """Points links to files of the repository at their pages.
+
+    Where a file has none, its link becomes plain words.
+
+    Args:
+        folder: The one that links are relative to.
+        depth: How many folders the page is below the top of the site.
+    """
+
+    def relinked(found: re.Match[str]) -> str:
+        image, words, target, anchor = found.groups()
+        if re.match(r"[a-z]+:", target) or not (folder / target).exists():
+            return found[0]  # another site, or a mistake, which mkdocs reports
+        path = (folder / target).resolve().relative_to(ROOT).as_posix()
+        if image:
+            if files.get_file_from_path(path) is None:
+                files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+            page = path
+        elif path.startswith("docs/"):
+            page = path.removeprefix("docs/")
+        elif path.startswith("notebooks/") and path.endswith(".ipynb"):
+            page = path.removesuffix("ipynb") + "md"
+        elif path in PAGES:
+            page = PAGES[path]
+        else:
+            return words
+        return f"{image}[{words}]({'../' * depth}{page}{anchor or ''})"
+
+    return LINK.sub(relinked, text)
+
+
+def _code(cell: dict[str, Any], name: str, files: Files, config: MkDocsConfig) -> Iterator[str]:
+    """A cell of code, and what it has put out."""
+    yield f"```python\n{''.join(cell['source'])}\n```"
+    for i, output in enumerate(cell["outputs"]):
+        data = output.get("data", {})
+        if "image/png" in data:
+            picture = f"{name}-{i}.png"
+            _add(files, config, picture, base64.b64decode(data["image/png"]))
+            yield f"![What the cell above draws]({picture.rpartition('/')[2]})"
+        elif "text/html" in data:
+            # Markdown takes a block of HTML to end at an empty line.
+            html = re.sub(r"\n\s*\n", "\n", "".join(data["text/html"]))
+            # A tree of its own, in which the styles of this site do not hold.
+            html = f'<template shadowrootmode="open">{html}</template>'
+            yield f'<div class="output"><div>{html}</div></div>'
+        else:
+            words = "".join(output.get("text") or data.get("text/plain") or [])
+            yield f"```{{ .text .output }}\n{COLOURS.sub('', words).rstrip()}\n```"

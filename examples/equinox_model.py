@@ -1,0 +1,75 @@
+"""Equinox and optax: the arrays of a model are saved, and its functions stay in the program.
+
+python examples/equinox_model.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxckpt
+
+OPTIMIZER = optax.adamw(1e-2)
+
+
+def create() -> eqx.nn.MLP:
+    """One hidden layer; a leaf of it is the activation, which is no array."""
+    return eqx.nn.MLP(1, 1, 32, 1, activation=jnp.tanh, key=jax.random.key(0))
+
+
+@jax.jit
+def init() -> dict[str, Any]:
+    """The first state; where there is a checkpoint it is traced for the shapes, and never run."""
+    params = eqx.filter(create(), eqx.is_array)
+    return {"params": params, "opt_state": OPTIMIZER.init(params)}
+
+
+# What is no array: functions and sizes.
+STATIC = eqx.partition(eqx.filter_eval_shape(create), lambda x: hasattr(x, "shape"))[1]
+
+
+@jax.jit
+def train_step(state: dict[str, Any], step: int) -> tuple[dict[str, Any], jax.Array]:
+    """One step towards a sine."""
+    x = jax.random.uniform(jax.random.fold_in(jax.random.key(1), step), (64, 1), maxval=3)
+
+    def loss_of(params: eqx.nn.MLP) -> jax.Array:
+        return jnp.mean((jax.vmap(eqx.combine(params, STATIC))(x) - jnp.sin(x)) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(state["params"])
+    updates, opt_state = OPTIMIZER.update(gradients, state["opt_state"], state["params"])
+    return {"params": eqx.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
+
+
+def train(run: Path, steps: int) -> dict[str, Any]:
+    """Trains to that step, from where the run is."""
+    save, keep = jaxckpt.SavePolicy(every_steps=10), jaxckpt.KeepPolicy(last=2)
+    with jaxckpt.CheckpointManager(run, save=save, keep=keep) as manager:
+        state, start = manager.restore_or(init)
+        for step in range(start + 1, steps + 1):
+            state, loss = train_step(state, step)
+            manager.save(step, state, metrics={"loss": loss})
+        print(f"{run.name}: steps {start + 1} to {steps}, loss {loss:.6f}")
+    return state
+
+
+def main() -> None:
+    """Trains at once, and in two parts, and compares."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole = train(Path(folder, "whole"), 40)
+        train(Path(folder, "parts"), 20)
+        parts = train(Path(folder, "parts"), 40)
+    assert jax.tree.all(jax.tree.map(np.array_equal, whole, parts))
+    print("the same bits")
+
+
+if __name__ == "__main__":
+    main()

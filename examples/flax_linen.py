@@ -1,0 +1,74 @@
+"""Flax linen and optax: a `TrainState` that is stopped half-way goes on with the same bits.
+
+python examples/flax_linen.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from flax.training.train_state import TrainState
+
+import jaxckpt
+
+
+class Mlp(nn.Module):
+    """One hidden layer."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(1)(nn.tanh(nn.Dense(32)(x)))
+
+
+MODEL, OPTIMIZER = Mlp(), optax.adamw(1e-2)
+
+
+@jax.jit
+def init() -> TrainState:
+    """The first state; where there is a checkpoint it is traced for the shapes, and never run."""
+    params = MODEL.init(jax.random.key(0), jnp.zeros((1, 1)))["params"]
+    return TrainState.create(apply_fn=MODEL.apply, params=params, tx=OPTIMIZER)
+
+
+@jax.jit
+def train_step(state: TrainState) -> tuple[TrainState, jax.Array]:
+    """One step towards a sine; its data follow from `state.step`, which is saved with the rest."""
+    x = jax.random.uniform(jax.random.fold_in(jax.random.key(1), state.step), (64, 1), maxval=3)
+
+    def loss_of(params: dict[str, jax.Array]) -> jax.Array:
+        return jnp.mean((state.apply_fn({"params": params}, x) - jnp.sin(x)) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(state.params)
+    return state.apply_gradients(grads=gradients), loss
+
+
+def train(run: Path, steps: int) -> TrainState:
+    """Trains to that step, from where the run is."""
+    save, keep = jaxckpt.SavePolicy(every_steps=10), jaxckpt.KeepPolicy(last=2)
+    with jaxckpt.CheckpointManager(run, save=save, keep=keep) as manager:
+        state, start = manager.restore_or(init)
+        for step in range(start + 1, steps + 1):
+            state, loss = train_step(state)
+            manager.save(step, state, metrics={"loss": loss})
+        print(f"{run.name}: steps {start + 1} to {steps}, loss {loss:.6f}")
+    return state
+
+
+def main() -> None:
+    """Trains at once, and in two parts, and compares."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole = train(Path(folder, "whole"), 40)
+        train(Path(folder, "parts"), 20)
+        parts = train(Path(folder, "parts"), 40)
+    assert jax.tree.all(jax.tree.map(np.array_equal, whole, parts))
+    print("the same bits")
+
+
+if __name__ == "__main__":
+    main()

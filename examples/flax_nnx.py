@@ -1,0 +1,80 @@
+"""Flax nnx: modules, optimizer and dropout keys go on with the same bits, initialised once.
+
+python examples/flax_nnx.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxckpt
+
+
+class Mlp(nnx.Module):
+    """One hidden layer, with dropout."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(1, 32, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.down = nnx.Linear(32, 1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(self.dropout(nnx.tanh(self.up(x))))
+
+
+def create() -> tuple[Mlp, nnx.Optimizer]:
+    """All that has a state."""
+    model = Mlp(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+
+@jax.jit
+def init() -> nnx.State:
+    """The first state; where there is a checkpoint it is traced for the shapes, and never run."""
+    return nnx.state(create())
+
+
+@nnx.jit
+def train_step(model: Mlp, optimizer: nnx.Optimizer, step: int) -> jax.Array:
+    """One step towards a sine."""
+    x = jax.random.uniform(jax.random.fold_in(jax.random.key(1), step), (64, 1), maxval=3)
+    loss, gradients = nnx.value_and_grad(lambda model: jnp.mean((model(x) - jnp.sin(x)) ** 2))(
+        model
+    )
+    optimizer.update(model, gradients)
+    return loss
+
+
+def train(run: Path, steps: int) -> nnx.State:
+    """Trains to that step, from where the run is."""
+    graph = nnx.graphdef(nnx.eval_shape(create))  # shapes, no arrays
+    save, keep = jaxckpt.SavePolicy(every_steps=10), jaxckpt.KeepPolicy(last=2)
+    with jaxckpt.CheckpointManager(run, save=save, keep=keep) as manager:
+        state, start = manager.restore_or(init)
+        model, optimizer = nnx.merge(graph, state)
+        for step in range(start + 1, steps + 1):
+            loss = train_step(model, optimizer, step)
+            manager.save(step, nnx.state((model, optimizer)), metrics={"loss": loss})
+        print(f"{run.name}: steps {start + 1} to {steps}, loss {loss:.6f}")
+    return nnx.state((model, optimizer))
+
+
+def main() -> None:
+    """Trains at once, and in two parts, and compares."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole = train(Path(folder, "whole"), 40)
+        train(Path(folder, "parts"), 20)
+        parts = train(Path(folder, "parts"), 40)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(np.all(a == b)), whole, parts))
+    print("the same bits")
+
+
+if __name__ == "__main__":
+    main()

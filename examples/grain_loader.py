@@ -1,0 +1,69 @@
+"""Grain: the position of a data iterator is saved with the step, and no example is seen twice.
+
+python examples/grain_loader.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxckpt
+
+
+def batches() -> grain.DatasetIterator:
+    """Shuffled batches of points on a line, for as long as they are asked for."""
+    points = np.linspace(0, 1, 1000, dtype=np.float32)
+    data = grain.MapDataset.source(points).seed(0).shuffle().repeat().batch(32)
+    return iter(data.to_iter_dataset())
+
+
+@jax.jit
+def init() -> dict[str, jax.Array]:
+    """A line through nothing."""
+    return {"slope": jnp.zeros(()), "offset": jnp.zeros(())}
+
+
+@jax.jit
+def train_step(
+    params: dict[str, jax.Array], x: jax.Array
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """One step of gradient descent towards y = 3x - 1."""
+
+    def loss_of(params: dict[str, jax.Array]) -> jax.Array:
+        return jnp.mean((params["slope"] * x + params["offset"] - (3 * x - 1)) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+def train(run: Path, steps: int) -> dict[str, jax.Array]:
+    """Trains to that step, from where the run is."""
+    data = batches()
+    save, keep = jaxckpt.SavePolicy(every_steps=10), jaxckpt.KeepPolicy(last=2)
+    with jaxckpt.CheckpointManager(run, save=save, keep=keep) as manager:
+        params, start = manager.restore_or(init, items={"data": data})  # `data` goes on in place
+        for step in range(start + 1, steps + 1):
+            params, loss = train_step(params, next(data))
+            manager.save(step, params, items={"data": data}, metrics={"loss": loss})
+        print(f"{run.name}: steps {start + 1} to {steps}, loss {loss:.6f}")
+    return params
+
+
+def main() -> None:
+    """Trains at once, and in two parts, and compares."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole = train(Path(folder, "whole"), 40)
+        train(Path(folder, "parts"), 20)
+        parts = train(Path(folder, "parts"), 40)
+    assert jax.tree.all(jax.tree.map(np.array_equal, whole, parts))
+    print("the same bits")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The commands together, and how an error ends."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from jaxckpt._version import __version__
+from jaxckpt.cli import _check, _keep, _look, _make, _output
+from jaxckpt.errors import CheckpointError
+
+_NAME = "jaxckpt"
+_PIPE_CLOSED = 128 + 13  # whoever reads has gone, as `head` does: SIGPIPE
+_STOPPED = 128 + 2  # SIGINT
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit codes: 0 good; 1 damage or a difference; 2 wrong usage, an error, or a no.",
+)
+@click.version_option(__version__, prog_name=_NAME)
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.pass_context
+def app(context: click.Context, debug: bool) -> None:
+    """See, check, convert and clear up checkpoints of JAX programs, jaxckpt's and Orbax's."""
+    context.obj = debug
+
+
+for _command in (
+    *(_look.ls, _look.show, _look.du, _look.report),
+    *(_check.verify, _check.diff, _check.scrub),
+    *(_make.convert, _make.export, _make.import_, _make.fork),
+    *(_keep.pin, _keep.unpin, _keep.rm, _keep.gc),
+):
+    app.add_command(_command)
+app.add_command(_make.convert, "cp")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs one command; says what went wrong; returns the exit code."""
+    debug = "--debug" in argv[:1]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("warning: %(message)s"))
+    handler.setLevel(logging.WARNING)
+    logger = logging.getLogger("jaxckpt")
+    logger.addHandler(handler)
+    try:
+        # 0 or 1 from a command; None, or what click says, from `--help` and the like.
+        code = app.main(list(argv), prog_name=_NAME, standalone_mode=False)
+        sys.stdout.flush()
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except _output.Declined:
+        _output.note("Nothing was done.")
+        return 2
+    except SystemExit as end:  # click's, of an answer for a shell, or when nobody reads any more
+        return 0 if end.code in (None, 0) else _PIPE_CLOSED
+    except click.Abort:
+        _output.note("Stopped.")
+        return _STOPPED
+    except (CheckpointError, OSError, ValueError, TypeError, ImportError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EPIPE:
+            # What is still buffered must not fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return _PIPE_CLOSED
+        if debug:
+            raise
+        _output.error(str(error) or type(error).__name__)
+        return 2
+    finally:
+        logger.removeHandler(handler)
+    return code if isinstance(code, int) else 0

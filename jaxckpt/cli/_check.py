@@ -1,0 +1,184 @@
+"""`verify`, `diff` and `scrub`: whether checkpoints are right. Exit code 1 says: they are not."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from jaxckpt.cli import _options, _output
+from jaxckpt.cli._output import Styled, counted, size_text
+
+if TYPE_CHECKING:
+    from jaxckpt._diff import DiffReport
+    from jaxckpt._run import Run
+    from jaxckpt._verify import VerifyReport
+
+
+@click.command()
+@click.argument("path", type=_options.PATH)
+@_options.as_json
+def verify(path: str, as_json: bool) -> int:
+    """Read all of a checkpoint and compare it with its checksums.
+
+    PATH is a checkpoint, an item of one, or a run's root: then its newest whole step. `scrub
+    --dry-run` looks at all steps.
+    """
+    from jaxckpt._verify import verify as verify_checkpoint
+
+    found = verify_checkpoint(path)
+    if as_json:
+        _output.print_json(_facts(found))
+    else:
+        state = click.style("good", fg="green") if found.ok else click.style("BAD", fg="red")
+        _output.echo(
+            f"{found.path}: {state}. Read {counted(found.files, 'file')} and "
+            f"{counted(found.leaves, 'leaf')}, {size_text(found.size_bytes)}."
+        )
+        for problem in found.problems:
+            what = "unreadable" if problem.unreadable else "bad"
+            _output.echo(f"  {what}: {_output.harmless(problem.message)}")
+        for what in found.unchecked:
+            _output.echo(f"  unchecked: {_output.harmless(what)}")
+    return _code(found)
+
+
+def _facts(report: VerifyReport) -> dict[str, object]:
+    names = ("path", "ok", "damaged", "problems", "unchecked", "files", "leaves", "size_bytes")
+    return {name: getattr(report, name) for name in names}
+
+
+def _code(*reports: VerifyReport) -> int:
+    """1 for damage; 2 if something could not be read, so that nothing is known of it."""
+    if any(report.damaged for report in reports):
+        return 1
+    return 0 if all(report.ok for report in reports) else 2
+
+
+@click.command()
+@click.argument("a", type=_options.PATH)
+@click.argument("b", type=_options.PATH)
+@_options.item
+@_options.selection
+@click.option("--no-values", is_flag=True, help="Compare structure, shapes and dtypes only.")
+@click.option("--rtol", type=float, default=0.0, help="Relative difference that is none: 0.")
+@click.option("--atol", type=float, default=0.0, help="Absolute difference that is none: 0.")
+@_options.as_json
+def diff(
+    a: str,
+    b: str,
+    item: str | None,
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
+    no_values: bool,
+    rtol: float,
+    atol: float,
+    as_json: bool,
+) -> int:
+    """Compare two checkpoints: structure, shapes, dtypes and values. Exit code 1: they differ."""
+    from jaxckpt._diff import diff as compare
+
+    found = compare(
+        a,
+        b,
+        item=item,
+        values=not no_values,
+        rtol=rtol,
+        atol=atol,
+        **_options.chosen(only, skip),
+    )
+    if as_json:
+        _output.print_json(_differences(found))
+    else:
+        _output.echo(str(found))
+    return 0 if found.equal else 1
+
+
+def _differences(found: DiffReport) -> dict[str, object]:
+    names = ("equal", "same", "only_a", "only_b", "changed")
+    return {name: getattr(found, name) for name in names}
+
+
+# --- scrub ----------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("root", type=_options.PATH)
+@_options.dry_run
+@_options.yes
+@click.option("--no-job", is_flag=True, help="No job writes here; where there are no file locks.")
+@_options.as_json
+def scrub(root: str, dry_run: bool, yes: bool, no_job: bool, as_json: bool) -> int:
+    """Read all steps back; set aside those that are damaged.
+
+    Setting aside renames a step so that nothing restores it; nothing is deleted. Steps that another
+    program wrote are only reported. It is refused while a job that lives writes the run.
+    """
+    from jaxckpt._run import Run
+    from jaxckpt.cli._owned import existing
+
+    storage, where = existing(root)
+    run = Run(storage=storage, root=where, quiet=True)
+    reports = _read_all(run)
+    damaged = [number for number, report in reports.items() if report.damaged]
+    if not as_json:
+        _print_reports(run, reports)
+    aside: list[int] = []
+    if damaged and any(report.ok for report in reports.values()) and not dry_run:
+        names = ", ".join(map(str, damaged))
+        _output.confirm(f"Set aside {counted(len(damaged), 'step')} of {where}: {names}?", yes=yes)
+        aside = _set_aside(run, damaged, no_job=no_job, say=not as_json)
+    elif damaged and not dry_run:
+        _output.note("No step is whole, so all stay where they are.")
+    if as_json:
+        steps = [{"step": number, **_facts(report)} for number, report in reports.items()]
+        _output.print_json({"path": where, "steps": steps, "set_aside": aside})
+    return _code(*reports.values())
+
+
+def _read_all(run: Run) -> dict[int, VerifyReport]:
+    """What is wrong with each step, seen twice; on a terminal says how far it is."""
+    from jaxckpt import _scrub
+
+    numbers = sorted({*run.steps(), *run.torn()})
+    reports: dict[int, VerifyReport] = {}
+    for i, number in enumerate(numbers, 1):
+        if sys.stderr.isatty():
+            _output.note(f"reading step {number}, {i} of {len(numbers)}")
+        report = _scrub.look(run, number)
+        if report is not None:  # else it was deleted meanwhile
+            reports[number] = report
+    return reports
+
+
+def _print_reports(run: Run, reports: dict[int, VerifyReport]) -> None:
+    rows: list[list[str | Styled]] = []
+    for number, found in reports.items():
+        state = Styled("good", "green") if found.ok else Styled("BAD", "bold red")
+        what = "; ".join(problem.message for problem in found.problems[:3])
+        more = f"; and {len(found.problems) - 3} more" if len(found.problems) > 3 else ""
+        if found.ok and found.unchecked:
+            what = f"{len(found.unchecked)} unchecked: {found.unchecked[0]}"
+        rows.append([str(number), state, size_text(found.size_bytes), what + more])
+    if rows:
+        _output.print_table(
+            ["step", "state", "read", "what"], rows, right=("step", "read"), fold="what"
+        )
+    _output.echo(f"{run.root}: {counted(len(reports), 'step')} read")
+
+
+def _set_aside(run: Run, numbers: list[int], *, no_job: bool, say: bool) -> list[int]:
+    """Looks once more at the steps, now that nobody else writes here, and sets them aside."""
+    from jaxckpt import _scrub
+    from jaxckpt.cli._owned import owned
+
+    with owned(run.storage, run.root, no_job=no_job) as owner:
+        looked = {number: _scrub.look(owner, number) for number in numbers}
+        before, known = set(owner.numbers()), len(owner.problems)
+        _scrub.set_aside(owner, {number: one for number, one in looked.items() if one is not None})
+        after = set(owner.numbers())
+        if say:
+            for problem in owner.problems[known:]:
+                _output.echo(problem)
+    return sorted(before - after)

@@ -1,0 +1,347 @@
+"""`pin`, `unpin`, `rm` and `gc`: what stays of a run, and what goes.
+
+A pin is a file in its step, so it may be made while a job writes the run. Deletion goes through
+what a manager uses (`_run.Run`), and only where no job lives: what is pinned or being read stays,
+and a crash leaves whole steps or none.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from jaxckpt.cli import _options, _output
+from jaxckpt.cli._look import step_cells
+from jaxckpt.cli._output import Styled, counted, size_text
+
+if TYPE_CHECKING:
+    from jaxckpt._overview import RunOverview, StepOverview
+    from jaxckpt._retention import KeepPolicy
+    from jaxckpt._run import Run
+
+_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+def _complete_steps(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """The steps of the run named before, for a shell that completes the line."""
+    from jaxckpt._run import Run
+    from jaxckpt.storage import locate
+
+    try:
+        storage, root = locate(context.params["path"])
+        numbers = Run(storage=storage, root=root, quiet=True).numbers()
+    except (KeyError, OSError, ValueError):
+        return []  # an error would end up on the line that is being typed
+    return [str(number) for number in numbers if str(number).startswith(incomplete)]
+
+
+_steps = click.argument(
+    "steps",
+    nargs=-1,
+    type=click.IntRange(min=0),
+    metavar="[STEP]...",
+    shell_complete=_complete_steps,
+)
+
+
+@click.command()
+@click.argument("path", type=_options.PATH)
+@_steps
+@_options.as_json
+def pin(path: str, steps: tuple[int, ...], as_json: bool) -> None:
+    """Keep steps whatever the keep policy says.
+
+    PATH is a run's root, followed by steps, or the directory of one step. A job
+    that writes the run meanwhile minds it from then on.
+    """
+    run, numbers = _target(path, steps)
+    for number in numbers:
+        run.check_step(number)  # all, before the first
+    for number in numbers:
+        run.pin(number)
+    _done(run, "pinned", numbers, as_json=as_json)
+
+
+@click.command()
+@click.argument("path", type=_options.PATH)
+@_steps
+@_options.as_json
+def unpin(path: str, steps: tuple[int, ...], as_json: bool) -> None:
+    """Leave steps to the keep policy again."""
+    run, numbers = _target(path, steps)
+    for number in numbers:
+        run.check_step(number)
+    for number in numbers:
+        run.unpin(number)
+    _done(run, "unpinned", numbers, as_json=as_json)
+
+
+@click.command()
+@click.argument("path", type=_options.PATH)
+@_steps
+@_options.dry_run
+@_options.yes
+@click.option("--no-job", is_flag=True, help="No job writes here; where there are no file locks.")
+@_options.as_json
+def rm(
+    path: str, steps: tuple[int, ...], dry_run: bool, yes: bool, no_job: bool, as_json: bool
+) -> None:
+    """Delete steps of a run. Pinned ones, and those that are being read, are refused.
+
+    PATH is a run's root, followed by steps, or the directory of one step. It is refused while a job
+    that lives writes the run.
+    """
+    from jaxckpt._overview import overview
+    from jaxckpt.cli._owned import owned
+
+    run, numbers = _target(path, steps)
+    for number in numbers:
+        run.check_step(number)
+    pinned = [number for number in numbers if run.is_pinned(number)]
+    if pinned:
+        raise ValueError(
+            f"{run.root}: pinned, and so not deleted: {_list(pinned)}. Unpin first: "
+            f"jaxckpt unpin {run.root} {' '.join(map(str, pinned))}"
+        )
+    known = {step.step: step for step in overview(run.root).steps}
+    doomed = [known[number] for number in numbers if number in known]
+    if not as_json:
+        _print_doomed(run.root, doomed, list(known))
+    gone: list[int] = []
+    if not dry_run:
+        _output.confirm(f"Delete {counted(len(numbers), 'step')} of {run.root}?", yes=yes)
+        with owned(run.storage, run.root, no_job=no_job) as owner:
+            gone = owner.delete(numbers, asked_for=True)
+            stay = {n: _why_not(owner, n) for n in numbers if n not in gone}
+        if stay:
+            why = "; ".join(f"step {number}: {reason}" for number, reason in stay.items())
+            raise ValueError(f"{run.root}: deleted {_list(gone) or 'nothing'}. Not deleted: {why}")
+    if as_json:
+        _output.print_json(
+            {"path": run.root, "dry_run": dry_run, "delete": numbers, "deleted": gone}
+        )
+    elif gone:
+        _output.echo(f"deleted {counted(len(gone), 'step')} of {run.root}: {_list(gone)}")
+
+
+def _print_doomed(root: str, doomed: Sequence[StepOverview], known: Sequence[int]) -> None:
+    now_s = time.time()
+    rows = [[*step_cells(step, now_s), _remark(step, known)] for step in doomed]
+    head = ["step", "age", "size", "metrics", "note"]
+    _output.print_table(head, rows, right=("step", "age", "size"), fold="note")
+    _output.echo(f"{root}: {size_text(sum(step.size_bytes for step in doomed))} to be deleted")
+
+
+def _remark(step: StepOverview, known: Sequence[int]) -> Styled:
+    remarks = []
+    if step.step == known[-1]:
+        remarks.append("the newest step")
+    if not _is_ours(step):
+        remarks.append("not written by jaxckpt: whether a job writes the run cannot be told")
+    if step.problem is not None:
+        remarks.append("not whole")
+    return Styled("; ".join(remarks), "yellow")
+
+
+def _is_ours(step: StepOverview) -> bool:
+    return step.writer.startswith("jaxckpt")
+
+
+def _target(path: str, steps: Sequence[int]) -> tuple[Run, list[int]]:
+    """The run and the steps that a command is about: a root and numbers, or the path of a step."""
+    from jaxckpt._run import Run
+    from jaxckpt.cli._owned import existing
+    from jaxckpt.storage import locate
+
+    if steps:
+        storage, root = existing(path)
+        return Run(storage=storage, root=root, quiet=True), sorted(set(steps))
+    storage, where = locate(path)
+    root = posixpath.dirname(where)
+    run = Run(storage=storage, root=root, quiet=True)
+    for number in run.numbers():
+        if run.path(number) == where:
+            return run, [number]
+    raise click.UsageError(
+        f"{where} is no step of a run: say which steps, as in `jaxckpt pin {path} 1000`."
+    )
+
+
+def _why_not(run: Run, number: int) -> str:
+    return "pinned meanwhile" if run.is_pinned(number) else run.why_not(number)
+
+
+def _done(run: Run, what: str, numbers: Sequence[int], *, as_json: bool) -> None:
+    if as_json:
+        _output.print_json({"path": run.root, what: list(numbers)})
+    else:
+        _output.echo(f"{what} {counted(len(numbers), 'step')} of {run.root}: {_list(numbers)}")
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+# --- gc -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a policy means for a run.
+
+    Attributes:
+        delete: The steps that go.
+        keep: For each step that stays why, in words.
+    """
+
+    delete: tuple[int, ...]
+    keep: dict[int, tuple[str, ...]]
+
+
+def plan(found: RunOverview, policy: KeepPolicy, *, now_s: float) -> Plan:
+    """Which steps go. Never one that is not whole, or that another program wrote.
+
+    A step that is not whole is none of the last or the best, either.
+    """
+    from jaxckpt._retention import StepInfo
+
+    whole = [step for step in found.steps if step.problem is None]
+    infos = [
+        StepInfo(
+            step=step.step,
+            # As the manager has it: one that does not say was saved before now.
+            saved_s=now_s if step.saved_s is None else step.saved_s,
+            metrics=step.metrics,
+            pinned=step.pinned,
+        )
+        for step in whole
+    ]
+    keep = dict(policy.why(infos, now_s=now_s))
+    for step in found.steps:
+        if step.problem is not None:
+            keep[step.step] = ("not whole: see `jaxckpt scrub`",)
+        elif not _is_ours(step):
+            keep[step.step] = (*keep.get(step.step, ()), "not written by jaxckpt")
+    return Plan(
+        delete=tuple(step.step for step in whole if step.step not in keep),
+        keep=dict(sorted(keep.items())),
+    )
+
+
+@click.command()
+@click.argument("root", type=_options.PATH)
+@click.option("--last", type=click.IntRange(min=1), help="Keep the newest so many.")
+@click.option("--every-steps", type=click.IntRange(min=1), help="Keep those divisible by it.")
+@click.option("--best", type=click.IntRange(min=1), help="Keep so many with the best --metric.")
+@click.option("--metric", metavar="NAME", help="What --best ranks by.")
+@click.option("--mode", type=click.Choice(["min", "max"]), default="min", help="What is best: min.")
+@click.option("--newer-than", metavar="AGE", help="Keep those saved since: 12h, 7d, 2w.")
+@_options.dry_run
+@_options.yes
+@click.option("--no-job", is_flag=True, help="No job writes here; where there are no file locks.")
+@_options.as_json
+def gc(
+    root: str,
+    last: int | None,
+    every_steps: int | None,
+    best: int | None,
+    metric: str | None,
+    mode: Literal["min", "max"],
+    newer_than: str | None,
+    dry_run: bool,
+    yes: bool,
+    no_job: bool,
+    as_json: bool,
+) -> None:
+    """Delete the steps of a run that no rule keeps. The rules add up; the newest always stays.
+
+    First it shows what would go, and why the others stay; then it asks. Pinned steps, steps that
+    are being read, damaged ones and those of other programs stay. It is refused while a job that
+    lives writes the run.
+    """
+    from jaxckpt._overview import overview
+    from jaxckpt._retention import KeepPolicy
+    from jaxckpt.cli._owned import existing, owned
+
+    policy = KeepPolicy(
+        last=last,
+        every_steps=every_steps,
+        best=best,
+        metric=metric,
+        mode=mode,
+        newer_than_s=None if newer_than is None else _age_s(newer_than),
+    )
+    if not policy.has_rules:
+        raise click.UsageError("Which steps stay? Say at least one rule, as in --last 3.")
+    storage, where = existing(root)
+    found = overview(where)
+    planned = plan(found, policy, now_s=time.time())
+    if not as_json:
+        _print_plan(found, planned)
+    gone: list[int] = []
+    stay: dict[int, str] = {}
+    if planned.delete and not dry_run:
+        _output.confirm(f"Delete {counted(len(planned.delete), 'step')} of {where}?", yes=yes)
+        with owned(storage, where, no_job=no_job) as run:
+            # What was pinned or saved while the question stood stays, too.
+            again = plan(overview(where), policy, now_s=time.time()).delete
+            wanted = [number for number in planned.delete if number in again]
+            gone = run.delete(wanted)
+            stay = {n: _why_not(run, n) for n in planned.delete if n not in gone}
+    if as_json:
+        _output.print_json(_plan_facts(where, planned, dry_run=dry_run, gone=gone, stay=stay))
+        return
+    if gone:
+        _output.echo(f"deleted {counted(len(gone), 'step')} of {where}: {_list(gone)}")
+    for number, why in stay.items():
+        _output.echo(f"step {number} stays: {why}")
+
+
+def _plan_facts(
+    root: str, planned: Plan, *, dry_run: bool, gone: list[int], stay: dict[int, str]
+) -> dict[str, Any]:
+    return {
+        "path": root,
+        "dry_run": dry_run,
+        "delete": planned.delete,
+        "keep": [{"step": step, "why": why} for step, why in planned.keep.items()],
+        "deleted": gone,
+        "not_deleted": [{"step": step, "why": why} for step, why in stay.items()],
+    }
+
+
+def _print_plan(found: RunOverview, planned: Plan) -> None:
+    now_s = time.time()
+    rows = [
+        [*step_cells(step, now_s), _verdict(planned.keep.get(step.step))] for step in found.steps
+    ]
+    if rows:
+        head = ["step", "age", "size", "metrics", "what"]
+        _output.print_table(head, rows, right=("step", "age", "size"), fold="what")
+    sizes = {step.step: step.size_bytes for step in found.steps}
+    size = size_text(sum(sizes[number] for number in planned.delete))
+    _output.echo(
+        f"{found.path}: of {counted(len(found.steps), 'step')} {len(planned.delete)} to be deleted"
+        + (f", {size}" if planned.delete else "")
+    )
+
+
+def _verdict(why: tuple[str, ...] | None) -> Styled:
+    return Styled("delete", "bold red") if why is None else Styled(f"keep: {', '.join(why)}", "")
+
+
+def _age_s(text: str) -> float:
+    """Seconds in "90", "15min", "12h", "7d", "2w"."""
+    number = text.rstrip("sminhdw ")
+    unit = text[len(number) :].strip() or "s"
+    try:
+        return float(number) * _SECONDS[unit]
+    except (ValueError, KeyError):
+        raise click.BadParameter(
+            f"{text!r} is no age; wanted one like 12h, 7d or 2w.", param_hint="--newer-than"
+        ) from None

@@ -1,0 +1,160 @@
+"""`convert`, `export`, `import` and `fork`: new checkpoints out of old ones."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from jaxckpt.cli import _options, _output
+
+_INDEX = ".index.json"
+_SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@click.command()
+@click.argument("src", type=_options.PATH)
+@click.argument("dst", type=_options.PATH)
+@_options.item
+@_options.selection
+@_options.dtype
+@click.option("--zarr", type=click.Choice(["2", "3"]), default="3", help="Version of zarr: 3.")
+@click.option("--ocdbt/--no-ocdbt", default=True, help="One database, or plain files.")
+@_options.overwrite
+@_options.yes
+@_options.as_json
+def convert(
+    src: str,
+    dst: str,
+    item: str | None,
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
+    dtype: str | None,
+    zarr: str,
+    ocdbt: bool,
+    overwrite: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Copy a checkpoint into another layout, dtype, or a part of it. Also called `cp`.
+
+    SRC is anything that jaxckpt reads: its own, of Orbax, or of Flax. Both read what comes of it.
+    """
+    from jaxckpt._convert import convert as convert_checkpoint
+
+    _confirm_overwrite(dst, overwrite=overwrite, yes=yes)
+    convert_checkpoint(
+        src,
+        dst,
+        item=item,
+        dtype=dtype,
+        zarr=int(zarr),
+        ocdbt=ocdbt,
+        overwrite=overwrite,
+        **_options.chosen(only, skip),
+    )
+    _wrote(dst, as_json=as_json)
+
+
+@click.command()
+@click.argument("src", type=_options.PATH)
+@click.argument("path", type=_options.PATH)
+@_options.item
+@_options.selection
+@_options.dtype
+@click.option("--max-shard", metavar="SIZE", help="Split into files of at most so much: 5GB.")
+@_options.overwrite
+@_options.yes
+@_options.as_json
+def export(
+    src: str,
+    path: str,
+    item: str | None,
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
+    dtype: str | None,
+    max_shard: str | None,
+    overwrite: bool,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Write the arrays of a checkpoint to safetensors.
+
+    PATH is a `.safetensors` file. With --max-shard there may be several, and an index beside them,
+    as Hugging Face has them.
+    """
+    from jaxckpt._safetensors import export_safetensors
+
+    _confirm_overwrite(path, f"{path}{_INDEX}", overwrite=overwrite, yes=yes)
+    file = export_safetensors(
+        src,
+        path,
+        item=item,
+        dtype=dtype,
+        max_shard_bytes=None if max_shard is None else _size(max_shard),
+        overwrite=overwrite,
+        **_options.chosen(only, skip),
+    )
+    _wrote(file, as_json=as_json)
+
+
+@click.command("import")
+@click.argument("path", type=_options.PATH)
+@click.argument("dst", type=_options.PATH)
+@_options.dtype
+@_options.overwrite
+@_options.yes
+@_options.as_json
+def import_(
+    path: str, dst: str, dtype: str | None, overwrite: bool, yes: bool, as_json: bool
+) -> None:
+    """Make a checkpoint of safetensors.
+
+    PATH is one `.safetensors` file, or a `.safetensors.index.json` beside its shards.
+    """
+    from jaxckpt._safetensors import import_safetensors
+
+    _confirm_overwrite(dst, overwrite=overwrite, yes=yes)
+    import_safetensors(path, dst, dtype=dtype, overwrite=overwrite)
+    _wrote(dst, as_json=as_json)
+
+
+@click.command()
+@click.argument("src", type=_options.PATH)
+@click.argument("root", type=_options.PATH)
+@click.option("--step", type=click.IntRange(min=0), help="Number of the first step; as it was.")
+@_options.as_json
+def fork(src: str, root: str, step: int | None, as_json: bool) -> None:
+    """Start a run at ROOT from a step of another; no bytes are copied.
+
+    SRC is a step, or a run's root: then its newest whole step.
+    """
+    from jaxckpt._branch import fork as fork_step
+
+    _wrote(fork_step(src, root, step=step), as_json=as_json)
+
+
+def _confirm_overwrite(*paths: str, overwrite: bool, yes: bool) -> None:
+    there = [path for path in paths if os.path.lexists(os.path.expanduser(path))]
+    if overwrite and there:
+        _output.confirm(f"Replace {there[0]}?", yes=yes)
+
+
+def _wrote(path: str, *, as_json: bool) -> None:
+    where = os.path.abspath(os.path.expanduser(path))
+    if as_json:
+        _output.print_json({"path": where})
+    else:
+        _output.echo(f"wrote {where}")
+
+
+def _size(text: str) -> int:
+    """A number of bytes: "5GB", "500 MiB", "1000"."""
+    number = text.rstrip("BKMGibkmg ")
+    unit = text[len(number) :].strip().upper() or "B"
+    try:
+        return int(float(number) * _SIZES[unit])
+    except (ValueError, KeyError):
+        raise click.BadParameter(
+            f"{text!r} is no size; wanted one like 5GB or 500MiB.", param_hint="--max-shard"
+        ) from None

@@ -1,0 +1,191 @@
+"""What a command says: tables for people, JSON for scripts, questions, and errors.
+
+On a terminal tables are drawn by rich. Into a pipe or a file goes plain text, one row a line and
+nothing cut off, and rich is not imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import click
+
+_GAP: Final = 3  # columns between two of a drawn table
+_FOLDED: Final = 20  # the least width of prose
+_UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
+
+
+class Styled(NamedTuple):
+    """A cell of a table that is to stand out, in words of rich: "bold red"."""
+
+    text: str
+    style: str
+
+
+class Declined(Exception):
+    """A question was not answered with yes."""
+
+
+def echo(text: str) -> None:
+    """Prints a line."""
+    click.echo(text, color=_color())
+
+
+def note(text: str) -> None:
+    """Prints a line to stderr, where it disturbs no script."""
+    click.echo(text, err=True, color=_color())
+
+
+def harmless(text: str) -> str:
+    """A text out of a file without what a terminal would take for commands."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
+
+
+def error(text: str) -> None:
+    """Prints what went wrong, in red on a terminal."""
+    click.echo(
+        click.style("error:", fg="red", bold=True) + f" {harmless(text)}", err=True, color=_color()
+    )
+
+
+def _color() -> bool | None:
+    return False if os.environ.get("NO_COLOR") else None
+
+
+def print_json(value: Any) -> None:  # whatever `_plain` takes
+    """Prints facts for a script. A number that JSON has no word for is a text: "NaN"."""
+    click.echo(json.dumps(_plain(value), indent=2, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:  # JSON
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # Not `asdict`, which copies what it does not know, such as a mapping that is no dict.
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(child) for key, child in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(child) for child in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return str(value)
+
+
+def print_table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str | Styled]],
+    *,
+    right: Collection[str] = (),
+    fold: str | None = None,
+) -> None:
+    """Prints rows below the names of their columns.
+
+    Args:
+        right: Columns of numbers.
+        fold: The column of prose, which takes several lines where the terminal is narrow. Folded
+            numbers and names could not be read; a table of those is as wide as it must be.
+    """
+    cells = [[c if isinstance(c, Styled) else Styled(c, "") for c in row] for row in rows]
+    cells = [[Styled(harmless(text), style) for text, style in row] for row in cells]
+    if sys.stdout.isatty():
+        _print_rich(head, cells, right, fold)
+        return
+    texts = [list(head), *([text.replace("\n", " ") for text, _ in row] for row in cells)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    for row in texts:
+        padded = [
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for cell, width, name in zip(row, widths, head, strict=True)
+        ]
+        click.echo("  ".join(padded).rstrip())
+
+
+def _print_rich(
+    head: Sequence[str],
+    rows: Sequence[Sequence[Styled]],
+    right: Collection[str],
+    fold: str | None,
+) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.cells import cell_len
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False)
+    for name in head:
+        table.add_column(
+            name,
+            justify="right" if name in right else "left",
+            no_wrap=name != fold,
+            overflow="fold",
+        )
+    for row in rows:
+        # As `Text`: a path may hold what rich takes for markup.
+        table.add_row(*(Text(text, style=style) for text, style in row))
+    console = Console(file=sys.stdout)
+    texts = [[text for text, _ in row] for row in rows]
+    widths = [max(map(cell_len, column)) for column in zip(head, *texts, strict=True)]
+    if fold is not None:
+        widths[head.index(fold)] = min(_FOLDED, widths[head.index(fold)])
+    console.width = max(console.width, sum(widths) + _GAP * (len(head) - 1))
+    console.print(table)
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Goes on if the user says so, or has said `--yes`.
+
+    Raises:
+        ValueError: nobody can be asked.
+        Declined: the answer is no.
+    """
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise ValueError(f"{question} Nobody can be asked here: say --yes.")
+    if not click.confirm(question, err=True):
+        raise Declined
+
+
+def size_text(size_bytes: float) -> str:
+    """A number of bytes, to three digits: "1.23 GB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size_bytes < 999.5:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.3g} TB"
+
+
+def age_text(seconds: float | None) -> str:
+    """How long ago something was, in its largest unit: "3 h"; "" if that is not known."""
+    if seconds is None:
+        return ""
+    for unit, length_s in _UNITS:
+        if seconds >= length_s:
+            return f"{seconds // length_s:.0f} {unit}"
+    return "now"
+
+
+def metrics_text(metrics: Mapping[str, Any]) -> str:
+    """Metrics on one line."""
+    return " ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in metrics.items()
+    )
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things: "1 step", "2 steps"."""
+    plural = {"leaf": "leaves"}.get(what, f"{what}s")
+    return f"{count:,} {what if count == 1 else plural}"

@@ -1,0 +1,184 @@
+"""What takes the space in a run or a checkpoint: facts for `du`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import posixpath
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxckpt import _discovery, inspection
+from jaxckpt._overview import overview
+from jaxckpt._run import Run
+from jaxckpt.errors import CheckpointError, CheckpointNotFound, UnsupportedFormat
+from jaxckpt.format.tree import parse_path
+from jaxckpt.storage import locate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A step, or a checkpoint.
+
+    Attributes:
+        name: Of its directory.
+        step: Its number; None for a checkpoint that is no step.
+        size_bytes: Of its files; one with several names in it counts once.
+        items: The same by item. What is about the whole checkpoint is under "(about it)".
+        branches: Bytes of values before compression, by item and top-level key: "state/params".
+    """
+
+    name: str
+    step: int | None
+    size_bytes: int
+    items: Mapping[str, int]
+    branches: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """Everything below a path.
+
+    Attributes:
+        size_bytes: Of all files; one that several steps share counts once.
+        shared_bytes: How much of that is in files with several names, here or elsewhere: deleting
+            a step does not free it as long as another has the file.
+        other_bytes: How much of it is in no step: steps set aside, saves under way.
+        items, branches: Of all steps together; shared files count once.
+        steps: In order.
+    """
+
+    path: str
+    size_bytes: int
+    shared_bytes: int
+    other_bytes: int
+    items: Mapping[str, int]
+    branches: Mapping[str, int]
+    steps: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """A file by its path below what is looked at."""
+
+    path: str
+    inode: tuple[int, int]
+    size_bytes: int
+    is_shared: bool
+
+
+def space(path: str) -> Space:
+    """Adds up what lies below a run's root or a checkpoint.
+
+    Raises:
+        CheckpointNotFound: there is nothing.
+    """
+    storage, where = locate(path)
+    if storage.scheme != "file":
+        raise UnsupportedFormat(f"{path}: only what lies in a file system has a size on disk")
+    where = os.path.realpath(where)
+    if storage.kind(where) is None:
+        raise CheckpointNotFound(f"{where}: there is nothing.")
+    run = Run(storage=storage, root=where)
+    steps = [] if run.holds_checkpoint() or os.path.isfile(where) else overview(where).steps
+    if steps:
+        parts = [_part(step.path, step.step, step.items) for step in steps]
+    else:
+        found = _found(where)
+        parts = [] if found is None else [_part(found.path, None, tuple(found.items))]
+    # An item's own path means the checkpoint that it is of, as everywhere.
+    top = parts[0][1] if parts and not steps else where
+    files = _files(top)
+    everything, of_steps = _once(files), [part for part, _, _ in parts]
+    in_steps = _once(file for _, _, inside in parts for file in inside)
+    return Space(
+        path=top,
+        size_bytes=sum(file.size_bytes for file in everything),
+        shared_bytes=sum(file.size_bytes for file in everything if file.is_shared),
+        other_bytes=sum(f.size_bytes for f in everything) - sum(f.size_bytes for f in in_steps),
+        items=_items_of_all(parts),
+        branches=dict(sum((Counter(part.branches) for part in of_steps), Counter())),
+        steps=tuple(of_steps),
+    )
+
+
+def _found(where: str) -> _discovery.Checkpoint | None:
+    storage, path = locate(where)
+    try:
+        return _discovery.find(storage, path)
+    except CheckpointNotFound:
+        return None
+
+
+def _part(path: str, step: int | None, items: Sequence[str]) -> tuple[Part, str, list[_File]]:
+    files = _once(_files(path))
+    part = Part(
+        name=posixpath.basename(path),
+        step=step,
+        size_bytes=sum(file.size_bytes for file in files),
+        items=_by_item(files, items),
+        branches=_branches(path, items),
+    )
+    return part, path, files
+
+
+def _items_of_all(parts: Iterable[tuple[Part, str, list[_File]]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    seen: set[tuple[int, int]] = set()
+    for part, _, files in parts:
+        new = [file for file in files if file.inode not in seen]
+        seen.update(file.inode for file in new)
+        total.update(_by_item(new, tuple(part.items)))
+    return dict(total)
+
+
+def _by_item(files: Iterable[_File], items: Sequence[str]) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for file in files:
+        name, below, _ = file.path.partition("/")
+        flat = items == ("",)
+        sizes["" if flat else name if below and name in items else _ABOUT] += file.size_bytes
+    return dict(sorted(sizes.items()))
+
+
+_ABOUT = "(about it)"
+
+
+def _branches(path: str, items: Sequence[str]) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for item in items:
+        # A damaged step takes space, too.
+        with contextlib.suppress(CheckpointError, OSError):
+            ckpt = inspection.open(path, item=item)
+            for text, leaf in ckpt.leaves.items():
+                top = parse_path(text)[:1]
+                sizes["/".join(name for name in (item, *top) if name)] += leaf.size_bytes
+    return {name: size for name, size in sizes.items() if size}
+
+
+def _files(top: str) -> list[_File]:
+    if not os.path.isdir(top):
+        return [_file(top, os.path.basename(top))]
+    found = []
+    for folder, _, names in os.walk(top):
+        for name in names:
+            path = os.path.join(folder, name)
+            with contextlib.suppress(FileNotFoundError):  # deleted just now
+                found.append(_file(path, os.path.relpath(path, top)))
+    return found
+
+
+def _file(path: str, relative: str) -> _File:
+    status = os.lstat(path)
+    return _File(
+        path=relative,
+        inode=(status.st_dev, status.st_ino),
+        size_bytes=status.st_size,
+        is_shared=status.st_nlink > 1,
+    )
+
+
+def _once(files: Iterable[_File]) -> list[_File]:
+    """Each file under the first of its names."""
+    return list({file.inode: file for file in reversed(list(files))}.values())[::-1]

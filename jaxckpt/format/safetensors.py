@@ -1,0 +1,240 @@
+"""Safetensors files: a header of JSON, then the bytes of the tensors, and an index of several.
+
+    8 bytes        how long the header is, little-endian
+    header         {"name": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, ...,
+                    "__metadata__": {"key": "text"}}
+    data           row-major and little-endian; offsets count from here
+
+A large model is several such files, `model-00001-of-00003.safetensors` and so on, and
+`model.safetensors.index.json`, which says in which of them each tensor is.
+
+A header is believed only if its tensors fill the data exactly, without holes and overlaps: so the
+size of the file bounds all that is allocated because of it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
+from jaxckpt.format import jsontext
+from jaxckpt.format.arrays import dtype_of
+from jaxckpt.format.jsontext import expect, expect_shape
+
+SUFFIX: Final = ".safetensors"
+INDEX_SUFFIX: Final = ".safetensors.index.json"
+LENGTH_BYTES: Final = 8
+# What the reference implementation reads.
+MAX_HEADER_BYTES: Final = 100_000_000
+_METADATA: Final = "__metadata__"
+_SHARD: Final = re.compile(r"-\d{5,}-of-\d{5,}")
+
+# Its words for our dtypes.
+WORDS: Final[Mapping[str, str]] = {
+    "bool": "BOOL",
+    "int8": "I8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+_DTYPES: Final = {word: dtype for dtype, word in WORDS.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One tensor of a file.
+
+    Attributes:
+        dtype: Our name for it.
+        offset: Of its bytes, from the beginning of the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What a file says of itself.
+
+    Attributes:
+        data: The bytes before the tensors: length and JSON.
+        size_bytes: Of the whole file.
+    """
+
+    tensors: tuple[Tensor, ...]
+    metadata: Mapping[str, str]
+    data: bytes
+    size_bytes: int
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+def lay_out(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> Header:
+    """A file of tensors, given as name, dtype and shape.
+
+    Raises:
+        ValueError: the header would be longer than any reader takes.
+    """
+    # Some readers take views of a file: each tensor is aligned if the large dtypes come first.
+    order = sorted(tensors, key=lambda tensor: -dtype_of(tensor[1]).itemsize)
+    end, entries, placed = 0, {}, []
+    for name, dtype, shape in order:
+        start, end = end, end + math.prod(shape) * dtype_of(dtype).itemsize
+        entries[name] = {"dtype": WORDS[dtype], "shape": shape, "data_offsets": [start, end]}
+        placed.append((name, dtype, shape, start))
+    # Readers of models want to know whose layout it is; all have the same, and all know this word.
+    metadata = {"format": "pt"}
+    text = jsontext.dumps({_METADATA: metadata, **entries})
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"{len(tensors)} tensors take a header of {len(text)} bytes")
+    begin = LENGTH_BYTES + len(text)
+    return Header(
+        tensors=tuple(
+            Tensor(name=name, dtype=dtype, shape=shape, offset=begin + start)
+            for name, dtype, shape, start in placed
+        ),
+        metadata=metadata,
+        data=len(text).to_bytes(LENGTH_BYTES, "little") + text,
+        size_bytes=begin + end,
+    )
+
+
+def name_problems(names: Iterable[str]) -> list[str]:
+    """What keeps names out of a file, a line for each."""
+    return [f"  {name!r} is no name of a tensor" for name in names if name in ("", _METADATA)]
+
+
+def shard_names(stem: str, count: int) -> list[str]:
+    """The files of a model in so many parts.
+
+    Example:
+        >>> shard_names("model", 2)
+        ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
+    """
+    if count == 1:
+        return [stem + SUFFIX]
+    return [f"{stem}-{i:05}-of-{count:05}{SUFFIX}" for i in range(1, count + 1)]
+
+
+def is_shard(name: str, stem: str) -> bool:
+    """Whether a file is called as a part of the model `stem`."""
+    if not (name.startswith(stem) and name.endswith(SUFFIX)):
+        return False
+    return _SHARD.fullmatch(name[len(stem) : -len(SUFFIX)]) is not None
+
+
+def encode_index(files: Mapping[str, str], total_bytes: int) -> bytes:
+    """The bytes of the index: the file of each tensor."""
+    return jsontext.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(files)})
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+def header_bytes(data: bytes, size: int, *, file: str) -> int:
+    """How long the JSON is, by the first bytes of a file of `size` bytes.
+
+    Raises:
+        CorruptCheckpoint: no header is that long, or the file is shorter.
+    """
+    length = int.from_bytes(data, "little")
+    if length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES) or length < 2:
+        raise CorruptCheckpoint(
+            f"{file}: no safetensors file: a header of {length} bytes in a file of {size}",
+            file=file,
+        )
+    return length
+
+
+def decode_header(text: bytes, size: int, *, file: str) -> Header:
+    """Reads the JSON of a header, in a file of `size` bytes.
+
+    Raises:
+        CorruptCheckpoint: it does not say what a header says, or not of a file of this size.
+        UnsupportedFormat: a tensor has a dtype that jax has no word for.
+    """
+    top = expect(jsontext.loads(text, file=file), dict, "the header", file=file)
+    metadata = expect(top.pop(_METADATA, None) or {}, dict, repr(_METADATA), file=file)
+    for value in metadata.values():
+        expect(value, str, repr(_METADATA), file=file)
+    begin = LENGTH_BYTES + len(text)
+    tensors = [_decode_tensor(name, entry, begin, file) for name, entry in top.items()]
+    tensors.sort(key=lambda tensor: (tensor.offset, tensor.size_bytes))
+    end = begin
+    for tensor in tensors:
+        if tensor.offset != end:
+            what = "overlaps another one" if tensor.offset < end else "comes after a hole"
+            raise CorruptCheckpoint(
+                f"{file}: tensor {tensor.name!r} {what}", leaf=tensor.name, file=file
+            )
+        end += tensor.size_bytes
+    if end != size:
+        raise CorruptCheckpoint(
+            f"{file}: its tensors end at byte {end}, the file has {size}", file=file
+        )
+    return Header(tensors=tuple(tensors), metadata=metadata, data=b"", size_bytes=size)
+
+
+def _decode_tensor(name: str, entry: Any, begin: int, file: str) -> Tensor:  # JSON
+    where = f"tensor {name!r}"
+    fields = expect(entry, dict, where, file=file)
+    word = expect(fields.get("dtype"), str, f"{where}: dtype", file=file)
+    shape = expect_shape(fields.get("shape"), f"{where}: shape", file=file)
+    offsets = expect_shape(fields.get("data_offsets"), f"{where}: data_offsets", file=file)
+    if word not in _DTYPES:
+        raise UnsupportedFormat(
+            f"{file}: {where} has dtype {word!r}; those that are read: {', '.join(_DTYPES)}"
+        )
+    start, end = offsets if len(offsets) == 2 else (0, -1)
+    tensor = Tensor(name=name, dtype=_DTYPES[word], shape=shape, offset=begin + start)
+    if end - start != tensor.size_bytes:
+        raise CorruptCheckpoint(
+            f"{file}: {where}: {word}{list(shape)} takes {tensor.size_bytes} bytes, its offsets "
+            f"are {list(offsets)}",
+            leaf=name,
+            file=file,
+        )
+    return tensor
+
+
+def decode_index(data: bytes, *, file: str) -> dict[str, set[str]]:
+    """Reads an index: the tensors of each file, all of which lie beside the index.
+
+    Raises:
+        CorruptCheckpoint: it does not say what an index says, or names a file elsewhere.
+    """
+    top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
+    files: dict[str, set[str]] = {}
+    for tensor, name in expect(top.get("weight_map"), dict, "'weight_map'", file=file).items():
+        shard = expect(name, str, f"the file of tensor {tensor!r}", file=file)
+        if "/" in shard or "\\" in shard or "\0" in shard or not shard.endswith(SUFFIX):
+            raise CorruptCheckpoint(
+                f"{file}: tensor {tensor!r} would be in {shard!r}, which is no safetensors file "
+                "beside it",
+                file=file,
+            )
+        files.setdefault(shard, set()).add(tensor)
+    return files

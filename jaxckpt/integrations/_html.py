@@ -1,0 +1,143 @@
+"""Pieces of HTML that the notebook and the report share: escaped text, the look, a list of facts.
+
+All text may come from a checkpoint that somebody else wrote: it goes through `escape`. There is no
+script anywhere, and nothing is loaded from elsewhere.
+"""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Iterable
+from typing import Final
+
+from jaxckpt.integrations import _palette
+
+_MAX_CHARS: Final = 300
+
+# Notebooks do not say whether they are light or dark, so grey is a part of the colour of the text.
+STYLE: Final = f"""
+.jaxckpt{{font:13px/1.5 system-ui,-apple-system,"Segoe UI","Liberation Sans",sans-serif;
+color:inherit;container-type:inline-size;width:100%;max-width:72rem;text-align:left}}
+.jaxckpt,.jaxckpt *{{box-sizing:border-box}}
+.jaxckpt code,.jaxckpt .jc-mono{{font:12px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,
+"Liberation Mono",monospace;background:none;color:inherit;padding:0;overflow-wrap:anywhere}}
+.jaxckpt .jc-head{{margin:0 0 .5em;overflow-wrap:anywhere}}
+.jaxckpt .jc-head b{{font-size:14px;font-weight:600}}
+.jaxckpt .jc-faint,.jaxckpt .jc-facts span+span::before{{opacity:.65}}
+.jaxckpt .jc-facts span{{white-space:normal}}
+.jaxckpt .jc-facts span+span::before{{content:" · "}}
+.jaxckpt .jc-bad{{color:color-mix(in srgb,{_palette.BAD} 72%,currentColor)}}
+.jaxckpt details{{margin:0}}
+.jaxckpt summary{{cursor:pointer}}
+.jaxckpt summary.jc-row{{list-style:none}}
+.jaxckpt summary.jc-row::-webkit-details-marker{{display:none}}
+.jaxckpt summary:focus-visible{{outline:2px solid {_palette.BLUE};outline-offset:-2px}}
+.jaxckpt .jc-row{{display:grid;column-gap:1.2em;align-items:baseline;padding:1px 4px;
+grid-template-columns:minmax(9em,3fr) minmax(8em,2fr) 5em minmax(10em,2.4fr);
+border-bottom:1px solid rgb(128 128 128/.16)}}
+.jaxckpt .jc-row:hover{{background:rgb(128 128 128/.1)}}
+.jaxckpt .jc-name{{padding-left:calc(var(--d,0)*1.15em + 1.1em);overflow-wrap:anywhere}}
+.jaxckpt summary .jc-name{{font-weight:600}}
+.jaxckpt summary .jc-name::before{{content:"▸";display:inline-block;width:1.1em;
+margin-left:-1.1em;opacity:.6;font-weight:400}}
+.jaxckpt details[open]>summary .jc-name::before{{content:"▾"}}
+.jaxckpt .jc-num{{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}}
+.jaxckpt .jc-wide{{grid-column:1/-1;padding-left:calc(var(--d,0)*1.15em + 1.1em)}}
+.jaxckpt .jc-small{{font-size:12px}}
+.jaxckpt .jc-layouts{{display:flex;gap:.6em;align-items:baseline}}
+.jaxckpt .jc-layout{{flex:none;align-self:center;overflow:visible;fill:none;
+stroke:{_palette.BLUE}}}
+.jaxckpt .jc-layout .jc-split{{fill:{_palette.BLUE};fill-opacity:.22}}
+.jaxckpt svg text{{font-size:11px;fill:currentColor;opacity:.75}}
+.jaxckpt .jc-axis{{stroke:currentColor;stroke-opacity:.4}}
+.jaxckpt .jc-grid{{stroke:currentColor;stroke-opacity:.12}}
+.jaxckpt .jc-hollow{{fill:none;stroke-width:1.5}}
+.jaxckpt .jc-timeline,.jaxckpt .jc-chart{{display:block;overflow:visible;max-width:100%}}
+.jaxckpt .jc-chart{{width:100%;height:auto}}
+.jaxckpt .jc-key{{display:flex;flex-wrap:wrap;gap:.1em 1.2em;margin:.2em 0 .7em;font-size:12px}}
+.jaxckpt .jc-key svg{{vertical-align:-3px;margin-right:.35em;overflow:visible}}
+.jaxckpt.jaxckpt table{{border-collapse:collapse;width:100%;margin:.2em 0 .6em;border:0;
+font-size:13px;color:inherit;table-layout:auto}}
+.jaxckpt.jaxckpt :is(th,td){{text-align:left;padding:3px 12px 3px 4px;vertical-align:baseline;
+border:0;border-bottom:1px solid rgb(128 128 128/.22);background:none;max-width:none}}
+.jaxckpt.jaxckpt :is(th,td).jc-num{{text-align:right}}
+.jaxckpt.jaxckpt td:not(.jc-full){{white-space:nowrap}}
+.jaxckpt.jaxckpt .jc-full{{width:100%;overflow-wrap:anywhere}}
+.jaxckpt .jc-scroll{{overflow-x:auto}}
+.jaxckpt.jaxckpt th{{font-weight:400;font-size:12px;color:inherit;opacity:.65}}
+.jaxckpt.jaxckpt tbody tr{{background:none}}
+.jaxckpt.jaxckpt tbody tr:hover{{background:rgb(128 128 128/.1)}}
+.jaxckpt .jc-tag{{display:inline-block;border:1px solid rgb(128 128 128/.45);border-radius:4px;
+padding:0 .45em;margin:0 .35em .1em 0;font-size:12px;line-height:1.45}}
+.jaxckpt .jc-tag.jc-best{{border-color:{_palette.BEST}}}
+.jaxckpt .jc-tag.jc-pinned{{border-color:{_palette.PINNED}}}
+.jaxckpt .jc-tag.jc-bad{{border-color:{_palette.BAD}}}
+.jaxckpt ul{{margin:.2em 0 .6em;padding-left:1.3em;overflow-wrap:anywhere}}
+@container (max-width:620px){{
+.jaxckpt .jc-row{{grid-template-columns:1fr auto;row-gap:0}}
+.jaxckpt .jc-row.jc-top{{display:none}}
+.jaxckpt .jc-row>.jc-type{{grid-column:1;grid-row:2;opacity:.75;
+padding-left:calc(var(--d,0)*1.15em + 1.1em)}}
+.jaxckpt .jc-row>.jc-num{{grid-column:2;grid-row:1}}
+.jaxckpt .jc-row>.jc-layouts{{grid-column:2;grid-row:2;justify-content:flex-end}}
+.jaxckpt.jaxckpt :is(table,tbody){{display:block}}
+.jaxckpt.jaxckpt thead{{display:none}}
+.jaxckpt.jaxckpt tr{{display:flex;flex-wrap:wrap;gap:0 1em;padding:4px;
+border-bottom:1px solid rgb(128 128 128/.22)}}
+.jaxckpt.jaxckpt td,.jaxckpt.jaxckpt td:not(.jc-full){{border:0;padding:0;white-space:normal;
+overflow-wrap:anywhere;text-align:left}}
+.jaxckpt.jaxckpt td:empty{{display:none}}
+.jaxckpt.jaxckpt td[data-label]::before{{content:attr(data-label) " ";opacity:.65;font-size:12px}}
+.jaxckpt.jaxckpt td.jc-full{{flex-basis:100%}}
+}}
+"""
+
+
+def escape(value: object, limit: int = _MAX_CHARS) -> str:
+    """Text that can stand anywhere in HTML, also in a quoted attribute; cut if it is long.
+
+    Example:
+        >>> escape("<b>'x'"), escape("abcdef", limit=3)
+        ('&lt;b&gt;&#x27;x&#x27;', 'abc…')
+    """
+    text = str(value)
+    shown = text if len(text) <= limit else text[:limit] + "…"
+    # What no file of HTML may hold: it would end the text, or turn it round, where it is shown.
+    shown = "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in shown
+    )
+    return html.escape(shown, quote=True)
+
+
+def facts(words: Iterable[str]) -> str:
+    """HTML pieces side by side."""
+    return (
+        f'<div class="jc-facts">{"".join(f"<span>{word}</span>" for word in words if word)}</div>'
+    )
+
+
+def moment(seconds: float | None) -> str:
+    """A wall clock time; "" if it is not known, or is none."""
+    if seconds is None:
+        return ""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return ""
+
+
+def count(number: int, word: str) -> str:
+    """So many of something.
+
+    Example:
+        >>> count(1, "leaf"), count(1200, "step")
+        ('1 leaf', '1,200 steps')
+    """
+    plural = {"leaf": "leaves", "entry": "entries"}.get(word, f"{word}s")
+    return f"{number:,} {word if number == 1 else plural}"
+
+
+def block(inside: str) -> str:
+    """A piece that brings its look along."""
+    return f'<div class="jaxckpt"><style>{STYLE}</style>{inside}</div>'

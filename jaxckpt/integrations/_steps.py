@@ -1,0 +1,221 @@
+"""The steps of a run as HTML: a line of marks, what they mean, and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from jaxckpt._overview import StepOverview
+from jaxckpt._retention import KeepPolicy, StepInfo, value_of
+from jaxckpt.inspection import _size as size_text
+from jaxckpt.integrations import _svg
+from jaxckpt.integrations._html import count, escape, moment
+from jaxckpt.integrations._svg import Mark
+
+_MAX_COLUMNS: Final = 4
+_MAX_NAME: Final = 24
+_MAX_CELL: Final = 60
+_MAX_SHOWN: Final = 20
+_MAX_ROWS: Final = 500
+_MAX_MARKS: Final = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Story:
+    """The steps of a run with what a policy says of them.
+
+    Attributes:
+        steps: In order.
+        why: The rules that keep a step, in words, for each that one keeps; None: no policy is
+            known.
+        best: The step that is the best by the metric of the policy.
+        under_way: Steps that are being saved.
+        metric: That the policy ranks by.
+    """
+
+    steps: Sequence[StepOverview]
+    why: Mapping[int, tuple[str, ...]] | None = None
+    best: int | None = None
+    under_way: Sequence[int] = field(default_factory=tuple)
+    metric: str | None = None
+
+
+def story(
+    steps: Sequence[StepOverview],
+    *,
+    keep: KeepPolicy | None,
+    now_s: float,
+    under_way: Sequence[int] = (),
+    committed: Collection[int] | None = None,
+) -> Story:
+    """Applies a policy to what is there, as the manager does after the next save.
+
+    Args:
+        steps: In order.
+        keep: The policy; None: none is known.
+        now_s: Wall clock, in seconds since 1970.
+        under_way: Steps that are being saved.
+        committed: To which it applies; None: to those that are whole.
+    """
+    if keep is None:
+        return Story(steps=steps, under_way=under_way)
+    infos = [
+        StepInfo(
+            step=step.step,
+            # Of a step that does not say when it was saved it is known that it was before now.
+            saved_s=now_s if step.saved_s is None else step.saved_s,
+            metrics=step.metrics,
+            pinned=step.pinned,
+        )
+        for step in steps
+        if (step.problem is None if committed is None else step.step in committed)
+    ]
+    broken = {step.step for step in steps if step.problem is not None}
+    ranked = [info for info in keep.ranked(infos) if info.step not in broken]
+    return Story(
+        steps=steps,
+        why=keep.why(infos, now_s=now_s) if keep.has_rules else None,
+        best=ranked[0].step if ranked else None,
+        under_way=under_way,
+        metric=keep.metric,
+    )
+
+
+def marks(told: Story, metric: str | None = None) -> list[Mark]:
+    """Each step as a mark, as high as a metric; of very many the newest."""
+    found = []
+    for step in told.steps[-_MAX_MARKS:]:
+        words = [f"step {step.step:,}", moment(step.saved_s), size_text(step.size_bytes)]
+        words += [f"{name} {_cell(value)}" for name, value in [*step.metrics.items()][:8]]
+        words += told.why.get(step.step, ()) if told.why else ()
+        words += [step.problem] if step.problem else []
+        found.append(
+            Mark(
+                step=step.step,
+                value=as_float(value_of(step.metrics, metric)),
+                title=" · ".join(word for word in words if word),
+                kept=told.why is None or step.step in told.why,
+                best=step.step == told.best,
+                pinned=step.pinned,
+                bad=step.problem is not None,
+            )
+        )
+    coming = [
+        Mark(step=number, title=f"step {number:,}, being saved", under_way=True)
+        for number in told.under_way
+        if number not in {step.step for step in told.steps}
+    ]
+    return sorted([*found, *coming], key=lambda mark: mark.step)
+
+
+def as_float(value: float | None) -> float | None:
+    """A number that can be drawn; None for one that no float can be."""
+    try:
+        return None if value is None else float(value)
+    except OverflowError:
+        return None
+
+
+def key(shown: Sequence[Mark], *, has_policy: bool) -> str:
+    """What the marks mean, of those that are shown."""
+    kinds = [
+        (
+            "kept" if has_policy else "whole",
+            Mark(step=0),
+            lambda m: m.kept and not (m.best or m.bad or m.under_way),
+        ),
+        ("goes after the next save", Mark(step=0, kept=False), lambda m: not (m.kept or m.bad)),
+        ("best", Mark(step=0, best=True), lambda m: m.best),
+        ("pinned", Mark(step=0, pinned=True), lambda m: m.pinned),
+        ("not whole", Mark(step=0, bad=True), lambda m: m.bad),
+        ("being saved", Mark(step=0, under_way=True), lambda m: m.under_way),
+    ]
+    items = [
+        f'<span><svg width="16" height="16">{_svg.dot(mark, "8", "8")}</svg>{name}</span>'
+        for name, mark, is_shown in kinds
+        if any(is_shown(m) for m in shown)
+    ]
+    # One kind alone explains itself.
+    return f'<div class="jc-key">{"".join(items)}</div>' if len(items) > 1 else ""
+
+
+def line(told: Story) -> str:
+    """The line of marks and what they mean."""
+    shown = marks(told)
+    cut = len(told.steps) - _MAX_MARKS
+    note = f'<p class="jc-faint">… {count(cut, "earlier step")}</p>' if cut > 0 else ""
+    return _svg.timeline(shown) + key(shown, has_policy=told.why is not None) + note
+
+
+def metric_names(steps: Sequence[StepOverview], first: str | None = None) -> list[str]:
+    """Names of all metrics; that of the policy first, then as they come."""
+    names = dict.fromkeys(name for step in steps for name in step.metrics)
+    return sorted(names, key=lambda name: name != first)
+
+
+def table(told: Story) -> str:
+    """The steps, the newest first; the older of many folded."""
+    if not told.steps:
+        return ""
+    columns = metric_names(told.steps, told.metric)[:_MAX_COLUMNS]
+    rows = [_row(told, step, columns) for step in reversed(told.steps[-_MAX_ROWS:])]
+    head = (
+        '<thead><tr><th class="jc-num">step</th><th>saved (UTC)</th><th class="jc-num">size</th>'
+        + "".join(f'<th class="jc-num">{escape(name, _MAX_NAME)}</th>' for name in columns)
+        + f'<th class="jc-full">{"kept because" if told.why is not None else ""}</th></tr></thead>'
+    )
+    shown = _scrolled(head, rows[:_MAX_SHOWN])
+    earlier, cut = rows[_MAX_SHOWN:], len(told.steps) - _MAX_ROWS
+    if earlier:
+        more = f'<p class="jc-faint">… {count(cut, "more step")}</p>' if cut > 0 else ""
+        shown += (
+            f"<details><summary>… {count(len(told.steps) - _MAX_SHOWN, 'earlier step')}</summary>"
+            f"{_scrolled(head, earlier)}{more}</details>"
+        )
+    return shown
+
+
+def _scrolled(head: str, rows: Sequence[str]) -> str:
+    """A table that moves inside its own box where the page is too narrow for it."""
+    body = f"<table>{head}<tbody>{''.join(rows)}</tbody></table>"
+    return f'<div class="jc-scroll">{body}</div>'
+
+
+def _row(told: Story, step: StepOverview, columns: Sequence[str]) -> str:
+    cells = [
+        f'<td class="jc-num"><b>{step.step:,}</b></td>',
+        f"<td>{moment(step.saved_s)}</td>",
+        f'<td class="jc-num">{size_text(step.size_bytes)}</td>',
+    ]
+    for name in columns:
+        value = escape(_cell(step.metrics[name]), _MAX_CELL) if name in step.metrics else ""
+        cells.append(f'<td class="jc-num" data-label="{escape(name, _MAX_CELL)}">{value}</td>')
+    cells.append(f'<td class="jc-full">{_tags(told, step)}</td>')
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _tags(told: Story, step: StepOverview) -> str:
+    tags = []
+    if step.problem is not None:
+        tags.append('<span class="jc-tag jc-bad">not whole</span>')
+    words = told.why.get(step.step, ()) if told.why is not None else ()
+    words = words or (("pinned",) if step.pinned else ())
+    for word in words:
+        is_best = step.step == told.best and word.startswith("best ")
+        mark = " jc-pinned" if word == "pinned" else " jc-best" if is_best else ""
+        tags.append(f'<span class="jc-tag{mark}">{escape(word)}</span>')
+    if told.why is not None and not tags:
+        ours = step.writer.startswith("jaxckpt")
+        words = "goes after the next save" if ours else "stays: not written by jaxckpt"
+        tags.append(f'<span class="jc-faint">{words}</span>')
+    if step.problem is not None:
+        words = step.problem.replace(f"{step.path}/", "")
+        tags.append(f'<span class="jc-faint">{escape(words)}</span>')
+    return "".join(tags)
+
+
+def _cell(value: Any) -> str:  # JSON
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    floating = as_float(value) if number else None
+    return str(value)[: 2 * _MAX_CELL] if floating is None else f"{floating:.4g}"

@@ -1,0 +1,293 @@
+"""Small drawings as inline SVG: pure functions from numbers to text, with nothing to load.
+
+Text and lines take the colour of what is around them, so that they can be read on light and dark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from jaxckpt.format.sharding import SavedSharding
+from jaxckpt.integrations._html import escape
+from jaxckpt.integrations._palette import BAD, BEST, BLUE, KEPT, PINNED, phase_colours
+
+_WIDTH, _HEIGHT = 340, 170
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 10, 26
+# More bars than pixels say no more.
+_MAX_BARS: Final = 60
+_MAX_DOTS: Final = 90
+# In a drawing of 26 by 16 pixels.
+_MAX_LINES: Final = 8
+# The difference of two larger ones may be none.
+_HUGE: Final = 1e300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """One step in a drawing.
+
+    Attributes:
+        step: Its number.
+        value: Its height, in a chart; None or not finite: there is none.
+        title: Shown when it is pointed at.
+        kept: Whether the policy keeps it.
+        best, pinned, bad: Whether it is marked as such.
+        under_way: Whether it is still being saved.
+    """
+
+    step: int
+    value: float | None = None
+    title: str = ""
+    kept: bool = True
+    best: bool = False
+    pinned: bool = False
+    bad: bool = False
+    under_way: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One bar of a chart: its parts lie on one another."""
+
+    label: str
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+def ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Round numbers from `low` to `high`, about `count` of them.
+
+    Example:
+        >>> ticks(0.0, 1.0), ticks(3, 3), ticks(130, 980, 3)
+        ([0.0, 0.5, 1.0], [3], [500.0])
+    """
+    if not high - low > 1 / _HUGE:  # the power of ten below that is none
+        return [low]
+    raw = (high - low) / max(count, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next((m * power for m in (1, 2, 5, 10) if m * power >= raw), 10 * power)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, min(last, first + 20) + 1)]
+
+
+def number(value: float) -> str:
+    """A number in few digits.
+
+    Example:
+        >>> number(12000), number(0.25), number(1500000), number(1.5e-7)
+        ('12,000', '0.25', '1.5M', '1.5e-07')
+    """
+    if isinstance(value, int) or value.is_integer():
+        value = int(value)
+        for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6)):
+            if size <= abs(value) < 1000 * size:
+                return f"{value / size:.4g}{unit}"
+        return f"{value:,}" if abs(value) < 10**6 else f"{float(value):.3g}"
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def layout(sharding: SavedSharding | None, shape: Sequence[int]) -> str:
+    """A leaf as the parts that its two most divided dimensions are split into.
+
+    A second outline behind it says that each part is on several devices.
+    """
+    if sharding is None or sharding.is_single_device:
+        return ""
+    parts, copies = _parts(sharding, len(shape))
+    most = sorted(sorted(range(len(parts)), key=lambda i: -parts[i])[:2])
+    rows, columns = ([1] * 2 + [parts[i] for i in most])[-2:]
+    # Of the outline behind only what the one in front does not hide.
+    back = '<path d="M4.5 3V.5H25.5V12.5H22"/>' if copies > 1 else ""
+    lines = "".join(
+        f"M{0.5 + 21 * i / n:.1f} 3.5v12" for n in (min(columns, _MAX_LINES),) for i in range(1, n)
+    ) + "".join(
+        f"M.5 {3.5 + 12 * i / n:.1f}h21" for n in (min(rows, _MAX_LINES),) for i in range(1, n)
+    )
+    words = " × ".join(map(str, parts)) or "1"
+    title = f"{words} parts, each on {copies} device{'s' * (copies != 1)}"
+    fill = "" if rows * columns == 1 else ' class="jc-split"'
+    return (
+        f'<svg class="jc-layout" width="26" height="16" role="img"><title>{title}</title>{back}'
+        f'<rect{fill} x=".5" y="3.5" width="21" height="12" rx="1"/>'
+        f"{f'<path d={_quote(lines)}/>' if lines else ''}</svg>"
+    )
+
+
+def _quote(text: str) -> str:
+    return f'"{text}"'
+
+
+def _parts(sharding: SavedSharding, dims: int) -> tuple[list[int], int]:
+    """How many parts each dimension has, and on how many devices each part is."""
+    sizes = dict(zip(sharding.axis_names, sharding.axis_sizes, strict=True))
+    parts = [1] * dims
+    for i, axes in enumerate(sharding.spec[:dims]):
+        names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+        parts[i] = math.prod(sizes[name] for name in names)
+    return parts, max(1, math.prod(sharding.axis_sizes) // math.prod(parts))
+
+
+# --- steps along a line ----------------------------------------------------------------------
+
+
+def timeline(marks: Sequence[Mark]) -> str:
+    """The steps of a run on a line as wide as the page."""
+    if not marks:
+        return ""
+    low, high = min(m.step for m in marks), max(m.step for m in marks)
+
+    def x(step: float) -> str:
+        return f"{4 + 92 * ((step - low) / (high - low) if high > low else 0.5):.2f}%"
+
+    axis = "".join(
+        f'<text x="{x(tick)}" y="46" text-anchor="middle">{number(round(tick))}</text>'
+        f'<line class="jc-axis" x1="{x(tick)}" x2="{x(tick)}" y1="26" y2="31"/>'
+        for tick in ticks(low, high, 5)
+        if tick == round(tick)
+    )
+    radius = 4.5 if len(marks) <= _MAX_DOTS / 2 else 3.0
+    # What is marked lies above what is not.
+    ordered = sorted(marks, key=lambda m: (m.kept, m.pinned, m.best, m.bad))
+    return (
+        '<svg class="jc-timeline" width="100%" height="52" role="img">'
+        '<line class="jc-axis" x1="0" x2="100%" y1="18" y2="18"/>'
+        f"{axis}{''.join(dot(m, x(m.step), '18', radius) for m in ordered)}</svg>"
+    )
+
+
+def dot(mark: Mark, x: str, y: str, radius: float = 4.5) -> str:
+    """A mark at a place; as on a line of them, so in a chart and in the key."""
+    title = f"<title>{escape(mark.title)}</title>" if mark.title else ""
+    ring = f'<circle cx="{x}" cy="{y}" r="7.5" fill="none" stroke="{PINNED}" stroke-width="2"/>'
+    ring = ring if mark.pinned else ""
+    if mark.bad:  # a cross, in a nested drawing, as only that can be moved by percents
+        shape = (
+            f'<svg x="{x}" y="{y}" overflow="visible"><path d="M-4-4 4 4M4-4-4 4" stroke="{BAD}" '
+            'stroke-width="2.5"/></svg>'
+        )
+    elif mark.best:
+        shape = (
+            f'<svg x="{x}" y="{y}" overflow="visible"><path d="M0-6 6 0 0 6-6 0z" fill="{BEST}"/>'
+            "</svg>"
+        )
+    elif mark.under_way:
+        shape = (
+            f'<circle class="jc-hollow" cx="{x}" cy="{y}" r="{radius:g}" stroke="{KEPT}" '
+            'stroke-dasharray="2 2"/>'
+        )
+    elif mark.kept:
+        shape = f'<circle cx="{x}" cy="{y}" r="{radius:g}" fill="{KEPT}"/>'
+    else:
+        shape = f'<circle class="jc-hollow" cx="{x}" cy="{y}" r="{radius:g}" stroke="{KEPT}"/>'
+    return f"<g>{title}{ring}{shape}</g>"
+
+
+# --- charts ----------------------------------------------------------------------------------
+
+
+def line_chart(marks: Sequence[Mark], *, label: str) -> str:
+    """Values over steps; "" if there is none to draw."""
+    drawn = [(m, float(m.value)) for m in marks if m.value is not None and -_HUGE < m.value < _HUGE]
+    if not drawn:
+        return ""
+    low, high = _widened(min(v for _, v in drawn), max(v for _, v in drawn))
+    first, last = drawn[0][0].step, drawn[-1][0].step
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        across = (step - first) / (last - first) if last > first else 0.5
+        return (
+            _LEFT + across * (_WIDTH - _LEFT - _RIGHT),
+            _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM),
+        )
+
+    spots = [(m, *place(m.step, v)) for m, v in drawn]
+    line = " ".join(f"{x:.1f},{y:.1f}" for _, x, y in spots)
+    across = [(place(t, low)[0], number(round(t))) for t in ticks(first, last, 4) if t == round(t)]
+    upwards = [(place(first, t)[1], number(t)) for t in ticks(low, high, 5)]
+    few = len(spots) <= _MAX_DOTS  # of more, only those that are marked
+    dots = "".join(
+        dot(m, f"{x:.1f}", f"{y:.1f}", 4.0 if len(spots) <= _MAX_DOTS / 3 else 2.5)
+        for m, x, y in spots
+        if few or m.best or m.pinned or m.bad
+    )
+    curve = f'<polyline points="{line}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>'
+    return _chart(label, _axes(across, upwards) + curve + dots)
+
+
+def bar_chart(bars: Sequence[Bar], *, label: str, scale: float = 1.0) -> str:
+    """Stacked bars, of the newest if there are many; "" if there is nothing to draw.
+
+    Args:
+        bars: In order.
+        label: What it shows, for who cannot see it.
+        scale: What the numbers at the axis are to be divided by.
+    """
+    bars = [
+        replace(bar, parts={name: v for name, v in bar.parts.items() if 0 <= v < _HUGE})
+        for bar in bars[-_MAX_BARS:]
+    ]
+    totals = [sum(bar.parts.values()) for bar in bars]
+    high = max(totals, default=0.0)
+    if not 0 < high < _HUGE:
+        return ""
+    colours = phase_colours(name for bar in bars for name in bar.parts)
+    plot_width, plot_height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    slot = plot_width / len(bars)
+    width = min(slot * (0.7 if slot > 4 else 1.0), 28.0)
+    drawn = []
+    for i, (bar, total) in enumerate(zip(bars, totals, strict=True)):
+        x, y = _LEFT + slot * (i + 0.5) - width / 2, float(_HEIGHT - _BOTTOM)
+        shown = []
+        for name, colour in colours.items():
+            tall = bar.parts.get(name, 0.0) / high * plot_height
+            y -= tall
+            if tall > 0:
+                shown.append(
+                    f'<rect x="{x:.1f}" y="{y:.2f}" width="{width:.1f}" height="{tall:.2f}" '
+                    f'fill="{colour if len(colours) > 1 else BLUE}"/>'
+                )
+        words = ", ".join(f"{n} {number(v / scale)}" for n, v in bar.parts.items())
+        title = f"{bar.label}: {words if len(colours) > 1 else number(total / scale)}"
+        drawn.append(f"<g><title>{escape(title)}</title>{''.join(shown)}</g>")
+    shown_at = sorted({0, len(bars) // 2, len(bars) - 1} if len(bars) > 4 else range(len(bars)))
+    across = [(_LEFT + slot * (i + 0.5), bars[i].label) for i in shown_at]
+    upwards = [
+        (_HEIGHT - _BOTTOM - t * scale / high * plot_height, number(t))
+        for t in ticks(0, high / scale, 5)
+    ]
+    return _chart(label, _axes(across, upwards) + "".join(drawn))
+
+
+def plain(mark: Mark) -> Mark:
+    """A mark in a chart in which none is the best."""
+    return replace(mark, best=False)
+
+
+def _widened(low: float, high: float) -> tuple[float, float]:
+    room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    return low - room, high + room
+
+
+def _chart(label: str, inside: str) -> str:
+    return (
+        f'<svg class="jc-chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="{escape(label)}">{inside}</svg>'
+    )
+
+
+def _axes(across: Sequence[tuple[float, str]], upwards: Sequence[tuple[float, str]]) -> str:
+    base = _HEIGHT - _BOTTOM
+    lines = "".join(
+        f'<line class="jc-grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(words)}</text>'
+        for y, words in upwards
+    )
+    below = "".join(
+        f'<text x="{min(x, _WIDTH - 18):.1f}" y="{base + 17}" text-anchor="middle">'
+        f"{escape(words)}</text>"
+        for x, words in across
+    )
+    axis = f'<line class="jc-axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{base}" y2="{base}"/>'
+    return lines + axis + below

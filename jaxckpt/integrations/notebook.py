@@ -1,0 +1,273 @@
+"""How a checkpoint and a manager look in a notebook: HTML, from metadata alone.
+
+The text comes from files that somebody else may have written, so all of it is escaped, and cut
+where it is long; there is no script. A large tree is folded, and cut with a "… n more".
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from jaxckpt import inspection
+from jaxckpt._overview import RunOverview, overview
+from jaxckpt.errors import CheckpointNotFound
+from jaxckpt.format.tree import parse_path, path_text
+from jaxckpt.inspection import LeafInfo
+from jaxckpt.inspection import _size as size_text
+from jaxckpt.integrations import _steps, _svg
+from jaxckpt.integrations._html import block, count, escape, facts
+
+if TYPE_CHECKING:  # a checkpoint that is only looked at needs neither jax nor TensorStore
+    from jaxckpt._manager import CheckpointManager
+    from jaxckpt._statistics import LeafStatistics
+
+# Rows of one level, of all, and those that are open at first.
+_MAX_LEVEL: Final = 40
+_MAX_ROWS: Final = 200
+_MAX_OPEN: Final = 40
+_MAX_DEPTH: Final = 24
+_MAX_LISTED: Final = 50
+
+
+def checkpoint_html(
+    ckpt: inspection.Checkpoint, *, statistics: Mapping[str, LeafStatistics] | None = None
+) -> str:
+    """A checkpoint as a folding tree: names, types, bytes and how leaves were divided.
+
+    Reads no array data.
+
+    Args:
+        ckpt: Of `jaxckpt.open`, or a part of it.
+        statistics: Of `ckpt.statistics()`, to be shown below each leaf.
+
+    Example:
+        >>> import tempfile, jaxckpt
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     jaxckpt.save(f"{folder}/a", {"layer": {"w": 1.5}})
+        ...     html = checkpoint_html(jaxckpt.open(f"{folder}/a"))
+        >>> html.count("<details")
+        1
+    """
+    return block(tree_head(ckpt) + tree_html(ckpt, statistics))
+
+
+def manager_html(manager: CheckpointManager) -> str:
+    """The run of a manager: its steps on a line and in a table, what is kept and why.
+
+    Asks nothing of other processes, and does not raise what failed in the background.
+
+    Example:
+        >>> import tempfile, jaxckpt
+        >>> keep = jaxckpt.KeepPolicy(last=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with jaxckpt.CheckpointManager(folder, keep=keep) as manager:
+        ...         _ = manager.save(7, {"w": 1.5}, metrics={"loss": 0.5})
+        ...         manager.wait_until_finished()
+        ...         html = manager_html(manager)
+        >>> [word in html for word in ("newest", "last 2", "loss")]
+        [True, True, True]
+    """
+    pending = manager._saver.queue.under_way()  # its own package; asking the manager may raise
+    try:
+        run = overview(manager._url(manager.directory))
+    except CheckpointNotFound:
+        run = RunOverview(path=manager.directory, steps=(), strays=())
+    told = _steps.story(
+        run.steps,
+        keep=manager.keep,
+        now_s=time.time(),
+        under_way=[one.step for one in pending if not one.ended],
+        committed=set(manager._run.steps()),
+    )
+    head = _title(manager.directory) + facts(
+        [
+            count(len(run.steps), "step"),
+            f"{size_text(sum(step.size_bytes for step in run.steps))} on disk",
+            "for reading" if manager.mode == "r" else "",
+            f"restored step {manager.restored_step:,}" if manager.restored_step is not None else "",
+            "every step is kept" if manager.mode == "w" and not manager.keep.has_rules else "",
+        ]
+    )
+    notes = list(dict.fromkeys([*run.strays, *manager.problems]))
+    body = _steps.line(told) + _steps.table(told) + listing(notes, "note")
+    return block(f'<div class="jc-head">{head}</div>{body}')
+
+
+def listing(notes: list[str], word: str) -> str:
+    """Lines of text, folded if there are more than a few."""
+    if not notes:
+        return ""
+    lines = "".join(f"<li>{escape(note)}</li>" for note in notes[:_MAX_LISTED])
+    if len(notes) > _MAX_LISTED:
+        lines += f"<li>… {len(notes) - _MAX_LISTED:,} more</li>"
+    opened = " open" if len(notes) <= 3 else ""
+    return (
+        f"<details{opened}><summary>{count(len(notes), word)}</summary><ul>{lines}</ul></details>"
+    )
+
+
+def _title(path: str, more: str = "") -> str:
+    folder, name = posixpath.split(path.rstrip("/"))
+    return f'<div><span class="jc-faint">{escape(folder)}/</span><b>{escape(name)}</b>{more}</div>'
+
+
+def tree_head(ckpt: inspection.Checkpoint) -> str:
+    """What is known of a checkpoint besides its leaves."""
+    item = f' <span class="jc-faint">item</span> {escape(ckpt.item)}' if ckpt.item else ""
+    if ckpt._below:
+        item += f' <span class="jc-faint">at</span> {escape(path_text(ckpt._below))}'
+    others = [name for name in ckpt.items if name != ckpt.item]
+    meshes = _meshes(ckpt)
+    told = [
+        count(len(ckpt.leaves), "leaf"),
+        size_text(ckpt.size_bytes),
+        f"mesh {escape(next(iter(meshes)))}" if len(meshes) == 1 else "",
+        f"{len(meshes)} meshes" if len(meshes) > 1 else "",
+        f"other items: {escape(', '.join(others))}" if others else "",
+    ]
+    recorded = [("custom metadata", ckpt.custom_metadata), ("lineage", ckpt.lineage)]
+    more = "".join(
+        f'<div><span class="jc-faint">{name}</span> '
+        f"<code>{escape(json.dumps(value, ensure_ascii=False, default=str), 1000)}</code></div>"
+        for name, value in recorded
+        if value
+    )
+    return f'<div class="jc-head">{_title(ckpt.path, item)}{facts(told)}{more}</div>'
+
+
+def _meshes(ckpt: inspection.Checkpoint) -> set[str]:
+    layouts = {leaf.layout for leaf in ckpt.leaves.values() if leaf.layout is not None}
+    axes = [zip(one.axis_names, one.axis_sizes, strict=True) for one in layouts if one.axis_names]
+    return {", ".join(f"{name}={size}" for name, size in mesh) for mesh in axes}
+
+
+# --- the tree --------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Branch:
+    """What lies below one name."""
+
+    children: dict[str, _Branch | LeafInfo] = field(default_factory=dict)
+    leaves: int = 0
+    size_bytes: int = 0
+    shown: int = 0  # so many of its children
+    is_open: bool = False
+
+
+def tree_html(
+    ckpt: inspection.Checkpoint, statistics: Mapping[str, LeafStatistics] | None = None
+) -> str:
+    """The leaves as rows, what lies below a name folded into its own."""
+    if not ckpt.leaves:
+        return '<div class="jc-faint">no leaves: a JSON item, or an empty tree</div>'
+    top = _branch(ckpt)
+    _allot(top)
+    head = (
+        '<div class="jc-row jc-top jc-faint"><span class="jc-name">name</span>'
+        '<span>type</span><span class="jc-num">size</span><span>sharding</span></div>'
+    )
+    one_mesh = len(_meshes(ckpt)) == 1
+    rows = _rows(top, 0, statistics or {}, one_mesh=one_mesh)
+    return f'<div class="jc-tree">{head}{"".join(rows)}</div>'
+
+
+def _branch(ckpt: inspection.Checkpoint) -> _Branch:
+    top = _Branch()
+    for path, leaf in ckpt.leaves.items():
+        names = parse_path(path) if path else ("(the tree itself)",)
+        node = top
+        for depth, name in enumerate(names):
+            node.leaves += 1
+            node.size_bytes += leaf.size_bytes
+            if depth == len(names) - 1:
+                node.children[name] = leaf
+                break
+            below = node.children.setdefault(name, _Branch())
+            if not isinstance(below, _Branch):  # a name that lies below a leaf; no format has it
+                break
+            node = below
+    return top
+
+
+def _allot(top: _Branch) -> None:
+    """Decides what is shown, and what is open: the levels nearest to the root first."""
+    left, open_left, level = _MAX_ROWS, _MAX_OPEN, [top]
+    for _ in range(_MAX_DEPTH):
+        for node in level:
+            node.shown = min(len(node.children), _MAX_LEVEL, left)
+            left -= node.shown
+        shown = sum(node.shown for node in level)
+        for node in level:
+            node.is_open = shown <= open_left  # alike for what lies side by side
+        open_left -= shown
+        children = [child for node in level for child in [*node.children.values()][: node.shown]]
+        level = [child for child in children if isinstance(child, _Branch)]
+
+
+def _rows(
+    node: _Branch, depth: int, statistics: Mapping[str, LeafStatistics], *, one_mesh: bool
+) -> Iterator[str]:
+    for name, child in [*node.children.items()][: node.shown]:
+        if isinstance(child, LeafInfo):
+            yield _leaf_row(name, child, depth, statistics.get(child.path), one_mesh=one_mesh)
+            continue
+        yield (
+            f'<details{" open" if child.is_open else ""}><summary class="jc-row" '
+            f'style="--d:{depth}"><span class="jc-name jc-mono">{escape(name)}</span>'
+            f'<span class="jc-type jc-faint">{count(child.leaves, "leaf")}</span>'
+            f'<span class="jc-num">{size_text(child.size_bytes)}</span></summary>'
+        )
+        yield from _rows(child, depth + 1, statistics, one_mesh=one_mesh)
+        yield "</details>"
+    if (cut := len(node.children) - node.shown) > 0:
+        yield (
+            f'<div class="jc-row" style="--d:{depth}"><span class="jc-wide jc-faint">'
+            f"… {cut:,} more; open a part: ckpt['path/of/it']</span></div>"
+        )
+
+
+def _leaf_row(
+    name: str, leaf: LeafInfo, depth: int, found: LeafStatistics | None, *, one_mesh: bool
+) -> str:
+    dims = ", ".join(map(str, leaf.shape))
+    is_array = leaf.kind not in ("str", "bytes", "empty", "int")
+    words = f'{escape(leaf.dtype)}<span class="jc-faint">[{escape(dims)}]</span>'
+    words = words if is_array else escape(leaf.kind)
+    layout, spec = "", ""
+    if leaf.layout is not None:
+        layout = _svg.layout(leaf.layout, leaf.shape)
+        sharding = str(leaf.layout)
+        # The head says which mesh, if there is but one.
+        is_short = one_mesh and not leaf.layout.is_single_device
+        spec = escape(sharding.rpartition(" on (")[0] if is_short else sharding)
+    return (
+        f'<div class="jc-row" style="--d:{depth}"><span class="jc-name jc-mono">{escape(name)}'
+        f'</span><span class="jc-type jc-mono">{words}</span>'
+        f'<span class="jc-num">{size_text(leaf.size_bytes)}</span>'
+        f'<span class="jc-layouts jc-mono">{layout}{spec}</span>{_statistics(found)}</div>'
+    )
+
+
+def _statistics(found: LeafStatistics | None) -> str:
+    if found is None:
+        return ""
+    told = []
+    if found.min is not None and found.max is not None:
+        told = [
+            f"{_svg.number(found.min)} to {_svg.number(found.max)}",
+            f"mean {_svg.number(found.mean or 0.0)}",
+            f"std {_svg.number(found.std or 0.0)}",
+            f"norm {_svg.number(found.norm)}",
+            f"{found.zeros / found.size:.0%} zero" if found.zeros else "",
+        ]
+        told = [_svg.number(found.min)] if found.size == 1 else told
+    bad = [f"{found.nan:,} NaN" if found.nan else "", f"{found.inf:,} inf" if found.inf else ""]
+    words = [f'<span class="jc-faint">{word}</span>' for word in told if word]
+    words += [f'<b class="jc-bad">{word}</b>' for word in bad if word]
+    return f'<div class="jc-wide jc-small">{facts(words)}</div>' if words else ""

@@ -1,0 +1,343 @@
+"""Plots with matplotlib: a metric over the steps, where the time of a save goes, a sharding.
+
+Each draws into `ax`, or into a new figure, and returns the axes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from jaxckpt._overview import RunOverview, overview
+from jaxckpt._progress import Timing
+from jaxckpt.format.sharding import SavedSharding
+from jaxckpt.inspection import LeafInfo
+from jaxckpt.integrations import _palette, _steps
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from jaxckpt._manager import CheckpointManager
+
+# Of larger grids the numbers of the devices cannot be read.
+_MAX_LABELLED: Final = 64
+_MAX_NAMED: Final = 8
+# Of devices, by their number, so that each has the same in every drawing; neighbours differ most.
+_SHADES: Final = tuple(0.1 + 0.9 * place / 7 for place in (0, 4, 2, 6, 1, 5, 3, 7))
+_MAX_BARS: Final = 40
+_MAX_DEVICES: Final = 1 << 16
+
+
+def metric(
+    run: CheckpointManager | RunOverview, name: str | None = None, ax: Axes | None = None
+) -> Axes:
+    """Draws a metric over the steps that are there.
+
+    Of a manager it is marked which steps its policy keeps, which is the best, and which go.
+
+    Args:
+        run: A manager, or what `jaxckpt._overview.overview` says of a root.
+        name: Of the metric; None: that of the policy, or else the first there is.
+        ax: To draw into.
+
+    Raises:
+        ValueError: no step has a number of that name.
+
+    Example:
+        >>> import tempfile, jaxckpt, matplotlib
+        >>> matplotlib.use("agg")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with jaxckpt.CheckpointManager(folder) as manager:
+        ...         _ = manager.save(7, {"w": 1.5}, metrics={"loss": 0.5})
+        ...         manager.wait_until_finished()
+        ...         metric(manager).get_ylabel()
+        'loss'
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    keep = None if isinstance(run, RunOverview) else run.keep
+    found = run if isinstance(run, RunOverview) else overview(run._url(run.directory))
+    told = _steps.story(found.steps, keep=keep, now_s=time.time())
+    names = _steps.metric_names(found.steps, told.metric)
+    name = name or told.metric or next(iter(names), None)
+    marks = [mark for mark in _steps.marks(told, name) if mark.value is not None]
+    marks = [mark for mark in marks if math.isfinite(mark.value or 0.0)]
+    if not marks:
+        raise ValueError(
+            f"no step of {found.path} has a number as metric {name!r}; there are "
+            f"{', '.join(names) or 'no metrics'}"
+        )
+    ax = _axes(ax)
+    ax.plot([m.step for m in marks], [m.value for m in marks], color=_palette.BLUE, lw=1.2)
+    is_best = told.metric == name
+    kinds: list[tuple[str, list[Any], dict[str, Any]]] = [
+        ("kept" if told.why else "whole", [m for m in marks if m.kept and not m.bad], _filled("o")),
+        (
+            "goes after the next save",
+            [m for m in marks if not m.kept and not m.bad],
+            {"marker": "o", "facecolors": ax.get_facecolor(), "edgecolors": _palette.KEPT},
+        ),
+        ("not whole", [m for m in marks if m.bad], {"marker": "x", "color": _palette.BAD}),
+        (
+            "pinned",
+            [m for m in marks if m.pinned],
+            {"marker": "o", "facecolors": "none", "edgecolors": _palette.PINNED, "s": 130},
+        ),
+        (
+            "best",
+            [m for m in marks if m.best and is_best],
+            {**_filled("D"), "color": _palette.BEST, "s": 55},
+        ),
+    ]
+    for label, some, look in kinds:
+        if some:
+            steps, values = [m.step for m in some], [m.value for m in some]
+            ax.scatter(steps, values, label=label, zorder=3, **{"s": 30, **look})
+    ax.set_xlabel("step")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.set_ylabel(_plain(name or ""))
+    if sum(bool(some) for _, some, _ in kinds) > 1:
+        ax.legend(frameon=False, fontsize="small")
+    return ax
+
+
+def timings(timings: Sequence[Timing], ax: Axes | None = None) -> Axes:
+    """Draws how long saves and restores took, by phase.
+
+    What a training loop waits for in a save is its phase `snapshot`.
+
+    Args:
+        timings: Of `manager.timings`, or of several; the last 40 are drawn.
+        ax: To draw into.
+
+    Raises:
+        ValueError: there are none.
+
+    Example:
+        >>> import matplotlib, jaxckpt
+        >>> from jaxckpt._progress import Timing
+        >>> matplotlib.use("agg")
+        >>> phases = {"snapshot": 0.1, "write": 0.8, "commit": 0.1}
+        >>> one = Timing(
+        ...     kind="save", path="run/7", step=7, total_bytes=10**9, seconds=1.0, phases=phases
+        ... )
+        >>> timings([one]).get_xlabel()
+        'seconds'
+    """
+    from matplotlib.patches import Patch
+
+    shown = [*timings][-_MAX_BARS:]
+    if not shown:
+        raise ValueError("there is no timing to draw: nothing was saved or restored yet")
+    both = len({one.kind for one in shown}) > 1
+    ax = _axes(ax, height=1.1 + 0.34 * max(len(shown), 2))
+    left = np.zeros(len(shown))
+    colours = _palette.phase_colours(name for one in shown for name in one.phases)
+    for name, colour in colours.items():
+        widths = np.array([max(one.phases.get(name, 0.0), 0.0) for one in shown])
+        ax.barh(range(len(shown)), widths, 0.68, left=left, color=colour)
+        left += widths
+    rest = np.maximum([one.seconds for one in shown] - left, 0.0)
+    has_rest = bool((rest > 0.01 * left.max()).any())
+    if has_rest:
+        ax.barh(
+            range(len(shown)), rest, 0.68, left=left, fc="none", ec=_palette.GREY, lw=0.8,
+        )  # fmt: skip
+    ax.set_yticks(range(len(shown)), [_name(one, both=both) for one in shown])
+    ax.tick_params(axis="y", length=0)
+    ax.invert_yaxis()
+    ax.margins(x=0.16)
+    for i, one in enumerate(shown):
+        end = left[i] + rest[i]
+        words = f" {one.gb_per_s:.2f} GB/s" if one.total_bytes else ""
+        ax.text(end, i, words, va="center", fontsize="small", alpha=0.7)
+    ax.set_xlabel("seconds")
+    ax.set_xlim(left=0)
+    meaning = _palette.legend(colours)
+    handles = [Patch(color=colour, label=_plain(names)) for colour, names in meaning.items()]
+    if has_rest:
+        handles.append(Patch(fc="none", ec=_palette.GREY, lw=0.8, label="other"))
+    ax.legend(
+        handles=handles,
+        frameon=False,
+        fontsize="small",
+        ncols=len(handles) if len(handles) <= 6 else 4,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        borderaxespad=0.2,
+        handlelength=1,
+        columnspacing=1.2,
+    )
+    return ax
+
+
+def sharding(of: Any, shape: Sequence[int] | None = None, ax: Axes | None = None) -> Axes:
+    """Draws which device holds which part of an array.
+
+    Each part has the colour of the first of its devices, the same in each drawing, so that one
+    array before and after resharding can be drawn side by side. Of more than two dimensions the
+    two most divided ones are drawn, at the start of the others.
+
+    Args:
+        of: A `jax.Array`, a `jax.sharding.Sharding`, or a leaf of `jaxckpt.open(path).leaves`.
+        shape: Of the array; needed for a sharding alone.
+        ax: To draw into.
+
+    Raises:
+        TypeError: it is nothing that has a sharding.
+        ValueError: there is no shape, or the checkpoint does not say how the leaf was divided.
+
+    Example:
+        >>> import jax, matplotlib
+        >>> matplotlib.use("agg")
+        >>> sharding(jax.numpy.zeros((4, 6))).get_title()
+        '[4, 6] on 1 device'
+    """
+    boxes, shape, words = _boxes(of, shape)
+    parts: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for device, box in boxes.items():
+        parts.setdefault(box, []).append(device)
+    rows, columns = _drawn_dims(parts, shape)
+    others = [i for i in range(len(shape)) if i not in (rows, columns)]
+    shown = {box: ids for box, ids in parts.items() if all(box[i][0] == 0 for i in others)}
+    ax = _axes(ax, height=3.0)
+    _draw_parts(ax, shown, shape, rows, columns)
+    dims = ", ".join(map(str, shape))
+    ax.set_title(f"[{dims}] on {len(boxes)} device{'s' * (len(boxes) != 1)}", fontsize="medium")
+    below = [_axis_words(columns, shape), _plain(words)]
+    if others:
+        below.append("first part of dimension " + ", ".join(map(str, others)))
+    ax.set_xlabel("\n".join(word for word in below if word))
+    ax.set_ylabel(_axis_words(rows, shape))
+    return ax
+
+
+def _draw_parts(
+    ax: Axes,
+    parts: Mapping[tuple[tuple[int, int], ...], Sequence[int]],
+    shape: Sequence[int],
+    rows: int | None,
+    columns: int | None,
+) -> None:
+    from matplotlib import colormaps
+    from matplotlib.patches import Rectangle
+
+    colours = colormaps["cividis"]  # people who see few colours see it as others do
+
+    def span(box: tuple[tuple[int, int], ...], dim: int | None) -> tuple[int, int]:
+        return (0, 1) if dim is None else box[dim]
+
+    for box, ids in parts.items():
+        (top, bottom), (left, right) = span(box, rows), span(box, columns)
+        colour = colours(_SHADES[ids[0] % len(_SHADES)])
+        ax.add_patch(
+            Rectangle(
+                (left, top), right - left, bottom - top, fc=colour, ec=ax.get_facecolor(), lw=1.5
+            )
+        )
+        if len(parts) <= _MAX_LABELLED:
+            named = " ".join(map(str, ids[:_MAX_NAMED]))
+            more = f" +{len(ids) - _MAX_NAMED}" if len(ids) > _MAX_NAMED else ""
+            light = np.dot(colour[:3], (0.299, 0.587, 0.114)) > 0.5
+            middle = ((left + right) / 2, (top + bottom) / 2)
+            ink = "black" if light else "white"
+            ax.text(*middle, named + more, ha="center", va="center", color=ink, fontsize="small")
+    ax.set_xlim(0, 1 if columns is None else max(shape[columns], 1))
+    ax.set_ylim(1 if rows is None else max(shape[rows], 1), 0)
+    for dim, axis in ((columns, ax.xaxis), (rows, ax.yaxis)):
+        edges = {edge for box in parts for edge in span(box, dim)}
+        axis.set_ticks([] if dim is None else sorted(edges) if len(edges) <= 9 else [0, shape[dim]])
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+
+
+def _boxes(
+    of: Any, shape: Sequence[int] | None
+) -> tuple[dict[int, tuple[tuple[int, int], ...]], tuple[int, ...], str]:
+    """By device the part that it holds, `[start, stop)` of each dimension; the shape; words."""
+    if isinstance(of, LeafInfo):
+        if of.layout is None:
+            raise ValueError(f"the checkpoint does not say how {of.path!r} was divided")
+        return _saved_boxes(of.layout, of.shape), of.shape, of.sharding or ""
+    found = getattr(of, "sharding", of)
+    shape = getattr(of, "shape", None) if found is not of else shape
+    if not hasattr(found, "devices_indices_map"):
+        raise TypeError(
+            "give a jax.Array, a jax.sharding.Sharding or a leaf of jaxckpt.open(path).leaves, not "
+            f"{type(of).__name__}"
+        )
+    if shape is None:
+        raise ValueError("a sharding alone has no shape: sharding(of, shape)")
+    shape = tuple(shape)
+    boxes = {
+        device.id: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        for device, index in found.devices_indices_map(shape).items()
+    }
+    spec = getattr(found, "spec", None)
+    return boxes, shape, "" if spec is None else f"P({', '.join(map(repr, spec))})"
+
+
+def _saved_boxes(
+    saved: SavedSharding, shape: tuple[int, ...]
+) -> dict[int, tuple[tuple[int, int], ...]]:
+    if saved.is_single_device:
+        return {0: tuple((0, size) for size in shape)}
+    sizes = dict(zip(saved.axis_names, saved.axis_sizes, strict=True))
+    if math.prod(saved.axis_sizes) > _MAX_DEVICES:  # as a file says, which may say anything
+        raise ValueError(f"a mesh of {saved.axis_sizes} is too large to be drawn")
+    boxes = {}
+    for place, at in enumerate(np.ndindex(saved.axis_sizes)):
+        where = dict(zip(saved.axis_names, at, strict=True))
+        box = []
+        for dim, size in enumerate(shape):
+            axes = saved.spec[dim] if dim < len(saved.spec) else None
+            index, count = 0, 1
+            for axis in (axes,) if isinstance(axes, str) else axes or ():
+                index, count = index * sizes[axis] + where[axis], count * sizes[axis]
+            each = -(-size // count)
+            box.append((min(index * each, size), min((index + 1) * each, size)))
+        device = saved.device_ids[place] if place < len(saved.device_ids) else place
+        boxes[device] = tuple(box)
+    return boxes
+
+
+def _drawn_dims(
+    parts: Mapping[tuple[tuple[int, int], ...], object], shape: Sequence[int]
+) -> tuple[int | None, int | None]:
+    """The dimensions of the rows and of the columns; None where there is none."""
+    counts = [len({box[i] for box in parts}) for i in range(len(shape))]
+    most = sorted(sorted(range(len(shape)), key=lambda i: -counts[i])[:2])
+    rows, columns = [None] * (2 - len(most)) + most
+    return rows, columns
+
+
+def _axis_words(dim: int | None, shape: Sequence[int]) -> str:
+    return "" if dim is None else f"dimension {dim}, of {shape[dim]}"
+
+
+def _axes(ax: Axes | None, *, height: float = 3.2) -> Axes:
+    if ax is None:
+        import matplotlib.pyplot as plt
+
+        _, ax = plt.subplots(figsize=(6.4, height), layout="constrained")
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def _filled(marker: str) -> dict[str, Any]:
+    return {"marker": marker, "color": _palette.KEPT, "edgecolors": "none"}
+
+
+def _name(timing: Timing, *, both: bool) -> str:
+    step = "" if timing.step is None else f"{timing.step:,}"
+    return f"{timing.kind} {step}".strip() if both or not step else f"step {step}"
+
+
+def _plain(text: str) -> str:
+    """Text in which matplotlib sees no formula; cut if it is long."""
+    return (text if len(text) <= 60 else text[:60] + "…").replace("$", r"\$")

@@ -1,0 +1,251 @@
+"""A run as one HTML page: it needs no network, no script and no other file.
+
+What is said in it comes from the run's metadata; no array is read. The page forbids the browser to
+load or run anything, so that a name in a checkpoint cannot make it do so either.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from jaxckpt import inspection
+from jaxckpt._overview import RunOverview, StepOverview, overview
+from jaxckpt._retention import KeepPolicy, value_of
+from jaxckpt._version import __version__
+from jaxckpt.errors import CheckpointError
+from jaxckpt.inspection import _size as size_text
+from jaxckpt.integrations import _palette, _steps, _svg
+from jaxckpt.integrations._html import STYLE, count, escape, moment
+from jaxckpt.integrations._svg import Bar
+from jaxckpt.integrations.notebook import listing, tree_head, tree_html
+
+_MAX_CHARTS: Final = 12
+# Stands at the top of each page; a file without it is none of ours.
+_MARK: Final = '<meta name="generator" content="jaxckpt'
+_UNITS: Final = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+_PAGE_STYLE: Final = """
+:root{color-scheme:light dark;--bg:#fff;--fg:#1c1f23}
+@media (prefers-color-scheme:dark){:root{--bg:#14171a;--fg:#dfe3e8}}
+body{margin:0;background:var(--bg);color:var(--fg)}
+body .jaxckpt{max-width:68rem;margin:0 auto;padding:2rem 1.25rem 3rem;font-size:14px}
+h1{font-size:1.7rem;line-height:1.25;font-weight:600;margin:0 0 .15em;overflow-wrap:anywhere}
+h2{font-size:1.1rem;font-weight:600;margin:2.4em 0 .6em}
+h3{font-size:.9rem;font-weight:600;margin:0 0 .3em;overflow-wrap:anywhere}
+dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:.15em 1.4em;margin:1.2em 0}
+dt{opacity:.65}
+dd{margin:0;overflow-wrap:anywhere}
+.charts{display:grid;gap:1.6em 2em;
+grid-template-columns:repeat(auto-fill,minmax(min(100%,300px),1fr))}
+figure{margin:0;min-width:0}
+figcaption{font-size:12px;opacity:.7;font-variant-numeric:tabular-nums}
+footer{margin-top:3em;font-size:12px;opacity:.65}
+@media print{body{--bg:#fff;--fg:#000}}
+"""
+
+
+def report(
+    root: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    keep: KeepPolicy | None = None,
+) -> None:
+    """Writes what there is to see of a run into one HTML page.
+
+    The page is written whole or not at all. An earlier report at `out` is replaced; another file
+    is not.
+
+    Args:
+        root: Of the run, of jaxckpt, Orbax or Flax; others may be writing it.
+        out: The file; its directory must be there.
+        keep: The policy of the run, so that the page says why each step is kept. A run does not
+            record it.
+
+    Raises:
+        CheckpointNotFound, NotADirectoryError, ValueError: `root` is no run.
+        IsADirectoryError, FileExistsError: there is something else at `out`.
+        FileNotFoundError: its directory is not there.
+
+    Example:
+        >>> import os, tempfile, jaxckpt
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with jaxckpt.CheckpointManager(f"{folder}/run") as manager:
+        ...         _ = manager.save(7, {"w": 1.5}, metrics={"loss": 0.5})
+        ...     report(f"{folder}/run", f"{folder}/report.html")
+        ...     print(sorted(os.listdir(folder)))
+        ['report.html', 'run']
+    """
+    file = os.fspath(out)
+    _check_out(file)
+    page = _page(overview(root), os.fspath(root), keep, now_s=time.time())
+    _check_out(file)  # it took a while
+    part = f"{file}.part-{secrets.token_hex(4)}"
+    try:
+        with open(part, "x", encoding="utf-8") as stream:
+            # A name on disk may hold bytes that are no text.
+            stream.write(page.encode("utf-8", "replace").decode())
+        os.replace(part, file)
+    except BaseException:
+        if os.path.exists(part):
+            os.remove(part)
+        raise
+
+
+def _check_out(file: str) -> None:
+    if os.path.isdir(file):
+        raise IsADirectoryError(
+            f"{file} is a directory; name the file, as in {posixpath.join(file, 'report.html')}"
+        )
+    folder = os.path.dirname(file) or "."
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"{file} cannot be written: there is no directory {folder}")
+    if not os.path.lexists(file):
+        return
+    is_report = False
+    if os.path.isfile(file):
+        with open(file, "rb") as stream:
+            is_report = _MARK.encode() in stream.read(1024)
+    if not is_report:
+        raise FileExistsError(
+            f"{file} is there and is no report of jaxckpt, so it is not replaced. Remove it, or "
+            "choose another name."
+        )
+
+
+def _page(run: RunOverview, root: str, keep: KeepPolicy | None, *, now_s: float) -> str:
+    told = _steps.story(run.steps, keep=keep, now_s=now_s)
+    name = posixpath.basename(run.path.rstrip("/")) or run.path
+    tree, broken = _newest_tree(run, root.rstrip("/"))
+    has_times = any(step.phases for step in run.steps)
+    sections = [
+        ("Steps", _steps.line(told) + _steps.table(told)),
+        ("Metrics", _metrics(told, keep)),
+        ("Time and size of each save" if has_times else "Size of each step", _costs(run.steps)),
+        ("What the newest step holds", tree),
+        ("Problems", _problems(run.steps, broken)),
+        ("Also in this directory", listing(list(run.strays), "entry")),
+    ]
+    body = "".join(
+        f"<section><h2>{title}</h2>{inside}</section>" for title, inside in sections if inside
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        f'{_MARK} {__version__}">\n'
+        # Nothing is loaded and nothing runs, whatever stands in the page.
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        "style-src 'unsafe-inline'; img-src data:\">\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<link rel="icon" href="data:,">\n'
+        f"<title>{escape(name)} · checkpoints</title>\n"
+        f"<style>{STYLE}{_PAGE_STYLE}</style></head>\n"
+        f'<body><main class="jaxckpt"><h1>{escape(name)}</h1>{_facts(run)}{body}'
+        f"<footer>jaxckpt {__version__} · {moment(now_s)} UTC</footer></main></body></html>\n"
+    )
+
+
+def _facts(run: RunOverview) -> str:
+    steps = run.steps
+    whole = [step for step in steps if step.problem is None]
+    times = [step.saved_s for step in steps if step.saved_s is not None]
+    rows: list[tuple[str, str]] = [("directory", f"<code>{escape(run.path, 1000)}</code>")]
+    if steps:
+        bad = len(steps) - len(whole)
+        missing = f', <span class="jc-bad">{bad:,} not whole</span>' if bad else ""
+        rows.append(("steps", f"{len(steps):,}{missing}"))
+        rows.append(("newest whole step", f"{whole[-1].step:,}" if whole else "none"))
+        rows.append(("on disk", size_text(sum(step.size_bytes for step in steps))))
+    if times:
+        first, last = moment(min(times)), moment(max(times))
+        rows.append(("saved", f"{first} to {last} UTC" if first != last else f"{last} UTC"))
+    if writers := sorted({step.writer for step in steps if step.writer}):
+        rows.append(("written by", escape(", ".join(writers))))
+    if steps and (lineage := steps[0].lineage):
+        rows.append(("began from", f"<code>{escape(_words(lineage), 1000)}</code>"))
+    if not steps:
+        rows.append(("steps", "none yet"))
+    return "<dl>" + "".join(f"<dt>{key}</dt><dd>{value}</dd>" for key, value in rows) + "</dl>"
+
+
+def _words(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _newest_tree(run: RunOverview, root: str) -> tuple[str, list[str]]:
+    """The tree of the newest step that can be read, and why newer ones cannot."""
+    broken = []
+    for step in reversed([step for step in run.steps if step.problem is None][-3:]):
+        try:
+            ckpt = inspection.open(f"{root}/{step.name}")
+        except (CheckpointError, OSError, ValueError) as error:
+            broken.append(f"step {step.step:,}: {error}")
+            continue
+        return tree_head(ckpt) + tree_html(ckpt), broken
+    return "", broken
+
+
+# --- charts ----------------------------------------------------------------------------------
+
+
+def _metrics(told: _steps.Story, keep: KeepPolicy | None) -> str:
+    charts = []
+    names = _steps.metric_names(told.steps, told.metric)
+    for name in names[:_MAX_CHARTS]:
+        values = [
+            (step.step, value)
+            for step in told.steps
+            if (value := _steps.as_float(value_of(step.metrics, name))) is not None
+        ]
+        marks = _steps.marks(told, name)
+        if keep is None or name != keep.metric:  # the best by one is not by another
+            marks = [_svg.plain(mark) for mark in marks]
+        drawn = _svg.line_chart(marks, label=f"{name[:80]} over steps")
+        if drawn:
+            least, most = (f(values, key=lambda pair: pair[1]) for f in (min, max))
+            caption = (
+                f"min {_svg.number(least[1])} at {least[0]:,} · max {_svg.number(most[1])} at "
+                f"{most[0]:,} · last {_svg.number(values[-1][1])}"
+            )
+            charts.append(_figure(escape(name, 80), drawn, caption))
+    more, shown = len(names) - _MAX_CHARTS, "".join(charts)
+    note = f'<p class="jc-faint">… {count(more, "more metric")}</p>' if more > 0 else ""
+    return f'<div class="charts">{shown}</div>{note}' if shown else ""
+
+
+def _costs(steps: Sequence[StepOverview]) -> str:
+    figures = []
+    times = [Bar(label=f"{step.step:,}", parts=step.phases) for step in steps if step.phases]
+    if drawn := _svg.bar_chart(times, label="seconds of each save by phase"):
+        colours = _palette.phase_colours(name for bar in times for name in bar.parts)
+        legend = "".join(
+            f'<span><svg width="12" height="12"><rect width="12" height="12" rx="2" '
+            f'fill="{colour}"/></svg>{escape(names, 80)}</span>'
+            for colour, names in _palette.legend(colours).items()
+        )
+        figures.append(
+            _figure("seconds by phase", drawn, "", f'<div class="jc-key">{legend}</div>')
+        )
+    largest = max((step.size_bytes for step in steps), default=0)
+    unit, scale = next(((u, s) for u, s in _UNITS if largest >= s), ("B", 1.0))
+    sizes = [Bar(label=f"{step.step:,}", parts={"": step.size_bytes}) for step in steps]
+    if drawn := _svg.bar_chart(sizes, label="size of each step", scale=scale):
+        caption = f"{size_text(sum(step.size_bytes for step in steps))} in all"
+        figures.append(_figure(f"{unit} on disk", drawn, caption))
+    return f'<div class="charts">{"".join(figures)}</div>' if figures else ""
+
+
+def _figure(title: str, drawn: str, caption: str, legend: str = "") -> str:
+    below = f"<figcaption>{caption}</figcaption>" if caption else ""
+    return f"<figure><h3>{title}</h3>{drawn}{legend}{below}</figure>"
+
+
+def _problems(steps: Sequence[StepOverview], broken: list[str]) -> str:
+    found = [f"step {step.step:,}: {step.problem}" for step in steps if step.problem is not None]
+    found += broken
+    if not found:
+        words = "Every step is whole, as far as its metadata and the sizes of its files tell."
+        return f"<p>{words} <code>jaxckpt verify</code> compares all data with its checksums.</p>"
+    return listing(found, "problem")

@@ -1,0 +1,87 @@
+"""A large file of the local file system: written in pieces, then named, all of it or nothing.
+
+1. make it under a temporary name, write the pieces     a temporary file
+2. `finish`: fsync it                                   a temporary file, whole
+3. `publish`: rename it to its name, fsync the parent   the file
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from typing import Any, final
+
+from jaxckpt.storage._local import (
+    _about,
+    _CannotLinkError,
+    _give_new_name,
+    _sync_parent,
+    temporary_sibling,
+)
+
+
+@final
+class LargeFile:
+    """A file that is being written. A kill leaves one that `is_temporary_file` knows.
+
+    Args:
+        path: Where it will be, in a directory that is there.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._temporary = temporary_sibling(path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with _about(path):
+            self._fd: int | None = os.open(self._temporary, flags, 0o666)
+
+    def write(self, offset: int, data: Any) -> None:  # whatever has the buffer protocol
+        """Puts bytes where they belong."""
+        assert self._fd is not None  # not after `finish`
+        rest = memoryview(data)
+        with _about(self._path):
+            while rest:
+                count = os.pwrite(self._fd, rest, offset)
+                rest, offset = rest[count:], offset + count
+
+    def finish(self) -> None:
+        """Makes the bytes durable; nothing more can be written."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with _about(self._path):
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+
+    def publish(self, *, replace: bool) -> None:
+        """Gives the file its name, durably; `FileExistsError` if something has it."""
+        self.finish()
+        with _about(self._path):
+            if replace:
+                os.replace(self._temporary, self._path)
+            elif not self._take_name():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            with contextlib.suppress(FileNotFoundError):  # the second name, where it was linked
+                os.unlink(self._temporary)
+            _sync_parent(self._path)
+
+    def _take_name(self) -> bool:
+        try:
+            return _give_new_name(self._temporary, self._path)
+        except _CannotLinkError:
+            # Two steps, so another process can come between them: the file system has no better.
+            if os.path.lexists(self._path):
+                return False
+            os.rename(self._temporary, self._path)
+            return True
+
+    def discard(self) -> None:
+        """Removes what has no name yet. Never raises."""
+        fd, self._fd = self._fd, None
+        with contextlib.suppress(OSError):
+            if fd is not None:
+                os.close(fd)
+        with contextlib.suppress(OSError):
+            os.unlink(self._temporary)

@@ -1,0 +1,672 @@
+"""The command line: what its commands say, to people and to scripts, and their exit codes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from jaxckpt import CheckpointManager
+from jaxckpt.cli import main
+from jaxckpt.cli._app import app
+from tests.commandline import TIMEOUT_S, cli, on_terminal, process, said_json
+from tests.golden.fixture import golden_names
+
+
+def tree(mesh, scale=1.0):
+    w = jax.device_put(scale * jnp.ones((8, 4)), NamedSharding(mesh, P("x", "y")))
+    return {"params": {"dense": {"w": w, "b": np.zeros(4)}}, "step": 7, "name": "vit"}
+
+
+@pytest.fixture
+def root(ram_path, mesh):
+    """A run of steps 100, 200 and 300, of which 200 is pinned."""
+    root = ram_path / "run"
+    with CheckpointManager(root) as manager:
+        for step in (100, 200, 300):
+            manager.save(
+                step,
+                tree(mesh, step),
+                metrics={"loss": 30 / step},
+                items={"config": {"lr": 0.1}},
+                custom_metadata={"of": "a test"},
+            )
+        manager.wait_until_finished()
+        manager.pin(200)
+    return root
+
+
+# --- ls -------------------------------------------------------------------------------------------
+
+
+def test_ls_shows_every_step(root):
+    """A line for each: number, size, metrics, pinned, whole or not; the newest whole one below."""
+    (root / "300" / "commit_success.txt").unlink()
+
+    code, out, err = cli("ls", root)
+
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert lines[0].split() == ["step", "age", "size", "metrics", "pinned", "state"]
+    assert [line.split()[0] for line in lines[1:4]] == ["100", "200", "300"]
+    assert ["pinned" in line for line in lines[1:4]] == [False, True, False]
+    assert "loss=0.3 " in lines[1]
+    assert lines[1].endswith("whole")
+    assert "NOT WHOLE: " in lines[3]
+    assert lines[3].endswith("was being deleted")
+    assert lines[4].startswith(f"{root}: 3 steps, 1 not whole, ")
+    assert lines[4].endswith("the newest whole one is 200")
+
+
+def test_ls_as_json_has_all_facts(root):
+    """The keys are those of `docs/cli.md`."""
+    (root / "notes").write_text("x")
+
+    code, found = said_json("ls", root)
+
+    assert code == 0
+    assert set(found) == {"path", "steps", "strays"}
+    assert [step["step"] for step in found["steps"]] == [100, 200, 300]
+    assert [step["pinned"] for step in found["steps"]] == [False, True, False]
+    assert found["steps"][0]["metrics"] == {"loss": 0.3}
+    assert found["steps"][0]["whole"] is True
+    assert found["steps"][0]["items"] == ["config", "metrics", "state"]
+    assert found["strays"] == ["notes: no part of the run"]
+
+
+def test_metrics_that_json_has_no_word_for_are_texts(ram_path):
+    """NaN and the infinities."""
+    with CheckpointManager(ram_path / "run") as manager:
+        manager.save(1, {"w": 1}, metrics={"a": np.nan, "b": np.inf, "c": -np.inf})
+
+    _, found = said_json("ls", ram_path / "run")
+
+    assert found["steps"][0]["metrics"] == {"a": "NaN", "b": "Infinity", "c": "-Infinity"}
+
+
+def test_ls_of_a_place_without_steps_says_so(ram_path):
+    """An empty directory is a run without steps; strays are counted once they are many."""
+    for i in range(30):
+        (ram_path / f"notes-{i:02}").mkdir()
+
+    code, out, _ = cli("ls", ram_path)
+
+    assert code == 0
+    assert out.startswith(f"{ram_path}: 0 steps, 0 B\n")
+    assert out.endswith("also there: 10 more\n")
+
+
+@pytest.mark.parametrize("name", golden_names("manager-default"))
+def test_runs_of_orbax_can_be_looked_at(golden, name):
+    """`ls`, `show`, `du` and `verify`."""
+    path = golden(name).path
+
+    _, listed = said_json("ls", path)
+    assert all(step["whole"] for step in listed["steps"])
+    newest = listed["steps"][-1]
+    _, shown = said_json("show", path)
+    assert shown["path"] == newest["path"]
+    assert shown["leaves"]
+    _, used = said_json("du", path)
+    assert [part["size_bytes"] for part in used["steps"]] == [
+        step["size_bytes"] for step in listed["steps"]
+    ]
+    code, verified = said_json("verify", path)
+    assert (code, verified["ok"]) == (0, True)
+
+
+# --- show -----------------------------------------------------------------------------------------
+
+
+def test_show_draws_the_tree(root):
+    """Shapes, dtypes, shardings and bytes; of a run's root the newest step."""
+    code, out, _ = cli("show", root)
+
+    assert code == 0
+    assert f"{root}/300 item 'state': 4 leaves" in out
+    assert "other items: config, metrics" in out
+    row = next(line for line in out.splitlines() if "─ w " in line)
+    assert row.split() == "│ └─ w float32[8,4] P('x', 'y') on (x=4, y=2) 128 B".split()
+    assert "├─ name" in out
+
+
+def test_show_takes_globs_and_a_depth(root):
+    """Globs over leaf paths choose; what lies deeper is folded with its count and bytes."""
+    code, out, _ = cli("show", root, "params", "st*", "--depth", "2")
+
+    assert code == 0
+    assert "3 leaves of 4" in out
+    assert [line.split()[0:3] for line in out.splitlines()[-3:]] == [
+        ["├─", "params"],
+        ["│", "└─", "dense"],
+        ["└─", "step", "int"],
+    ]
+    assert "(2 leaves)" in out
+
+
+def test_show_as_json_has_all_leaves(root):
+    """With shape, dtype, sharding and bytes."""
+    _, found = said_json("show", root / "100", "params/dense/w")
+
+    assert (found["item"], found["items"]) == ("state", ["config", "metrics", "state"])
+    assert found["writer"] == f"jaxckpt {jaxckpt.__version__}"
+    assert found["custom_metadata"] == {"of": "a test"}
+    assert found["leaves"] == [
+        {
+            "path": "params/dense/w",
+            "kind": "array",
+            "dtype": "float32",
+            "shape": [8, 4],
+            "sharding": "P('x', 'y') on (x=4, y=2)",
+            "size_bytes": 128,
+        }
+    ]
+
+
+def test_show_prints_a_json_item(root):
+    """Which has no tree; a glob is refused."""
+    _, out, _ = cli("show", root, "--item", "config")
+    _, found = said_json("show", root, "--item", "config")
+    code, _, err = cli("show", root, "lr", "--item", "config")
+
+    assert '"lr": 0.1' in out
+    assert (found["leaves"], found["value"]) == ([], {"lr": 0.1})
+    assert code == 2
+    assert "is no tree" in err
+
+
+def test_show_reads_the_data_only_if_asked(root):
+    """`--stats`: the numbers of each array, NaNs among them."""
+    values = np.array([1.0, 2.0, np.nan, np.inf], np.float32)
+    jaxckpt.save(root.parent / "one", {"w": values, "name": "x"})
+
+    code, found = said_json("show", root.parent / "one", "--stats")
+    _, out, _ = cli("show", root.parent / "one", "--stats")
+
+    statistics = {leaf["path"]: leaf.get("statistics") for leaf in found["leaves"]}["w"]
+    assert code == 0
+    assert (statistics["nan"], statistics["inf"], statistics["zeros"]) == (1, 1, 0)
+    assert {"min", "max", "mean", "std", "norm"} <= set(out.splitlines()[1].split())
+
+
+def test_a_glob_that_means_nothing_is_refused(root):
+    """The error lists what there is."""
+    code, _, err = cli("show", root, "prams")
+
+    assert code == 2
+    assert "matches no leaf" in err
+    assert "params/dense/w" in err
+
+
+# --- du -------------------------------------------------------------------------------------------
+
+
+def bytes_of(folder):
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_du_adds_up(root):
+    """Items make a step, steps and the rest make the whole; branches are bytes of values."""
+    (root / "9.jaxckpt-bad-0123").mkdir()
+    (root / "9.jaxckpt-bad-0123" / "data").write_bytes(bytes(1000))
+
+    code, found = said_json("du", root)
+
+    first = found["steps"][0]
+    assert code == 0
+    assert found["size_bytes"] == bytes_of(root)
+    assert found["other_bytes"] == found["size_bytes"] - sum(
+        bytes_of(root / name) for name in ("100", "200", "300")
+    )
+    assert first["size_bytes"] == bytes_of(root / "100") == sum(first["items"].values())
+    assert first["items"]["state"] == bytes_of(root / "100" / "state")
+    assert first["branches"]["state/params"] == 8 * 4 * 4 + 4 * 8
+    assert found["branches"]["state/params"] == 3 * first["branches"]["state/params"]
+    assert found["items"]["config"] == 3 * first["items"]["config"]
+    assert found["shared_bytes"] == 0
+
+
+def test_du_counts_hard_links_once(root):
+    """Of steps that share files, within a run and with another."""
+    jaxckpt.fork(root / "300", root.parent / "forked")
+    for path in (root / "300").rglob("*"):  # a copy by `cp -al` in the same run
+        target = root / "400" / path.relative_to(root / "300")
+        if path.is_dir():
+            target.mkdir(parents=True)
+        else:
+            target.parent.mkdir(exist_ok=True)
+            os.link(path, target)
+
+    _, found = said_json("du", root)
+    _, out, _ = cli("du", root)
+
+    sizes = {part["step"]: part["size_bytes"] for part in found["steps"]}
+    assert sizes[400] == sizes[300]
+    inodes = {p.stat().st_ino: p.stat().st_size for p in root.rglob("*") if p.is_file()}
+    assert found["size_bytes"] == sum(inodes.values())
+    assert found["shared_bytes"] == sizes[300]
+    assert sum(found["items"].values()) == sizes[100] + sizes[200] + sizes[300]
+    assert "of them shared" in out
+
+
+def test_du_of_one_checkpoint(root):
+    """A step, or a checkpoint that is no step."""
+    jaxckpt.save(root.parent / "weights", {"w": np.ones(100)})
+
+    _, step = said_json("du", root / "100")
+    _, weights = said_json("du", root.parent / "weights")
+
+    assert step["size_bytes"] == bytes_of(root / "100")
+    assert weights["branches"] == {"state/w": 800}
+    assert (weights["other_bytes"], weights["steps"][0]["step"]) == (0, None)
+
+
+# --- verify, diff, report -------------------------------------------------------------------------
+
+
+def flip(folder):
+    """Damages a byte in the middle of the largest file."""
+    data = max(folder.rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+
+
+def test_verify_says_good_or_bad(root):
+    """Exit code 0, or 1 and the leaf that is damaged."""
+    good, out, _ = cli("verify", root / "100")
+    flip(root / "100" / "state")
+    bad, said, _ = cli("verify", root / "100")
+    code, found = said_json("verify", root / "100")
+
+    assert (good, bad, code) == (0, 1, 1)
+    assert f"{root}/100: good." in out
+    assert f"{root}/100: BAD." in said
+    assert (found["ok"], found["damaged"]) == (False, True)
+    assert found["problems"][0]["message"] in said
+
+
+def test_a_pin_is_no_stray_file_of_a_step(root):
+    """Verify knows what it is."""
+    _, found = said_json("verify", root / "200")
+
+    assert (found["ok"], found["unchecked"]) == (True, [])
+
+
+def test_diff_says_what_differs(root):
+    """Exit code 1, the leaf and by how much; 0 for the same, or what is within the tolerance."""
+    same, _, _ = cli("diff", root / "100", root / "100")
+    differs, out, _ = cli("diff", root / "100", root / "300")
+    near, _, _ = cli("diff", root / "100", root / "300", "--atol", "200")
+    code, found = said_json("diff", root / "100", root / "300", "--skip", "name")
+
+    assert (same, differs, near, code) == (0, 1, 0, 1)
+    assert "params/dense/w" in out
+    assert [(leaf["path"], leaf["max_abs"]) for leaf in found["changed"]] == [
+        ("params/dense/w", 200.0)
+    ]
+    assert (found["equal"], found["only_a"], found["only_b"]) == (False, [], [])
+
+
+def test_report_writes_a_page(root):
+    """At the path asked for."""
+    page = root.parent / "page.html"
+
+    code, found = said_json("report", root, "-o", page)
+
+    assert code == 0
+    assert found == {"path": str(page), "size_bytes": page.stat().st_size}
+    assert "<html" in page.read_text()
+
+
+# --- convert, export, import, fork ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["convert", "cp"])
+def test_convert_copies_a_part_in_another_dtype(root, command):
+    """Under both names; what is there is replaced only if asked for, and with a yes."""
+    target = root.parent / "weights"
+    argv = (command, root, target, "--only", "params", "--dtype", "bfloat16")
+
+    assert cli(*argv)[:2] == (0, f"wrote {target}\n")
+    assert cli(*argv)[0] == 2
+    unanswered, _, err = cli(*argv, "--overwrite")
+    assert unanswered == 2
+    assert f"Replace {target}? Nobody can be asked here" in err
+    assert said_json(*argv, "--overwrite", "--yes") == (0, {"path": str(target)})
+
+    assert {leaf.dtype for leaf in jaxckpt.open(target).leaves.values()} == {"bfloat16"}
+    assert list(jaxckpt.open(target)) == ["params/dense/b", "params/dense/w"]
+
+
+def test_convert_writes_zarr_2_in_plain_files(root):
+    """And what it wrote has the same values."""
+    target = root.parent / "plain"
+
+    assert cli("convert", root, target, "--zarr", "2", "--no-ocdbt")[0] == 0
+
+    assert list(target.rglob(".zarray"))
+    assert cli("diff", root, target)[0] == 0
+
+
+def test_safetensors_come_and_go(root):
+    """One file, or several of a size; back again the values are the same."""
+    one, many = root.parent / "a.safetensors", root.parent / "m" / "model.safetensors"
+    index = f"{many}.index.json"
+    many.parent.mkdir()
+    sharded = ("export", root, many, "--only", "params", "--max-shard", "100B")
+
+    assert cli("export", root, one, "--only", "params")[:2] == (0, f"wrote {one}\n")
+    assert cli(*sharded)[:2] == (0, f"wrote {index}\n")
+    assert cli("import", one, root.parent / "b")[0] == 0
+    assert cli("import", index, root.parent / "c")[0] == 0
+    assert f"Replace {index}?" in cli(*sharded, "--overwrite")[2]
+
+    assert len(list(many.parent.glob("*.safetensors"))) == 2
+    assert cli("diff", root.parent / "b", root.parent / "c")[0] == 0
+    assert cli("export", root, root.parent / "x", "--max-shard", "many")[0] == 2
+
+
+def test_fork_starts_a_run(root):
+    """At a step of another, under another number if asked for."""
+    code, found = said_json("fork", root / "200", root.parent / "new", "--step", "0")
+
+    assert (code, found) == (0, {"path": f"{root.parent}/new/0"})
+    assert [step["step"] for step in said_json("ls", root.parent / "new")[1]["steps"]] == [0]
+
+
+# --- errors, terminals, processes -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["ls", "nowhere"],
+        ["show", "nowhere"],
+        ["du", "nowhere"],
+        ["verify", "nowhere"],
+        ["diff", "nowhere", "nowhere"],
+        ["scrub", "nowhere"],
+        ["gc", "nowhere", "--last", "1"],
+        ["rm", "nowhere", "1"],
+        ["pin", "nowhere", "1"],
+        ["fork", "nowhere", "new"],
+        ["convert", "nowhere", "new"],
+        ["export", "nowhere", "new.safetensors"],
+        ["import", "nowhere", "new"],
+        ["report", "nowhere"],
+        ["ls", "gs://bucket/run"],
+        ["ls"],
+        ["frobnicate"],
+        ["show", "nowhere", "--depth", "0"],
+    ],
+    ids=" ".join,
+)
+def test_an_error_is_told_in_words(ram_path, monkeypatch, argv):
+    """Exit code 2, nothing on stdout, no traceback, and nothing made."""
+    monkeypatch.chdir(ram_path)
+
+    code, out, err = cli(*argv)
+
+    assert (code, out) == (2, "")
+    assert err.lower().count("error:") == 1
+    assert "Traceback" not in err
+    assert list(ram_path.iterdir()) == []
+
+
+def test_debug_shows_where_an_error_came_from(ram_path):
+    """Instead of its words alone."""
+    with pytest.raises(jaxckpt.CheckpointNotFound):
+        main(["--debug", "ls", str(ram_path / "nowhere")])
+
+
+def test_version_and_help():
+    """Of the program and of each command."""
+    assert cli("--version")[:2] == (0, f"jaxckpt, version {jaxckpt.__version__}\n")
+    code, out, _ = cli("--help")
+    assert code == 0
+    commands = out.partition("Commands:")[2].partition("Exit codes")[0]
+    names = [line.split()[0] for line in commands.splitlines() if line.strip()]
+    assert len(names) == 16
+    for name in names:
+        assert cli(name, "--help")[0] == 0
+
+
+def test_a_warning_is_told_on_stderr(root):
+    """As when the newest step of a run is not whole and another one is shown."""
+    (root / "300" / "commit_success.txt").unlink()
+
+    code, out, err = cli("show", root)
+
+    assert code == 0
+    assert f"{root}/200 item" in out
+    assert err.startswith("warning: skipped a step")
+
+
+def test_a_terminal_gets_a_table_and_a_pipe_plain_text(root):
+    """Both with the same facts."""
+    code, seen = on_terminal("ls", root)
+    piped = process("ls", root)
+
+    assert (code, piped.returncode) == (0, 0)
+    assert "\x1b[" in seen
+    assert "───" in seen
+    assert piped.stdout.isascii()
+    assert all(str(step) in text for step in (100, 200, 300) for text in (seen, piped.stdout))
+
+
+def test_a_narrow_terminal_folds_prose_and_nothing_else(root):
+    """Numbers and names stay in one piece, however many columns there are."""
+    (root / "300" / "commit_success.txt").unlink()
+
+    _, listed = on_terminal("ls", root, COLUMNS="60", NO_COLOR="1")
+    _, shown = on_terminal("show", root, "--stats", COLUMNS="40", NO_COLOR="1")
+
+    lines = listed.splitlines()
+    (first,) = [i for i, line in enumerate(lines) if re.search(r"300 .*NOT WHOLE", line)]
+    assert "was being deleted" not in lines[first]
+    assert "was being deleted" in "".join(lines[first + 1 :])
+    assert re.search(r"─ w +float32\[8,4\] +128 B +200 +200 +200 ", shown)
+
+
+def test_colors_can_be_turned_off(root):
+    """By NO_COLOR, as elsewhere; errors too."""
+    assert "\x1b[3" not in on_terminal("ls", root, NO_COLOR="1")[1]
+    assert "\x1b[" in on_terminal("ls", "nowhere")[1]
+    assert "\x1b[" not in on_terminal("ls", "nowhere", NO_COLOR="1")[1]
+
+
+def test_what_a_checkpoint_holds_gives_a_terminal_no_commands(root):
+    """Names of leaves, metrics and files are shown, and not obeyed."""
+    hostile = "\x1b]0;title\x07\x1b[2J"
+    with CheckpointManager(root) as manager:
+        manager.save(400, {hostile: 1}, metrics={hostile: 1})
+    (root / hostile).mkdir()
+
+    for argv in (["ls", root], ["show", root], ["show", root, "x"], ["du", root]):
+        _, seen = on_terminal(*argv, NO_COLOR="1")
+
+        assert "\x1b]0" not in seen
+        assert "\x1b[2J" not in seen
+        assert "x1b]0;title" in seen
+
+
+def test_a_reader_that_goes_away_is_no_error(root):
+    """As `head` does."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "jaxckpt", "ls", str(root), "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as program:
+        program.stdout.close()
+        code, said = program.wait(TIMEOUT_S), program.stderr.read()
+
+    assert (code, said) == (141, b"")
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "du", "pin", "gc"])
+def test_quick_commands_import_neither_jax_nor_tensorstore(root, command):
+    """So that they start quickly, and leave accelerators alone."""
+    options = {"pin": ["100"], "gc": ["--last", "1", "--dry-run"]}.get(command, [])
+    code = (
+        "import sys; from jaxckpt.cli import main; code = main(); "
+        "print({'jax', 'tensorstore', 'rich'} & {*sys.modules}, file=sys.stderr); sys.exit(code)"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", code, command, str(root), *options],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "set()\n")
+
+
+def test_without_its_extra_it_says_what_to_install(root):
+    """One line and exit code 2."""
+    code = "import sys; sys.modules['click'] = None; import jaxckpt.cli as c; sys.exit(c.main())"
+
+    done = subprocess.run(
+        [sys.executable, "-c", code, "ls", str(root)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+    assert done.returncode == 2
+    assert done.stderr == "error: the command line needs click: pip install 'jaxckpt[cli]'\n"
+
+
+def test_no_accelerator_is_touched():
+    """What needs jax has it on the CPU, whatever JAX_PLATFORMS says."""
+    code = "import os; from jaxckpt.cli import main; main(); print(os.environ['JAX_PLATFORMS'])"
+
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--version"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
+        env={**os.environ, "JAX_PLATFORMS": "tpu"},
+    )
+
+    assert done.stdout.endswith("\ncpu\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("jaxckpt ", {"ls", "show", "verify", "cp", "gc", "report"}),
+        ("jaxckpt gc --ev", {"--every-steps"}),
+        ("jaxckpt rm {root} ", {"100", "200", "300"}),
+        ("jaxckpt rm {root}/nowhere ", set()),
+    ],
+)
+def test_a_shell_completes_the_line(root, words, wanted):
+    """Commands, options, and the steps of the run that was named."""
+    words = words.format(root=root)
+    line = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+
+    done = process(_JAXCKPT_COMPLETE="bash_complete", **line)
+
+    found = {line.partition(",")[2] for line in done.stdout.split()}
+    assert wanted <= found
+    assert wanted or not found
+    assert done.stderr == ""
+
+
+def test_bash_takes_the_completion_script():
+    """It defines what bash then calls."""
+    script = process(_JAXCKPT_COMPLETE="bash_source").stdout
+
+    checked = subprocess.run(
+        ["bash", "-c", f"{script}\ncomplete -p jaxckpt"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+    assert "_jaxckpt_completion" in checked.stdout
+
+
+# --- docs/cli.md ----------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[1] / "docs" / "cli.md").read_text("utf-8")
+SECTIONS = {
+    section.partition("\n")[0]: section
+    for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
+}
+WITHOUT_SECTION = {"cp": "convert", "unpin": "pin"}
+
+
+@pytest.mark.parametrize("name", sorted(app.commands))
+def test_every_option_is_documented(name):
+    """In the section of its command; those of `unpin` and `cp` in that of the other."""
+    section = SECTIONS[WITHOUT_SECTION.get(name, name)]
+
+    options = [
+        option
+        for parameter in app.commands[name].params
+        if parameter.param_type_name == "option"
+        for option in (*parameter.opts, *parameter.secondary_opts)
+        if option.startswith("--")
+    ]
+    assert [option for option in options if option not in section] == []
+
+
+def keys_of(facts):
+    """The keys of an object, and of the objects in its lists; not of what users named."""
+    found = set(facts)
+    for value in facts.values():
+        if isinstance(value, list):
+            found |= {key for one in value if isinstance(one, dict) for key in keys_of(one)}
+    if isinstance(statistics := facts.get("statistics"), dict):
+        found |= set(statistics)
+    return found
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "ls {root}",
+        "show {root} --stats",
+        "show {root} --item config",
+        "du {root}",
+        "verify {root}/100",
+        "diff {root}/100 {root}/200",
+        "scrub {root} --dry-run",
+        "convert {root} {new}",
+        "export {root} {new}.safetensors --only params",
+        "fork {root} {new}",
+        "pin {root} 100",
+        "rm {root} 100 --dry-run",
+        "gc {root} --last 1 --dry-run",
+        "report {root} -o {new}",
+    ],
+    ids=lambda argv: argv.replace("/", "-"),
+)
+def test_every_key_of_the_json_is_documented(root, argv):
+    """Also those of the damage that `verify` and `scrub` find."""
+    if argv.startswith(("verify", "scrub")):
+        flip(root / "100" / "state")
+
+    _, facts = said_json(*argv.format(root=root, new=root.parent / "new").split())
+
+    section = SECTIONS[argv.partition(" ")[0]]
+    if argv.startswith("scrub"):
+        section += SECTIONS["verify"]
+    assert {key for key in keys_of(facts) if f"`{key}`" not in section} == set()

@@ -1,0 +1,421 @@
+"""The commands that change a run: what they delete, what they leave, and when they refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import time
+
+import numpy as np
+import pytest
+
+import jaxckpt
+from jaxckpt import CheckpointManager, SaveFailed
+from jaxckpt._overview import overview
+from jaxckpt._run import Run
+from jaxckpt.cli._keep import plan
+from jaxckpt.cli._owned import owned
+from jaxckpt.format import names
+from jaxckpt.storage import LocalStorage
+from tests.commandline import cli, on_terminal, said_json
+from tests.golden.fixture import golden_names
+
+TOKEN = "0123456789abcdef"
+
+
+@pytest.fixture
+def root(ram_path):
+    """A run of steps 100 to 600; the loss of 200 is the smallest."""
+    root = ram_path / "run"
+    with CheckpointManager(root) as manager:
+        for step in range(100, 700, 100):
+            loss = 0.1 if step == 200 else 1.0
+            manager.save(step, {"w": np.full(1000, step)}, metrics={"loss": loss})
+    return root
+
+
+def steps_of(root):
+    return [step.step for step in overview(root).steps]
+
+
+def flip(folder):
+    """Damages a byte in the middle of the largest file."""
+    data = max(folder.rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+
+
+def content(root):
+    """All files by name, to see that nothing was changed."""
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+# --- pin ------------------------------------------------------------------------------------------
+
+
+def test_pin_and_unpin(root):
+    """By the numbers of steps, or by the path of one."""
+    assert cli("pin", root, 100, 300)[:2] == (0, f"pinned 2 steps of {root}: 100, 300\n")
+    assert said_json("pin", root / "500") == (0, {"path": str(root), "pinned": [500]})
+    assert cli("unpin", root / "100")[0] == 0
+
+    assert [step.step for step in overview(root).steps if step.pinned] == [300, 500]
+
+
+def test_a_pin_holds_beside_a_job_that_lives(root):
+    """The job goes on saving, and leaves the pinned step."""
+    with CheckpointManager(root, keep=jaxckpt.KeepPolicy(last=1)) as manager:
+        code, _, _ = cli("pin", root, 100)
+        manager.save(700, {"w": 1})
+
+    assert code == 0
+    assert steps_of(root) == [100, 700]
+
+
+def test_of_several_steps_all_are_pinned_or_none(root):
+    """One that is not there is an error that says which are."""
+    code, _, err = cli("pin", root, 100, 150)
+
+    assert code == 2
+    assert "has no committed step 150" in err
+    assert not any(step.pinned for step in overview(root).steps)
+
+
+def test_a_root_without_a_step_is_not_enough(root):
+    """For `rm` least of all."""
+    for command in ("pin", "unpin", "rm"):
+        code, _, err = cli(command, root)
+
+        assert code == 2
+        assert "say which steps" in err
+    assert len(steps_of(root)) == 6
+
+
+# --- rm -------------------------------------------------------------------------------------------
+
+
+def test_rm_deletes_what_it_says(root):
+    """And only with a yes."""
+    dry, shown, _ = cli("rm", root, 100, 600, "--dry-run")
+    unanswered, _, err = cli("rm", root, 100, 600)
+    assert (dry, unanswered) == (0, 2)
+    assert "the newest step" in shown
+    assert "Delete 2 steps" in err
+    assert len(steps_of(root)) == 6
+
+    code, out, _ = cli("rm", root, 100, 600, "--yes")
+    facts = said_json("rm", root / "200", "--yes")
+
+    assert code == 0
+    assert out.endswith(f"deleted 2 steps of {root}: 100, 600\n")
+    assert facts == (
+        0,
+        {"path": str(root), "dry_run": False, "delete": [200], "deleted": [200]},
+    )
+    assert steps_of(root) == [300, 400, 500]
+
+
+@pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, 5), ("n\n", 2, 6), ("\n", 2, 6)])
+def test_on_a_terminal_rm_asks(root, answer, code, left):
+    """No is the default."""
+    ended, seen = on_terminal("rm", root, "100", answer=answer)
+
+    assert "Delete 1 step of" in seen
+    assert ended == code
+    assert ("Nothing was done." in seen) == (code == 2)
+    assert len(steps_of(root)) == left
+
+
+def test_rm_refuses_a_pinned_step(root):
+    """And with it the others."""
+    cli("pin", root, 100)
+
+    code, _, err = cli("rm", root, 100, 200, "--yes")
+
+    assert code == 2
+    assert f"jaxckpt unpin {root} 100" in err
+    assert len(steps_of(root)) == 6
+
+
+def test_rm_leaves_a_step_that_is_being_read(root):
+    """The others go; the error says what stayed and why."""
+    reader = Run(storage=LocalStorage(), root=str(root))
+    with reader.leased(100):
+        code, _, err = cli("rm", root, 100, 200, "--yes")
+
+    assert code == 2
+    assert "deleted 200. Not deleted: step 100: a reader holds it" in err
+    assert steps_of(root) == [100, 300, 400, 500, 600]
+
+
+@pytest.mark.parametrize("name", golden_names("0.11.25-manager-prefix-padded"))
+def test_rm_deletes_steps_of_orbax(golden, ram_path, name):
+    """Since the user names them; they may be called by their directory."""
+    root = ram_path / "run"
+    shutil.copytree(golden(name).path, root)
+    steps = overview(root).steps
+
+    code, shown, _ = cli("rm", steps[0].path, "--yes")
+
+    assert code == 0
+    assert "not written by jaxckpt" in shown
+    assert steps_of(root) == [step.step for step in steps[1:]]
+
+
+# --- a run that has a job -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv", [["rm", "100"], ["gc", "--last", "1"], ["scrub"]], ids=lambda argv: argv[0]
+)
+def test_a_run_of_a_job_that_lives_is_left_to_it(root, argv):
+    """Nothing changes, and the job goes on."""
+    flip(root / "300" / "state")
+    command, *options = argv
+    with CheckpointManager(root) as manager:
+        before = content(root)
+
+        code, _, err = cli(command, root, *options, "--yes")
+
+        assert code == 2
+        assert "belongs to a job that lives: process" in err
+        assert content(root) == before
+        manager.save(700, {"w": 1})
+
+    assert steps_of(root)[-1] == 700
+
+
+def test_a_job_that_opened_a_run_while_it_was_cleared_up_owns_it_with_its_save(root):
+    """It found the lock taken; from its first save on it has the lock, and is left alone."""
+    with owned(LocalStorage(), str(root)):
+        manager = CheckpointManager(root)
+    manager.save(700, {"w": 1})
+    manager.wait_until_finished()
+
+    code, _, err = cli("rm", root, 100, "--yes")
+
+    assert code == 2
+    assert "job that lives" in err
+    manager.save(800, {"w": 1})
+    manager.close()
+    assert steps_of(root)[-2:] == [700, 800]
+
+
+class WithoutLocks:
+    """The file system, as one that has no locks."""
+
+    def __getattr__(self, name):
+        return getattr(LocalStorage(), name)
+
+    def hold(self, path):
+        raise io.UnsupportedOperation(95, f"no locks: {path}")
+
+
+def test_where_there_are_no_locks_it_refuses(root):
+    """Unless the user says that no job writes there."""
+    before = content(root)
+
+    with (
+        pytest.raises(SaveFailed, match=r"cannot be told whether .* say --no-job"),
+        owned(WithoutLocks(), str(root)),
+    ):
+        pass
+    assert content(root) == before
+    with owned(WithoutLocks(), str(root), no_job=True) as run:
+        run.delete([100])
+
+    assert steps_of(root)[0] == 200
+
+
+def test_a_run_that_may_not_be_written_is_an_error(root):
+    """In words; nothing changes."""
+    (root / names.LOCK).unlink()
+    (root / names.LOCK).mkdir()
+
+    code, _, err = cli("rm", root, 100, "--yes")
+
+    assert code == 2
+    assert err.startswith("error: ")
+    assert len(steps_of(root)) == 6
+
+
+# --- gc -------------------------------------------------------------------------------------------
+
+
+def test_gc_says_why_steps_stay_and_deletes_the_others(root):
+    """The same plan in words, as JSON, and in what it does."""
+    cli("pin", root, 100)
+    rules = ("--last", 2, "--every-steps", 400, "--best", 1, "--metric", "loss")
+
+    dry, out, _ = cli("gc", root, *rules, "--dry-run")
+    _, planned = said_json("gc", root, *rules, "--dry-run")
+    assert dry == 0
+    assert [line.split()[5:] for line in out.splitlines()[1:7]] == [
+        ["keep:", "pinned"],
+        ["keep:", "best", "1", "by", "loss"],
+        ["delete"],
+        ["keep:", "every", "400", "steps"],
+        ["keep:", "last", "2"],
+        ["keep:", "newest,", "last", "2"],
+    ]
+    assert (planned["delete"], planned["deleted"], planned["dry_run"]) == ([300], [], True)
+    assert planned["keep"][4] == {"step": 600, "why": ["newest", "last 2"]}
+    assert len(steps_of(root)) == 6
+    code, out, _ = cli("gc", root, *rules, "--yes")
+
+    assert code == 0
+    assert out.endswith(f"deleted 1 step of {root}: 300\n")
+    assert steps_of(root) == [100, 200, 400, 500, 600]
+
+
+def test_gc_asks_first(root):
+    """Where nobody can be asked it shows the plan and does nothing."""
+    code, out, err = cli("gc", root, "--last", 1)
+
+    assert code == 2
+    assert "5 to be deleted" in out
+    assert "Delete 5 steps" in err
+    assert on_terminal("gc", root, "--last", "5", answer="y\n")[0] == 0
+    assert len(steps_of(root)) == 5
+
+
+def test_gc_with_nothing_to_delete_asks_nothing(root):
+    """And is good."""
+    assert cli("gc", root, "--last", 6)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--metric", "loss"],
+        ["--best", "1"],
+        ["--last", "0"],
+        ["--newer-than", "soon"],
+        ["--last", "1", "--mode", "good"],
+    ],
+    ids=" ".join,
+)
+def test_gc_without_a_rule_that_can_be_followed_is_refused(root, options):
+    """Before anything is looked at."""
+    code, out, _ = cli("gc", root, *options, "--yes")
+
+    assert (code, out) == (2, "")
+    assert len(steps_of(root)) == 6
+
+
+@pytest.mark.parametrize(("age", "left"), [("1h", 6), ("2 w", 6), ("0.0001s", 1)])
+def test_gc_keeps_what_is_new(root, age, left):
+    """Ages have units."""
+    assert cli("gc", root, "--newer-than", age, "--yes")[0] == 0
+
+    assert len(steps_of(root)) == left
+
+
+def test_gc_counts_and_deletes_whole_steps_of_jaxckpt_only(root, golden):
+    """A damaged step is none of the last, and what others wrote stays."""
+    (root / "600" / names.COMMIT_MARKER).unlink()
+    found = overview(root)
+    orbax = overview(golden("orbax-0.11.25-manager-default").path)
+
+    planned = plan(found, jaxckpt.KeepPolicy(last=2), now_s=time.time())
+    of_orbax = plan(orbax, jaxckpt.KeepPolicy(last=1), now_s=time.time())
+
+    assert planned.delete == (100, 200, 300)
+    assert planned.keep[600] == ("not whole: see `jaxckpt scrub`",)
+    assert planned.keep[500] == ("newest", "last 2")
+    assert of_orbax.delete == ()
+    assert all("not written by jaxckpt" in why for why in of_orbax.keep.values())
+
+
+def test_gc_leaves_a_step_that_is_being_read(root):
+    """And says so; the next gc may delete it."""
+    reader = Run(storage=LocalStorage(), root=str(root))
+    with reader.leased(300):
+        code, found = said_json("gc", root, "--last", 1, "--yes")
+
+    assert code == 0
+    assert found["not_deleted"] == [{"step": 300, "why": "a reader holds it"}]
+    assert steps_of(root) == [300, 600]
+
+
+def test_gc_clears_up_what_an_interrupted_save_left(root):
+    """As each job does that opens the run."""
+    (root / f"700.orbax-checkpoint-tmp-jaxckpt-{TOKEN}").mkdir()
+
+    cli("gc", root, "--last", 5, "--yes")
+
+    assert overview(root).strays == ()
+    assert len(steps_of(root)) == 5
+
+
+# --- scrub ----------------------------------------------------------------------------------------
+
+
+def test_scrub_of_a_good_run_changes_nothing(root):
+    """Exit code 0; it asks nothing."""
+    before = content(root)
+
+    code, out, _ = cli("scrub", root)
+
+    assert code == 0
+    assert out.count("good") == 6
+    assert content(root) == before
+
+
+def test_scrub_sets_damaged_steps_aside(root):
+    """With a yes; exit code 1 says that there was damage."""
+    flip(root / "300" / "state")
+    (root / "600" / names.COMMIT_MARKER).unlink()
+    before = content(root)
+
+    dry, out, _ = cli("scrub", root, "--dry-run")
+    unanswered, _, err = cli("scrub", root)
+    assert (dry, unanswered) == (1, 2)
+    assert out.count("BAD") == 2
+    assert "Set aside 2 steps" in err
+    assert content(root) == before
+    code, found = said_json("scrub", root, "--yes")
+
+    assert code == 1
+    assert found["set_aside"] == [300, 600]
+    assert [step["step"] for step in found["steps"] if not step["ok"]] == [300, 600]
+    assert steps_of(root) == [100, 200, 400, 500]
+    assert cli("scrub", root)[0] == 0
+
+
+def test_scrub_leaves_a_run_in_which_no_step_is_whole(root):
+    """It must not look like a new one."""
+    for step in steps_of(root):
+        flip(root / str(step) / "state")
+    before = content(root)
+
+    code, _, err = cli("scrub", root, "--yes")
+
+    assert code == 1
+    assert "No step is whole, so all stay" in err
+    assert content(root) == before
+
+
+def test_a_checkpoint_is_no_run(root):
+    """The error says so, and nothing changes."""
+    before = content(root)
+
+    for argv in (["scrub"], ["gc", "--last", "1"], ["rm", "1"]):
+        code, _, err = cli(argv[0], root / "100", *argv[1:], "--yes")
+
+        assert code == 2
+        assert "is a checkpoint itself" in err
+    assert content(root) == before
+
+
+def test_json_is_all_that_is_on_stdout(root):
+    """Also of commands that ask and warn."""
+    flip(root / "300" / "state")
+
+    for argv in (["scrub"], ["gc", "--last", "3"], ["rm", "500"]):
+        _, out, _ = cli(argv[0], root, *argv[1:], "--yes", "--json")
+
+        assert json.loads(out)["path"] == str(root)

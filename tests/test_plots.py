@@ -1,0 +1,293 @@
+"""What the plots show, by what is drawn; the pictures themselves were looked at."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import matplotlib as mpl
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from matplotlib.colors import to_hex
+
+mpl.use("agg")
+
+import matplotlib.pyplot as plt
+
+import jaxckpt
+from jaxckpt import KeepPolicy
+from jaxckpt._overview import RunOverview, StepOverview, overview
+from jaxckpt._progress import Timing
+from jaxckpt.format.sharding import SavedSharding
+from jaxckpt.integrations import _palette, plots
+
+LOSSES = {1: 0.5, 2: 0.1, 3: 0.4, 4: 0.3}
+
+
+@pytest.fixture(autouse=True)
+def _close_figures():
+    """Every plot is drawn in full, and no figure is left open."""
+    yield
+    for number in plt.get_fignums():
+        plt.figure(number).canvas.draw()
+    plt.close("all")
+
+
+def run_of(metrics, **facts):
+    steps = tuple(
+        StepOverview(step=step, path=str(step), name=str(step), metrics=found, **facts)
+        for step, found in metrics.items()
+    )
+    return RunOverview(path="run", steps=steps, strays=())
+
+
+def marked(ax):
+    """What each kind of mark is on, by the words of the legend."""
+    return {
+        marks.get_label(): [(int(x), float(y)) for x, y in marks.get_offsets()]
+        for marks in ax.collections
+    }
+
+
+# --- a metric ------------------------------------------------------------------------------------
+
+
+def test_a_metric_is_drawn_with_what_is_kept_best_and_pinned(tmp_path):
+    """Over the steps of a manager, as its policy has it."""
+    with jaxckpt.CheckpointManager(tmp_path) as manager:
+        for step, loss in LOSSES.items():
+            manager.save(step, {"w": 1}, metrics={"lr": 1.0, "loss": loss})
+        manager.wait_until_finished()
+        manager.pin(1)
+    keep = KeepPolicy(last=1, best=1, metric="loss")
+
+    with jaxckpt.CheckpointManager(tmp_path, mode="r", keep=keep) as manager:
+        ax = plots.metric(manager)
+
+    assert marked(ax) == {
+        "kept": [(1, 0.5), (2, 0.1), (4, 0.3)],
+        "goes after the next save": [(3, 0.4)],
+        "pinned": [(1, 0.5)],
+        "best": [(2, 0.1)],
+    }
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "loss")
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [*marked(ax)]
+    assert ax.lines[0].get_xydata().tolist() == [[step, loss] for step, loss in LOSSES.items()]
+
+
+def test_the_best_by_one_metric_is_not_marked_in_another(tmp_path):
+    """Nor is there a legend where all marks mean the same."""
+    with jaxckpt.CheckpointManager(tmp_path, keep=KeepPolicy(best=1, metric="loss")) as manager:
+        manager.save(1, {"w": 1}, metrics={"loss": 1.0, "acc": 0.5})
+        manager.wait_until_finished()
+        ax = plots.metric(manager, "acc")
+
+    assert marked(ax) == {"kept": [(1, 0.5)]}
+    assert ax.get_legend() is None
+
+
+def test_a_metric_of_an_overview(tmp_path):
+    """Without a policy, also of a run that is only looked at; into axes that are there."""
+    with jaxckpt.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": 1}, metrics={"loss": 1.5})
+    _, ax = plt.subplots()
+
+    assert plots.metric(overview(tmp_path), ax=ax) is ax
+    assert marked(ax) == {"whole": [(1, 1.5)]}
+
+
+def test_what_is_no_number_is_not_drawn():
+    """NaN, infinities, text, and integers that no float holds."""
+    odd = [math.nan, math.inf, "high", True, None, 10**400, 0.5]
+
+    ax = plots.metric(run_of({step: {"loss": value} for step, value in enumerate(odd)}))
+
+    assert marked(ax) == {"whole": [(6, 0.5)]}
+
+
+def test_a_metric_that_no_step_has_is_named():
+    """With those that there are."""
+    with pytest.raises(ValueError, match="'los'; there are loss, acc"):
+        plots.metric(run_of({1: {"loss": 1.0, "acc": 2.0}}), "los")
+
+
+def test_a_name_is_no_formula():
+    """Of matplotlib's, which fails on half of one."""
+    ax = plots.metric(run_of({1: {"$\\frac{": 1.0}}))
+
+    assert ax.get_ylabel() == r"\$\frac{"
+
+
+# --- timings -------------------------------------------------------------------------------------
+
+
+def timing(kind="save", step=7, seconds=1.0, **phases):
+    return Timing(
+        kind=kind, path="run", step=step, total_bytes=10**9, seconds=seconds, phases=phases
+    )
+
+
+def test_times_are_stacked_by_phase():
+    """As long as it took, the rest as "other", with the rate at the end."""
+    ax = plots.timings([timing(seconds=2.0, write=1.0, snapshot=0.5, commit=0.25)])
+
+    bars = [(bar.get_x(), bar.get_width()) for bar in ax.patches]
+    assert bars == [(0.0, 0.5), (0.5, 1.0), (1.5, 0.25), (1.75, 0.25)]
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert legend == ["snapshot", "write", "commit", "other"]
+    assert [text.get_text().strip() for text in ax.texts] == ["0.50 GB/s"]
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["step 7"]
+    assert ax.get_xlabel() == "seconds"
+
+
+def test_saves_and_restores_have_the_same_colours_for_the_same():
+    """What moves data is one colour, and the legend says which phases that is."""
+    ax = plots.timings(
+        [timing(snapshot=0.5, write=0.5), timing("restore", None, find=0.5, read=0.5)]
+    )
+
+    legend = {
+        text.get_text(): to_hex(patch.get_facecolor())
+        for text, patch in zip(
+            ax.get_legend().get_texts(), ax.get_legend().get_patches(), strict=True
+        )
+    }
+    assert legend == {
+        "snapshot": _palette.ORANGE,
+        "find": _palette.MAGENTA,
+        "read, write": _palette.BLUE,
+    }
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["save 7", "restore"]
+
+
+def test_the_last_of_many_timings_are_drawn():
+    """As many as can be told apart."""
+    ax = plots.timings([timing(step=step, write=1.0) for step in range(100)])
+
+    assert [label.get_text() for label in ax.get_yticklabels()][::39] == ["step 60", "step 99"]
+
+
+def test_no_timing_is_no_plot():
+    """It says that nothing was saved yet."""
+    with pytest.raises(ValueError, match="nothing was saved"):
+        plots.timings([])
+
+
+def test_all_phases_have_colours_apart():
+    """Those of one save, and those of one restore; unknown ones too."""
+    for phases in (
+        ("snapshot", "wait", "write", "meet", "commit"),
+        ("find", "read", "place", "meet"),
+        ("mine", "yours", "theirs"),
+    ):
+        colours = _palette.phase_colours(phases)
+        assert list(colours) == list(phases)
+        assert len(set(colours.values())) == len(phases)
+
+
+# --- shardings -----------------------------------------------------------------------------------
+
+
+def parts(ax):
+    """What is written in each part, by its box: x, y, width, height."""
+    texts = {text.get_position(): text.get_text() for text in ax.texts}
+    return {
+        patch.get_bbox().bounds: texts[tuple(patch.get_bbox().get_points().mean(axis=0))]
+        for patch in ax.patches
+    }
+
+
+def put(mesh, shape, *spec):
+    return jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, P(*spec)))
+
+
+SPECS = [(), ("x",), ("x", "y"), (None, "y"), (("x", "y"), None), (("y", "x"),), (None, ("y", "x"))]
+
+
+def test_each_device_stands_in_its_part(make_mesh):
+    """Rows go down, columns to the right; copies stand together."""
+    mesh = make_mesh(x=2, y=2)
+
+    assert parts(plots.sharding(put(mesh, (4, 6), "x", "y"))) == {
+        (0, 0, 3, 2): "0",
+        (3, 0, 3, 2): "1",
+        (0, 2, 3, 2): "2",
+        (3, 2, 3, 2): "3",
+    }
+    assert parts(plots.sharding(put(mesh, (4, 6), "y"))) == {
+        (0, 0, 6, 2): "0 2",
+        (0, 2, 6, 2): "1 3",
+    }
+    assert parts(plots.sharding(put(mesh, (8,), "y"))) == {
+        (0, 0, 4, 1): "0 2",
+        (4, 0, 4, 1): "1 3",
+    }
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_saved_sharding_is_drawn_like_that_of_the_array(tmp_path, mesh, spec):
+    """From a checkpoint alone: before and after resharding look alike."""
+    array = put(mesh, (8, 16), *spec)
+    jaxckpt.save(tmp_path / "a", {"w": array})
+    leaf = jaxckpt.open(tmp_path / "a").leaves["w"]
+
+    before, after = plots.sharding(leaf), plots.sharding(array)
+    alone = plots.sharding(array.sharding, array.shape)
+
+    assert parts(before) == parts(after) == parts(alone)
+    assert before.get_title() == after.get_title() == "[8, 16] on 8 devices"
+
+
+def test_a_device_has_one_colour_in_all_drawings(make_mesh):
+    """However many there are."""
+    few, many = (plots.sharding(put(make_mesh(x=count), (8, 8), "x")).patches for count in (2, 8))
+
+    colours = [to_hex(patch.get_facecolor()) for patch in many]
+    assert len(set(colours)) == 8
+    assert [to_hex(patch.get_facecolor()) for patch in few] == colours[:2]
+
+
+def test_of_more_dimensions_the_two_most_divided_are_drawn(mesh):
+    """At the start of the others, and it says so."""
+    ax = plots.sharding(put(mesh, (2, 8, 3, 4), None, "x", None, "y"))
+
+    assert (ax.get_ylabel(), ax.get_xlabel().split("\n")) == (
+        "dimension 1, of 8",
+        ["dimension 3, of 4", "P(None, 'x', None, 'y')", "first part of dimension 0, 2"],
+    )
+    assert len(parts(ax)) == 8
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 4)])
+def test_arrays_without_extent_are_drawn(shape):
+    """A scalar, one element, none."""
+    ax = plots.sharding(jax.numpy.zeros(shape))
+
+    assert ax.get_title() == f"[{', '.join(map(str, shape))}] on 1 device"
+
+
+def test_what_has_no_sharding_is_refused(tmp_path):
+    """It says what to give."""
+    jaxckpt.save(tmp_path / "a", {"w": np.ones(3)})
+    leaf = jaxckpt.open(tmp_path / "a").leaves["w"]
+
+    with pytest.raises(ValueError, match="'w' was divided"):
+        plots.sharding(leaf)
+    with pytest.raises(TypeError, match="not ndarray"):
+        plots.sharding(np.ones(3))
+    with pytest.raises(ValueError, match="no shape"):
+        plots.sharding(jax.numpy.zeros(3).sharding)
+
+
+def test_a_mesh_that_cannot_be_is_refused(tmp_path):
+    """A file may claim any; nothing is allocated for it."""
+    from dataclasses import replace
+
+    jaxckpt.save(tmp_path / "a", {"w": np.ones(3)})
+    lie = SavedSharding(axis_names=("x",), axis_sizes=(10**15,), spec=("x",))
+    leaf = replace(jaxckpt.open(tmp_path / "a").leaves["w"], layout=lie)
+
+    with pytest.raises(ValueError, match="too large"):
+        plots.sharding(leaf)

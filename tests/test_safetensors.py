@@ -1,0 +1,661 @@
+"""Safetensors files: out of a checkpoint, into one, and what is no such file."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from jaxckpt import (
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    SaveFailed,
+    StepExists,
+    UnsupportedFormat,
+    UnsupportedLeaf,
+)
+from jaxckpt._layout_writer import DiskLayout, write_checkpoint
+from jaxckpt._safetensors import _of_files
+from jaxckpt.format.arrays import dtype_of
+from jaxckpt.format.safetensors import MAX_HEADER_BYTES, WORDS
+from jaxckpt.storage import LocalStorage, MemoryStorage, is_temporary_file
+from jaxckpt.storage._large import LargeFile
+from jaxckpt.testing.strategies import random_bits, same
+
+ROOT = Path(__file__).parents[1]
+CURRENT = DiskLayout(zarr=3, ocdbt=True)
+# Those that the numpy loader of the reference implementation knows.
+LOADABLE = [name for name in WORDS if not name.startswith("float8")]
+
+
+def write_file(path, header, data=b""):
+    """A file with any header: a dict, or bytes."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+@pytest.fixture
+def saved(tmp_path, mesh):
+    """Weights of a model, split over devices."""
+    w = np.arange(64, dtype=np.float32).reshape(8, 8)
+    tree = {
+        "params": {
+            "dense": {"kernel": jax.device_put(w, NamedSharding(mesh, P("x", "y")))},
+            "half": jnp.ones((3, 5), jnp.bfloat16),
+            "empty": np.zeros((0, 4), np.int8),
+        },
+        "layers": [np.arange(3), np.arange(4.0)],
+        "step": 7,
+        "nothing": None,
+    }
+    jaxckpt.save(tmp_path / "saved", tree)
+    return tmp_path / "saved"
+
+
+EXPECTED = {
+    "params.dense.kernel": np.arange(64, dtype=np.float32).reshape(8, 8),
+    "params.half": np.ones((3, 5), ml_dtypes.bfloat16),
+    "params.empty": np.zeros((0, 4), np.int8),
+    "layers.0": np.arange(3),
+    "layers.1": np.arange(4.0),
+    "step": np.asarray(7),
+}
+
+
+# --- out -----------------------------------------------------------------------------------------
+
+
+def test_the_reference_implementation_reads_an_export(saved, tmp_path):
+    """Names, dtypes, shapes and values; leaves without values are left out."""
+    file = jaxckpt.export_safetensors(saved, tmp_path / "out" / "model.safetensors")
+
+    assert file == str(tmp_path / "out" / "model.safetensors")
+    got = safetensors.numpy.load_file(file)
+    assert got.keys() == EXPECTED.keys()
+    assert all(same(values, EXPECTED[name]) for name, values in got.items())
+    with safetensors.safe_open(file, framework="numpy") as opened:
+        assert np.array_equal(
+            opened.get_slice("params.dense.kernel")[2:4], EXPECTED["params.dense.kernel"][2:4]
+        )
+    assert os.listdir(tmp_path / "out") == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_every_dtype_goes_there_and_back(tmp_path, name):
+    """Bit for bit; the reference implementation agrees where it has the dtype."""
+    values = random_bits((5, 3), dtype_of(name), seed=0)
+    jaxckpt.save(tmp_path / "a", {"w": values, "odd": np.ones(1, np.int8)})
+
+    file = jaxckpt.export_safetensors(tmp_path / "a", tmp_path / "model.safetensors")
+    jaxckpt.import_safetensors(file, tmp_path / "b")
+
+    assert jaxckpt.restore(tmp_path / "b")["w"].tobytes() == values.tobytes()
+    assert jaxckpt.restore(tmp_path / "b")["w"].dtype == values.dtype
+    with safetensors.safe_open(file, framework="numpy") as opened:
+        assert opened.get_slice("w").get_dtype() == WORDS[name]
+        if name in LOADABLE:
+            assert opened.get_tensor("w").tobytes() == values.tobytes()
+
+
+TORCH = """
+import json, sys
+from safetensors.torch import load_file
+tensors = load_file(sys.argv[1])
+told = {name: [str(t.dtype), list(t.shape), t.double().sum().item()] for name, t in tensors.items()}
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not here")
+def test_torch_reads_an_export(saved, tmp_path):
+    """With views of the mapped file, which must be aligned; in a process of its own."""
+    file = jaxckpt.export_safetensors(saved, tmp_path / "model.safetensors")
+
+    command = [sys.executable, "-c", TORCH, file]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+
+    assert json.loads(done.stdout) == {
+        name: [f"torch.{values.dtype}", list(values.shape), float(values.sum())]
+        for name, values in EXPECTED.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        P("x", "y"),
+        P(None, "x"),
+        P(
+            ("x", "y"),
+        ),
+        P(),
+    ],
+)
+def test_however_an_array_is_split_its_bytes_are_in_order(tmp_path, mesh, spec):
+    """Of three dimensions, of which any may be cut."""
+    values = np.arange(16 * 16 * 6, dtype=np.int32).reshape(16, 16, 6)
+    jaxckpt.save(tmp_path / "a", {"w": jax.device_put(values, NamedSharding(mesh, spec))})
+
+    file = jaxckpt.export_safetensors(tmp_path / "a", tmp_path / "model.safetensors")
+
+    assert np.array_equal(safetensors.numpy.load_file(file)["w"], values)
+
+
+def test_a_part_is_exported_in_another_dtype(saved, tmp_path):
+    """Only floating-point arrays are cast."""
+    file = jaxckpt.export_safetensors(
+        saved, tmp_path / "model.safetensors", only=["params", "layers"], dtype=np.float16
+    )
+
+    got = safetensors.numpy.load_file(file)
+    assert {name: str(values.dtype) for name, values in got.items()} == {
+        "params.dense.kernel": "float16",
+        "params.half": "float16",
+        "params.empty": "int8",
+        "layers.0": "int64",
+        "layers.1": "float16",
+    }
+
+
+def test_a_large_model_becomes_several_files_and_an_index(saved, tmp_path):
+    """As Hugging Face has them: each tensor is in the file that the index says."""
+    index = jaxckpt.export_safetensors(
+        saved, tmp_path / "out" / "model.safetensors", max_shard_bytes=250
+    )
+
+    assert index == str(tmp_path / "out" / "model.safetensors.index.json")
+    told = json.loads(Path(index).read_text())
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        "model-00001-of-00003.safetensors",
+        "model-00002-of-00003.safetensors",
+        "model-00003-of-00003.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert told["metadata"]["total_size"] == sum(v.nbytes for v in EXPECTED.values())
+    assert told["weight_map"].keys() == EXPECTED.keys()
+    for name, file in told["weight_map"].items():
+        with safetensors.safe_open(tmp_path / "out" / file, framework="numpy") as opened:
+            assert same(opened.get_tensor(name), EXPECTED[name])
+
+
+def test_leaves_without_a_dtype_of_safetensors_are_refused(tmp_path):
+    """All are named, and nothing is written; without them the rest is exported."""
+    bad = {
+        "text": "a",
+        "bytes": b"a",
+        "key": jax.random.key(0),
+        "complex": np.ones(2, np.complex64),
+        "packed": jnp.ones(2, jnp.int4),
+        "huge": 10**30,
+        "__metadata__": np.ones(2),
+    }
+    jaxckpt.save(tmp_path / "saved", {**bad, "fine": np.ones(2)})
+
+    with pytest.raises(UnsupportedLeaf) as caught:
+        jaxckpt.export_safetensors(tmp_path / "saved", tmp_path / "out" / "model.safetensors")
+    assert all(name in str(caught.value) for name in bad)
+    assert os.listdir(tmp_path) == ["saved"]
+
+    file = jaxckpt.export_safetensors(tmp_path / "saved", tmp_path / "a.safetensors", skip=[*bad])
+    assert safetensors.numpy.load_file(file).keys() == {"fine"}
+
+
+def test_names_that_collide_are_refused(tmp_path):
+    """`save` refuses them already; a bare array has no name at all."""
+    jaxckpt.save(tmp_path / "bare", np.ones(2))
+    jaxckpt.save(tmp_path / "nothing", {"a": None})
+
+    with pytest.raises(UnsupportedLeaf, match="no name of a tensor"):
+        jaxckpt.export_safetensors(tmp_path / "bare", tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedLeaf, match="nothing to export"):
+        jaxckpt.export_safetensors(tmp_path / "nothing", tmp_path / "model.safetensors")
+    assert sorted(os.listdir(tmp_path)) == ["bare", "nothing"]
+
+
+def test_keys_with_dots_that_collide_are_refused(tmp_path):
+    """Orbax writes them, and gives both the same values."""
+    import orbax.checkpoint as ocp
+
+    tree = {"a.b": np.ones(2), "a": {"b": np.ones(2)}, "c.d": np.zeros(2)}
+    ocp.PyTreeCheckpointer().save(tmp_path / "orbax", tree)
+
+    with pytest.raises(UnsupportedLeaf, match="a/b"):
+        jaxckpt.export_safetensors(tmp_path / "orbax", tmp_path / "model.safetensors")
+    file = jaxckpt.export_safetensors(
+        tmp_path / "orbax", tmp_path / "model.safetensors", skip="a/b"
+    )
+    assert safetensors.numpy.load_file(file).keys() == {"a.b", "c.d"}
+
+
+def test_an_export_replaces_nothing_unasked(saved, tmp_path):
+    """Neither one file nor several; if asked, whatever was there of the model goes."""
+    path = tmp_path / "out" / "model.safetensors"
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model-of-mine.safetensors").write_text("stays")
+
+    def files():
+        return sorted(set(os.listdir(tmp_path / "out")) - {"model-of-mine.safetensors"})
+
+    for first, second in [(None, 250), (250, None), (250, 100), (None, None)]:
+        jaxckpt.export_safetensors(saved, path, max_shard_bytes=first, overwrite=True)
+        before = files()
+        with pytest.raises(StepExists, match="overwrite=True"):
+            jaxckpt.export_safetensors(saved, path, max_shard_bytes=second)
+        assert files() == before
+        top = jaxckpt.export_safetensors(saved, path, max_shard_bytes=second, overwrite=True)
+        jaxckpt.import_safetensors(top, tmp_path / "back", overwrite=True)
+        if second is None:
+            assert files() == ["model.safetensors"]
+        else:
+            shards = json.loads(Path(top).read_text())["weight_map"].values()
+            assert files() == sorted({*shards, "model.safetensors.index.json"})
+    assert (tmp_path / "out" / "model-of-mine.safetensors").read_text() == "stays"
+
+
+def test_a_damaged_checkpoint_makes_no_file(saved, tmp_path):
+    """Nor does it take away what was there."""
+    jaxckpt.export_safetensors(saved, tmp_path / "out" / "model.safetensors")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    file = max((saved / "state" / "d").iterdir(), key=lambda path: path.stat().st_size)
+    file.write_bytes(bytes(file.stat().st_size))
+
+    with pytest.raises(CorruptCheckpoint):
+        jaxckpt.export_safetensors(saved, tmp_path / "out" / "model.safetensors", overwrite=True)
+    assert os.listdir(tmp_path / "out") == ["model.safetensors"]
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+
+
+def test_wrong_arguments_of_an_export(saved, tmp_path):
+    """Are built-ins, told before anything is written."""
+    for options in ({"max_shard_bytes": 0}, {"dtype": "int8"}, {"only": "missing"}):
+        with pytest.raises(ValueError, match=r"positive|floating|no leaf"):
+            jaxckpt.export_safetensors(saved, tmp_path / "a.safetensors", **options)
+    with pytest.raises(ValueError, match="should end"):
+        jaxckpt.export_safetensors(saved, tmp_path / "a.bin")
+    with pytest.raises(UnsupportedFormat, match="locally"):
+        jaxckpt.export_safetensors(saved, "memory://a/a.safetensors")
+    with pytest.raises(CheckpointNotFound):
+        jaxckpt.export_safetensors(tmp_path / "missing", tmp_path / "a.safetensors")
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+# --- in ------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_the_reference_implementation_becomes_a_checkpoint(tmp_path):
+    """Nested by the dots of its names, checked by `verify`, with its metadata."""
+    file = tmp_path / "model.safetensors"
+    safetensors.numpy.save_file(EXPECTED, file, metadata={"format": "pt", "author": "me"})
+
+    jaxckpt.import_safetensors(file, tmp_path / "ours")
+
+    report = jaxckpt.verify(tmp_path / "ours")
+    assert (report.ok, report.unchecked) == (True, ())
+    got = jaxckpt.restore(tmp_path / "ours")
+    assert same(got["params"]["dense"]["kernel"], EXPECTED["params.dense.kernel"])
+    assert same(got["params"]["half"], EXPECTED["params.half"])
+    assert same(got["params"]["empty"], EXPECTED["params.empty"])
+    assert same(got["layers"], {"0": EXPECTED["layers.0"], "1": EXPECTED["layers.1"]})
+    assert same(got["step"], EXPECTED["step"])
+    ckpt = jaxckpt.open(tmp_path / "ours")
+    assert ckpt.custom_metadata == {"format": "pt", "author": "me"}
+    assert ckpt.lineage == {"by": "import", "path": str(file), "token": None}
+
+
+@pytest.mark.parametrize("most_bytes", [None, 1, 200])
+def test_what_is_exported_can_be_imported(saved, tmp_path, mesh, most_bytes):
+    """From one file or several; on any devices, with a target."""
+    top = jaxckpt.export_safetensors(
+        saved, tmp_path / "model.safetensors", max_shard_bytes=most_bytes
+    )
+    jaxckpt.import_safetensors(top, tmp_path / "ours", dtype="float64")
+
+    like = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=NamedSharding(mesh, P("y")))
+    got = jaxckpt.restore(
+        tmp_path / "ours", {"params": {"dense": {"kernel": like}}}, extra="ignore"
+    )
+    kernel = got["params"]["dense"]["kernel"]
+    assert kernel.sharding == like.sharding
+    assert np.array_equal(kernel, EXPECTED["params.dense.kernel"])
+    leaves = jaxckpt.open(tmp_path / "ours").leaves
+    assert leaves["params/half"].dtype == "float64"
+    assert leaves["params/empty"].dtype == "int8"
+    assert set(leaves) == {name.replace(".", "/") for name in EXPECTED}
+
+
+def test_large_tensors_are_read_in_pieces(ram_path):
+    """Also where no divisor is near, and where a cast makes them larger."""
+    rng = np.random.default_rng(0)
+    tensors = {
+        "prime": rng.random(17_000_023, np.float32).astype(np.float16),
+        "rows": rng.random((4099, 4200), np.float32).astype(np.float16),
+    }
+    safetensors.numpy.save_file(tensors, ram_path / "model.safetensors")
+
+    jaxckpt.import_safetensors(ram_path / "model.safetensors", ram_path / "ours", dtype="float64")
+
+    report = jaxckpt.verify(ram_path / "ours")
+    assert (report.ok, report.unchecked) == (True, ())
+    got = jaxckpt.restore(ram_path / "ours")
+    assert all(np.array_equal(got[name], values) for name, values in tensors.items())
+
+
+def test_links_of_a_cache_are_followed(saved, tmp_path):
+    """A model hub keeps files under other names, and links to them."""
+    jaxckpt.export_safetensors(saved, tmp_path / "hub" / "model.safetensors", max_shard_bytes=250)
+    (tmp_path / "snapshot").mkdir()
+    for i, file in enumerate(sorted((tmp_path / "hub").iterdir())):
+        file.rename(tmp_path / "hub" / f"blob-{i}")
+        (tmp_path / "snapshot" / file.name).symlink_to(f"../hub/blob-{i}")
+
+    index = tmp_path / "snapshot" / "model.safetensors.index.json"
+    jaxckpt.import_safetensors(index, tmp_path / "ours")
+
+    assert len(jaxckpt.open(tmp_path / "ours").leaves) == len(EXPECTED)
+
+
+def test_an_import_replaces_nothing_unasked(saved, tmp_path):
+    """With overwrite=True it does."""
+    file = jaxckpt.export_safetensors(saved, tmp_path / "model.safetensors", only="step")
+    with pytest.raises(StepExists):
+        jaxckpt.import_safetensors(file, saved)
+    jaxckpt.import_safetensors(file, saved, overwrite=True)
+
+    assert same(jaxckpt.restore(saved), {"step": np.asarray(7)})
+
+
+# --- what is no such file ------------------------------------------------------------------------
+
+DATA = bytes(range(16))
+GOOD = {"a": entry(), "b": entry("U8", (4, 2), (8, 16))}
+
+HEADERS = {
+    "not JSON": b"{]" * 20,
+    "a list": b"[1, 2]",
+    "an entry is a number": {"a": 7},
+    "no dtype": {"a": {"shape": [2], "data_offsets": [0, 8]}},
+    "a negative size": {"a": entry(shape=(-2,)), "b": GOOD["b"]},
+    "a size that is no int": {"a": entry(shape=(2.0,)), "b": GOOD["b"]},
+    "a huge size": {"a": entry(shape=(1 << 61,)), "b": GOOD["b"]},
+    "sizes that overflow": {"a": entry(shape=(1 << 40, 1 << 40)), "b": GOOD["b"]},
+    "many dimensions": {"a": entry("U8", (1,) * 40, (0, 1)), "b": entry("U8", (15,), (1, 16))},
+    "an absurd shape": {"a": entry("U8", (1 << 60, 0), (0, 0)), "b": entry("U8", (16,), (0, 16))},
+    "offsets of one": {"a": entry(offsets=(0,)), "b": GOOD["b"]},
+    "offsets that go back": {"a": entry(offsets=(8, 0)), "b": GOOD["b"]},
+    "offsets of another size": {"a": entry(offsets=(0, 7)), "b": GOOD["b"]},
+    "a tensor beyond the end": {"a": entry(), "b": entry("U8", (8,), (16, 24))},
+    "a hole": {"a": entry("U8", (4,), (0, 4)), "b": GOOD["b"]},
+    "an overlap": {"a": entry(), "b": entry("U8", (12,), (4, 16))},
+    "the same bytes twice": {"a": entry(), "c": entry(), "b": GOOD["b"]},
+    "data of nobody": {"a": entry()},
+    "metadata that are no text": {**GOOD, "__metadata__": {"a": 1}},
+    "metadata that are a list": {**GOOD, "__metadata__": ["a"]},
+    "nested too deep": b'{"a":' * 5000 + b"1" + b"}" * 5000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HEADERS)
+def test_a_header_that_lies_is_refused(tmp_path, what):
+    """The file is named, and nothing is made."""
+    file = write_file(tmp_path / "bad.safetensors", HEADERS[what], DATA)
+
+    with pytest.raises(CorruptCheckpoint):
+        jaxckpt.import_safetensors(file, tmp_path / "ours")
+    assert os.listdir(tmp_path) == ["bad.safetensors"]
+
+
+def test_the_good_header_is_good(tmp_path):
+    """It is what the bad ones above were made of."""
+    file = write_file(tmp_path / "good.safetensors", GOOD, DATA)
+
+    jaxckpt.import_safetensors(file, tmp_path / "ours")
+
+    assert jaxckpt.restore(tmp_path / "ours")["b"].tobytes() == DATA[8:]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\0" * 7,
+        b"\0" * 8,
+        (1).to_bytes(8, "little") + b"{",
+        (100).to_bytes(8, "little") + b"{}",
+        (1 << 62).to_bytes(8, "little") + b"{}",
+        (MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}",
+    ],
+)
+def test_a_file_without_a_header_is_refused(tmp_path, data):
+    """Before as much is allocated as it says."""
+    (tmp_path / "bad.safetensors").write_bytes(data)
+
+    with pytest.raises(CorruptCheckpoint, match="no safetensors file"):
+        jaxckpt.import_safetensors(tmp_path / "bad.safetensors", tmp_path / "ours")
+
+
+def test_a_header_that_is_too_long_is_not_read(tmp_path):
+    """Not even if the file is that large."""
+    file = tmp_path / "bad.safetensors"
+    file.write_bytes((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
+    os.truncate(file, MAX_HEADER_BYTES + 100)
+
+    with pytest.raises(CorruptCheckpoint, match="no safetensors file"):
+        jaxckpt.import_safetensors(file, tmp_path / "ours")
+
+
+def test_a_cut_file_is_refused(saved, tmp_path):
+    """At any byte."""
+    file = Path(jaxckpt.export_safetensors(saved, tmp_path / "model.safetensors"))
+    size = file.stat().st_size
+
+    for length in [size - 1, size - 8, size // 2, 100, 8, 4]:
+        os.truncate(file, length)
+        with pytest.raises(CorruptCheckpoint):
+            jaxckpt.import_safetensors(file, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@example(edits=[(0, 255)], cut=None)
+@given(
+    edits=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=4),
+    cut=st.none() | st.integers(0, 400),
+)
+def test_a_mutated_file_is_refused_or_is_another_good_one(tmp_path, edits, cut):
+    """No other error, and what comes of it is what the reference implementation reads too."""
+    whole = write_file(tmp_path / "mutated.safetensors", GOOD, DATA)
+    data = bytearray(whole.read_bytes())[:cut]
+    for at, byte in edits:
+        if data:
+            data[at % len(data)] = byte
+    whole.write_bytes(data)
+
+    try:
+        jaxckpt.import_safetensors(whole, "memory://mutated/ours", overwrite=False)
+    except CheckpointError:
+        return
+    got = jaxckpt.restore("memory://mutated/ours")
+    MemoryStorage().delete("/mutated/ours")
+    assert sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(got)) == len(DATA)
+    try:
+        theirs = safetensors.numpy.load(bytes(data))
+    except (safetensors.SafetensorError, KeyError, UnicodeDecodeError):
+        return
+    for name, values in theirs.items():
+        node = got
+        for key in name.split("."):
+            node = node[key]
+        assert node.tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (["a", "a.b"], "cannot both be tensors"),
+        (["a.b.c.d", "a.b"], "cannot both be tensors"),
+        ([".".join("a" * 200)], "nested deeper"),
+        (["a\0"], "NUL"),
+    ],
+)
+def test_names_that_no_tree_has_are_refused(tmp_path, names, problem):
+    """They are told, and nothing is made."""
+    header = {name: entry("U8", (1,), (i, i + 1)) for i, name in enumerate(names)}
+    file = write_file(tmp_path / "bad.safetensors", header, bytes(len(names)))
+
+    with pytest.raises(UnsupportedLeaf, match=problem):
+        jaxckpt.import_safetensors(file, tmp_path / "ours")
+    assert os.listdir(tmp_path) == ["bad.safetensors"]
+
+
+def test_what_jax_has_no_word_for_is_refused(tmp_path):
+    """An unknown dtype, and a file that holds nothing."""
+    odd = write_file(tmp_path / "odd.safetensors", {"a": entry("F6_E9M9")}, DATA[:8])
+    none = write_file(tmp_path / "none.safetensors", {"__metadata__": {"a": "b"}})
+
+    with pytest.raises(UnsupportedFormat, match="F6_E9M9"):
+        jaxckpt.import_safetensors(odd, tmp_path / "ours")
+    with pytest.raises(UnsupportedFormat, match="no tensors"):
+        jaxckpt.import_safetensors(none, tmp_path / "ours")
+    with pytest.raises(ValueError, match="should end"):
+        jaxckpt.import_safetensors(tmp_path / "a.bin", tmp_path / "ours")
+    with pytest.raises(CheckpointNotFound):
+        jaxckpt.import_safetensors(tmp_path / "missing.safetensors", tmp_path / "ours")
+    with pytest.raises(UnsupportedFormat, match="locally"):
+        jaxckpt.import_safetensors("memory://a/a.safetensors", tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../b.safetensors", "/etc/b.safetensors", "x/b.safetensors", "b.b", "..", "\0.safetensors", 7],
+)
+def test_an_index_names_no_file_elsewhere(tmp_path, name):
+    """It is refused before any file is opened."""
+    (tmp_path / "in").mkdir()
+    write_file(tmp_path / "b.safetensors", GOOD, DATA)
+    index = tmp_path / "in" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name, "b": name}}))
+
+    with pytest.raises(CorruptCheckpoint):
+        jaxckpt.import_safetensors(index, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [
+        {"a": "b.safetensors"},
+        {"a": "b.safetensors", "b": "b.safetensors", "c": "b.safetensors"},
+        {"a": "b.safetensors", "b": "c.safetensors"},
+        ["b.safetensors"],
+    ],
+)
+def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, weight_map):
+    """With tensors too many, too few or elsewhere, or with a file that is not there."""
+    write_file(tmp_path / "b.safetensors", GOOD, DATA)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+    with pytest.raises((CorruptCheckpoint, CheckpointNotFound)):
+        jaxckpt.import_safetensors(index, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_file_that_changes_meanwhile_makes_no_checkpoint(tmp_path, more):
+    """Whether it became shorter or longer since its header was read."""
+    file = write_file(tmp_path / "in.safetensors", GOOD, DATA)
+    source = _of_files(LocalStorage(), str(file), None)
+    os.truncate(file, file.stat().st_size + more)
+
+    with pytest.raises((CorruptCheckpoint, SaveFailed), match=str(file)):
+        write_checkpoint(LocalStorage(), str(tmp_path / "ours"), source, CURRENT, overwrite=False)
+    assert os.listdir(tmp_path) == ["in.safetensors"]
+
+
+# --- kills ---------------------------------------------------------------------------------------
+
+KILLED = {
+    "import": "import jaxckpt; jaxckpt.import_safetensors('in.safetensors', 'out')",
+    "export": "import jaxckpt; jaxckpt.export_safetensors('ours', 'out.safetensors')",
+    "shards": "import jaxckpt; "
+    "jaxckpt.export_safetensors('ours', 'out.safetensors', max_shard_bytes=8 << 20)",
+}
+
+
+@pytest.mark.parametrize("what", KILLED)
+def test_a_kill_leaves_nothing_that_looks_good(ram_path, what):
+    """In the middle of the data; and the next one succeeds."""
+    size = 96 << 20
+    header = {
+        name: entry("U8", (3 << 20, 16), (i * size // 2, (i + 1) * size // 2))
+        for i, name in enumerate("ab")
+    }
+    os.truncate(write_file(ram_path / "in.safetensors", header), 8 + len(json.dumps(header)) + size)
+    if what != "import":
+        jaxckpt.import_safetensors(ram_path / "in.safetensors", ram_path / "ours")
+    before = set(os.listdir(ram_path))
+    command = [sys.executable, "-c", KILLED[what]]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    process = subprocess.Popen(command, cwd=ram_path, env=environment)
+    deadline = time.monotonic() + 60
+    while not set(os.listdir(ram_path)) - before and time.monotonic() < deadline:
+        pass
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+    left = set(os.listdir(ram_path)) - before
+    assert left
+    assert all(is_temporary_file(name) or ".orbax-checkpoint-tmp" in name for name in left)
+    with pytest.raises(CheckpointNotFound):
+        jaxckpt.open(ram_path / "out")
+    subprocess.run(command, cwd=ram_path, env=environment, check=True)
+    if what == "import":
+        assert jaxckpt.verify(ram_path / "out").ok
+    else:
+        top = "out.safetensors" + (".index.json" if what == "shards" else "")
+        assert top in os.listdir(ram_path)
+
+
+def test_a_large_file_is_named_once(tmp_path):
+    """What came meanwhile stays; what has no name goes."""
+    first, second = LargeFile(str(tmp_path / "a")), LargeFile(str(tmp_path / "a"))
+    first.write(3, b"d")
+    first.write(0, b"abc")
+    first.publish(replace=False)
+    with pytest.raises(FileExistsError, match="a"):
+        second.publish(replace=False)
+    second.discard()
+
+    assert (tmp_path / "a").read_bytes() == b"abcd"
+    assert os.listdir(tmp_path) == ["a"]
+    third = LargeFile(str(tmp_path / "a"))
+    third.publish(replace=True)
+    third.discard()
+    assert (tmp_path / "a").read_bytes() == b""
