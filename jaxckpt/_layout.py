@@ -21,9 +21,9 @@ from jax.core import Tracer
 from jaxckpt._plan import ArraySpec, SavePlan, placement_of, plan_save
 from jaxckpt._transfer import Source, sources_of
 from jaxckpt._tree import Flat, flatten, stored_value
-from jaxckpt._writer import Requests, plan_requests
+from jaxckpt._writer import Requests, metadata_files, plan_requests, texts_of
 from jaxckpt.errors import UnsupportedLeaf
-from jaxckpt.format import arrays, names, sharding, step, tree
+from jaxckpt.format import arrays, step
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Tree
 from jaxckpt.multihost import Processes
@@ -68,22 +68,7 @@ class Layout:
     @cached_property
     def files(self) -> Mapping[str, bytes]:
         """The metadata files, by name in the item."""
-        leaves = self.tree.leaves
-        files = {names.TREE_METADATA: tree.encode(self.tree)}
-        strings = {leaf.name: leaf.value for leaf in leaves if leaf.value is not None}
-        if strings:
-            files[names.STRINGS] = step.encode_strings(strings)
-        device = [leaf for leaf in leaves if leaf.kind in ("array", "key")]
-        if device:
-            files[names.SHARDING] = sharding.encode(self.shardings)
-            files[f"{names.ARRAY_METADATAS}/process_0"] = step.encode_array_metadatas(
-                {
-                    leaf.name: (leaf.stored.chunk_shape, leaf.key_impl)
-                    for leaf in device
-                    if leaf.stored is not None
-                }
-            )
-        return files
+        return metadata_files(self.tree, self.shardings)
 
 
 def layout_of(value: object, processes: Processes) -> tuple[Layout, Sequence[Array]]:
@@ -233,7 +218,7 @@ def _sort_of(cls: type) -> Literal["device", "host", "number", "text", "bytes"] 
 
 
 def _work_out(flat: Flat, values: Sequence[Array], processes: Processes) -> Layout:
-    _check_strings(flat)
+    texts_of(flat.leaves)  # at once, not in the background
     specs = [_spec(value, processes) for value in values]
     _check_process_0_sees([leaf for leaf in flat.leaves if leaf.has_array], specs)
     plan = plan_save(specs, process=processes.index)
@@ -316,11 +301,3 @@ def _axes(axes: Any) -> str | tuple[str, ...] | None:  # an entry of a Partition
     if axes is None or axes is jax.sharding.PartitionSpec.UNCONSTRAINED:
         return None
     return tuple(map(str, axes)) if isinstance(axes, (tuple, list)) else str(axes)
-
-
-def _check_strings(flat: Flat) -> None:
-    texts = {leaf.name: leaf.value for leaf in flat.leaves if leaf.value is not None}
-    try:
-        step.encode_strings(texts)
-    except ValueError as error:
-        raise UnsupportedLeaf(f"two str leaves cannot both be stored: {error}") from error

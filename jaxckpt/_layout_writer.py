@@ -14,7 +14,7 @@ import logging
 import math
 import posixpath
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
@@ -27,9 +27,9 @@ from jaxckpt._discovery import key_folder
 from jaxckpt._leaves import Leaves, Part, Values, read_with_parts
 from jaxckpt._plan import SavePlan, Write
 from jaxckpt._sums import starts_of
-from jaxckpt._writer import is_direct, plan_requests, write_arrays
+from jaxckpt._writer import is_direct, metadata_files, plan_requests, write_arrays
 from jaxckpt.errors import UnsupportedLeaf
-from jaxckpt.format import arrays, names, sharding, step, tree
+from jaxckpt.format import arrays, names, step, tree
 from jaxckpt.format.step import StepMetadata
 from jaxckpt.format.tree import Leaf, StoredArray, Tree
 from jaxckpt.storage import Storage
@@ -416,28 +416,11 @@ def _manifest(storage: Storage, item: str) -> bytes:
 
 def _tree_files(goal: Tree, source: Leaves, layout: DiskLayout) -> dict[str, bytes]:
     """The metadata files of the tree, by name in the item."""
-    device = [leaf for leaf in goal.leaves if leaf.kind in ("array", "key")]
-    described = goal
+    files = metadata_files(goal, source.shardings)
     if not layout.is_ours:
         described = replace(goal, leaves=tuple(map(_as_orbax_has_it, goal.leaves)))
-    files = {names.TREE_METADATA: tree.encode(described)}
-    strings = {leaf.name: leaf.value for leaf in goal.leaves if leaf.value is not None}
-    if strings:
-        files[names.STRINGS] = _strings(strings)
-    if device:
-        if source.shardings:
-            files[names.SHARDING] = sharding.encode(source.shardings)
-        files[f"{names.ARRAY_METADATAS}/process_0"] = step.encode_array_metadatas(
-            {leaf.name: (leaf.array.chunk_shape, leaf.key_impl) for leaf in device}
-        )
+        files[names.TREE_METADATA] = tree.encode(described)
     return files
-
-
-def _strings(texts: Mapping[str, str]) -> bytes:
-    try:
-        return step.encode_strings(texts)
-    except ValueError as error:
-        raise UnsupportedLeaf(f"two str leaves cannot both be stored: {error}") from error
 
 
 def _as_orbax_has_it(leaf: Leaf) -> Leaf:

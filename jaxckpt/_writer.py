@@ -13,8 +13,8 @@ import numpy as np
 from jaxckpt._box import Box
 from jaxckpt._plan import SavePlan
 from jaxckpt._sums import starts_of, stored_sums, units_in
-from jaxckpt.errors import SaveFailed
-from jaxckpt.format import jsontext, names
+from jaxckpt.errors import SaveFailed, UnsupportedLeaf
+from jaxckpt.format import jsontext, names, sharding, step, tree
 from jaxckpt.format.arrays import (
     CRC_BYTES,
     PLAIN_DTYPES,
@@ -24,7 +24,8 @@ from jaxckpt.format.arrays import (
     metadata_key,
     zarr3_metadata,
 )
-from jaxckpt.format.tree import StoredArray
+from jaxckpt.format.sharding import SavedSharding
+from jaxckpt.format.tree import Leaf, StoredArray, Tree
 from jaxckpt.storage import Storage
 
 # To open an array costs TensorStore more than to write a small chunk, whose bytes are easily made
@@ -110,6 +111,36 @@ def plan_requests(
         indexes=tuple(indexes),
         unit_count=starts[-1],
     )
+
+
+def metadata_files(saved: Tree, shardings: Mapping[str, SavedSharding]) -> dict[str, bytes]:
+    """The metadata files of a tree, by name in its item.
+
+    Raises:
+        UnsupportedLeaf: two text leaves cannot both be stored.
+    """
+    files = {names.TREE_METADATA: tree.encode(saved)}
+    if any(leaf.value is not None for leaf in saved.leaves):
+        files[names.STRINGS] = texts_of(saved.leaves)
+    if shardings:
+        files[names.SHARDING] = sharding.encode(shardings)
+    device = {
+        leaf.name: (leaf.stored.chunk_shape, leaf.key_impl)
+        for leaf in saved.leaves
+        if leaf.kind in ("array", "key") and leaf.stored is not None
+    }
+    if device:
+        files[f"{names.ARRAY_METADATAS}/process_0"] = step.encode_array_metadatas(device)
+    return files
+
+
+def texts_of(leaves: Sequence[Leaf]) -> bytes:
+    """The file of all text leaves; UnsupportedLeaf if two cannot both be stored."""
+    texts = {leaf.name: leaf.value for leaf in leaves if leaf.value is not None}
+    try:
+        return step.encode_strings(texts)
+    except ValueError as error:
+        raise UnsupportedLeaf(f"two str leaves cannot both be stored: {error}") from error
 
 
 def write_arrays(
