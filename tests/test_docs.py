@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,33 @@ def programs() -> dict[str, str]:
 def test_the_code_of_the_docs_runs(tmp_path: Path, program: str) -> None:
     """The Python of a page runs as it stands, but for the folder."""
     run_code(programs()[program].replace("/tmp/run", str(tmp_path / "run")), tmp_path)
+
+
+def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
+    """On the run that its program makes; only `diff` finds something."""
+    run = str(tmp_path / "run")
+    run_code(programs()["README"].replace("/tmp/run", run), tmp_path)
+
+    commands = re.findall(r"^\$ jaxckpt (.*?)(?:  +#.*)?$", README, re.MULTILINE)
+    codes = {
+        command: run_command(command.replace("/tmp/run", run), tmp_path) for command in commands
+    }
+
+    assert len(commands) >= 5
+    assert codes == {command: int(command.startswith("diff")) for command in commands}
+    assert (tmp_path / "report.html").exists()
+
+
+def run_command(command: str, cwd: Path) -> int:
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxckpt", *shlex.split(command)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=100,
+        check=False,
+    )
+    return done.returncode
 
 
 @pytest.mark.parametrize("name", ["slurm.sh", "kubernetes.yaml"])
