@@ -15,6 +15,7 @@
 Words, one for each idea:
 
     checkpoint  a directory that holds one committed save
+    run         a directory of steps, which is its root
     step        a checkpoint of a run, named by its number
     item        one named object of a checkpoint, mostly a pytree; `state` unless said otherwise
     leaf        one array or value of a tree; its path joins the keys on the way to it with `/`
@@ -24,6 +25,8 @@ Words, one for each idea:
     plan        who writes, or reads, which chunk
     snapshot    the values of a save on the host
     transaction a checkpoint coming into being; commit makes it visible and durable at once
+    whole       committed, and every file is there in its size; whether the bytes are the ones that
+                were written, `verify` says
     like        the tree that a restore takes its structure, dtypes and shardings from
 """
 

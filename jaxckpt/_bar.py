@@ -37,10 +37,11 @@ class Bar:
         if self._bar is None:
             if progress.ended or progress.seconds < _SHORT_S:
                 return
-            self._bar = _tqdm()(total=progress.total_bytes, unit="B", unit_scale=True)
+            self._bar = _tqdm()(desc=words(progress), unit="B", unit_scale=True)
+            self._bar.start_t -= progress.seconds
         bar = self._bar
         bar.set_description(words(progress), refresh=False)
-        bar.total = progress.total_bytes
+        bar.total = progress.total_bytes or None
         bar.n = progress.done_bytes
         bar.refresh()
         if progress.ended:

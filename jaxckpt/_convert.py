@@ -29,7 +29,7 @@ def convert(
     are kept as far as it says them, and every chunk is checked whenever it is read. `zarr=2` and
     `ocdbt=False` are for releases of Orbax that know no better: damage of such a copy is found by
     `verify` alone, and of what Orbax has no word for the types are lost: numpy scalars, bytes,
-    complex numbers.
+    complex numbers. Dtypes that zarr lacks, such as `uint4`, are refused there.
 
     The values go through in pieces: host memory of about 300 MiB suffices for any size, but that a
     chunk which another writer made larger is read as a whole. No devices are used; in a job of

@@ -28,6 +28,7 @@ from jaxckpt._values import (
     finite,
     read_values,
 )
+from jaxckpt._words import counted
 from jaxckpt.format.tree import Leaf, Path, path_text
 from jaxckpt.storage import Storage, locate
 
@@ -117,7 +118,8 @@ class DiffReport:
         if count > _MAX_LINES:
             lines[_MAX_LINES:] = [f"... and {count - _MAX_LINES} more"]
         told = "equal" if self.equal else f"{count} differ"
-        return "\n".join([f"{self.a} -> {self.b}: {told}, {self.same} leaves are the same", *lines])
+        same = f"{counted(self.same, 'leaf')} the same"
+        return "\n".join([f"{self.a} -> {self.b}: {told}, {same}", *lines])
 
 
 def diff(

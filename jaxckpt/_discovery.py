@@ -138,6 +138,18 @@ def check_current(checkpoint: Checkpoint) -> None:
         )
 
 
+def check_sizes(checkpoint: Checkpoint) -> None:
+    """Raises CorruptCheckpoint if a file that we wrote is missing, or of another size."""
+    files = checkpoint.record.files if checkpoint.record is not None else {}
+    for name, facts in files.items():
+        file = f"{checkpoint.path}/{name}"
+        kind = checkpoint.storage.kind(file)
+        size = checkpoint.storage.size(file) if kind == "file" else None
+        if size != facts.size:
+            found = f"has {size} bytes" if kind == "file" else "is missing"
+            raise CorruptCheckpoint(f"{file} {found} of {facts.size}", file=file)
+
+
 def find(storage: Storage, path: str) -> Checkpoint:
     """Finds the checkpoint that a path means; for a run's root, its newest good step.
 
@@ -335,6 +347,11 @@ def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Checkpoin
             continue
         if posixpath.dirname(checkpoint.path) != path:
             problems.append(f"{name}: it is a run of its own, not a step")
+            continue
+        try:
+            check_sizes(checkpoint)
+        except CorruptCheckpoint as error:
+            problems.append(f"{name}: {error}")
             continue
         for problem in problems:
             _logger.warning("skipped a step of %s: %s", path, problem)

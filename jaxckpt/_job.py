@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxckpt import _transaction
-from jaxckpt._progress import Meter
+from jaxckpt._progress import Meter, Watch
 from jaxckpt._snapshot import Item
-from jaxckpt._timing import OnProgress
 from jaxckpt._transaction import Transaction
 from jaxckpt._turn import DEFAULT_TIMEOUT_S, Turn
 from jaxckpt._writer import database_of
@@ -53,8 +52,7 @@ class SaveJob:
         problem: Why this process only tells the others that it does not save.
         skips: Whether it could have saved: another save is what went wrong.
         skipped: Whether the job failed only because another process skips it.
-        meter: Measures it; has been running since the caller's call.
-        watch_error: What `on_progress` raised; the checkpoint is committed all the same.
+        watch: Measures it since the caller's call, and tells who watches.
     """
 
     storage: Storage
@@ -62,9 +60,7 @@ class SaveJob:
     items: Sequence[Item]
     processes: Processes
     name: str
-    meter: Meter
-    on_progress: OnProgress | None = None
-    watch_error: Exception | None = None
+    watch: Watch
     custom_metadata: Mapping[str, Any] = field(default_factory=dict)
     lineage: Mapping[str, Any] = field(default_factory=dict)
     overwrite: bool = False
@@ -88,13 +84,20 @@ class SaveJob:
         """What the values take in memory, about."""
         return sum(item.size_bytes for item in self.items)
 
+    @property
+    def meter(self) -> Meter:
+        """How far it is, and how long it took."""
+        return self.watch.meter
+
     def run(self) -> None:
         """Writes and commits; all processes return, or all raise."""
         self.meter.total_bytes = self.size_bytes
-        with self.meter.watched(self.on_progress) as watch, self.turn:
-            self.meter.waited()
-            self._run()
-        self.watch_error = watch.error
+        try:
+            with self.turn:
+                self.meter.waited()
+                self._run()
+        finally:
+            self.watch.end()
 
     def _run(self) -> None:
         transaction, problem = None, self.problem

@@ -79,6 +79,8 @@ def write_checkpoint(
     if names.is_reserved(posixpath.basename(path)):
         raise ValueError(f"{path}: names like this are those of checkpoints in the making")
     goal = _goal(source.tree, layout)
+    if not layout.is_ours:
+        _check_dtypes(goal.leaves, path)
     if not layout.ocdbt:
         _check_plain_names(goal.leaves, path)
     transaction = None
@@ -161,7 +163,8 @@ def _smaller(
 ) -> tuple[int, ...]:
     """Chunks that fit in memory, none of which needs parts of two units."""
     if math.prod(unit_shape) * itemsize <= _MOST_CHUNK_BYTES:
-        return unit_shape
+        # Units may be tiny, and to find one takes a look at all of them.
+        return widened(unit_shape, chunk_shape, itemsize, arrays.MAX_UNIT_BYTES)
     piece = run_shape(unit_shape, itemsize)
     is_one = unit_shape == shape
     return piece if is_one or not any(map(int.__mod__, unit_shape, piece)) else chunk_shape
@@ -211,6 +214,21 @@ def parts_of(leaf: int, shape: tuple[int, ...], tile_shape: Sequence[int]) -> It
     for _, tile in _box.tile(everything, tile_shape):
         if (box := tile.intersect(everything)) is not None:
             yield Part(leaf=leaf, box=box)
+
+
+def _check_dtypes(leaves: Sequence[Leaf], path: str) -> None:
+    """Refuses leaves whose values would come back as other numbers."""
+    bad = [
+        f"  {leaf.text}: has dtype {leaf.dtype}"
+        for leaf in leaves
+        if leaf.kind != "key" and leaf.dtype in arrays.AS_BYTES_DTYPES
+    ]
+    if bad:
+        raise UnsupportedLeaf(
+            f"{path}: {len(bad)} leaves have dtypes that only zarr=3, ocdbt=True can say, and "
+            "nothing was written:\n" + "\n".join(bad[:50]) + "\nLeave them out with skip=[...], or "
+            "cast those of floating point with dtype=..."
+        )
 
 
 def _check_plain_names(leaves: Sequence[Leaf], path: str) -> None:

@@ -22,6 +22,7 @@ from jaxckpt._chunks import copy
 from jaxckpt._item import Item, read_item
 from jaxckpt._reader import LeafRead, read_leaves
 from jaxckpt._select import Globs, check_globs, selector
+from jaxckpt._words import counted
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat, UnsupportedLeaf
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
 from jaxckpt.format.sharding import SavedSharding
@@ -167,7 +168,7 @@ def of_checkpoint(
         place=saved.path,
         tree=tree,
         shardings=_shardings(saved, sources, tree.leaves),
-        read=partial(_read, saved, sources, tree.leaves, held),
+        read=partial(_read_current, saved, sources, tree.leaves, held),
         check=partial(_discovery.check_current, found),
         custom_metadata=found.step.custom_metadata or {},
         lineage={
@@ -183,7 +184,7 @@ def check_leaves(leaves: Sequence[Leaf], problems: Sequence[str], place: str) ->
     found = [*problems, *name_problems([leaf.path for leaf in leaves])]
     if found:
         raise UnsupportedLeaf(
-            f"{place}: {len(found)} leaves cannot be copied, and nothing was written:\n"
+            f"{place}: {counted(len(found), 'leaf')} cannot be copied, and nothing was written:\n"
             + "\n".join(found[:50])
             + "\nLeave them out: skip=[...]."
         )
@@ -367,6 +368,20 @@ def with_dtype(leaf: Leaf, dtype: str | None) -> Leaf:
         return leaf
     as_stored = "uint8" if name in AS_BYTES_DTYPES else name
     return replace(leaf, dtype=name, stored=replace(leaf.array, dtype=as_stored))
+
+
+def _read_current(
+    saved: Item,
+    sources: Sequence[Leaf],
+    copies: Sequence[Leaf],
+    held: Mapping[int, Values],
+    parts: Iterable[Part],
+) -> Generator[Values, None, None]:
+    try:
+        yield from _read(saved, sources, copies, held, parts)
+    except CorruptCheckpoint:
+        _discovery.check_current(saved.checkpoint)  # what was replaced is not damaged
+        raise
 
 
 def _read(

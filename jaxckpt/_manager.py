@@ -103,7 +103,8 @@ class CheckpointManager:
                 zeros; None: as the steps that are there are called.
             on_progress: Is called during each save and restore; see `jaxckpt.save`.
             on_commit: Is called after each commit with its `Timing`, in the background thread of
-                every process. What it raises the next call of the manager raises.
+                every process, so it cannot wait for a save there (RuntimeError). What it raises the
+                next call of the manager raises.
 
         Raises:
             NotADirectoryError, PermissionError: the root cannot be one.
@@ -128,7 +129,7 @@ class CheckpointManager:
         self._on_progress = on_progress
         self._timings: deque[Timing] = deque(maxlen=_MAX_TIMINGS)
         self._processes = current()
-        self._run = Run(storage=storage, root=root, naming=naming)
+        self._run = Run(storage=storage, root=root, naming=naming, keep=keep.fields())
         self._resume = Resume(
             run=self._run,
             processes=self._processes,
@@ -260,6 +261,8 @@ class CheckpointManager:
             UnsupportedLeaf: something cannot be stored; nothing was written.
             CheckpointTimeout: earlier saves take more than `timeout_s` to make room in memory.
         """
+        if self._closed:
+            raise ValueError(f"the manager of {self.directory} is closed")
         self._check_writes()
         return self._saver.save(
             _as_int(step),
@@ -271,13 +274,12 @@ class CheckpointManager:
         )
 
     def _begin_call(self) -> None:
-        if self._closed:
+        # `close` waits for `on_commit`, which may ask what there is.
+        if self._closed and not self._saver.queue.is_own_thread():
             raise ValueError(f"the manager of {self.directory} is closed")
         raise_first(self._saver.queue.take_errors())
 
     def _check_writes(self) -> None:
-        if self._closed:
-            raise ValueError(f"the manager of {self.directory} is closed")
         if self.mode == "r":
             raise ValueError(f"the manager of {self.directory} was opened with mode='r'")
 
@@ -304,6 +306,7 @@ class CheckpointManager:
     def _shut(self, timeout_s: float) -> None:
         if self._closed:
             return
+        self._saver.queue.refuse_own_thread()
         self._closed = True
         try:
             self._saver.queue.stop(timeout_s)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from jaxckpt import _discovery, _transaction
+from jaxckpt._retention import KeepPolicy
 from jaxckpt._run import Run
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import jsontext, names
@@ -73,11 +74,13 @@ class RunOverview:
         path: The root.
         steps: In order of their numbers, with those that are not whole.
         strays: What else is there, each in words: saves under way, steps set aside, other files.
+        keep: The policy of the last job that wrote it, but for its `when`; None: not known.
     """
 
     path: str
     steps: tuple[StepOverview, ...]
     strays: tuple[str, ...]
+    keep: KeepPolicy | None = None
 
 
 def overview(root: str | os.PathLike[str]) -> RunOverview:
@@ -119,7 +122,16 @@ def overview(root: str | os.PathLike[str]) -> RunOverview:
         if steps or not found:
             break
     strays = [words for name in entries if name not in found and (words := _stray(run, name))]
-    return RunOverview(path=where, steps=tuple(steps), strays=(*strays, *run.problems))
+    keep = _policy(run)
+    return RunOverview(path=where, steps=tuple(steps), strays=(*strays, *run.problems), keep=keep)
+
+
+def _policy(run: Run) -> KeepPolicy | None:
+    owner = run.owner()
+    try:
+        return None if owner is None or not owner.keep else KeepPolicy(**owner.keep)
+    except (TypeError, ValueError):  # a newer jaxckpt's
+        return None
 
 
 def _look_at(run: Run, found: Mapping[str, int]) -> list[StepOverview]:

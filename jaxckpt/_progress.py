@@ -55,6 +55,8 @@ class Meter:
         finally:
             self._last_s = time.monotonic()
             self.add(name, self._last_s - before_s)
+            if name == "snapshot":
+                self._phase = "wait"
 
     def waited(self) -> None:
         """Counts the time since the last phase as one of waiting."""
@@ -87,20 +89,12 @@ class Meter:
             slowest=self.slowest,
         )
 
-    @contextlib.contextmanager
-    def watched(self, on_progress: OnProgress | None) -> Iterator[Watch]:
-        """Tells `on_progress` a few times a second, from a thread of its own, and at the end."""
-        watch = Watch(self, on_progress)
-        try:
-            yield watch
-        finally:
-            watch.end()
-
     def progress(self, *, ended: bool = False) -> Progress:
         """How far it is now."""
         phase, done_bytes, waiting_for = self._phase, self.done_bytes, ()
         if self.measure is not None and phase == "write":
-            done_bytes = self.measure()
+            # Files are renamed while they are looked at.
+            done_bytes = self.done_bytes = max(self.done_bytes, self.measure())
         elif self._kind == "save" and phase in ("meet", "commit"):
             done_bytes = self.total_bytes
         if self.missing is not None and phase == "meet" and not ended:
@@ -122,15 +116,16 @@ class Meter:
 
 @final
 class Watch:
-    """Tells someone how far it is.
+    """Tells `on_progress` a few times a second, from a thread of its own, until `end`.
 
     Attributes:
+        meter: How far it is.
         error: What the callback raised. It is not called again, and does not disturb the work.
     """
 
     def __init__(self, meter: Meter, on_progress: OnProgress | None) -> None:
-        self.error: Exception | None = None
-        self._meter = meter
+        self.error: BaseException | None = None
+        self.meter = meter
         self._on_progress = on_progress
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -138,12 +133,22 @@ class Watch:
             self._thread = threading.Thread(target=self._run, name="jaxckpt-progress", daemon=True)
             self._thread.start()
 
+    @contextlib.contextmanager
+    def ended_by_error(self) -> Iterator[None]:
+        """Ends if what runs inside raises: then nothing more comes."""
+        try:
+            yield
+        except BaseException:
+            self.end()
+            raise
+
     def end(self) -> None:
         """Tells it for the last time."""
-        if self._thread is not None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
             self._ended.set()
-            self._thread.join(_PATIENCE_S)
-            if not self._thread.is_alive():
+            thread.join(_PATIENCE_S)
+            if not thread.is_alive():
                 self._tell(ended=True)
 
     def _run(self) -> None:
@@ -153,8 +158,8 @@ class Watch:
     def _tell(self, *, ended: bool) -> None:
         if self.error is None and self._on_progress is not None:
             try:
-                self._on_progress(self._meter.progress(ended=ended))
-            except Exception as error:  # the user's code; raised when the work is done
+                self._on_progress(self.meter.progress(ended=ended))
+            except BaseException as error:  # also `sys.exit`; raised when the work is done
                 self.error = error
 
 

@@ -83,8 +83,22 @@ class SaveQueue:
         found = [e.take_error() if isinstance(e, SaveHandle) else e for e in errors]
         return [error for error in found if error is not None]
 
+    def is_own_thread(self) -> bool:
+        """Whether the thread that saves asks, as what `after` calls does."""
+        return threading.current_thread() is self._thread
+
+    def refuse_own_thread(self) -> None:
+        """Raises RuntimeError in the thread that saves, which would wait for itself."""
+        if self.is_own_thread():
+            raise RuntimeError(
+                f"{self._root}: on_commit cannot wait for saves, since they wait for it; do this "
+                "in the thread that calls `save`"
+            )
+
     def wait(self, pending: Sequence[Pending], timeout_s: float) -> None:
         """Waits until these have ended; CheckpointTimeout if they do not."""
+        if pending:
+            self.refuse_own_thread()
         with self._changed:
             if not self._changed.wait_for(lambda: all(p.ended for p in pending), timeout_s):
                 steps = [one.step for one in pending if not one.ended]
@@ -101,6 +115,8 @@ class SaveQueue:
             return held == 0 or held + size_bytes <= budget_bytes
 
         with self._changed:
+            if not has_room():
+                self.refuse_own_thread()
             if not self._changed.wait_for(has_room, timeout_s):
                 steps = [pending.step for pending in self._under_way]
                 raise CheckpointTimeout(

@@ -21,7 +21,7 @@ from jaxckpt._discovery import consistently
 from jaxckpt._item import Item, read_item
 from jaxckpt._match import Request, RestoreReport
 from jaxckpt._placement import Placer
-from jaxckpt._progress import Meter, display
+from jaxckpt._progress import Meter, Watch, display
 from jaxckpt._reader import LeafRead, read_leaves
 from jaxckpt._timing import OnProgress
 from jaxckpt._transfer import boxes_here, placing, to_default_device, to_device
@@ -197,8 +197,11 @@ def restore_from(
             wanted, treedef = _match.flatten_like(like, keep_values=keep_values)
         # From here on nothing refers to the arrays of `like`: the caller may have let go of them.
         del like
-        with meter.watched(display(on_progress, processes.index)) as watch:
+        watch = Watch(meter, display(on_progress, processes.index))
+        try:
             loaded, matched, values = consistently(storage, where, read)
+        finally:
+            watch.end()
     except Exception as error:  # told to the other processes, then raised
         problem = error
     if processes.count > 1 and not as_numpy:

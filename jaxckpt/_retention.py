@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from jaxckpt._schedule import check_callable, check_count, check_seconds
@@ -70,6 +70,11 @@ class KeepPolicy:
             raise TypeError(f"KeepPolicy.metric must be a name, not {self.metric!r}")
         if self.best is not None and self.metric is None:
             raise ValueError(f"KeepPolicy(best={self.best}) needs metric=, the name to rank by")
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that are set, as JSON can say them: without `when`."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: x for name, x in found.items() if x is not None and name != "when"}
 
     @property
     def has_rules(self) -> bool:

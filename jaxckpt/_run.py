@@ -24,10 +24,10 @@ import posixpath
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from jaxckpt import _discovery, _transaction
 from jaxckpt._leases import Leases
@@ -53,6 +53,7 @@ class Run:
         unknown: Steps of which it could not be read what policies look at.
         problems: Everything that was skipped, left alone, set aside or removed, in words.
         quiet: Whether problems are only remembered, and nobody is warned of them.
+        keep: For people to see: the fields of the policy. None: those of the owner before.
     """
 
     storage: Storage
@@ -61,6 +62,7 @@ class Run:
     token: str = ""
     problems: list[str] = field(default_factory=list)
     quiet: bool = False
+    keep: Mapping[str, Any] | None = None
     unknown: set[int] = field(default_factory=set)
     _hold: Hold | None = None
     _closed: bool = False
@@ -202,7 +204,7 @@ class Run:
         saved_as = checkpoint.record.name if checkpoint.record is not None else ""
         if saved_as and self._naming().step(saved_as) not in (None, number):
             self.report(f"{path} was saved as {saved_as}: it was renamed, or is a copy of that")
-        self._check_sizes(checkpoint)
+        _discovery.check_sizes(checkpoint)
         return checkpoint
 
     def is_whole(self, number: int) -> bool:
@@ -220,16 +222,6 @@ class Run:
         if self.token:
             self._whole.add(name)
         return True
-
-    def _check_sizes(self, checkpoint: _discovery.Checkpoint) -> None:
-        files = checkpoint.record.files if checkpoint.record is not None else {}
-        for name, facts in files.items():
-            file = f"{checkpoint.path}/{name}"
-            kind = self.storage.kind(file)
-            size = self.storage.size(file) if kind == "file" else None
-            if size != facts.size:
-                found = f"has {size} bytes" if kind == "file" else "is missing"
-                raise CorruptCheckpoint(f"{file} {found} of {facts.size}", file=file)
 
     def info(self, number: int) -> StepInfo:
         """What policies look at, from the small files of the step or from memory."""
@@ -330,10 +322,11 @@ class Run:
 
     def who(self) -> str:
         """The job that owns the run, in words."""
-        owner = self._owner()
+        owner = self.owner()
         return "unknown" if owner is None else f"process {owner.pid} on {owner.host}"
 
-    def _owner(self) -> Owner | None:
+    def owner(self) -> Owner | None:
+        """The job that may commit here, or None: there was none yet, or its file is damaged."""
         file = f"{self.root}/{names.OWNER}"
         try:
             return run.decode_owner(self.storage.read(file, max_bytes=run.MAX_BYTES), file=file)
@@ -356,8 +349,13 @@ class Run:
         self._sweep()
 
     def _write_owner(self) -> None:
+        before = self.owner() if self.keep is None else None
         owner = Owner(
-            token=self.token, host=socket.gethostname(), pid=os.getpid(), opened_ns=time.time_ns()
+            token=self.token,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            opened_ns=time.time_ns(),
+            keep=self.keep or (before.keep if before is not None else {}),
         )
         self.storage.write(f"{self.root}/{names.OWNER}", run.encode_owner(owner))
 
@@ -369,7 +367,7 @@ class Run:
         """
         if not self.token:
             self.take_over()
-        owner = self._owner()
+        owner = self.owner()
         if owner is None:  # somebody deleted or damaged it: nobody else has taken the run
             self._write_owner()
         elif owner.token != self.token:

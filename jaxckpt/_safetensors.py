@@ -165,6 +165,9 @@ def _check_free(model: _Model, overwrite: bool) -> list[str]:
         raise StepExists(
             f"{model.folder} has {', '.join(old[:8])} already; overwrite=True replaces that"
         )
+    for name in old:
+        if model.storage.kind(f"{model.folder}/{name}") == "dir":
+            raise StepExists(f"{model.folder}/{name} is a directory, and is not replaced")
     return old
 
 

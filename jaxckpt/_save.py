@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from jaxckpt import _transaction
 from jaxckpt._job import SaveJob, take_part
-from jaxckpt._progress import Meter, display
+from jaxckpt._progress import Meter, Watch, display
 from jaxckpt._snapshot import take_tree
 from jaxckpt._timing import OnProgress, Timing
 from jaxckpt.errors import CheckpointTimeout
@@ -68,8 +68,8 @@ def save(
     """
     job = prepare(path, tree, overwrite, custom_metadata, copy=False, on_progress=on_progress)
     job.run()
-    if job.watch_error is not None:
-        raise job.watch_error
+    if job.watch.error is not None:
+        raise job.watch.error
 
 
 def save_async(
@@ -133,8 +133,8 @@ class SaveHandle:
         if self._error is not None:
             self._delivered = True
             raise self._error
-        if self._job.watch_error is not None:
-            raise self._job.watch_error
+        if self._job.watch.error is not None:
+            raise self._job.watch.error
 
     def run(self, *, logs: bool = False) -> BaseException | None:
         """Does the save, in the thread that it was given; returns what went wrong."""
@@ -191,8 +191,8 @@ def prepare(
         metadata = check_metadata(custom_metadata)
         if processes.count == 1:
             _check_target(storage, where, overwrite)
-        meter = Meter("save", where)
-        with meter.phase("snapshot"):
+        watch = Watch(Meter("save", where), display(on_progress, processes.index))
+        with watch.ended_by_error(), watch.meter.phase("snapshot"):
             item = take_tree(names.STATE_ITEM, value, processes, copy=copy)
     except Exception as error:
         take_part(processes, name, error)
@@ -203,8 +203,7 @@ def prepare(
         items=(item,),
         processes=processes,
         name=name,
-        meter=meter,
-        on_progress=display(on_progress, processes.index),
+        watch=watch,
         custom_metadata=metadata,
         overwrite=overwrite,
     )

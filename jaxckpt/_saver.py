@@ -13,7 +13,7 @@ from jaxckpt import _items
 from jaxckpt._job import SaveJob, text_of
 from jaxckpt._pace import Pace
 from jaxckpt._preemption import Preemption
-from jaxckpt._progress import Meter, display
+from jaxckpt._progress import Meter, Watch, display
 from jaxckpt._queue import Pending, SaveQueue
 from jaxckpt._retention import KeepPolicy, StepInfo
 from jaxckpt._run import Run
@@ -64,7 +64,7 @@ class Saver:
         self._keep = keep
         self._budget_bytes = budget_bytes
         self._timeout_s = timeout_s
-        self._on_progress = display(on_progress, processes.index)
+        self._on_progress = on_progress
         self._on_commit = on_commit
         self._timings = timings
         self._started = 0
@@ -90,18 +90,20 @@ class Saver:
             raise_first(errors)
             return None
         problem, held, metadata, found = None, [], {}, {}
+        watch = Watch(meter, display(self._on_progress, self._processes.index))
         try:
-            # Another process may not know of these yet, and saves: it must not wait for this one.
-            raise_first(errors)
-            self._check_step(step)
-            metadata = check_metadata(custom_metadata)
-            held = self._take(state, items, metrics, step, found, meter)
+            with watch.ended_by_error():
+                # Another process may not know of these yet, and saves: it must not wait for this.
+                raise_first(errors)
+                self._check_step(step)
+                metadata = check_metadata(custom_metadata)
+                held = self._take(state, items, metrics, step, found, meter)
         except Exception as error:  # told to the others, then raised
             if self._processes.count == 1:
                 raise
             problem = error
         pending = self._start(
-            step, entered_s, held, metadata, found, problem, meter, skips=bool(errors)
+            step, entered_s, held, metadata, found, problem, watch, skips=bool(errors)
         )
         if decision.reason == _PREEMPTION:
             self._for_preemption = pending
@@ -117,7 +119,7 @@ class Saver:
         metadata: Mapping[str, Any],
         metrics: dict[str, Any],
         problem: Exception | None,
-        meter: Meter,
+        watch: Watch,
         *,
         skips: bool,
     ) -> Pending:
@@ -136,8 +138,7 @@ class Saver:
             items=held,
             processes=self._processes,
             name=name,
-            meter=meter,
-            on_progress=self._on_progress,
+            watch=watch,
             custom_metadata=metadata,
             is_step=True,
             token=hashlib.sha256(name.encode()).hexdigest()[:16],
@@ -240,8 +241,8 @@ class Saver:
             self._delete_what_goes()
         if self._on_commit is not None:
             self._on_commit(timing)
-        if pending.job.watch_error is not None:
-            raise pending.job.watch_error
+        if pending.job.watch.error is not None:
+            raise pending.job.watch.error
 
     def _delete_what_goes(self) -> None:
         if self._keep.has_rules:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxckpt._run import Run
 from jaxckpt._verify import Problem, VerifyReport, verify_in
-from jaxckpt.errors import CheckpointNotFound
+from jaxckpt.errors import CheckpointNotFound, is_io_failure
 from jaxckpt.multihost import Processes, lead
 
 
@@ -54,24 +54,33 @@ def scrub(
 
 def look(run: Run, number: int) -> VerifyReport | None:
     """What is wrong with a step, seen twice; None if it was deleted in the meantime."""
-    with run.leased(number):
-        report = _verify(run, number)
-        if report is not None and report.damaged:
+    try:
+        with run.leased(number):
             report = _verify(run, number)
+            if report is not None and report.damaged:
+                report = _verify(run, number)
+    except OSError as error:  # not even its directory; the other steps are looked at all the same
+        path, unreadable = run.path(number), is_io_failure(error)
+        problem = Problem(file=path, leaf=None, message=str(error), unreadable=unreadable)
+        report = _bad(path, problem)
     return report
 
 
 def _verify(run: Run, number: int) -> VerifyReport | None:
     path = run.path(number)
     if (torn := run.torn_file(number)) is not None:
-        problem = Problem(file=torn, leaf=None, message=f"{torn} is missing: it is not whole")
-        return VerifyReport(
-            path=path, problems=(problem,), unchecked=(), files=0, leaves=0, size_bytes=0
-        )
+        missing = f"{torn} is missing: it is not whole"
+        return _bad(path, Problem(file=torn, leaf=None, message=missing))
     try:
         return verify_in(run.storage, path)
     except CheckpointNotFound:
         return None
+
+
+def _bad(path: str, problem: Problem) -> VerifyReport:
+    return VerifyReport(
+        path=path, problems=(problem,), unchecked=(), files=0, leaves=0, size_bytes=0
+    )
 
 
 def set_aside(run: Run, reports: dict[int, VerifyReport]) -> None:

@@ -30,7 +30,7 @@ class Progress:
     Attributes:
         kind: "save" or "restore".
         path: Of the checkpoint.
-        phase: "snapshot", "write", "meet" or "commit"; "find", "read", "place" or "meet".
+        phase: "snapshot", "wait", "write", "meet" or "commit"; "find", "read" or "meet".
         done_bytes, total_bytes: Of the values that this process writes or reads, uncompressed.
         seconds: Since it began.
         waiting_for: In the phase "meet", the processes that have not come yet, by index.

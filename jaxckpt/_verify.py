@@ -15,6 +15,7 @@ from jaxckpt._item import Item, read_item
 from jaxckpt._plan import plan_reads
 from jaxckpt._reader import LeafRead, read_leaves
 from jaxckpt._transaction import files_below
+from jaxckpt._words import counted, size_text
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.arrays import dtype_of
@@ -77,10 +78,10 @@ class VerifyReport:
         return any(not problem.unreadable for problem in self.problems)
 
     def __str__(self) -> str:
-        state = "good" if self.ok else f"BAD, {len(self.problems)} problems"
+        state = "good" if self.ok else f"BAD, {counted(len(self.problems), 'problem')}"
         lines = [
-            f"{self.path}: {state}. Checked {self.files} files and {self.leaves} leaves "
-            f"({self.size_bytes} bytes)."
+            f"{self.path}: {state}. Read {counted(self.files, 'file')} and "
+            f"{counted(self.leaves, 'leaf')}, {size_text(self.size_bytes)}."
         ]
         lines += [f"  bad: {problem.message}" for problem in self.problems]
         lines += [f"  unchecked: {what}" for what in self.unchecked]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from jaxckpt import _discovery
 from jaxckpt._item import Item, read_item, subtree
 from jaxckpt._select import Globs, check_globs, selector
+from jaxckpt._words import counted, size_text
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Node, Path, parse_path, path_text
@@ -215,7 +216,8 @@ def _lines(ckpt: Checkpoint) -> list[str]:
     head = (
         f"{ckpt.path}{f' item {ckpt.item!r}' if ckpt.item else ''}{f' at {below}' if below else ''}"
     )
-    lines = [f"{head}: {len(ckpt.leaves)} leaves, {_size(ckpt.size_bytes)}, written by {writer}"]
+    size = f"{counted(len(ckpt.leaves), 'leaf')}, {size_text(ckpt.size_bytes)}"
+    lines = [f"{head}: {size}, written by {writer}"]
     others = [name for name in ckpt.items if name != ckpt.item]
     if others:
         lines.append(f"other items: {', '.join(others)}")
@@ -259,12 +261,3 @@ def _rows(node: Mapping[str, Any], indent: str) -> Iterator[tuple[str, str]]:
         else:
             yield branch, ""
             yield from _rows(child, indent + ("   " if last else "│  "))
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"

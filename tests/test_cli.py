@@ -374,7 +374,9 @@ def test_safetensors_come_and_go(root):
 
     assert len(list(many.parent.glob("*.safetensors"))) == 2
     assert cli("diff", root.parent / "b", root.parent / "c")[0] == 0
-    assert cli("export", root, root.parent / "x", "--max-shard", "many")[0] == 2
+    for size in ("many", "infGB", "nanGB"):
+        code, _, err = cli("export", root, root.parent / "x", "--max-shard", size)
+        assert (code, "is no size" in err) == (2, True)
 
 
 def test_fork_starts_a_run(root):
@@ -425,9 +427,29 @@ def test_an_error_is_told_in_words(ram_path, monkeypatch, argv):
 
 
 def test_debug_shows_where_an_error_came_from(ram_path):
-    """Instead of its words alone."""
-    with pytest.raises(jaxckpt.CheckpointNotFound):
-        main(["--debug", "ls", str(ram_path / "nowhere")])
+    """Instead of its words alone; the exit code is the same."""
+    code, _, err = cli("--debug", "ls", ram_path / "nowhere")
+
+    assert code == 2
+    assert err.startswith("Traceback")
+    assert "CheckpointNotFound" in err
+
+
+def test_a_defect_of_the_program_is_no_damage(root, monkeypatch):
+    """The exit code is not the one that `verify` and `diff` have for what is wrong."""
+    monkeypatch.setattr(sys, "stdout", None)
+
+    assert main(["ls", str(root)]) == 2
+
+
+def test_a_terminal_without_the_signs_gets_all_lines(root):
+    """With `?` in their places."""
+    jaxckpt.save(root.parent / "a", {"a": 1, "名": 2})
+
+    done = process("show", root.parent / "a", PYTHONIOENCODING="latin-1")
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split()[:2] for line in done.stdout.splitlines()[2:]] == [["??", "a"], ["??", "?"]]
 
 
 def test_version_and_help():
@@ -490,10 +512,19 @@ def test_what_a_checkpoint_holds_gives_a_terminal_no_commands(root):
     """Names of leaves, metrics and files are shown, and not obeyed."""
     hostile = "\x1b]0;title\x07\x1b[2J"
     with CheckpointManager(root) as manager:
-        manager.save(400, {hostile: 1}, metrics={hostile: 1})
+        manager.save(400, {hostile: 1}, metrics={hostile: 1}, items={"x": [1]})
     (root / hostile).mkdir()
+    jaxckpt.save(root.parent / hostile, {"x": 1})
+    (root / "500" / hostile).mkdir(parents=True)  # what a warning tells of
 
-    for argv in (["ls", root], ["show", root], ["show", root, "x"], ["du", root]):
+    for argv in (
+        ["ls", root],
+        ["show", root],
+        ["du", root],
+        ["diff", root / "300", root / "400"],
+        ["verify", root.parent / hostile],
+        ["show", root.parent / hostile],
+    ):
         _, seen = on_terminal(*argv, NO_COLOR="1")
 
         assert "\x1b]0" not in seen

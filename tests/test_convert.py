@@ -39,7 +39,7 @@ from jaxckpt import (
 from jaxckpt._layout_writer import DiskLayout, chunked, run_shape, widened, write_checkpoint
 from jaxckpt._leaves import _in_order, of_checkpoint, plain_root
 from jaxckpt.format import names, step
-from jaxckpt.format.arrays import dtype_of
+from jaxckpt.format.arrays import AS_BYTES_DTYPES, dtype_of
 from jaxckpt.format.tree import NAMED, SEQUENCE, Leaf, StoredArray
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import CrashingStorage, SimulatedCrash
@@ -311,6 +311,19 @@ def test_a_cast_is_that_of_numpy(tmp_path, name):
 
 
 # --- older layouts -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(AS_BYTES_DTYPES))
+@pytest.mark.parametrize(("zarr", "ocdbt"), OTHERS)
+def test_dtypes_that_older_layouts_have_no_word_for_are_refused(tmp_path, zarr, ocdbt, name):
+    """They would come back as other numbers: the bytes that they are."""
+    jaxckpt.save(tmp_path / "saved", {"good": np.ones(2), "bad": np.ones(2, dtype_of(name))})
+
+    with pytest.raises(UnsupportedLeaf, match=f"bad: has dtype {name}") as caught:
+        jaxckpt.convert(tmp_path / "saved", tmp_path / "old", zarr=zarr, ocdbt=ocdbt)
+
+    assert "good" not in str(caught.value)
+    assert os.listdir(tmp_path) == ["saved"]
 
 
 @pytest.mark.parametrize(("zarr", "ocdbt"), OTHERS)
@@ -603,6 +616,36 @@ def test_chunks_of_a_copy_never_share_a_unit_of_the_source(data):
         for n, new, part in zip(shape, made.chunk_shape, made.inner_shape, strict=True):
             assert n % new == 0
             assert new % part == 0
+
+
+def test_a_source_that_was_replaced_is_not_called_damaged(tmp_path):
+    """Who overwrites it meanwhile makes the copy fail, and no older checkpoint is asked for."""
+    jaxckpt.save(tmp_path / "saved", {"w": np.ones(3)})
+    only_metadata = {"item": None, "only": None, "skip": None, "dtype": None, "by": "convert"}
+    source = of_checkpoint(tmp_path / "saved", **only_metadata)
+    jaxckpt.save(tmp_path / "saved", {"w": np.zeros(3)}, overwrite=True)
+
+    with pytest.raises(CheckpointNotFound, match="was replaced or deleted"):
+        write_checkpoint(
+            LocalStorage(),
+            str(tmp_path / "copy"),
+            source,
+            DiskLayout(zarr=3, ocdbt=True),
+            overwrite=False,
+        )
+
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+def test_a_large_chunk_of_tiny_units_becomes_few():
+    """To read one of them takes a look at all, so a chunk of the copy has as many as fit."""
+    stored = StoredArray(
+        shape=(12289, 12281), dtype="float32", chunk_shape=(12289, 12281), inner_shape=(12289, 1)
+    )
+
+    made = chunked(stored, inner=True)
+
+    assert made.chunk_shape == (12289, (32 << 20) // (12289 * 4))
 
 
 @given(

@@ -393,4 +393,4 @@ def test_a_long_report_is_cut(tmp_path):
     assert len(report.only_a) == 300
     assert len(str(report).splitlines()) < 210
     assert "and 101 more" in str(report)
-    assert "301 differ, 0 leaves are the same" in str(report)
+    assert "301 differ, 0 leaves the same" in str(report)

@@ -15,8 +15,9 @@ import jaxckpt
 from jaxckpt import CheckpointManager, CheckpointNotFound
 from jaxckpt._overview import look, overview
 from jaxckpt._run import Run
+from jaxckpt.cli._owned import owned
 from jaxckpt.format import names
-from jaxckpt.storage import LocalStorage
+from jaxckpt.storage import LocalStorage, locate
 from tests.golden.fixture import golden_names
 
 TOKEN = "0123456789abcdef"
@@ -278,3 +279,30 @@ def test_neither_jax_nor_tensorstore_is_imported(root):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout == "2 set()\n"
+
+
+def test_a_run_says_what_the_last_job_kept(tmp_path):
+    """The fields of its policy, but for a function; a damaged or newer one says nothing."""
+    policy = jaxckpt.KeepPolicy(last=2, best=1, metric="loss", when=lambda info: False)
+    with jaxckpt.CheckpointManager(tmp_path / "run", keep=policy) as manager:
+        manager.save(1, {"w": 1.0}, metrics={"loss": 0.5})
+
+    recorded = overview(tmp_path / "run").keep
+
+    assert recorded == jaxckpt.KeepPolicy(last=2, best=1, metric="loss")
+    owner = tmp_path / "run" / names.OWNER
+    owner.write_bytes(owner.read_bytes().replace(b'"last"', b'"late"'))
+    assert overview(tmp_path / "run").keep is None
+
+
+def test_the_command_line_leaves_the_policy_of_a_run_as_it_was(tmp_path):
+    """Who only clears up has none of its own."""
+    with jaxckpt.CheckpointManager(tmp_path / "run", keep=jaxckpt.KeepPolicy(last=2)) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": 1.0})
+            manager.wait_until_finished()
+
+    with owned(*locate(tmp_path / "run")) as run:
+        run.delete([1])
+
+    assert overview(tmp_path / "run").keep == jaxckpt.KeepPolicy(last=2)

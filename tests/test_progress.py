@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,59 @@ CALLS = {
 }
 
 
+def test_a_callback_that_exits_fails_no_save(tmp_path):
+    """What is committed is called so, even if `on_progress` calls `sys.exit`."""
+    with jaxckpt.CheckpointManager(tmp_path / "run", on_progress=sys.exit) as manager:
+        handle = manager.save(1, STATE)
+        with pytest.raises(SystemExit):
+            manager.wait_until_finished()
+
+        assert handle.timing is not None
+        assert manager.latest_step() == 1
+        with pytest.raises(jaxckpt.StepExists):
+            manager.save(1, STATE)
+
+
+def test_on_commit_may_ask_what_there_is(tmp_path):
+    """At every commit, also at one that `close` waits for."""
+    seen = []
+    with jaxckpt.CheckpointManager(
+        tmp_path / "run",
+        on_commit=lambda timing: seen.append((timing.step, manager.all_steps())),
+        on_progress=lambda _: closing.wait(60),
+    ) as manager:
+        closing = Closing(manager)
+        manager.save(1, STATE)
+
+    assert seen == [(1, [1])]
+
+
+class Closing:
+    """Whether `close` of a manager has begun."""
+
+    def __init__(self, manager):
+        self._manager = manager
+
+    def wait(self, timeout_s):
+        deadline_s = time.monotonic() + timeout_s
+        while not self._manager._closed and time.monotonic() < deadline_s:
+            pass
+
+
+@pytest.mark.parametrize("ask", ["wait_until_finished", "close", "scrub"])
+def test_on_commit_cannot_wait_for_itself(tmp_path, ask):
+    """It is told so at once, not after `timeout_s`; the manager works on."""
+    with jaxckpt.CheckpointManager(
+        tmp_path / "run", on_commit=lambda _: getattr(manager, ask)(), timeout_s=1e6
+    ) as manager:
+        for step in (1, 2):
+            manager.save(step, STATE)
+            with pytest.raises(RuntimeError, match="on_commit cannot wait for saves"):
+                manager.wait_until_finished()
+
+        assert manager.all_steps() == [1, 2]
+
+
 @pytest.mark.parametrize("how", CALLS)
 def test_what_on_progress_raises_is_raised_when_all_is_done(tmp_path, how):
     """The checkpoint is committed all the same."""
@@ -130,6 +184,45 @@ def test_on_progress_hears_who_is_waited_for(tmp_path):
     simulate(3, save)
 
     assert seen[0] == ("meet", (2,))
+
+
+def test_the_snapshot_is_told_of_too(tmp_path):
+    """Bringing values to the host may take long; what fails there ends the telling."""
+    seen, looked = [], threading.Event()
+
+    def listen(progress):
+        seen.append((progress.phase, progress.ended))
+        looked.set()
+
+    class Slow:  # an iterator that is asked for its state during the snapshot
+        def get_state(self):
+            assert looked.wait(60)
+            return {}
+
+        def set_state(self, state):
+            raise AssertionError
+
+    with jaxckpt.CheckpointManager(tmp_path / "run", on_progress=listen) as manager:
+        manager.save(1, STATE, items={"data": Slow()})
+        manager.wait_until_finished()
+        saved, seen[:] = list(seen), []
+        with pytest.raises(jaxckpt.UnsupportedLeaf):
+            manager.save(2, {"w": object()})
+
+    assert saved[0] == ("snapshot", False)
+    assert saved[-1] == ("commit", True)
+    assert [ended for _, ended in seen] == [True]
+
+
+def test_bytes_of_a_save_never_go_back():
+    """Files are renamed while they are counted."""
+    meter, sizes = Meter("save", "a"), iter([5, 3, 7])
+    meter.total_bytes, meter.measure = 10, lambda: next(sizes)
+
+    with meter.phase("write"):
+        counts = [meter.progress().done_bytes for _ in range(3)]
+
+    assert counts == [5, 5, 7]
 
 
 # --- Timing --------------------------------------------------------------------------------------

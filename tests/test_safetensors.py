@@ -47,6 +47,26 @@ CURRENT = DiskLayout(zarr=3, ocdbt=True)
 LOADABLE = [name for name in WORDS if not name.startswith("float8")]
 
 
+def test_a_directory_is_never_replaced(tmp_path):
+    """Not with `overwrite`, and not by several files either: what is in it stays."""
+    jaxckpt.save(tmp_path / "saved", {"a": np.ones(2), "b": np.ones(2)})
+    precious = tmp_path / "model.safetensors" / "precious"
+    precious.parent.mkdir()
+    precious.write_text("x")
+
+    for most in (None, 16):
+        with pytest.raises(StepExists, match="is a directory"):
+            jaxckpt.export_safetensors(
+                tmp_path / "saved",
+                tmp_path / "model.safetensors",
+                max_shard_bytes=most,
+                overwrite=True,
+            )
+
+    assert precious.read_text() == "x"
+    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "saved"]
+
+
 def write_file(path, header, data=b""):
     """A file with any header: a dict, or bytes."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()

@@ -201,6 +201,12 @@ def test_a_file_that_tells_no_size_is_limited():
         LocalStorage().read("/proc/self/limits", max_bytes=10)
 
 
+def test_a_path_that_is_no_utf_8_says_so():
+    """TensorStore opens none, and would not say which."""
+    with pytest.raises(UnsupportedFormat, match=r"run.*is no UTF-8.*rename the directory"):
+        LocalStorage().kvstore("/runs/" + os.fsdecode(b"run\xe9"))
+
+
 def test_delete_follows_no_link(tmp_path):
     """Deleting a tree with links in it, or a link, leaves what they point to."""
     outside = tmp_path / "outside"

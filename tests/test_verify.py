@@ -301,6 +301,20 @@ def test_a_link_inside_is_found_and_not_followed(tmp_path, name):
         jaxckpt.restore(tmp_path / "run" / "1", item=name.partition("/")[0])
 
 
+def test_a_root_is_its_newest_step_whose_files_have_their_sizes(tmp_path, caplog):
+    """As for a manager; a step that is cut short is told of once, and skipped."""
+    for step in (1, 2):
+        jaxckpt.save(tmp_path / "run" / str(step), {"n": step, "w": np.arange(1000)})
+    [data] = (tmp_path / "run" / "2" / "state" / "d").iterdir()
+    os.truncate(data, data.stat().st_size - 5)
+
+    assert jaxckpt.restore(tmp_path / "run")["n"] == 1
+    assert jaxckpt.open(tmp_path / "run").path == str(tmp_path / "run" / "1")
+    assert f"{data} has " in caplog.text
+    with pytest.raises(CorruptCheckpoint):
+        jaxckpt.restore(tmp_path / "run" / "2")
+
+
 def test_an_error_lets_go_of_what_was_read(damaged):
     """A job that looks again and again at a bad checkpoint takes no more memory each time."""
     flip(damaged / "state" / "_METADATA", 5)

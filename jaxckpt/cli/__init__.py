@@ -14,6 +14,7 @@ start quickly; none needs an accelerator.
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -50,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         # An accelerator may belong to a job on this machine. Nothing here needs one.
         os.environ["JAX_PLATFORMS"] = "cpu"
+        for stream in (sys.stdout, sys.stderr):
+            # A terminal may have no sign for a name, or for a line of a tree.
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")
     from jaxckpt.cli._app import run
 
     return run(sys.argv[1:] if argv is None else list(argv))

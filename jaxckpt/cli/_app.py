@@ -6,12 +6,13 @@ import errno
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 import click
 
 from jaxckpt._version import __version__
-from jaxckpt.cli import _check, _keep, _look, _make, _output
+from jaxckpt.cli import _check, _keep, _look, _make, _options, _output
 from jaxckpt.errors import CheckpointError
 
 _NAME = "jaxckpt"
@@ -21,7 +22,7 @@ _STOPPED = 128 + 2  # SIGINT
 
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0 good; 1 damage or a difference; 2 wrong usage, an error, or a no.",
+    epilog="Exit codes: 0 good; 1 damage or a difference; 2 wrong usage, an error, or not a yes.",
 )
 @click.version_option(__version__, prog_name=_NAME)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
@@ -41,11 +42,18 @@ for _command in (
 app.add_command(_make.convert, "cp")
 
 
+class _Warning(logging.Formatter):
+    """A warning may name a file that somebody else has made."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _output.harmless(f"warning: {super().format(record)}")
+
+
 def run(argv: Sequence[str]) -> int:
     """Runs one command; says what went wrong; returns the exit code."""
     debug = "--debug" in argv[:1]
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("warning: %(message)s"))
+    handler.setFormatter(_Warning())
     handler.setLevel(logging.WARNING)
     logger = logging.getLogger("jaxckpt")
     logger.addHandler(handler)
@@ -70,8 +78,12 @@ def run(argv: Sequence[str]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return _PIPE_CLOSED
         if debug:
-            raise
-        _output.error(str(error) or type(error).__name__)
+            traceback.print_exc()
+        else:
+            _output.error(_options.as_options(str(error) or type(error).__name__))
+        return 2
+    except Exception:  # a defect of this program; 1 would say that a checkpoint is damaged
+        traceback.print_exc()
         return 2
     finally:
         logger.removeHandler(handler)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from jaxckpt._words import counted, size_text
 from jaxckpt.cli import _options, _output
-from jaxckpt.cli._output import Styled, counted, size_text
+from jaxckpt.cli._output import Styled
 
 if TYPE_CHECKING:
     from jaxckpt._diff import DiffReport
@@ -31,16 +32,17 @@ def verify(path: str, as_json: bool) -> int:
     if as_json:
         _output.print_json(_facts(found))
     else:
-        state = click.style("good", fg="green") if found.ok else click.style("BAD", fg="red")
         _output.echo(
-            f"{found.path}: {state}. Read {counted(found.files, 'file')} and "
-            f"{counted(found.leaves, 'leaf')}, {size_text(found.size_bytes)}."
+            f"{found.path}: ",
+            Styled("good", "green") if found.ok else Styled("BAD", "red"),
+            f". Read {counted(found.files, 'file')} and {counted(found.leaves, 'leaf')}, "
+            f"{size_text(found.size_bytes)}.",
         )
         for problem in found.problems:
             what = "unreadable" if problem.unreadable else "bad"
-            _output.echo(f"  {what}: {_output.harmless(problem.message)}")
+            _output.echo(f"  {what}: {problem.message}")
         for what in found.unchecked:
-            _output.echo(f"  unchecked: {_output.harmless(what)}")
+            _output.echo(f"  unchecked: {what}")
     return _code(found)
 
 
@@ -62,8 +64,8 @@ def _code(*reports: VerifyReport) -> int:
 @_options.item
 @_options.selection
 @click.option("--no-values", is_flag=True, help="Compare structure, shapes and dtypes only.")
-@click.option("--rtol", type=float, default=0.0, help="Relative difference that is none: 0.")
-@click.option("--atol", type=float, default=0.0, help="Absolute difference that is none: 0.")
+@click.option("--rtol", type=float, default=0.0, help="Relative difference to let pass; else 0.")
+@click.option("--atol", type=float, default=0.0, help="Absolute difference to let pass; else 0.")
 @_options.as_json
 def diff(
     a: str,
@@ -107,7 +109,7 @@ def _differences(found: DiffReport) -> dict[str, object]:
 @click.argument("root", type=_options.PATH)
 @_options.dry_run
 @_options.yes
-@click.option("--no-job", is_flag=True, help="No job writes here; where there are no file locks.")
+@click.option("--no-job", is_flag=True, help="No job writes here (file system without locks).")
 @_options.as_json
 def scrub(root: str, dry_run: bool, yes: bool, no_job: bool, as_json: bool) -> int:
     """Read all steps back; set aside those that are damaged.

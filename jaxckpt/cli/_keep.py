@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from jaxckpt._words import counted, size_text
 from jaxckpt.cli import _options, _output
 from jaxckpt.cli._look import step_cells
-from jaxckpt.cli._output import Styled, counted, size_text
+from jaxckpt.cli._output import Styled
 
 if TYPE_CHECKING:
     from jaxckpt._overview import RunOverview, StepOverview
@@ -57,7 +58,7 @@ def pin(path: str, steps: tuple[int, ...], as_json: bool) -> None:
     """Keep steps whatever the keep policy says.
 
     PATH is a run's root, followed by steps, or the directory of one step. A job
-    that writes the run meanwhile minds it from then on.
+    that writes the run heeds it from then on.
     """
     run, numbers = _target(path, steps)
     for number in numbers:
@@ -86,7 +87,7 @@ def unpin(path: str, steps: tuple[int, ...], as_json: bool) -> None:
 @_steps
 @_options.dry_run
 @_options.yes
-@click.option("--no-job", is_flag=True, help="No job writes here; where there are no file locks.")
+@click.option("--no-job", is_flag=True, help="No job writes here (file system without locks).")
 @_options.as_json
 def rm(
     path: str, steps: tuple[int, ...], dry_run: bool, yes: bool, no_job: bool, as_json: bool
@@ -239,11 +240,13 @@ def plan(found: RunOverview, policy: KeepPolicy, *, now_s: float) -> Plan:
 @click.option("--every-steps", type=click.IntRange(min=1), help="Keep those divisible by it.")
 @click.option("--best", type=click.IntRange(min=1), help="Keep so many with the best --metric.")
 @click.option("--metric", metavar="NAME", help="What --best ranks by.")
-@click.option("--mode", type=click.Choice(["min", "max"]), default="min", help="What is best: min.")
-@click.option("--newer-than", metavar="AGE", help="Keep those saved since: 12h, 7d, 2w.")
+@click.option(
+    "--mode", type=click.Choice(["min", "max"]), default="min", help="Which is best; else min."
+)
+@click.option("--newer-than", metavar="AGE", help="Keep those younger than 12h, 7d, 2w.")
 @_options.dry_run
 @_options.yes
-@click.option("--no-job", is_flag=True, help="No job writes here; where there are no file locks.")
+@click.option("--no-job", is_flag=True, help="No job writes here (file system without locks).")
 @_options.as_json
 def gc(
     root: str,

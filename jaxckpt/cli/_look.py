@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from jaxckpt._words import counted, size_text
 from jaxckpt.cli import _options, _output
-from jaxckpt.cli._output import Styled, counted, size_text
+from jaxckpt.cli._output import Styled
 
 if TYPE_CHECKING:
     from jaxckpt._overview import RunOverview, StepOverview
@@ -27,7 +28,10 @@ _MAX_STRAYS: Final = 20
 @click.argument("path", type=_options.PATH)
 @_options.as_json
 def ls(path: str, as_json: bool) -> None:
-    """List the steps of a run: age, size, metrics, whole or not."""
+    """List the steps of a run: age, size, metrics, whole or not.
+
+    PATH is the run's root. A step is whole if it is committed and has every file in its size.
+    """
     from jaxckpt._overview import overview
 
     found = overview(path)
@@ -50,7 +54,7 @@ def ls(path: str, as_json: bool) -> None:
         + (f"; the newest whole one is {whole[-1]}" if whole else "")
     )
     for stray in found.strays[:_MAX_STRAYS]:
-        _output.echo(f"also there: {_output.harmless(stray)}")
+        _output.echo(f"also there: {stray}")
     if len(found.strays) > _MAX_STRAYS:
         _output.echo(f"also there: {len(found.strays) - _MAX_STRAYS} more")
 
@@ -309,7 +313,7 @@ def _part_rows(name: str, part: Part | Space) -> list[Row]:
 )
 @_options.as_json
 def report(root: str, output: str, as_json: bool) -> None:
-    """Write one HTML page about a run."""
+    """Write one HTML page about a run: its steps, metrics, times, and newest tree."""
     from jaxckpt.integrations.report import report as write_report
 
     write_report(root, output)

@@ -18,8 +18,8 @@ _SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 @_options.item
 @_options.selection
 @_options.dtype
-@click.option("--zarr", type=click.Choice(["2", "3"]), default="3", help="Version of zarr: 3.")
-@click.option("--ocdbt/--no-ocdbt", default=True, help="One database, or plain files.")
+@click.option("--zarr", type=click.Choice(["2", "3"]), default="3", help="Version of zarr; else 3.")
+@click.option("--ocdbt/--no-ocdbt", default=True, help="One database, the default, or plain files.")
 @_options.overwrite
 @_options.yes
 @_options.as_json
@@ -38,7 +38,8 @@ def convert(
 ) -> None:
     """Copy a checkpoint into another layout, dtype, or a part of it. Also called `cp`.
 
-    SRC is anything that jaxckpt reads: its own, of Orbax, or of Flax. Both read what comes of it.
+    SRC is anything that jaxckpt reads: checkpoints of its own, of Orbax, of Flax. Orbax reads
+    the copy, too.
     """
     from jaxckpt._convert import convert as convert_checkpoint
 
@@ -62,7 +63,7 @@ def convert(
 @_options.item
 @_options.selection
 @_options.dtype
-@click.option("--max-shard", metavar="SIZE", help="Split into files of at most so much: 5GB.")
+@click.option("--max-shard", metavar="SIZE", help="Split into files of at most this: 5GB.")
 @_options.overwrite
 @_options.yes
 @_options.as_json
@@ -122,7 +123,7 @@ def import_(
 @click.command()
 @click.argument("src", type=_options.PATH)
 @click.argument("root", type=_options.PATH)
-@click.option("--step", type=click.IntRange(min=0), help="Number of the first step; as it was.")
+@click.option("--step", type=click.IntRange(min=0), help="Its new number; else as it was.")
 @_options.as_json
 def fork(src: str, root: str, step: int | None, as_json: bool) -> None:
     """Start a run at ROOT from a step of another; no bytes are copied.
@@ -154,7 +155,7 @@ def _size(text: str) -> int:
     unit = text[len(number) :].strip().upper() or "B"
     try:
         return int(float(number) * _SIZES[unit])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise click.BadParameter(
             f"{text!r} is no size; wanted one like 5GB or 500MiB.", param_hint="--max-shard"
         ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -15,7 +16,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for 
 yes = click.option("--yes", "-y", is_flag=True, help="Do it without asking.")
 dry_run = click.option("--dry-run", "-n", is_flag=True, help="Only say what would be done.")
 item = click.option("--item", metavar="NAME", help="Which item, if there are several trees.")
-dtype = click.option("--dtype", metavar="DTYPE", help="For all floating-point arrays: bfloat16.")
+dtype = click.option("--dtype", metavar="DTYPE", help="Cast floating-point arrays: bfloat16, ...")
 overwrite = click.option("--overwrite", is_flag=True, help="Replace what is there.")
 
 
@@ -32,3 +33,27 @@ def selection(command: F) -> F:
 def chosen(only: tuple[str, ...], skip: tuple[str, ...]) -> dict[str, list[str] | None]:
     """The arguments that `only` and `skip` are in Python: None where the option is not given."""
     return {"only": list(only) or None, "skip": list(skip) or None}
+
+
+# What messages of the library call an argument, and what it is called here.
+_ARGUMENTS: Final = {
+    r"\b(?:jaxckpt\.)?save\(\.\.\., overwrite=True\)": "--overwrite",
+    r"\boverwrite=True\b": "--overwrite",
+    r"\bzarr=3, ocdbt=True\b": "the layout without --zarr and --no-ocdbt",
+    r"\bocdbt=True\b": "the layout without --no-ocdbt",
+    r"\brestore\(path, item=\.\.\.\)": "--item NAME",
+    r"\b(only|skip|dtype)=(?:\[\.\.\.\]|\.\.\.)": r"--\1",
+    r"\b(only|skip|dtype)=": r"--\1 ",
+}
+
+
+def as_options(text: str) -> str:
+    """A message of the library in the words of the command line.
+
+    Example:
+        >>> as_options("only=['w'] matches no leaf. Leave them out: skip=[...].")
+        "--only ['w'] matches no leaf. Leave them out: --skip."
+    """
+    for argument, option in _ARGUMENTS.items():
+        text = re.sub(argument, option, text)
+    return text

@@ -32,14 +32,20 @@ class Declined(Exception):
     """A question was not answered with yes."""
 
 
-def echo(text: str) -> None:
+def echo(*parts: str | Styled) -> None:
     """Prints a line."""
-    click.echo(text, color=_color())
+    texts = [
+        click.style(harmless(part.text), fg=part.style)
+        if isinstance(part, Styled)
+        else harmless(part)
+        for part in parts
+    ]
+    click.echo("".join(texts), color=_color())
 
 
 def note(text: str) -> None:
     """Prints a line to stderr, where it disturbs no script."""
-    click.echo(text, err=True, color=_color())
+    click.echo(harmless(text), err=True, color=_color())
 
 
 def harmless(text: str) -> str:
@@ -158,15 +164,6 @@ def confirm(question: str, *, yes: bool) -> None:
         raise Declined
 
 
-def size_text(size_bytes: float) -> str:
-    """A number of bytes, to three digits: "1.23 GB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < 999.5:
-            return f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:.3g} TB"
-
-
 def age_text(seconds: float | None) -> str:
     """How long ago something was, in its largest unit: "3 h"; "" if that is not known."""
     if seconds is None:
@@ -183,9 +180,3 @@ def metrics_text(metrics: Mapping[str, Any]) -> str:
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in metrics.items()
     )
-
-
-def counted(count: int, what: str) -> str:
-    """A number of things: "1 step", "2 steps"."""
-    plural = {"leaf": "leaves"}.get(what, f"{what}s")
-    return f"{count:,} {what if count == 1 else plural}"

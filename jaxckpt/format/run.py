@@ -1,6 +1,6 @@
 """A run's root: the names of its steps, and the small files beside them.
 
-    _jaxckpt.owner          {"token", "host", "pid", "opened_ns"}
+    _jaxckpt.owner          {"token", "host", "pid", "opened_ns", "keep": {"last": 3, ...}}
     _jaxckpt.doomed         {"steps": [directory names]}
     _jaxckpt.lease-<token>  {"step": directory name, "expires_ns"}
 
@@ -10,9 +10,9 @@ All are JSON. Times are the wall clock, ns since 1970.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.jsontext import expect
@@ -100,12 +100,14 @@ class Owner:
 
     Attributes:
         token: Unique to that opening.
+        keep: What its policy keeps, by the fields of `KeepPolicy`; functions are left out.
     """
 
     token: str
     host: str
     pid: int
     opened_ns: int
+    keep: Mapping[str, Any] = field(default_factory=dict)
 
 
 def encode_owner(owner: Owner) -> bytes:
@@ -116,6 +118,7 @@ def encode_owner(owner: Owner) -> bytes:
             "host": owner.host,
             "pid": owner.pid,
             "opened_ns": owner.opened_ns,
+            "keep": dict(owner.keep),
         }
     )
 
@@ -128,6 +131,7 @@ def decode_owner(data: bytes, *, file: str) -> Owner:
         host=expect(top.get("host"), str, "'host'", file=file),
         pid=expect(top.get("pid"), int, "'pid'", file=file),
         opened_ns=expect(top.get("opened_ns"), int, "'opened_ns'", file=file),
+        keep=expect(top.get("keep", {}), dict, "'keep'", file=file),
     )
 
 

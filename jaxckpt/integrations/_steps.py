@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from jaxckpt._overview import StepOverview
 from jaxckpt._retention import KeepPolicy, StepInfo, value_of
-from jaxckpt.inspection import _size as size_text
+from jaxckpt._words import size_text
 from jaxckpt.integrations import _svg
 from jaxckpt.integrations._html import count, escape, moment
 from jaxckpt.integrations._svg import Mark

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final
 
 from jaxckpt import inspection
 from jaxckpt._overview import RunOverview, overview
+from jaxckpt._words import size_text
 from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.format.tree import parse_path, path_text
 from jaxckpt.inspection import LeafInfo
-from jaxckpt.inspection import _size as size_text
 from jaxckpt.integrations import _steps, _svg
 from jaxckpt.integrations._html import block, count, escape, facts
 

@@ -17,8 +17,8 @@ from jaxckpt import inspection
 from jaxckpt._overview import RunOverview, StepOverview, overview
 from jaxckpt._retention import KeepPolicy, value_of
 from jaxckpt._version import __version__
+from jaxckpt._words import size_text
 from jaxckpt.errors import CheckpointError
-from jaxckpt.inspection import _size as size_text
 from jaxckpt.integrations import _palette, _steps, _svg
 from jaxckpt.integrations._html import STYLE, count, escape, moment
 from jaxckpt.integrations._svg import Bar
@@ -62,8 +62,8 @@ def report(
     Args:
         root: Of the run, of jaxckpt, Orbax or Flax; others may be writing it.
         out: The file; its directory must be there.
-        keep: The policy of the run, so that the page says why each step is kept. A run does not
-            record it.
+        keep: By which to say why each step is kept; None: the policy of the last job that wrote
+            the run, which the run records, but for a `when`.
 
     Raises:
         CheckpointNotFound, NotADirectoryError, ValueError: `root` is no run.
@@ -81,7 +81,8 @@ def report(
     """
     file = os.fspath(out)
     _check_out(file)
-    page = _page(overview(root), os.fspath(root), keep, now_s=time.time())
+    run = overview(root)
+    page = _page(run, os.fspath(root), keep or run.keep, now_s=time.time())
     _check_out(file)  # it took a while
     part = f"{file}.part-{secrets.token_hex(4)}"
     try:

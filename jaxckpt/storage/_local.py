@@ -25,7 +25,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
-from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
 from jaxckpt.storage._protocol import Kind
 
 _TEMPORARY = ".jaxckpt-tmp-"
@@ -206,6 +206,12 @@ class LocalStorage:
                     return _LocalHold(fd)
 
     def kvstore(self, path: str) -> dict[str, Any]:
+        try:
+            path.encode()
+        except UnicodeEncodeError as error:
+            raise UnsupportedFormat(
+                f"{path!r} is no UTF-8, and TensorStore opens no such path; rename the directory"
+            ) from error
         return {"driver": "file", "path": path.rstrip("/") + "/"}
 
 

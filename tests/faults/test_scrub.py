@@ -12,6 +12,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt import _scrub
+from jaxckpt._run import Run
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import FailingStorage, simulate
@@ -248,3 +249,17 @@ def test_what_cannot_be_read_now_is_not_damaged(run):
             break
 
     assert outcomes == {True, False, OSError}
+
+
+def test_a_step_that_cannot_even_be_listed_is_one_report_of_many(run):
+    """The other steps are verified all the same, and nothing is taken for damaged."""
+    seen = Run(storage=LocalStorage(), root=str(run))
+    seen.path(2)  # the names of steps are known by now
+    seen.storage = FailingStorage(
+        LocalStorage(), 0, OSError(errno.EIO, "bad"), once=False, reads=True
+    )
+
+    report = _scrub.look(seen, 2)
+
+    assert [problem.unreadable for problem in report.problems] == [True]
+    assert not report.damaged

@@ -1,0 +1,28 @@
+"""Numbers in messages: sizes, and how many of something."""
+
+from __future__ import annotations
+
+
+def size_text(size_bytes: float) -> str:
+    """A number of bytes, to three digits.
+
+    Example:
+        >>> size_text(999_600)
+        '1 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if size_bytes < 999.5:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.3g} TB"
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(1, "leaf"), counted(2000, "leaf"), counted(0, "step")
+        ('1 leaf', '2,000 leaves', '0 steps')
+    """
+    plural = {"leaf": "leaves"}.get(what, f"{what}s")
+    return f"{count:,} {what if count == 1 else plural}"
