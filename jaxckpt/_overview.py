@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from jaxckpt import _discovery, _transaction
-from jaxckpt._retention import KeepPolicy
+from jaxckpt._retention import KeepPolicy, StepInfo
 from jaxckpt._run import Run
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import jsontext, names
@@ -64,6 +64,11 @@ class StepOverview:
     custom_metadata: Mapping[str, Any] = field(default_factory=dict)
     items: tuple[str, ...] = ()
     phases: Mapping[str, float] = field(default_factory=dict)
+
+    def info(self, now_s: float) -> StepInfo:
+        """What a policy looks at. One that does not say when it was saved was saved before now."""
+        saved_s = now_s if self.saved_s is None else self.saved_s
+        return StepInfo(step=self.step, saved_s=saved_s, metrics=self.metrics, pinned=self.pinned)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,13 +83,14 @@ class Saver:
     ) -> SaveHandle | None:
         """`CheckpointManager.save`."""
         entered_s = time.monotonic()
-        meter = Meter("save", self._run.path(step), step=step)
         decision = self.decide(step, force=force)
         errors = self.queue.take_errors()
         if not decision.save:
             raise_first(errors)
             return None
         problem, held, metadata, found = None, [], {}, {}
+        # Not before: to ask where a step goes may list the root, and most calls save nothing.
+        meter = Meter("save", self._run.path(step), step=step)
         watch = Watch(meter, display(self._on_progress, self._processes.index))
         try:
             with watch.ended_by_error():

@@ -1857,3 +1857,15 @@ def test_a_step_from_before_another_job_went_on_is_refused(tmp_path):
     with contextlib.suppress(SaveFailed):
         late.close()
     assert sorted(name for name in os.listdir(tmp_path) if name.isdecimal()) == ["2", "3"]
+
+
+def test_a_step_that_is_not_due_does_not_look_at_the_disk(tmp_path):
+    """Also before the first step of a run, when it is not known how steps are called."""
+    with CheckpointManager(tmp_path / "run", save=SavePolicy(every_steps=100)) as manager:
+        watched = FailingStorage(LocalStorage(), 0, OSError(5, "bad"), once=False, reads=True)
+        storage, manager._run.storage = manager._run.storage, watched
+        for step in range(1, 100):
+            assert manager.save(step, {"w": 1.0}) is None
+        manager._run.storage = storage
+
+    assert watched.events == []

@@ -209,20 +209,8 @@ def plan(found: RunOverview, policy: KeepPolicy, *, now_s: float) -> Plan:
 
     A step that is not whole is none of the last or the best, either.
     """
-    from jaxckpt._retention import StepInfo
-
     whole = [step for step in found.steps if step.problem is None]
-    infos = [
-        StepInfo(
-            step=step.step,
-            # As the manager has it: one that does not say was saved before now.
-            saved_s=now_s if step.saved_s is None else step.saved_s,
-            metrics=step.metrics,
-            pinned=step.pinned,
-        )
-        for step in whole
-    ]
-    keep = dict(policy.why(infos, now_s=now_s))
+    keep = dict(policy.why([step.info(now_s) for step in whole], now_s=now_s))
     for step in found.steps:
         if step.problem is not None:
             keep[step.step] = ("not whole: see `jaxckpt scrub`",)

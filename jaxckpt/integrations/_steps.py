@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from jaxckpt._overview import StepOverview
-from jaxckpt._retention import KeepPolicy, StepInfo, value_of
+from jaxckpt._retention import KeepPolicy, value_of
 from jaxckpt._words import size_text
 from jaxckpt.integrations import _svg
 from jaxckpt.integrations._html import count, escape, moment
@@ -61,13 +61,7 @@ def story(
     if keep is None:
         return Story(steps=steps, under_way=under_way)
     infos = [
-        StepInfo(
-            step=step.step,
-            # Of a step that does not say when it was saved it is known that it was before now.
-            saved_s=now_s if step.saved_s is None else step.saved_s,
-            metrics=step.metrics,
-            pinned=step.pinned,
-        )
+        step.info(now_s)
         for step in steps
         if (step.problem is None if committed is None else step.step in committed)
     ]
