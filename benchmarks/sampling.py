@@ -23,7 +23,7 @@ import jax
 import jaxckpt
 from benchmarks.report import Section, seconds
 from benchmarks.workloads import WORKLOADS, abstract, build, make_mesh
-from jaxckpt._save import prepare
+from jaxckpt._save.save import prepare
 
 _EVERY_S: Final = 0.001
 _SHOWN: Final = 5

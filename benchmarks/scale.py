@@ -80,8 +80,8 @@ def _plan(count: int, leaves: int) -> dict[str, float]:
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from jaxckpt._layout import Layout, _saved_sharding
-    from jaxckpt._plan import ArraySpec, placement_of, plan_save
+    from jaxckpt._core.plan import ArraySpec, placement_of, plan_save
+    from jaxckpt._save.tree_plan import Layout, _saved_sharding
     from jaxckpt.format.tree import NAMED, Leaf, Node, Tree
 
     mesh = Mesh(np.array(jax.devices()).reshape(count // 8, 8), ("fsdp", "tensor"))

@@ -30,7 +30,11 @@ from benchmarks.peers import Peer
 from benchmarks.report import Section, amount, seconds
 from benchmarks.timing import paired, peak_rss, rss, trim
 from benchmarks.workloads import WORKLOADS, abstract, build, make_mesh, total_bytes
-from jaxckpt import _chunks, _layout, _plan, _reader, _writer
+from jaxckpt._core import plan as _plan
+from jaxckpt._disk import chunks as _chunks
+from jaxckpt._disk import reader as _reader
+from jaxckpt._disk import writer as _writer
+from jaxckpt._save import tree_plan as _layout
 from jaxckpt.format import arrays
 from jaxckpt.multihost import current
 

@@ -38,19 +38,20 @@ from typing import TYPE_CHECKING, Any
 from jaxckpt._version import __version__
 
 if TYPE_CHECKING:
-    from jaxckpt._branch import fork
-    from jaxckpt._convert import convert
-    from jaxckpt._diff import DiffReport, LeafDiff, diff
-    from jaxckpt._manager import CheckpointManager
-    from jaxckpt._match import RestoreReport
-    from jaxckpt._restore import restore
-    from jaxckpt._retention import KeepPolicy, StepInfo
-    from jaxckpt._safetensors import export_safetensors, import_safetensors
-    from jaxckpt._save import SaveHandle, save, save_async
-    from jaxckpt._schedule import Decision, SavePolicy
-    from jaxckpt._statistics import LeafStatistics
-    from jaxckpt._timing import Progress, Timing
-    from jaxckpt._verify import VerifyReport, verify
+    from jaxckpt._convert.convert import convert
+    from jaxckpt._convert.safetensors import export_safetensors, import_safetensors
+    from jaxckpt._inspect.diff import DiffReport, LeafDiff, diff
+    from jaxckpt._inspect.open import Checkpoint, open  # jaxckpt.open is its name
+    from jaxckpt._inspect.statistics import LeafStatistics
+    from jaxckpt._inspect.verify import VerifyReport, verify
+    from jaxckpt._progress.timing import Progress, Timing
+    from jaxckpt._restore.match import RestoreReport
+    from jaxckpt._restore.restore import restore
+    from jaxckpt._run.fork import fork
+    from jaxckpt._run.manager import CheckpointManager
+    from jaxckpt._run.retention import KeepPolicy, StepInfo
+    from jaxckpt._run.schedule import Decision, SavePolicy
+    from jaxckpt._save.save import SaveHandle, save, save_async
     from jaxckpt.errors import (
         CheckpointError,
         CheckpointNotFound,
@@ -64,34 +65,33 @@ if TYPE_CHECKING:
         UnsupportedFormat,
         UnsupportedLeaf,
     )
-    from jaxckpt.inspection import Checkpoint, open  # jaxckpt.open is its name
 
 # Where each public name is defined. Importing jaxckpt imports none of it, nor jax, nor TensorStore.
 _HOME = {
-    "fork": "_branch",
-    "convert": "_convert",
-    "diff": "_diff",
-    "DiffReport": "_diff",
-    "LeafDiff": "_diff",
-    "LeafStatistics": "_statistics",
-    "export_safetensors": "_safetensors",
-    "import_safetensors": "_safetensors",
-    "CheckpointManager": "_manager",
-    "SavePolicy": "_schedule",
-    "Decision": "_schedule",
-    "KeepPolicy": "_retention",
-    "StepInfo": "_retention",
-    "restore": "_restore",
-    "save": "_save",
-    "save_async": "_save",
-    "SaveHandle": "_save",
-    "Progress": "_timing",
-    "Timing": "_timing",
-    "RestoreReport": "_match",
-    "verify": "_verify",
-    "VerifyReport": "_verify",
-    "open": "inspection",
-    "Checkpoint": "inspection",
+    "fork": "_run.fork",
+    "convert": "_convert.convert",
+    "diff": "_inspect.diff",
+    "DiffReport": "_inspect.diff",
+    "LeafDiff": "_inspect.diff",
+    "LeafStatistics": "_inspect.statistics",
+    "export_safetensors": "_convert.safetensors",
+    "import_safetensors": "_convert.safetensors",
+    "CheckpointManager": "_run.manager",
+    "SavePolicy": "_run.schedule",
+    "Decision": "_run.schedule",
+    "KeepPolicy": "_run.retention",
+    "StepInfo": "_run.retention",
+    "restore": "_restore.restore",
+    "save": "_save.save",
+    "save_async": "_save.save",
+    "SaveHandle": "_save.save",
+    "Progress": "_progress.timing",
+    "Timing": "_progress.timing",
+    "RestoreReport": "_restore.match",
+    "verify": "_inspect.verify",
+    "VerifyReport": "_inspect.verify",
+    "open": "_inspect.open",
+    "Checkpoint": "_inspect.open",
     **dict.fromkeys(
         (
             "CheckpointError",

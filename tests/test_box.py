@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxckpt import _box
-from jaxckpt._box import Box
+from jaxckpt._core import box as _box
+from jaxckpt._core.box import Box
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=100)
 SIDE = 6

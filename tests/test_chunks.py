@@ -17,7 +17,11 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxckpt
-from jaxckpt import _box, _chunks, _discovery, _item, _reader
+from jaxckpt._core import box as _box
+from jaxckpt._disk import chunks as _chunks
+from jaxckpt._disk import find as _discovery
+from jaxckpt._disk import native as _item
+from jaxckpt._disk import reader as _reader
 from jaxckpt.format import arrays
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, PLAIN_DTYPES, dtype_of
 from jaxckpt.storage import _arrays, locate

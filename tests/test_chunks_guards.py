@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import jaxckpt
-from jaxckpt._plan import _plan_few, plan_chunks
+from jaxckpt._core.plan import _plan_few, plan_chunks
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
 from jaxckpt.format import arrays
 from jaxckpt.format.tree import StoredArray
@@ -129,7 +129,7 @@ def test_no_plans_are_kept_without_bound(tmp_path):
     before = tracemalloc.get_traced_memory()[0]
 
     for n in range(1, 31):
-        plan_chunks((1, n), (jaxckpt._box.whole((1000, n)),))
+        plan_chunks((1, n), (jaxckpt._core.box.whole((1000, n)),))
     kept = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     _plan_few.cache_clear()

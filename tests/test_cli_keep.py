@@ -12,8 +12,8 @@ import pytest
 
 import jaxckpt
 from jaxckpt import CheckpointManager, SaveFailed
-from jaxckpt._overview import overview
-from jaxckpt._run import Run
+from jaxckpt._run.overview import overview
+from jaxckpt._run.run import Run
 from jaxckpt.cli._keep import plan
 from jaxckpt.cli._owned import owned
 from jaxckpt.format import names

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxckpt import CheckpointManager, KeepPolicy, SavePolicy
-from jaxckpt._config import manager_arguments
+from jaxckpt._run.config import manager_arguments
 
 gin = pytest.importorskip("gin")
 pytest.importorskip("ml_collections")

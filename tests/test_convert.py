@@ -36,8 +36,8 @@ from jaxckpt import (
     UnsupportedFormat,
     UnsupportedLeaf,
 )
-from jaxckpt._layout_writer import DiskLayout, chunked, run_shape, widened, write_checkpoint
-from jaxckpt._leaves import _in_order, of_checkpoint, plain_root
+from jaxckpt._convert.source import _in_order, of_checkpoint, plain_root
+from jaxckpt._convert.target import DiskLayout, chunked, run_shape, widened, write_checkpoint
 from jaxckpt.format import names, step
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, dtype_of
 from jaxckpt.format.tree import NAMED, SEQUENCE, Leaf, StoredArray

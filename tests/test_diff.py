@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._diff import compare_block, compare_items
-from jaxckpt._discovery import find
-from jaxckpt._item import read_item
-from jaxckpt._values import as_numbers
+from jaxckpt._disk.find import find
+from jaxckpt._disk.native import read_item
+from jaxckpt._inspect.diff import compare_block, compare_items
+from jaxckpt._inspect.value_stream import as_numbers
 from jaxckpt.storage import locate
 from jaxckpt.testing.strategies import host_arrays, random_bits, trees
 from tests.golden.fixture import Golden, golden_names

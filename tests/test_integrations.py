@@ -13,7 +13,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy, SavePolicy
-from jaxckpt._config import manager_arguments
+from jaxckpt._run.config import manager_arguments
 
 ROOT = Path(__file__).parents[1]
 

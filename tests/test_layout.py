@@ -20,8 +20,9 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import UnsupportedLeaf, _layout
-from jaxckpt._layout import _MAX_KEPT, layout_of
+from jaxckpt import UnsupportedLeaf
+from jaxckpt._save import tree_plan as _layout
+from jaxckpt._save.tree_plan import _MAX_KEPT, layout_of
 from jaxckpt.multihost import current
 from jaxckpt.testing import simulate, strategies
 from jaxckpt.testing.strategies import Pair, Struct, same

@@ -39,7 +39,7 @@ from jaxckpt import (
     TreeMismatch,
     UnsupportedLeaf,
 )
-from jaxckpt._run import Run
+from jaxckpt._run.run import Run
 from jaxckpt.format import names
 from jaxckpt.format.step import FileFacts, decode_record, digest, encode_record
 from jaxckpt.multihost import Single
@@ -604,7 +604,7 @@ def test_opening_reads_no_file_of_a_step(tmp_path, monkeypatch):
         for step in range(20):
             manager.save(step, {"n": step}, metrics={"loss": step})
     storage = FailingStorage(LocalStorage(), 1 << 30, FULL, reads=True)
-    monkeypatch.setattr("jaxckpt._manager.locate", lambda path: (storage, str(path)))
+    monkeypatch.setattr("jaxckpt._run.manager.locate", lambda path: (storage, str(path)))
 
     with CheckpointManager(tmp_path, keep=keep) as manager:
         steps = manager.all_steps()
@@ -620,7 +620,7 @@ def test_opening_lists_the_root_and_no_step(tmp_path, monkeypatch):
         for step in range(20):
             manager.save(step, {"n": step})
     storage = FailingStorage(LocalStorage(), 1 << 30, FULL, reads=True)
-    monkeypatch.setattr("jaxckpt._manager.locate", lambda path: (storage, str(path)))
+    monkeypatch.setattr("jaxckpt._run.manager.locate", lambda path: (storage, str(path)))
 
     CheckpointManager(tmp_path).close()
 

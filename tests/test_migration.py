@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt import KeepPolicy, SavePolicy, StepInfo
-from jaxckpt._schedule import Costs, Schedule
+from jaxckpt._run.schedule import Costs, Schedule
 
 ocp = pytest.importorskip("orbax.checkpoint")
 from orbax.checkpoint import v1  # noqa: E402

@@ -14,7 +14,7 @@ import treescope
 
 import jaxckpt
 from jaxckpt import KeepPolicy
-from jaxckpt._overview import StepOverview
+from jaxckpt._run.overview import StepOverview
 from jaxckpt.integrations import _steps
 from jaxckpt.integrations.notebook import checkpoint_html, manager_html
 from jaxckpt.storage import LocalStorage

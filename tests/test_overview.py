@@ -13,8 +13,8 @@ import pytest
 
 import jaxckpt
 from jaxckpt import CheckpointManager, CheckpointNotFound
-from jaxckpt._overview import look, overview
-from jaxckpt._run import Run
+from jaxckpt._run.overview import look, overview
+from jaxckpt._run.run import Run
 from jaxckpt.cli._owned import owned
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, locate
@@ -271,7 +271,7 @@ def test_a_link_to_a_root_is_followed(root, ram_path):
 def test_neither_jax_nor_tensorstore_is_imported(root):
     """In a process of its own."""
     code = (
-        "import sys; from jaxckpt._overview import overview; "
+        "import sys; from jaxckpt._run.overview import overview; "
         f"steps = overview({str(root)!r}).steps; "
         "print(len(steps), {'jax', 'tensorstore', 'ml_dtypes'} & {*sys.modules})"
     )

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxckpt import _box
-from jaxckpt._box import Box
-from jaxckpt._plan import (
+from jaxckpt._core import box as _box
+from jaxckpt._core.box import Box
+from jaxckpt._core.plan import (
     MIN_SLICE_BYTES,
     ArraySpec,
     Grid,

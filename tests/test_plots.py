@@ -18,8 +18,8 @@ import matplotlib.pyplot as plt
 
 import jaxckpt
 from jaxckpt import KeepPolicy
-from jaxckpt._overview import RunOverview, StepOverview, overview
-from jaxckpt._progress import Timing
+from jaxckpt._progress.meter import Timing
+from jaxckpt._run.overview import RunOverview, StepOverview, overview
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.integrations import _palette, plots
 

@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 
 import jaxckpt
-from jaxckpt import _bar, _box, _discovery
-from jaxckpt._item import read_item
-from jaxckpt._progress import Meter, display
-from jaxckpt._reader import LeafRead, read_leaves
-from jaxckpt._timing import Progress, Timing
+from jaxckpt._core import box as _box
+from jaxckpt._disk import find as _discovery
+from jaxckpt._disk.native import read_item
+from jaxckpt._disk.reader import LeafRead, read_leaves
+from jaxckpt._progress import bar as _bar
+from jaxckpt._progress.meter import Meter, display
+from jaxckpt._progress.timing import Progress, Timing
 from jaxckpt.errors import SaveFailed
 from jaxckpt.integrations import metrics
 from jaxckpt.storage import locate
@@ -305,8 +307,8 @@ def test_the_profiler_of_jax_shows_the_phases(tmp_path):
 
 _PROGRAM = """
 import sys
-from jaxckpt._progress import display
-from jaxckpt._timing import Progress
+from jaxckpt._progress.meter import display
+from jaxckpt._progress.timing import Progress
 
 show = display(None, 0)
 print("bar" if show else "none", file=sys.stderr)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import jaxckpt
 from jaxckpt import KeepPolicy
-from jaxckpt._overview import overview
+from jaxckpt._run.overview import overview
 from jaxckpt.integrations import _svg
 from jaxckpt.integrations import report as report_module
 from jaxckpt.integrations._svg import Bar, Mark

@@ -19,7 +19,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import TreeMismatch, _reader, _restore
+from jaxckpt import TreeMismatch
+from jaxckpt._disk import reader as _reader
+from jaxckpt._restore import restore as _restore
 from jaxckpt.format.arrays import MAX_UNIT_BYTES
 from jaxckpt.storage import LocalStorage, _arrays
 from jaxckpt.testing import strategies
@@ -285,7 +287,8 @@ def test_no_chunk_is_read_twice_or_for_nothing(data):
 @pytest.mark.parametrize("casts", [False, True])
 def test_memory_in_flight_is_bounded(tmp_path, monkeypatch, casts):
     """With a budget for three leaves no more than three are under way at once."""
-    from jaxckpt import _discovery, _item
+    from jaxckpt._disk import find as _discovery
+    from jaxckpt._disk import native as _item
     from jaxckpt.storage import locate
 
     tree = {f"{i:02}": np.full((8, 512), i, np.float32) for i in range(30)}
@@ -294,7 +297,7 @@ def test_memory_in_flight_is_bounded(tmp_path, monkeypatch, casts):
     item = _item.read_item(_discovery.find(storage, path), "state")
     dtype = np.dtype(np.float16 if casts else np.float32)
     wanted = [
-        _reader.LeafRead(leaf=leaf, boxes=(jaxckpt._box.whole((8, 512)),), dtype=dtype)
+        _reader.LeafRead(leaf=leaf, boxes=(jaxckpt._core.box.whole((8, 512)),), dtype=dtype)
         for leaf in item.tree.leaves
     ]
     budget = 3 * 2 * wanted[0].total_bytes

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 import jaxckpt
 from jaxckpt import CheckpointNotFound, CorruptCheckpoint, SaveFailed
-from jaxckpt._leases import LEASE_S
-from jaxckpt._run import Run
-from jaxckpt._turn import Turn
-from jaxckpt.format import jsontext, names, run, step, values
+from jaxckpt._run.leases import LEASE_S
+from jaxckpt._run.run import Run
+from jaxckpt._save.turn import Turn
+from jaxckpt.format import jsontext, names, run, step, typed_json
 from jaxckpt.format.run import Lease, Owner, StepNames
 from jaxckpt.format.step import Record
 from jaxckpt.storage import LocalStorage, MemoryStorage
@@ -215,16 +215,16 @@ def same(a, b):
 @example(np.zeros((2, 0, 2**40), np.int8))
 def test_a_state_reads_back(state):
     """Every Python value and array, through the bytes of JSON, to type, order and every bit."""
-    data = jsontext.dumps(values.encode(state), allow_nan=True)
+    data = jsontext.dumps(typed_json.encode(state), allow_nan=True)
 
-    assert same(values.decode(jsontext.loads(data, file="f"), file="f"), state)
+    assert same(typed_json.decode(jsontext.loads(data, file="f"), file="f"), state)
 
 
 @LAWS
 @given(states)
 def test_json_is_what_json_gives_back(state):
     """`is_json` says so of nothing that would change."""
-    if values.is_json(state):
+    if typed_json.is_json(state):
         assert same(jsontext.loads(jsontext.dumps(state, allow_nan=True), file="f"), state)
 
 
@@ -240,7 +240,7 @@ def test_json_is_what_json_gives_back(state):
 )
 def test_what_a_state_may_also_hold(state, read):
     """Numpy scalars become arrays, arrays lose their byte order; dicts and bytes their class."""
-    assert same(values.decode(values.encode(state), file="f"), read)
+    assert same(typed_json.decode(typed_json.encode(state), file="f"), read)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_what_a_state_may_also_hold(state, read):
 def test_what_a_state_may_not_hold(state):
     """TypeError or ValueError, when it is saved."""
     with pytest.raises((TypeError, ValueError)):
-        values.encode([state])
+        typed_json.encode([state])
 
 
 @settings(LAWS, max_examples=500)
@@ -283,7 +283,7 @@ def test_what_a_state_may_not_hold(state):
 @example({"$array": [["int8"], [1], "AA=="]})
 def test_a_state_that_nobody_wrote_is_corrupt(value):
     """CorruptCheckpoint that names the file, or some value."""
-    assert file_named(values.decode, value) in (None, "the-file")
+    assert file_named(typed_json.decode, value) in (None, "the-file")
 
 
 # --- which steps there are -----------------------------------------------------------------------

@@ -33,8 +33,8 @@ from jaxckpt import (
     UnsupportedFormat,
     UnsupportedLeaf,
 )
-from jaxckpt._layout_writer import DiskLayout, write_checkpoint
-from jaxckpt._safetensors import _of_files
+from jaxckpt._convert.safetensors import _of_files
+from jaxckpt._convert.target import DiskLayout, write_checkpoint
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.safetensors import MAX_HEADER_BYTES, WORDS
 from jaxckpt.storage import LocalStorage, MemoryStorage, is_temporary_file

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxckpt
 from jaxckpt import CheckpointTimeout, SaveFailed, StepExists, UnsupportedLeaf
-from jaxckpt._save import prepare, start
+from jaxckpt._save.save import prepare, start
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import FailingStorage
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxckpt import SavePolicy
-from jaxckpt._schedule import FIRST_GUESS, Costs, Schedule
+from jaxckpt._run.schedule import FIRST_GUESS, Costs, Schedule
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=100)
 

@@ -20,11 +20,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._box import whole
-from jaxckpt._discovery import find
-from jaxckpt._item import read_item
-from jaxckpt._statistics import statistics
-from jaxckpt._values import Data, Moments, as_numbers, boxes_of
+from jaxckpt._core.box import whole
+from jaxckpt._disk.find import find
+from jaxckpt._disk.native import read_item
+from jaxckpt._inspect.statistics import statistics
+from jaxckpt._inspect.value_stream import Data, Moments, as_numbers, boxes_of
 from jaxckpt.storage import locate
 from jaxckpt.testing.strategies import host_arrays, random_bits, shapes
 

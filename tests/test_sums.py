@@ -12,8 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt
-from jaxckpt import _sums
-from jaxckpt._sums import ChunkSums, encode_share, grid_of, merge_shares, starts_of, units_in
+from jaxckpt._disk import checksums as _sums
+from jaxckpt._disk.checksums import (
+    ChunkSums,
+    encode_share,
+    grid_of,
+    merge_shares,
+    starts_of,
+    units_in,
+)
 from jaxckpt.format import names
 from jaxckpt.format.arrays import chunk_key
 from jaxckpt.format.tree import StoredArray
@@ -150,7 +157,7 @@ def test_verify_names_each_leaf(swapped):
 def test_without_the_table_it_would_pass(swapped, monkeypatch):
     """A control: the chunks' own checksums do not tell."""
     monkeypatch.setattr(_sums.ChunkSums, "of", lambda self, leaf: None)
-    monkeypatch.setattr("jaxckpt._reader.refuse_others", lambda *of: None)
+    monkeypatch.setattr("jaxckpt._disk.reader.refuse_others", lambda *of: None)
 
     got = jaxckpt.restore(swapped, as_numpy=True)
 

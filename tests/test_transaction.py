@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import jaxckpt
-from jaxckpt import CheckpointNotFound, SaveFailed, StepExists, _transaction
-from jaxckpt._save import prepare
+from jaxckpt import CheckpointNotFound, SaveFailed, StepExists
+from jaxckpt._disk import transaction as _transaction
+from jaxckpt._save.save import prepare
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, MemoryStorage
 from jaxckpt.testing import CrashingStorage, FailingStorage, SimulatedCrash

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jaxckpt._words import counted, size_text
+from jaxckpt._core.text import counted, size_text
 from jaxckpt.cli import _options, _output
 from jaxckpt.cli._output import Styled
 
 if TYPE_CHECKING:
-    from jaxckpt._diff import DiffReport
-    from jaxckpt._run import Run
-    from jaxckpt._verify import VerifyReport
+    from jaxckpt._inspect.diff import DiffReport
+    from jaxckpt._inspect.verify import VerifyReport
+    from jaxckpt._run.run import Run
 
 
 @click.command()
@@ -26,7 +26,7 @@ def verify(path: str, as_json: bool) -> int:
     PATH is a checkpoint, an item of one, or a run's root: then its newest whole step. `scrub
     --dry-run` looks at all steps.
     """
-    from jaxckpt._verify import verify as verify_checkpoint
+    from jaxckpt._inspect.verify import verify as verify_checkpoint
 
     found = verify_checkpoint(path)
     if as_json:
@@ -79,7 +79,7 @@ def diff(
     as_json: bool,
 ) -> int:
     """Compare two checkpoints: structure, shapes, dtypes and values. Exit code 1: they differ."""
-    from jaxckpt._diff import diff as compare
+    from jaxckpt._inspect.diff import diff as compare
 
     found = compare(
         a,
@@ -117,7 +117,7 @@ def scrub(root: str, dry_run: bool, yes: bool, no_job: bool, as_json: bool) -> i
     Setting aside renames a step so that nothing restores it; nothing is deleted. Steps that another
     program wrote are only reported. It is refused while a job that lives writes the run.
     """
-    from jaxckpt._run import Run
+    from jaxckpt._run.run import Run
     from jaxckpt.cli._owned import existing
 
     storage, where = existing(root)
@@ -141,7 +141,7 @@ def scrub(root: str, dry_run: bool, yes: bool, no_job: bool, as_json: bool) -> i
 
 def _read_all(run: Run) -> dict[int, VerifyReport]:
     """What is wrong with each step, seen twice; on a terminal says how far it is."""
-    from jaxckpt import _scrub
+    from jaxckpt._run import scrub as _scrub
 
     numbers = sorted({*run.steps(), *run.torn()})
     reports: dict[int, VerifyReport] = {}
@@ -172,7 +172,7 @@ def _print_reports(run: Run, reports: dict[int, VerifyReport]) -> None:
 
 def _set_aside(run: Run, numbers: list[int], *, no_job: bool, say: bool) -> list[int]:
     """Looks once more at the steps, now that nobody else writes here, and sets them aside."""
-    from jaxckpt import _scrub
+    from jaxckpt._run import scrub as _scrub
     from jaxckpt.cli._owned import owned
 
     with owned(run.storage, run.root, no_job=no_job) as owner:

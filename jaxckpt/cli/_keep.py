@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from jaxckpt._words import counted, size_text
+from jaxckpt._core.text import counted, size_text
 from jaxckpt.cli import _options, _output
 from jaxckpt.cli._look import step_cells
 from jaxckpt.cli._output import Styled
 
 if TYPE_CHECKING:
-    from jaxckpt._overview import RunOverview, StepOverview
-    from jaxckpt._retention import KeepPolicy
-    from jaxckpt._run import Run
+    from jaxckpt._run.overview import RunOverview, StepOverview
+    from jaxckpt._run.retention import KeepPolicy
+    from jaxckpt._run.run import Run
 
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 def _complete_steps(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
     """The steps of the run named before, for a shell that completes the line."""
-    from jaxckpt._run import Run
+    from jaxckpt._run.run import Run
     from jaxckpt.storage import locate
 
     try:
@@ -97,7 +97,7 @@ def rm(
     PATH is a run's root, followed by steps, or the directory of one step. It is refused while a job
     that lives writes the run.
     """
-    from jaxckpt._overview import overview
+    from jaxckpt._run.overview import overview
     from jaxckpt.cli._owned import owned
 
     run, numbers = _target(path, steps)
@@ -155,7 +155,7 @@ def _is_ours(step: StepOverview) -> bool:
 
 def _target(path: str, steps: Sequence[int]) -> tuple[Run, list[int]]:
     """The run and the steps that a command is about: a root and numbers, or the path of a step."""
-    from jaxckpt._run import Run
+    from jaxckpt._run.run import Run
     from jaxckpt.cli._owned import existing
     from jaxckpt.storage import locate
 
@@ -255,8 +255,8 @@ def gc(
     are being read, damaged ones and those of other programs stay. It is refused while a job that
     lives writes the run.
     """
-    from jaxckpt._overview import overview
-    from jaxckpt._retention import KeepPolicy
+    from jaxckpt._run.overview import overview
+    from jaxckpt._run.retention import KeepPolicy
     from jaxckpt.cli._owned import existing, owned
 
     policy = KeepPolicy(

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from jaxckpt._words import counted, size_text
+from jaxckpt._core.text import counted, size_text
 from jaxckpt.cli import _options, _output
 from jaxckpt.cli._output import Styled
 
 if TYPE_CHECKING:
-    from jaxckpt._overview import RunOverview, StepOverview
+    from jaxckpt._inspect.open import Checkpoint, LeafInfo
+    from jaxckpt._run.overview import RunOverview, StepOverview
     from jaxckpt.cli._space import Part, Space
-    from jaxckpt.inspection import Checkpoint, LeafInfo
 
 Row = list[str | Styled]
 _MAX_BRANCHES: Final = 12
@@ -32,7 +32,7 @@ def ls(path: str, as_json: bool) -> None:
 
     PATH is the run's root. A step is whole if it is committed and has every file in its size.
     """
-    from jaxckpt._overview import overview
+    from jaxckpt._run.overview import overview
 
     found = overview(path)
     if as_json:
@@ -109,7 +109,7 @@ def show(
     PATH is a checkpoint, an item of one, or a run's root: then its newest whole step. GLOB is over
     leaf paths; the name of a container means all in it.
     """
-    from jaxckpt import inspection
+    from jaxckpt._inspect import open as inspection
 
     ckpt = inspection.open(path, item=item)
     if not ckpt.leaves and globs:
@@ -140,7 +140,7 @@ _STATISTICS = ("min", "max", "mean", "std", "norm", "nan", "inf", "zeros")
 
 
 def _selected(ckpt: Checkpoint, globs: Sequence[str]) -> dict[str, LeafInfo]:
-    from jaxckpt._select import check_globs, selector
+    from jaxckpt._core.select import check_globs, selector
     from jaxckpt.format.tree import parse_path
 
     only = list(globs) or None
@@ -164,7 +164,7 @@ def _writer(ckpt: Checkpoint) -> str | None:
 
 
 def _json_value(ckpt: Checkpoint) -> Any:  # JSON, or None if the item is none
-    from jaxckpt import _discovery
+    from jaxckpt._disk import find as _discovery
 
     found = ckpt._found
     file = _discovery.json_file(found.storage, found.items[ckpt.item])

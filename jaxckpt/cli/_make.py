@@ -41,7 +41,7 @@ def convert(
     SRC is anything that jaxckpt reads: checkpoints of its own, of Orbax, of Flax. Orbax reads
     the copy, too.
     """
-    from jaxckpt._convert import convert as convert_checkpoint
+    from jaxckpt._convert.convert import convert as convert_checkpoint
 
     _confirm_overwrite(dst, overwrite=overwrite, yes=yes)
     convert_checkpoint(
@@ -84,7 +84,7 @@ def export(
     PATH is a `.safetensors` file. With --max-shard there may be several, and an index beside them,
     as Hugging Face has them.
     """
-    from jaxckpt._safetensors import export_safetensors
+    from jaxckpt._convert.safetensors import export_safetensors
 
     _confirm_overwrite(path, f"{path}{_INDEX}", overwrite=overwrite, yes=yes)
     file = export_safetensors(
@@ -113,7 +113,7 @@ def import_(
 
     PATH is one `.safetensors` file, or a `.safetensors.index.json` beside its shards.
     """
-    from jaxckpt._safetensors import import_safetensors
+    from jaxckpt._convert.safetensors import import_safetensors
 
     _confirm_overwrite(dst, overwrite=overwrite, yes=yes)
     import_safetensors(path, dst, dtype=dtype, overwrite=overwrite)
@@ -130,7 +130,7 @@ def fork(src: str, root: str, step: int | None, as_json: bool) -> None:
 
     SRC is a step, or a run's root: then its newest whole step.
     """
-    from jaxckpt._branch import fork as fork_step
+    from jaxckpt._run.fork import fork as fork_step
 
     _wrote(fork_step(src, root, step=step), as_json=as_json)
 

@@ -6,7 +6,7 @@ import contextlib
 import io
 from collections.abc import Iterator
 
-from jaxckpt._run import Run
+from jaxckpt._run.run import Run
 from jaxckpt.errors import CheckpointNotFound, SaveFailed
 from jaxckpt.format import names
 from jaxckpt.storage import Storage, locate

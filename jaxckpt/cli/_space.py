@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxckpt import _discovery, inspection
-from jaxckpt._overview import overview
-from jaxckpt._run import Run
+from jaxckpt._disk import find as _discovery
+from jaxckpt._inspect import open as inspection
+from jaxckpt._run.overview import overview
+from jaxckpt._run.run import Run
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, UnsupportedFormat
 from jaxckpt.format.tree import parse_path
 from jaxckpt.storage import locate

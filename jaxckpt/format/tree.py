@@ -4,7 +4,7 @@ Orbax's part is a list of leaves (and of empty containers) with the names on the
 it alone a tuple comes back as a list, an optax state as a dict, the key 0 as "0". Ours adds, under
 keys that Orbax ignores, what each leaf was (`_OURS` in `value_metadata`) and the containers
 (`_OURS` at the top), as data: classes are named, never run, and only those on the allow-list of
-`jaxckpt._tree` are looked up.
+`jaxckpt._core.pytree` are looked up.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Node:
         keys: The dict keys themselves where they are no str; None where `names` are the keys.
         children: A node, or None where the child is a leaf.
         cls: Module and qualified name of a registered class.
-        aux: Its static data as JSON (see `jaxckpt._tree`), None where it could not be recorded.
+        aux: Its static data as JSON (see `_core.pytree`), None where it could not be recorded.
     """
 
     type: Literal["dict", "list", "tuple", "odict", "class"]

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from jaxckpt._overview import StepOverview
-from jaxckpt._retention import KeepPolicy, value_of
-from jaxckpt._words import size_text
+from jaxckpt._core.text import size_text
+from jaxckpt._run.overview import StepOverview
+from jaxckpt._run.retention import KeepPolicy, value_of
 from jaxckpt.integrations import _svg
 from jaxckpt.integrations._html import count, escape, moment
 from jaxckpt.integrations._svg import Mark

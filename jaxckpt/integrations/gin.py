@@ -23,7 +23,9 @@ from typing import Any, Final
 
 import gin
 
-from jaxckpt import _manager, _retention, _schedule
+from jaxckpt._run import manager as _manager
+from jaxckpt._run import retention as _retention
+from jaxckpt._run import schedule as _schedule
 
 _FIELDS: Final = tuple(field.name for field in dataclasses.fields(_schedule.SavePolicy))
 # It takes the fields of the policy too, but for the one that it works out.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jaxckpt._timing import Timing
+from jaxckpt._progress.timing import Timing
 
 OnCommit = Callable[[Timing], None]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
-from jaxckpt._manager import CheckpointManager
-from jaxckpt._retention import KeepPolicy
-from jaxckpt._schedule import SavePolicy
+from jaxckpt._run.manager import CheckpointManager
+from jaxckpt._run.retention import KeepPolicy
+from jaxckpt._run.schedule import SavePolicy
 
 __all__ = ["manager_config"]
 

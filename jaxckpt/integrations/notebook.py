@@ -13,18 +13,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from jaxckpt import inspection
-from jaxckpt._overview import RunOverview, overview
-from jaxckpt._words import size_text
+from jaxckpt._core.text import size_text
+from jaxckpt._inspect import open as inspection
+from jaxckpt._inspect.open import LeafInfo
+from jaxckpt._run.overview import RunOverview, overview
 from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.format.tree import parse_path, path_text
-from jaxckpt.inspection import LeafInfo
 from jaxckpt.integrations import _steps, _svg
 from jaxckpt.integrations._html import block, count, escape, facts
 
 if TYPE_CHECKING:  # a checkpoint that is only looked at needs neither jax nor TensorStore
-    from jaxckpt._manager import CheckpointManager
-    from jaxckpt._statistics import LeafStatistics
+    from jaxckpt._inspect.statistics import LeafStatistics
+    from jaxckpt._run.manager import CheckpointManager
 
 # Rows of one level, of all, and those that are open at first.
 _MAX_LEVEL: Final = 40

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from jaxckpt._overview import RunOverview, overview
-from jaxckpt._progress import Timing
+from jaxckpt._inspect.open import LeafInfo
+from jaxckpt._progress.meter import Timing
+from jaxckpt._run.overview import RunOverview, overview
 from jaxckpt.format.sharding import SavedSharding
-from jaxckpt.inspection import LeafInfo
 from jaxckpt.integrations import _palette, _steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from jaxckpt._manager import CheckpointManager
+    from jaxckpt._run.manager import CheckpointManager
 
 # Of larger grids the numbers of the devices cannot be read.
 _MAX_LABELLED: Final = 64
@@ -40,7 +40,7 @@ def metric(
     Of a manager it is marked which steps its policy keeps, which is the best, and which go.
 
     Args:
-        run: A manager, or what `jaxckpt._overview.overview` says of a root.
+        run: A manager, or what `jaxckpt._run.overview.overview` says of a root.
         name: Of the metric; None: that of the policy, or else the first there is.
         ax: To draw into.
 
@@ -120,7 +120,7 @@ def timings(timings: Sequence[Timing], ax: Axes | None = None) -> Axes:
 
     Example:
         >>> import matplotlib, jaxckpt
-        >>> from jaxckpt._progress import Timing
+        >>> from jaxckpt._progress.meter import Timing
         >>> matplotlib.use("agg")
         >>> phases = {"snapshot": 0.1, "write": 0.8, "commit": 0.1}
         >>> one = Timing(

@@ -13,11 +13,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from jaxckpt import inspection
-from jaxckpt._overview import RunOverview, StepOverview, overview
-from jaxckpt._retention import KeepPolicy, value_of
+from jaxckpt._core.text import size_text
+from jaxckpt._inspect import open as inspection
+from jaxckpt._run.overview import RunOverview, StepOverview, overview
+from jaxckpt._run.retention import KeepPolicy, value_of
 from jaxckpt._version import __version__
-from jaxckpt._words import size_text
 from jaxckpt.errors import CheckpointError
 from jaxckpt.integrations import _palette, _steps, _svg
 from jaxckpt.integrations._html import STYLE, count, escape, moment

@@ -1,7 +1,7 @@
 """How the processes of a job find each other: barrier, gather, agree, each with a time limit."""
 
+from jaxckpt.multihost._collective import lead
 from jaxckpt.multihost._distributed import Distributed
-from jaxckpt.multihost._lead import lead
 from jaxckpt.multihost._protocol import Device, Json, Processes
 from jaxckpt.multihost._service import current, playing
 from jaxckpt.multihost._single import Single

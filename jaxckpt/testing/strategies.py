@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey, register_pytree_with_keys_class
 
-from jaxckpt._tree import is_key_dtype
+from jaxckpt._core.pytree import is_key_dtype
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
 
 Draw = Any  # hypothesis' DrawFn

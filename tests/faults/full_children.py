@@ -162,7 +162,7 @@ def die_full(top, room, n):
 
 def keep_quiet(top, room):
     """A control: what fails is left over."""
-    from jaxckpt import _transaction
+    from jaxckpt._disk import transaction as _transaction
 
     _transaction._delete = lambda storage, path: None
     fill_up(top, False, room)

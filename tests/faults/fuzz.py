@@ -19,7 +19,7 @@ import atheris
 
 with atheris.instrument_imports(include=["jaxckpt.format"]):
     import jaxckpt
-    from jaxckpt.format import arrays, jsontext, msgpack, run, sharding, step, tree, values
+    from jaxckpt.format import arrays, jsontext, msgpack, run, sharding, step, tree, typed_json
 
 import numpy as np
 
@@ -39,7 +39,7 @@ PARSERS: list[tuple[str, Callable[[bytes], Any]]] = [
     ("msgpack", lambda data: msgpack.decode(data, file=FILE)),
     ("_CHECKPOINT_DELETION", lambda data: step.decode_deletion(data, file=FILE)),
     ("key", lambda data: step.decode_key_facts(data, file=FILE)),
-    ("value", lambda data: values.decode(jsontext.loads(data, file=FILE), file=FILE)),
+    ("value", lambda data: typed_json.decode(jsontext.loads(data, file=FILE), file=FILE)),
 ]
 
 

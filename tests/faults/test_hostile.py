@@ -114,7 +114,7 @@ _CALLS = {
 
 
 # They import by names, of lists of their own.
-_IMPORT = ("jaxckpt/__init__.py", "jaxckpt/testing/__init__.py", "jaxckpt/_tree.py")
+_IMPORT = ("jaxckpt/__init__.py", "jaxckpt/testing/__init__.py", "jaxckpt/_core/pytree.py")
 
 
 def run_by(text):

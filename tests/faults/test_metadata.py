@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from jaxckpt.errors import CheckpointError
-from jaxckpt.format import arrays, jsontext, msgpack, run, sharding, step, tree, values
+from jaxckpt.format import arrays, jsontext, msgpack, run, sharding, step, tree, typed_json
 from tests.faults import metadata
 from tests.faults.damage import Checkpoints, problems_of, trials_of
 
@@ -137,7 +137,7 @@ PARSERS = {
     "keys": lambda data, file: step.decode_key_impls(data, file=file),
     "sharding": _text_in,
     "array": _array,
-    "values": lambda data, file: values.decode(jsontext.loads(data, file=file), file=file),
+    "values": lambda data, file: typed_json.decode(jsontext.loads(data, file=file), file=file),
     "owner": lambda data, file: run.decode_owner(data, file=file),
     "doomed": lambda data, file: run.decode_doomed(data, file=file),
     "lease": lambda data, file: run.decode_lease(data, file=file),

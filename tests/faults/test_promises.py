@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import _snapshot
-from jaxckpt._job import SaveJob
+from jaxckpt._save import snapshot as _snapshot
+from jaxckpt._save.job import SaveJob
 from tests.golden import compare
 from tests.test_manager_model import Runs
 from tests.test_orbax_reads_ours import ENTRY_POINTS, assert_same

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jaxckpt
-from jaxckpt import _scrub
-from jaxckpt._run import Run
+from jaxckpt._run import scrub as _scrub
+from jaxckpt._run.run import Run
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import FailingStorage, simulate

@@ -384,8 +384,8 @@ def test_a_zombie_without_a_fence_saves_what_another_has_saved(zygote, other, ra
 
 
 def write_unfenced(root, writer, at):
-    from jaxckpt import _transaction
-    from jaxckpt._run import Run
+    from jaxckpt._disk import transaction as _transaction
+    from jaxckpt._run.run import Run
 
     Run.fence = lambda self: None
     # Nor does it mind that the step is there.

@@ -10,7 +10,7 @@ import jax
 import msgpack
 import numpy as np
 
-from jaxckpt._tree import key_path
+from jaxckpt._core.pytree import key_path
 from tests.golden.fixture import PrngKey, Sample
 
 KeyPath = tuple[str, ...]

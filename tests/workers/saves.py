@@ -8,10 +8,10 @@ import time
 import numpy as np
 
 import jaxckpt
-from jaxckpt._layout import _spec
-from jaxckpt._plan import plan_save
-from jaxckpt._save import prepare
-from jaxckpt._tree import flatten
+from jaxckpt._core.plan import plan_save
+from jaxckpt._core.pytree import flatten
+from jaxckpt._save.save import prepare
+from jaxckpt._save.tree_plan import _spec
 from jaxckpt.errors import CheckpointError
 from jaxckpt.multihost import current
 from jaxckpt.storage import LocalStorage

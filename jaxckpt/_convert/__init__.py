@@ -1,0 +1,1 @@
+"""Copies trees from one form into another, as a stream of leaves."""

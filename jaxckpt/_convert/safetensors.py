@@ -1,0 +1,457 @@
+"""Safetensors files, out of a checkpoint and into one; in pieces, so that any size will do."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import posixpath
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+
+from jaxckpt._convert.source import (
+    Leaves,
+    Part,
+    Values,
+    as_stored,
+    check_leaves,
+    floating,
+    of_checkpoint,
+    plain_root,
+    read_with_parts,
+    with_dtype,
+)
+from jaxckpt._convert.target import (
+    DiskLayout,
+    clipped,
+    parts_of,
+    run_shape,
+    widened,
+    write_checkpoint,
+)
+from jaxckpt._core import box as _box
+from jaxckpt._core.select import Globs
+from jaxckpt.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    SaveFailed,
+    StepExists,
+    UnsupportedFormat,
+    UnsupportedLeaf,
+)
+from jaxckpt.format import jsontext, safetensors
+from jaxckpt.format.arrays import dtype_of
+from jaxckpt.format.safetensors import Header, Tensor
+from jaxckpt.format.tree import NAMED, Leaf, StoredArray, Tree
+from jaxckpt.storage import LocalStorage, Storage, locate
+
+_REGION_BYTES: Final = 32 << 20
+
+
+def export_safetensors(
+    src: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    item: str | None = None,
+    only: Globs = None,
+    skip: Globs = None,
+    dtype: Any = None,  # whatever numpy takes for a dtype
+    max_shard_bytes: int | None = None,
+    overwrite: bool = False,
+) -> str:
+    """Writes the arrays of a checkpoint to a safetensors file, or to several with an index.
+
+    A tensor is called by the keys of its leaf, joined with dots, as models of Hugging Face are:
+    `params/dense/kernel` is `params.dense.kernel`. Python numbers become tensors without
+    dimensions; None and empty containers are left out, and so are shardings and types of
+    containers. The file, or of several the index, gets its name last, when all is on disk; a kill
+    leaves files called `.jaxckpt-tmp-*`. Host memory of about 300 MiB suffices for any size. In a
+    job of several processes one calls it.
+
+    Args:
+        src: A checkpoint, an item of one, or a run's root (then its newest good step).
+        path: Of the file, `model.safetensors`; of several, they are called
+            `model-00001-of-00003.safetensors` and so on, and the index
+            `model.safetensors.index.json`.
+        item: Which item, if the checkpoint has several trees.
+        only, skip: Globs over leaf paths; a container's name means all in it.
+        dtype: For all floating-point arrays.
+        max_shard_bytes: How much a file holds at most; a larger tensor has one of its own. None:
+            all go into one.
+        overwrite: Whether to replace the files that are there, also if there were more or fewer.
+            One file is replaced in one step. Several cannot be: the old ones go when the new ones
+            are on disk, and a kill just then leaves neither.
+
+    Returns:
+        The file, or the index, that a reader is to open.
+
+    Raises:
+        CheckpointNotFound: there is no committed checkpoint at `src`.
+        CorruptCheckpoint: it is damaged; nothing was made.
+        UnsupportedLeaf: leaves that safetensors cannot hold (text, PRNG keys, complex numbers), or
+            whose names collide; all are named, and nothing was written.
+        StepExists: such a file is there.
+        OSError: it cannot be written; nothing was made.
+
+    Example:
+        >>> import tempfile, numpy as np, jaxckpt
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     jaxckpt.save(f"{folder}/1", {"params": {"w": np.ones(2), "b": np.zeros(1)}})
+        ...     file = jaxckpt.export_safetensors(f"{folder}/1", f"{folder}/model.safetensors")
+        ...     jaxckpt.import_safetensors(file, f"{folder}/2")
+        ...     jaxckpt.restore(f"{folder}/2", only="params/w")
+        {'params': {'w': array([1., 1.])}}
+    """
+    if max_shard_bytes is not None and max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes must be positive, not {max_shard_bytes}")
+    model = _Model(*_local(path))
+    source = of_checkpoint(src, item=item, only=only, skip=skip, dtype=floating(dtype), by="export")
+    _check_exportable(source)
+    _check_free(model, overwrite)
+    shards = _shards(source, max_shard_bytes)
+    files = [f"{model.folder}/{name}" for name in safetensors.shard_names(model.stem, len(shards))]
+    return _write_files(source, model, dict(zip(files, shards, strict=True)), overwrite=overwrite)
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The files of one model: `<stem>.safetensors`, or its shards and their index."""
+
+    storage: Storage
+    file: str
+
+    @property
+    def folder(self) -> str:
+        return posixpath.dirname(self.file)
+
+    @property
+    def stem(self) -> str:
+        return posixpath.basename(self.file).removesuffix(safetensors.SUFFIX)
+
+    @property
+    def index(self) -> str:
+        return f"{self.folder}/{self.stem}{safetensors.INDEX_SUFFIX}"
+
+    def files(self) -> list[str]:
+        """Names of those that are there, the ones by which the others are found first."""
+        if self.storage.kind(self.folder) != "dir":
+            return []
+        tops = {posixpath.basename(self.index), posixpath.basename(self.file)}
+        found = [
+            name
+            for name in self.storage.names(self.folder)
+            if name in tops or safetensors.is_shard(name, self.stem)
+        ]
+        return sorted(found, key=lambda name: (name not in tops, name))
+
+
+def _local(path: str | os.PathLike[str]) -> tuple[Storage, str]:
+    storage, file = locate(path)
+    if not isinstance(storage, LocalStorage):
+        raise UnsupportedFormat(f"{path}: safetensors files are read and written locally only")
+    if not file.endswith(safetensors.SUFFIX):
+        raise ValueError(f"{path} should end in {safetensors.SUFFIX}")
+    return storage, file
+
+
+def _check_free(model: _Model, overwrite: bool) -> list[str]:
+    """The files that are to be replaced; StepExists if they are not."""
+    old = model.files()
+    if old and not overwrite:
+        raise StepExists(
+            f"{model.folder} has {', '.join(old[:8])} already; overwrite=True replaces that"
+        )
+    for name in old:
+        if model.storage.kind(f"{model.folder}/{name}") == "dir":
+            raise StepExists(f"{model.folder}/{name} is a directory, and is not replaced")
+    return old
+
+
+def _check_exportable(source: Leaves) -> None:
+    problems = []
+    leaves = [leaf for leaf in source.tree.leaves if leaf.kind != "empty"]
+    for leaf in leaves:
+        if leaf.kind in ("str", "bytes", "key") or not leaf.has_array:
+            problems.append(f"  {leaf.text}: is a {leaf.kind}")
+        elif leaf.dtype not in safetensors.WORDS:
+            problems.append(f"  {leaf.text}: has dtype {leaf.dtype}")
+    problems += safetensors.name_problems(leaf.name for leaf in leaves)
+    check_leaves(leaves, problems, source.place)
+    if not leaves:
+        raise UnsupportedLeaf(f"{source.place} has no arrays: there is nothing to export")
+
+
+def _shards(source: Leaves, most_bytes: int | None) -> list[list[int]]:
+    """Which leaves go into which file: in their order, as many as fit."""
+    shards: list[list[int]] = [[]]
+    size = 0
+    for i, leaf in enumerate(source.tree.leaves):
+        if not leaf.has_array:
+            continue
+        taken = math.prod(leaf.array.shape) * dtype_of(leaf.dtype).itemsize
+        if shards[-1] and most_bytes is not None and size + taken > most_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(i)
+        size += taken
+    return shards
+
+
+def _write_files(
+    source: Leaves, model: _Model, shards: Mapping[str, Sequence[int]], *, overwrite: bool
+) -> str:
+    """Writes all files under temporary names, and then names them.
+
+    Before the first of several gets its name, what was there goes, what others are found by first:
+    a crash leaves files that no reader finds, and never some of each model.
+    """
+    from jaxckpt.storage._large import LargeFile
+
+    storage, leaves = model.storage, source.tree.leaves
+    storage.make_dir(model.folder)
+    made: list[tuple[str, LargeFile]] = []
+    try:
+        headers = [_header([leaves[i] for i in of_file]) for of_file in shards.values()]
+        with contextlib.closing(_values(source, shards.values())) as values:
+            for (file, of_file), header in zip(shards.items(), headers, strict=True):
+                made.append((file, LargeFile(file)))
+                _write_file(made[-1][1], header, [leaves[i] for i in of_file], values)
+        source.check()
+        old = _check_free(model, overwrite)
+        if len(made) > 1 or old not in ([], [posixpath.basename(model.file)]):
+            for name in old:
+                storage.delete(f"{model.folder}/{name}")
+            old = []
+        for _, written in made:
+            written.publish(replace=bool(old))
+    except FileExistsError as error:
+        raise StepExists(f"{model.file} came to be while it was being written") from error
+    finally:
+        for _, written in made:
+            written.discard()
+    if len(made) == 1:
+        return model.file
+    where = {
+        tensor.name: posixpath.basename(file)
+        for (file, _), header in zip(made, headers, strict=True)
+        for tensor in header.tensors
+    }
+    total_bytes = sum(tensor.size_bytes for header in headers for tensor in header.tensors)
+    if not storage.create(model.index, safetensors.encode_index(where, total_bytes)):
+        raise StepExists(f"{model.index} came to be while its files were being written")
+    return model.index
+
+
+def _header(leaves: Sequence[Leaf]) -> Header:
+    try:
+        return safetensors.lay_out([(leaf.name, leaf.dtype, leaf.array.shape) for leaf in leaves])
+    except ValueError as error:
+        raise UnsupportedLeaf(f"{error}: say max_shard_bytes") from error
+
+
+def _values(
+    source: Leaves, shards: Collection[Sequence[int]]
+) -> Generator[tuple[Part, Values], None, None]:
+    """The values of all files, each stored byte read once, in runs that are as long as can be."""
+
+    def parts() -> Iterator[Part]:
+        for i in (i for of_file in shards for i in of_file):
+            stored = source.tree.leaves[i].array
+            unit_shape = clipped(stored.unit_shape, stored.shape)
+            itemsize = dtype_of(stored.dtype).itemsize
+            region_shape = widened(unit_shape, stored.shape, itemsize, _REGION_BYTES)
+            yield from parts_of(i, stored.shape, region_shape)
+
+    return read_with_parts(source, parts)
+
+
+def _write_file(
+    file: Any, header: Header, leaves: Sequence[Leaf], values: Iterator[tuple[Part, Values]]
+) -> None:
+    offsets = {tensor.name: tensor.offset for tensor in header.tensors}
+    file.write(0, header.data)
+    for leaf in leaves:
+        left = math.prod(leaf.array.shape)
+        while left:
+            part, some = next(values)
+            left -= part.box.size
+            _write_runs(file, offsets[leaf.name], leaf.array.shape, part, some)
+            del some  # so that it is free before the next one comes
+    file.finish()
+
+
+def _write_runs(file: Any, base: int, shape: tuple[int, ...], part: Part, values: Values) -> None:
+    """Writes a part of an array, in each run of the file that it has."""
+    # The dimensions from `axis` on are taken whole, the one before it in one piece.
+    axis = len(shape)
+    while axis and part.box.shape[axis - 1] == shape[axis - 1]:
+        axis -= 1
+    axis = max(0, axis - 1)
+    strides = [math.prod(shape[i + 1 :]) * values.itemsize for i in range(len(shape))]
+    inner = sum(a * s for a, s in zip(part.box.start[axis:], strides[axis:], strict=True))
+    data = np.ascontiguousarray(values)
+    for index in np.ndindex(part.box.shape[:axis]):
+        outer = sum(
+            (a + i) * s for a, i, s in zip(part.box.start, index, strides[:axis], strict=False)
+        )
+        run = data[index].reshape(-1).view(np.uint8)
+        file.write(base + outer + inner, run)
+
+
+# --- into a checkpoint -----------------------------------------------------------------------
+
+
+def import_safetensors(
+    path: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    dtype: Any = None,  # whatever numpy takes for a dtype
+    overwrite: bool = False,
+) -> None:
+    """Makes a checkpoint of a safetensors file, or of the files that an index names.
+
+    The dots in the names of tensors make nested dicts: `model.layers.0.weight` is the leaf
+    `model/layers/0/weight`. Leaves are numpy arrays; `restore` puts them wherever its `like` says.
+    What a file says of itself is kept as custom metadata. All headers are checked before anything
+    is allocated or written: sizes, offsets, names, dtypes. Host memory of about 300 MiB suffices
+    for any size. In a job of several processes one calls it.
+
+    Args:
+        path: `*.safetensors`, or `*.safetensors.index.json` with its files beside it.
+        dst: The new checkpoint.
+        dtype: For all floating-point tensors.
+        overwrite: Whether to replace a checkpoint at `dst`, in one step.
+
+    Raises:
+        CheckpointNotFound: there is no such file.
+        CorruptCheckpoint: a file does not say what such a file says, or is cut short.
+        UnsupportedFormat: a tensor has a dtype that jax has no word for.
+        UnsupportedLeaf: names that no tree has: a tensor `a` and a tensor `a.b`.
+        StepExists, SaveFailed: as `convert`.
+
+    Example:
+        See `export_safetensors`.
+    """
+    storage, file = locate(path)
+    if not isinstance(storage, LocalStorage):
+        raise UnsupportedFormat(f"{path}: safetensors files are read and written locally only")
+    source = _of_files(storage, file, floating(dtype))
+    write_checkpoint(*locate(dst), source, DiskLayout(zarr=3, ocdbt=True), overwrite=overwrite)
+
+
+def _of_files(storage: Storage, file: str, dtype: str | None) -> Leaves:
+    if file.endswith(safetensors.INDEX_SUFFIX):
+        folder = posixpath.dirname(file)
+        data = storage.read(_real(storage, file), max_bytes=jsontext.MAX_BYTES)
+        wanted = safetensors.decode_index(data, file=file)
+        headers = {}
+        for name, tensors in sorted(wanted.items()):
+            shard = _real(storage, f"{folder}/{name}")
+            headers[shard] = _read_header(storage, shard)
+            if odd := tensors ^ {tensor.name for tensor in headers[shard].tensors}:
+                raise CorruptCheckpoint(
+                    f"{file}: {name} should hold other tensors than it does: {sorted(odd)[:8]}",
+                    file=shard,
+                )
+    elif file.endswith(safetensors.SUFFIX):
+        real = _real(storage, file)
+        headers = {real: _read_header(storage, real)}
+    else:
+        raise ValueError(f"{file} should end in {safetensors.SUFFIX} or {safetensors.INDEX_SUFFIX}")
+    places = [(tensor, shard) for shard, header in headers.items() for tensor in header.tensors]
+    if not places:
+        raise UnsupportedFormat(f"{file} holds no tensors")
+    leaves = [_leaf(tensor, dtype) for tensor, _ in places]
+    check_leaves(leaves, _nesting_problems(leaves), file)
+    metadata: dict[str, str] = {}
+    for header in headers.values():
+        metadata |= header.metadata
+    copies = tuple(with_dtype(leaf, dtype) for leaf in leaves)
+    return Leaves(
+        place=file,
+        tree=Tree(leaves=copies, root=plain_root(leaves), typed=True),
+        read=partial(_read_parts, storage, places, copies),
+        check=partial(_check_unchanged, storage, headers),
+        custom_metadata=metadata,
+        lineage={"by": "import", "path": file, "token": None},
+    )
+
+
+def _real(storage: Storage, file: str) -> str:
+    # The files of a model hub's cache are links to where the bytes are.
+    real = os.path.realpath(file)
+    if storage.kind(real) != "file":
+        raise CheckpointNotFound(f"{file} is no file")
+    return real
+
+
+def _read_header(storage: Storage, file: str) -> Header:
+    size = storage.size(file)
+    if size < safetensors.LENGTH_BYTES:
+        raise CorruptCheckpoint(f"{file}: no safetensors file: it has {size} bytes", file=file)
+    length = np.empty(safetensors.LENGTH_BYTES, np.uint8)
+    storage.read_into(file, 0, [length])
+    text = np.empty(safetensors.header_bytes(length.tobytes(), size, file=file), np.uint8)
+    storage.read_into(file, safetensors.LENGTH_BYTES, [text])
+    return safetensors.decode_header(text.tobytes(), size, file=file)
+
+
+def _check_unchanged(storage: Storage, headers: Mapping[str, Header]) -> None:
+    for file, header in headers.items():
+        if storage.size(file) != header.size_bytes:
+            raise SaveFailed(f"{file} was changed while it was being read")
+
+
+def _leaf(tensor: Tensor, dtype: str | None) -> Leaf:
+    path = tuple(tensor.name.split("."))
+    itemsize = max(dtype_of(name).itemsize for name in (tensor.dtype, dtype or tensor.dtype))
+    stored = StoredArray(
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        chunk_shape=tuple(max(1, n) for n in tensor.shape),
+        inner_shape=run_shape(tensor.shape, itemsize),
+    )
+    return Leaf(
+        path=path,
+        key_types=(NAMED,) * len(path),
+        kind="numpy",
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        stored=stored,
+    )
+
+
+def _nesting_problems(leaves: Sequence[Leaf]) -> list[str]:
+    paths = {leaf.path for leaf in leaves}
+    return [
+        f"  {leaf.name!r} and {'.'.join(leaf.path[:depth])!r} cannot both be tensors of a tree"
+        for leaf in leaves
+        for depth in range(1, len(leaf.path))
+        if leaf.path[:depth] in paths
+    ]
+
+
+def _read_parts(
+    storage: Storage,
+    places: Sequence[tuple[Tensor, str]],
+    copies: Sequence[Leaf],
+    parts: Iterable[Part],
+) -> Generator[Values, None, None]:
+    for part in parts:
+        tensor, file = places[part.leaf]
+        stored = dtype_of(tensor.dtype)
+        out = np.empty(part.box.shape, stored)
+        everything = _box.whole(tensor.shape)
+        # A chunk of the copy is one run of the file, so its first element says where it begins.
+        first = int(np.ravel_multi_index(part.box.start, everything.shape)) if part.box.start else 0
+        try:
+            storage.read_into(
+                file, tensor.offset + first * stored.itemsize, [out.reshape(-1).view(np.uint8)]
+            )
+        except EOFError as error:
+            raise CorruptCheckpoint(f"{file} became shorter: {error}", file=file) from error
+        yield as_stored(out, copies[part.leaf])

@@ -1,0 +1,439 @@
+"""A tree to be copied, as a stream: first its leaves, then their values in parts of bounded size.
+
+Where it comes from is one thing and where it goes another: a checkpoint of any kind and a
+safetensors file are read into `Leaves`, and are written from them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any, Final
+
+import numpy as np
+
+from jaxckpt._core.box import Box
+from jaxckpt._core.select import Globs, check_globs, selector
+from jaxckpt._core.text import counted
+from jaxckpt._disk import find as _discovery
+from jaxckpt._disk.chunks import copy
+from jaxckpt._disk.native import Item, read_item
+from jaxckpt._disk.reader import LeafRead, read_leaves
+from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat, UnsupportedLeaf
+from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
+from jaxckpt.format.sharding import SavedSharding
+from jaxckpt.format.tree import (
+    NAMED,
+    SEQUENCE,
+    Leaf,
+    Node,
+    Path,
+    StoredArray,
+    Tree,
+    name_problems,
+    path_text,
+)
+from jaxckpt.storage import locate
+
+_BUDGET_BYTES: Final = 64 << 20
+# What others wrote has as many chunks as its metadata say, whether they are there or not.
+_READS_AT_ONCE: Final = 1 << 10
+_ARRAY_KINDS: Final = ("array", "numpy", "generic")
+# What a save makes of a Python number, where another writer may have made less of it.
+_PYTHON_DTYPES: Final = {"int": "int64", "float": "float64", "complex": "complex128"}
+
+Values = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of the array of one leaf.
+
+    Attributes:
+        leaf: Its index in the tree.
+    """
+
+    leaf: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaves:
+    """A tree to be copied.
+
+    Attributes:
+        place: Where it comes from, for messages.
+        tree: As the copy will say it. What is `stored` of a leaf says in which parts it is best
+            read, and in what dtype it comes.
+        shardings: By name of the leaf; of all jax arrays, or of none.
+        read: Yields the values of parts, in their order.
+        check: Raises if the source was replaced since.
+        custom_metadata, lineage: For the copy.
+    """
+
+    place: str
+    tree: Tree
+    read: Callable[[Iterable[Part]], Generator[Values, None, None]]
+    check: Callable[[], None]
+    lineage: Mapping[str, Any]
+    shardings: Mapping[str, SavedSharding] = field(default_factory=dict)
+    custom_metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_with_parts(
+    source: Leaves, make_parts: Callable[[], Iterable[Part]]
+) -> Generator[tuple[Part, Values], None, None]:
+    """The parts with their values.
+
+    They are made while they are read: nobody knows how many another writer describes.
+    """
+    with closing(source.read(make_parts())) as values:
+        for part in make_parts():
+            yield part, next(values)  # in no variable, which would keep it while the next is read
+
+
+def floating(dtype: Any) -> str | None:  # whatever numpy takes for a dtype
+    """The name of a floating-point dtype; ValueError for another one.
+
+    Example:
+        >>> floating("bfloat16"), floating(np.float32)
+        ('bfloat16', 'float32')
+    """
+    if dtype is None:
+        return None
+    # Also by names that numpy has none for.
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    if not _is_floating(name) or name not in STORABLE_DTYPES | AS_BYTES_DTYPES:
+        raise ValueError(f"dtype={name!r} is no floating-point dtype, and only those are cast")
+    return name
+
+
+def _is_floating(name: str) -> bool:
+    return name.startswith(("float", "bfloat"))
+
+
+def of_checkpoint(
+    src: str | os.PathLike[str],
+    *,
+    item: str | None,
+    only: Globs,
+    skip: Globs,
+    dtype: str | None,
+    by: str,
+) -> Leaves:
+    """The tree of a checkpoint, or a part of it; `dtype` for all floating-point arrays.
+
+    Args:
+        by: What is done with it, for the lineage.
+
+    Raises:
+        CheckpointNotFound: there is no committed checkpoint at `src`.
+        CorruptCheckpoint: its metadata are damaged.
+        UnsupportedLeaf: a leaf that cannot be copied.
+    """
+    storage, where = locate(src)
+
+    def read() -> Item:
+        found = _discovery.find(storage, where)
+        name = _discovery.choose_item(found, item)
+        if _discovery.json_file(storage, found.items[name]) is not None:
+            raise UnsupportedFormat(f"item {name!r} of {found.path} is JSON, and no tree")
+        return read_item(found, name)
+
+    saved = _discovery.consistently(storage, where, read)
+    found = saved.checkpoint
+    check_globs(only, skip, [leaf.path for leaf in saved.tree.leaves], place=found.path)
+    selected = selector(only, skip)
+    chosen = [leaf for leaf in saved.tree.leaves if selected(leaf.path)]
+    if not chosen:
+        raise ValueError(f"only={only!r}, skip={skip!r} leave no leaf of {found.path}")
+    check_leaves(chosen, [], saved.path)  # first: they may be nested deeper than anything holds
+    root = _pruned(saved.tree.root, (), {leaf.path for leaf in chosen})[1]
+    if not saved.tree.typed:
+        root = plain_root(chosen)
+    sources = _in_order(chosen, root, saved.path)
+    held = {i: held for i, leaf in enumerate(sources) if (held := _held(leaf)) is not None}
+    tree = Tree(
+        leaves=tuple(_copied(leaf, held.get(i), dtype) for i, leaf in enumerate(sources)),
+        root=root,
+        typed=True,
+        custom_metadata=saved.tree.custom_metadata,
+    )
+    check_leaves(tree.leaves, _problems(tree.leaves), saved.path)
+    return Leaves(
+        place=saved.path,
+        tree=tree,
+        shardings=_shardings(saved, sources, tree.leaves),
+        read=partial(_read_current, saved, sources, tree.leaves, held),
+        check=partial(_discovery.check_current, found),
+        custom_metadata=found.step.custom_metadata or {},
+        lineage={
+            "by": by,
+            "path": found.path,
+            "token": found.record.token if found.record is not None else None,
+        },
+    )
+
+
+def check_leaves(leaves: Sequence[Leaf], problems: Sequence[str], place: str) -> None:
+    """Raises UnsupportedLeaf that tells all problems at once, also those of the leaves' names."""
+    found = [*problems, *name_problems([leaf.path for leaf in leaves])]
+    if found:
+        raise UnsupportedLeaf(
+            f"{place}: {counted(len(found), 'leaf')} cannot be copied, and nothing was written:\n"
+            + "\n".join(found[:50])
+            + "\nLeave them out: skip=[...]."
+        )
+
+
+def _problems(leaves: Sequence[Leaf]) -> list[str]:
+    known = STORABLE_DTYPES | AS_BYTES_DTYPES
+    return [
+        f"  {leaf.text}: {'is `...`, which has no value' if not leaf.has_array else leaf.dtype}"
+        for leaf in leaves
+        if leaf.kind == "ellipsis" or (leaf.has_array and leaf.array.dtype not in known)
+    ]
+
+
+# --- containers ------------------------------------------------------------------------------
+
+
+def _pruned(node: Node | None, path: Path, chosen: set[Path]) -> tuple[bool, Node | None]:
+    """The containers of the leaves that were chosen, as `restore` makes them, and whether any was.
+
+    A list, tuple or class that lacks a child becomes a dict.
+    """
+    if node is None:
+        return path in chosen, None
+    keys = node.keys if node.keys is not None else (None,) * len(node.names)
+    kept = [
+        (name, key, child)
+        for name, key, (is_there, child) in zip(
+            node.names,
+            keys,
+            [
+                _pruned(child, (*path, name), chosen)
+                for name, child in zip(node.names, node.children, strict=True)
+            ],
+            strict=True,
+        )
+        if is_there
+    ]
+    if len(kept) == len(node.names):
+        return bool(kept), replace(node, children=tuple(child for _, _, child in kept))
+    is_dict = node.type in ("dict", "odict")
+    part = Node(
+        type=node.type if is_dict else "dict",
+        names=tuple(name for name, _, _ in kept),
+        keys=None if node.keys is None else tuple(key for _, key, _ in kept),
+        children=tuple(child for _, _, child in kept),
+    )
+    return bool(kept), part
+
+
+def plain_root(leaves: Sequence[Leaf]) -> Node | None:
+    """Lists and dicts, from the key types alone.
+
+    Raises:
+        CorruptCheckpoint: the leaves are not of one tree.
+    """
+    kinds: dict[Path, int] = {}
+    top: dict[str, Any] = {}
+    for leaf in leaves:
+        for depth, kind in enumerate(leaf.key_types):
+            if kinds.setdefault(leaf.path[:depth], kind) != kind:
+                raise _no_tree(leaf, leaf.path[:depth], "is a list to one and a dict to another")
+        node: Any = top
+        for name in leaf.path[:-1]:
+            node = node.setdefault(name, {})
+            if node is None:
+                raise _no_tree(leaf, leaf.path, "lies below another leaf")
+        if leaf.path and node.setdefault(leaf.path[-1], None) is not None:
+            raise _no_tree(leaf, leaf.path, "lies above another leaf")
+    if len(leaves) == 1 and not leaves[0].path:
+        return None
+    return _plain_node(top, (), kinds)
+
+
+def _no_tree(leaf: Leaf, path: Path, what: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(f"{path_text(path)} {what}", leaf=leaf.text)
+
+
+def _plain_node(children: Mapping[str, Any], path: Path, kinds: Mapping[Path, int]) -> Node:
+    names = list(children)
+    in_order = sorted(names, key=lambda name: (len(name), name))
+    is_list = kinds.get(path) == SEQUENCE and all(n == str(i) for i, n in enumerate(in_order))
+    names = in_order if is_list else names
+    return Node(
+        type="list" if is_list else "dict",
+        names=tuple(names),
+        children=tuple(
+            None if children[name] is None else _plain_node(children[name], (*path, name), kinds)
+            for name in names
+        ),
+    )
+
+
+def _in_order(leaves: Sequence[Leaf], root: Node | None, place: str) -> list[Leaf]:
+    """The leaves in the order of their containers, with the key types of these."""
+    by_path = {leaf.path: leaf for leaf in leaves}
+    found = [
+        replace(
+            by_path[path],
+            key_types=tuple(new or old for new, old in zip(types, leaf.key_types, strict=True)),
+        )
+        for path, types in _walk(root, (), ())
+        if (leaf := by_path.get(path)) is not None
+    ]
+    if len(found) != len(leaves):
+        raise CorruptCheckpoint(f"{place}: its containers do not hold its leaves", file=place)
+    return found
+
+
+# 0: as it was.
+_KEY_TYPES: Final = {"list": SEQUENCE, "tuple": SEQUENCE, "dict": NAMED, "odict": NAMED, "class": 0}
+
+
+def _walk(
+    node: Node | None, path: Path, types: tuple[int, ...]
+) -> Iterator[tuple[Path, tuple[int, ...]]]:
+    if node is None:
+        yield path, types
+        return
+    for name, child in zip(node.names, node.children, strict=True):
+        yield from _walk(child, (*path, name), (*types, _KEY_TYPES[node.type]))
+
+
+def _shardings(
+    saved: Item, sources: Sequence[Leaf], copies: Sequence[Leaf]
+) -> dict[str, SavedSharding]:
+    """None at all if one is not known: a reader of Orbax fails on a file that lacks one."""
+    found = {
+        copied.name: saved.shardings.get(source.name)
+        for source, copied in zip(sources, copies, strict=True)
+        if copied.kind in ("array", "key")
+    }
+    known = {name: sharding for name, sharding in found.items() if sharding is not None}
+    if len(known) < len(found):
+        return {}
+    # What jax called CPU devices until 0.5; every Orbax knows it, only new ones know `cpu:0`.
+    return {
+        name: replace(sharding, device=sharding.device.replace("cpu:", "TFRT_CPU_"))
+        for name, sharding in known.items()
+    }
+
+
+# --- values ----------------------------------------------------------------------------------
+
+
+def _held(leaf: Leaf) -> Values | None:
+    """The array of a leaf whose value the metadata hold, if the copy is to hold an array."""
+    value = leaf.value
+    if isinstance(value, np.ndarray):
+        return value.astype(value.dtype.newbyteorder("="), copy=False)
+    if isinstance(value, bytes):
+        return np.frombuffer(value, np.uint8)
+    # Orbax finds the text by a JSON pointer, in which a bare `~` has another meaning.
+    if isinstance(value, str) and leaf.kind == "str" and any("~" in name for name in leaf.path):
+        return np.frombuffer(value.encode(), np.uint8)
+    return None
+
+
+def _copied(leaf: Leaf, held: Values | None, dtype: str | None) -> Leaf:
+    """A leaf as the copy will have it; `stored` says in what parts and dtype it is read."""
+    leaf = replace(leaf, alias=None)
+    if held is not None:
+        chunk_shape = tuple(max(1, n) for n in held.shape)
+        stored = StoredArray(shape=held.shape, dtype=held.dtype.name, chunk_shape=chunk_shape)
+        leaf = replace(leaf, value=None, stored=stored)
+        if leaf.kind in ("str", "bytes"):
+            leaf = replace(leaf, dtype="uint8", shape=())
+    return with_dtype(leaf, dtype)
+
+
+def with_dtype(leaf: Leaf, dtype: str | None) -> Leaf:
+    """A leaf that is to be read in this dtype if it is a floating-point array."""
+    if not leaf.has_array:
+        return leaf
+    name = leaf.dtype
+    if leaf.kind in _ARRAY_KINDS and dtype is not None and _is_floating(name):
+        name = dtype
+    elif leaf.kind in _PYTHON_DTYPES and name != "uint64":
+        name = _PYTHON_DTYPES[leaf.kind]
+    if name == leaf.dtype:
+        return leaf
+    as_stored = "uint8" if name in AS_BYTES_DTYPES else name
+    return replace(leaf, dtype=name, stored=replace(leaf.array, dtype=as_stored))
+
+
+def _read_current(
+    saved: Item,
+    sources: Sequence[Leaf],
+    copies: Sequence[Leaf],
+    held: Mapping[int, Values],
+    parts: Iterable[Part],
+) -> Generator[Values, None, None]:
+    try:
+        yield from _read(saved, sources, copies, held, parts)
+    except CorruptCheckpoint:
+        _discovery.check_current(saved.checkpoint)  # what was replaced is not damaged
+        raise
+
+
+def _read(
+    saved: Item,
+    sources: Sequence[Leaf],
+    copies: Sequence[Leaf],
+    held: Mapping[int, Values],
+    parts: Iterable[Part],
+) -> Generator[Values, None, None]:
+    # To look up where our chunks lie takes time, so once for all; others we read in turns.
+    most = None if saved.ours else _READS_AT_ONCE
+    parts = iter(parts)
+    while some := list(islice(parts, most)):
+        reads = [
+            LeafRead(
+                leaf=sources[part.leaf],
+                boxes=(part.box,),
+                dtype=_read_dtype(sources[part.leaf], copies[part.leaf]),
+            )
+            for part in some
+            if part.leaf not in held
+        ]
+        with closing(read_leaves(saved, reads, budget_bytes=_BUDGET_BYTES)) as buffers:
+            for part in some:
+                source, wanted = sources[part.leaf], copies[part.leaf]
+                if part.leaf in held:
+                    values = held[part.leaf][part.box.slices]
+                else:
+                    values = next(buffers)[part.box]
+                    if source.dtype in AS_BYTES_DTYPES and source.kind != "key":
+                        values = values.view(dtype_of(source.dtype))
+                yield as_stored(values, wanted)
+                del values  # before the next one comes
+
+
+def _read_dtype(source: Leaf, wanted: Leaf) -> np.dtype[Any]:
+    """The reader casts, but not what is stored as the bytes of another dtype."""
+    as_bytes = {source.dtype, wanted.dtype} & AS_BYTES_DTYPES
+    return dtype_of(source.array.dtype if as_bytes else wanted.array.dtype)
+
+
+def as_stored(values: Values, wanted: Leaf) -> Values:
+    """The values in the dtype that is stored; one that zarr lacks as its bytes."""
+    stored = dtype_of(wanted.array.dtype)
+    if wanted.kind != "key" and wanted.dtype in AS_BYTES_DTYPES:
+        return _as(values, dtype_of(wanted.dtype)).view(stored)
+    return _as(values, stored)
+
+
+def _as(values: Values, dtype: np.dtype[Any]) -> Values:
+    if values.dtype == dtype:
+        return values
+    out = np.empty(values.shape, dtype)
+    copy(out, values)
+    return out

@@ -1,0 +1,413 @@
+"""Who writes which chunk, and what is read for which shard. Frozen data from pure functions.
+
+Every process computes the plan of a save from the same shapes and shardings, so the processes agree
+without exchanging it, and it can be tested for any number of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise, product
+from typing import TYPE_CHECKING, Any, Final
+
+from jaxckpt._core import box as _box
+from jaxckpt._core.box import Box
+from jaxckpt.format.arrays import MAX_UNIT_BYTES, inner_shape
+from jaxckpt.format.tree import StoredArray
+
+if TYPE_CHECKING:
+    import jax
+
+# Below this a slice costs its writer more in requests than the balance gains.
+MIN_SLICE_BYTES: Final = 1 << 20
+_MAX_KEPT_CHUNKS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The processes that hold a shard, ascending. Hashed once: there may be thousands."""
+
+    processes: tuple[int, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self.processes))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class Grid:
+    """Who holds which shard, for all arrays that are cut into as many shards alike.
+
+    What one process asks costs what that process holds, not what the job holds.
+
+    Args:
+        holders: By the shard's index in the grid of shards.
+    """
+
+    def __init__(self, holders: Mapping[tuple[int, ...], Group]) -> None:
+        mine: dict[int, list[tuple[tuple[int, ...], Group]]] = {}
+        for index, group in sorted(holders.items(), key=lambda item: item[0]):
+            for process in group.processes:
+                mine.setdefault(process, []).append((index, group))
+        self._mine = mine
+        counts = {len(group.processes) for group in holders.values()}
+        self.copies: Final = counts.pop() if len(counts) == 1 else None  # None: they differ
+        self.only: Final = next(iter(mine)) if len(mine) == 1 else None  # the process that has all
+
+    def of(self, process: int) -> Sequence[tuple[tuple[int, ...], Group]]:
+        """The shards that a process holds, in order."""
+        return self._mine.get(process, ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where the shards of one array are.
+
+    Attributes:
+        shard_shape: All shards have this shape.
+        grid: Who holds which.
+    """
+
+    shard_shape: tuple[int, ...]
+    grid: Grid
+
+    def box(self, index: tuple[int, ...]) -> Box:
+        """The shard at an index of the grid."""
+        start = tuple(map(operator.mul, index, self.shard_shape))
+        return Box(start, tuple(map(operator.add, start, self.shard_shape)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArraySpec:
+    """What a plan needs to know of one array.
+
+    Attributes:
+        shape: Global.
+        dtype: As stored, TensorStore's name.
+        itemsize: Bytes for each element.
+        placement: None for a value of the host, which process 0 writes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    placement: Placement | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """One chunk for this process to write.
+
+    Attributes:
+        array: Index of the array in the plan.
+        box: The chunk, in the global array.
+        shard: The shard that holds it, in the global array.
+    """
+
+    array: int
+    box: Box
+    shard: Box
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePlan:
+    """How a tree is stored, and which chunks of it this process writes.
+
+    Attributes:
+        stored: One for each array.
+        writes: This process's chunks, in the order of the arrays.
+        total_bytes: Of `writes`, uncompressed.
+    """
+
+    stored: tuple[StoredArray, ...]
+    writes: tuple[Write, ...]
+    total_bytes: int
+
+
+@lru_cache(maxsize=1 << 14)
+def placement_of(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], process_of: Callable[[Any], int]
+) -> Placement:
+    """The shards of an array of `shape` under `sharding`, and who holds them."""
+    from jax.sharding import NamedSharding
+
+    shard_shape = sharding.shard_shape(shape)
+    # On a mesh it depends only on how often each dimension is cut: thousands of devices are asked
+    # once for all shapes.
+    counts = tuple(n // part if part else 0 for n, part in zip(shape, shard_shape, strict=True))
+    if isinstance(sharding, NamedSharding) and 0 not in counts:
+        return Placement(shard_shape=shard_shape, grid=_grid_of(sharding, counts, process_of))
+    return Placement(shard_shape=shard_shape, grid=_grid_of(sharding, shape, process_of))
+
+
+@lru_cache(maxsize=1 << 12)
+def _grid_of(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], process_of: Callable[[Any], int]
+) -> Grid:
+    shard_shape = sharding.shard_shape(shape)
+    holders: dict[tuple[int, ...], set[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        start = _box.from_index(index, shape).start
+        at = tuple(a // max(1, part) for a, part in zip(start, shard_shape, strict=True))
+        holders.setdefault(at, set()).add(process_of(device))
+    return Grid({at: Group(tuple(sorted(held))) for at, held in holders.items()})
+
+
+def plan_save(arrays: Sequence[ArraySpec], *, process: int) -> SavePlan:
+    """Decides how each array is chunked and which chunks this process writes.
+
+    Every element belongs to exactly one chunk, and every chunk to exactly one process. A chunk is a
+    device shard. Where R processes replicate the shards of an array, each writes 1/R of every shard
+    if a dimension divides by R and the slice has at least `MIN_SLICE_BYTES`; else whole shards go
+    to whichever of the holders has the fewest bytes so far.
+
+    Args:
+        arrays: In tree order, the same on every process.
+        process: Index of the caller.
+
+    Example:
+        >>> placement = Placement(shard_shape=(2,), grid=Grid({(0,): Group((0,))}))
+        >>> spec = ArraySpec(shape=(2,), dtype="int8", itemsize=1, placement=placement)
+        >>> plan_save([spec], process=0).writes[0].box
+        Box(start=(0,), stop=(2,))
+    """
+    stored, writes, total = [], [], 0
+    loads = _Loads()
+    for i, array in enumerate(arrays):
+        if array.placement is None:
+            chunk_shape, owned = array.shape, _host_chunks(array, process)
+        else:
+            chunk_shape, owned = _device_chunks(array, array.placement, process, loads)
+        # zarr has no chunk of size zero; an empty array has none at all.
+        chunk_shape = tuple(max(1, n) for n in chunk_shape)
+        stored.append(
+            StoredArray(
+                shape=array.shape,
+                dtype=array.dtype,
+                chunk_shape=chunk_shape,
+                inner_shape=inner_shape(chunk_shape, array.itemsize),
+            )
+        )
+        writes += [Write(array=i, box=box, shard=shard) for box, shard in owned if box.size]
+        total += sum(box.size for box, _ in owned) * array.itemsize
+    return SavePlan(stored=tuple(stored), writes=tuple(writes), total_bytes=total)
+
+
+class _Loads:
+    """Which of several processes has the fewest bytes, for each group that shares shards."""
+
+    def __init__(self) -> None:
+        self._heaps: dict[Group, list[tuple[int, int]]] = {}
+
+    def take(self, group: Group, size: int) -> int:
+        if len(group.processes) == 1:
+            return group.processes[0]
+        heap = self._heaps.get(group)
+        if heap is None:
+            heap = self._heaps[group] = [(0, process) for process in group.processes]
+        load, process = heap[0]
+        heapq.heapreplace(heap, (load + size, process))
+        return process
+
+
+def _host_chunks(array: ArraySpec, process: int) -> list[tuple[Box, Box]]:
+    everything = _box.whole(array.shape)
+    return [(everything, everything)] if process == 0 else []
+
+
+def _device_chunks(
+    array: ArraySpec, placement: Placement, process: int, loads: _Loads
+) -> tuple[tuple[int, ...], list[tuple[Box, Box]]]:
+    shard_shape = placement.shard_shape
+    mine = placement.grid.of(process)
+    shard_bytes = math.prod(shard_shape) * array.itemsize
+    axis, parts = _slicing(placement, shard_bytes)
+    if parts == 1:
+        owned = [
+            (placement.box(index), placement.box(index))
+            for index, group in mine
+            if loads.take(group, shard_bytes) == process
+        ]
+        return shard_shape, owned
+    chunk_shape = (*shard_shape[:axis], shard_shape[axis] // parts, *shard_shape[axis + 1 :])
+    owned = []
+    for index, group in mine:
+        box = placement.box(index)
+        owned.append((_slice(box, axis, group.processes.index(process), parts), box))
+    return chunk_shape, owned
+
+
+def _slicing(placement: Placement, shard_bytes: int) -> tuple[int, int]:
+    """The axis to cut and the number of slices; one slice where cutting is no use."""
+    parts = placement.grid.copies or 1
+    if parts == 1 or shard_bytes // parts < MIN_SLICE_BYTES:
+        return 0, 1
+    axes = [axis for axis, size in enumerate(placement.shard_shape) if size % parts == 0]
+    return (axes[0], parts) if axes else (0, 1)
+
+
+def _slice(box: Box, axis: int, part: int, parts: int) -> Box:
+    step = (box.stop[axis] - box.start[axis]) // parts
+    start = box.start[axis] + part * step
+    return Box(
+        (*box.start[:axis], start, *box.start[axis + 1 :]),
+        (*box.stop[:axis], start + step, *box.stop[axis + 1 :]),
+    )
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRead:
+    """One stored chunk to read whole, and where its values go.
+
+    Attributes:
+        index: In the grid of chunks.
+        parts: For each target that needs some of it: the index of the target, where in the target
+            those values go, and where in the chunk they are.
+        count: Elements of the chunk.
+        is_whole: Whether one target takes all of it.
+    """
+
+    index: tuple[int, ...]
+    parts: tuple[tuple[int, tuple[Any, ...], tuple[Any, ...]], ...]
+    count: int
+    is_whole: bool
+
+
+def count_chunks(chunk_shape: Sequence[int], targets: Sequence[Box]) -> int:
+    """How many chunks each target touches, in all.
+
+    Example:
+        >>> count_chunks((4,), [Box((2,), (6,)), Box((0,), (1,))])
+        3
+    """
+    return sum(
+        math.prod(
+            -(-b // n) - a // n
+            for a, b, n in zip(target.start, target.stop, chunk_shape, strict=True)
+        )
+        for target in targets
+    )
+
+
+def plan_chunks(chunk_shape: tuple[int, ...], targets: tuple[Box, ...]) -> tuple[ChunkRead, ...]:
+    """Covers `targets` with whole chunks, each of them once.
+
+    Example:
+        >>> [read.index for read in plan_chunks((4,), (Box((2,), (6,)),))]
+        [(0,), (1,)]
+    """
+    # Thousands of small arrays are alike. The plan of a large one is used once.
+    few = count_chunks(chunk_shape, targets) <= _MAX_KEPT_CHUNKS
+    return (_plan_few if few else _plan_chunks)(chunk_shape, targets)
+
+
+def _plan_chunks(chunk_shape: tuple[int, ...], targets: tuple[Box, ...]) -> tuple[ChunkRead, ...]:
+    parts: dict[tuple[int, ...], list[tuple[int, tuple[Any, ...], tuple[Any, ...]]]] = {}
+    whole: set[tuple[int, ...]] = set()
+    for i, target in enumerate(targets):
+        for index, chunk in _box.tile(target, chunk_shape):
+            part = chunk.intersect(target)
+            if part is not None:
+                parts.setdefault(index, []).append((i, part.within(target), part.within(chunk)))
+                if part == chunk:
+                    whole.add(index)
+    count = math.prod(chunk_shape)
+    return tuple(
+        ChunkRead(
+            index=index,
+            parts=tuple(where),
+            count=count,
+            is_whole=len(where) == 1 and index in whole,
+        )
+        for index, where in parts.items()
+    )
+
+
+_plan_few: Final = lru_cache(maxsize=1 << 10)(_plan_chunks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """One region of a stored array to read, once, and where its values go.
+
+    Attributes:
+        box: In the global array.
+        parts: Index of a target, and the part of `box` that belongs to it.
+    """
+
+    box: Box
+    parts: tuple[tuple[int, Box], ...]
+
+
+def plan_reads(stored: StoredArray, itemsize: int, targets: Sequence[Box]) -> list[Read]:
+    """Covers `targets`, which do not overlap, with reads of about `MAX_UNIT_BYTES` at most.
+
+    No stored unit (chunk or inner chunk) is touched by two reads: what is read once may have to be
+    divided among several targets.
+
+    Example:
+        >>> stored = StoredArray(shape=(4,), dtype="int8", chunk_shape=(4,))
+        >>> plan_reads(stored, 1, [Box((0,), (2,)), Box((2,), (4,))])[0].box
+        Box(start=(0,), stop=(4,))
+    """
+    unit = stored.unit_shape
+    cuts = [
+        sorted({c for t in targets for c in _unit_bounds(t.start[d], t.stop[d], unit[d], size)})
+        for d, size in enumerate(stored.shape)
+    ]
+    cells: dict[Box, list[tuple[int, Box]]] = {}
+    for i, target in enumerate(targets):
+        for cell in _cells(cuts, target):
+            part = cell.intersect(target)
+            if part is not None:
+                cells.setdefault(cell, []).append((i, part))
+    reads = []
+    for parts in cells.values():
+        box = _box.hull([part for _, part in parts])
+        if box.size * itemsize <= MAX_UNIT_BYTES:
+            reads.append(Read(box=box, parts=tuple(parts)))
+        else:
+            reads += _pieces(box, parts, unit, itemsize)
+    return reads
+
+
+def _unit_bounds(start: int, stop: int, unit: int, size: int) -> tuple[int, ...]:
+    """The unit bounds at, below and above both ends of a range."""
+    ends = [n for end in (start, stop) for n in (end // unit * unit, -(-end // unit) * unit)]
+    return tuple(min(n, size) for n in ends)
+
+
+def _cells(cuts: Sequence[Sequence[int]], target: Box) -> list[Box]:
+    """The boxes between neighbouring cuts that touch `target`."""
+    ranges = []
+    for dim, start, stop in zip(cuts, target.start, target.stop, strict=True):
+        ranges.append([(a, b) for a, b in pairwise(dim) if a < stop and start < b])
+    return [
+        Box(tuple(a for a, _ in sides), tuple(b for _, b in sides)) for sides in product(*ranges)
+    ]
+
+
+def _pieces(
+    box: Box, parts: Sequence[tuple[int, Box]], unit: Sequence[int], itemsize: int
+) -> list[Read]:
+    """Cuts a region that several targets need into reads of whole units."""
+    tile_shape = list(unit)
+    for axis in reversed(range(len(tile_shape))):
+        room = MAX_UNIT_BYTES // (math.prod(tile_shape) * itemsize)
+        tile_shape[axis] *= max(1, min(room, -(-box.shape[axis] // unit[axis])))
+    reads = []
+    for _, piece in _box.tile(box, tile_shape):
+        inside = [(i, overlap) for i, part in parts if (overlap := piece.intersect(part))]
+        if inside:
+            reads.append(Read(box=_box.hull([b for _, b in inside]), parts=tuple(inside)))
+    return reads

@@ -1,0 +1,1 @@
+"""One checkpoint on disk: found, read, written, committed."""

@@ -1,0 +1,229 @@
+"""Writes one process's share of a tree's arrays into its database."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+
+from jaxckpt._core.box import Box
+from jaxckpt._core.plan import SavePlan
+from jaxckpt._disk.checksums import starts_of, stored_sums, units_in
+from jaxckpt.errors import SaveFailed, UnsupportedLeaf
+from jaxckpt.format import jsontext, names, sharding, step, tree
+from jaxckpt.format.arrays import (
+    CRC_BYTES,
+    PLAIN_DTYPES,
+    chunk_key,
+    dtype_of,
+    encode_chunk,
+    metadata_key,
+    zarr3_metadata,
+)
+from jaxckpt.format.sharding import SavedSharding
+from jaxckpt.format.tree import Leaf, StoredArray, Tree
+from jaxckpt.storage import Storage
+
+# To open an array costs TensorStore more than to write a small chunk, whose bytes are easily made
+# without it. A larger one is better left to it: it neither copies it more than once nor holds the
+# interpreter's lock.
+_MAX_DIRECT_BYTES: Final = 256 << 10
+
+
+@lru_cache(maxsize=1 << 12)
+def is_direct(stored: StoredArray) -> bool:
+    """Whether the chunks of an array are written as values of the database."""
+    if stored.inner_shape is not None or stored.dtype not in PLAIN_DTYPES:
+        return False
+    return math.prod(stored.chunk_shape) * dtype_of(stored.dtype).itemsize <= _MAX_DIRECT_BYTES
+
+
+@lru_cache(maxsize=1 << 12)
+def _encode(stored: StoredArray) -> bytes:
+    return jsontext.dumps(zarr3_metadata(stored))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requests:
+    """What one process asks of the database, but for the values.
+
+    Attributes:
+        described: Key and bytes of the metadata of arrays whose chunks are direct.
+        arrays: The others: prefix and how they lie, by index of the array in the plan.
+        direct: For each direct chunk its key, and of which shard (by index of the source) it is
+            which part; None for all of it.
+        written: For each other chunk its array, its place there, the shard and the part.
+        units: The numbers of the direct chunks among all chunks and inner chunks of the tree, and
+            then of those in the others: see `_sums`.
+        indexes: Of the other chunks, in their arrays.
+        unit_count: Of all chunks and inner chunks of the tree, whoever writes them.
+    """
+
+    described: tuple[tuple[str, bytes], ...]
+    arrays: Mapping[int, tuple[str, StoredArray]]
+    direct: tuple[tuple[str, int, tuple[Any, ...] | None], ...]
+    written: tuple[tuple[int, tuple[slice, ...], int, tuple[Any, ...] | None], ...]
+    units: tuple[int, ...]
+    indexes: tuple[tuple[int, ...], ...]
+    unit_count: int
+
+
+def plan_requests(
+    prefixes: Sequence[str], plan: SavePlan, sources: Mapping[tuple[int, Box], int]
+) -> Requests:
+    """What to ask of the database.
+
+    Args:
+        prefixes: Of each array's keys.
+        sources: The index of each shard that the plan's writes are of.
+    """
+    described, arrays, direct, written = [], {}, [], []
+    direct_units, written_units, indexes = [], [], []
+    starts = list(starts_of(plan.stored))
+    for i, (prefix, stored) in enumerate(zip(prefixes, plan.stored, strict=True)):
+        if is_direct(stored):
+            described.append((prefix + metadata_key(3), _encode(stored)))
+        else:
+            arrays[i] = prefix, stored
+    for write in plan.writes:
+        source = sources[write.array, write.shard]
+        part = None if write.box == write.shard else write.box.within(write.shard)
+        stored, first = plan.stored[write.array], starts[write.array]
+        index = tuple(a // n for a, n in zip(write.box.start, stored.chunk_shape, strict=True))
+        units = (first + unit for unit in units_in(stored, index))
+        if write.array in arrays:
+            written.append((write.array, write.box.slices, source, part))
+            written_units += units
+            indexes.append(index)
+        else:
+            direct.append((prefixes[write.array] + chunk_key(index), source, part))
+            direct_units += units
+    return Requests(
+        described=tuple(described),
+        arrays=arrays,
+        direct=tuple(direct),
+        written=tuple(written),
+        units=(*direct_units, *written_units),
+        indexes=tuple(indexes),
+        unit_count=starts[-1],
+    )
+
+
+def metadata_files(saved: Tree, shardings: Mapping[str, SavedSharding]) -> dict[str, bytes]:
+    """The metadata files of a tree, by name in its item.
+
+    Raises:
+        UnsupportedLeaf: two text leaves cannot both be stored.
+    """
+    files = {names.TREE_METADATA: tree.encode(saved)}
+    if any(leaf.value is not None for leaf in saved.leaves):
+        files[names.STRINGS] = texts_of(saved.leaves)
+    if shardings:
+        files[names.SHARDING] = sharding.encode(shardings)
+    device = {
+        leaf.name: (leaf.stored.chunk_shape, leaf.key_impl)
+        for leaf in saved.leaves
+        if leaf.kind in ("array", "key") and leaf.stored is not None
+    }
+    if device:
+        files[f"{names.ARRAY_METADATAS}/process_0"] = step.encode_array_metadatas(device)
+    return files
+
+
+def texts_of(leaves: Sequence[Leaf]) -> bytes:
+    """The file of all text leaves; UnsupportedLeaf if two cannot both be stored."""
+    texts = {leaf.name: leaf.value for leaf in leaves if leaf.value is not None}
+    try:
+        return step.encode_strings(texts)
+    except ValueError as error:
+        raise UnsupportedLeaf(f"two str leaves cannot both be stored: {error}") from error
+
+
+def write_arrays(
+    storage: Storage,
+    database: str,
+    requests: Requests,
+    snapshot: Sequence[np.ndarray[Any, Any]],
+    *,
+    describe: bool,
+) -> list[int]:
+    """Writes this process's chunks, in one atomic transaction; on disk when it returns.
+
+    Args:
+        database: Directory of the database; made if there is anything to write.
+        snapshot: The values of each shard.
+        describe: Whether to write the arrays' metadata too; one process does.
+
+    Returns:
+        The checksum of each of `requests.units`.
+    """
+    from jaxckpt.storage._arrays import Reader, Writer
+
+    has_metadata = describe and (requests.described or requests.arrays)
+    sums: list[int] = []
+    if not (requests.direct or requests.written or has_metadata):
+        return sums
+    storage.make_dir(database)
+    writer = Writer(storage.kvstore(database))
+    try:
+        opened = {}
+        if describe:
+            for key, data in requests.described:
+                writer.put(key, data)
+            for i, (prefix, stored) in requests.arrays.items():
+                opened[i] = writer.create_array(prefix, zarr3_metadata(stored))
+        for i, where, source, part in requests.written:
+            if i not in opened:
+                prefix, stored = requests.arrays[i]
+                opened[i] = writer.array(prefix, zarr3_metadata(stored))
+            values = snapshot[source]
+            writer.write(opened[i], where, values if part is None else values[part])
+        for key, source, part in requests.direct:
+            values = snapshot[source]
+            data = encode_chunk(values if part is None else values[part])
+            sums.append(int.from_bytes(data[-CRC_BYTES:], "little"))
+            writer.put(key, data)
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
+    if requests.written:
+        chunks = [
+            (*requests.arrays[write[0]], index)
+            for write, index in zip(requests.written, requests.indexes, strict=True)
+        ]
+        reader = Reader(storage.kvstore(database), database=True)
+        for of_chunk in stored_sums(reader, chunks):
+            sums += of_chunk
+    return sums
+
+
+def database_of(item_path: str, process: int, count: int) -> str:
+    """Where a process writes: its own database, or the only one."""
+    return item_path if count == 1 else f"{item_path}/{names.process_database(process)}"
+
+
+def merge(storage: Storage, item_path: str, writers: Sequence[int]) -> None:
+    """Makes one database of those that `writers` wrote; values stay where they are.
+
+    Raises:
+        SaveFailed: one of them is not there.
+    """
+    from jaxckpt.storage._arrays import merge_databases
+
+    databases = [f"{item_path}/{names.process_database(process)}" for process in writers]
+    unseen = [
+        process
+        for process, database in zip(writers, databases, strict=True)
+        if storage.kind(f"{database}/{names.OCDBT_MANIFEST}") is None
+    ]
+    if unseen:
+        raise SaveFailed(
+            f"{item_path}: process 0 does not see what processes {unseen} wrote. The path must be "
+            "on a file system that all hosts share."
+        )
+    merge_databases(storage.kvstore(item_path), [storage.kvstore(path) for path in databases])

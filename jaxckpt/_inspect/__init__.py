@@ -1,0 +1,1 @@
+"""Looks at checkpoints: open, verify, diff, statistics. Needs no devices."""

@@ -1,0 +1,409 @@
+"""`diff`: in what two checkpoints differ. Reads both as streams; needs no devices and no jax."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import tee
+from typing import Final, final
+
+import numpy as np
+
+from jaxckpt._core.box import Box
+from jaxckpt._core.select import Globs, check_globs, selector
+from jaxckpt._core.text import counted
+from jaxckpt._disk import find as _discovery
+from jaxckpt._disk.native import Item, read_item
+from jaxckpt._inspect.value_stream import (
+    BUDGET_BYTES,
+    Data,
+    Moments,
+    Values,
+    as_numbers,
+    blocks,
+    boxes_of,
+    data_of,
+    finite,
+    read_values,
+)
+from jaxckpt.format.tree import Leaf, Path, path_text
+from jaxckpt.storage import Storage, locate
+
+_MAX_LINES: Final = 200
+_MAX_TEXT: Final = 40
+_EMPTY: Final = {"None": "None", "Dict": "{}", "List": "[]", "Tuple": "()"}
+# Up to here float64 tells neighbouring integers apart.
+_EXACT: Final = float(1 << 53)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafDiff:
+    """One leaf that both checkpoints have, and in which they differ.
+
+    What is about the values is None where they were not compared: not asked for, not of one shape,
+    or no numbers. Of a PRNG key it is about its data.
+
+    Attributes:
+        path: Of the leaf.
+        a, b: What each has: dtype and shape, or the text itself if it is short.
+        size: How many values `a` has.
+        differing: How many differ by more than `atol + rtol * abs(b)`, or of which one is NaN.
+        max_abs: The largest difference; NaN is left out.
+        max_rel: The largest one relative to `abs(b)`; infinite where a zero became something else.
+        norm_a, norm_b, norm_diff: Roots of the sums of squares: of each side's finite values, and
+            of the finite differences.
+        nan_a, nan_b: How many NaNs each has.
+    """
+
+    path: str
+    a: str
+    b: str
+    size: int
+    differing: int | None = None
+    max_abs: float | None = None
+    max_rel: float | None = None
+    norm_a: float | None = None
+    norm_b: float | None = None
+    norm_diff: float | None = None
+    nan_a: int | None = None
+    nan_b: int | None = None
+
+    def __str__(self) -> str:
+        what = self.a if self.a == self.b else f"{self.a} -> {self.b}"
+        text = f"{self.path or '(the tree itself)'}  {what}"
+        if self.differing is None:
+            return text
+        text += f": {self.differing} of {self.size} differ"
+        if self.max_abs is None:
+            return text
+        if self.norm_diff == 0 and self.differing:
+            return f"{text}, none by a finite number; NaN {self.nan_a} -> {self.nan_b}"
+        text += f", at most by {self.max_abs:.3g} ({self.max_rel:.3g} relative)"
+        text += f"; norm {self.norm_a:.6g} -> {self.norm_b:.6g}, of the difference "
+        text += f"{self.norm_diff:.3g}"
+        return text + (f"; NaN {self.nan_a} -> {self.nan_b}" if self.nan_a or self.nan_b else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffReport:
+    """In what two trees differ. Its text is a line for each difference.
+
+    Attributes:
+        a, b: The checkpoints.
+        only_a, only_b: Paths of the leaves that one of them lacks.
+        changed: The leaves that both have, and that differ.
+        same: How many leaves do not.
+    """
+
+    a: str
+    b: str
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    changed: tuple[LeafDiff, ...]
+    same: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether they do not differ at all."""
+        return not (self.only_a or self.only_b or self.changed)
+
+    def __str__(self) -> str:
+        lines = [f"- {path or '(the tree itself)'}" for path in self.only_a]
+        lines += [f"+ {path or '(the tree itself)'}" for path in self.only_b]
+        lines += [f"! {leaf}" for leaf in self.changed]
+        count = len(lines)
+        if count > _MAX_LINES:
+            lines[_MAX_LINES:] = [f"... and {count - _MAX_LINES} more"]
+        told = "equal" if self.equal else f"{count} differ"
+        same = f"{counted(self.same, 'leaf')} the same"
+        return "\n".join([f"{self.a} -> {self.b}: {told}, {same}", *lines])
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    item: str | None = None,
+    only: Globs = None,
+    skip: Globs = None,
+    values: bool = True,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> DiffReport:
+    """Compares two checkpoints: their leaves, dtypes and shapes, and the values.
+
+    They may lie in different chunks and formats. A jax array, a numpy array and a Python number of
+    one dtype and shape are the same; so are 0.0 and -0.0, and NaNs in the same place. Where dtypes
+    differ the leaf has changed, and the values are compared as float64 or complex128; integers are
+    compared exactly.
+
+    Args:
+        a, b: Checkpoints, items of them, or runs' roots (then their newest good steps).
+        item: Which item, if there are several trees.
+        only, skip: Globs over leaf paths; a container's name means all in it.
+        values: Whether to read the values; else only what the metadata say is compared.
+        rtol, atol: Values are the same that are `numpy.isclose`.
+
+    Returns:
+        A report. Making it takes at most 256 MiB of memory, or some chunks where those are larger.
+
+    Raises:
+        CheckpointNotFound: there is no committed checkpoint at `a` or `b`.
+        CorruptCheckpoint: stored data is missing or damaged; the leaf and the file are named.
+        ValueError: `only` or `skip` matches no leaf, or the item is no tree.
+
+    Example:
+        >>> import tempfile, numpy as np, jaxckpt
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     jaxckpt.save(f"{folder}/a", {"w": np.float32([1, 2]), "step": 1})
+        ...     jaxckpt.save(f"{folder}/b", {"w": np.float32([1, 4]), "step": 1})
+        ...     report = jaxckpt.diff(f"{folder}/a", f"{folder}/b")
+        >>> print(report.changed[0])
+        w  float32[2]: 1 of 2 differ, at most by 2 (0.5 relative); norm 2.23607 -> 4.12311, of the
+        difference 2
+    """
+    if not (rtol >= 0 and atol >= 0):
+        raise ValueError(f"rtol and atol must be 0 or more, not {rtol!r} and {atol!r}")
+    (storage_a, at_a), (storage_b, at_b) = locate(a), locate(b)
+
+    def compare() -> DiffReport:
+        pair = _open(storage_a, at_a, item), _open(storage_b, at_b, item)
+        return compare_items(*pair, only=only, skip=skip, values=values, rtol=rtol, atol=atol)
+
+    return _discovery.consistently(
+        storage_a, at_a, lambda: _discovery.consistently(storage_b, at_b, compare)
+    )
+
+
+def _open(storage: Storage, where: str, item: str | None) -> Item:
+    found = _discovery.find(storage, where)
+    name = _discovery.choose_item(found, item)
+    if _discovery.json_file(storage, found.items[name]) is not None:
+        raise ValueError(f"item {name!r} of {found.path} is JSON, and no tree; compare what it is")
+    return read_item(found, name)
+
+
+def compare_items(
+    a: Item,
+    b: Item,
+    *,
+    only: Globs = None,
+    skip: Globs = None,
+    values: bool = True,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    budget_bytes: int = BUDGET_BYTES,
+) -> DiffReport:
+    """`diff`, of two trees whose metadata were read."""
+    all_a = {leaf.path: leaf for leaf in a.tree.leaves}
+    all_b = {leaf.path: leaf for leaf in b.tree.leaves}
+    check_globs(only, skip, list(all_a | all_b), place=f"{a.path}, or {b.path},")
+    chosen = selector(only, skip)
+    both = [path for path in all_a if path in all_b and chosen(path)]
+    pairs = {path: _Pair(all_a[path], all_b[path], rtol=rtol, atol=atol) for path in both}
+    if values:
+        _read(a, b, pairs, budget_bytes)
+    changed = tuple(pair.tell() for pair in pairs.values() if pair.differs)
+    return DiffReport(
+        a=a.path,
+        b=b.path,
+        only_a=tuple(path_text(p) for p in all_a if p not in all_b and chosen(p)),
+        only_b=tuple(path_text(p) for p in all_b if p not in all_a and chosen(p)),
+        changed=changed,
+        same=len(pairs) - len(changed),
+    )
+
+
+def _read(a: Item, b: Item, pairs: Mapping[Path, _Pair], budget_bytes: int) -> None:
+    """Reads the values of both, box by box."""
+    half = budget_bytes // 2
+
+    def parts() -> Iterator[tuple[_Pair, Data, Data, Box]]:
+        for pair in pairs.values():
+            if pair.data is not None:
+                pair.begin()
+                for box in boxes_of(pair.data, budget_bytes=half):
+                    yield pair, *pair.data, box
+
+    told, of_a, of_b = tee(parts(), 3)
+    wanted_a = ((pair.a, data, box) for pair, data, _, box in of_a)
+    wanted_b = ((pair.b, data, box) for pair, _, data, box in of_b)
+    with (
+        closing(read_values(a, wanted_a, budget_bytes=half)) as stream_a,
+        closing(read_values(b, wanted_b, budget_bytes=half)) as stream_b,
+    ):
+        for (pair, _, _, _), *both in zip(told, stream_a, stream_b, strict=True):
+            for block in blocks(*both):
+                pair.add(*block)
+
+
+@final
+class _Pair:
+    """A leaf that both checkpoints have, and what is known so far of how it differs."""
+
+    def __init__(self, a: Leaf, b: Leaf, *, rtol: float, atol: float) -> None:
+        self.a, self.b = a, b
+        self.data: tuple[Data, Data] | None = None  # of values that can be compared
+        data_a, data_b = data_of(a), data_of(b)
+        self._shapes = [None if data is None else data.shape for data in (data_a, data_b)]
+        self._is_text = _is_text(a)
+        # Texts are not compared with numbers, nor letter by letter if they are not of one length.
+        is_alike = self._is_text == _is_text(b) and self._shapes[0] == self._shapes[1]
+        if data_a is not None and data_b is not None and is_alike:
+            self.data = data_a, data_b
+        self._rtol, self._atol = rtol, atol
+        self._differing: int | None = None
+        self._max_abs = self._max_rel = 0.0
+        self._nan_a = self._nan_b = 0
+        self._same = Moments()  # of the blocks that are the same bit by bit
+        self._others = Moments(), Moments(), Moments()  # of a, b and their differences
+
+    @property
+    def differs(self) -> bool:
+        """Whether they differ, as far as is known."""
+        is_said = _word(self.a) != _word(self.b) or self._shapes[0] != self._shapes[1]
+        return is_said or bool(self._differing)
+
+    def begin(self) -> None:
+        """From here on the values are compared."""
+        self._differing = 0
+
+    def add(self, a: Values, b: Values) -> None:
+        """Takes a block of both, in one dimension."""
+        is_same = a.dtype == b.dtype and np.array_equal(a.view(np.uint8), b.view(np.uint8))
+        a, b = as_numbers(a), as_numbers(b)
+        if is_same:
+            numbers = finite(a)
+            self._same.add(numbers)
+            nans = int(np.count_nonzero(np.isnan(a))) if numbers.size < a.size else 0
+            self._nan_a += nans
+            self._nan_b += nans
+            return
+        found = compare_block(a, b, rtol=self._rtol, atol=self._atol)
+        self._differing = (self._differing or 0) + found.differing
+        self._max_abs = max(self._max_abs, found.max_abs)
+        self._max_rel = max(self._max_rel, found.max_rel)
+        self._nan_a += found.nan_a
+        self._nan_b += found.nan_b
+        for moments, values in zip(self._others, (a, b, found.gaps), strict=True):
+            moments.add(finite(values))
+
+    def tell(self) -> LeafDiff:
+        shape = self._shapes[0]
+        diff = LeafDiff(
+            path=self.a.text,
+            a=_shown(self.a),
+            b=_shown(self.b),
+            size=0 if shape is None else math.prod(shape),
+            differing=self._differing,
+        )
+        if self._differing is None or self._is_text:
+            return diff
+        of_a, of_b, of_gaps = self._others
+        return replace(
+            diff,
+            max_abs=self._max_abs,
+            max_rel=self._max_rel,
+            norm_a=math.hypot(self._same.norm, of_a.norm),
+            norm_b=math.hypot(self._same.norm, of_b.norm),
+            norm_diff=of_gaps.norm,
+            nan_a=self._nan_a,
+            nan_b=self._nan_b,
+        )
+
+
+# --- leaves in words -------------------------------------------------------------------------
+
+
+def _is_text(leaf: Leaf) -> bool:
+    return leaf.kind in ("str", "bytes") or isinstance(leaf.value, (str, bytes))
+
+
+def _word(leaf: Leaf) -> str:
+    """What must be the same for two leaves to be: jax or numpy is none of it."""
+    dims = "[" + ",".join(map(str, leaf.shape)) + "]"
+    if leaf.kind == "key":
+        return f"key<{leaf.key_impl}>{dims}"
+    if leaf.kind == "empty":
+        return _EMPTY.get(leaf.dtype, leaf.dtype)
+    return leaf.kind if _is_text(leaf) or data_of(leaf) is None else f"{leaf.dtype}{dims}"
+
+
+def _shown(leaf: Leaf) -> str:
+    """The same, with the value of a short text."""
+    value = leaf.value
+    if not isinstance(value, (str, bytes)):
+        return _word(leaf)
+    text = value if leaf.kind == "int" else repr(value)
+    return f"{_word(leaf)} {text if len(text) <= _MAX_TEXT else f'{text[:_MAX_TEXT]}...'}"
+
+
+# --- values ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """How two blocks of values differ; the fields are those of `LeafDiff`.
+
+    Attributes:
+        gaps: float64[n], the differences; NaN where a value is NaN.
+    """
+
+    gaps: Values
+    differing: int
+    max_abs: float
+    max_rel: float
+    nan_a: int
+    nan_b: int
+
+
+def compare_block(a: Values, b: Values, *, rtol: float, atol: float) -> Compared:
+    """Compares two blocks of one size.
+
+    Example:
+        >>> found = compare_block(np.array([1, 2]), np.array([1.0, 2.5]), rtol=0, atol=0)
+        >>> found.differing, found.max_abs, found.max_rel
+        (1, 0.5, 0.2)
+    """
+    if a.dtype.kind in "iu" and b.dtype.kind in "iu":
+        same = a == b
+        gaps, sizes = _integer_gaps(a, b), np.abs(b.astype(np.float64))
+        return _compared(gaps, sizes, same, rtol=rtol, atol=atol)
+    wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
+    a, b = a.astype(wide, copy=False), b.astype(wide, copy=False)
+    with np.errstate(over="ignore", invalid="ignore"):
+        same, gaps, sizes = a == b, np.abs(a - b), np.abs(b)
+    gaps[same] = 0.0  # also of infinities
+    nan_a, nan_b = np.isnan(a), np.isnan(b)
+    gaps[nan_a | nan_b] = np.nan  # also of complex numbers with one part that is infinite
+    found = _compared(gaps, sizes, same | (nan_a & nan_b), rtol=rtol, atol=atol)
+    return replace(found, nan_a=int(np.count_nonzero(nan_a)), nan_b=int(np.count_nonzero(nan_b)))
+
+
+def _compared(gaps: Values, sizes: Values, same: Values, *, rtol: float, atol: float) -> Compared:
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        # As numpy.isclose has it.
+        close = same | ((gaps <= atol + rtol * sizes) & np.isfinite(sizes))
+        relative = np.where(gaps == 0, 0.0, gaps / sizes)
+        relative[np.isnan(relative) & ~np.isnan(gaps)] = np.inf  # both are infinite
+    return Compared(
+        gaps=gaps,
+        differing=gaps.size - int(np.count_nonzero(close)),
+        max_abs=float(np.fmax.reduce(gaps, initial=0.0)),
+        max_rel=float(np.fmax.reduce(relative, initial=0.0)),
+        nan_a=0,
+        nan_b=0,
+    )
+
+
+def _integer_gaps(a: Values, b: Values) -> Values:
+    gaps = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    if max(a.dtype.itemsize, b.dtype.itemsize) < 8:
+        return gaps
+    # Large integers that are near each other: exactly, modulo 2**64.
+    up, down = a.astype(np.uint64), b.astype(np.uint64)
+    exact = np.where(a >= b, up - down, down - up).astype(np.float64)
+    return np.where(gaps < _EXACT, exact, gaps)

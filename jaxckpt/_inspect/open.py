@@ -1,0 +1,263 @@
+"""`open`: what a checkpoint holds, from its metadata alone. Needs no devices and no jax."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, final
+
+from jaxckpt._core.select import Globs, check_globs, selector
+from jaxckpt._core.text import counted, size_text
+from jaxckpt._disk import find as _discovery
+from jaxckpt._disk.native import Item, read_item, subtree
+from jaxckpt.format.arrays import dtype_of
+from jaxckpt.format.sharding import SavedSharding
+from jaxckpt.format.tree import Leaf, Node, Path, parse_path, path_text
+from jaxckpt.storage import locate
+
+if TYPE_CHECKING:
+    from jaxckpt._inspect.statistics import LeafStatistics
+
+_MAX_LINES: Final = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafInfo:
+    """What is known of one leaf without reading it.
+
+    Attributes:
+        path: Its keys joined with `/`.
+        kind: "array" (jax), "numpy", "key", "int", "str", "empty", ...
+        dtype: By name; "" where there is none.
+        shape: Of the leaf.
+        sharding: How it was laid out when it was saved, in words, or None.
+        size_bytes: Of its values on disk, uncompressed.
+        layout: What `sharding` says, as data.
+    """
+
+    path: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    sharding: str | None
+    size_bytes: int
+    layout: SavedSharding | None = None
+
+    def __str__(self) -> str:
+        dims = "[" + ",".join(map(str, self.shape)) + "]"
+        text = self.kind if self.kind in ("str", "bytes", "empty", "int") else f"{self.dtype}{dims}"
+        return f"{text}  {self.sharding}" if self.sharding else text
+
+
+@final
+class Checkpoint:
+    """One tree of a committed checkpoint, or a part of one; made by `jaxckpt.open`.
+
+    `ckpt["params/layer_0"]` is that part of it, `ckpt.restore()` reads it, `print(ckpt)` shows it.
+
+    Attributes:
+        path: Directory of the checkpoint.
+        item: Name of the item that this is of; "" for a checkpoint that is its own only item.
+        items: Names of all items of the checkpoint.
+        custom_metadata: What was given to `save`.
+        lineage: Where it came from, if by `fork`, `convert` or `import_safetensors`.
+        leaves: By path, in tree order.
+    """
+
+    def __init__(
+        self, found: _discovery.Checkpoint, item: str, tree: Item | None, below: Path = ()
+    ) -> None:
+        self._tree = tree
+        self._below = below
+        self.path = found.path
+        self.item = item
+        self.items = tuple(found.items)
+        self.custom_metadata: Mapping[str, Any] = dict(found.step.custom_metadata or {})
+        self.lineage: Mapping[str, Any] = dict(found.record.lineage if found.record else {})
+        self.leaves: Mapping[str, LeafInfo] = (
+            {} if tree is None else {leaf.text: _info(tree, leaf) for leaf in tree.tree.leaves}
+        )
+        self._found = found
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all values, uncompressed."""
+        return sum(leaf.size_bytes for leaf in self.leaves.values())
+
+    def __getitem__(self, path: str | tuple[object, ...]) -> Checkpoint:
+        """The part below a path: `"params/layer_0"`, or a tuple of keys.
+
+        Raises:
+            KeyError: nothing is there.
+        """
+        if self._tree is None:
+            raise KeyError(f"item {self.item!r} of {self.path} is no tree")
+        names = parse_path(path)
+        part = subtree(self._tree, names)
+        return Checkpoint(self._found, self.item, part, (*self._below, *names))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.leaves)
+
+    def __len__(self) -> int:
+        return len(self.leaves)
+
+    def restore(self, like: Any = None, **options: Any) -> Any:  # any pytree
+        """Reads this part. Takes what `jaxckpt.restore` takes, but for `path` and `item`."""
+        from jaxckpt._restore.restore import restore_from
+
+        def load() -> Any:  # an Item, or JSON
+            _discovery.check_current(self._found)
+            if self._tree is not None:
+                return self._tree
+            file = _discovery.json_file(self._found.storage, self._found.items[self.item])
+            return None if file is None else _discovery.read_json_item(self._found, file)
+
+        target = [like]
+        del like  # so that its arrays are free once the caller has let go of them
+        return restore_from(load, self._found.storage, self.path, target, **options)
+
+    def statistics(self, *, only: Globs = None, skip: Globs = None) -> Mapping[str, LeafStatistics]:
+        """Reads this part, and describes the values of each leaf that holds numbers.
+
+        Args:
+            only, skip: Globs over leaf paths; a container's name means all in it.
+
+        Returns:
+            By path. It took at most 256 MiB of memory, or one chunk where that is larger.
+
+        Raises:
+            CorruptCheckpoint: stored data is missing or damaged; the leaf and the file are named.
+            ValueError: `only` or `skip` matches no leaf.
+        """
+        from jaxckpt._inspect.statistics import statistics
+
+        if self._tree is None:
+            return {}
+        tree, found = self._tree, self._found
+        check_globs(only, skip, [leaf.path for leaf in tree.tree.leaves], place=self.path)
+        chosen = selector(only, skip)
+        leaves = [leaf for leaf in tree.tree.leaves if chosen(leaf.path)]
+
+        def read() -> Mapping[str, LeafStatistics]:
+            _discovery.check_current(found)
+            return statistics(tree, leaves)
+
+        return _discovery.consistently(found.storage, found.path, read)
+
+    def __repr__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def _repr_html_(self) -> str:
+        # By its name, at run time: notebooks are a layer above, and only they ask for this.
+        return importlib.import_module("jaxckpt.integrations.notebook").checkpoint_html(self)
+
+
+def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint:
+    """Opens a checkpoint: reads its metadata, and no array data.
+
+    Args:
+        path: A checkpoint, one of its items, or a run's root (then its newest good step).
+        item: Which item, if the checkpoint has several trees.
+
+    Raises:
+        CheckpointNotFound: there is no committed checkpoint at `path`.
+        CorruptCheckpoint: its metadata is damaged; the file is named.
+
+    Example:
+        >>> import tempfile, numpy as np, jaxckpt
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     jaxckpt.save(f"{folder}/a", {"w": np.ones((2, 3), np.float32), "step": 7})
+        ...     ckpt = jaxckpt.open(f"{folder}/a")
+        ...     print(ckpt.leaves["w"], "|", ckpt["step"].restore())
+        float32[2,3] | 7
+    """
+    storage, where = locate(path)
+
+    def read() -> Checkpoint:
+        found = _discovery.find(storage, where)
+        name = _discovery.choose_item(found, item)
+        is_json = _discovery.json_file(storage, found.items[name]) is not None
+        return Checkpoint(found, name, None if is_json else read_item(found, name))
+
+    return _discovery.consistently(storage, where, read)
+
+
+def _info(item: Item, leaf: Leaf) -> LeafInfo:
+    sharding = item.shardings.get(leaf.name)
+    if sharding is not None:  # that of a key is recorded with a further dimension, its data's
+        sharding = replace(sharding, spec=sharding.spec[: len(leaf.shape)])
+    size = 0
+    if leaf.stored is not None:
+        size = math.prod(leaf.stored.shape) * dtype_of(leaf.stored.dtype).itemsize
+    elif leaf.kind not in ("empty", "ellipsis"):
+        size = getattr(leaf.value, "nbytes", None) or len(leaf.value or "")
+    return LeafInfo(
+        path=leaf.text,
+        kind=leaf.kind,
+        dtype=leaf.dtype if leaf.kind != "key" else f"key<{leaf.key_impl}>",
+        shape=leaf.shape,
+        sharding=None if sharding is None else str(sharding),
+        size_bytes=size,
+        layout=sharding,
+    )
+
+
+# --- as text ---------------------------------------------------------------------------------
+
+
+def _lines(ckpt: Checkpoint) -> list[str]:
+    tree = ckpt._tree  # this module's own class
+    below = path_text(ckpt._below)
+    writer = ckpt._found.record.writer if ckpt._found.record else "another program"
+    head = (
+        f"{ckpt.path}{f' item {ckpt.item!r}' if ckpt.item else ''}{f' at {below}' if below else ''}"
+    )
+    size = f"{counted(len(ckpt.leaves), 'leaf')}, {size_text(ckpt.size_bytes)}"
+    lines = [f"{head}: {size}, written by {writer}"]
+    others = [name for name in ckpt.items if name != ckpt.item]
+    if others:
+        lines.append(f"other items: {', '.join(others)}")
+    if ckpt.custom_metadata:
+        lines.append(f"custom metadata: {ckpt.custom_metadata}")
+    if tree is None:
+        return [*lines, "(a JSON item)"]
+    rows = list(_rows(_branches(tree), ""))
+    width = min(60, max((len(left) for left, _ in rows), default=0))
+    lines += [f"{left:<{width}}  {right}".rstrip() for left, right in rows[:_MAX_LINES]]
+    if len(rows) > _MAX_LINES:
+        lines.append(f"... and {len(rows) - _MAX_LINES} more; open a part: ckpt['path/of/it']")
+    return lines
+
+
+def _branches(item: Item) -> dict[str, Any]:
+    """Nested dicts of the leaves in words."""
+    top: dict[str, Any] = {}
+    for leaf in item.tree.leaves:
+        node = top
+        for name in leaf.path[:-1]:
+            node = node.setdefault(name, {})
+        words = _empty_word(leaf) if leaf.kind == "empty" else str(_info(item, leaf))
+        node[leaf.path[-1] if leaf.path else "(the tree itself)"] = words
+    return top
+
+
+def _empty_word(leaf: Leaf) -> str:
+    node: Node | None = leaf.container
+    if node is not None and node.cls is not None:
+        return f"{node.cls[1]}()"
+    return {"Dict": "{}", "List": "[]", "Tuple": "()"}.get(leaf.dtype, leaf.dtype)
+
+
+def _rows(node: Mapping[str, Any], indent: str) -> Iterator[tuple[str, str]]:
+    for i, (name, child) in enumerate(node.items()):
+        last = i == len(node) - 1
+        branch = f"{indent}{'└─ ' if last else '├─ '}{name}"
+        if isinstance(child, str):
+            yield branch, child
+        else:
+            yield branch, ""
+            yield from _rows(child, indent + ("   " if last else "│  "))

@@ -1,0 +1,145 @@
+"""`Checkpoint.statistics`: what the values of a checkpoint are like. Needs no jax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import tee
+from typing import Any, final
+
+import numpy as np
+
+from jaxckpt._core.box import Box
+from jaxckpt._disk.native import Item
+from jaxckpt._inspect.value_stream import (
+    BUDGET_BYTES,
+    Data,
+    Moments,
+    Values,
+    as_numbers,
+    blocks,
+    boxes_of,
+    data_of,
+    finite,
+    read_values,
+)
+from jaxckpt.format.tree import Leaf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafStatistics:
+    """What the values of one leaf are like.
+
+    NaN and infinities are counted, and left out of everything else. Complex numbers are described
+    by their magnitudes, PRNG keys by their data.
+
+    Attributes:
+        path: Of the leaf.
+        size: How many values there are.
+        min, max: Of the finite values, integers exactly; None where there is none.
+        mean, std: Of the finite values, as numpy has them in float64; None where there is none.
+        norm: The root of the sum of the squares of the finite values.
+        nan, inf, zeros: How many there are of each.
+
+    Example:
+        >>> import tempfile, numpy as np, jaxckpt
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     jaxckpt.save(f"{folder}/a", {"w": np.array([3.0, -4.0, 0.0, np.nan])})
+        ...     print(jaxckpt.open(f"{folder}/a").statistics()["w"])
+        w: 4 values, -4 to 3, mean -0.333333, std 2.86744, norm 5, 1 zero, 1 NaN
+    """
+
+    path: str
+    size: int
+    min: float | None
+    max: float | None
+    mean: float | None
+    std: float | None
+    norm: float
+    nan: int
+    inf: int
+    zeros: int
+
+    def __str__(self) -> str:
+        parts = [f"{self.size} value{'' if self.size == 1 else 's'}"]
+        if self.min is not None:
+            parts += [f"{self.min:g} to {self.max:g}", f"mean {self.mean:g}", f"std {self.std:g}"]
+        parts.append(f"norm {self.norm:g}")
+        counts = {"zero": self.zeros, "NaN": self.nan, "infinite": self.inf}
+        parts += [f"{count} {word}" for word, count in counts.items() if count]
+        return f"{self.path or '(the tree itself)'}: {', '.join(parts)}"
+
+
+def statistics(
+    item: Item, leaves: Sequence[Leaf], *, budget_bytes: int = BUDGET_BYTES
+) -> dict[str, LeafStatistics]:
+    """Describes those of the leaves that hold numbers, by path.
+
+    Args:
+        budget_bytes: Of memory; a chunk that is larger is read alone.
+
+    Raises:
+        CorruptCheckpoint: stored data is missing or damaged; the leaf and the file are named.
+    """
+    wanted = {leaf.text: (leaf, data) for leaf in leaves if (data := _numbers_of(leaf)) is not None}
+    tallies = {path: _Tally() for path in wanted}
+
+    def parts() -> Iterator[tuple[Leaf, Data, Box]]:
+        for leaf, data in wanted.values():
+            for box in boxes_of([data], budget_bytes=budget_bytes):
+                yield leaf, data, box
+
+    wanted_parts, told = tee(parts())
+    with closing(read_values(item, wanted_parts, budget_bytes=budget_bytes)) as stream:
+        for (leaf, _, _), values in zip(told, stream, strict=True):
+            for (block,) in blocks(values):
+                tallies[leaf.text].add(as_numbers(block))
+    return {path: tally.tell(path) for path, tally in tallies.items()}
+
+
+def _numbers_of(leaf: Leaf) -> Data | None:
+    """The array of a leaf, if it is no text."""
+    is_text = leaf.kind in ("str", "bytes") or isinstance(leaf.value, (str, bytes))
+    return None if is_text else data_of(leaf)
+
+
+@final
+class _Tally:
+    """Statistics of one leaf in the making."""
+
+    def __init__(self) -> None:
+        self.size = self.nan = self.inf = self.zeros = 0
+        self.min: Any = None  # int or float
+        self.max: Any = None
+        self.moments = Moments()
+
+    def add(self, values: Values) -> None:
+        """Takes a block, as `as_numbers` gives it."""
+        numbers = finite(values)
+        self.size += values.size
+        self.zeros += values.size - int(np.count_nonzero(values))
+        if numbers.size < values.size:
+            nan = int(np.count_nonzero(np.isnan(values)))
+            self.nan += nan
+            self.inf += values.size - numbers.size - nan
+        if numbers.size:
+            exact = values if values.dtype.kind in "iu" else numbers
+            low, high = exact.min().item(), exact.max().item()
+            self.min = low if self.min is None else min(self.min, low)
+            self.max = high if self.max is None else max(self.max, high)
+            self.moments.add(numbers)
+
+    def tell(self, path: str) -> LeafStatistics:
+        return LeafStatistics(
+            path=path,
+            size=self.size,
+            min=self.min,
+            max=self.max,
+            mean=self.moments.mean,
+            std=self.moments.std,
+            norm=self.moments.norm,
+            nan=self.nan,
+            inf=self.inf,
+            zeros=self.zeros,
+        )

@@ -1,0 +1,1 @@
+"""How far a save or a restore is, and who watches."""

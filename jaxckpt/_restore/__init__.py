@@ -1,0 +1,1 @@
+"""One restore, from what is wanted to the tree."""

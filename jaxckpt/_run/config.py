@@ -1,0 +1,69 @@
+"""`CheckpointManager` and its policies from plain dicts and the like."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxckpt._run.retention import KeepPolicy
+from jaxckpt._run.schedule import SavePolicy
+
+
+def manager_arguments(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `CheckpointManager` that a config holds, its policies made.
+
+    Raises:
+        TypeError: a name is none of theirs.
+    """
+    from jaxckpt._run.manager import CheckpointManager
+
+    parameters = list(inspect.signature(CheckpointManager.__init__).parameters)[1:]
+    arguments = {**_mapping(config, "the config"), **overrides}
+    _check_names("the config", arguments, parameters)
+    arguments = _given(arguments)
+    if "directory" not in arguments:
+        raise TypeError("the config has no 'directory': where is the run?")
+    for name, policy in (("save", SavePolicy), ("keep", KeepPolicy)):
+        value = arguments.get(name, policy())
+        if not isinstance(value, policy):
+            arguments[name] = _policy(name, policy, _mapping(value, name))
+    return arguments
+
+
+def _policy(name: str, policy: type[SavePolicy | KeepPolicy], fields: dict[str, Any]) -> object:
+    known = [field.name for field in dataclasses.fields(policy)]
+    auto = fields.pop("auto", None) if policy is SavePolicy else None
+    _check_names(name, fields, [*known, *(["auto"] if policy is SavePolicy else [])])
+    fields = _given(fields)
+    if auto is None:
+        return policy(**fields)
+    arguments = _mapping(auto, f"{name}.auto")
+    _check_names(f"{name}.auto", arguments, ["mtbf_hours", "processes"])
+    if "mtbf_hours" in arguments and arguments["mtbf_hours"] is None:
+        return policy(**fields)  # a form that nobody filled in
+    return SavePolicy.auto(**_given(arguments), **fields)
+
+
+def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those that are None, which means the default."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _mapping(config: Any, what: str) -> dict[str, Any]:
+    if hasattr(config, "to_dict"):  # an ml_collections.ConfigDict
+        config = config.to_dict()
+    if not isinstance(config, Mapping):
+        raise TypeError(f"{what} should be a dict, not {config!r}")
+    return dict(config)
+
+
+def _check_names(what: str, found: Iterable[str], known: Iterable[str]) -> None:
+    known = list(known)
+    for name in found:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"It has {', '.join(known)}."
+            raise TypeError(f"{what} has no field {name!r}. {hint}")

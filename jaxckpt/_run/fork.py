@@ -1,0 +1,125 @@
+"""`fork`: a run that starts from a step of another."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Sequence
+from typing import Any
+
+from jaxckpt._disk import find as _discovery
+from jaxckpt._disk import transaction as _transaction
+from jaxckpt._disk.find import Checkpoint
+from jaxckpt._disk.native import read_item
+from jaxckpt._disk.reader import refuse_swapped
+from jaxckpt._run.run import Run
+from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StepExists
+from jaxckpt.format import names, run
+from jaxckpt.storage import Storage, locate
+
+# Files about a checkpoint, not part of what is in it.
+_NOT_COPIED = (names.RECORD, names.COMMIT_MARKER, names.WRITER, names.PINNED)
+
+
+def fork(
+    src_step: str | os.PathLike[str], new_root: str | os.PathLike[str], *, step: int | None = None
+) -> str:
+    """Starts a run from a step of another: the new run's first step is that one.
+
+    Its files are hard links to those of the step, so that no bytes are copied, and either run may
+    delete its own; on another file system they are copies. The new step tells where it came from:
+    `jaxckpt.open(path).lineage`. In a job of several processes one of them calls it.
+
+    Args:
+        src_step: A step, by jaxckpt or Orbax; of a run's root its newest good step.
+        new_root: A run without steps; made if it is not there.
+        step: The number of the first step; None: as it was.
+
+    Returns:
+        The directory of the new step.
+
+    Raises:
+        StepExists: the new run has steps.
+        CheckpointNotFound: there is no committed checkpoint at `src_step`.
+        CorruptCheckpoint: it is damaged; nothing was made.
+
+    Example:
+        >>> import os, tempfile, jaxckpt
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with jaxckpt.CheckpointManager(f"{folder}/base") as manager:
+        ...         _ = manager.save(7, {"w": 1.5})
+        ...     path = jaxckpt.fork(f"{folder}/base/7", f"{folder}/tuned")
+        ...     os.path.relpath(path, folder), jaxckpt.restore(path)
+        ('tuned/7', {'w': 1.5})
+    """
+    storage, where = locate(src_step)
+    other, root = locate(new_root)
+    if other.scheme != storage.scheme:
+        raise ValueError(f"{new_root} is in another storage than {src_step}: fork links files")
+    found = _discovery.find(storage, where)
+    target = Run(storage=storage, root=root)
+    if target.newest() is not None:
+        raise StepExists(f"{root} is a run that has steps already: {target.steps()[-8:]}")
+    path = f"{root}/{_name_of(found, step)}"
+    transaction = _transaction.begin(storage, path, overwrite=False)
+    try:
+        files = _link(storage, found, transaction.work)
+        _check_whole(storage, found, transaction.work, files)
+        transaction.commit(_digests(found), lineage=_lineage("fork", found))
+    except BaseException as error:
+        transaction.abort()
+        if isinstance(error, FileNotFoundError):
+            raise CheckpointNotFound(f"{found.path} went while it was forked: {error}") from error
+        _transaction.raise_save_error(path, error)
+    return path
+
+
+def _name_of(found: Checkpoint, step: int | None) -> str:
+    name = posixpath.basename(found.path)
+    if step is not None:
+        return run.StepNames().of(step)
+    if not run.like_steps([name]):
+        raise ValueError(f"{found.path} is not called like a step: say fork(..., step=0)")
+    return name
+
+
+def _link(storage: Storage, found: Checkpoint, work: str) -> list[str]:
+    if storage.kind(found.path) != "dir":
+        raise CheckpointNotFound(f"{found.path} is one file: restore it, and save it anew")
+    files = [
+        name for name in _transaction.files_below(storage, found.path) if name not in _NOT_COPIED
+    ]
+    for name in files:
+        storage.make_dir(posixpath.dirname(f"{work}/{name}"))
+        if storage.kind(f"{found.path}/{name}") == "other":
+            raise CorruptCheckpoint(
+                f"{found.path}/{name} is a link or a special file; a checkpoint has none",
+                file=f"{found.path}/{name}",
+            )
+        storage.link(f"{found.path}/{name}", f"{work}/{name}")
+    return files
+
+
+def _check_whole(storage: Storage, found: Checkpoint, work: str, files: Sequence[str]) -> None:
+    """Compares what was linked with the record, if there is one."""
+    recorded = found.record.files if found.record is not None else {}
+    for name, facts in recorded.items():
+        if name in _NOT_COPIED:
+            continue
+        if name not in files or storage.size(f"{work}/{name}") != facts.size:
+            file = f"{found.path}/{name}"
+            raise CorruptCheckpoint(f"{file} is missing, or not as it was written", file=file)
+    for name, path in found.items.items():
+        if recorded and _discovery.json_file(storage, path) is None:
+            refuse_swapped(read_item(found, name))
+    _discovery.check_current(found)
+
+
+def _digests(found: Checkpoint) -> dict[str, str]:
+    files = found.record.files if found.record is not None else {}
+    return {name: facts.sha256 for name, facts in files.items() if facts.sha256 is not None}
+
+
+def _lineage(how: str, found: Checkpoint) -> dict[str, Any]:
+    token = found.record.token if found.record is not None else None
+    return {"by": how, "path": found.path, "token": token}

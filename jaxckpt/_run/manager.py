@@ -1,0 +1,602 @@
+"""`CheckpointManager`: the checkpoints of a run, from the training loop's side.
+
+caller    decide, by rules that every process applies alike        _schedule
+caller    bring the values to the host                             _snapshot
+          ------- save returns; training goes on -------
+thread    write, meet, commit                                      _job
+thread    delete what the policy does not keep                     _retention, _run
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, ClassVar, Final, Literal, Self, final
+
+from jaxckpt._disk import find as _discovery
+from jaxckpt._inspect import open as inspection
+from jaxckpt._inspect.verify import VerifyReport
+from jaxckpt._progress.timing import OnProgress, Timing
+from jaxckpt._run import resume as _resume
+from jaxckpt._run.resume import Resume
+from jaxckpt._run.retention import KeepPolicy
+from jaxckpt._run.run import Run
+from jaxckpt._run.saver import Saver, raise_first
+from jaxckpt._run.schedule import Decision, SavePolicy, check_count, check_seconds
+from jaxckpt._run.scrub import scrub
+from jaxckpt._save.job import text_of
+from jaxckpt._save.save import SaveHandle
+from jaxckpt.errors import CheckpointNotFound
+from jaxckpt.format.run import StepNames
+from jaxckpt.multihost import Json, current, lead
+from jaxckpt.storage import locate
+
+_MAX_TIMINGS: Final = 1000
+
+
+@final
+class CheckpointManager:
+    """The checkpoints of a training run: when to save, what to keep, where to go on.
+
+    In a job of several processes all of them make the same calls in the same order. Every method
+    first raises what went wrong in the background since the last one, once. Close it, or use it in
+    a `with`: a program that ends without that abandons the save under way, which then is absent.
+
+    Attributes:
+        directory: The root of the run.
+        restored_step: The step that was last restored, or None.
+
+    Example:
+        >>> import tempfile, jax, jax.numpy as jnp, jaxckpt
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> init = jax.jit(lambda: {"w": jnp.zeros(3)})
+        >>> with jaxckpt.CheckpointManager(
+        ...     f"{folder.name}/run",
+        ...     save=jaxckpt.SavePolicy(every_steps=2),
+        ...     keep=jaxckpt.KeepPolicy(last=2),
+        ... ) as manager:
+        ...     state, start = manager.restore_or(init)
+        ...     for step in range(start, 10):
+        ...         state = jax.tree.map(lambda x: x + 1, state)
+        ...         _ = manager.save(step + 1, state)
+        >>> with jaxckpt.CheckpointManager(f"{folder.name}/run") as manager:
+        ...     print(manager.all_steps(), manager.restore_or(init)[1])
+        [8, 10] 10
+        >>> folder.cleanup()
+    """
+
+    _open: ClassVar[dict[tuple[str, str, int], CheckpointManager]] = {}
+    _open_lock = threading.Lock()  # guards _open
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        save: SavePolicy = SavePolicy(),  # noqa: B008  # frozen
+        keep: KeepPolicy = KeepPolicy(),  # noqa: B008
+        mode: Literal["w", "r"] = "w",
+        budget_bytes: int = 1 << 30,
+        timeout_s: float = 1200.0,
+        step_prefix: str | None = None,
+        step_digits: int | None = None,
+        on_progress: OnProgress | None = None,
+        on_commit: Callable[[Timing], None] | None = None,
+    ) -> None:
+        """Opens a run; reads no checkpoint.
+
+        Args:
+            directory: The root; made if it is not there. What others keep in it is left alone.
+            save: When `save` saves.
+            keep: What stays after a save.
+            mode: "w": to save, in one job at a time. A job that opens the run takes it over from
+                one before that is dead; a job that lives loses it with the first save of this one.
+                "r": to read, for any number of jobs; nothing is written but leases.
+            budget_bytes: How much of the values of earlier saves may be in memory when the next
+                begins; a save alone may take more. Of a restore: see `jaxckpt.restore`.
+            timeout_s: For every wait for another process, or for an earlier save.
+            step_prefix, step_digits: The directory of a step is `[<prefix>_]<step>`, padded with
+                zeros; None: as the steps that are there are called.
+            on_progress: Is called during each save and restore; see `jaxckpt.save`.
+            on_commit: Is called after each commit with its `Timing`, in the background thread of
+                every process, so it cannot wait for a save there (RuntimeError). What it raises the
+                next call of the manager raises.
+
+        Raises:
+            NotADirectoryError, PermissionError: the root cannot be one.
+        """
+        if mode not in ("w", "r"):
+            raise ValueError(f"mode must be 'w' or 'r', not {mode!r}")
+        if not isinstance(save, SavePolicy) or not isinstance(keep, KeepPolicy):
+            raise TypeError("save must be a SavePolicy and keep a KeepPolicy")
+        self.budget_bytes, self.timeout_s = budget_bytes, timeout_s
+        self.step_digits = step_digits
+        if budget_bytes is None or timeout_s is None:
+            raise TypeError("budget_bytes and timeout_s must be numbers, not None")
+        check_count(self, "budget_bytes")
+        check_count(self, "step_digits")
+        check_seconds(self, "timeout_s")
+        storage, root = locate(directory)
+        naming = None
+        if step_prefix is not None or step_digits is not None:
+            naming = StepNames(prefix=step_prefix, digits=step_digits)
+        self.directory, self.mode, self.keep = root, mode, keep
+        self.restored_step: int | None = None
+        self._on_progress = on_progress
+        self._timings: deque[Timing] = deque(maxlen=_MAX_TIMINGS)
+        self._processes = current()
+        self._run = Run(storage=storage, root=root, naming=naming, keep=keep.fields())
+        self._resume = Resume(
+            run=self._run,
+            processes=self._processes,
+            keep=keep,
+            timeout_s=timeout_s,
+            writes=mode == "w",
+        )
+        self._closed = False
+        if mode == "w":
+            self._close_earlier()
+            opened = self._open_run()
+        else:
+            self._run.check_root()
+            opened = {"session": "", "newest": None}
+        self._saver = Saver(
+            self._run,
+            self._processes,
+            save,
+            keep,
+            listens=mode == "w",
+            budget_bytes=budget_bytes,
+            timeout_s=timeout_s,
+            on_progress=on_progress,
+            on_commit=on_commit,
+            timings=self._timings,
+        )
+        self._saver.session, self._saver.floor = opened["session"], opened["newest"]
+
+    def _close_earlier(self) -> None:
+        """In one process a run has one writing manager; the one before ends when its saves do."""
+        with CheckpointManager._open_lock:
+            earlier = CheckpointManager._open.get(self._key)
+            CheckpointManager._open[self._key] = self
+        if earlier is not None:
+            earlier._shut(self.timeout_s)
+
+    @property
+    def _key(self) -> tuple[str, str, int]:
+        return self._run.storage.scheme, self.directory, self._processes.index
+
+    def _open_run(self) -> Any:  # JSON
+        def open_run() -> Json:
+            self._run.open_for_writing()
+            self._run.note_strays()
+            return {"session": secrets.token_hex(8), "newest": self._run.newest()}
+
+        try:
+            return self._lead("open", open_run)
+        except BaseException:
+            self._closed = True  # the next manager of this run has nothing to wait for
+            self._run.close()
+            raise
+
+    def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
+        """Has process 0 do something; every process returns or raises."""
+        return lead(
+            self._processes,
+            f"manager {self.directory}/{what}",
+            do,
+            place=self.directory,
+            timeout_s=self.timeout_s,
+        )
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | Any, **overrides: Any) -> Self:
+        """Opens a run as a dict or an `ml_collections.ConfigDict` says.
+
+        Args:
+            config: The arguments of `CheckpointManager` by name; `save` and `keep` are dicts of the
+                fields of `SavePolicy` and `KeepPolicy`. `save` may have `auto`, a dict of the
+                arguments of `SavePolicy.auto`.
+            overrides: Arguments that go before those of `config`.
+
+        Raises:
+            TypeError: a name is none of theirs; the likely one is suggested.
+
+        Example:
+            >>> import jaxckpt
+            >>> jaxckpt.CheckpointManager.from_config({"directory": "runs/a", "keep": {"lats": 3}})
+            Traceback (most recent call last):
+            TypeError: keep has no field 'lats'. Did you mean 'last'?
+        """
+        from jaxckpt._run.config import manager_arguments
+
+        return cls(**manager_arguments(config, overrides))
+
+    # --- saving ----------------------------------------------------------------------------------
+
+    def should_save(self, step: int) -> bool:
+        """Whether `save` would save at this step. Asking changes nothing."""
+        self._begin_call()
+        return self._saver.decide(_as_int(step)).save
+
+    @property
+    def decision(self) -> Decision | None:
+        """Whether the step last asked about was saved, and why or why not."""
+        return self._saver.pace.decision
+
+    def save(
+        self,
+        step: int,
+        state: object,
+        *,
+        items: Mapping[str, object] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        force: bool = False,
+        custom_metadata: Mapping[str, Any] | None = None,
+    ) -> SaveHandle | None:
+        """Saves a step if it is due, in the background.
+
+        When it returns, `state` and `items` may be donated, deleted or changed.
+
+        Args:
+            step: Higher than any that the run has.
+            state: Any pytree; see `jaxckpt.save`.
+            items: More to save, by name: pytrees, JSON, bytes, or objects with `get_state` and
+                `set_state`, or `state_dict` and `load_state_dict`, such as data iterators. Of
+                those each process stores its own; JSON is that of process 0.
+            metrics: Numbers, also ones that a device still computes. One policy may rank by them.
+            force: Saves whatever the policy says.
+            custom_metadata: JSON to keep with the step.
+
+        Returns:
+            A handle, or None if the step is not due; `decision` says why.
+
+        Raises:
+            StepExists: the run has this step.
+            ValueError: the run has later ones.
+            UnsupportedLeaf: something cannot be stored; nothing was written.
+            CheckpointTimeout: earlier saves take more than `timeout_s` to make room in memory.
+        """
+        if self._closed:
+            raise ValueError(f"the manager of {self.directory} is closed")
+        self._check_writes()
+        return self._saver.save(
+            _as_int(step),
+            state,
+            dict(items or {}),
+            metrics,
+            force=force,
+            custom_metadata=custom_metadata,
+        )
+
+    def _begin_call(self) -> None:
+        # `close` waits for `on_commit`, which may ask what there is.
+        if self._closed and not self._saver.queue.is_own_thread():
+            raise ValueError(f"the manager of {self.directory} is closed")
+        raise_first(self._saver.queue.take_errors())
+
+    def _check_writes(self) -> None:
+        if self.mode == "r":
+            raise ValueError(f"the manager of {self.directory} was opened with mode='r'")
+
+    def wait_until_finished(self, timeout_s: float | None = None) -> None:
+        """Waits until every save has ended, and what the policy does not keep is deleted.
+
+        Raises:
+            CheckpointTimeout: they have not after `timeout_s`, or else the manager's.
+            Whatever a save of them, or one before, failed with.
+        """
+        pending = self._saver.queue.under_way()
+        self._saver.queue.wait(pending, self.timeout_s if timeout_s is None else timeout_s)
+        raise_first(self._saver.queue.take_errors())
+
+    def close(self) -> None:
+        """Waits for the saves under way, and lets go of the run.
+
+        Raises:
+            Whatever a save failed with that nobody was told of.
+        """
+        self._shut(self.timeout_s)
+        raise_first(self._saver.queue.take_errors())  # also after another manager has closed it
+
+    def _shut(self, timeout_s: float) -> None:
+        if self._closed:
+            return
+        self._saver.queue.refuse_own_thread()
+        self._closed = True
+        try:
+            self._saver.queue.stop(timeout_s)
+        finally:
+            self._saver.preemption.close()
+            self._run.close()
+            with CheckpointManager._open_lock:
+                if CheckpointManager._open.get(self._key) is self:
+                    del CheckpointManager._open[self._key]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failed:
+            if error is None:
+                raise
+            error.add_note(f"and on closing {self.directory}: {text_of(failed)}")
+
+    # --- resuming --------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        like: Any = None,  # any pytree
+        *,
+        step: int | Literal["latest", "best"] = "latest",
+        items: Mapping[str, object] | None = None,
+        fallback: bool = True,
+        **options: Any,
+    ) -> Any:  # any pytree
+        """Restores the state of a step, and `items` in place.
+
+        Args:
+            like: What is wanted; see `jaxckpt.restore`.
+            step: A number, "latest", or "best" by the metric of `keep`.
+            items: Objects that take their state, as given to `save`. They are changed only when
+                everything has been read.
+            fallback: Whether to take the step before (or the next best) when one is damaged. That
+                one is reported in `problems`, and, if jaxckpt wrote it and this manager may write,
+                set aside. A step that was asked for by its number has no other.
+            options: Further arguments of `jaxckpt.restore`: `mesh`, `shardings`, `dtype`, ...
+
+        Raises:
+            CheckpointNotFound: there is no such step, or none that is whole.
+            CorruptCheckpoint: it is damaged, and there is no fallback.
+            OSError: it cannot be read now. No other step is taken because of that.
+            TreeMismatch: `like`, or an item, does not fit.
+        """
+        self._begin_call()
+        steps = self._resume.candidates(step)
+        return self._restore(steps, like, items, fallback and isinstance(step, str), options)
+
+    def restore_or(
+        self,
+        init: Callable[[], Any],
+        *,
+        items: Mapping[str, object] | None = None,
+        fallback: bool = True,
+        **options: Any,
+    ) -> tuple[Any, int]:
+        """Restores the newest whole step, or starts with `init()` where there is none yet.
+
+        Args:
+            init: Makes the first state. Where there is a step, it is only traced for the shapes,
+                and for the shardings if it is jitted with `out_shardings`.
+            items, fallback, options: As in `restore`.
+
+        Returns:
+            The state and its step; 0 for one that `init` made.
+
+        Raises:
+            CheckpointNotFound: there are steps, but none that is whole.
+        """
+        self._begin_call()
+        if not callable(init):
+            raise TypeError(f"init must be a function that makes the first state, not {init!r}")
+        steps = self._resume.candidates("latest")
+        if not steps:
+            return init(), 0
+        state = self._restore(steps, _resume.shapes_of(init), items, fallback, options)
+        assert self.restored_step is not None  # it was restored
+        return state, self.restored_step
+
+    def restore_items(
+        self, step: int | Literal["latest", "best"] = "latest", *, fallback: bool = True
+    ) -> dict[str, Any]:
+        """Every item of a step by name, `state` and `metrics` among them.
+
+        Trees and JSON are as they were saved; of an object with a state, such as a data iterator,
+        there is a list: the states of all processes.
+        """
+        self._begin_call()
+        steps = self._resume.candidates(step)
+        _check_any(steps, self.directory)
+        self.restored_step, found = self._resume.items(
+            steps, fallback=fallback and isinstance(step, str)
+        )
+        return found
+
+    def _restore(
+        self,
+        steps: list[int],
+        like: Any,  # any pytree
+        items: Mapping[str, object] | None,
+        fallback: bool,
+        options: Mapping[str, Any],
+    ) -> Any:  # any pytree
+        _check_any(steps, self.directory)
+        start_s = time.monotonic()
+        number, state = self._resume.state(
+            steps,
+            like,
+            dict(items or {}),
+            {"budget_bytes": self.budget_bytes, "on_progress": self._on_progress, **options},
+            fallback=fallback,
+            took=self._timings.append,
+        )
+        self.restored_step = number
+        self._saver.pace.restored(time.monotonic() - start_s)
+        if self.mode == "w" and number != steps[0]:
+            self._saver.floor = self._lead("newest", self._run.newest)  # less what was set aside
+        return state
+
+    # --- what there is ---------------------------------------------------------------------------
+
+    def all_steps(self) -> list[int]:
+        """The committed steps, in order. Looks into the directory of each; reads no file."""
+        self._begin_call()
+        return self._run.steps()
+
+    def latest_step(self) -> int | None:
+        """The newest step that is whole as far as its metadata tell, or None."""
+        self._begin_call()
+        return next((n for n in reversed(self._run.steps()) if self._run.is_whole(n)), None)
+
+    def best_step(self) -> int | None:
+        """The step with the best `metric` of `keep`, or None if no step has it."""
+        self._begin_call()
+        return next(
+            (info.step for info in self._resume.ranked() if self._run.is_whole(info.step)), None
+        )
+
+    def metrics(self, step: int) -> dict[str, Any]:
+        """The metrics of a step; empty if it has none."""
+        self._begin_call()
+        step = _as_int(step)
+        self._run.check_step(step)
+        return dict(self._run.info(step).metrics)
+
+    def metadata(self, step: int) -> inspection.Checkpoint:
+        """What a step holds: `jaxckpt.open` of it."""
+        self._begin_call()
+        return inspection.open(self._url(self._run.check_step(step)))
+
+    def custom_metadata(self, step: int) -> dict[str, Any]:
+        """What was given to `save` as such."""
+        self._begin_call()
+        found = _discovery.find(self._run.storage, self._run.check_step(step))
+        return dict(found.step.custom_metadata or {})
+
+    def _url(self, path: str) -> str:
+        scheme = self._run.storage.scheme
+        return path if scheme == "file" else f"{scheme}:/{path}"
+
+    @property
+    def problems(self) -> list[str]:
+        """All that was skipped, left alone, set aside or could not be deleted, in words."""
+        return list(self._run.problems)
+
+    def scrub(self) -> dict[int, VerifyReport]:
+        """Reads all of every step back, and compares it with its checksums.
+
+        Steps that turn out to be damaged are reported in `problems` and, if jaxckpt wrote them and
+        this manager may write, set aside under another name; nothing is deleted. If no step is
+        whole all stay as they are. What the storage fails to read is reported only. The processes
+        of a job share the steps; each may take `timeout_s` for one.
+
+        Returns:
+            What `jaxckpt.verify` says of each step, by its number.
+        """
+        self._begin_call()
+        if self.mode == "w":
+            self.wait_until_finished()
+        reports = scrub(
+            self._run, self._processes, writes=self.mode == "w", timeout_s=self.timeout_s
+        )
+        if self.mode == "w" and not all(report.ok for report in reports.values()):
+            self._saver.floor = self._lead("newest", self._run.newest)  # less what was set aside
+        return reports
+
+    @property
+    def timings(self) -> list[Timing]:
+        """How long the saves and restores of this manager took, by phase: the last thousand."""
+        return list(self._timings)
+
+    # --- keeping and deleting by hand ------------------------------------------------------------
+
+    def pin(self, step: int) -> None:
+        """Keeps a step, whatever the policy says, until it is unpinned."""
+        self._begin_call()
+        self._check_writes()
+        self._lead("pin", lambda: self._run.pin(step))
+
+    def unpin(self, step: int) -> None:
+        """Leaves a step to the policy again."""
+        self._begin_call()
+        self._check_writes()
+        self._lead("unpin", lambda: self._run.unpin(step))
+
+    def delete(self, step: int) -> None:
+        """Deletes a step now. One that is pinned, or that a reader holds, is refused.
+
+        Raises:
+            ValueError: it is pinned, or being read.
+        """
+        self._begin_call()
+        self._check_writes()
+        self.wait_until_finished()
+
+        def delete() -> Json:
+            path = self._run.check_step(step)
+            if self._run.is_pinned(step):
+                raise ValueError(f"{path} is pinned; unpin it first")
+            self._run.fence()
+            if step not in self._run.delete([step], asked_for=True):
+                raise ValueError(f"{path} was not deleted: {self._run.why_not(step)}")
+            return self._run.newest()
+
+        self._saver.floor = self._lead("delete", delete)
+
+    # --- preemption and readers ------------------------------------------------------------------
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether the job is being stopped, and this step, or one before it, was to be the last.
+
+        Ask after `save(step)`, which has saved it then; all processes get the same answer.
+        """
+        self._begin_call()
+        return self._saver.preemption.reached(step)
+
+    def watch(self, timeout_s: float, *, after: int | None = None) -> Iterator[int]:
+        """New committed steps as they come, in order: for an evaluator in another process.
+
+        While the loop is at a step, that one is not deleted (for at most an hour). Steps that come
+        and go in the meantime are left out.
+
+        Args:
+            timeout_s: Ends when no new step has come for so long.
+            after: Begins after this step; None: with the newest that there is.
+
+        Example:
+            >>> import tempfile, jaxckpt
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     with jaxckpt.CheckpointManager(folder) as manager:
+            ...         for step in (1, 2):
+            ...             _ = manager.save(step, {"w": step})
+            ...     with jaxckpt.CheckpointManager(folder, mode="r") as reader:
+            ...         for step in reader.watch(timeout_s=0.1, after=0):
+            ...             print(step, reader.restore(step=step))
+            1 {'w': 1}
+            2 {'w': 2}
+        """
+        self._begin_call()
+        return _resume.watch(self._run, timeout_s, after)
+
+    def __repr__(self) -> str:
+        return f"<CheckpointManager {self.directory!r}, mode {self.mode!r}>"
+
+    def _repr_html_(self) -> str:
+        # By its name, at run time: notebooks are a layer above, and only they ask for this.
+        return importlib.import_module("jaxckpt.integrations.notebook").manager_html(self)
+
+
+def _check_any(steps: list[int], root: str) -> None:
+    if not steps:
+        raise CheckpointNotFound(f"{root} has no committed step to restore")
+
+
+def _as_int(step: Any) -> int:
+    """A step that may be an array of one."""
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise TypeError(f"a step is an int, not {step!r}") from None

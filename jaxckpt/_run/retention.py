@@ -1,0 +1,163 @@
+"""Which steps of a run stay. Pure: facts in, reasons out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from jaxckpt._run.schedule import check_callable, check_count, check_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInfo:
+    """What is known of a committed step.
+
+    Attributes:
+        step: Its number.
+        saved_s: Wall clock of its commit, in seconds since 1970.
+        metrics: What was given to `save`.
+        pinned: Whether it was pinned.
+    """
+
+    step: int
+    saved_s: float
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepPolicy:
+    """Which steps stay. The rules add up; with none, all do. The newest step always stays.
+
+    Attributes:
+        last: The newest so many.
+        every_steps: Those divisible by it.
+        every_seconds: From the oldest on, each that was saved so long after the one kept before.
+        best: So many with the best `metric`. A step without that metric, or with NaN, is none of
+            them; of equal ones the newer is better.
+        metric: Name of a number in the metrics.
+        mode: Whether a small ("min") or a large ("max") metric is good.
+        newer_than_s: Those saved within so many seconds before now.
+        when: A function of the `StepInfo`.
+
+    Example:
+        >>> policy = KeepPolicy(last=1, every_steps=100)
+        >>> steps = [StepInfo(step=step, saved_s=0.0) for step in (50, 100, 150, 200, 250)]
+        >>> sorted(policy.kept(steps, now_s=0.0))
+        [100, 200, 250]
+    """
+
+    last: int | None = None
+    every_steps: int | None = None
+    every_seconds: float | None = None
+    best: int | None = None
+    metric: str | None = None
+    mode: Literal["min", "max"] = "min"
+    newer_than_s: float | None = None
+    when: Callable[[StepInfo], Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("last", "every_steps", "best"):
+            check_count(self, name)
+        for name in ("every_seconds", "newer_than_s"):
+            check_seconds(self, name)
+        check_callable(self, "when")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"KeepPolicy.mode must be 'min' or 'max', not {self.mode!r}")
+        if self.metric is not None and not isinstance(self.metric, str):
+            raise TypeError(f"KeepPolicy.metric must be a name, not {self.metric!r}")
+        if self.best is not None and self.metric is None:
+            raise ValueError(f"KeepPolicy(best={self.best}) needs metric=, the name to rank by")
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that are set, as JSON can say them: without `when`."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: x for name, x in found.items() if x is not None and name != "when"}
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether there is any rule."""
+        rules = (self.last, self.every_steps, self.every_seconds, self.best)
+        return any(rule is not None for rule in (*rules, self.newer_than_s, self.when))
+
+    @property
+    def needs_facts(self) -> bool:
+        """Whether a rule looks at more than the number of a step."""
+        rules = (self.every_seconds, self.best, self.newer_than_s, self.when)
+        return any(rule is not None for rule in rules)
+
+    def kept(self, steps: Iterable[StepInfo], *, now_s: float) -> dict[int, str]:
+        """The steps that stay, and by which rules each does."""
+        return {step: ", ".join(why) for step, why in self.why(steps, now_s=now_s).items()}
+
+    def why(self, steps: Iterable[StepInfo], *, now_s: float) -> dict[int, tuple[str, ...]]:
+        """For each step that stays, the rules that keep it, in words.
+
+        Args:
+            steps: All of the run, in any order.
+            now_s: Wall clock, in seconds since 1970.
+
+        Example:
+            >>> policy = KeepPolicy(last=2, best=1, metric="loss")
+            >>> losses = {10: 0.5, 20: 0.1, 30: 0.4, 40: 0.3}
+            >>> policy.why(
+            ...     [StepInfo(step=n, saved_s=0.0, metrics={"loss": x}) for n, x in losses.items()],
+            ...     now_s=0.0,
+            ... )
+            {20: ('best 1 by loss',), 30: ('last 2',), 40: ('newest', 'last 2')}
+        """
+        infos = sorted(steps, key=lambda info: info.step)
+        reasons: dict[int, tuple[str, ...]] = {}
+
+        def keep(kept: Iterable[StepInfo], reason: str) -> None:
+            for info in kept:
+                reasons[info.step] = (*reasons.get(info.step, ()), reason)
+
+        keep(infos[-1:], "newest")
+        keep((info for info in infos if info.pinned), "pinned")
+        if not self.has_rules:
+            keep(infos, "no rule, so all")
+        if self.last is not None:
+            keep(infos[-self.last :], f"last {self.last}")
+        if self.every_steps is not None:
+            n = self.every_steps
+            keep((info for info in infos if info.step % n == 0), f"every {n} steps")
+        if self.every_seconds is not None:
+            keep(_spaced(infos, self.every_seconds), f"every {self.every_seconds:g} s")
+        if self.best is not None:
+            keep(self.ranked(infos)[: self.best], f"best {self.best} by {self.metric}")
+        if self.newer_than_s is not None:
+            since = now_s - self.newer_than_s
+            recent = (info for info in infos if info.saved_s >= since)
+            keep(recent, f"newer than {self.newer_than_s:g} s")
+        if self.when is not None:
+            keep((info for info in infos if self.when(info)), "when(...)")
+        return dict(sorted(reasons.items()))
+
+    def ranked(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
+        """The steps that have the metric, the best first."""
+        sign = 1 if self.mode == "min" else -1
+        found = [(value_of(info.metrics, self.metric), info) for info in steps]
+        valued = [(value, info) for value, info in found if value is not None]
+        valued.sort(key=lambda pair: (sign * pair[0], -pair[1].step))
+        return [info for _, info in valued]
+
+
+def value_of(metrics: Mapping[str, Any], metric: str | None) -> float | None:
+    """The number to rank by; None if there is none, or it is NaN."""
+    value = metrics.get(metric) if metric is not None else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:  # NaN
+        return None
+    return value
+
+
+def _spaced(infos: Sequence[StepInfo], seconds: float) -> list[StepInfo]:
+    kept: list[StepInfo] = []
+    for info in infos:
+        # A clock that went back says nothing about how far apart two steps are: keep.
+        gap_s = info.saved_s - kept[-1].saved_s if kept else math.inf
+        if gap_s >= seconds or gap_s < 0:
+            kept.append(info)
+    return kept

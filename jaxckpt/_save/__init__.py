@@ -1,0 +1,1 @@
+"""One save, from the caller's tree to the commit."""

@@ -1,0 +1,303 @@
+"""How a tree lies on disk: worked out once from its structure, shapes and shardings, and kept.
+
+A training loop saves the same tree again and again; only the values differ. What does not depend on
+them (names, plan, metadata files) is a `Layout`, and the last few are kept: to recognise a tree
+takes a fraction of the time that working it out takes. With a layout stays its tree's static data,
+as in the caches of `jax.jit`, but none of its arrays.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
+from typing import Any, Final, Literal
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jaxckpt._core.plan import ArraySpec, SavePlan, placement_of, plan_save
+from jaxckpt._core.pytree import Flat, flatten, stored_value
+from jaxckpt._core.transfer import Source, sources_of
+from jaxckpt._disk.writer import Requests, metadata_files, plan_requests, texts_of
+from jaxckpt.errors import UnsupportedLeaf
+from jaxckpt.format import arrays, step
+from jaxckpt.format.sharding import SavedSharding
+from jaxckpt.format.tree import Leaf, Tree
+from jaxckpt.multihost import Processes
+
+Array = jax.Array | np.ndarray[Any, Any]
+
+# A run has a state and perhaps a few items; two runs may share a process.
+_MAX_KEPT: Final = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """All that a save needs to know of a tree beside its values.
+
+    Attributes:
+        tree: As `_METADATA` will say it.
+        shardings: By leaf name.
+        plan: Which chunks this process writes.
+        sources: The shards that hold them.
+    """
+
+    tree: Tree
+    shardings: Mapping[str, SavedSharding]
+    plan: SavePlan
+    sources: tuple[Source, ...]
+
+    @cached_property
+    def requests(self) -> Requests:
+        """What this process asks of the database."""
+        prefixes = [leaf.prefix for leaf in self.tree.leaves if leaf.has_array]
+        places = {(source.array, source.shard): i for i, source in enumerate(self.sources)}
+        return plan_requests(prefixes, self.plan, places)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same on all processes whose trees differ at most in values."""
+        leaves = [(leaf.path, leaf.kind, leaf.shape) for leaf in self.tree.leaves]
+        stored = [(array.shape, array.dtype, array.chunk_shape) for array in self.plan.stored]
+        specs = [(name, saved.axis_sizes, saved.spec) for name, saved in self.shardings.items()]
+        return step.digest(repr((leaves, stored, specs)).encode())
+
+    @cached_property
+    def files(self) -> Mapping[str, bytes]:
+        """The metadata files, by name in the item."""
+        return metadata_files(self.tree, self.shardings)
+
+
+def layout_of(value: object, processes: Processes) -> tuple[Layout, Sequence[Array]]:
+    """The layout of a tree, and its values: for each array of the plan the one that it stores.
+
+    Raises:
+        UnsupportedLeaf: leaves cannot be stored; all are named.
+    """
+    form = _form_of(value, processes)
+    if form is not None:
+        # Without the lock: the comparison may run the user's code.
+        kept = next((known for known in _kept if known.form == form), None)
+        if kept is not None:
+            _put_first(kept)
+            return kept.layout, kept.values(form.leaves)
+    flat = flatten(value)
+    values = [v for v in flat.values if v is not None]
+    layout = _work_out(flat, values, processes)
+    if form is not None:
+        _keep(form, layout)
+    return layout, values
+
+
+# --- recognising a tree ----------------------------------------------------------------------
+
+
+class _Form:
+    """What a layout depends on. Equal forms have equal layouts; values are not compared.
+
+    Args:
+        keys: The keys on the way to each leaf. Static data may name them, and be changed in place.
+        leaves: As jax has them: without None and empty containers, which belong to the treedef.
+        facts: Of each leaf: its type and what else tells how it is stored.
+    """
+
+    __hash__ = None  # pyright: ignore  # compared with a few others, never looked up
+
+    def __init__(
+        self,
+        keys: list[Any],
+        leaves: list[Any],
+        facts: list[Any],
+        treedef: Any,
+        processes: Processes,
+    ) -> None:
+        self.leaves, self._keys, self._facts = leaves, keys, facts
+        self._treedef, self._processes = treedef, processes
+        # Two treedefs are equal if their keys and static data are, and 1 == True.
+        self._text = str(treedef)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Form) or self._processes is not other._processes:
+            return False
+        try:
+            return (
+                self._facts == other._facts
+                and self._keys == other._keys
+                and self._text == other._text
+                and self._treedef == other._treedef
+            )
+        except Exception:  # static data that cannot be compared, such as arrays
+            return False
+
+    def forget_values(self) -> None:
+        self.leaves = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """A layout and how to recognise its trees.
+
+    Attributes:
+        wanted: Of each array the index of its leaf in `_Form.leaves`, and its kind.
+    """
+
+    form: _Form
+    layout: Layout
+    wanted: tuple[tuple[int, str], ...]
+
+    def values(self, leaves: Sequence[Any]) -> list[Array]:
+        return [
+            leaves[i] if kind == "array" else stored_value(kind, leaves[i])
+            for i, kind in self.wanted
+        ]
+
+
+_kept: tuple[_Kept, ...] = ()  # the latest first
+_lock = threading.Lock()  # for whoever replaces _kept
+
+
+def _keep(form: _Form, layout: Layout) -> None:
+    with_values = [leaf for leaf in layout.tree.leaves if leaf.kind != "empty"]
+    wanted = tuple((i, leaf.kind) for i, leaf in enumerate(with_values) if leaf.has_array)
+    form.forget_values()
+    _put_first(_Kept(form=form, layout=layout, wanted=wanted))
+
+
+def _put_first(kept: _Kept) -> None:
+    global _kept
+    if _kept and _kept[0] is kept:
+        return
+    with _lock:
+        _kept = (kept, *(other for other in _kept if other is not kept))[:_MAX_KEPT]
+
+
+def _form_of(value: object, processes: Processes) -> _Form | None:
+    """None for a tree with leaves that only `flatten` can judge."""
+    try:
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(value)
+        leaves = [leaf for _, leaf in pairs]
+        facts = [_facts(leaf) for leaf in leaves]
+        if None in facts:
+            return None
+        return _Form([keys for keys, _ in pairs], leaves, facts, treedef, processes)
+    except Exception:  # `flatten` explains it, or there is nothing wrong but a `repr`
+        return None
+
+
+def _facts(leaf: Any) -> object:
+    """All that a layout depends on, or None if that is more than can be told at a glance."""
+    cls = type(leaf)
+    sort = _sort_of(cls)
+    if sort == "device":
+        return None if leaf.is_deleted() else (cls, leaf.shape, leaf.dtype, leaf.sharding)
+    if sort == "host":
+        return cls, leaf.shape, leaf.dtype
+    if sort == "number":
+        # Another dtype from here on, and text from 64 bits on.
+        return (cls, leaf) if cls is int and not -(1 << 63) <= leaf < 1 << 63 else cls
+    if sort == "text":
+        return cls, leaf
+    return (cls, len(leaf)) if sort == "bytes" else None
+
+
+@cache
+def _sort_of(cls: type) -> Literal["device", "host", "number", "text", "bytes"] | None:
+    if issubclass(cls, jax.Array) and not issubclass(cls, Tracer):
+        return "device"
+    if cls is np.ndarray or (issubclass(cls, np.generic) and not issubclass(cls, (str, bytes))):
+        return "host"
+    if cls in (bool, int, float, complex):
+        return "number"
+    return {str: "text", bytes: "bytes"}.get(cls)  # pyright: ignore[reportReturnType]
+
+
+# --- working it out --------------------------------------------------------------------------
+
+
+def _work_out(flat: Flat, values: Sequence[Array], processes: Processes) -> Layout:
+    texts_of(flat.leaves)  # at once, not in the background
+    specs = [_spec(value, processes) for value in values]
+    _check_process_0_sees([leaf for leaf in flat.leaves if leaf.has_array], specs)
+    plan = plan_save(specs, process=processes.index)
+    stored = iter(plan.stored)
+    leaves = tuple(
+        replace(leaf, stored=next(stored)) if leaf.has_array else leaf for leaf in flat.leaves
+    )
+    return Layout(
+        tree=Tree(leaves=leaves, root=flat.root, typed=True, uses_ocdbt=bool(plan.stored)),
+        shardings=_shardings(flat),
+        plan=plan,
+        sources=sources_of(values, plan),
+    )
+
+
+def _check_process_0_sees(leaves: Sequence[Leaf], specs: Sequence[ArraySpec]) -> None:
+    """Refuses arrays that process k alone has: to k they look like values of its own host."""
+    for leaf, spec in zip(leaves, specs, strict=True):
+        if spec.placement is not None and spec.placement.grid.only:
+            raise UnsupportedLeaf(
+                f"leaf {leaf.text} is on devices of process {spec.placement.grid.only} alone. Put "
+                "it on a mesh with devices of two processes, or of process 0."
+            )
+
+
+def _spec(value: Array, processes: Processes) -> ArraySpec:
+    name, itemsize = _stored_dtype(value.dtype)
+    placement = None
+    if isinstance(value, jax.Array) and not _is_host_local(value, processes):
+        placement = placement_of(value.sharding, value.shape, processes.process_of)
+    return ArraySpec(shape=value.shape, dtype=name, itemsize=itemsize, placement=placement)
+
+
+@cache
+def _stored_dtype(dtype: Any) -> tuple[str, int]:  # numpy's and jax's dtypes share no type
+    dtype = np.dtype(dtype)
+    return "uint8" if dtype.name in arrays.AS_BYTES_DTYPES else dtype.name, dtype.itemsize
+
+
+def _is_host_local(value: jax.Array, processes: Processes) -> bool:
+    """Whether each process has a copy of its own: as with numpy, that of process 0 is written."""
+    if processes.count == 1 or not value.is_fully_addressable:
+        return False
+    # Simulated processes can address every device of this one; real ones only their own.
+    devices = value.sharding.device_set
+    return len(devices) == 1 or {processes.process_of(d) for d in devices} == {processes.index}
+
+
+def _shardings(flat: Flat) -> dict[str, SavedSharding]:
+    return {
+        leaf.name: _saved_sharding(value.sharding)
+        for leaf, value in zip(flat.leaves, flat.values, strict=True)
+        if leaf.kind in ("array", "key") and isinstance(value, jax.Array)
+    }
+
+
+@lru_cache(maxsize=1 << 12)
+def _saved_sharding(sharding: jax.sharding.Sharding) -> SavedSharding:
+    devices = sharding.device_set
+    if isinstance(sharding, jax.sharding.NamedSharding) and not sharding.mesh.empty:
+        mesh: Any = sharding.mesh
+        return SavedSharding(
+            axis_names=tuple(map(str, mesh.axis_names)),
+            axis_sizes=tuple(mesh.devices.shape),
+            axis_types=tuple(kind.name for kind in mesh.axis_types),
+            spec=tuple(_axes(axes) for axes in sharding.spec),
+            device_ids=tuple(device.id for device in mesh.devices.flat),
+        )
+    if len(devices) == 1:
+        device = next(iter(devices))
+        # What jax called CPU devices until 0.5; every Orbax knows it, only new ones know `cpu:0`.
+        name = f"TFRT_CPU_{device.id}" if device.platform == "cpu" else str(device)
+        return SavedSharding(device=name)
+    # Orbax has no word for other shardings, and fails on a file that leaves an array out.
+    ids = tuple(sorted(device.id for device in devices))
+    return SavedSharding(axis_names=("devices",), axis_sizes=(len(ids),), device_ids=ids)
+
+
+def _axes(axes: Any) -> str | tuple[str, ...] | None:  # an entry of a PartitionSpec
+    if axes is None or axes is jax.sharding.PartitionSpec.UNCONSTRAINED:
+        return None
+    return tuple(map(str, axes)) if isinstance(axes, (tuple, list)) else str(axes)
