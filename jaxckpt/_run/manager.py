@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, Final, Literal, Self, final
 
-from jaxckpt._disk import find as _discovery
+from jaxckpt._disk.find import find
 from jaxckpt._inspect import open as inspection
 from jaxckpt._inspect.verify import VerifyReport
 from jaxckpt._progress.timing import OnProgress, Timing
@@ -473,8 +473,8 @@ class CheckpointManager:
     def custom_metadata(self, step: int) -> dict[str, Any]:
         """What was given to `save` as such."""
         self._begin_call()
-        found = _discovery.find(self._run.storage, self._run.check_step(step))
-        return dict(found.step.custom_metadata or {})
+        found = find(self._run.storage, self._run.check_step(step))
+        return dict(found.metadata.custom_metadata or {})
 
     def _url(self, path: str) -> str:
         scheme = self._run.storage.scheme

@@ -12,11 +12,12 @@ from typing import Any, Final, TypeVar
 
 import jax
 
-from jaxckpt._disk import find as _discovery
-from jaxckpt._disk.native import read_item
+from jaxckpt._disk.find import at_rest, open_item
+from jaxckpt._disk.native import Found
 from jaxckpt._progress.meter import Meter
 from jaxckpt._progress.timing import Timing
-from jaxckpt._restore import restore as _restore
+from jaxckpt._restore.match import RestoreRequest
+from jaxckpt._restore.restore import Source, restore_from
 from jaxckpt._run import items as _items
 from jaxckpt._run.retention import KeepPolicy, StepInfo
 from jaxckpt._run.run import Run
@@ -206,45 +207,47 @@ def read_step(
     like: Any,  # any pytree
     items: Mapping[str, object],
     processes: Processes,
-    options: Mapping[str, Any],
+    options: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
     """The state of a step, and for each of `items` the state that its object is to go on from."""
     path = run.path(step)
     states: dict[str, Any] = {}
 
-    def load() -> Any:  # an Item
-        checkpoint = run.check_whole(step)
+    def load(checkpoint: Found) -> Any:  # an Item
+        run.check_found(step, checkpoint)
         _items.check_present(checkpoint, items)
         for name, value in items.items():
             found = _items.read_states(checkpoint, name)
             states[name] = _items.state_for(value, found, name=name, path=path, processes=processes)
-        return read_item(checkpoint, _discovery.choose_item(checkpoint, None))
+        return open_item(checkpoint)
 
     target = [like]
     del like  # so that its arrays are free once the caller has let go of them
-    return _restore.restore_from(load, run.storage, path, target, **options), states
+    meter = options.pop("meter")
+    source = Source(where=path, within=partial(at_rest, run.storage, path), open=load)
+    run.check_there(step)
+    return restore_from(source, target, RestoreRequest(**options), meter=meter), states
 
 
 def read_everything(run: Run, step: int, *, timeout_s: float) -> dict[str, Any]:
     """Every item of a step by name: trees, JSON, and lists of the states of data iterators."""
     path = run.path(step)
 
-    def item(name: str) -> Any:  # an Item, or what it is already
-        checkpoint = run.check_whole(step)
+    def names_of(checkpoint: Found) -> list[str]:
+        run.check_found(step, checkpoint)
+        return [*checkpoint.items]
+
+    def item(name: str, checkpoint: Found) -> Any:  # an Item, or what it is already
+        run.check_found(step, checkpoint)
         states = _items.read_states(checkpoint, name)
-        if states is not None:
-            return states
-        file = _discovery.json_file(run.storage, checkpoint.items[name])
-        if file is not None:
-            return _discovery.read_json_item(checkpoint, file)
-        return read_item(checkpoint, name)
+        return open_item(checkpoint, name) if states is None else states
 
-    def read(load: Callable[[], Any]) -> Any:
-        return _restore.restore_from(load, run.storage, path, [None], timeout_s=timeout_s)
+    def read(load: Callable[[Found], Any]) -> Any:
+        run.check_there(step)
+        source = Source(where=path, within=partial(at_rest, run.storage, path), open=load)
+        return restore_from(source, [None], RestoreRequest(timeout_s=timeout_s))
 
-    return {
-        name: read(partial(item, name)) for name in read(lambda: [*run.check_whole(step).items])
-    }
+    return {name: read(partial(item, name)) for name in read(names_of)}
 
 
 def watch(run: Run, timeout_s: float, after: int | None) -> Iterator[int]:

@@ -145,6 +145,12 @@ def zarr3_metadata(stored: StoredArray) -> dict[str, Any]:
     }
 
 
+@lru_cache(maxsize=1 << 12)
+def encode_zarr3(stored: StoredArray) -> bytes:
+    """The bytes of that `zarr.json`."""
+    return jsontext.dumps(zarr3_metadata(stored))
+
+
 def zarr2_metadata(stored: StoredArray) -> dict[str, Any]:
     """The `.zarray` of an array for releases of Orbax that know no zarr v3: without checksums."""
     dtype = dtype_of(stored.dtype)

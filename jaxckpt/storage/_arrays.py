@@ -44,13 +44,14 @@ def context() -> ts.Context:
                 {
                     "cache_pool": {"total_bytes_limit": 0},
                     "file_io_concurrency": {"limit": 32},
-                    "data_copy_concurrency": {"limit": _usable_cores()},
+                    "data_copy_concurrency": {"limit": usable_cores()},
                 }
             )
         return _context
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Returns how many cores this process may use."""
     # sched_getaffinity sees taskset and cpusets; Python has it on Linux only.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
