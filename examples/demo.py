@@ -48,6 +48,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt.types import StepInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,9 +429,7 @@ def steps_in(run: Path) -> list[int]:
 
 def to_keep(keep: jaxckpt.KeepPolicy, losses: dict[int, float]) -> list[int]:
     """The steps that should be left of those saved, none of which is old."""
-    infos = [
-        jaxckpt.StepInfo(step=n, saved_s=0.0, metrics={"loss": loss}) for n, loss in losses.items()
-    ]
+    infos = [StepInfo(step=n, saved_s=0.0, metrics={"loss": loss}) for n, loss in losses.items()]
     return sorted(keep.kept(infos, now_s=0.0))
 
 

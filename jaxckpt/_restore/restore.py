@@ -24,9 +24,8 @@ from jaxckpt._disk.find import consistently
 from jaxckpt._disk.native import Item, read_item
 from jaxckpt._disk.reader import LeafRead, read_leaves
 from jaxckpt._progress.meter import Meter, Watch, display
-from jaxckpt._progress.timing import OnProgress
 from jaxckpt._restore import match as _match
-from jaxckpt._restore.match import Request, RestoreReport
+from jaxckpt._restore.match import Request
 from jaxckpt._restore.placement import Placer
 from jaxckpt.errors import (
     CorruptCheckpoint,
@@ -39,6 +38,7 @@ from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.tree import MAX_DIGITS, Kind, Leaf, Path, path_text
 from jaxckpt.multihost import Processes, current
 from jaxckpt.storage import Storage, locate
+from jaxckpt.types import OnProgress, RestoreReport
 
 _logger = logging.getLogger("jaxckpt")
 

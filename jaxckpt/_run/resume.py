@@ -15,10 +15,9 @@ import jax
 from jaxckpt._disk import find as _discovery
 from jaxckpt._disk.native import read_item
 from jaxckpt._progress.meter import Meter
-from jaxckpt._progress.timing import Timing
 from jaxckpt._restore import restore as _restore
 from jaxckpt._run import items as _items
-from jaxckpt._run.retention import KeepPolicy, StepInfo
+from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.run import Run
 from jaxckpt._save.job import text_of
 from jaxckpt.errors import (
@@ -28,6 +27,7 @@ from jaxckpt.errors import (
     ProcessesDisagree,
 )
 from jaxckpt.multihost import Processes, lead
+from jaxckpt.types import StepInfo, Timing
 
 T = TypeVar("T")
 

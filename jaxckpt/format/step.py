@@ -124,7 +124,7 @@ class Record:
         files: By path inside the checkpoint.
         name: Of the directory that it was saved as; "" if an earlier jaxckpt wrote it.
         lineage: Where the values came from, if from another checkpoint.
-        phases: Seconds of the save by phase, up to the commit; see `jaxckpt.Timing`.
+        phases: Seconds of the save by phase, up to the commit; see `jaxckpt.types.Timing`.
         digest: Of the file, once it was read.
     """
 
