@@ -43,9 +43,9 @@ from jaxckpt.format.arrays import AS_BYTES_DTYPES, dtype_of
 from jaxckpt.format.tree import NAMED, SEQUENCE, Leaf, StoredArray
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import CrashingStorage, SimulatedCrash
-from jaxckpt.testing.strategies import same, trees
 from tests.golden import compare
 from tests.golden.fixture import Golden, golden_names
+from tests.strategies import same, trees
 
 # Orbax warns about each restore without a target.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")

@@ -21,8 +21,8 @@ from jaxckpt._disk.native import read_item
 from jaxckpt._inspect.diff import compare_block, compare_items
 from jaxckpt._inspect.value_stream import as_numbers
 from jaxckpt.storage import locate
-from jaxckpt.testing.strategies import host_arrays, random_bits, trees
 from tests.golden.fixture import Golden, golden_names
+from tests.strategies import host_arrays, random_bits, trees
 
 ocp = pytest.importorskip("orbax.checkpoint")
 

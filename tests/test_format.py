@@ -15,7 +15,7 @@ from jaxckpt.format.arrays import PLAIN_DTYPES, STORABLE_DTYPES, dtype_of
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.step import FileFacts, Record, StepMetadata
 from jaxckpt.format.tree import Leaf, StoredArray
-from jaxckpt.testing.strategies import random_bits
+from tests.strategies import random_bits
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=100)
 

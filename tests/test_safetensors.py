@@ -39,7 +39,7 @@ from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.safetensors import MAX_HEADER_BYTES, WORDS
 from jaxckpt.storage import LocalStorage, MemoryStorage, is_temporary_file
 from jaxckpt.storage._large import LargeFile
-from jaxckpt.testing.strategies import random_bits, same
+from tests.strategies import random_bits, same
 
 ROOT = Path(__file__).parents[1]
 CURRENT = DiskLayout(zarr=3, ocdbt=True)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt import StepExists
 from jaxckpt.format import names
-from jaxckpt.testing.strategies import same
+from tests.strategies import same
 
 ROOT = Path(__file__).parents[1]
 

@@ -26,8 +26,8 @@ from jaxckpt.testing import (
     FailingStorage,
     SimulatedCrash,
     SlowStorage,
-    StorageContract,
 )
+from tests.storage_contract import StorageContract
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 1 << 20

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 import jaxckpt
 from jaxckpt import UnsupportedLeaf
 from jaxckpt.format.arrays import dtype_of
-from jaxckpt.testing import strategies
-from jaxckpt.testing.strategies import (
+from tests import strategies
+from tests.strategies import (
     ALL_DTYPES,
     Pair,
     Registered,
