@@ -34,7 +34,7 @@ from jaxckpt import (
     UnsupportedLeaf,
 )
 from jaxckpt._convert.safetensors import _of_files
-from jaxckpt._convert.target import DiskLayout, write_checkpoint
+from jaxckpt._convert.target import write_checkpoint
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.safetensors import MAX_HEADER_BYTES, WORDS
 from jaxckpt.storage import LocalStorage, MemoryStorage, is_temporary_file
@@ -42,7 +42,6 @@ from jaxckpt.storage._large import LargeFile
 from tests.strategies import random_bits, same
 
 ROOT = Path(__file__).parents[1]
-CURRENT = DiskLayout(zarr=3, ocdbt=True)
 # Those that the numpy loader of the reference implementation knows.
 LOADABLE = [name for name in WORDS if not name.startswith("float8")]
 
@@ -615,7 +614,7 @@ def test_a_file_that_changes_meanwhile_makes_no_checkpoint(tmp_path, more):
     os.truncate(file, file.stat().st_size + more)
 
     with pytest.raises((CorruptCheckpoint, SaveFailed), match=str(file)):
-        write_checkpoint(LocalStorage(), str(tmp_path / "ours"), source, CURRENT, overwrite=False)
+        write_checkpoint(LocalStorage(), str(tmp_path / "ours"), source, overwrite=False)
     assert os.listdir(tmp_path) == ["in.safetensors"]
 
 

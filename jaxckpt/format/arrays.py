@@ -145,23 +145,6 @@ def zarr3_metadata(stored: StoredArray) -> dict[str, Any]:
     }
 
 
-def zarr2_metadata(stored: StoredArray) -> dict[str, Any]:
-    """The `.zarray` of an array for releases of Orbax that know no zarr v3: without checksums."""
-    dtype = dtype_of(stored.dtype)
-    return {
-        "zarr_format": 2,
-        "shape": list(stored.shape),
-        "chunks": list(stored.chunk_shape),
-        # What numpy has no code for is called by its name, as TensorStore has it.
-        "dtype": dtype.newbyteorder("<").str if hasattr(np, stored.dtype) else stored.dtype,
-        "compressor": None,
-        "fill_value": None,
-        "filters": None,
-        "order": "C",
-        "dimension_separator": ".",
-    }
-
-
 def _zero(dtype: str) -> object:
     if dtype == "bool":
         return False

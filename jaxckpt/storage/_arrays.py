@@ -147,15 +147,11 @@ class Writer:
     Args:
         spec: The kvstore spec of the database's directory.
         database: Whether it is an OCDBT database. If not, arrays are plain files, there at once.
-        zarr_version: Of the arrays.
     """
 
-    def __init__(
-        self, spec: Mapping[str, Any], *, database: bool = True, zarr_version: int = 3
-    ) -> None:
+    def __init__(self, spec: Mapping[str, Any], *, database: bool = True) -> None:
         self._spec = _database(spec) if database else dict(spec)
         self._base = "" if database else self._spec.get("path", "")
-        self._driver = "zarr3" if zarr_version == 3 else "zarr"
         self._transaction = ts.Transaction(atomic=True) if database else None
         store = ts.KvStore.open(self._spec, context=context()).result()
         self._store = store.with_transaction(self._transaction) if database else store
@@ -177,7 +173,7 @@ class Writer:
 
     def _array(self, prefix: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
         kvstore = {**self._spec, "path": self._base + prefix}
-        return {"driver": self._driver, "kvstore": kvstore, "metadata": dict(metadata)}
+        return {"driver": "zarr3", "kvstore": kvstore, "metadata": dict(metadata)}
 
     def write(self, array: ts.TensorStore, where: tuple[slice, ...], values: Any) -> None:
         """Stores values into part of an array."""
