@@ -75,7 +75,7 @@ def _forget_layouts() -> None:
         _plan._grid_of,
         _layout._saved_sharding,
         _writer.is_direct,
-        _writer._encode,
+        arrays.encode_zarr3,
         arrays.zarr3_metadata,
     ):
         cached.cache_clear()

@@ -25,8 +25,9 @@ from jaxckpt._disk.regions import LeafRead
 from jaxckpt.format import arrays
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, PLAIN_DTYPES, dtype_of
 from jaxckpt.storage import _arrays, locate
-from jaxckpt.testing import simulate, strategies
-from jaxckpt.testing.strategies import jax_holds, random_bits, same, to_jax
+from jaxckpt.testing import simulate
+from tests import strategies
+from tests.strategies import jax_holds, random_bits, same, to_jax
 
 LAWS = settings(
     deadline=None,

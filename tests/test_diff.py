@@ -20,8 +20,8 @@ from jaxckpt._disk.find import find, open_tree
 from jaxckpt._inspect.diff import compare_block, compare_items
 from jaxckpt._inspect.value_stream import as_numbers
 from jaxckpt.storage import locate
-from jaxckpt.testing.strategies import host_arrays, random_bits, trees
 from tests.golden.fixture import Golden, golden_names
+from tests.strategies import host_arrays, random_bits, trees
 
 ocp = pytest.importorskip("orbax.checkpoint")
 

@@ -25,11 +25,11 @@ from jaxckpt._disk.reader import read_leaves
 from jaxckpt._disk.regions import LeafRead
 from jaxckpt._progress import bar as _bar
 from jaxckpt._progress.meter import Meter, display
-from jaxckpt._progress.timing import Progress, Timing
 from jaxckpt.errors import SaveFailed
 from jaxckpt.integrations import metrics
 from jaxckpt.storage import locate
 from jaxckpt.testing import simulate
+from jaxckpt.types import Progress, Timing
 
 STATE = {"w": np.arange(4096, dtype=np.float32), "n": 3}
 BYTES = 4 * 4096 + 8
@@ -308,7 +308,7 @@ def test_the_profiler_of_jax_shows_the_phases(tmp_path):
 _PROGRAM = """
 import sys
 from jaxckpt._progress.meter import display
-from jaxckpt._progress.timing import Progress
+from jaxckpt.types import Progress
 
 show = display(None, 0)
 print("bar" if show else "none", file=sys.stderr)

@@ -26,8 +26,8 @@ from jaxckpt._disk.regions import LeafRead
 from jaxckpt._restore import restore as _restore
 from jaxckpt.format.arrays import MAX_UNIT_BYTES
 from jaxckpt.storage import LocalStorage, _arrays
-from jaxckpt.testing import strategies
-from jaxckpt.testing.strategies import same
+from tests import strategies
+from tests.strategies import same
 
 LAWS = settings(
     deadline=None,

@@ -25,7 +25,7 @@ from jaxckpt._disk.find import find, open_tree
 from jaxckpt._inspect.statistics import statistics
 from jaxckpt._inspect.value_stream import Data, Moments, as_numbers, boxes_of
 from jaxckpt.storage import locate
-from jaxckpt.testing.strategies import host_arrays, random_bits, shapes
+from tests.strategies import host_arrays, random_bits, shapes
 
 ROOT = Path(__file__).parents[1]
 

@@ -6,51 +6,20 @@ import importlib
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._core.text import counted, size_text
 from jaxckpt._disk.find import at_rest, open_item
 from jaxckpt._disk.native import Found, Item, JsonItem, subtree, while_current
 from jaxckpt.format.arrays import dtype_of
-from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Node, Path, parse_path, path_text
 from jaxckpt.storage import locate
-
-if TYPE_CHECKING:
-    from jaxckpt._inspect.statistics import LeafStatistics
+from jaxckpt.types import LeafInfo, LeafStatistics
 
 _MAX_LINES: Final = 200
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeafInfo:
-    """What is known of one leaf without reading it.
-
-    Attributes:
-        path: Its keys joined with `/`.
-        kind: "array" (jax), "numpy", "key", "int", "str", "empty", ...
-        dtype: By name; "" where there is none.
-        shape: Of the leaf.
-        sharding: How it was laid out when it was saved, in words, or None.
-        size_bytes: Of its values on disk, uncompressed.
-        layout: What `sharding` says, as data.
-    """
-
-    path: str
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    sharding: str | None
-    size_bytes: int
-    layout: SavedSharding | None = None
-
-    def __str__(self) -> str:
-        dims = "[" + ",".join(map(str, self.shape)) + "]"
-        text = self.kind if self.kind in ("str", "bytes", "empty", "int") else f"{self.dtype}{dims}"
-        return f"{text}  {self.sharding}" if self.sharding else text
 
 
 @final
@@ -195,7 +164,7 @@ def _info(item: Item, leaf: Leaf) -> LeafInfo:
         shape=leaf.shape,
         sharding=None if sharding is None else str(sharding),
         size_bytes=size,
-        layout=sharding,
+        saved_sharding=sharding,
     )
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Final
 
 from jaxckpt._core import box as _box
 from jaxckpt._core.box import Box
 from jaxckpt._core.plan import plan_reads
-from jaxckpt._core.text import counted, size_text
 from jaxckpt._disk.find import find, open_item
 from jaxckpt._disk.native import Found, Item, JsonItem, file_problem, is_current
 from jaxckpt._disk.reader import read_leaves
@@ -22,71 +20,13 @@ from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.step import FileFacts
 from jaxckpt.format.tree import StoredArray
 from jaxckpt.storage import Storage, is_temporary_file, locate
+from jaxckpt.types import Problem, VerifyReport
 
 _TRIES: Final = 20
 _BUDGET_BYTES: Final = 256 << 20
 # What others wrote has as many chunks as its metadata say, whether they are there or not.
 _READS_AT_ONCE: Final = 1 << 10
 _CHUNKS_AT_ONCE: Final = 1 << 12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """One thing that is wrong.
-
-    Attributes:
-        file: It is about, if one.
-        leaf: Whose data it is, if one's.
-        message: What it is.
-        unreadable: Whether the storage failed to read it, so that nothing is known of what it
-            holds. Everything else is damage.
-    """
-
-    file: str | None
-    leaf: str | None
-    message: str
-    unreadable: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
-    """What `verify` found.
-
-    Attributes:
-        path: Of the checkpoint.
-        problems: Everything that is wrong.
-        unchecked: What was read but carries no checksum to compare with, and files that nobody
-            listed, each in words.
-        files, leaves, size_bytes: How much was read: files compared with the record, leaves, and
-            their values, uncompressed.
-    """
-
-    path: str
-    problems: tuple[Problem, ...]
-    unchecked: tuple[str, ...]
-    files: int
-    leaves: int
-    size_bytes: int
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.problems
-
-    @property
-    def damaged(self) -> bool:
-        """Whether something was read that is not what was written, or is missing."""
-        return any(not problem.unreadable for problem in self.problems)
-
-    def __str__(self) -> str:
-        state = "good" if self.ok else f"BAD, {counted(len(self.problems), 'problem')}"
-        lines = [
-            f"{self.path}: {state}. Read {counted(self.files, 'file')} and "
-            f"{counted(self.leaves, 'leaf')}, {size_text(self.size_bytes)}."
-        ]
-        lines += [f"  bad: {problem.message}" for problem in self.problems]
-        lines += [f"  unchecked: {what}" for what in self.unchecked]
-        return "\n".join(lines)
 
 
 def verify(path: str | os.PathLike[str]) -> VerifyReport:

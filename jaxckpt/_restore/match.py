@@ -16,10 +16,10 @@ from jax import tree_util
 
 from jaxckpt._core.pytree import SCALARS, is_empty, is_key_dtype, key_path
 from jaxckpt._core.select import Globs, check_globs, selector, some_paths
-from jaxckpt._progress.timing import OnProgress, Timing
 from jaxckpt.errors import Difference, TreeMismatch
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.tree import Kind, Leaf, Path, parse_path, path_text
+from jaxckpt.types import OnProgress, RestoreReport
 
 # Kinds whose values are numbers in an array.
 _NUMERIC: Final = frozenset({"array", "numpy", "generic", "int", "float", "complex", "bool"})
@@ -93,27 +93,6 @@ class LeafMatch:
     path: Path
     saved: Leaf
     wanted: Wanted | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreReport:
-    """What a restore did, as paths of leaves; given to `restore(report=...)`.
-
-    Attributes:
-        loaded: Restored.
-        missing: In `like`, not in the checkpoint: kept as they were in `like`.
-        extra: In the checkpoint, not in `like`: not read.
-        cast: Restored with another dtype: path -> (saved, restored).
-        renamed: saved path -> wanted path.
-        timing: How long it took, by phase.
-    """
-
-    loaded: tuple[str, ...]
-    missing: tuple[str, ...]
-    extra: tuple[str, ...]
-    cast: Mapping[str, tuple[str, str]]
-    renamed: Mapping[str, str]
-    timing: Timing | None = None
 
 
 def describe(

@@ -31,14 +31,14 @@ from jaxckpt._disk.native import Found, Item, JsonItem
 from jaxckpt._disk.reader import read_leaves
 from jaxckpt._disk.regions import LeafRead
 from jaxckpt._progress.meter import Meter, Watch, display
-from jaxckpt._progress.timing import OnProgress
-from jaxckpt._restore.match import RestoreReport, RestoreRequest, Wanted, flatten_like, match
+from jaxckpt._restore.match import RestoreRequest, Wanted, flatten_like, match
 from jaxckpt._restore.placement import LeafPlan, Placer, key_data_sharding, plan_leaves
 from jaxckpt.errors import CorruptCheckpoint, ProcessesDisagree, UnsupportedFormat
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.tree import MAX_DIGITS, Leaf, Path, path_text
 from jaxckpt.multihost import Processes, current
 from jaxckpt.storage import locate
+from jaxckpt.types import OnProgress, RestoreReport
 
 _logger = logging.getLogger("jaxckpt")
 

@@ -22,14 +22,12 @@ from typing import Any, ClassVar, Final, Literal, Self, final
 
 from jaxckpt._disk.find import find
 from jaxckpt._inspect import open as inspection
-from jaxckpt._inspect.verify import VerifyReport
-from jaxckpt._progress.timing import OnProgress, Timing
 from jaxckpt._run import resume as _resume
 from jaxckpt._run.resume import Resume
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.run import Run
 from jaxckpt._run.saver import Saver, raise_first
-from jaxckpt._run.schedule import Decision, SavePolicy, check_count, check_seconds
+from jaxckpt._run.schedule import SavePolicy, check_count, check_seconds
 from jaxckpt._run.scrub import scrub
 from jaxckpt._save.job import text_of
 from jaxckpt._save.save import SaveHandle
@@ -37,6 +35,7 @@ from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Json, current, lead
 from jaxckpt.storage import locate
+from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
 _MAX_TIMINGS: Final = 1000
 

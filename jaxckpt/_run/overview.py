@@ -17,12 +17,13 @@ from typing import Any, Final
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.find import find, looks_committed, read_found
 from jaxckpt._disk.native import Found
-from jaxckpt._run.retention import KeepPolicy, StepInfo
+from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.run import Run
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.run import StepNames, guess_names, like_steps
 from jaxckpt.storage import Storage, is_temporary_file, locate
+from jaxckpt.types import StepInfo
 
 # On a file system over a network each question takes as long as an answer needs to come back.
 _AT_ONCE: Final = 8

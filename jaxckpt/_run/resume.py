@@ -15,11 +15,10 @@ import jax
 from jaxckpt._disk.find import at_rest, open_item
 from jaxckpt._disk.native import Found
 from jaxckpt._progress.meter import Meter
-from jaxckpt._progress.timing import Timing
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import Source, restore_from
 from jaxckpt._run import items as _items
-from jaxckpt._run.retention import KeepPolicy, StepInfo
+from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.run import Run
 from jaxckpt._save.job import text_of
 from jaxckpt.errors import (
@@ -29,6 +28,7 @@ from jaxckpt.errors import (
     ProcessesDisagree,
 )
 from jaxckpt.multihost import Processes, lead
+from jaxckpt.types import StepInfo, Timing
 
 T = TypeVar("T")
 

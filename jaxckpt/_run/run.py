@@ -33,12 +33,12 @@ from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.find import find, looks_committed, read_found
 from jaxckpt._disk.native import Found, check_sizes
 from jaxckpt._run.leases import Leases
-from jaxckpt._run.retention import StepInfo
 from jaxckpt._save.turn import Turn
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, SaveFailed
 from jaxckpt.format import jsontext, names, run
 from jaxckpt.format.run import Owner, StepNames
 from jaxckpt.storage import Hold, Storage, is_temporary_file
+from jaxckpt.types import StepInfo
 
 _logger = logging.getLogger("jaxckpt")
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxckpt._inspect.verify import Problem, VerifyReport, verify_in
+from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.run import Run
 from jaxckpt.errors import CheckpointNotFound, is_io_failure
 from jaxckpt.multihost import Processes, lead
+from jaxckpt.types import Problem, VerifyReport
 
 
 def scrub(

@@ -14,13 +14,13 @@ from weakref import WeakKeyDictionary
 
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._progress.meter import Meter, Watch, display
-from jaxckpt._progress.timing import OnProgress, Timing
 from jaxckpt._save.job import SaveJob, take_part
 from jaxckpt._save.snapshot import take_tree
 from jaxckpt.errors import CheckpointTimeout
 from jaxckpt.format import jsontext, names
 from jaxckpt.multihost import Processes, current
 from jaxckpt.storage import Storage, locate
+from jaxckpt.types import OnProgress, Timing
 
 _logger = logging.getLogger("jaxckpt")
 

@@ -15,9 +15,10 @@ from jaxckpt.cli import _options, _output
 from jaxckpt.cli._output import Styled
 
 if TYPE_CHECKING:
-    from jaxckpt._inspect.open import Checkpoint, LeafInfo
+    from jaxckpt._inspect.open import Checkpoint
     from jaxckpt._run.overview import RunOverview, StepOverview
     from jaxckpt.cli._space import Part, Space
+    from jaxckpt.types import LeafInfo
 
 Row = list[str | Styled]
 _MAX_BRANCHES: Final = 12
