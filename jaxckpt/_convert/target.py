@@ -407,13 +407,10 @@ def _as_orbax_has_it(leaf: Leaf) -> Leaf:
 
 def _digests(storage: Storage, work: str) -> dict[str, str]:
     """Of all files: what is in them has no checksums."""
-    sizes = {
-        name: storage.size(f"{work}/{name}") for name in _transaction.files_below(storage, work)
-    }
     return {
-        name: step.digest(storage.read(f"{work}/{name}", max_bytes=size))
-        for name, size in sizes.items()
-        if size <= _MOST_FILE_BYTES
+        name: step.digest(storage.read(f"{work}/{name}", max_bytes=entry.size))
+        for name, entry in _transaction.files_below(storage, work).items()
+        if entry.size <= _MOST_FILE_BYTES
     }
 
 

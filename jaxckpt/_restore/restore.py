@@ -33,10 +33,10 @@ from jaxckpt._disk.regions import LeafRead
 from jaxckpt._progress.meter import Meter, Watch, display
 from jaxckpt._restore.match import RestoreRequest, Wanted, flatten_like, match
 from jaxckpt._restore.placement import LeafPlan, Placer, key_data_sharding, plan_leaves
-from jaxckpt.errors import CorruptCheckpoint, ProcessesDisagree, UnsupportedFormat
+from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.tree import MAX_DIGITS, Leaf, Path, path_text
-from jaxckpt.multihost import Processes, current
+from jaxckpt.multihost import Processes, current, disagreement, meet
 from jaxckpt.storage import locate
 from jaxckpt.types import OnProgress, RestoreReport
 
@@ -185,10 +185,10 @@ def restore_from(
             watch.end()
     except Exception as error:  # told to the other processes, then raised
         problem = error
-    if processes.count > 1 and not request.as_numpy:
-        with meter.phase("meet"):
-            _share_failure(processes, source.where, problem, read, meter, request.timeout_s)
     try:
+        if processes.count > 1 and not request.as_numpy:
+            with meter.phase("meet"):
+                _share(processes, source.where, problem, read, meter, request.timeout_s)
         if problem is not None:
             raise problem
     finally:
@@ -237,7 +237,7 @@ def _read(
     return _Read(opened=item, values=values, report=replace(matched.report, cast=_casts(plans)))
 
 
-def _share_failure(
+def _share(
     processes: Processes,
     where: str,
     problem: Exception | None,
@@ -248,26 +248,16 @@ def _share_failure(
     """Lets no process go on into a collective operation that another will never reach."""
     item = None if read is None else read.opened
     record = item.found.record if isinstance(item, Item) else None
-    said = {
-        "problem": None if problem is None else f"{type(problem).__name__}: {problem}",
-        "token": None if record is None else record.token,
-        "seconds": meter.phases.get("read", 0.0),
-    }
-    gathered: list[Any] = processes.gather("restore", said, timeout_s=timeout_s)
-    meter.note_slowest([said["seconds"] for said in gathered])
-    failures = {i: g["problem"] for i, g in enumerate(gathered) if g["problem"] is not None}
-    if not failures:
-        failures = {
-            i: "read another checkpoint than process 0: it was replaced in the meantime"
-            for i, g in enumerate(gathered)
-            if g["token"] != gathered[0]["token"]
-        }
-    if failures and problem is None:
-        raise ProcessesDisagree(
-            f"{where} was not restored:\n"
-            + "\n".join(f"  process {i}: {text}" for i, text in failures.items()),
-            failures,
-        )
+    token = None if record is None else record.token
+    said = {"token": token, "seconds": meter.phases.get("read", 0.0)}
+    met = meet(processes, "restore", said, problem, timeout_s=timeout_s)
+    meter.note_slowest([one["seconds"] for one in met.values])
+    place = f"{where} was not restored"
+    met.check(problem, place)
+    others = [i for i, one in enumerate(met.values) if one["token"] != met.values[0]["token"]]
+    if others:
+        replaced = "read another checkpoint than process 0: it was replaced in the meantime"
+        raise disagreement(place, dict.fromkeys(others, replaced))
 
 
 # --- the value of each leaf ------------------------------------------------------------------
