@@ -79,14 +79,6 @@ class Storage(Protocol):
         """
         ...
 
-    def entries(self, path: str) -> dict[str, Entry]:
-        """Returns kind and size of everything in a directory, by name, in the order of `names`.
-
-        Follows a link at `path`, like `names`; a link inside is "other". Leaves out a name that is
-        deleted during the listing.
-        """
-        ...
-
     def make_dir(self, path: str) -> None:
         """Makes a directory and its missing parents durably, unless it exists."""
         ...
