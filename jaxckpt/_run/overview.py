@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.find import find, looks_committed, read_found
-from jaxckpt._disk.native import Found
+from jaxckpt._disk.found import Found
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.run import Run
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint

@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.find import find, looks_committed, read_found
-from jaxckpt._disk.native import Found, check_sizes
+from jaxckpt._disk.found import Found, check_sizes
 from jaxckpt._run.leases import Leases
 from jaxckpt._save.turn import Turn
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, SaveFailed
