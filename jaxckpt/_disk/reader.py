@@ -11,10 +11,12 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn, Protocol
+from itertools import islice
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
@@ -50,7 +52,13 @@ _MAX_THREADS: Final = 16
 # For a better message so many are looked through.
 _MOST_KEYS: Final = 1 << 20
 
-Buffers = dict[Box, np.ndarray[Any, Any]]
+# What others wrote has as many chunks as its metadata say, whether they are there or not.
+CHUNKS_AT_ONCE: Final = 1 << 12
+_READS_AT_ONCE: Final = 1 << 10
+
+Values = np.ndarray[Any, Any]
+Buffers = dict[Box, Values]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +128,35 @@ def read_leaves(
         # An error refers to the calls that it went through, and they to what they hold.
         for _, batch in started:
             batch.drop()
+
+
+def read_stream(
+    item: Item, parts: Iterable[LeafRead | Values], *, budget_bytes: int
+) -> Generator[Values, None, None]:
+    """Yields the values of parts of leaves, in order.
+
+    Args:
+        parts: Each one box of a leaf, or the values, where the metadata hold them.
+
+    Raises:
+        As `read_leaves`.
+    """
+    for some in in_turns(item, parts):
+        reads = [part for part in some if isinstance(part, LeafRead)]
+        with closing(read_leaves(item, reads, budget_bytes=budget_bytes)) as buffers:
+            for part in some:
+                yield next(buffers)[part.boxes[0]] if isinstance(part, LeafRead) else part
+
+
+def in_turns(item: Item, parts: Iterable[_T]) -> Iterator[list[_T]]:
+    """Divides what is to be read of an item into lists to read at once.
+
+    To look up where our chunks lie takes time, so ours are read all at once.
+    """
+    most = None if item.ours else _READS_AT_ONCE
+    parts = iter(parts)
+    while some := list(islice(parts, most)):
+        yield some
 
 
 def _cores() -> int:
