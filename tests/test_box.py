@@ -84,6 +84,24 @@ def test_tiles_cover_a_box_once(case):
     assert set(counts.values()) <= {1}
 
 
+@pytest.mark.parametrize(
+    ("shape", "unit"),
+    [((), ()), ((0, 3), (1, 1)), ((7,), (3,)), ((300, 50), (7, 3)), ((2, 9000), (1, 1))],
+)
+@pytest.mark.parametrize("most", [1, 100, 1 << 12])
+def test_widened_tiles_cut_an_array_into_whole_chunks(shape, unit, most):
+    """Each element is in one part, and each part has at most so many chunks, all of them whole."""
+    parts = list(_box.cut(_box.whole(shape), _box.widened(unit, shape, most)))
+
+    seen = np.zeros(shape, np.int32)
+    for part in parts:
+        seen[part.slices] += 1
+        assert all(a % n == 0 for a, n in zip(part.start, unit, strict=True))
+        chunks = [-(-n // u) for n, u in zip(part.shape, unit, strict=True)]
+        assert np.prod(chunks) <= most
+    assert (seen == 1).all()
+
+
 @LAWS
 @given(st.integers(0, 3).flatmap(lambda r: st.lists(boxes(r), min_size=1, max_size=4)))
 def test_a_hull_is_the_smallest_box_around(some):

@@ -37,7 +37,7 @@ from jaxckpt import (
     UnsupportedLeaf,
 )
 from jaxckpt._convert.source import _in_order, of_checkpoint, plain_root
-from jaxckpt._convert.target import chunked, run_shape, widened, write_checkpoint
+from jaxckpt._convert.target import chunked, enlarged, run_shape, write_checkpoint
 from jaxckpt.format import names, step
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, dtype_of
 from jaxckpt.format.tree import NAMED, SEQUENCE, Leaf, StoredArray
@@ -655,6 +655,6 @@ def test_a_run_is_one_piece_of_memory(shape, itemsize):
 
 def test_a_tile_is_widened_from_the_last_dimension():
     """By whole tiles, and no other dimension before the last one is whole."""
-    assert widened((1, 4), (100, 10), 1, 40) == (3, 12)
-    assert widened((1, 4), (100, 10), 1, 5) == (1, 4)
-    assert widened((), (), 4, 1) == ()
+    assert enlarged((1, 4), (100, 10), 1, 40) == (3, 12)
+    assert enlarged((1, 4), (100, 10), 1, 5) == (1, 4)
+    assert enlarged((), (), 4, 1) == ()

@@ -18,10 +18,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._disk import reader as _reader
 from jaxckpt._inspect import verify as _verify
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import names
-from jaxckpt.format.tree import StoredArray
 from tests.strategies import same
 
 
@@ -331,27 +331,10 @@ def test_an_error_lets_go_of_what_was_read(damaged):
     assert left == []
 
 
-@pytest.mark.parametrize(
-    ("shape", "unit"),
-    [((), ()), ((0, 3), (1, 1)), ((7,), (3,)), ((300, 50), (7, 3)), ((2, 9000), (1, 1))],
-)
-def test_parts_cover_an_array_in_whole_chunks(shape, unit):
-    """Each chunk is in one of them, and none has many."""
-    parts = list(_verify._parts(StoredArray(shape=shape, dtype="int8", chunk_shape=unit)))
-
-    seen = np.zeros(shape, np.int32)
-    for part in parts:
-        seen[part.slices] += 1
-        assert all(a % n == 0 for a, n in zip(part.start, unit, strict=True))
-        chunks = [-(-n // u) for n, u in zip(part.shape, unit, strict=True)]
-        assert np.prod(chunks) <= _verify._CHUNKS_AT_ONCE
-    assert (seen == 1).all()
-
-
 def test_an_array_of_others_with_many_chunks_is_read_in_turns(tmp_path, monkeypatch):
     """All of it, and what is bad is named once."""
-    monkeypatch.setattr(_verify, "_CHUNKS_AT_ONCE", 4)
-    monkeypatch.setattr(_verify, "_READS_AT_ONCE", 3)
+    monkeypatch.setattr(_verify, "CHUNKS_AT_ONCE", 4)
+    monkeypatch.setattr(_reader, "_READS_AT_ONCE", 3)
     for name in ("a", "b"):
         spec = {
             "driver": "zarr",

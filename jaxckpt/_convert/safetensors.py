@@ -27,12 +27,11 @@ from jaxckpt._convert.source import (
 )
 from jaxckpt._convert.target import (
     clipped,
+    enlarged,
     parts_of,
     run_shape,
-    widened,
     write_checkpoint,
 )
-from jaxckpt._core import box as _box
 from jaxckpt._core.select import Globs
 from jaxckpt.errors import (
     CheckpointNotFound,
@@ -262,10 +261,10 @@ def _values(
             stored = source.tree.leaves[i].array
             unit_shape = clipped(stored.unit_shape, stored.shape)
             itemsize = dtype_of(stored.dtype).itemsize
-            region_shape = widened(unit_shape, stored.shape, itemsize, _REGION_BYTES)
+            region_shape = enlarged(unit_shape, stored.shape, itemsize, _REGION_BYTES)
             yield from parts_of(i, stored.shape, region_shape)
 
-    return read_with_parts(source, parts)
+    return read_with_parts(source, parts())
 
 
 def _write_file(
@@ -444,9 +443,8 @@ def _read_parts(
         tensor, file = places[part.leaf]
         stored = dtype_of(tensor.dtype)
         out = np.empty(part.box.shape, stored)
-        everything = _box.whole(tensor.shape)
         # A chunk of the copy is one run of the file, so its first element says where it begins.
-        first = int(np.ravel_multi_index(part.box.start, everything.shape)) if part.box.start else 0
+        first = int(np.ravel_multi_index(part.box.start, tensor.shape)) if part.box.start else 0
         try:
             storage.read_into(
                 file, tensor.offset + first * stored.itemsize, [out.reshape(-1).view(np.uint8)]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import tee
 from typing import Any, Final
 
 import numpy as np
@@ -23,8 +23,8 @@ from jaxckpt._disk.chunks import copy
 from jaxckpt._disk.find import at_rest, open_tree
 from jaxckpt._disk.found import check_current
 from jaxckpt._disk.native import Item
-from jaxckpt._disk.reader import read_leaves
-from jaxckpt._disk.regions import LeafRead
+from jaxckpt._disk.reader import read_stream
+from jaxckpt._disk.regions import LeafRead, Values
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedLeaf
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
 from jaxckpt.format.sharding import SavedSharding
@@ -42,13 +42,9 @@ from jaxckpt.format.tree import (
 from jaxckpt.storage import locate
 
 _BUDGET_BYTES: Final = 64 << 20
-# What others wrote has as many chunks as its metadata say, whether they are there or not.
-_READS_AT_ONCE: Final = 1 << 10
 _ARRAY_KINDS: Final = ("array", "numpy", "generic")
 # What a save makes of a Python number, where another writer may have made less of it.
 _PYTHON_DTYPES: Final = {"int": "int64", "float": "float64", "complex": "complex128"}
-
-Values = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +83,12 @@ class Leaves:
 
 
 def read_with_parts(
-    source: Leaves, make_parts: Callable[[], Iterable[Part]]
+    source: Leaves, parts: Iterable[Part]
 ) -> Generator[tuple[Part, Values], None, None]:
-    """The parts with their values.
-
-    They are made while they are read: nobody knows how many another writer describes.
-    """
-    with closing(source.read(make_parts())) as values:
-        for part in make_parts():
+    """The parts with their values; both are made while they are read."""
+    parts, wanted = tee(parts)
+    with closing(source.read(wanted)) as values:
+        for part in parts:
             yield part, next(values)  # in no variable, which would keep it while the next is read
 
 
@@ -163,7 +157,7 @@ def of_checkpoint(
         place=saved.path,
         tree=tree,
         shardings=_shardings(saved, sources, tree.leaves),
-        read=partial(_read_current, saved, sources, tree.leaves, held),
+        read=partial(_read, saved, sources, tree.leaves, held),
         check=partial(check_current, found),
         custom_metadata=found.metadata.custom_metadata or {},
         lineage={
@@ -365,20 +359,6 @@ def with_dtype(leaf: Leaf, dtype: str | None) -> Leaf:
     return replace(leaf, dtype=name, stored=replace(leaf.array, dtype=as_stored))
 
 
-def _read_current(
-    saved: Item,
-    sources: Sequence[Leaf],
-    copies: Sequence[Leaf],
-    held: Mapping[int, Values],
-    parts: Iterable[Part],
-) -> Generator[Values, None, None]:
-    try:
-        yield from _read(saved, sources, copies, held, parts)
-    except CorruptCheckpoint:
-        check_current(saved.found)  # what was replaced is not damaged
-        raise
-
-
 def _read(
     saved: Item,
     sources: Sequence[Leaf],
@@ -386,36 +366,37 @@ def _read(
     held: Mapping[int, Values],
     parts: Iterable[Part],
 ) -> Generator[Values, None, None]:
-    # To look up where our chunks lie takes time, so once for all; others we read in turns.
-    most = None if saved.ours else _READS_AT_ONCE
-    parts = iter(parts)
-    while some := list(islice(parts, most)):
-        reads = [
-            LeafRead(
-                leaf=sources[part.leaf],
-                boxes=(part.box,),
-                dtype=_read_dtype(sources[part.leaf], copies[part.leaf]),
-            )
-            for part in some
-            if part.leaf not in held
-        ]
-        with closing(read_leaves(saved, reads, budget_bytes=_BUDGET_BYTES)) as buffers:
-            for part in some:
-                source, wanted = sources[part.leaf], copies[part.leaf]
-                if part.leaf in held:
-                    values = held[part.leaf][part.box.slices]
-                else:
-                    values = next(buffers)[part.box]
-                    if source.dtype in AS_BYTES_DTYPES and source.kind != "key":
-                        values = values.view(dtype_of(source.dtype))
-                yield as_stored(values, wanted)
-                del values  # before the next one comes
+    """Yields parts in the dtypes of the copies."""
+
+    def request(part: Part) -> LeafRead | Values:
+        if part.leaf in held:
+            return held[part.leaf][part.box.slices]
+        source = sources[part.leaf]
+        dtype = _read_dtype(source, copies[part.leaf])
+        return LeafRead(leaf=source, boxes=(part.box,), dtype=dtype)
+
+    parts, wanted = tee(parts)
+    try:
+        with closing(
+            read_stream(saved, map(request, wanted), budget_bytes=_BUDGET_BYTES)
+        ) as stream:
+            for part in parts:
+                yield _copied_values(next(stream), sources[part.leaf], copies[part.leaf])
+    except CorruptCheckpoint:
+        check_current(saved.found)  # what was replaced is not damaged
+        raise
 
 
 def _read_dtype(source: Leaf, wanted: Leaf) -> np.dtype[Any]:
     """The reader casts, but not what is stored as the bytes of another dtype."""
     as_bytes = {source.dtype, wanted.dtype} & AS_BYTES_DTYPES
     return dtype_of(source.array.dtype if as_bytes else wanted.array.dtype)
+
+
+def _copied_values(values: Values, source: Leaf, wanted: Leaf) -> Values:
+    if source.dtype in AS_BYTES_DTYPES and source.kind != "key":
+        values = values.view(dtype_of(source.dtype))
+    return as_stored(values, wanted)
 
 
 def as_stored(values: Values, wanted: Leaf) -> Values:

@@ -22,8 +22,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from jaxckpt._convert.source import Leaves, Part, Values, read_with_parts
-from jaxckpt._core import box as _box
-from jaxckpt._core.box import Box
+from jaxckpt._core.box import Box, cut, whole, widened
 from jaxckpt._core.plan import SavePlan, Write
 from jaxckpt._core.text import counted
 from jaxckpt._disk import transaction as _transaction
@@ -123,7 +122,7 @@ def chunked(stored: StoredArray, *, inner: bool) -> StoredArray:
     unit_shape = clipped(stored.unit_shape, stored.shape)
     count = math.prod(-(-n // c) for n, c in zip(stored.shape, chunk_shape, strict=True))
     if count > _MOST_CHUNKS:
-        chunk_shape = widened(unit_shape, stored.shape, itemsize, arrays.MAX_UNIT_BYTES)
+        chunk_shape = enlarged(unit_shape, stored.shape, itemsize, arrays.MAX_UNIT_BYTES)
     elif math.prod(chunk_shape) * itemsize > _MOST_CHUNK_BYTES:
         chunk_shape = _smaller(stored.shape, chunk_shape, unit_shape, itemsize)
     inner_shape = arrays.inner_shape(chunk_shape, itemsize) if inner else None
@@ -148,7 +147,7 @@ def _smaller(
     """Chunks that fit in memory, none of which needs parts of two units."""
     if math.prod(unit_shape) * itemsize <= _MOST_CHUNK_BYTES:
         # Units may be tiny, and to find one takes a look at all of them.
-        return widened(unit_shape, chunk_shape, itemsize, arrays.MAX_UNIT_BYTES)
+        return enlarged(unit_shape, chunk_shape, itemsize, arrays.MAX_UNIT_BYTES)
     piece = run_shape(unit_shape, itemsize)
     is_one = unit_shape == shape
     return piece if is_one or not any(map(int.__mod__, unit_shape, piece)) else chunk_shape
@@ -178,26 +177,16 @@ def run_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def widened(
+def enlarged(
     tile_shape: Sequence[int], shape: Sequence[int], itemsize: int, most_bytes: int
 ) -> tuple[int, ...]:
     """The tile, repeated along the last dimensions first, up to a size."""
-    wide = list(tile_shape)
-    for axis in reversed(range(len(wide))):
-        room = most_bytes // (math.prod(wide) * itemsize)
-        count = max(1, min(room, -(-shape[axis] // wide[axis])))
-        wide[axis] *= count
-        if wide[axis] < shape[axis]:
-            break
-    return tuple(wide)
+    return widened(tile_shape, shape, most_bytes // (math.prod(tile_shape) * itemsize))
 
 
 def parts_of(leaf: int, shape: tuple[int, ...], tile_shape: Sequence[int]) -> Iterator[Part]:
     """An array in parts, in order."""
-    everything = _box.whole(shape)
-    for _, tile in _box.tile(everything, tile_shape):
-        if (box := tile.intersect(everything)) is not None:
-            yield Part(leaf=leaf, box=box)
+    return (Part(leaf=leaf, box=box) for box in cut(whole(shape), tile_shape))
 
 
 def _check_plain(leaves: Sequence[Leaf], path: str) -> None:
@@ -261,12 +250,11 @@ def _copy(source: Leaves, goal: Tree, writer: _Writer) -> int:
             yield from parts_of(i, stored.shape, tuple(map(max, unit_shape, stored.chunk_shape)))
 
     total = 0
-    with closing(read_with_parts(source, parts)) as read:
+    with closing(read_with_parts(source, parts())) as read:
         for part, values in read:
             chunk_shape = goal.leaves[part.leaf].array.chunk_shape
-            for _, chunk in _box.tile(part.box, chunk_shape):
-                if (box := chunk.intersect(part.box)) is not None:
-                    writer.put(numbers[part.leaf], box, values[box.within(part.box)])
+            for box in cut(part.box, chunk_shape):
+                writer.put(numbers[part.leaf], box, values[box.within(part.box)])
             total += values.nbytes
             del values  # so that it is free before the next one comes
     writer.flush()

@@ -72,6 +72,33 @@ def tile(box: Box, tile_shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...],
         yield index, Box(start, tuple(s + t for s, t in zip(start, tile_shape, strict=True)))
 
 
+def cut(box: Box, tile_shape: Sequence[int]) -> Iterator[Box]:
+    """The parts into which that grid cuts `box`, in order.
+
+    Example:
+        >>> [part.shape for part in cut(whole((5, 2)), (2, 2))]
+        [(2, 2), (2, 2), (1, 2)]
+    """
+    for _, uncut in tile(box, tile_shape):
+        if (part := uncut.intersect(box)) is not None:
+            yield part
+
+
+def widened(tile_shape: Sequence[int], shape: Sequence[int], most: int) -> tuple[int, ...]:
+    """Repeats a tile along the last dimensions first, at most `most` times, to cover the array.
+
+    Example:
+        >>> widened((1, 4), (100, 10), 10), widened((1, 4), (100, 10), 0)
+        ((3, 12), (1, 4))
+    """
+    wide = list(tile_shape)
+    for axis in reversed(range(len(wide))):
+        count = max(1, min(most, -(-shape[axis] // wide[axis])))
+        wide[axis] *= count
+        most //= count
+    return tuple(wide)
+
+
 def hull(boxes: Sequence[Box]) -> Box:
     """Returns the smallest box that contains all of `boxes` (at least one)."""
     return Box(

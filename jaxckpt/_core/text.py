@@ -1,6 +1,9 @@
-"""Formats sizes and counts for messages."""
+"""Formats sizes and counts for messages, and suggests what a misspelt name may mean."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
 
 
 def size_text(size_bytes: float) -> str:
@@ -26,3 +29,14 @@ def counted(count: int, what: str) -> str:
     """
     plural = {"leaf": "leaves"}.get(what, f"{what}s")
     return f"{count:,} {what if count == 1 else plural}"
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """A hint for a name that is none of the known ones.
+
+    Example:
+        >>> nearest("lsat", ["last", "best"]), nearest("x", ["last", "best"])
+        ("Did you mean 'last'?", 'It has last, best.')
+    """
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {near[0]!r}?" if near else f"It has {', '.join(known)}."

@@ -22,7 +22,8 @@ from jaxckpt.format.tree import Leaf
 
 _LARGE_CHUNK_BYTES: Final = 1 << 30
 
-Buffers = dict[Box, np.ndarray[Any, Any]]
+Values = np.ndarray[Any, Any]
+Buffers = dict[Box, Values]
 # Takes a bad leaf and its error, and raises it or goes on.
 Failed = Callable[["LeafRead", Exception], None]
 # Takes a number of bytes that have been read, in the caller's thread.

@@ -10,28 +10,22 @@ import math
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from itertools import tee
 from typing import Any, Final, final
 
 import numpy as np
 
-from jaxckpt._core import box as _box
-from jaxckpt._core.box import Box
+from jaxckpt._core.box import Box, cut, whole, widened
 from jaxckpt._disk.native import Item
-from jaxckpt._disk.reader import read_leaves
-from jaxckpt._disk.regions import LeafRead
+from jaxckpt._disk.reader import CHUNKS_AT_ONCE, read_stream
+from jaxckpt._disk.regions import LeafRead, Values
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, MAX_UNIT_BYTES, dtype_of
 from jaxckpt.format.tree import Leaf
 
 BUDGET_BYTES: Final = 256 << 20
-# What others wrote has as many chunks as its metadata say, whether they are there or not.
-_READS_AT_ONCE: Final = 1 << 10
-_CHUNKS_AT_ONCE: Final = 1 << 12
 _BLOCK_SIZE: Final = 1 << 16  # elements
 _TINIEST: Final = 5e-324
 _LARGEST: Final = float(np.finfo(np.float64).max)
-
-Values = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,20 +73,13 @@ def boxes_of(arrays: Sequence[Data], *, budget_bytes: int) -> Iterator[Box]:
     units = [
         tuple(max(1, min(u, n)) for u, n in zip(d.unit_shape, shape, strict=True)) for d in arrays
     ]
-    tile_shape = [math.lcm(*sides) for sides in zip(*units, strict=True)]
+    tile_shape = tuple(math.lcm(*sides) for sides in zip(*units, strict=True))
     if math.prod(tile_shape) * itemsize > most_bytes:
-        tile_shape = list(max(units, key=math.prod))
-    count = math.prod(tile_shape) // min(map(math.prod, units))
-    for axis in reversed(range(len(shape))):
-        room = min(most_bytes // (math.prod(tile_shape) * itemsize), _CHUNKS_AT_ONCE // count)
-        more = max(1, min(room, -(-shape[axis] // tile_shape[axis])))
-        tile_shape[axis] *= more
-        count *= more
-    everything = _box.whole(shape)
-    for _, tile in _box.tile(everything, tile_shape):
-        part = tile.intersect(everything)
-        if part is not None:
-            yield part
+        tile_shape = max(units, key=math.prod)
+    size = math.prod(tile_shape)
+    count = size // min(map(math.prod, units))
+    most = min(most_bytes // (size * itemsize), CHUNKS_AT_ONCE // count)
+    return cut(whole(shape), widened(tile_shape, shape, most))
 
 
 def read_values(
@@ -103,21 +90,16 @@ def read_values(
     Raises:
         CorruptCheckpoint: stored data is missing or damaged; the leaf and the file are named.
     """
-    # To look up where our chunks lie takes time, so once for all; others we read in turns.
-    most = None if item.ours else _READS_AT_ONCE
-    parts = iter(parts)
-    while some := list(islice(parts, most)):
-        reads = [
-            LeafRead(leaf=leaf, boxes=(box,), dtype=dtype_of(leaf.array.dtype))
-            for leaf, data, box in some
-            if data.held is None
-        ]
-        with closing(read_leaves(item, reads, budget_bytes=budget_bytes)) as buffers:
-            for _, data, box in some:
-                if data.held is None:
-                    yield next(buffers)[box].view(data.dtype)
-                else:
-                    yield data.held[box.slices]
+    parts, wanted = tee(parts)
+    reads = (
+        LeafRead(leaf=leaf, boxes=(box,), dtype=dtype_of(leaf.array.dtype))
+        if data.held is None
+        else data.held[box.slices]
+        for leaf, data, box in wanted
+    )
+    with closing(read_stream(item, reads, budget_bytes=budget_bytes)) as stream:
+        for _, data, _ in parts:
+            yield next(stream).view(data.dtype)
 
 
 def blocks(*arrays: Values) -> Iterator[tuple[Values, ...]]:

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Final
 
-from jaxckpt._core import box as _box
-from jaxckpt._core.box import Box
+from jaxckpt._core.box import cut, whole, widened
 from jaxckpt._core.plan import plan_reads
 from jaxckpt._disk.find import find, open_item
 from jaxckpt._disk.found import Found, JsonItem, file_problem, is_current
 from jaxckpt._disk.native import Item
-from jaxckpt._disk.reader import read_leaves
+from jaxckpt._disk.reader import CHUNKS_AT_ONCE, in_turns, read_leaves
 from jaxckpt._disk.regions import LeafRead
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.step import FileFacts
-from jaxckpt.format.tree import StoredArray
 from jaxckpt.storage import Storage, is_temporary_file, locate
 from jaxckpt.types import Problem, VerifyReport
 
 _TRIES: Final = 20
 _BUDGET_BYTES: Final = 256 << 20
-# What others wrote has as many chunks as its metadata say, whether they are there or not.
-_READS_AT_ONCE: Final = 1 << 10
-_CHUNKS_AT_ONCE: Final = 1 << 12
 
 
 def verify(path: str | os.PathLike[str]) -> VerifyReport:
@@ -163,11 +158,8 @@ def _read_all(item: Item, problems: list[Problem]) -> int:
             bad.add(read.leaf.text)
             problems.append(_problem(error))
 
-    # To look up where our chunks lie takes time, so once for all; others we read in turns.
-    most = None if item.ours else _READS_AT_ONCE
-    reads = _reads(item, bad)
     try:
-        while some := list(islice(reads, most)):
+        for some in in_turns(item, _reads(item, bad)):
             size += sum(read.total_bytes for read in some)
             for _ in read_leaves(item, some, budget_bytes=_BUDGET_BYTES, failed=failed):
                 pass
@@ -183,26 +175,14 @@ def _reads(item: Item, bad: Collection[str]) -> Iterator[LeafRead]:
             continue
         stored = leaf.array
         dtype = dtype_of(stored.dtype)
-        everything = _box.whole(stored.shape)
-        for part in [everything] if item.ours else _parts(stored):
+        everything = whole(stored.shape)
+        # A plan for so many chunks takes little memory.
+        tile_shape = widened(stored.unit_shape, stored.shape, CHUNKS_AT_ONCE)
+        for part in [everything] if item.ours else cut(everything, tile_shape):
             if not part.size or leaf.text in bad:
                 break
             for piece in plan_reads(stored, dtype.itemsize, [part]):
                 yield LeafRead(leaf=leaf, boxes=(piece.box,), dtype=dtype)
-
-
-def _parts(stored: StoredArray) -> Iterator[Box]:
-    """An array in boxes of so many chunks that a plan for each takes little memory."""
-    tile_shape = list(stored.unit_shape)
-    left = _CHUNKS_AT_ONCE
-    for axis in reversed(range(len(tile_shape))):
-        count = min(left, max(1, -(-stored.shape[axis] // tile_shape[axis])))
-        tile_shape[axis] *= count
-        left //= count
-    everything = _box.whole(stored.shape)
-    for _, tile in _box.tile(everything, tile_shape):
-        if (part := tile.intersect(everything)) is not None:
-            yield part
 
 
 def _problem(error: Exception) -> Problem:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxckpt._core.text import nearest
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.schedule import SavePolicy
 
@@ -64,6 +64,4 @@ def _check_names(what: str, found: Iterable[str], known: Iterable[str]) -> None:
     known = list(known)
     for name in found:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"It has {', '.join(known)}."
-            raise TypeError(f"{what} has no field {name!r}. {hint}")
+            raise TypeError(f"{what} has no field {name!r}. {nearest(str(name), known)}")
