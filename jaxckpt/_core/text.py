@@ -1,10 +1,10 @@
-"""Numbers in messages: sizes, and how many of something."""
+"""Formats sizes and counts for messages."""
 
 from __future__ import annotations
 
 
 def size_text(size_bytes: float) -> str:
-    """A number of bytes, to three digits.
+    """Returns a number of bytes, to three digits.
 
     Example:
         >>> size_text(999_600)
@@ -18,7 +18,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """A number of things.
+    """Returns a count with its noun.
 
     Example:
         >>> counted(1, "leaf"), counted(2000, "leaf"), counted(0, "step")
