@@ -1,4 +1,4 @@
-"""What takes the space in a run or a checkpoint: facts for `du`."""
+"""Computes the disk usage of a run or a checkpoint for `du`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Part:
 
     Attributes:
         name: Of its directory.
-        step: Its number; None for a checkpoint that is no step.
-        size_bytes: Of its files; one with several names in it counts once.
-        items: The same by item. What is about the whole checkpoint is under "(about it)".
+        step: Its number; None for a checkpoint that is not a step.
+        size_bytes: Of its files; a file with several names counts once.
+        items: The same by item. Files outside all items count as "(about it)".
         branches: Bytes of values before compression, by item and top-level key: "state/params".
     """
 
@@ -42,10 +42,10 @@ class Space:
     """Everything below a path.
 
     Attributes:
-        size_bytes: Of all files; one that several steps share counts once.
-        shared_bytes: How much of that is in files with several names, here or elsewhere: deleting
-            a step does not free it as long as another has the file.
-        other_bytes: How much of it is in no step: steps set aside, saves under way.
+        size_bytes: Of all files; a file shared by several steps counts once.
+        shared_bytes: The part in files with several names, here or elsewhere. Deleting a step does
+            not free a file that another step has.
+        other_bytes: The part outside all steps: steps set aside, saves in progress.
         items, branches: Of all steps together; shared files count once.
         steps: In order.
     """
@@ -61,7 +61,7 @@ class Space:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """A file by its path below what is looked at."""
+    """A file, by its path relative to the top."""
 
     path: str
     inode: tuple[int, int]
@@ -70,17 +70,17 @@ class _File:
 
 
 def space(path: str) -> Space:
-    """Adds up what lies below a run's root or a checkpoint.
+    """Adds up the files below a run's root or a checkpoint.
 
     Raises:
-        CheckpointNotFound: there is nothing.
+        CheckpointNotFound: no such file or directory.
     """
     storage, where = locate(path)
     if storage.scheme != "file":
-        raise UnsupportedFormat(f"{path}: only what lies in a file system has a size on disk")
+        raise UnsupportedFormat(f"{path}: du needs a path in a file system")
     where = os.path.realpath(where)
     if storage.kind(where) is None:
-        raise CheckpointNotFound(f"{where}: there is nothing.")
+        raise CheckpointNotFound(f"{where}: no such file or directory")
     run = Run(storage=storage, root=where)
     steps = [] if run.holds_checkpoint() or os.path.isfile(where) else overview(where).steps
     if steps:
@@ -88,7 +88,7 @@ def space(path: str) -> Space:
     else:
         found = _found(where)
         parts = [] if found is None else [_part(found.path, None, tuple(found.items))]
-    # An item's own path means the checkpoint that it is of, as everywhere.
+    # The path of an item means its checkpoint, as everywhere.
     top = parts[0][1] if parts and not steps else where
     files = _files(top)
     everything, of_steps = _once(files), [part for part, _, _ in parts]
@@ -149,7 +149,7 @@ _ABOUT = "(about it)"
 def _branches(path: str, items: Sequence[str]) -> dict[str, int]:
     sizes: Counter[str] = Counter()
     for item in items:
-        # A damaged step takes space, too.
+        # A damaged step takes space too.
         with contextlib.suppress(CheckpointError, OSError):
             ckpt = inspection.open(path, item=item)
             for text, leaf in ckpt.leaves.items():
@@ -181,5 +181,5 @@ def _file(path: str, relative: str) -> _File:
 
 
 def _once(files: Iterable[_File]) -> list[_File]:
-    """Each file under the first of its names."""
+    """Keeps each file under the first of its names."""
     return list({file.inode: file for file in reversed(list(files))}.values())[::-1]
