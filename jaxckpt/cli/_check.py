@@ -82,13 +82,7 @@ def diff(
     from jaxckpt._inspect.diff import diff as compare
 
     found = compare(
-        a,
-        b,
-        item=item,
-        values=not no_values,
-        rtol=rtol,
-        atol=atol,
-        **_options.chosen(only, skip),
+        a, b, item=item, values=not no_values, rtol=rtol, atol=atol, **_options.chosen(only, skip)
     )
     if as_json:
         _output.print_json(_differences(found))

@@ -193,15 +193,10 @@ def _list(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The effect of a policy on a run.
+    """The effect of a policy on a run."""
 
-    Attributes:
-        delete: The steps to delete.
-        keep: The reasons for each step that stays.
-    """
-
-    delete: tuple[int, ...]
-    keep: dict[int, tuple[str, ...]]
+    delete: tuple[int, ...]  # the steps to delete
+    keep: dict[int, tuple[str, ...]]  # the reasons for each step that stays
 
 
 def plan(found: RunOverview, policy: KeepPolicy, *, now_s: float) -> Plan:

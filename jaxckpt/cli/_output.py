@@ -118,10 +118,7 @@ def print_table(
 
 
 def _print_rich(
-    head: Sequence[str],
-    rows: Sequence[Sequence[Styled]],
-    right: Collection[str],
-    fold: str | None,
+    head: Sequence[str], rows: Sequence[Sequence[Styled]], right: Collection[str], fold: str | None
 ) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.cells import cell_len

@@ -20,43 +20,26 @@ from jaxckpt.storage import locate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A step, or a checkpoint.
+    """A step, or a checkpoint."""
 
-    Attributes:
-        name: Of its directory.
-        step: Its number; None for a checkpoint that is not a step.
-        size_bytes: Of its files; a file with several names counts once.
-        items: The same by item. Files outside all items count as "(about it)".
-        branches: Bytes of values before compression, by item and top-level key: "state/params".
-    """
-
-    name: str
-    step: int | None
-    size_bytes: int
-    items: Mapping[str, int]
-    branches: Mapping[str, int]
+    name: str  # of its directory
+    step: int | None  # its number; None for a checkpoint that is not a step
+    size_bytes: int  # of its files; a file with several names counts once
+    items: Mapping[str, int]  # files outside all items count as "(about it)"
+    branches: Mapping[str, int]  # by item and top-level key ("state/params"), before compression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Everything below a path.
-
-    Attributes:
-        size_bytes: Of all files; a file shared by several steps counts once.
-        shared_bytes: The part in files with several names, here or elsewhere. Deleting a step does
-            not free a file that another step has.
-        other_bytes: The part outside all steps: steps set aside, saves in progress.
-        items, branches: Of all steps together; shared files count once.
-        steps: In order.
-    """
+    """Everything below a path. Shared files count once."""
 
     path: str
-    size_bytes: int
-    shared_bytes: int
-    other_bytes: int
+    size_bytes: int  # of all files; a file shared by several steps counts once
+    shared_bytes: int  # in files with several names, here or elsewhere
+    other_bytes: int  # the part outside all steps: steps set aside, saves in progress
     items: Mapping[str, int]
     branches: Mapping[str, int]
-    steps: tuple[Part, ...]
+    steps: tuple[Part, ...]  # in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

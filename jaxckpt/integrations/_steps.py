@@ -23,21 +23,13 @@ _MAX_MARKS: Final = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
-    """The steps of a run, and the effect of a policy on them.
+    """The steps of a run, and the effect of a policy on them."""
 
-    Attributes:
-        steps: In order.
-        why: For each kept step, the rules that keep it; None if no policy is known.
-        best: The best step by the policy's metric.
-        under_way: Steps being saved.
-        metric: The metric that the policy ranks by.
-    """
-
-    steps: Sequence[StepOverview]
-    why: Mapping[int, tuple[str, ...]] | None = None
-    best: int | None = None
-    under_way: Sequence[int] = field(default_factory=tuple)
-    metric: str | None = None
+    steps: Sequence[StepOverview]  # in order
+    why: Mapping[int, tuple[str, ...]] | None = None  # the rules for each kept step, if known
+    best: int | None = None  # the best step by the policy's metric
+    under_way: Sequence[int] = field(default_factory=tuple)  # steps being saved
+    metric: str | None = None  # the metric that the policy ranks by
 
 
 def story(
@@ -134,7 +126,6 @@ def key(shown: Sequence[Mark], *, has_policy: bool) -> str:
 
 
 def line(told: Story) -> str:
-    """Returns the timeline and its legend."""
     shown = marks(told)
     cut = len(told.steps) - _MAX_MARKS
     note = f'<p class="jc-faint">… {count(cut, "earlier step")}</p>' if cut > 0 else ""

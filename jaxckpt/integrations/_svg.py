@@ -27,24 +27,16 @@ _HUGE: Final = 1e300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """One step in a drawing.
-
-    Attributes:
-        value: Its height in a chart; not drawn if None or not finite.
-        title: The tooltip.
-        kept: Whether the policy keeps it.
-        best, pinned, bad: Whether it is highlighted as such.
-        under_way: Whether it is still being saved.
-    """
+    """One step in a drawing; `best`, `pinned` and `bad` highlight it."""
 
     step: int
-    value: float | None = None
-    title: str = ""
-    kept: bool = True
+    value: float | None = None  # its height in a chart; not drawn if None or not finite
+    title: str = ""  # the tooltip
+    kept: bool = True  # whether the policy keeps it
     best: bool = False
     pinned: bool = False
     bad: bool = False
-    under_way: bool = False
+    under_way: bool = False  # whether it is still being saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,10 +49,7 @@ footer{margin-top:3em;font-size:12px;opacity:.65}
 
 
 def report(
-    root: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    *,
-    keep: KeepPolicy | None = None,
+    root: str | os.PathLike[str], out: str | os.PathLike[str], *, keep: KeepPolicy | None = None
 ) -> None:
     """Writes a report about a run as one HTML page.
 

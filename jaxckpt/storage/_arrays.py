@@ -85,7 +85,6 @@ class Keys:
         return got.value if got.state == "value" else None
 
     def write(self, key: str, data: bytes) -> None:
-        """Creates or replaces a value."""
         self._store.write(key, data).result()
 
     def create(self, key: str, data: bytes) -> bool:
@@ -163,7 +162,6 @@ class Writer:
         self._pending: list[Pending] = []
 
     def put(self, key: str, data: bytes) -> None:
-        """Stores a value under a key."""
         self._store[key] = data
 
     def create_array(self, prefix: str, metadata: Mapping[str, Any]) -> ts.TensorStore:
@@ -266,7 +264,6 @@ class Reader:
         return self._store.read(key, byte_range=part)
 
     def keys(self) -> list[str]:
-        """Returns every key, sorted."""
         return sorted(key.decode() for key in self._store.list().result())
 
     def open(self, prefix: str, zarr_version: int, *, fill_missing: bool) -> Pending:
@@ -354,7 +351,6 @@ def value_of(read: Any) -> bytes | None:
 
 
 def shape_of(array: ts.TensorStore) -> tuple[int, ...]:
-    """Returns the shape of an opened array."""
     return tuple(array.shape)
 
 
@@ -364,9 +360,7 @@ def chunk_shape_of(array: ts.TensorStore) -> tuple[int, ...]:
 
 
 def read_into(
-    array: ts.TensorStore,
-    wheres: Sequence[tuple[slice, ...]],
-    outs: Sequence[np.ndarray[Any, Any]],
+    array: ts.TensorStore, wheres: Sequence[tuple[slice, ...]], outs: Sequence[np.ndarray[Any, Any]]
 ) -> list[Pending]:
     """Starts to read parts of an array, each into an array of its shape and dtype.
 
