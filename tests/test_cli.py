@@ -60,11 +60,11 @@ def test_ls_shows_every_step(root):
     assert [line.split()[0] for line in lines[1:4]] == ["100", "200", "300"]
     assert ["pinned" in line for line in lines[1:4]] == [False, True, False]
     assert "loss=0.3 " in lines[1]
-    assert lines[1].endswith("whole")
-    assert "NOT WHOLE: " in lines[3]
+    assert lines[1].endswith("complete")
+    assert "INCOMPLETE: " in lines[3]
     assert lines[3].endswith("was being deleted")
-    assert lines[4].startswith(f"{root}: 3 steps, 1 not whole, ")
-    assert lines[4].endswith("the newest whole one is 200")
+    assert lines[4].startswith(f"{root}: 3 steps, 1 incomplete, ")
+    assert lines[4].endswith("newest complete step: 200")
 
 
 def test_ls_as_json_has_all_facts(root):
@@ -181,7 +181,7 @@ def test_show_prints_a_json_item(root):
     assert '"lr": 0.1' in out
     assert (found["leaves"], found["value"]) == ([], {"lr": 0.1})
     assert code == 2
-    assert "is no tree" in err
+    assert "is not a tree" in err
 
 
 def test_show_reads_the_data_only_if_asked(root):
@@ -255,7 +255,7 @@ def test_du_counts_hard_links_once(root):
     assert found["size_bytes"] == sum(inodes.values())
     assert found["shared_bytes"] == sizes[300]
     assert sum(found["items"].values()) == sizes[100] + sizes[200] + sizes[300]
-    assert "of them shared" in out
+    assert "of it shared" in out
 
 
 def test_du_of_one_checkpoint(root):
@@ -341,7 +341,7 @@ def test_convert_copies_a_part_in_another_dtype(root, command):
     assert cli(*argv)[0] == 2
     unanswered, _, err = cli(*argv, "--overwrite")
     assert unanswered == 2
-    assert f"Replace {target}? Nobody can be asked here" in err
+    assert f"Replace {target}? stdin is not a terminal" in err
     assert said_json(*argv, "--overwrite", "--yes") == (0, {"path": str(target)})
 
     assert {leaf.dtype for leaf in jaxckpt.open(target).leaves.values()} == {"bfloat16"}
@@ -375,7 +375,7 @@ def test_safetensors_come_and_go(root):
     assert cli("diff", root.parent / "b", root.parent / "c")[0] == 0
     for size in ("many", "infGB", "nanGB"):
         code, _, err = cli("export", root, root.parent / "x", "--max-shard", size)
-        assert (code, "is no size" in err) == (2, True)
+        assert (code, "must be a size" in err) == (2, True)
 
 
 def test_fork_starts_a_run(root):
@@ -496,7 +496,7 @@ def test_a_narrow_terminal_folds_prose_and_nothing_else(root):
     _, shown = on_terminal("show", root, "--stats", COLUMNS="40", NO_COLOR="1")
 
     lines = listed.splitlines()
-    (first,) = [i for i, line in enumerate(lines) if re.search(r"300 .*NOT WHOLE", line)]
+    (first,) = [i for i, line in enumerate(lines) if re.search(r"300 .*INCOMPLETE", line)]
     assert "was being deleted" not in lines[first]
     assert "was being deleted" in "".join(lines[first + 1 :])
     assert re.search(r"─ w +float32\[8,4\] +128 B +200 +200 +200 ", shown)

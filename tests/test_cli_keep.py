@@ -89,7 +89,7 @@ def test_a_root_without_a_step_is_not_enough(root):
         code, _, err = cli(command, root)
 
         assert code == 2
-        assert "say which steps" in err
+        assert "Name the steps" in err
     assert len(steps_of(root)) == 6
 
 
@@ -180,7 +180,7 @@ def test_a_run_of_a_job_that_lives_is_left_to_it(root, argv):
         code, _, err = cli(command, root, *options, "--yes")
 
         assert code == 2
-        assert "belongs to a job that lives: process" in err
+        assert "is in use by a running job: process" in err
         assert content(root) == before
         manager.save(700, {"w": 1})
 
@@ -197,7 +197,7 @@ def test_a_job_that_opened_a_run_while_it_was_cleared_up_owns_it_with_its_save(r
     code, _, err = cli("rm", root, 100, "--yes")
 
     assert code == 2
-    assert "job that lives" in err
+    assert "running job" in err
     manager.save(800, {"w": 1})
     manager.close()
     assert steps_of(root)[-2:] == [700, 800]
@@ -218,7 +218,7 @@ def test_where_there_are_no_locks_it_refuses(root):
     before = content(root)
 
     with (
-        pytest.raises(SaveFailed, match=r"cannot be told whether .* say --no-job"),
+        pytest.raises(SaveFailed, match=r"cannot be detected.* pass --no-job"),
         owned(WithoutLocks(), str(root)),
     ):
         pass
@@ -275,7 +275,7 @@ def test_gc_asks_first(root):
     code, out, err = cli("gc", root, "--last", 1)
 
     assert code == 2
-    assert "5 to be deleted" in out
+    assert "5 of 6 steps to delete" in out
     assert "Delete 5 steps" in err
     assert on_terminal("gc", root, "--last", "5", answer="y\n")[0] == 0
     assert len(steps_of(root)) == 5
@@ -324,7 +324,7 @@ def test_gc_counts_and_deletes_whole_steps_of_jaxckpt_only(root, golden):
     of_orbax = plan(orbax, jaxckpt.KeepPolicy(last=1), now_s=time.time())
 
     assert planned.delete == (100, 200, 300)
-    assert planned.keep[600] == ("not whole: see `jaxckpt scrub`",)
+    assert planned.keep[600] == ("incomplete: see `jaxckpt scrub`",)
     assert planned.keep[500] == ("newest", "last 2")
     assert of_orbax.delete == ()
     assert all("not written by jaxckpt" in why for why in of_orbax.keep.values())
@@ -395,7 +395,7 @@ def test_scrub_leaves_a_run_in_which_no_step_is_whole(root):
     code, _, err = cli("scrub", root, "--yes")
 
     assert code == 1
-    assert "No step is whole, so all stay" in err
+    assert "No step is intact" in err
     assert content(root) == before
 
 
@@ -407,7 +407,7 @@ def test_a_checkpoint_is_no_run(root):
         code, _, err = cli(argv[0], root / "100", *argv[1:], "--yes")
 
         assert code == 2
-        assert "is a checkpoint itself" in err
+        assert "is a checkpoint; pass the run" in err
     assert content(root) == before
 
 

@@ -231,7 +231,7 @@ def test_simulate_shows_who_hangs_and_where():
         if us.index == 1:
             release.wait(30)
 
-    with pytest.raises(TimeoutError, match=r"process-1 still runs(.|\n)*in hang"):
+    with pytest.raises(TimeoutError, match=r"process-1 is still running(.|\n)*in hang"):
         simulate(2, hang, timeout_s=0.2)
     release.set()
 

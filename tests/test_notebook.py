@@ -256,9 +256,9 @@ def test_a_manager_is_its_steps_and_why_they_are_kept(tmp_path):
     assert list(rows) == [4, 3, 2, 1]
     tags = {n: re.findall(r"jc-tag[^>]*>(.*?)<", row) for n, row in rows.items()}
     assert tags == {4: ["newest", "last 1"], 3: [], 2: ["best 1 by loss"], 1: ["pinned"]}
-    assert "goes after the next save" in rows[3]
+    assert "deleted after the next save" in rows[3]
     assert ">0.1<" in rows[2]
-    assert {"kept", "goes after the next save", "best", "pinned"} <= set(outline.texts)
+    assert {"kept", "deleted after the next save", "best", "pinned"} <= set(outline.texts)
     assert html.count('<svg class="jc-timeline"') == 1
 
 
@@ -289,7 +289,7 @@ def test_a_manager_shows_what_is_wrong(tmp_path):
 
     outline = Outline(html)
     assert "script" not in outline.tags
-    assert "not whole" in outline.texts
+    assert "incomplete" in outline.texts
     assert "1.jaxckpt-bad-0123abcd" in outline.text
 
 
@@ -308,7 +308,7 @@ def test_a_policy_counts_a_damaged_step_as_the_manager_does(tmp_path):
     rows = {int(n): row for n, row in re.findall(r"<tr><td[^>]*><b>(\d+)</b>(.*?)</tr>", html)}
     tags = {n: re.findall(r"jc-tag( jc-\w+)?\">(.*?)<", row) for n, row in rows.items()}
     assert tags == {
-        3: [(" jc-bad", "not whole"), ("", "newest"), ("", "last 2"), ("", "best 2 by loss")],
+        3: [(" jc-bad", "incomplete"), ("", "newest"), ("", "last 2"), ("", "best 2 by loss")],
         2: [("", "last 2"), (" jc-best", "best 2 by loss")],
         1: [],
     }

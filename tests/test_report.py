@@ -79,14 +79,14 @@ def test_a_report_shows_the_run(run, tmp_path):
 
     html = (tmp_path / "report.html").read_text("utf-8")
     outline = Outline(html)
-    for words in ("vit-b16", str(run), "2 not whole", "newest whole step", "3,000"):
+    for words in ("vit-b16", str(run), "2 incomplete", "newest complete step", "3,000"):
         assert words in outline.text
     found = sections(html)
     assert list(found) == [
         "Steps",
         "Metrics",
         "Time and size of each save" if "by phase" in html else "Size of each step",
-        "What the newest step holds",
+        "Contents of the newest step",
         "Problems",
         "Also in this directory",
     ]
@@ -99,7 +99,7 @@ def test_a_report_shows_the_run(run, tmp_path):
     )
     assert "min 0.0333 at 3,000 · max 1 at 100 · last 0.0333" in found["Metrics"]
     assert found["Metrics"].count('<svg class="jc-chart"') == 3
-    assert "layer_29" in found["What the newest step holds"]
+    assert "layer_29" in found["Contents of the newest step"]
     assert re.findall(r"<li>step ([\d,]+):", found["Problems"]) == ["1,200", "1,500"]
     assert "1700.jaxckpt-bad-0123abcd" in found["Also in this directory"]
 
@@ -144,7 +144,7 @@ def test_a_run_without_a_whole_step_has_a_report(tmp_path):
 
     none, torn = ((tmp_path / name).read_text("utf-8") for name in ("none.html", "torn.html"))
     assert "none yet" in Outline(none).text
-    assert "1 not whole" in Outline(torn).text
+    assert "1 incomplete" in Outline(torn).text
 
 
 def test_a_step_whose_tree_is_damaged_gives_way_to_the_one_before(tmp_path):
@@ -158,7 +158,7 @@ def test_a_step_whose_tree_is_damaged_gives_way_to_the_one_before(tmp_path):
     report(tmp_path / "run", tmp_path / "report.html")
 
     found = sections((tmp_path / "report.html").read_text("utf-8"))
-    assert "first" in found["What the newest step holds"]
+    assert "first" in found["Contents of the newest step"]
     assert "step 2:" in found["Problems"]
 
 
@@ -224,9 +224,9 @@ def test_another_file_is_not_replaced(run, tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
 
-    with pytest.raises(FileExistsError, match=r"train\.py is there and is no report"):
+    with pytest.raises(FileExistsError, match=r"train\.py exists and is not a jaxckpt report"):
         report(run, tmp_path / "train.py")
-    with pytest.raises(FileExistsError, match="link is there"):
+    with pytest.raises(FileExistsError, match="link exists"):
         report(run, tmp_path / "link")
     with pytest.raises(IsADirectoryError, match=r"folder/report\.html"):
         report(run, tmp_path / "folder")
@@ -241,7 +241,7 @@ def test_a_report_that_cannot_be_made_leaves_nothing(run, tmp_path):
         report(tmp_path / "nowhere", tmp_path / "report.html")
     with pytest.raises(ValueError, match="is a checkpoint itself"):
         report(run / "3000", tmp_path / "report.html")
-    with pytest.raises(FileNotFoundError, match="no directory"):
+    with pytest.raises(FileNotFoundError, match="no such directory"):
         report(run, tmp_path / "missing" / "report.html")
 
     assert list(tmp_path.iterdir()) == []

@@ -50,7 +50,6 @@ class Box:
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Returns the box of a whole array."""
     return Box((0,) * len(shape), tuple(shape))
 
 

@@ -62,7 +62,6 @@ class Grid:
         self.only: Final = next(iter(mine)) if len(mine) == 1 else None  # the only process
 
     def of(self, process: int) -> Sequence[tuple[tuple[int, ...], Group]]:
-        """Returns the shards that a process holds, in order."""
         return self._mine.get(process, ())
 
 
@@ -74,56 +73,36 @@ class Placement:
     grid: Grid
 
     def box(self, index: tuple[int, ...]) -> Box:
-        """Returns the shard at an index of the grid."""
         start = tuple(map(operator.mul, index, self.shard_shape))
         return Box(start, tuple(map(operator.add, start, self.shard_shape)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArraySpec:
-    """The facts about one array that a plan depends on.
+    """The facts about one array that a plan depends on."""
 
-    Attributes:
-        shape: Global.
-        dtype: As stored, TensorStore's name.
-        itemsize: Bytes per element.
-        placement: None for a value on the host, which process 0 writes.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    itemsize: int
-    placement: Placement | None
+    shape: tuple[int, ...]  # global
+    dtype: str  # as stored, TensorStore's name
+    itemsize: int  # bytes per element
+    placement: Placement | None  # None for a value on the host, which process 0 writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """One chunk for this process to write.
+    """One chunk for this process to write."""
 
-    Attributes:
-        array: Index of the array in the plan.
-        box: The chunk, in the global array.
-        shard: The shard that contains it, in the global array.
-    """
-
-    array: int
-    box: Box
-    shard: Box
+    array: int  # index of the array in the plan
+    box: Box  # the chunk, in the global array
+    shard: Box  # the shard that contains it, in the global array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """The storage layout of a tree, and the chunks that this process writes.
+    """The storage layout of a tree, and the chunks that this process writes."""
 
-    Attributes:
-        stored: One for each array.
-        writes: This process's chunks, in the order of the arrays.
-        total_bytes: Of `writes`, uncompressed.
-    """
-
-    stored: tuple[StoredArray, ...]
-    writes: tuple[Write, ...]
-    total_bytes: int
+    stored: tuple[StoredArray, ...]  # one for each array
+    writes: tuple[Write, ...]  # this process's chunks, in the order of the arrays
+    total_bytes: int  # of `writes`, uncompressed
 
 
 @lru_cache(maxsize=1 << 14)
@@ -262,20 +241,13 @@ def _slice(box: Box, axis: int, part: int, parts: int) -> Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRead:
-    """One stored chunk to read whole, and the destinations of its values.
+    """One stored chunk to read whole, and the destinations of its values."""
 
-    Attributes:
-        index: In the grid of chunks.
-        parts: For each target that needs some of the chunk: the index of the target, the place of
-            the values in the target, and their place in the chunk.
-        count: Elements of the chunk.
-        is_whole: Whether one target takes all of the chunk.
-    """
-
-    index: tuple[int, ...]
+    index: tuple[int, ...]  # in the grid of chunks
+    # For each target: its index, the place of the values in the target, and in the chunk.
     parts: tuple[tuple[int, tuple[Any, ...], tuple[Any, ...]], ...]
-    count: int
-    is_whole: bool
+    count: int  # elements of the chunk
+    is_whole: bool  # whether one target takes all of the chunk
 
 
 def count_chunks(chunk_shape: Sequence[int], targets: Sequence[Box]) -> int:
@@ -333,15 +305,10 @@ _plan_few: Final = lru_cache(maxsize=1 << 10)(_plan_chunks)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """One region of a stored array to read once, and the destinations of its values.
+    """One region of a stored array to read once, and the destinations of its values."""
 
-    Attributes:
-        box: In the global array.
-        parts: Index of a target, and the part of `box` that belongs to it.
-    """
-
-    box: Box
-    parts: tuple[tuple[int, Box], ...]
+    box: Box  # in the global array
+    parts: tuple[tuple[int, Box], ...]  # index of a target, and its part of `box`
 
 
 def plan_reads(stored: StoredArray, itemsize: int, targets: Sequence[Box]) -> list[Read]:

@@ -69,17 +69,11 @@ ABSENT: Final = type("Absent", (), {"__repr__": lambda _: "ABSENT"})()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flat:
-    """A tree taken apart.
+    """A tree taken apart."""
 
-    Attributes:
-        leaves: In the order of `jax.tree_util`, empty containers included; without `stored`.
-        values: The array to store for each leaf (jax or numpy), or None.
-        root: The containers; None if the tree is one leaf.
-    """
-
-    leaves: tuple[Leaf, ...]
-    values: tuple[jax.Array | np.ndarray[Any, Any] | None, ...]
-    root: Node | None
+    leaves: tuple[Leaf, ...]  # in the order of `jax.tree_util`, with empty containers
+    values: tuple[jax.Array | np.ndarray[Any, Any] | None, ...]  # the arrays to store
+    root: Node | None  # the containers; None if the tree is one leaf
 
 
 def flatten(tree: object) -> Flat:
@@ -141,7 +135,6 @@ def _one_level(node: object) -> tuple[list[object], Any] | None:
 
 
 def key_path(keys: Sequence[object]) -> Path:
-    """Returns the names in a key path of `jax.tree_util`."""
     return tuple(map(_key_name, keys))
 
 
@@ -164,7 +157,7 @@ def _describe(value: object, path: Path, key_types: tuple[int, ...]) -> Leaf:
         return Leaf(path=path, key_types=key_types, kind=kind, **facts)
 
     if isinstance(value, Tracer):
-        raise TypeError("is a tracer; call save outside jit, grad and vmap")
+        raise TypeError("is traced; call save outside jit, grad and vmap")
     if isinstance(value, jax.Array):
         if value.is_deleted():
             raise ValueError("was deleted or donated; save it before the call that donates it")
@@ -236,7 +229,6 @@ def _digits(value: int) -> str:
 
 @cache
 def is_key_dtype(dtype: Any) -> bool:  # numpy's and jax's dtypes share no type
-    """Returns whether a dtype is that of typed PRNG keys."""
     return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
@@ -261,10 +253,7 @@ def _walk(treedef: Any, pairs: Iterator[tuple[Any, object]], depth: int) -> tupl
 
 
 def _make_node(
-    cls: type,
-    aux: Any,
-    names: tuple[str, ...],
-    children: tuple[Node | None, ...],
+    cls: type, aux: Any, names: tuple[str, ...], children: tuple[Node | None, ...]
 ) -> Node:
     if cls in (list, tuple):
         kind: Literal["list", "tuple"] = "list" if cls is list else "tuple"

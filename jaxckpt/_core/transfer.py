@@ -25,21 +25,13 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One shard of which this process writes all or a part.
+    """One shard of which this process writes all or a part."""
 
-    Attributes:
-        array: Index of the array in the plan.
-        shard: In the global array.
-        position: Among the array's addressable shards; None for a value on the host.
-        is_host_memory: Whether the shard is in host memory already and needs no copy.
-        dtype: As stored.
-    """
-
-    array: int
-    shard: Box
-    position: int | None
-    is_host_memory: bool
-    dtype: np.dtype[Any]
+    array: int  # index of the array in the plan
+    shard: Box  # in the global array
+    position: int | None  # among the array's addressable shards; None for a value on the host
+    is_host_memory: bool  # whether the shard is in host memory already and needs no copy
+    dtype: np.dtype[Any]  # as stored
 
 
 def sources_of(

@@ -1,14 +1,14 @@
-"""The command line, `jaxckpt`: see a run and its checkpoints, check, convert and clear them up.
+"""The command line, `jaxckpt`: inspect, check, convert and clean up runs and checkpoints.
 
-    _look    ls, show, du, report      what there is; changes nothing
-    _check   verify, diff, scrub       whether it is right
-    _make    convert, export, ...      new checkpoints out of old ones
-    _keep    pin, unpin, rm, gc        what stays, and what goes
+    _look    ls, show, du, report      inspect; changes nothing
+    _check   verify, diff, scrub       check
+    _make    convert, export, ...      make new checkpoints from old ones
+    _keep    pin, unpin, rm, gc        keep and delete steps
     _output  tables, JSON, questions, errors
 
-Exit codes: 0 good; 1 damage or a difference was found; 2 wrong usage, an error, or a question that
-was not answered with yes. Each command imports what it needs when it runs, so that the quick ones
-start quickly; none needs an accelerator.
+Exit codes: 0 success; 1 damage or a difference was found; 2 wrong usage, an error, or a question
+not answered with yes. Each command imports what it needs when it runs, so quick commands start
+quickly; none needs an accelerator.
 """
 
 from __future__ import annotations
@@ -23,13 +23,10 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Runs one command and returns the exit code.
 
     Args:
-        argv: What follows the program's name; None: as it was called.
-
-    Returns:
-        The exit code.
+        argv: The arguments after the program's name. If None, those of this process.
 
     Example:
         >>> import tempfile, jaxckpt
@@ -49,10 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     if argv is None:
-        # An accelerator may belong to a job on this machine. Nothing here needs one.
+        # No command needs an accelerator, and a job may be using it.
         os.environ["JAX_PLATFORMS"] = "cpu"
         for stream in (sys.stdout, sys.stderr):
-            # A terminal may have no sign for a name, or for a line of a tree.
+            # The terminal's encoding may lack characters of names or tree lines.
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
     from jaxckpt.cli._app import run

@@ -1,4 +1,4 @@
-"""The commands together, and how an error ends."""
+"""Collects the commands and handles their errors."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from jaxckpt.cli import _check, _keep, _look, _make, _options, _output
 from jaxckpt.errors import CheckpointError
 
 _NAME = "jaxckpt"
-_PIPE_CLOSED = 128 + 13  # whoever reads has gone, as `head` does: SIGPIPE
+_PIPE_CLOSED = 128 + 13  # SIGPIPE: the reader has exited, as `head` does
 _STOPPED = 128 + 2  # SIGINT
 
 
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0 good; 1 damage or a difference; 2 wrong usage, an error, or not a yes.",
+    epilog="Exit codes: 0 success; 1 damage or a difference; 2 usage error, failure or declined.",
 )
 @click.version_option(__version__, prog_name=_NAME)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @click.pass_context
 def app(context: click.Context, debug: bool) -> None:
-    """See, check, convert and clear up checkpoints of JAX programs, jaxckpt's and Orbax's."""
+    """Inspect, check, convert and clean up checkpoints of JAX programs, jaxckpt's and Orbax's."""
     context.obj = debug
 
 
@@ -43,14 +43,14 @@ app.add_command(_make.convert, "cp")
 
 
 class _Warning(logging.Formatter):
-    """A warning may name a file that somebody else has made."""
+    """Escapes warnings, which may contain file names made by others."""
 
     def format(self, record: logging.LogRecord) -> str:
         return _output.harmless(f"warning: {super().format(record)}")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs one command; says what went wrong; returns the exit code."""
+    """Runs one command, prints its error if it fails, and returns the exit code."""
     debug = "--debug" in argv[:1]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Warning())
@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
     logger = logging.getLogger("jaxckpt")
     logger.addHandler(handler)
     try:
-        # 0 or 1 from a command; None, or what click says, from `--help` and the like.
+        # 0 or 1 from a command; None, or click's code, from `--help`.
         code = app.main(list(argv), prog_name=_NAME, standalone_mode=False)
         sys.stdout.flush()
     except click.ClickException as error:
@@ -67,14 +67,14 @@ def run(argv: Sequence[str]) -> int:
     except _output.Declined:
         _output.note("Nothing was done.")
         return 2
-    except SystemExit as end:  # click's, of an answer for a shell, or when nobody reads any more
+    except SystemExit as end:  # from click, after shell completion or a closed pipe
         return 0 if end.code in (None, 0) else _PIPE_CLOSED
     except click.Abort:
-        _output.note("Stopped.")
+        _output.note("Interrupted.")
         return _STOPPED
     except (CheckpointError, OSError, ValueError, TypeError, ImportError) as error:
         if isinstance(error, OSError) and error.errno == errno.EPIPE:
-            # What is still buffered must not fail again.
+            # Flushing the buffer at exit must not fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return _PIPE_CLOSED
         if debug:
@@ -82,7 +82,7 @@ def run(argv: Sequence[str]) -> int:
         else:
             _output.error(_options.as_options(str(error) or type(error).__name__))
         return 2
-    except Exception:  # a defect of this program; 1 would say that a checkpoint is damaged
+    except Exception:  # a bug in this program; 1 would mean a damaged checkpoint
         traceback.print_exc()
         return 2
     finally:

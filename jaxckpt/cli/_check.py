@@ -1,4 +1,4 @@
-"""`verify`, `diff` and `scrub`: whether checkpoints are right. Exit code 1 says: they are not."""
+"""`verify`, `diff` and `scrub`: check checkpoints. Exit code 1 means damage or a difference."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 @click.argument("path", type=_options.PATH)
 @_options.as_json
 def verify(path: str, as_json: bool) -> int:
-    """Read all of a checkpoint and compare it with its checksums.
+    """Read all of a checkpoint and check it against its checksums.
 
-    PATH is a checkpoint, an item of one, or a run's root: then its newest whole step. `scrub
-    --dry-run` looks at all steps.
+    PATH is a checkpoint, an item of a checkpoint, or a run's root, which means its newest complete
+    step. `scrub --dry-run` checks all steps.
     """
     from jaxckpt._inspect.verify import verify as verify_checkpoint
 
@@ -51,7 +51,7 @@ def _facts(report: VerifyReport) -> dict[str, object]:
 
 
 def _code(*reports: VerifyReport) -> int:
-    """1 for damage; 2 if something could not be read, so that nothing is known of it."""
+    """Returns 1 for damage, 2 if something could not be read, else 0."""
     if any(report.damaged for report in reports):
         return 1
     return 0 if all(report.ok for report in reports) else 2
@@ -63,8 +63,8 @@ def _code(*reports: VerifyReport) -> int:
 @_options.item
 @_options.selection
 @click.option("--no-values", is_flag=True, help="Compare structure, shapes and dtypes only.")
-@click.option("--rtol", type=float, default=0.0, help="Relative difference to let pass; else 0.")
-@click.option("--atol", type=float, default=0.0, help="Absolute difference to let pass; else 0.")
+@click.option("--rtol", type=float, default=0.0, help="Relative tolerance (default 0).")
+@click.option("--atol", type=float, default=0.0, help="Absolute tolerance (default 0).")
 @_options.as_json
 def diff(
     a: str,
@@ -77,17 +77,11 @@ def diff(
     atol: float,
     as_json: bool,
 ) -> int:
-    """Compare two checkpoints: structure, shapes, dtypes and values. Exit code 1: they differ."""
+    """Compare two checkpoints: structure, shapes, dtypes, values. Exits with 1 if they differ."""
     from jaxckpt._inspect.diff import diff as compare
 
     found = compare(
-        a,
-        b,
-        item=item,
-        values=not no_values,
-        rtol=rtol,
-        atol=atol,
-        **_options.chosen(only, skip),
+        a, b, item=item, values=not no_values, rtol=rtol, atol=atol, **_options.chosen(only, skip)
     )
     if as_json:
         _output.print_json(_differences(found))
@@ -108,13 +102,13 @@ def _differences(found: DiffReport) -> dict[str, object]:
 @click.argument("root", type=_options.PATH)
 @_options.dry_run
 @_options.yes
-@click.option("--no-job", is_flag=True, help="No job writes here (file system without locks).")
+@click.option("--no-job", is_flag=True, help="Assume no running job (file system without locks).")
 @_options.as_json
 def scrub(root: str, dry_run: bool, yes: bool, no_job: bool, as_json: bool) -> int:
-    """Read all steps back; set aside those that are damaged.
+    """Read all steps and set damaged steps aside.
 
-    Setting aside renames a step so that nothing restores it; nothing is deleted. Steps that another
-    program wrote are only reported. It is refused while a job that lives writes the run.
+    Setting aside renames a step so that nothing restores it; nothing is deleted. Damaged steps
+    written by other programs are only reported. Refused while a running job writes the run.
     """
     from jaxckpt._run.run import Run
     from jaxckpt.cli._owned import existing
@@ -131,7 +125,7 @@ def scrub(root: str, dry_run: bool, yes: bool, no_job: bool, as_json: bool) -> i
         _output.confirm(f"Set aside {counted(len(damaged), 'step')} of {where}: {names}?", yes=yes)
         aside = _set_aside(run, damaged, no_job=no_job, say=not as_json)
     elif damaged and not dry_run:
-        _output.note("No step is whole, so all stay where they are.")
+        _output.note("No step is intact, so none is set aside.")
     if as_json:
         steps = [{"step": number, **_facts(report)} for number, report in reports.items()]
         _output.print_json({"path": where, "steps": steps, "set_aside": aside})
@@ -139,16 +133,16 @@ def scrub(root: str, dry_run: bool, yes: bool, no_job: bool, as_json: bool) -> i
 
 
 def _read_all(run: Run) -> dict[int, VerifyReport]:
-    """What is wrong with each step, seen twice; on a terminal says how far it is."""
+    """Checks each step and reports the damage that two reads find; shows progress on a terminal."""
     from jaxckpt._run import scrub as _scrub
 
     numbers = sorted({*run.steps(), *run.torn()})
     reports: dict[int, VerifyReport] = {}
     for i, number in enumerate(numbers, 1):
         if sys.stderr.isatty():
-            _output.note(f"reading step {number}, {i} of {len(numbers)}")
+            _output.note(f"reading step {number} ({i} of {len(numbers)})")
         report = _scrub.look(run, number)
-        if report is not None:  # else it was deleted meanwhile
+        if report is not None:  # None if the step was deleted meanwhile
             reports[number] = report
     return reports
 
@@ -170,7 +164,7 @@ def _print_reports(run: Run, reports: dict[int, VerifyReport]) -> None:
 
 
 def _set_aside(run: Run, numbers: list[int], *, no_job: bool, say: bool) -> list[int]:
-    """Looks once more at the steps, now that nobody else writes here, and sets them aside."""
+    """Checks the steps again, now that nothing else writes here, and sets them aside."""
     from jaxckpt._run import scrub as _scrub
     from jaxckpt.cli._owned import owned
 

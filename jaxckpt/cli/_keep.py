@@ -1,8 +1,8 @@
-"""`pin`, `unpin`, `rm` and `gc`: what stays of a run, and what goes.
+"""`pin`, `unpin`, `rm` and `gc`: keep and delete steps of a run.
 
-A pin is a file in its step, so it may be made while a job writes the run. Deletion goes through
-what a manager uses (`_run.Run`), and only where no job lives: what is pinned or being read stays,
-and a crash leaves whole steps or none.
+A pin is a file in its step, so it may be made while a job writes the run. Deletion uses the same
+code as a manager (`_run.Run`), and only while no job is running: steps that are pinned or being
+read stay, and a crash leaves complete steps or none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 def _complete_steps(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    """The steps of the run named before, for a shell that completes the line."""
+    """Returns the steps of the run named before, for shell completion."""
     from jaxckpt._run.run import Run
     from jaxckpt.storage import locate
 
@@ -37,7 +37,7 @@ def _complete_steps(context: click.Context, _: click.Parameter, incomplete: str)
         storage, root = locate(context.params["path"])
         numbers = Run(storage=storage, root=root, quiet=True).numbers()
     except (KeyError, OSError, ValueError):
-        return []  # an error would end up on the line that is being typed
+        return []  # an error would be printed into the line being typed
     return [str(number) for number in numbers if str(number).startswith(incomplete)]
 
 
@@ -55,14 +55,14 @@ _steps = click.argument(
 @_steps
 @_options.as_json
 def pin(path: str, steps: tuple[int, ...], as_json: bool) -> None:
-    """Keep steps whatever the keep policy says.
+    """Keep steps regardless of the keep policy.
 
-    PATH is a run's root, followed by steps, or the directory of one step. A job
-    that writes the run heeds it from then on.
+    PATH is a run's root, followed by steps, or the directory of one step. A job that writes the run
+    respects the pin from then on.
     """
     run, numbers = _target(path, steps)
     for number in numbers:
-        run.check_step(number)  # all, before the first
+        run.check_step(number)  # check all steps before pinning the first
     for number in numbers:
         run.pin(number)
     _done(run, "pinned", numbers, as_json=as_json)
@@ -73,7 +73,7 @@ def pin(path: str, steps: tuple[int, ...], as_json: bool) -> None:
 @_steps
 @_options.as_json
 def unpin(path: str, steps: tuple[int, ...], as_json: bool) -> None:
-    """Leave steps to the keep policy again."""
+    """Apply the keep policy to steps again."""
     run, numbers = _target(path, steps)
     for number in numbers:
         run.check_step(number)
@@ -87,15 +87,15 @@ def unpin(path: str, steps: tuple[int, ...], as_json: bool) -> None:
 @_steps
 @_options.dry_run
 @_options.yes
-@click.option("--no-job", is_flag=True, help="No job writes here (file system without locks).")
+@click.option("--no-job", is_flag=True, help="Assume no running job (file system without locks).")
 @_options.as_json
 def rm(
     path: str, steps: tuple[int, ...], dry_run: bool, yes: bool, no_job: bool, as_json: bool
 ) -> None:
-    """Delete steps of a run. Pinned ones, and those that are being read, are refused.
+    """Delete steps of a run. Refuses pinned steps and steps that are being read.
 
-    PATH is a run's root, followed by steps, or the directory of one step. It is refused while a job
-    that lives writes the run.
+    PATH is a run's root, followed by steps, or the directory of one step. Refused while a running
+    job writes the run.
     """
     from jaxckpt._run.overview import overview
     from jaxckpt.cli._owned import owned
@@ -106,7 +106,7 @@ def rm(
     pinned = [number for number in numbers if run.is_pinned(number)]
     if pinned:
         raise ValueError(
-            f"{run.root}: pinned, and so not deleted: {_list(pinned)}. Unpin first: "
+            f"{run.root}: cannot delete pinned steps: {_list(pinned)}. To unpin them, run: "
             f"jaxckpt unpin {run.root} {' '.join(map(str, pinned))}"
         )
     known = {step.step: step for step in overview(run.root).steps}
@@ -135,7 +135,7 @@ def _print_doomed(root: str, doomed: Sequence[StepOverview], known: Sequence[int
     rows = [[*step_cells(step, now_s), _remark(step, known)] for step in doomed]
     head = ["step", "age", "size", "metrics", "note"]
     _output.print_table(head, rows, right=("step", "age", "size"), fold="note")
-    _output.echo(f"{root}: {size_text(sum(step.size_bytes for step in doomed))} to be deleted")
+    _output.echo(f"{root}: {size_text(sum(step.size_bytes for step in doomed))} to delete")
 
 
 def _remark(step: StepOverview, known: Sequence[int]) -> Styled:
@@ -143,9 +143,9 @@ def _remark(step: StepOverview, known: Sequence[int]) -> Styled:
     if step.step == known[-1]:
         remarks.append("the newest step")
     if not _is_ours(step):
-        remarks.append("not written by jaxckpt: whether a job writes the run cannot be told")
+        remarks.append("not written by jaxckpt: a job writing the run cannot be detected")
     if step.problem is not None:
-        remarks.append("not whole")
+        remarks.append("incomplete")
     return Styled("; ".join(remarks), "yellow")
 
 
@@ -154,7 +154,7 @@ def _is_ours(step: StepOverview) -> bool:
 
 
 def _target(path: str, steps: Sequence[int]) -> tuple[Run, list[int]]:
-    """The run and the steps that a command is about: a root and numbers, or the path of a step."""
+    """Returns the run and the steps of a command, given a root and numbers or a step's path."""
     from jaxckpt._run.run import Run
     from jaxckpt.cli._owned import existing
     from jaxckpt.storage import locate
@@ -169,7 +169,7 @@ def _target(path: str, steps: Sequence[int]) -> tuple[Run, list[int]]:
         if run.path(number) == where:
             return run, [number]
     raise click.UsageError(
-        f"{where} is no step of a run: say which steps, as in `jaxckpt pin {path} 1000`."
+        f"{where} is not a step of a run. Name the steps, as in `jaxckpt pin {path} 1000`."
     )
 
 
@@ -193,27 +193,22 @@ def _list(numbers: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a policy means for a run.
+    """The effect of a policy on a run."""
 
-    Attributes:
-        delete: The steps that go.
-        keep: For each step that stays why, in words.
-    """
-
-    delete: tuple[int, ...]
-    keep: dict[int, tuple[str, ...]]
+    delete: tuple[int, ...]  # the steps to delete
+    keep: dict[int, tuple[str, ...]]  # the reasons for each step that stays
 
 
 def plan(found: RunOverview, policy: KeepPolicy, *, now_s: float) -> Plan:
-    """Which steps go. Never one that is not whole, or that another program wrote.
+    """Plans which steps to delete: never incomplete steps or those of other programs.
 
-    A step that is not whole is none of the last or the best, either.
+    Incomplete steps do not count as one of the last or the best either.
     """
     whole = [step for step in found.steps if step.problem is None]
     keep = dict(policy.why([step.info(now_s) for step in whole], now_s=now_s))
     for step in found.steps:
         if step.problem is not None:
-            keep[step.step] = ("not whole: see `jaxckpt scrub`",)
+            keep[step.step] = ("incomplete: see `jaxckpt scrub`",)
         elif not _is_ours(step):
             keep[step.step] = (*keep.get(step.step, ()), "not written by jaxckpt")
     return Plan(
@@ -224,17 +219,20 @@ def plan(found: RunOverview, policy: KeepPolicy, *, now_s: float) -> Plan:
 
 @click.command()
 @click.argument("root", type=_options.PATH)
-@click.option("--last", type=click.IntRange(min=1), help="Keep the newest so many.")
-@click.option("--every-steps", type=click.IntRange(min=1), help="Keep those divisible by it.")
-@click.option("--best", type=click.IntRange(min=1), help="Keep so many with the best --metric.")
-@click.option("--metric", metavar="NAME", help="What --best ranks by.")
+@click.option("--last", type=click.IntRange(min=1), help="Keep the newest N steps.")
+@click.option("--every-steps", type=click.IntRange(min=1), help="Keep steps divisible by N.")
+@click.option("--best", type=click.IntRange(min=1), help="Keep the N steps with the best --metric.")
+@click.option("--metric", metavar="NAME", help="The metric that --best ranks by.")
 @click.option(
-    "--mode", type=click.Choice(["min", "max"]), default="min", help="Which is best; else min."
+    "--mode",
+    type=click.Choice(["min", "max"]),
+    default="min",
+    help="Whether the least or the greatest is best (default min).",
 )
-@click.option("--newer-than", metavar="AGE", help="Keep those younger than 12h, 7d, 2w.")
+@click.option("--newer-than", metavar="AGE", help="Keep steps newer than AGE: 12h, 7d, 2w.")
 @_options.dry_run
 @_options.yes
-@click.option("--no-job", is_flag=True, help="No job writes here (file system without locks).")
+@click.option("--no-job", is_flag=True, help="Assume no running job (file system without locks).")
 @_options.as_json
 def gc(
     root: str,
@@ -249,11 +247,11 @@ def gc(
     no_job: bool,
     as_json: bool,
 ) -> None:
-    """Delete the steps of a run that no rule keeps. The rules add up; the newest always stays.
+    """Delete the steps of a run that no rule keeps. A step stays if any rule keeps it.
 
-    First it shows what would go, and why the others stay; then it asks. Pinned steps, steps that
-    are being read, damaged ones and those of other programs stay. It is refused while a job that
-    lives writes the run.
+    Shows the plan, with the reasons for each kept step, and asks. The newest step, pinned steps,
+    steps being read, incomplete steps and steps of other programs always stay. Refused while a
+    running job writes the run.
     """
     from jaxckpt._run.overview import overview
     from jaxckpt._run.retention import KeepPolicy
@@ -268,7 +266,7 @@ def gc(
         newer_than_s=None if newer_than is None else _age_s(newer_than),
     )
     if not policy.has_rules:
-        raise click.UsageError("Which steps stay? Say at least one rule, as in --last 3.")
+        raise click.UsageError("Pass at least one rule for the steps to keep, such as --last 3.")
     storage, where = existing(root)
     found = overview(where)
     planned = plan(found, policy, now_s=time.time())
@@ -279,7 +277,7 @@ def gc(
     if planned.delete and not dry_run:
         _output.confirm(f"Delete {counted(len(planned.delete), 'step')} of {where}?", yes=yes)
         with owned(storage, where, no_job=no_job) as run:
-            # What was pinned or saved while the question stood stays, too.
+            # Steps pinned or saved while the question was open stay too.
             again = plan(overview(where), policy, now_s=time.time()).delete
             wanted = [number for number in planned.delete if number in again]
             gone = run.delete(wanted)
@@ -290,7 +288,7 @@ def gc(
     if gone:
         _output.echo(f"deleted {counted(len(gone), 'step')} of {where}: {_list(gone)}")
     for number, why in stay.items():
-        _output.echo(f"step {number} stays: {why}")
+        _output.echo(f"kept step {number}: {why}")
 
 
 def _plan_facts(
@@ -317,7 +315,7 @@ def _print_plan(found: RunOverview, planned: Plan) -> None:
     sizes = {step.step: step.size_bytes for step in found.steps}
     size = size_text(sum(sizes[number] for number in planned.delete))
     _output.echo(
-        f"{found.path}: of {counted(len(found.steps), 'step')} {len(planned.delete)} to be deleted"
+        f"{found.path}: {len(planned.delete)} of {counted(len(found.steps), 'step')} to delete"
         + (f", {size}" if planned.delete else "")
     )
 
@@ -327,12 +325,12 @@ def _verdict(why: tuple[str, ...] | None) -> Styled:
 
 
 def _age_s(text: str) -> float:
-    """Seconds in "90", "15min", "12h", "7d", "2w"."""
+    """Parses an age: "90" (seconds), "15min", "12h", "7d", "2w"."""
     number = text.rstrip("sminhdw ")
     unit = text[len(number) :].strip() or "s"
     try:
         return float(number) * _SECONDS[unit]
     except (ValueError, KeyError):
         raise click.BadParameter(
-            f"{text!r} is no age; wanted one like 12h, 7d or 2w.", param_hint="--newer-than"
+            f"must be an age such as 12h, 7d or 2w, got {text!r}.", param_hint="--newer-than"
         ) from None

@@ -1,4 +1,4 @@
-"""`ls`, `show`, `du` and `report`: what there is. They change nothing and import no jax."""
+"""`ls`, `show`, `du` and `report`: inspect runs. They change nothing and import no jax."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _MAX_STRAYS: Final = 20
 @click.argument("path", type=_options.PATH)
 @_options.as_json
 def ls(path: str, as_json: bool) -> None:
-    """List the steps of a run: age, size, metrics, whole or not.
+    """List the steps of a run: age, size, metrics, state.
 
-    PATH is the run's root. A step is whole if it is committed and has every file in its size.
+    PATH is the run's root. A step is complete if it is committed and every file has its size.
     """
     from jaxckpt._run.overview import overview
 
@@ -50,9 +50,9 @@ def ls(path: str, as_json: bool) -> None:
     whole = [step.step for step in found.steps if step.problem is None]
     _output.echo(
         f"{found.path}: {counted(len(found.steps), 'step')}"
-        + (f", {len(found.steps) - len(whole)} not whole" * (len(whole) < len(found.steps)))
+        + (f", {len(found.steps) - len(whole)} incomplete" * (len(whole) < len(found.steps)))
         + f", {size_text(sum(step.size_bytes for step in found.steps))}"
-        + (f"; the newest whole one is {whole[-1]}" if whole else "")
+        + (f"; newest complete step: {whole[-1]}" if whole else "")
     )
     for stray in found.strays[:_MAX_STRAYS]:
         _output.echo(f"also there: {stray}")
@@ -61,7 +61,7 @@ def ls(path: str, as_json: bool) -> None:
 
 
 def run_facts(found: RunOverview) -> dict[str, Any]:
-    """A run as JSON."""
+    """Returns a run as JSON."""
     steps = [
         {f.name: getattr(step, f.name) for f in dataclasses.fields(step)}
         | {"whole": step.problem is None}
@@ -71,7 +71,7 @@ def run_facts(found: RunOverview) -> dict[str, Any]:
 
 
 def step_cells(step: StepOverview, now_s: float) -> Row:
-    """Step, age, size and metrics."""
+    """Returns the cells step, age, size and metrics."""
     age_s = None if step.saved_s is None else max(0.0, now_s - step.saved_s)
     return [
         str(step.step),
@@ -83,8 +83,8 @@ def step_cells(step: StepOverview, now_s: float) -> Row:
 
 def _state(step: StepOverview) -> Styled:
     if step.problem is None:
-        return Styled("whole", "green")
-    return Styled(f"NOT WHOLE: {step.problem}", "bold red")
+        return Styled("complete", "green")
+    return Styled(f"INCOMPLETE: {step.problem}", "bold red")
 
 
 # --- show -----------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def _state(step: StepOverview) -> Styled:
 @click.argument("path", type=_options.PATH)
 @click.argument("globs", nargs=-1, metavar="[GLOB]...")
 @_options.item
-@click.option("--depth", type=click.IntRange(min=1), help="Fold what lies deeper in the tree.")
+@click.option("--depth", type=click.IntRange(min=1), help="Collapse deeper levels of the tree.")
 @click.option("--stats", is_flag=True, help="Read the data: min, max, mean, std, norm, NaNs.")
 @_options.as_json
 def show(
@@ -107,14 +107,14 @@ def show(
 ) -> None:
     """Show the tree of a checkpoint: shapes, dtypes, shardings, bytes.
 
-    PATH is a checkpoint, an item of one, or a run's root: then its newest whole step. GLOB is over
-    leaf paths; the name of a container means all in it.
+    PATH is a checkpoint, an item of a checkpoint, or a run's root, which means its newest complete
+    step. GLOB matches leaf paths; a container's name matches everything in it.
     """
     from jaxckpt._inspect import open as inspection
 
     ckpt = inspection.open(path, item=item)
     if not ckpt.leaves and globs:
-        raise ValueError(f"item {ckpt.item!r} of {ckpt.path} is no tree: it has no leaves")
+        raise ValueError(f"item {ckpt.item!r} of {ckpt.path} is not a tree: it has no leaves")
     leaves = _selected(ckpt, globs)
     statistics = ckpt.statistics(only=list(globs) or None) if stats and leaves else {}
     if as_json:
@@ -132,7 +132,7 @@ def show(
         return
     head = ["leaf", "type", "sharding", "bytes", *(_STATISTICS if statistics else ())]
     rows = list(_tree_rows(_nested(leaves), depth or len(leaves) + 999, "", statistics))
-    if statistics or not any(row[2] for row in rows):  # beside the numbers there is no room
+    if statistics or not any(row[2] for row in rows):  # statistics leave no room for it
         head, rows = _without(head, rows, 2)
     _output.print_table(head, rows, right=("bytes", *_STATISTICS))
 
@@ -155,12 +155,12 @@ def _headline(ckpt: Checkpoint, leaves: Mapping[str, LeafInfo]) -> str:
     size = size_text(sum(leaf.size_bytes for leaf in leaves.values()))
     of = f" of {len(ckpt.leaves):,}" if len(leaves) < len(ckpt.leaves) else ""
     item = f" item {ckpt.item!r}" if ckpt.item else ""
-    what = f"{counted(len(leaves), 'leaf')}{of}, {size}" if ckpt.leaves else "no tree"
+    what = f"{counted(len(leaves), 'leaf')}{of}, {size}" if ckpt.leaves else "not a tree"
     return f"{ckpt.path}{item}: {what}, written by {_writer(ckpt) or 'another program'}"
 
 
 def _writer(ckpt: Checkpoint) -> str | None:
-    record = ckpt._found.record  # of this package; the class tells it in its text only
+    record = ckpt._found.record  # private, but of this package
     return None if record is None else record.writer
 
 
@@ -190,7 +190,7 @@ def _checkpoint_facts(
 
 
 def _nested(leaves: Mapping[str, LeafInfo]) -> dict[str, Any]:
-    """The leaves in dicts of dicts, by their keys."""
+    """Returns the leaves as nested dicts, by their keys."""
     from jaxckpt.format.tree import parse_path
 
     top: dict[str, Any] = {}
@@ -260,10 +260,10 @@ def _without(head: list[str], rows: list[Row], column: int) -> tuple[list[str], 
 @click.argument("path", type=_options.PATH)
 @_options.as_json
 def du(path: str, as_json: bool) -> None:
-    """Say what takes the space: by step, item, branch of the tree.
+    """Show disk usage by step, item and branch of the tree.
 
-    Bytes of steps and items are those of their files, a file that several steps share (after
-    `fork`) counted once; bytes of branches are those of the values, before compression.
+    Sizes of steps and items are file sizes; a file shared by several steps (after `fork`) counts
+    once. Sizes of branches are those of the values, before compression.
     """
     from jaxckpt.cli._space import space
 
@@ -278,8 +278,8 @@ def du(path: str, as_json: bool) -> None:
         _output.print_table(
             ["step", "part", "on disk", "values"], rows, right=("on disk", "values")
         )
-    shared = f", {size_text(found.shared_bytes)} of them shared" if found.shared_bytes else ""
-    other = f"; beside the steps {size_text(found.other_bytes)}" if found.other_bytes else ""
+    shared = f", {size_text(found.shared_bytes)} of it shared" if found.shared_bytes else ""
+    other = f"; {size_text(found.other_bytes)} outside the steps" if found.other_bytes else ""
     _output.echo(f"{found.path}: {size_text(found.size_bytes)} on disk{shared}{other}")
 
 
@@ -310,7 +310,7 @@ def _part_rows(name: str, part: Part | Space) -> list[Row]:
 )
 @_options.as_json
 def report(root: str, output: str, as_json: bool) -> None:
-    """Write one HTML page about a run: its steps, metrics, times, and newest tree."""
+    """Write an HTML report: steps, metrics, times and newest tree of a run."""
     from jaxckpt.integrations.report import report as write_report
 
     write_report(root, output)

@@ -1,4 +1,4 @@
-"""`convert`, `export`, `import` and `fork`: new checkpoints out of old ones."""
+"""`convert`, `export`, `import` and `fork`: make new checkpoints from old ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 @_options.item
 @_options.selection
 @_options.dtype
-@click.option("--ocdbt/--no-ocdbt", default=True, help="One database, the default, or plain files.")
+@click.option("--ocdbt/--no-ocdbt", default=True, help="One database (default), or plain files.")
 @_options.overwrite
 @_options.yes
 @_options.as_json
@@ -36,8 +36,7 @@ def convert(
 ) -> None:
     """Copy a checkpoint, or a part of it, in another dtype if wanted. Also called `cp`.
 
-    SRC is anything that jaxckpt reads: checkpoints of its own, of Orbax, of Flax. Orbax reads
-    the copy, too.
+    SRC is a checkpoint of jaxckpt, Orbax or Flax. Orbax can read the copy too.
     """
     from jaxckpt._convert.convert import convert as convert_checkpoint
 
@@ -60,7 +59,7 @@ def convert(
 @_options.item
 @_options.selection
 @_options.dtype
-@click.option("--max-shard", metavar="SIZE", help="Split into files of at most this: 5GB.")
+@click.option("--max-shard", metavar="SIZE", help="Split into files of at most SIZE, such as 5GB.")
 @_options.overwrite
 @_options.yes
 @_options.as_json
@@ -78,8 +77,8 @@ def export(
 ) -> None:
     """Write the arrays of a checkpoint to safetensors.
 
-    PATH is a `.safetensors` file. With --max-shard there may be several, and an index beside them,
-    as Hugging Face has them.
+    PATH is a `.safetensors` file. With --max-shard there may be several files and an index, as on
+    Hugging Face.
     """
     from jaxckpt._convert.safetensors import export_safetensors
 
@@ -106,9 +105,9 @@ def export(
 def import_(
     path: str, dst: str, dtype: str | None, overwrite: bool, yes: bool, as_json: bool
 ) -> None:
-    """Make a checkpoint of safetensors.
+    """Make a checkpoint from safetensors.
 
-    PATH is one `.safetensors` file, or a `.safetensors.index.json` beside its shards.
+    PATH is a `.safetensors` file, or a `.safetensors.index.json` with its shards beside it.
     """
     from jaxckpt._convert.safetensors import import_safetensors
 
@@ -120,12 +119,12 @@ def import_(
 @click.command()
 @click.argument("src", type=_options.PATH)
 @click.argument("root", type=_options.PATH)
-@click.option("--step", type=click.IntRange(min=0), help="Its new number; else as it was.")
+@click.option("--step", type=click.IntRange(min=0), help="The new step (default: unchanged).")
 @_options.as_json
 def fork(src: str, root: str, step: int | None, as_json: bool) -> None:
-    """Start a run at ROOT from a step of another; no bytes are copied.
+    """Start a run at ROOT from a step of another run.
 
-    SRC is a step, or a run's root: then its newest whole step.
+    SRC is a step, or a run's root, which means its newest complete step. No data is copied.
     """
     from jaxckpt._run.fork import fork as fork_step
 
@@ -147,12 +146,12 @@ def _wrote(path: str, *, as_json: bool) -> None:
 
 
 def _size(text: str) -> int:
-    """A number of bytes: "5GB", "500 MiB", "1000"."""
+    """Parses a number of bytes: "5GB", "500 MiB", "1000"."""
     number = text.rstrip("BKMGibkmg ")
     unit = text[len(number) :].strip().upper() or "B"
     try:
         return int(float(number) * _SIZES[unit])
     except (ValueError, KeyError, OverflowError):
         raise click.BadParameter(
-            f"{text!r} is no size; wanted one like 5GB or 500MiB.", param_hint="--max-shard"
+            f"must be a size such as 5GB or 500MiB, got {text!r}.", param_hint="--max-shard"
         ) from None

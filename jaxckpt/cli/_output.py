@@ -1,7 +1,7 @@
-"""What a command says: tables for people, JSON for scripts, questions, and errors.
+"""Prints the output of commands: tables for people, JSON for scripts, questions, and errors.
 
-On a terminal tables are drawn by rich. Into a pipe or a file goes plain text, one row a line and
-nothing cut off, and rich is not imported.
+On a terminal, tables are drawn by rich. A pipe or file gets plain text, one row per line, nothing
+cut off, and rich is not imported.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, Final, NamedTuple
 
 import click
 
-_GAP: Final = 3  # columns between two of a drawn table
-_FOLDED: Final = 20  # the least width of prose
+_GAP: Final = 3  # between two columns of a drawn table
+_FOLDED: Final = 20  # the minimum width of prose
 _UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 
 class Styled(NamedTuple):
-    """A cell of a table that is to stand out, in words of rich: "bold red"."""
+    """A highlighted cell, with a style of rich such as "bold red"."""
 
     text: str
     style: str
@@ -44,19 +44,19 @@ def echo(*parts: str | Styled) -> None:
 
 
 def note(text: str) -> None:
-    """Prints a line to stderr, where it disturbs no script."""
+    """Prints a line to stderr, which scripts do not parse."""
     click.echo(harmless(text), err=True, color=_color())
 
 
 def harmless(text: str) -> str:
-    """A text out of a file without what a terminal would take for commands."""
+    """Escapes characters that a terminal would interpret as commands."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
 
 
 def error(text: str) -> None:
-    """Prints what went wrong, in red on a terminal."""
+    """Prints an error, in red on a terminal."""
     click.echo(
         click.style("error:", fg="red", bold=True) + f" {harmless(text)}", err=True, color=_color()
     )
@@ -67,13 +67,13 @@ def _color() -> bool | None:
 
 
 def print_json(value: Any) -> None:  # whatever `_plain` takes
-    """Prints facts for a script. A number that JSON has no word for is a text: "NaN"."""
+    """Prints facts for a script. Numbers that JSON lacks become text: "NaN"."""
     click.echo(json.dumps(_plain(value), indent=2, allow_nan=False))
 
 
 def _plain(value: Any) -> Any:  # JSON
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # Not `asdict`, which copies what it does not know, such as a mapping that is no dict.
+        # Not `asdict`, which copies unknown objects, such as a mapping that is not a dict.
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): _plain(child) for key, child in value.items()}
@@ -99,8 +99,8 @@ def print_table(
 
     Args:
         right: Columns of numbers.
-        fold: The column of prose, which takes several lines where the terminal is narrow. Folded
-            numbers and names could not be read; a table of those is as wide as it must be.
+        fold: The column of prose, which wraps on a narrow terminal. Numbers and names never wrap: a
+            table without prose is as wide as necessary.
     """
     cells = [[c if isinstance(c, Styled) else Styled(c, "") for c in row] for row in rows]
     cells = [[Styled(harmless(text), style) for text, style in row] for row in cells]
@@ -118,10 +118,7 @@ def print_table(
 
 
 def _print_rich(
-    head: Sequence[str],
-    rows: Sequence[Sequence[Styled]],
-    right: Collection[str],
-    fold: str | None,
+    head: Sequence[str], rows: Sequence[Sequence[Styled]], right: Collection[str], fold: str | None
 ) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.cells import cell_len
@@ -138,7 +135,7 @@ def _print_rich(
             overflow="fold",
         )
     for row in rows:
-        # As `Text`: a path may hold what rich takes for markup.
+        # As `Text`, because a path may contain rich's markup.
         table.add_row(*(Text(text, style=style) for text, style in row))
     console = Console(file=sys.stdout)
     texts = [[text for text, _ in row] for row in rows]
@@ -150,22 +147,22 @@ def _print_rich(
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Goes on if the user says so, or has said `--yes`.
+    """Returns if the user agrees or passed `--yes`.
 
     Raises:
-        ValueError: nobody can be asked.
+        ValueError: stdin is not a terminal.
         Declined: the answer is no.
     """
     if yes:
         return
     if not sys.stdin.isatty():
-        raise ValueError(f"{question} Nobody can be asked here: say --yes.")
+        raise ValueError(f"{question} stdin is not a terminal; pass --yes")
     if not click.confirm(question, err=True):
         raise Declined
 
 
 def age_text(seconds: float | None) -> str:
-    """How long ago something was, in its largest unit: "3 h"; "" if that is not known."""
+    """Formats an age in its largest unit, such as "3 h"; returns "" if unknown."""
     if seconds is None:
         return ""
     for unit, length_s in _UNITS:
@@ -175,7 +172,7 @@ def age_text(seconds: float | None) -> str:
 
 
 def metrics_text(metrics: Mapping[str, Any]) -> str:
-    """Metrics on one line."""
+    """Formats metrics on one line."""
     return " ".join(
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in metrics.items()

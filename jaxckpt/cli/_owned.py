@@ -1,4 +1,4 @@
-"""The right to change a run from outside of a job, which is nobody's while a job has the run."""
+"""Takes ownership of a run for a command, which is only possible while no job owns it."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from jaxckpt.storage import Storage, locate
 
 
 def existing(root: str) -> tuple[Storage, str]:
-    """Where a root is.
+    """Returns the storage and path of an existing run.
 
     Raises:
-        CheckpointNotFound: there is nothing.
-        NotADirectoryError, ValueError: it is no directory, or a checkpoint itself.
+        CheckpointNotFound: no such directory.
+        NotADirectoryError, ValueError: it is not a directory, or is itself a checkpoint.
     """
     storage, where = locate(root)
     run = Run(storage=storage, root=where)
     run.check_root()
     if storage.kind(where) is None:
-        raise CheckpointNotFound(f"{where}: there is nothing.")
+        raise CheckpointNotFound(f"{where}: no such file or directory")
     if run.holds_checkpoint():
-        raise ValueError(f"{where} is a checkpoint itself, not the run that it is a step of.")
+        raise ValueError(f"{where} is a checkpoint; pass the run that contains it")
     return storage, where
 
 
 @contextlib.contextmanager
 def owned(storage: Storage, where: str, *, no_job: bool = False) -> Iterator[Run]:
-    """Owns a run as a job would that opens it when no other lives; for as short as can be.
+    """Owns a run, as a job does that opens it while no other job is running.
 
-    What an interrupted save or deletion left there is cleared up, as each job does that opens it.
+    Also cleans up after an interrupted save or deletion, as every job does that opens a run.
 
     Args:
-        storage, where: Of a root that is there; see `existing`.
-        no_job: That no job writes the run, where the file system has no locks to tell by.
+        storage, where: An existing root; see `existing`.
+        no_job: Asserts that no job writes the run, for file systems without locks.
 
     Raises:
-        SaveFailed: a job that lives has it, or that cannot be told; nothing was changed.
+        SaveFailed: a running job owns the run, or this is unknown; nothing was changed.
     """
     if not no_job:
         _check_locks(storage, where)
@@ -49,8 +49,8 @@ def owned(storage: Storage, where: str, *, no_job: bool = False) -> Iterator[Run
     try:
         if not run.token:
             raise SaveFailed(
-                f"{where} belongs to a job that lives: {run.who()}. Nothing was changed. Stop that "
-                "job first, or have it do this: CheckpointManager has delete, scrub and KeepPolicy."
+                f"{where} is in use by a running job: {run.who()}. Nothing was changed. Stop the "
+                "job first, or use its CheckpointManager (delete, scrub, KeepPolicy)."
             )
         run.fence()
         yield run
@@ -63,8 +63,8 @@ def _check_locks(storage: Storage, where: str) -> None:
         hold = storage.hold(f"{where}/{names.LOCK}")
     except io.UnsupportedOperation as error:
         raise SaveFailed(
-            f"{where}: this file system has no locks, so it cannot be told whether a job writes "
-            "the run. Nothing was changed. If none does, say --no-job."
+            f"{where}: this file system does not support locks, so a job that writes the run "
+            "cannot be detected. Nothing was changed. If there is none, pass --no-job."
         ) from error
     if hold is not None:
         hold.release()

@@ -1,4 +1,4 @@
-"""What takes the space in a run or a checkpoint: facts for `du`."""
+"""Computes the disk usage of a run or a checkpoint for `du`."""
 
 from __future__ import annotations
 
@@ -21,48 +21,31 @@ from jaxckpt.storage import locate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A step, or a checkpoint.
+    """A step, or a checkpoint."""
 
-    Attributes:
-        name: Of its directory.
-        step: Its number; None for a checkpoint that is no step.
-        size_bytes: Of its files; one with several names in it counts once.
-        items: The same by item. What is about the whole checkpoint is under "(about it)".
-        branches: Bytes of values before compression, by item and top-level key: "state/params".
-    """
-
-    name: str
-    step: int | None
-    size_bytes: int
-    items: Mapping[str, int]
-    branches: Mapping[str, int]
+    name: str  # of its directory
+    step: int | None  # its number; None for a checkpoint that is not a step
+    size_bytes: int  # of its files; a file with several names counts once
+    items: Mapping[str, int]  # files outside all items count as "(about it)"
+    branches: Mapping[str, int]  # by item and top-level key ("state/params"), before compression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Everything below a path.
-
-    Attributes:
-        size_bytes: Of all files; one that several steps share counts once.
-        shared_bytes: How much of that is in files with several names, here or elsewhere: deleting
-            a step does not free it as long as another has the file.
-        other_bytes: How much of it is in no step: steps set aside, saves under way.
-        items, branches: Of all steps together; shared files count once.
-        steps: In order.
-    """
+    """Everything below a path. Shared files count once."""
 
     path: str
-    size_bytes: int
-    shared_bytes: int
-    other_bytes: int
+    size_bytes: int  # of all files; a file shared by several steps counts once
+    shared_bytes: int  # in files with several names, here or elsewhere
+    other_bytes: int  # the part outside all steps: steps set aside, saves in progress
     items: Mapping[str, int]
     branches: Mapping[str, int]
-    steps: tuple[Part, ...]
+    steps: tuple[Part, ...]  # in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """A file by its path below what is looked at."""
+    """A file, by its path relative to the top."""
 
     path: str
     inode: tuple[int, int]
@@ -71,17 +54,17 @@ class _File:
 
 
 def space(path: str) -> Space:
-    """Adds up what lies below a run's root or a checkpoint.
+    """Adds up the files below a run's root or a checkpoint.
 
     Raises:
-        CheckpointNotFound: there is nothing.
+        CheckpointNotFound: no such file or directory.
     """
     storage, where = locate(path)
     if storage.scheme != "file":
-        raise UnsupportedFormat(f"{path}: only what lies in a file system has a size on disk")
+        raise UnsupportedFormat(f"{path}: du needs a path in a file system")
     where = os.path.realpath(where)
     if storage.kind(where) is None:
-        raise CheckpointNotFound(f"{where}: there is nothing.")
+        raise CheckpointNotFound(f"{where}: no such file or directory")
     run = Run(storage=storage, root=where)
     steps = [] if run.holds_checkpoint() or os.path.isfile(where) else overview(where).steps
     if steps:
@@ -89,7 +72,7 @@ def space(path: str) -> Space:
     else:
         found = _found(where)
         parts = [] if found is None else [_part(found.path, None, tuple(found.items))]
-    # An item's own path means the checkpoint that it is of, as everywhere.
+    # The path of an item means its checkpoint, as everywhere.
     top = parts[0][1] if parts and not steps else where
     files = _files(top)
     everything, of_steps = _once(files), [part for part, _, _ in parts]
@@ -150,7 +133,7 @@ _ABOUT = "(about it)"
 def _branches(path: str, items: Sequence[str]) -> dict[str, int]:
     sizes: Counter[str] = Counter()
     for item in items:
-        # A damaged step takes space, too.
+        # A damaged step takes space too.
         with contextlib.suppress(CheckpointError, OSError):
             ckpt = inspection.open(path, item=item)
             for text, leaf in ckpt.leaves.items():
@@ -182,5 +165,5 @@ def _file(path: str, relative: str) -> _File:
 
 
 def _once(files: Iterable[_File]) -> list[_File]:
-    """Each file under the first of its names."""
+    """Keeps each file under the first of its names."""
     return list({file.inode: file for file in reversed(list(files))}.values())[::-1]

@@ -1,6 +1,7 @@
 """Spells every file name and JSON key of a checkpoint, Orbax's and ours.
 
-These modules turn bytes into frozen values and back; nothing here reads or writes a file.
+These modules turn bytes into frozen values and back; nothing here reads or writes a file. Decoders
+raise `CorruptCheckpoint` for a malformed file and `UnsupportedFormat` for one of a newer release.
 
     names        file and directory names, and which of them are temporary or reserved
     jsontext     JSON with limits on size and depth

@@ -112,7 +112,6 @@ def _smallest_divisor(n: int, *, at_least: int) -> int:
 
 @lru_cache(maxsize=1 << 12)
 def zarr3_metadata(stored: StoredArray) -> dict[str, Any]:
-    """Returns the `zarr.json` of an array that we write."""
     little = {"name": "bytes", "configuration": {"endian": "little"}}
     codecs: list[Any] = [little, {"name": "crc32c"}]
     if stored.inner_shape is not None:
@@ -166,7 +165,7 @@ def chunk_key(index: Sequence[int]) -> str:
 
 
 def decode_metadata(data: bytes, zarr_version: int, *, leaf: str, file: str) -> StoredArray:
-    """Decodes `zarr.json` or `.zarray`; raises CorruptCheckpoint if no leaf can be stored so."""
+    """Decodes `zarr.json` or `.zarray`."""
     fields = expect(jsontext.loads(data, file=file), dict, f"{leaf}: array metadata", file=file)
     shape = expect_shape(fields.get("shape"), f"{leaf}: shape", file=file)
     inner, has_fill = None, True
@@ -356,7 +355,6 @@ def encode_chunk(values: np.ndarray[Any, Any]) -> bytes:
 
 
 def checksum(data: np.ndarray[Any, Any]) -> int:
-    """Returns the CRC-32C of a contiguous array."""
     return google_crc32c.value(data)
 
 

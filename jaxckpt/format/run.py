@@ -30,18 +30,14 @@ class StepNames:
 
     Orbax calls the two fields `step_prefix` and `step_format_fixed_length`.
 
-    Attributes:
-        prefix: Without the `_`.
-        digits: The minimum number of digits; longer numbers are written in full.
-
     Example:
         >>> names = StepNames(prefix="ckpt", digits=6)
         >>> names.of(12), names.step("ckpt_000012"), names.step("12")
         ('ckpt_000012', 12, None)
     """
 
-    prefix: str | None = None
-    digits: int | None = None
+    prefix: str | None = None  # without the `_`
+    digits: int | None = None  # the minimum number of digits; longer numbers are written in full
 
     def __post_init__(self) -> None:
         if self.prefix is not None and not isinstance(self.prefix, str):
@@ -53,7 +49,6 @@ class StepNames:
             raise ValueError(f"step_digits must be at most {_MAX_DIGITS}, got {self.digits}")
 
     def of(self, step: int) -> str:
-        """Returns the name of a step."""
         number = f"{step:0{self.digits or 1}d}"
         return number if self.prefix is None else f"{self.prefix}_{number}"
 
@@ -96,22 +91,16 @@ def guess_names(name: str, entries: Sequence[str]) -> StepNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """The job that may commit to a run: the last one to open it.
+    """The job that may commit to a run: the last one to open it."""
 
-    Attributes:
-        token: Unique to that opening.
-        keep: The fields of its `KeepPolicy`, without functions.
-    """
-
-    token: str
+    token: str  # unique to that opening
     host: str
     pid: int
     opened_ns: int
-    keep: Mapping[str, Any] = field(default_factory=dict)
+    keep: Mapping[str, Any] = field(default_factory=dict)  # its `KeepPolicy`, without functions
 
 
 def encode_owner(owner: Owner) -> bytes:
-    """Encodes `_jaxckpt.owner`."""
     return jsontext.dumps(
         {
             "token": owner.token,
@@ -124,7 +113,6 @@ def encode_owner(owner: Owner) -> bytes:
 
 
 def decode_owner(data: bytes, *, file: str) -> Owner:
-    """Decodes `_jaxckpt.owner`; raises CorruptCheckpoint if it is malformed."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     return Owner(
         token=expect(top.get("token"), str, "'token'", file=file),
@@ -136,12 +124,10 @@ def decode_owner(data: bytes, *, file: str) -> Owner:
 
 
 def encode_doomed(steps: Sequence[str]) -> bytes:
-    """Encodes `_jaxckpt.doomed`."""
     return jsontext.dumps({"steps": list(steps)})
 
 
 def decode_doomed(data: bytes, *, file: str) -> list[str]:
-    """Decodes `_jaxckpt.doomed`."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     steps = expect(top.get("steps"), list, "'steps'", file=file)
     return [expect(step, str, "a step", file=file) for step in steps]

@@ -70,28 +70,19 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The header of a file.
-
-    Attributes:
-        data: The bytes before the tensors: length and JSON.
-        size_bytes: Of the whole file.
-    """
+    """The header of a file."""
 
     tensors: tuple[Tensor, ...]
     metadata: Mapping[str, str]
-    data: bytes
-    size_bytes: int
+    data: bytes  # the bytes before the tensors: length and JSON
+    size_bytes: int  # of the whole file
 
 
 # --- writing ---------------------------------------------------------------------------------
 
 
 def lay_out(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> Header:
-    """Lays out a file of tensors, given as name, dtype and shape.
-
-    Raises:
-        ValueError: the header would exceed the limit of the reference implementation.
-    """
+    """Lays out a file of tensors, given as name, dtype and shape."""
     # Some readers map the file: every tensor is aligned if the large dtypes come first.
     order = sorted(tensors, key=lambda tensor: -dtype_of(tensor[1]).itemsize)
     end, entries, placed = 0, {}, []
@@ -145,7 +136,6 @@ def is_shard(name: str, stem: str) -> bool:
 
 
 def encode_index(files: Mapping[str, str], total_bytes: int) -> bytes:
-    """Encodes the index: the file of each tensor."""
     return jsontext.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(files)})
 
 
@@ -153,11 +143,7 @@ def encode_index(files: Mapping[str, str], total_bytes: int) -> bytes:
 
 
 def header_bytes(data: bytes, size: int, *, file: str) -> int:
-    """Returns the length of the JSON, from the first bytes of a file of `size` bytes.
-
-    Raises:
-        CorruptCheckpoint: the length is over the limit or exceeds the file.
-    """
+    """Returns the length of the JSON, from the first bytes of a file of `size` bytes."""
     length = int.from_bytes(data, "little")
     if length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES) or length < 2:
         raise CorruptCheckpoint(
@@ -168,12 +154,7 @@ def header_bytes(data: bytes, size: int, *, file: str) -> int:
 
 
 def decode_header(text: bytes, size: int, *, file: str) -> Header:
-    """Decodes the JSON header of a file of `size` bytes.
-
-    Raises:
-        CorruptCheckpoint: the header is malformed, or does not fit a file of this size.
-        UnsupportedFormat: a tensor has a dtype that jax lacks.
-    """
+    """Decodes the JSON header of a file of `size` bytes."""
     top = expect(jsontext.loads(text, file=file), dict, "the header", file=file)
     metadata = expect(top.pop(_METADATA, None) or {}, dict, repr(_METADATA), file=file)
     for value in metadata.values():
@@ -219,11 +200,7 @@ def _decode_tensor(name: str, entry: Any, begin: int, file: str) -> Tensor:  # J
 
 
 def decode_index(data: bytes, *, file: str) -> dict[str, set[str]]:
-    """Decodes an index: the tensors of each file.
-
-    Raises:
-        CorruptCheckpoint: the index is malformed, or names a file in another directory.
-    """
+    """Decodes an index into the tensors of each file, all in the directory of the index."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     files: dict[str, set[str]] = {}
     for tensor, name in expect(top.get("weight_map"), dict, "'weight_map'", file=file).items():

@@ -18,23 +18,14 @@ _MAX_BYTES: Final = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedSharding:
-    """A `NamedSharding` as data; a single-device sharding has no axes.
+    """A `NamedSharding` as data; a single-device sharding has no axes."""
 
-    Attributes:
-        axis_names: Of the mesh.
-        axis_sizes: Of the mesh.
-        axis_types: "Auto", "Explicit" or "Manual" for each axis; empty if not recorded.
-        spec: For each dimension, None or an axis name or several.
-        device_ids: Of the mesh, flattened; empty if not recorded.
-        device: The `str()` of the device of an array without a mesh.
-    """
-
-    axis_names: tuple[str, ...] = ()
-    axis_sizes: tuple[int, ...] = ()
-    axis_types: tuple[str, ...] = ()
-    spec: tuple[str | tuple[str, ...] | None, ...] = ()
-    device_ids: tuple[int, ...] = ()
-    device: str = ""
+    axis_names: tuple[str, ...] = ()  # of the mesh
+    axis_sizes: tuple[int, ...] = ()  # of the mesh
+    axis_types: tuple[str, ...] = ()  # "Auto", "Explicit" or "Manual"; empty if not recorded
+    spec: tuple[str | tuple[str, ...] | None, ...] = ()  # for each dimension
+    device_ids: tuple[int, ...] = ()  # of the mesh, flattened; empty if not recorded
+    device: str = ""  # the `str()` of the device of an array without a mesh
 
     @property
     def is_single_device(self) -> bool:
@@ -68,7 +59,7 @@ def encode(shardings: Mapping[str, SavedSharding]) -> bytes:
 
 
 def decode(data: bytes, *, file: str) -> dict[str, SavedSharding]:
-    """Decodes `_sharding` of any Orbax release, or ours; skips entries of unknown kinds."""
+    """Decodes `_sharding`; skips entries of unknown kinds."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     parsed: dict[str, SavedSharding | None] = {}
     shardings = {}
@@ -120,8 +111,7 @@ def _from_json(value: object, file: str) -> SavedSharding | None:
     used = [a for axes in spec for a in (axes if isinstance(axes, list) else [axes]) if a]
     if len(set(names)) < len(names) or len({*map(str, used)}) < len(used) or 0 in sizes:
         raise CorruptCheckpoint(
-            f"{file}: invalid sharding: spec {spec} on axes {names} of sizes {sizes}",
-            file=file,
+            f"{file}: invalid sharding: spec {spec} on axes {names} of sizes {sizes}", file=file
         )
     types = fields.get("axis_types") or []
     ids = _ids(fields.get("device_mesh"))

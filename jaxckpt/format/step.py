@@ -36,18 +36,12 @@ JSON_HANDLER: Final = "orbax.checkpoint._src.handlers.json_checkpoint_handler.Js
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetadata:
-    """The contents of `_CHECKPOINT_METADATA`.
+    """The contents of `_CHECKPOINT_METADATA`. Times are wall clock, ns since 1970."""
 
-    Attributes:
-        handlers: Orbax's handler string by item name; empty if not recorded.
-        init_ns, commit_ns: Wall clock of the start and the commit, ns since 1970, or None.
-        custom_metadata: The caller's JSON.
-    """
-
-    handlers: Mapping[str, str] = field(default_factory=dict)
+    handlers: Mapping[str, str] = field(default_factory=dict)  # Orbax's handler by item name
     init_ns: int | None = None
     commit_ns: int | None = None
-    custom_metadata: Mapping[str, Any] | None = None
+    custom_metadata: Mapping[str, Any] | None = None  # the caller's JSON
 
 
 def encode(step: StepMetadata) -> bytes:
@@ -65,7 +59,6 @@ def encode(step: StepMetadata) -> bytes:
 
 
 def decode(data: bytes, *, file: str) -> StepMetadata:
-    """Decodes `_CHECKPOINT_METADATA` of any Orbax release, or ours."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     handlers = top.get("item_handlers")
     times = [top.get("init_timestamp_nsecs"), top.get("commit_timestamp_nsecs")]
@@ -111,29 +104,18 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """The contents of `_jaxckpt.json`.
+    """The contents of `_jaxckpt.json`."""
 
-    Attributes:
-        writer: Program and version.
-        token: Unique to the attempt that wrote the checkpoint.
-        files: By path inside the checkpoint.
-        name: The directory name it was saved under; "" if an earlier jaxckpt wrote it.
-        lineage: The source of the values, if they come from another checkpoint.
-        phases: Seconds of the save by phase, up to the commit; see `jaxckpt.types.Timing`.
-        digest: Of the file, once read.
-    """
-
-    writer: str
-    token: str
-    files: Mapping[str, FileFacts]
-    name: str = ""
-    lineage: Mapping[str, Any] = field(default_factory=dict)
-    phases: Mapping[str, float] = field(default_factory=dict)
-    digest: str = field(default="", compare=False)
+    writer: str  # program and version
+    token: str  # unique to the attempt that wrote the checkpoint
+    files: Mapping[str, FileFacts]  # by path inside the checkpoint
+    name: str = ""  # the directory name it was saved under; "" if an earlier jaxckpt wrote it
+    lineage: Mapping[str, Any] = field(default_factory=dict)  # the source of copied values
+    phases: Mapping[str, float] = field(default_factory=dict)  # see `jaxckpt.types.Timing`
+    digest: str = field(default="", compare=False)  # of the file, once read
 
 
 def encode_record(record: Record) -> bytes:
-    """Encodes `_jaxckpt.json`."""
     body = jsontext.dumps(
         {
             "version": VERSION,
@@ -152,12 +134,6 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_record(data: bytes, *, file: str) -> Record:
-    """Decodes `_jaxckpt.json`.
-
-    Raises:
-        CorruptCheckpoint: its digest differs, or it is malformed.
-        UnsupportedFormat: a newer jaxckpt wrote it.
-    """
     body, _, rest = data.partition(b"\n")
     if digest(body).encode() != rest.strip():
         raise CorruptCheckpoint(f"{file}: damaged: SHA-256 mismatch", file=file)
@@ -193,7 +169,6 @@ def decode_record(data: bytes, *, file: str) -> Record:
 
 
 def digest(data: bytes) -> str:
-    """Returns the SHA-256 in hex."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -235,9 +210,7 @@ def find_string(strings: Mapping[str, Any], name: str, *, file: str) -> str:
     return node
 
 
-def encode_array_metadatas(
-    arrays: Mapping[str, tuple[tuple[int, ...], str | None]],
-) -> bytes:
+def encode_array_metadatas(arrays: Mapping[str, tuple[tuple[int, ...], str | None]]) -> bytes:
     """Encodes `array_metadatas/process_0`: chunk shape and PRNG implementation by name."""
     return jsontext.dumps(
         {

@@ -60,21 +60,13 @@ _ARRAY_TYPES: Final = ("jax.Array", "np.ndarray", "scalar")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredArray:
-    """The layout of one leaf's values on disk.
+    """The layout of one leaf's values on disk."""
 
-    Attributes:
-        shape: Of the zarr array.
-        dtype: TensorStore's name of the zarr array's dtype (`bfloat16`, `int4`).
-        chunk_shape: The stored chunks form a regular grid of this shape.
-        inner_shape: The shape of the chunks inside a chunk (`sharding_indexed`), or None.
-        has_fill: Whether the array defines a fill value for missing chunks.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    chunk_shape: tuple[int, ...]
-    inner_shape: tuple[int, ...] | None = None
-    has_fill: bool = True
+    shape: tuple[int, ...]  # of the zarr array
+    dtype: str  # TensorStore's name of the zarr array's dtype (`bfloat16`, `int4`)
+    chunk_shape: tuple[int, ...]  # the stored chunks form a regular grid of this shape
+    inner_shape: tuple[int, ...] | None = None  # of the chunks inside a chunk (`sharding_indexed`)
+    has_fill: bool = True  # whether the array defines a fill value for missing chunks
 
     @property
     def unit_shape(self) -> tuple[int, ...]:
@@ -84,31 +76,18 @@ class StoredArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """One leaf of a saved tree, or one empty container.
+    """One leaf of a saved tree, or one empty container."""
 
-    Attributes:
-        path: The names on the way to the leaf, `str()` of each key.
-        key_types: `SEQUENCE` or `NAMED` for each name.
-        kind: The type to restore unless `like` overrides it.
-        dtype: The leaf's dtype; for an empty container, Orbax's name ("None", "Dict", ...).
-        shape: Of the leaf (not of the key data of a PRNG key).
-        key_impl: The PRNG implementation of a typed key.
-        stored: The array on disk; None if there is none, or if only its own metadata describes it.
-        value: The value itself if the metadata holds it (str, legacy aggregates).
-        container: The class of an empty container that is not built in.
-        alias: The leaf's name on disk, if it differs from the path joined with dots.
-    """
-
-    path: Path
-    key_types: tuple[int, ...]
-    kind: Kind
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    key_impl: str | None = None
-    stored: StoredArray | None = None
-    value: Any = None
-    container: Node | None = None
-    alias: str | None = None
+    path: Path  # the names on the way to the leaf, `str()` of each key
+    key_types: tuple[int, ...]  # `SEQUENCE` or `NAMED` for each name
+    kind: Kind  # the type to restore unless `like` overrides it
+    dtype: str = ""  # the leaf's dtype; for an empty container, Orbax's name ("None", "Dict", ...)
+    shape: tuple[int, ...] = ()  # of the leaf (not of the key data of a PRNG key)
+    key_impl: str | None = None  # the PRNG implementation of a typed key
+    stored: StoredArray | None = None  # also None if only the array's own metadata describes it
+    value: Any = None  # the value itself if the metadata holds it (str, legacy aggregates)
+    container: Node | None = None  # the class of an empty container that is not built in
+    alias: str | None = None  # the name on disk, if it is not the path joined with dots
 
     @property
     def name(self) -> str:
@@ -134,7 +113,6 @@ class Leaf:
 
     @property
     def text(self) -> str:
-        """The path as users write it."""
         return path_text(self.path)
 
     def at(self, path: Path, key_types: tuple[int, ...]) -> Leaf:
@@ -154,45 +132,27 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One container of a saved tree.
+    """One container of a saved tree."""
 
-    Attributes:
-        type: "dict", "list", "tuple", "odict", or "class" for a registered one.
-        names: The name of each child in `Leaf.path`.
-        keys: The dict keys; None if they are the strings in `names`.
-        children: A node, or None if the child is a leaf.
-        cls: Module and qualified name of a registered class.
-        aux: Its static data as JSON (see `_core.pytree`); None if not recorded.
-    """
-
-    type: Literal["dict", "list", "tuple", "odict", "class"]
-    names: tuple[str, ...] = ()
-    keys: tuple[Any, ...] | None = None
-    children: tuple[Node | None, ...] = ()
-    cls: tuple[str, str] | None = None
-    aux: Any = None
+    type: Literal["dict", "list", "tuple", "odict", "class"]  # "class": any registered one
+    names: tuple[str, ...] = ()  # the name of each child in `Leaf.path`
+    keys: tuple[Any, ...] | None = None  # the dict keys; None if they are the strings in `names`
+    children: tuple[Node | None, ...] = ()  # a node, or None if the child is a leaf
+    cls: tuple[str, str] | None = None  # module and qualified name of a registered class
+    aux: Any = None  # its static data as JSON (see `_core.pytree`); None if not recorded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """The contents of `_METADATA`: the leaves in order, and the containers if recorded.
-
-    Attributes:
-        root: The containers; None for a bare leaf, or if only the key types were recorded.
-        typed: Whether `root` was recorded. A bare leaf has `typed` and no `root`.
-        zarr_version: 2 or 3, for every array of the item.
-        uses_ocdbt: Whether the arrays are in a database; None if not recorded.
-        fill_missing: Whether a missing chunk means the fill value.
-        custom_metadata: The item's custom metadata, set by the caller of Orbax.
-    """
+    """The contents of `_METADATA`: the leaves in order, and the containers if recorded."""
 
     leaves: tuple[Leaf, ...]
-    root: Node | None = None
-    typed: bool = False
-    zarr_version: int = 3
-    uses_ocdbt: bool | None = None
-    fill_missing: bool = False
-    custom_metadata: Any = None
+    root: Node | None = None  # the containers; also None for a bare leaf
+    typed: bool = False  # whether the containers, or a bare leaf, were recorded
+    zarr_version: int = 3  # 2 or 3, for every array of the item
+    uses_ocdbt: bool | None = None  # whether the arrays are in a database; None if not recorded
+    fill_missing: bool = False  # whether a missing chunk means the fill value
+    custom_metadata: Any = None  # the item's custom metadata, set by the caller of Orbax
 
 
 def path_text(path: Sequence[str]) -> str:
@@ -244,7 +204,7 @@ def name_problems(paths: Sequence[Path]) -> list[str]:
 
 
 def encode(tree: Tree) -> bytes:
-    """Encodes `_METADATA` in the order of the leaves: older Orbax readers depend on it."""
+    """Encodes in the order of the leaves, on which older Orbax readers depend."""
     entries = {
         repr(leaf.path): {
             "key_metadata": [
@@ -288,10 +248,7 @@ def orbax_value_type(leaf: Leaf) -> str:
 
 def _encode_value(leaf: Leaf) -> dict[str, object]:
     value_type = orbax_value_type(leaf)
-    value: dict[str, object] = {
-        "value_type": value_type,
-        "skip_deserialize": leaf.kind == "empty",
-    }
+    value: dict[str, object] = {"value_type": value_type, "skip_deserialize": leaf.kind == "empty"}
     ours: dict[str, object] = {}
     if leaf.kind == "empty":
         if leaf.container is not None:
@@ -332,12 +289,6 @@ def _encode_node(node: Node | None) -> object:
 
 
 def decode(data: bytes, *, file: str) -> Tree:
-    """Decodes `_METADATA` of any Orbax release, or ours.
-
-    Raises:
-        CorruptCheckpoint: the file is malformed.
-        UnsupportedFormat: a newer jaxckpt wrote it, or a leaf is of an unknown kind.
-    """
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     entries = expect(top.get("tree_metadata"), dict, "'tree_metadata'", file=file)
     if not entries:
@@ -494,9 +445,7 @@ def check_grid(stored: StoredArray, *, where: str, file: str) -> None:
     # Without the zeros, because numpy also multiplies only the other dimensions.
     if math.prod(n or 1 for n in stored.shape) >= 1 << 58:
         raise CorruptCheckpoint(
-            f"{file}: {where}: shape {stored.shape} has too many elements",
-            leaf=where,
-            file=file,
+            f"{file}: {where}: shape {stored.shape} has too many elements", leaf=where, file=file
         )
 
 

@@ -38,7 +38,7 @@ def is_json(value: object) -> bool:
 
 
 def encode(value: object) -> Any:  # JSON
-    """Returns the value as JSON; raises TypeError, naming the type, if it has no form in JSON."""
+    """Returns the value as JSON, or raises TypeError if it has no JSON form."""
     if value is None or type(value) in (bool, str, float):
         return value
     if type(value) is int:
@@ -63,7 +63,7 @@ def encode(value: object) -> Any:  # JSON
 
 
 def decode(value: Any, *, file: str) -> Any:  # JSON
-    """Undoes `encode`; raises CorruptCheckpoint for anything that `encode` does not write."""
+    """Undoes `encode`."""
     if isinstance(value, list):
         return [decode(child, file=file) for child in value]
     if not isinstance(value, dict):

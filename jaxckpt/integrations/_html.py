@@ -1,7 +1,7 @@
-"""Pieces of HTML that the notebook and the report share: escaped text, the look, a list of facts.
+"""HTML shared by the notebook and the report: escaped text, styles, a list of facts.
 
-All text may come from a checkpoint that somebody else wrote: it goes through `escape`. There is no
-script anywhere, and nothing is loaded from elsewhere.
+Any text may come from an untrusted checkpoint, so all of it goes through `escape`. There are no
+scripts, and nothing is loaded from elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxckpt.integrations import _palette
 
 _MAX_CHARS: Final = 300
 
-# Notebooks do not say whether they are light or dark, so grey is a part of the colour of the text.
+# Notebooks do not reveal whether they are light or dark, so greys derive from the text colour.
 STYLE: Final = f"""
 .jaxckpt{{font:13px/1.5 system-ui,-apple-system,"Segoe UI","Liberation Sans",sans-serif;
 color:inherit;container-type:inline-size;width:100%;max-width:72rem;text-align:left}}
@@ -95,7 +95,7 @@ overflow-wrap:anywhere;text-align:left}}
 
 
 def escape(value: object, limit: int = _MAX_CHARS) -> str:
-    """Text that can stand anywhere in HTML, also in a quoted attribute; cut if it is long.
+    """Escapes text for any place in HTML, including quoted attributes, and truncates it.
 
     Example:
         >>> escape("<b>'x'"), escape("abcdef", limit=3)
@@ -103,7 +103,7 @@ def escape(value: object, limit: int = _MAX_CHARS) -> str:
     """
     text = str(value)
     shown = text if len(text) <= limit else text[:limit] + "…"
-    # What no file of HTML may hold: it would end the text, or turn it round, where it is shown.
+    # Control characters are invalid in HTML, or change the direction of the text.
     shown = "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in shown
     )
@@ -111,14 +111,14 @@ def escape(value: object, limit: int = _MAX_CHARS) -> str:
 
 
 def facts(words: Iterable[str]) -> str:
-    """HTML pieces side by side."""
+    """Joins HTML pieces side by side."""
     return (
         f'<div class="jc-facts">{"".join(f"<span>{word}</span>" for word in words if word)}</div>'
     )
 
 
 def moment(seconds: float | None) -> str:
-    """A wall clock time; "" if it is not known, or is none."""
+    """Formats a wall clock time; returns "" if it is unknown or invalid."""
     if seconds is None:
         return ""
     try:
@@ -128,7 +128,7 @@ def moment(seconds: float | None) -> str:
 
 
 def count(number: int, word: str) -> str:
-    """So many of something.
+    """Formats a count with its noun.
 
     Example:
         >>> count(1, "leaf"), count(1200, "step")
@@ -139,5 +139,5 @@ def count(number: int, word: str) -> str:
 
 
 def block(inside: str) -> str:
-    """A piece that brings its look along."""
+    """Wraps HTML with its style sheet."""
     return f'<div class="jaxckpt"><style>{STYLE}</style>{inside}</div>'

@@ -1,7 +1,7 @@
-"""The colours of all drawings, one for each meaning; people who see few colours tell them apart.
+"""The colours of all drawings, one per meaning, safe for colour-blind readers.
 
-They are Paul Tol's "vibrant" ones: none is so light or so dark that it is lost on white or on
-black. What matters has a shape of its own, too.
+They are Paul Tol's "vibrant" scheme, visible on white and on black. Important marks also differ in
+shape.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ BEST: Final = ORANGE
 PINNED: Final = TEAL
 BAD: Final = RED
 
-# In the order in which they come. Data that moves between host and disk is blue, what a training
-# loop waits for orange, and what makes it visible teal.
+# In chronological order. Blue moves data between host and disk, orange blocks the training loop,
+# teal makes the data visible.
 _PHASES: Final = {
     "snapshot": ORANGE,
     "wait": GREY,
@@ -39,7 +39,7 @@ _FURTHER: Final = (MAGENTA, RED, ORANGE, TEAL)
 
 
 def phase_colours(names: Iterable[str]) -> dict[str, str]:
-    """The colour of each phase of saves and restores, in the order in which phases come.
+    """Returns the colour of each phase of saves and restores, in chronological order.
 
     Example:
         >>> list(phase_colours(["commit", "mine", "write", "write"]))
@@ -51,7 +51,7 @@ def phase_colours(names: Iterable[str]) -> dict[str, str]:
 
 
 def legend(colours: Mapping[str, str]) -> dict[str, str]:
-    """What each colour means: phases that share one, of a save and of a restore, together."""
+    """Returns the phases of each colour; a save's and a restore's phase may share one."""
     meanings: dict[str, list[str]] = {}
     for name, colour in colours.items():
         meanings.setdefault(colour, []).append(name)

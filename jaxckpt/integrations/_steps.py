@@ -1,4 +1,4 @@
-"""The steps of a run as HTML: a line of marks, what they mean, and a table."""
+"""The steps of a run as HTML: a timeline, its legend, and a table."""
 
 from __future__ import annotations
 
@@ -23,22 +23,13 @@ _MAX_MARKS: Final = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
-    """The steps of a run with what a policy says of them.
+    """The steps of a run, and the effect of a policy on them."""
 
-    Attributes:
-        steps: In order.
-        why: The rules that keep a step, in words, for each that one keeps; None: no policy is
-            known.
-        best: The step that is the best by the metric of the policy.
-        under_way: Steps that are being saved.
-        metric: That the policy ranks by.
-    """
-
-    steps: Sequence[StepOverview]
-    why: Mapping[int, tuple[str, ...]] | None = None
-    best: int | None = None
-    under_way: Sequence[int] = field(default_factory=tuple)
-    metric: str | None = None
+    steps: Sequence[StepOverview]  # in order
+    why: Mapping[int, tuple[str, ...]] | None = None  # the rules for each kept step, if known
+    best: int | None = None  # the best step by the policy's metric
+    under_way: Sequence[int] = field(default_factory=tuple)  # steps being saved
+    metric: str | None = None  # the metric that the policy ranks by
 
 
 def story(
@@ -49,14 +40,14 @@ def story(
     under_way: Sequence[int] = (),
     committed: Collection[int] | None = None,
 ) -> Story:
-    """Applies a policy to what is there, as the manager does after the next save.
+    """Applies a policy to the existing steps, as the manager does after the next save.
 
     Args:
         steps: In order.
-        keep: The policy; None: none is known.
+        keep: The policy, or None if unknown.
         now_s: Wall clock, in seconds since 1970.
-        under_way: Steps that are being saved.
-        committed: To which it applies; None: to those that are whole.
+        under_way: Steps being saved.
+        committed: The steps that the policy applies to. If None, the complete steps.
     """
     if keep is None:
         return Story(steps=steps, under_way=under_way)
@@ -77,7 +68,7 @@ def story(
 
 
 def marks(told: Story, metric: str | None = None) -> list[Mark]:
-    """Each step as a mark, as high as a metric; of very many the newest."""
+    """Returns a mark for each step, at the height of a metric; only the newest of very many."""
     found = []
     for step in told.steps[-_MAX_MARKS:]:
         words = [f"step {step.step:,}", moment(step.saved_s), size_text(step.size_bytes)]
@@ -104,7 +95,7 @@ def marks(told: Story, metric: str | None = None) -> list[Mark]:
 
 
 def as_float(value: float | None) -> float | None:
-    """A number that can be drawn; None for one that no float can be."""
+    """Returns a value that can be drawn, or None if it overflows a float."""
     try:
         return None if value is None else float(value)
     except OverflowError:
@@ -112,17 +103,17 @@ def as_float(value: float | None) -> float | None:
 
 
 def key(shown: Sequence[Mark], *, has_policy: bool) -> str:
-    """What the marks mean, of those that are shown."""
+    """Returns the legend of the shown marks."""
     kinds = [
         (
-            "kept" if has_policy else "whole",
+            "kept" if has_policy else "complete",
             Mark(step=0),
             lambda m: m.kept and not (m.best or m.bad or m.under_way),
         ),
-        ("goes after the next save", Mark(step=0, kept=False), lambda m: not (m.kept or m.bad)),
+        ("deleted after the next save", Mark(step=0, kept=False), lambda m: not (m.kept or m.bad)),
         ("best", Mark(step=0, best=True), lambda m: m.best),
         ("pinned", Mark(step=0, pinned=True), lambda m: m.pinned),
-        ("not whole", Mark(step=0, bad=True), lambda m: m.bad),
+        ("incomplete", Mark(step=0, bad=True), lambda m: m.bad),
         ("being saved", Mark(step=0, under_way=True), lambda m: m.under_way),
     ]
     items = [
@@ -130,12 +121,11 @@ def key(shown: Sequence[Mark], *, has_policy: bool) -> str:
         for name, mark, is_shown in kinds
         if any(is_shown(m) for m in shown)
     ]
-    # One kind alone explains itself.
+    # A single kind needs no legend.
     return f'<div class="jc-key">{"".join(items)}</div>' if len(items) > 1 else ""
 
 
 def line(told: Story) -> str:
-    """The line of marks and what they mean."""
     shown = marks(told)
     cut = len(told.steps) - _MAX_MARKS
     note = f'<p class="jc-faint">… {count(cut, "earlier step")}</p>' if cut > 0 else ""
@@ -143,13 +133,13 @@ def line(told: Story) -> str:
 
 
 def metric_names(steps: Sequence[StepOverview], first: str | None = None) -> list[str]:
-    """Names of all metrics; that of the policy first, then as they come."""
+    """Returns the names of all metrics, `first` before the others."""
     names = dict.fromkeys(name for step in steps for name in step.metrics)
     return sorted(names, key=lambda name: name != first)
 
 
 def table(told: Story) -> str:
-    """The steps, the newest first; the older of many folded."""
+    """Returns the steps as a table, newest first; the older of many are collapsed."""
     if not told.steps:
         return ""
     columns = metric_names(told.steps, told.metric)[:_MAX_COLUMNS]
@@ -171,7 +161,7 @@ def table(told: Story) -> str:
 
 
 def _scrolled(head: str, rows: Sequence[str]) -> str:
-    """A table that moves inside its own box where the page is too narrow for it."""
+    """Returns a table that scrolls in its own box if the page is too narrow."""
     body = f"<table>{head}<tbody>{''.join(rows)}</tbody></table>"
     return f'<div class="jc-scroll">{body}</div>'
 
@@ -192,7 +182,7 @@ def _row(told: Story, step: StepOverview, columns: Sequence[str]) -> str:
 def _tags(told: Story, step: StepOverview) -> str:
     tags = []
     if step.problem is not None:
-        tags.append('<span class="jc-tag jc-bad">not whole</span>')
+        tags.append('<span class="jc-tag jc-bad">incomplete</span>')
     words = told.why.get(step.step, ()) if told.why is not None else ()
     words = words or (("pinned",) if step.pinned else ())
     for word in words:
@@ -201,7 +191,7 @@ def _tags(told: Story, step: StepOverview) -> str:
         tags.append(f'<span class="jc-tag{mark}">{escape(word)}</span>')
     if told.why is not None and not tags:
         ours = step.writer.startswith("jaxckpt")
-        words = "goes after the next save" if ours else "stays: not written by jaxckpt"
+        words = "deleted after the next save" if ours else "kept: not written by jaxckpt"
         tags.append(f'<span class="jc-faint">{words}</span>')
     if step.problem is not None:
         words = step.problem.replace(f"{step.path}/", "")

@@ -1,6 +1,6 @@
-"""Small drawings as inline SVG: pure functions from numbers to text, with nothing to load.
+"""Small drawings as inline SVG: pure functions from numbers to text.
 
-Text and lines take the colour of what is around them, so that they can be read on light and dark.
+Text and lines inherit the surrounding colour, so they are legible on light and dark pages.
 """
 
 from __future__ import annotations
@@ -16,54 +16,45 @@ from jaxckpt.integrations._palette import BAD, BEST, BLUE, KEPT, PINNED, phase_c
 
 _WIDTH, _HEIGHT = 340, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 10, 26
-# More bars than pixels say no more.
+# More bars than pixels are invisible.
 _MAX_BARS: Final = 60
 _MAX_DOTS: Final = 90
-# In a drawing of 26 by 16 pixels.
+# In an icon of 26 by 16 pixels.
 _MAX_LINES: Final = 8
-# The difference of two larger ones may be none.
+# The difference of two larger floats may overflow.
 _HUGE: Final = 1e300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """One step in a drawing.
-
-    Attributes:
-        step: Its number.
-        value: Its height, in a chart; None or not finite: there is none.
-        title: Shown when it is pointed at.
-        kept: Whether the policy keeps it.
-        best, pinned, bad: Whether it is marked as such.
-        under_way: Whether it is still being saved.
-    """
+    """One step in a drawing; `best`, `pinned` and `bad` highlight it."""
 
     step: int
-    value: float | None = None
-    title: str = ""
-    kept: bool = True
+    value: float | None = None  # its height in a chart; not drawn if None or not finite
+    title: str = ""  # the tooltip
+    kept: bool = True  # whether the policy keeps it
     best: bool = False
     pinned: bool = False
     bad: bool = False
-    under_way: bool = False
+    under_way: bool = False  # whether it is still being saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """One bar of a chart: its parts lie on one another."""
+    """One stacked bar of a chart."""
 
     label: str
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round numbers from `low` to `high`, about `count` of them.
+    """Returns about `count` round numbers from `low` to `high`.
 
     Example:
         >>> ticks(0.0, 1.0), ticks(3, 3), ticks(130, 980, 3)
         ([0.0, 0.5, 1.0], [3], [500.0])
     """
-    if not high - low > 1 / _HUGE:  # the power of ten below that is none
+    if not high - low > 1 / _HUGE:  # its power of ten would underflow
         return [low]
     raw = (high - low) / max(count, 1)
     power = 10.0 ** math.floor(math.log10(raw))
@@ -73,7 +64,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def number(value: float) -> str:
-    """A number in few digits.
+    """Formats a number with few digits.
 
     Example:
         >>> number(12000), number(0.25), number(1500000), number(1.5e-7)
@@ -89,16 +80,16 @@ def number(value: float) -> str:
 
 
 def layout(sharding: SavedSharding | None, shape: Sequence[int]) -> str:
-    """A leaf as the parts that its two most divided dimensions are split into.
+    """Draws a leaf as a grid, split along its two most divided dimensions.
 
-    A second outline behind it says that each part is on several devices.
+    A second outline behind it marks parts that are on several devices.
     """
     if sharding is None or sharding.is_single_device:
         return ""
     parts, copies = _parts(sharding, len(shape))
     most = sorted(sorted(range(len(parts)), key=lambda i: -parts[i])[:2])
     rows, columns = ([1] * 2 + [parts[i] for i in most])[-2:]
-    # Of the outline behind only what the one in front does not hide.
+    # Only the visible part of the outline behind.
     back = '<path d="M4.5 3V.5H25.5V12.5H22"/>' if copies > 1 else ""
     lines = "".join(
         f"M{0.5 + 21 * i / n:.1f} 3.5v12" for n in (min(columns, _MAX_LINES),) for i in range(1, n)
@@ -120,7 +111,7 @@ def _quote(text: str) -> str:
 
 
 def _parts(sharding: SavedSharding, dims: int) -> tuple[list[int], int]:
-    """How many parts each dimension has, and on how many devices each part is."""
+    """Returns the number of parts of each dimension, and the number of devices of each part."""
     sizes = dict(zip(sharding.axis_names, sharding.axis_sizes, strict=True))
     parts = [1] * dims
     for i, axes in enumerate(sharding.spec[:dims]):
@@ -133,7 +124,7 @@ def _parts(sharding: SavedSharding, dims: int) -> tuple[list[int], int]:
 
 
 def timeline(marks: Sequence[Mark]) -> str:
-    """The steps of a run on a line as wide as the page."""
+    """Draws the steps of a run on a line as wide as the page."""
     if not marks:
         return ""
     low, high = min(m.step for m in marks), max(m.step for m in marks)
@@ -148,7 +139,7 @@ def timeline(marks: Sequence[Mark]) -> str:
         if tick == round(tick)
     )
     radius = 4.5 if len(marks) <= _MAX_DOTS / 2 else 3.0
-    # What is marked lies above what is not.
+    # Highlighted marks are drawn last, on top.
     ordered = sorted(marks, key=lambda m: (m.kept, m.pinned, m.best, m.bad))
     return (
         '<svg class="jc-timeline" width="100%" height="52" role="img">'
@@ -158,11 +149,11 @@ def timeline(marks: Sequence[Mark]) -> str:
 
 
 def dot(mark: Mark, x: str, y: str, radius: float = 4.5) -> str:
-    """A mark at a place; as on a line of them, so in a chart and in the key."""
+    """Draws a mark, the same on a timeline, in a chart and in the legend."""
     title = f"<title>{escape(mark.title)}</title>" if mark.title else ""
     ring = f'<circle cx="{x}" cy="{y}" r="7.5" fill="none" stroke="{PINNED}" stroke-width="2"/>'
     ring = ring if mark.pinned else ""
-    if mark.bad:  # a cross, in a nested drawing, as only that can be moved by percents
+    if mark.bad:  # a cross; only a nested svg can be placed by percentages
         shape = (
             f'<svg x="{x}" y="{y}" overflow="visible"><path d="M-4-4 4 4M4-4-4 4" stroke="{BAD}" '
             'stroke-width="2.5"/></svg>'
@@ -188,7 +179,7 @@ def dot(mark: Mark, x: str, y: str, radius: float = 4.5) -> str:
 
 
 def line_chart(marks: Sequence[Mark], *, label: str) -> str:
-    """Values over steps; "" if there is none to draw."""
+    """Draws values over steps; returns "" if there are none."""
     drawn = [(m, float(m.value)) for m in marks if m.value is not None and -_HUGE < m.value < _HUGE]
     if not drawn:
         return ""
@@ -206,7 +197,7 @@ def line_chart(marks: Sequence[Mark], *, label: str) -> str:
     line = " ".join(f"{x:.1f},{y:.1f}" for _, x, y in spots)
     across = [(place(t, low)[0], number(round(t))) for t in ticks(first, last, 4) if t == round(t)]
     upwards = [(place(first, t)[1], number(t)) for t in ticks(low, high, 5)]
-    few = len(spots) <= _MAX_DOTS  # of more, only those that are marked
+    few = len(spots) <= _MAX_DOTS  # otherwise only the highlighted dots
     dots = "".join(
         dot(m, f"{x:.1f}", f"{y:.1f}", 4.0 if len(spots) <= _MAX_DOTS / 3 else 2.5)
         for m, x, y in spots
@@ -217,12 +208,12 @@ def line_chart(marks: Sequence[Mark], *, label: str) -> str:
 
 
 def bar_chart(bars: Sequence[Bar], *, label: str, scale: float = 1.0) -> str:
-    """Stacked bars, of the newest if there are many; "" if there is nothing to draw.
+    """Draws stacked bars, only the newest of many; returns "" if there is nothing to draw.
 
     Args:
         bars: In order.
-        label: What it shows, for who cannot see it.
-        scale: What the numbers at the axis are to be divided by.
+        label: A description for screen readers.
+        scale: The divisor of the numbers on the axis.
     """
     bars = [
         replace(bar, parts={name: v for name, v in bar.parts.items() if 0 <= v < _HUGE})
@@ -261,7 +252,7 @@ def bar_chart(bars: Sequence[Bar], *, label: str, scale: float = 1.0) -> str:
 
 
 def plain(mark: Mark) -> Mark:
-    """A mark in a chart in which none is the best."""
+    """Returns a mark for a chart without a best step."""
     return replace(mark, best=False)
 
 

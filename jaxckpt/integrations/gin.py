@@ -1,4 +1,4 @@
-"""The public classes that have options, as gin's configurables of the module `jaxckpt`.
+"""The public classes with options, as gin configurables in the module `jaxckpt`.
 
     CheckpointManager.directory = "runs/a"
     CheckpointManager.save = @SavePolicy()
@@ -6,9 +6,9 @@
     SavePolicy.every_steps = 1000
     KeepPolicy.last = 3
 
-Call `CheckpointManager` of this module: gin leaves that of `jaxckpt` as it is. The objects are of
-jaxckpt's own classes. With `@SavePolicy.auto()` for `@SavePolicy()` saves are as far apart as loses
-the least time.
+Call `CheckpointManager` of this module: gin does not change the one in `jaxckpt`. The objects are
+instances of jaxckpt's own classes. Use `@SavePolicy.auto()` instead of `@SavePolicy()` to choose
+the interval that loses the least time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxckpt._run import retention as _retention
 from jaxckpt._run import schedule as _schedule
 
 _FIELDS: Final = tuple(field.name for field in dataclasses.fields(_schedule.SavePolicy))
-# It takes the fields of the policy too, but for the one that it works out.
+# It also takes the fields of the policy, except the one that it computes.
 _AUTO: Final = ("mtbf_hours", "processes", *(name for name in _FIELDS if name != "job_mtbf_s"))
 
 CheckpointManager = gin.external_configurable(_manager.CheckpointManager, module="jaxckpt")
@@ -45,10 +45,10 @@ _NO_CLASS: Final = re.compile(r"No configurable matching (?:reference )?'@?([\w.
 
 
 def load(files: Iterable[str | os.PathLike[str]] = (), bindings: Iterable[str] = (), /) -> None:
-    """Reads gin's files, and then bindings, which go before those of the files.
+    """Reads gin files and then bindings, which override the files.
 
     Raises:
-        ValueError: a name in them is unknown; the likely one is suggested.
+        ValueError: a name is unknown; the message suggests the closest one.
 
     Example:
         >>> load((), ["KeepPolicy.lats = 3"])
@@ -78,7 +78,7 @@ def _hint(message: str) -> str | None:
 
 
 def _parameters(selector: str) -> list[str]:
-    """What can be bound of a configurable, of jaxckpt or not."""
+    """Returns the bindable parameters of any configurable."""
     configurable: Any = gin.get_configurable(selector)
     if configurable is auto:
         return list(_AUTO)

@@ -1,8 +1,8 @@
-"""Where to send how long saves and restores took: each function here makes an `on_commit`.
+"""Exports the durations of saves and restores: each function here returns an `on_commit`.
 
     CheckpointManager(root, on_commit=to_writer(SummaryWriter("logs")))
 
-What a restore took is in `manager.timings`; the same functions take it.
+Durations of restores are in `manager.timings`; the same functions accept them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OnCommit = Callable[[Timing], None]
 
 
 def scalars(timing: Timing) -> dict[str, float]:
-    """One number for each fact, by a name for dashboards.
+    """Returns one number per fact, named for dashboards.
 
     Example:
         >>> from jaxckpt.types import Timing
@@ -36,11 +36,11 @@ def scalars(timing: Timing) -> dict[str, float]:
     }
 
 
-def to_writer(writer: Any) -> OnCommit:  # no two libraries share a type
-    """Sends to a writer of TensorBoard's kind (`add_scalar`), or of clu's (`write_scalars`).
+def to_writer(writer: Any) -> OnCommit:  # the libraries share no type
+    """Sends to a writer like TensorBoard's (`add_scalar`) or clu's (`write_scalars`).
 
     Raises:
-        TypeError: it is neither.
+        TypeError: the writer has neither method.
     """
     if not (hasattr(writer, "write_scalars") or hasattr(writer, "add_scalar")):
         raise TypeError(f"{writer!r} has neither write_scalars (clu) nor add_scalar (TensorBoard)")
@@ -57,7 +57,7 @@ def to_writer(writer: Any) -> OnCommit:  # no two libraries share a type
 
 
 def to_prometheus(registry: Any = None) -> OnCommit:  # a prometheus_client.CollectorRegistry
-    """Sends to prometheus_client, for a server that the program starts (extra `prometheus`).
+    """Sends to prometheus_client, whose server the program starts (extra `prometheus`).
 
     Metrics, with the label `kind`: `jaxckpt_phase_seconds` (a histogram, with `phase`),
     `jaxckpt_bytes_total`, `jaxckpt_last_step`.
@@ -83,7 +83,7 @@ def to_prometheus(registry: Any = None) -> OnCommit:  # a prometheus_client.Coll
 
 
 def to_opentelemetry(meter: Any = None) -> OnCommit:  # an opentelemetry.metrics.Meter
-    """Sends to OpenTelemetry (extra `opentelemetry`); None: a meter of the global provider.
+    """Sends to OpenTelemetry (extra `opentelemetry`). If None, uses the global provider's meter.
 
     Instruments, with the attribute `kind`: `jaxckpt.phase.duration` (a histogram in s, with
     `phase`) and `jaxckpt.io` (a counter in bytes).

@@ -20,20 +20,20 @@ __all__ = ["manager_config"]
 
 
 def manager_config(**fields: Any) -> ConfigDict:
-    """Every argument of `CheckpointManager`, its policies as `ConfigDict`s of all their fields.
+    """Returns every argument of `CheckpointManager`, with its policies as nested `ConfigDict`s.
 
-    What has no value yet knows its type, so that flags set it: `--config.checkpoint.keep.last=5`.
-    Nothing can be added, and a misspelt field is an error with a suggestion.
+    Unset fields know their types, so flags can set them: `--config.checkpoint.keep.last=5`. The
+    config is locked: a misspelt field is an error with a suggestion.
 
     Args:
         fields: Values by name; `save` and `keep` are dicts. `save.auto` is a dict of the arguments
-            of `SavePolicy.auto`, in force once it has `mtbf_hours`.
+            of `SavePolicy.auto`, which applies once `mtbf_hours` is set.
 
     Returns:
-        What `CheckpointManager.from_config` takes.
+        The argument of `CheckpointManager.from_config`.
 
     Raises:
-        AttributeError, KeyError: a name is none of theirs.
+        AttributeError, KeyError: an unknown name.
         TypeError: a value has the wrong type.
 
     Example:
@@ -60,7 +60,7 @@ def manager_config(**fields: Any) -> ConfigDict:
 
 
 def _entries(target: Callable[..., Any]) -> dict[str, Any]:
-    """The default of each parameter; where that is None, a placeholder of its type."""
+    """Returns each parameter's default; if that is None, a placeholder of its type."""
     hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     entries = {}
     for name, parameter in inspect.signature(target).parameters.items():
@@ -76,7 +76,7 @@ def _entries(target: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _type_of(hint: Any) -> type:
-    """What a value is to be an instance of: the first of a union."""
+    """Returns the type that values of a hint must have: the first of a union."""
     if isinstance(hint, types.UnionType):
         return _type_of(typing.get_args(hint)[0])
     origin = typing.get_origin(hint) or hint

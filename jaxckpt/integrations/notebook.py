@@ -1,7 +1,7 @@
-"""How a checkpoint and a manager look in a notebook: HTML, from metadata alone.
+"""Shows a checkpoint and a manager in a notebook: HTML, from metadata only.
 
-The text comes from files that somebody else may have written, so all of it is escaped, and cut
-where it is long; there is no script. A large tree is folded, and cut with a "… n more".
+The text may come from untrusted files, so all of it is escaped and truncated; there are no scripts.
+A large tree is collapsed, and cut with a "… n more".
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from jaxckpt.integrations import _steps, _svg
 from jaxckpt.integrations._html import block, count, escape, facts
 from jaxckpt.types import LeafInfo, LeafStatistics
 
-if TYPE_CHECKING:  # a checkpoint that is only looked at needs neither jax nor TensorStore
+if TYPE_CHECKING:  # showing a checkpoint needs neither jax nor TensorStore
     from jaxckpt._run.manager import CheckpointManager
 
-# Rows of one level, of all, and those that are open at first.
+# Limits on the rows of one container, all rows, and rows visible at first.
 _MAX_LEVEL: Final = 40
 _MAX_ROWS: Final = 200
 _MAX_OPEN: Final = 40
@@ -36,13 +36,13 @@ _MAX_LISTED: Final = 50
 def checkpoint_html(
     ckpt: inspection.Checkpoint, *, statistics: Mapping[str, LeafStatistics] | None = None
 ) -> str:
-    """A checkpoint as a folding tree: names, types, bytes and how leaves were divided.
+    """Renders a checkpoint as a collapsible tree: names, types, bytes and shardings.
 
     Reads no array data.
 
     Args:
-        ckpt: Of `jaxckpt.open`, or a part of it.
-        statistics: Of `ckpt.statistics()`, to be shown below each leaf.
+        ckpt: The result of `jaxckpt.open`, or a part of it.
+        statistics: The result of `ckpt.statistics()`, to show below each leaf.
 
     Example:
         >>> import tempfile, jaxckpt
@@ -56,9 +56,9 @@ def checkpoint_html(
 
 
 def manager_html(manager: CheckpointManager) -> str:
-    """The run of a manager: its steps on a line and in a table, what is kept and why.
+    """Renders a manager's run: its steps on a timeline and in a table, with the keep rules.
 
-    Asks nothing of other processes, and does not raise what failed in the background.
+    Does not communicate with other processes or raise background errors.
 
     Example:
         >>> import tempfile, jaxckpt
@@ -71,7 +71,7 @@ def manager_html(manager: CheckpointManager) -> str:
         >>> [word in html for word in ("newest", "last 2", "loss")]
         [True, True, True]
     """
-    pending = manager._saver.queue.under_way()  # its own package; asking the manager may raise
+    pending = manager._saver.queue.under_way()  # the manager's own methods may raise
     try:
         run = overview(manager._url(manager.directory))
     except CheckpointNotFound:
@@ -98,7 +98,7 @@ def manager_html(manager: CheckpointManager) -> str:
 
 
 def listing(notes: list[str], word: str) -> str:
-    """Lines of text, folded if there are more than a few."""
+    """Renders lines of text, collapsed if there are more than a few."""
     if not notes:
         return ""
     lines = "".join(f"<li>{escape(note)}</li>" for note in notes[:_MAX_LISTED])
@@ -116,7 +116,7 @@ def _title(path: str, more: str = "") -> str:
 
 
 def tree_head(ckpt: inspection.Checkpoint) -> str:
-    """What is known of a checkpoint besides its leaves."""
+    """Renders the facts about a checkpoint apart from its leaves."""
     item = f' <span class="jc-faint">item</span> {escape(ckpt.item)}' if ckpt.item else ""
     if ckpt._below:
         item += f' <span class="jc-faint">at</span> {escape(path_text(ckpt._below))}'
@@ -152,19 +152,19 @@ def _meshes(ckpt: inspection.Checkpoint) -> set[str]:
 
 @dataclass(slots=True, eq=False)
 class _Branch:
-    """What lies below one name."""
+    """The leaves under one name; `shown` counts the visible children."""
 
     children: dict[str, _Branch | LeafInfo] = field(default_factory=dict)
     leaves: int = 0
     size_bytes: int = 0
-    shown: int = 0  # so many of its children
+    shown: int = 0
     is_open: bool = False
 
 
 def tree_html(
     ckpt: inspection.Checkpoint, statistics: Mapping[str, LeafStatistics] | None = None
 ) -> str:
-    """The leaves as rows, what lies below a name folded into its own."""
+    """Renders the leaves as rows, collapsed by container."""
     if not ckpt.leaves:
         return '<div class="jc-faint">no leaves: a JSON item, or an empty tree</div>'
     top = _branch(ckpt)
@@ -190,14 +190,14 @@ def _branch(ckpt: inspection.Checkpoint) -> _Branch:
                 node.children[name] = leaf
                 break
             below = node.children.setdefault(name, _Branch())
-            if not isinstance(below, _Branch):  # a name that lies below a leaf; no format has it
+            if not isinstance(below, _Branch):  # a name below a leaf, impossible in every format
                 break
             node = below
     return top
 
 
 def _allot(top: _Branch) -> None:
-    """Decides what is shown, and what is open: the levels nearest to the root first."""
+    """Decides which rows are shown and which are open, the levels nearest to the root first."""
     left, open_left, level = _MAX_ROWS, _MAX_OPEN, [top]
     for _ in range(_MAX_DEPTH):
         for node in level:
@@ -205,7 +205,7 @@ def _allot(top: _Branch) -> None:
             left -= node.shown
         shown = sum(node.shown for node in level)
         for node in level:
-            node.is_open = shown <= open_left  # alike for what lies side by side
+            node.is_open = shown <= open_left  # the same for all siblings
         open_left -= shown
         children = [child for node in level for child in [*node.children.values()][: node.shown]]
         level = [child for child in children if isinstance(child, _Branch)]
@@ -244,7 +244,7 @@ def _leaf_row(
     if leaf.saved_sharding is not None:
         layout = _svg.layout(leaf.saved_sharding, leaf.shape)
         sharding = str(leaf.saved_sharding)
-        # The head says which mesh, if there is but one.
+        # If there is only one mesh, the head names it.
         is_short = one_mesh and not leaf.saved_sharding.is_single_device
         spec = escape(sharding.rpartition(" on (")[0] if is_short else sharding)
     return (

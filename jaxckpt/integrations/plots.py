@@ -1,6 +1,6 @@
-"""Plots with matplotlib: a metric over the steps, where the time of a save goes, a sharding.
+"""Plots with matplotlib: a metric over steps, the time of saves by phase, a sharding.
 
-Each draws into `ax`, or into a new figure, and returns the axes.
+Each function draws into `ax`, or into a new figure, and returns the axes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from jaxckpt._run.manager import CheckpointManager
 
-# Of larger grids the numbers of the devices cannot be read.
+# Device numbers in larger grids are illegible.
 _MAX_LABELLED: Final = 64
 _MAX_NAMED: Final = 8
-# Of devices, by their number, so that each has the same in every drawing; neighbours differ most.
+# By device number, so that a device looks the same in every drawing; neighbours differ most.
 _SHADES: Final = tuple(0.1 + 0.9 * place / 7 for place in (0, 4, 2, 6, 1, 5, 3, 7))
 _MAX_BARS: Final = 40
 _MAX_DEVICES: Final = 1 << 16
@@ -34,14 +34,15 @@ _MAX_DEVICES: Final = 1 << 16
 def metric(
     run: CheckpointManager | RunOverview, name: str | None = None, ax: Axes | None = None
 ) -> Axes:
-    """Draws a metric over the steps that are there.
+    """Draws a metric over the existing steps.
 
-    Of a manager it is marked which steps its policy keeps, which is the best, and which go.
+    For a manager, the plot marks the steps that its policy keeps, the best step and those that will
+    be deleted.
 
     Args:
-        run: A manager, or what `jaxckpt._run.overview.overview` says of a root.
-        name: Of the metric; None: that of the policy, or else the first there is.
-        ax: To draw into.
+        run: A manager, or the result of `jaxckpt._run.overview.overview`.
+        name: The metric. If None, the policy's metric, or else the first one.
+        ax: The axes to draw into.
 
     Raises:
         ValueError: no step has a number of that name.
@@ -67,20 +68,24 @@ def metric(
     marks = [mark for mark in marks if math.isfinite(mark.value or 0.0)]
     if not marks:
         raise ValueError(
-            f"no step of {found.path} has a number as metric {name!r}; there are "
+            f"no step of {found.path} has a numeric metric {name!r}; found "
             f"{', '.join(names) or 'no metrics'}"
         )
     ax = _axes(ax)
     ax.plot([m.step for m in marks], [m.value for m in marks], color=_palette.BLUE, lw=1.2)
     is_best = told.metric == name
     kinds: list[tuple[str, list[Any], dict[str, Any]]] = [
-        ("kept" if told.why else "whole", [m for m in marks if m.kept and not m.bad], _filled("o")),
         (
-            "goes after the next save",
+            "kept" if told.why else "complete",
+            [m for m in marks if m.kept and not m.bad],
+            _filled("o"),
+        ),
+        (
+            "deleted after the next save",
             [m for m in marks if not m.kept and not m.bad],
             {"marker": "o", "facecolors": ax.get_facecolor(), "edgecolors": _palette.KEPT},
         ),
-        ("not whole", [m for m in marks if m.bad], {"marker": "x", "color": _palette.BAD}),
+        ("incomplete", [m for m in marks if m.bad], {"marker": "x", "color": _palette.BAD}),
         (
             "pinned",
             [m for m in marks if m.pinned],
@@ -106,13 +111,13 @@ def metric(
 
 
 def timings(timings: Sequence[Timing], ax: Axes | None = None) -> Axes:
-    """Draws how long saves and restores took, by phase.
+    """Draws the durations of saves and restores, by phase.
 
-    What a training loop waits for in a save is its phase `snapshot`.
+    The training loop waits only for the phase `snapshot` of a save.
 
     Args:
-        timings: Of `manager.timings`, or of several; the last 40 are drawn.
-        ax: To draw into.
+        timings: The `manager.timings` of one or more managers; the last 40 are drawn.
+        ax: The axes to draw into.
 
     Raises:
         ValueError: there are none.
@@ -132,7 +137,7 @@ def timings(timings: Sequence[Timing], ax: Axes | None = None) -> Axes:
 
     shown = [*timings][-_MAX_BARS:]
     if not shown:
-        raise ValueError("there is no timing to draw: nothing was saved or restored yet")
+        raise ValueError("no timings to draw: nothing was saved or restored yet")
     both = len({one.kind for one in shown}) > 1
     ax = _axes(ax, height=1.1 + 0.34 * max(len(shown), 2))
     left = np.zeros(len(shown))
@@ -178,18 +183,18 @@ def timings(timings: Sequence[Timing], ax: Axes | None = None) -> Axes:
 def sharding(of: Any, shape: Sequence[int] | None = None, ax: Axes | None = None) -> Axes:
     """Draws which device holds which part of an array.
 
-    Each part has the colour of the first of its devices, the same in each drawing, so that one
-    array before and after resharding can be drawn side by side. Of more than two dimensions the
-    two most divided ones are drawn, at the start of the others.
+    Each part has the colour of its first device, the same in every drawing, so that two shardings
+    can be compared side by side. An array of more than two dimensions is drawn along its two most
+    divided dimensions, at the start of the others.
 
     Args:
         of: A `jax.Array`, a `jax.sharding.Sharding`, or a leaf of `jaxckpt.open(path).leaves`.
-        shape: Of the array; needed for a sharding alone.
-        ax: To draw into.
+        shape: Of the array; needed only for a sharding.
+        ax: The axes to draw into.
 
     Raises:
-        TypeError: it is nothing that has a sharding.
-        ValueError: there is no shape, or the checkpoint does not say how the leaf was divided.
+        TypeError: `of` has no sharding.
+        ValueError: the shape is missing, or the checkpoint does not record the leaf's sharding.
 
     Example:
         >>> import jax, matplotlib
@@ -226,7 +231,7 @@ def _draw_parts(
     from matplotlib import colormaps
     from matplotlib.patches import Rectangle
 
-    colours = colormaps["cividis"]  # people who see few colours see it as others do
+    colours = colormaps["cividis"]  # safe for colour-blind readers
 
     def span(box: tuple[tuple[int, int], ...], dim: int | None) -> tuple[int, int]:
         return (0, 1) if dim is None else box[dim]
@@ -258,20 +263,20 @@ def _draw_parts(
 def _boxes(
     of: Any, shape: Sequence[int] | None
 ) -> tuple[dict[int, tuple[tuple[int, int], ...]], tuple[int, ...], str]:
-    """By device the part that it holds, `[start, stop)` of each dimension; the shape; words."""
+    """Returns the part of each device, as `[start, stop)` per dimension; the shape; the spec."""
     if isinstance(of, LeafInfo):
         if of.saved_sharding is None:
-            raise ValueError(f"the checkpoint does not say how {of.path!r} was divided")
+            raise ValueError(f"the checkpoint does not record the sharding of {of.path!r}")
         return _saved_boxes(of.saved_sharding, of.shape), of.shape, of.sharding or ""
     found = getattr(of, "sharding", of)
     shape = getattr(of, "shape", None) if found is not of else shape
     if not hasattr(found, "devices_indices_map"):
         raise TypeError(
-            "give a jax.Array, a jax.sharding.Sharding or a leaf of jaxckpt.open(path).leaves, not "
-            f"{type(of).__name__}"
+            "expected a jax.Array, a jax.sharding.Sharding or a leaf of jaxckpt.open(path).leaves, "
+            f"got {type(of).__name__}"
         )
     if shape is None:
-        raise ValueError("a sharding alone has no shape: sharding(of, shape)")
+        raise ValueError("a sharding has no shape; pass it: sharding(of, shape)")
     shape = tuple(shape)
     boxes = {
         device.id: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
@@ -287,8 +292,8 @@ def _saved_boxes(
     if saved.is_single_device:
         return {0: tuple((0, size) for size in shape)}
     sizes = dict(zip(saved.axis_names, saved.axis_sizes, strict=True))
-    if math.prod(saved.axis_sizes) > _MAX_DEVICES:  # as a file says, which may say anything
-        raise ValueError(f"a mesh of {saved.axis_sizes} is too large to be drawn")
+    if math.prod(saved.axis_sizes) > _MAX_DEVICES:  # the file is not trusted
+        raise ValueError(f"a mesh of {saved.axis_sizes} is too large to draw")
     boxes = {}
     for place, at in enumerate(np.ndindex(saved.axis_sizes)):
         where = dict(zip(saved.axis_names, at, strict=True))
@@ -308,7 +313,7 @@ def _saved_boxes(
 def _drawn_dims(
     parts: Mapping[tuple[tuple[int, int], ...], object], shape: Sequence[int]
 ) -> tuple[int | None, int | None]:
-    """The dimensions of the rows and of the columns; None where there is none."""
+    """Returns the dimensions of the rows and of the columns, or None for missing ones."""
     counts = [len({box[i] for box in parts}) for i in range(len(shape))]
     most = sorted(sorted(range(len(shape)), key=lambda i: -counts[i])[:2])
     rows, columns = [None] * (2 - len(most)) + most
@@ -338,5 +343,5 @@ def _name(timing: Timing, *, both: bool) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text in which matplotlib sees no formula; cut if it is long."""
+    """Escapes matplotlib's math syntax and truncates the text."""
     return (text if len(text) <= 60 else text[:60] + "…").replace("$", r"\$")

@@ -1,7 +1,7 @@
-"""A run as one HTML page: it needs no network, no script and no other file.
+"""A run as one HTML page, without network, scripts or other files.
 
-What is said in it comes from the run's metadata; no array is read. The page forbids the browser to
-load or run anything, so that a name in a checkpoint cannot make it do so either.
+The page shows the run's metadata; no array is read. Its content security policy forbids loading or
+running anything, so a name in a checkpoint cannot do so either.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxckpt.integrations._svg import Bar
 from jaxckpt.integrations.notebook import listing, tree_head, tree_html
 
 _MAX_CHARTS: Final = 12
-# Stands at the top of each page; a file without it is none of ours.
+# At the top of every report; only a file with it is replaced.
 _MARK: Final = '<meta name="generator" content="jaxckpt'
 _UNITS: Final = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 _PAGE_STYLE: Final = """
@@ -49,26 +49,23 @@ footer{margin-top:3em;font-size:12px;opacity:.65}
 
 
 def report(
-    root: str | os.PathLike[str],
-    out: str | os.PathLike[str],
-    *,
-    keep: KeepPolicy | None = None,
+    root: str | os.PathLike[str], out: str | os.PathLike[str], *, keep: KeepPolicy | None = None
 ) -> None:
-    """Writes what there is to see of a run into one HTML page.
+    """Writes a report about a run as one HTML page.
 
-    The page is written whole or not at all. An earlier report at `out` is replaced; another file
-    is not.
+    The page is written completely or not at all. An earlier report at `out` is replaced, any other
+    file is not.
 
     Args:
-        root: Of the run, of jaxckpt, Orbax or Flax; others may be writing it.
-        out: The file; its directory must be there.
-        keep: By which to say why each step is kept; None: the policy of the last job that wrote
-            the run, which the run records, but for a `when`.
+        root: A run of jaxckpt, Orbax or Flax, which may be in use.
+        out: The file to write, in an existing directory.
+        keep: The policy that explains why steps are kept. If None, the policy recorded by the last
+            job that wrote the run, without `when`.
 
     Raises:
-        CheckpointNotFound, NotADirectoryError, ValueError: `root` is no run.
-        IsADirectoryError, FileExistsError: there is something else at `out`.
-        FileNotFoundError: its directory is not there.
+        CheckpointNotFound, NotADirectoryError, ValueError: `root` is not a run.
+        IsADirectoryError, FileExistsError: `out` exists and is not a report.
+        FileNotFoundError: the directory of `out` does not exist.
 
     Example:
         >>> import os, tempfile, jaxckpt
@@ -83,11 +80,11 @@ def report(
     _check_out(file)
     run = overview(root)
     page = _page(run, os.fspath(root), keep or run.keep, now_s=time.time())
-    _check_out(file)  # it took a while
+    _check_out(file)  # again, because making the page took a while
     part = f"{file}.part-{secrets.token_hex(4)}"
     try:
         with open(part, "x", encoding="utf-8") as stream:
-            # A name on disk may hold bytes that are no text.
+            # A file name may contain bytes that are not text.
             stream.write(page.encode("utf-8", "replace").decode())
         os.replace(part, file)
     except BaseException:
@@ -99,11 +96,11 @@ def report(
 def _check_out(file: str) -> None:
     if os.path.isdir(file):
         raise IsADirectoryError(
-            f"{file} is a directory; name the file, as in {posixpath.join(file, 'report.html')}"
+            f"{file} is a directory; pass a file, such as {posixpath.join(file, 'report.html')}"
         )
     folder = os.path.dirname(file) or "."
     if not os.path.isdir(folder):
-        raise FileNotFoundError(f"{file} cannot be written: there is no directory {folder}")
+        raise FileNotFoundError(f"cannot write {file}: no such directory: {folder}")
     if not os.path.lexists(file):
         return
     is_report = False
@@ -112,8 +109,7 @@ def _check_out(file: str) -> None:
             is_report = _MARK.encode() in stream.read(1024)
     if not is_report:
         raise FileExistsError(
-            f"{file} is there and is no report of jaxckpt, so it is not replaced. Remove it, or "
-            "choose another name."
+            f"{file} exists and is not a jaxckpt report. Remove it, or choose another name."
         )
 
 
@@ -126,7 +122,7 @@ def _page(run: RunOverview, root: str, keep: KeepPolicy | None, *, now_s: float)
         ("Steps", _steps.line(told) + _steps.table(told)),
         ("Metrics", _metrics(told, keep)),
         ("Time and size of each save" if has_times else "Size of each step", _costs(run.steps)),
-        ("What the newest step holds", tree),
+        ("Contents of the newest step", tree),
         ("Problems", _problems(run.steps, broken)),
         ("Also in this directory", listing(list(run.strays), "entry")),
     ]
@@ -136,7 +132,7 @@ def _page(run: RunOverview, root: str, keep: KeepPolicy | None, *, now_s: float)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f'{_MARK} {__version__}">\n'
-        # Nothing is loaded and nothing runs, whatever stands in the page.
+        # Nothing is loaded or run, whatever the page contains.
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
         "style-src 'unsafe-inline'; img-src data:\">\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -155,9 +151,9 @@ def _facts(run: RunOverview) -> str:
     rows: list[tuple[str, str]] = [("directory", f"<code>{escape(run.path, 1000)}</code>")]
     if steps:
         bad = len(steps) - len(whole)
-        missing = f', <span class="jc-bad">{bad:,} not whole</span>' if bad else ""
+        missing = f', <span class="jc-bad">{bad:,} incomplete</span>' if bad else ""
         rows.append(("steps", f"{len(steps):,}{missing}"))
-        rows.append(("newest whole step", f"{whole[-1].step:,}" if whole else "none"))
+        rows.append(("newest complete step", f"{whole[-1].step:,}" if whole else "none"))
         rows.append(("on disk", size_text(sum(step.size_bytes for step in steps))))
     if times:
         first, last = moment(min(times)), moment(max(times))
@@ -165,7 +161,7 @@ def _facts(run: RunOverview) -> str:
     if writers := sorted({step.writer for step in steps if step.writer}):
         rows.append(("written by", escape(", ".join(writers))))
     if steps and (lineage := steps[0].lineage):
-        rows.append(("began from", f"<code>{escape(_words(lineage), 1000)}</code>"))
+        rows.append(("started from", f"<code>{escape(_words(lineage), 1000)}</code>"))
     if not steps:
         rows.append(("steps", "none yet"))
     return "<dl>" + "".join(f"<dt>{key}</dt><dd>{value}</dd>" for key, value in rows) + "</dl>"
@@ -176,7 +172,7 @@ def _words(values: Mapping[str, object]) -> str:
 
 
 def _newest_tree(run: RunOverview, root: str) -> tuple[str, list[str]]:
-    """The tree of the newest step that can be read, and why newer ones cannot."""
+    """Returns the tree of the newest readable step, and why newer steps cannot be read."""
     broken = []
     for step in reversed([step for step in run.steps if step.problem is None][-3:]):
         try:
@@ -201,7 +197,7 @@ def _metrics(told: _steps.Story, keep: KeepPolicy | None) -> str:
             if (value := _steps.as_float(value_of(step.metrics, name))) is not None
         ]
         marks = _steps.marks(told, name)
-        if keep is None or name != keep.metric:  # the best by one is not by another
+        if keep is None or name != keep.metric:  # the best step is best by one metric only
             marks = [_svg.plain(mark) for mark in marks]
         drawn = _svg.line_chart(marks, label=f"{name[:80]} over steps")
         if drawn:
@@ -247,6 +243,6 @@ def _problems(steps: Sequence[StepOverview], broken: list[str]) -> str:
     found = [f"step {step.step:,}: {step.problem}" for step in steps if step.problem is not None]
     found += broken
     if not found:
-        words = "Every step is whole, as far as its metadata and the sizes of its files tell."
-        return f"<p>{words} <code>jaxckpt verify</code> compares all data with its checksums.</p>"
+        words = "Every step is complete, judging by its metadata and file sizes."
+        return f"<p>{words} <code>jaxckpt verify</code> checks all data against its checksums.</p>"
     return listing(found, "problem")

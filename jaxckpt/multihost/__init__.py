@@ -1,4 +1,4 @@
-"""How the processes of a job find each other: barrier, gather, agree, each with a time limit."""
+"""Barrier, gather and agree among the processes of a job, each with a time limit."""
 
 from jaxckpt.multihost._collective import Meeting, disagreement, lead, leading, meet, text_of
 from jaxckpt.multihost._distributed import Distributed

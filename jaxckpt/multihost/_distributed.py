@@ -1,20 +1,20 @@
-"""Rounds between processes over a key-value service, each decided once and for all.
+"""Rounds between processes over a key-value service, each with one final outcome.
 
 A gather, in O(processes) messages:
 
 1. Every process puts its value under `from/<index>`.
-2. Process 0 waits for each of them, until its time is up.
-3. Process 0 puts the outcome: all the values, or who is missing.
-4. The others wait for the outcome. One whose time is up first puts the outcome "missing" itself.
-5. The outcome is put with create-if-absent: the first wins, and everybody, process 0 and those who
-   come late included, returns or raises what it says. No process can succeed where another failed.
-6. With its next value a process tells which outcomes it has read. When all have read one, process 0
-   deletes that round, so a slow reader never loses a key. A round that somebody never reads stays,
-   until the job ends.
+2. Process 0 waits for each value until the time limit.
+3. Process 0 puts the outcome: all values, or the missing processes.
+4. The others wait for the outcome. A process that times out first puts the outcome "missing".
+5. The outcome is put with create-if-absent: the first wins, and every process, including process 0
+   and late ones, returns or raises accordingly. No process can succeed where another failed.
+6. With its next value, a process reports the outcomes it has read. Once all have read an outcome,
+   process 0 deletes that round, so a slow reader never loses a key. A round that some process never
+   reads remains until the job ends.
 
-An `agree` is the same without 1 and 2. A barrier is a gather of nothing: JAX's `wait_at_barrier`
-takes 0.7 ms instead of 1.8 (3 local processes), but says who is missing only in the text of an
-error, and hangs past its time limit when the coordinator does.
+An `agree` skips steps 1 and 2. A barrier is a gather of nothing: JAX's `wait_at_barrier` takes
+0.7 ms instead of 1.8 (3 local processes), but names the missing processes only in the text of an
+error, and hangs past its time limit if the coordinator hangs.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from jaxckpt.errors import CheckpointTimeout
 from jaxckpt.multihost._protocol import Device, Json, decode, encode
 
 _PREFIX = "jaxckpt"
-# After the time limit, to say or hear who is missing; never more than the limit itself.
+# Extra time after the limit to publish or read the missing processes; never more than the limit.
 _LAST_WORDS_S = 5.0
 
 
 class KeyValues(Protocol):
-    """What a round needs of the service; `CheckpointTimeout` if the service does not answer."""
+    """The service that rounds need. Calls raise `CheckpointTimeout` if it does not answer."""
 
     def put(self, key: str, value: bytes, *, timeout_s: float) -> bool:
-        """Stores `value` unless there is one already; says whether it did."""
+        """Stores `value` unless the key exists; returns whether it did."""
         ...
 
     def wait(self, key: str, *, timeout_s: float) -> bytes | None:
-        """Returns the value as soon as there is one; None when there is none in time."""
+        """Waits for a value and returns it, or None after the timeout."""
         ...
 
     def under(self, directory: str, *, timeout_s: float) -> dict[str, bytes]:
@@ -50,13 +50,13 @@ class KeyValues(Protocol):
         ...
 
     def delete(self, directory: str, *, timeout_s: float) -> None:
-        """Removes all keys that start with `directory` and a slash."""
+        """Deletes all keys that start with `directory` and a slash."""
         ...
 
 
 @final
 class Distributed:
-    """`Processes` over a key-value service. One per process and job; any thread may use it."""
+    """`Processes` over a key-value service. One per process and job; threads may share it."""
 
     def __init__(self, *, index: int, count: int, service: KeyValues) -> None:
         self.index = index
@@ -64,24 +64,20 @@ class Distributed:
         self._service = service
         self._lock = threading.Lock()  # guards the three below
         self._uses: Counter[str] = Counter()  # about 100 bytes for each name ever used
-        self._read: list[str] = []  # rounds whose outcome was read here, not yet told
+        self._read: list[str] = []  # rounds whose outcome was read here, not yet reported
         self._readers: Counter[str] = Counter()  # process 0: how many have read a round
 
     def process_of(self, device: Device) -> int:
-        """Says which process drives `device`."""
         return device.process_index
 
     def barrier(self, name: str, *, timeout_s: float) -> None:
-        """Waits until every process is here."""
         self._gather("barrier", name, None, timeout_s)
 
     def gather(self, name: str, value: Json, *, timeout_s: float) -> list[Json]:
-        """Returns every process's value, by index, to every process."""
         return self._gather("gather", name, value, timeout_s)
 
     def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:
-        """Returns the value of process 0, which waits for nobody, to every process."""
-        encoded = encode(value)  # on all, so that what cannot be sent fails alike
+        encoded = encode(value)  # everywhere, so that all processes reject an invalid value
         round_ = self._round("agree", name)
         if self.index == 0:
             outcome = self._publish(round_, _pack([], encoded), timeout_s)
@@ -92,7 +88,6 @@ class Distributed:
         return self._conclude(round_, name, outcome, timeout_s)
 
     def missing(self, name: str) -> list[int]:
-        """Who has not come to the gather of this name in which another thread of ours waits."""
         key = _key("gather", name)
         with self._lock:
             round_ = f"{key}/{self._uses[key]}"
@@ -114,19 +109,19 @@ class Distributed:
         return cast("list[Json]", self._conclude(round_, name, outcome, timeout_s))
 
     def _round(self, kind: str, name: str) -> str:
-        """Names this meeting, by its name and how often that was used."""
+        """Returns a unique key for this round: its name and the number of its uses."""
         key = _key(kind, name)
         with self._lock:
             self._uses[key] += 1
             return f"{key}/{self._uses[key]}"
 
     def _decide(self, round_: str, mine: bytes, deadline: float, timeout_s: float) -> bytes:
-        """Process 0: collects all values, publishes the outcome, deletes old rounds."""
+        """Collects all values, publishes the outcome and deletes old rounds (process 0)."""
         found = {0: mine}
         for index in range(1, self.count):
             value = self._service.wait(_from(round_, index), timeout_s=deadline - time.monotonic())
             if value is None:
-                # Time is up. Others may be there that were not asked for yet.
+                # Time is up. Processes not yet checked may have arrived.
                 found |= self._arrived(round_, timeout_s)
                 break
             found[index] = value
@@ -139,14 +134,14 @@ class Distributed:
         return outcome
 
     def _await_outcome(self, round_: str, timeout_s: float) -> bytes | None:
-        # In the order of their indices, so that one finds out who is missing and the rest hear it.
+        # Staggered, so that one process finds the missing ones and the rest read its outcome.
         staggered_s = timeout_s + min(1.0, 0.001 * self.index)
         return self._service.wait(f"{round_}/outcome", timeout_s=staggered_s)
 
     def _give_up(self, round_: str, timeout_s: float) -> bytes:
-        """Ends a round that process 0 has not ended in time."""
+        """Ends a round that process 0 did not end in time."""
         found = self._arrived(round_, timeout_s)
-        # If all are here, it is process 0 that has not answered.
+        # If all have arrived, process 0 has not answered.
         missing = [index for index in range(self.count) if index not in found] or [0]
         return self._publish(round_, _pack(missing, b"null"), _last_words_s(timeout_s))
 
@@ -155,7 +150,7 @@ class Distributed:
         return {int(key.rpartition("/")[2]): value for key, value in found.items()}
 
     def _publish(self, round_: str, outcome: bytes, timeout_s: float) -> bytes:
-        """Puts the outcome unless there is one; returns the one that holds."""
+        """Puts the outcome unless one exists; returns the valid outcome."""
         key = f"{round_}/outcome"
         if self._service.put(key, outcome, timeout_s=timeout_s):
             return outcome
@@ -176,7 +171,7 @@ class Distributed:
             return read
 
     def _forget(self, read: Iterable[str], timeout_s: float) -> None:
-        """Process 0: counts who has read what; deletes the rounds that all have read."""
+        """Counts the readers of each round; deletes rounds that all have read (process 0)."""
         with self._lock:
             self._readers.update(read)
             done = [round_ for round_, readers in self._readers.items() if readers == self.count]
@@ -187,7 +182,7 @@ class Distributed:
 
 
 def _key(kind: str, name: str) -> str:
-    # Quoted, so that no name is a directory of another.
+    # Quoted, so that no name is a directory of another name.
     return f"{_PREFIX}/{kind}/{quote(name, safe='')}"
 
 
@@ -200,7 +195,7 @@ def _last_words_s(timeout_s: float) -> float:
 
 
 def _pack(head: Sequence[str | int], body: bytes) -> bytes:
-    """One line of head, then the body: which is copied on, not parsed, by process 0."""
+    """Returns one line of head, then the body, which process 0 copies without parsing."""
     return encode(head) + b"\n" + body
 
 
@@ -213,14 +208,14 @@ def _timed_out(
     name: str, missing: Sequence[int], index: int, count: int, timeout_s: float
 ) -> CheckpointTimeout:
     if index in missing:
-        what = f"process {index} of {count} was too late: the others had stopped waiting for it"
+        what = f"process {index} of {count} arrived after the others had timed out"
     else:
         who = "process" if len(missing) == 1 else f"{len(missing)} processes:"
         shown = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
-        what = f"process {index} of {count} waited {timeout_s:g} s in vain for {who} {shown}"
+        what = f"process {index} of {count} timed out after {timeout_s:g} s, missing {who} {shown}"
     return CheckpointTimeout(
         f"{name}: {what}\n"
-        "Look at the log of what is missing: it failed, hangs or was killed. If it is only slow, "
-        "raise timeout_s.",
+        "A missing process failed, hangs or was killed: see its log. If it is only slow, raise "
+        "timeout_s.",
         missing=missing,
     )

@@ -1,4 +1,4 @@
-"""The seam to the other processes of a job."""
+"""The interface to the other processes of a job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | boo
 
 
 class Device(Protocol):
-    """What is needed of a `jax.Device`, a name that type checkers cannot resolve."""
+    """The part of `jax.Device` used here; type checkers cannot resolve that name."""
 
     @property
     def process_index(self) -> int: ...
@@ -20,16 +20,16 @@ class Processes(Protocol):
     """The processes of one job, seen from one of them.
 
     `barrier`, `gather` and `agree` are rounds: every process of the job makes the same call with
-    the same `name`, from any thread. A name stands for one meeting, so put the step and the attempt
-    in it; used again, it means the next meeting of that name. Nothing here touches a device.
+    the same `name`, from any thread. A name identifies one round, so put the step and the attempt
+    in it; using it again starts the next round of that name. Nothing here touches a device.
 
-    What comes back has been through JSON on every process, the sender too: tuples are lists, the
-    keys of a dict are strings.
+    Values are passed through JSON on every process, the sender's too: tuples become lists, dict
+    keys strings.
 
     Every round ends within about `timeout_s`, or raises:
-        CheckpointTimeout: not all arrived. `.missing` says who, alike on every process; one that
-            arrives later raises it too. Where process 0 is missing, it alone may be named.
-        ProcessesDisagree: the coordination service, which is in process 0, is lost.
+        CheckpointTimeout: not all arrived. `.missing` lists them, the same on every process; a late
+            process raises it too. If process 0 is missing, it may be the only one listed.
+        ProcessesDisagree: the coordination service, which runs in process 0, is lost.
     """
 
     @property
@@ -39,15 +39,15 @@ class Processes(Protocol):
 
     @property
     def count(self) -> int:
-        """How many there are, as in `jax.process_count()`."""
+        """The number of processes, as in `jax.process_count()`."""
         ...
 
     def process_of(self, device: Device) -> int:
-        """Says which process drives `device`."""
+        """Returns the process that drives `device`."""
         ...
 
     def barrier(self, name: str, *, timeout_s: float) -> None:
-        """Waits until every process is here."""
+        """Waits until every process arrives."""
         ...
 
     def gather(self, name: str, value: Json, *, timeout_s: float) -> list[Json]:
@@ -55,16 +55,19 @@ class Processes(Protocol):
         ...
 
     def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:
-        """Returns the value of process 0, which waits for nobody, to every process."""
+        """Returns the value of process 0 to every process; process 0 does not wait."""
         ...
 
     def missing(self, name: str) -> list[int]:
-        """Who has not come to the gather of this name in which another thread of ours waits."""
+        """Returns the processes that have not reached the named gather yet.
+
+        Another thread of this process must be waiting in that gather.
+        """
         ...
 
 
 def encode(value: Json) -> bytes:
-    """As one line of ASCII; `inf` and `nan` are allowed."""
+    """Encodes as one line of ASCII; allows `inf` and `nan`."""
     return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 

@@ -1,9 +1,9 @@
 """JAX's coordination service, which every multi-process job has, as `KeyValues`.
 
-The client is private to JAX and used in this module alone: `_client` finds it, `_Service` wraps it.
-What it does (measured, jax 0.10.2 and 0.12): a blocking get keeps its time limit whatever happens,
-all other calls hang while process 0, which hosts the service, hangs. Values of 200 MB pass. Signal
-handlers do not run during a call.
+The client is private to JAX and used only in this module: `_client` finds it, `_Service` wraps it.
+Measured with jax 0.10.2 and 0.12: a blocking get always keeps its time limit; every other call
+hangs while process 0, which hosts the service, hangs. Values of 200 MB pass. Signal handlers do not
+run during a call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxckpt.multihost._protocol import Processes
 from jaxckpt.multihost._single import Single
 
 _T = TypeVar("_T")
-# Python's signal handlers (Ctrl-C, a SIGTERM that announces preemption) run between such waits.
+# Waits are sliced so that Python's signal handlers (Ctrl-C, SIGTERM before preemption) can run.
 _SLICE_S = 5.0
 _SINGLE = Single()
 
@@ -34,17 +34,15 @@ _METHODS = (
 
 _played: ContextVar[Processes | None] = ContextVar("jaxckpt_processes", default=None)
 _lock = threading.Lock()  # guards _job
-_job: tuple[object, Distributed] | None = None  # the client, and what counts its rounds
+_job: tuple[object, Distributed] | None = None  # the client, and the rounds over it
 
 
 def current() -> Processes:
-    """Returns the processes of the JAX job that this process belongs to.
-
-    Or those that this thread plays, inside `playing`.
+    """Returns the processes of this JAX job, or those simulated in this thread by `playing`.
 
     Raises:
-        RuntimeError: there are several, but `jax.distributed.initialize` was not called, or this
-            release of JAX has no client that jaxckpt knows.
+        RuntimeError: there are several processes, but `jax.distributed.initialize` was not called,
+            or jaxckpt does not know the client of this JAX release.
     """
     import jax
 
@@ -53,7 +51,7 @@ def current() -> Processes:
         return played
     if jax.process_count() == 1:
         return _SINGLE
-    global _job  # one per job: all rounds of a process are counted in one place
+    global _job  # one per job, because it counts all rounds of the process
     client = _client()
     with _lock:
         if _job is None or _job[0] is not client:
@@ -65,7 +63,7 @@ def current() -> Processes:
 
 @contextlib.contextmanager
 def playing(processes: Processes) -> Iterator[None]:
-    """Makes this thread one of simulated processes, for tests."""
+    """Makes this thread act as one of several simulated processes, for tests."""
     token = _played.set(processes)
     try:
         yield
@@ -74,7 +72,7 @@ def playing(processes: Processes) -> Iterator[None]:
 
 
 def _client() -> Any:
-    """Finds JAX's coordination client: the one place that knows where it is."""
+    """Returns JAX's coordination client."""
     import jax
 
     try:
@@ -86,12 +84,12 @@ def _client() -> Any:
                 getattr(client, method)
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
-            f"jaxckpt knows no coordination service in jax {jax.__version__}: {error}\n"
+            f"cannot find the coordination service of jax {jax.__version__}: {error}\n"
             "Use a release of jax that jaxckpt was tested with, or a newer jaxckpt."
         ) from error
     if client is None:
         raise RuntimeError(
-            f"{jax.process_count()} processes, but no coordination service to meet at\n"
+            f"{jax.process_count()} processes, but no coordination service is running\n"
             "Call jax.distributed.initialize() before anything else that uses JAX."
         )
     return client
@@ -143,10 +141,10 @@ class _Service:
 
 
 def _bounded(what: str, key: str, call: Callable[[], _T], timeout_s: float) -> _T:
-    """Runs a call that has no time limit of its own in a thread, and stops waiting for it in time.
+    """Runs a call without a time limit of its own in a thread, and waits for at most `timeout_s`.
 
-    The thread is a daemon and stays behind if the service never answers; JAX then ends the process
-    after its heartbeat timeout.
+    If the service never answers, the daemon thread remains; JAX then ends the process after its
+    heartbeat timeout.
     """
     outcome: list[_T] = []
     errors: list[Exception] = []
@@ -164,21 +162,21 @@ def _bounded(what: str, key: str, call: Callable[[], _T], timeout_s: float) -> _
         return outcome[0]
     if not errors or _status(errors[0]) == "DEADLINE_EXCEEDED":
         raise CheckpointTimeout(
-            f"{what} {key}: the coordination service, in process 0, did not answer for "
-            f"{timeout_s:g} s\nLook at the log of process 0: it hangs, or the network to it does.",
+            f"{what} {key}: the coordination service in process 0 did not answer within "
+            f"{timeout_s:g} s\nProcess 0 or the network hangs: see its log.",
             missing=(0,),
         )
     raise _failed(what, key, errors[0]) from errors[0]
 
 
 def _status(error: Exception) -> str:
-    """The code that a client's error starts with."""
+    """Returns the status code at the beginning of a client's error."""
     return str(error).partition(":")[0]
 
 
 def _failed(what: str, key: str, error: Exception) -> ProcessesDisagree:
     return ProcessesDisagree(
-        f"{what} {key}: the coordination service, in process 0, is lost: {error}\nLook at the log "
-        "of process 0, then restart the job: the newest committed step is untouched.",
+        f"{what} {key}: lost the coordination service in process 0: {error}\nSee the log of "
+        "process 0, then restart the job: the newest committed step is untouched.",
         {0: str(error)},
     )

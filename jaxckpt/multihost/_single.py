@@ -9,31 +9,26 @@ from jaxckpt.multihost._protocol import Device, Json, decode, encode
 
 @final
 class Single:
-    """`Processes` where there is one: nobody to wait for, so nothing can time out."""
+    """`Processes` of a job with one process: nothing waits, so nothing times out."""
 
     index: int = 0
     count: int = 1
 
     def process_of(self, device: Device) -> int:
-        """Always this one."""
         del device
         return 0
 
     def barrier(self, name: str, *, timeout_s: float) -> None:
-        """Returns at once."""
         del name, timeout_s
 
     def gather(self, name: str, value: Json, *, timeout_s: float) -> list[Json]:
-        """Returns `[value]`, as JSON gives it back."""
         del name, timeout_s
         return [decode(encode(value))]
 
     def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:
-        """Returns `value`, as JSON gives it back."""
         del name, timeout_s
         return decode(encode(value))
 
     def missing(self, name: str) -> list[int]:
-        """Nobody."""
         del name
         return []

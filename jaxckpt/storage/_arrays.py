@@ -86,7 +86,6 @@ class Keys:
         return got.value if got.state == "value" else None
 
     def write(self, key: str, data: bytes) -> None:
-        """Creates or replaces a value."""
         self._store.write(key, data).result()
 
     def create(self, key: str, data: bytes) -> bool:
@@ -160,7 +159,6 @@ class Writer:
         self._pending: list[Pending] = []
 
     def put(self, key: str, data: bytes) -> None:
-        """Stores a value under a key."""
         self._store[key] = data
 
     def create_array(self, prefix: str, metadata: Mapping[str, Any]) -> ts.TensorStore:
@@ -263,7 +261,6 @@ class Reader:
         return self._store.read(key, byte_range=part)
 
     def keys(self) -> list[str]:
-        """Returns every key, sorted."""
         return sorted(key.decode() for key in self._store.list().result())
 
     def open(self, prefix: str, zarr_version: int, *, fill_missing: bool) -> Pending:
@@ -351,7 +348,6 @@ def value_of(read: Any) -> bytes | None:
 
 
 def shape_of(array: ts.TensorStore) -> tuple[int, ...]:
-    """Returns the shape of an opened array."""
     return tuple(array.shape)
 
 
@@ -361,9 +357,7 @@ def chunk_shape_of(array: ts.TensorStore) -> tuple[int, ...]:
 
 
 def read_into(
-    array: ts.TensorStore,
-    wheres: Sequence[tuple[slice, ...]],
-    outs: Sequence[np.ndarray[Any, Any]],
+    array: ts.TensorStore, wheres: Sequence[tuple[slice, ...]], outs: Sequence[np.ndarray[Any, Any]]
 ) -> list[Pending]:
     """Starts to read parts of an array, each into an array of its shape and dtype.
 

@@ -374,8 +374,7 @@ def _check_regular(status: os.stat_result, path: str) -> None:
     if stat.S_ISLNK(status.st_mode):
         hint = " jaxckpt does not follow links in a checkpoint; `cp -rL` makes a copy without them."
     raise CorruptCheckpoint(
-        f"{path} is not a regular file (mode {stat.filemode(status.st_mode)}).{hint}",
-        file=path,
+        f"{path} is not a regular file (mode {stat.filemode(status.st_mode)}).{hint}", file=path
     )
 
 

@@ -1,7 +1,7 @@
-"""Several processes of a job as threads of one, for tests of what they say to each other.
+"""Simulates the processes of a job as threads of one process, to test their communication.
 
-The rounds are those of a real job (`jaxckpt.multihost.Distributed`); only the service that they
-meet at is a dict. The devices are shared out: process 1 of 2 drives the second half.
+The rounds are those of a real job (`jaxckpt.multihost.Distributed`) over a service that is a dict.
+The devices are divided evenly: process 1 of 2 drives the second half.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ _T = TypeVar("_T")
 
 
 class ProcessKilled(BaseException):
-    """Ends a simulated process. Not an Exception: what handles errors does not run after a kill."""
+    """Ends a simulated process. Not an Exception: error handlers do not run after a kill."""
 
 
 @final
 class MemoryService:
-    """The key-value service of simulated processes. `entries` may be looked at."""
+    """The key-value service of simulated processes. Tests may inspect `entries`."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # guards entries
         self.entries: dict[str, bytes] = {}
 
     def put(self, key: str, value: bytes, *, timeout_s: float) -> bool:
-        """Stores `value` unless there is one already; says whether it did."""
         del timeout_s
         with self._changed:
             if key in self.entries:
@@ -41,20 +40,17 @@ class MemoryService:
             return True
 
     def wait(self, key: str, *, timeout_s: float) -> bytes | None:
-        """Returns the value as soon as there is one; None when there is none in time."""
         with self._changed:
             self._changed.wait_for(lambda: key in self.entries, timeout_s)
             return self.entries.get(key)
 
     def under(self, directory: str, *, timeout_s: float) -> dict[str, bytes]:
-        """Returns all keys that start with `directory` and a slash, with their values."""
         del timeout_s
         with self._changed:
             found = self.entries.items()
             return {key: value for key, value in found if key.startswith(f"{directory}/")}
 
     def delete(self, directory: str, *, timeout_s: float) -> None:
-        """Removes all keys that start with `directory` and a slash."""
         with self._changed:
             for key in self.under(directory, timeout_s=timeout_s):
                 del self.entries[key]
@@ -65,13 +61,13 @@ class SimulatedProcesses:
     """`Processes` of one thread of `simulate`; threads that it starts may use it too.
 
     Attributes:
-        service: Where the processes meet, the same for all of them.
+        service: The service shared by all simulated processes.
     """
 
     def __init__(
         self, index: int, count: int, service: MemoryService, *, dies_after: int | None = None
     ) -> None:
-        """Makes process `index`, which is dead once it has taken part in `dies_after` rounds."""
+        """Makes process `index`, which dies after `dies_after` rounds."""
         self.index = index
         self.count = count
         self.service = service
@@ -80,33 +76,29 @@ class SimulatedProcesses:
         self._left = dies_after
 
     def process_of(self, device: Device) -> int:
-        """Says which process drives `device`: all devices in order, in `count` equal parts."""
+        """Returns the process that drives `device`: devices in order, in `count` equal parts."""
         import jax
 
         devices = jax.devices()
         return devices.index(device) * self.count // len(devices)
 
     def barrier(self, name: str, *, timeout_s: float) -> None:
-        """Waits until every process is here."""
         self._arrive()
         self._rounds.barrier(name, timeout_s=timeout_s)
 
     def gather(self, name: str, value: Json, *, timeout_s: float) -> list[Json]:
-        """Returns every process's value, by index, to every process."""
         self._arrive()
         return self._rounds.gather(name, value, timeout_s=timeout_s)
 
     def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:
-        """Returns the value of process 0, which waits for nobody, to every process."""
         self._arrive()
         return self._rounds.agree(name, value, timeout_s=timeout_s)
 
     def missing(self, name: str) -> list[int]:
-        """Who has not come to the gather of this name in which another thread of ours waits."""
         return self._rounds.missing(name)
 
     def die(self) -> NoReturn:
-        """Kills this process here: it takes part in nothing more."""
+        """Kills this process; it takes part in no further round."""
         with self._lock:
             self._left = 0
         raise ProcessKilled(f"process {self.index}")
@@ -128,20 +120,19 @@ def simulate(
 ) -> list[_T | None]:
     """Runs `fn` as `count` processes at once, each a thread with its own `SimulatedProcesses`.
 
-    In these threads everything of jaxckpt takes part as that process.
+    In these threads, all of jaxckpt acts as that process.
 
     Args:
-        timeout_s: For all of it. A thread that is still running then is left behind, as a daemon.
-        kill: Process → the number of rounds (barrier, gather, agree) after which it is dead. With 0
-            it arrives at none: `fn` ends at its first one, as if killed there. Its peers find out
-            by their own time limits.
+        timeout_s: For the whole run. A thread still running then is left behind, as a daemon.
+        kill: Maps a process to the number of rounds (barrier, gather, agree) after which it dies.
+            With 0, `fn` ends at its first round. The other processes notice by their time limits.
 
     Returns:
-        What each process returned, by index; None for one that was killed.
+        The result of each process, by index; None for a killed process.
 
     Raises:
         Exception: the first error in time, with a note for each of the others.
-        TimeoutError: some did not end. The message has their stacks.
+        TimeoutError: some threads did not end. The message has their stacks.
 
     Example:
         >>> simulate(3, lambda processes: processes.gather("who", processes.index, timeout_s=30))
@@ -198,4 +189,4 @@ def _raise_first(
 def _stack(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)
     where = "".join(traceback.format_stack(frame)) if frame else ""
-    return f"{thread.name} still runs:\n{where}"
+    return f"{thread.name} is still running:\n{where}"

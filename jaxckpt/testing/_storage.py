@@ -1,7 +1,6 @@
-"""Storages that go wrong on purpose: one that crashes, one that fails, one that is slow.
+"""Storages that fail on purpose: one crashes, one returns errors, one is slow.
 
-Each wraps a storage and passes every call on. What TensorStore writes to a `kvstore` does not
-come past here.
+Each wraps a storage and forwards every call. TensorStore's writes to a `kvstore` bypass them.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ MUTATING_VERBS = frozenset(
 
 
 class SimulatedCrash(BaseException):
-    """The process is dead from here on. No handler for `Exception` may tidy up after it."""
+    """The simulated process is dead. Not an Exception, so that no handler cleans up after it."""
 
 
 class _Relay:
-    # The one place that lists the verbs. A twin says in `_before` what happens before each.
+    # Lists the verbs once. A subclass defines in `_before` what happens before each.
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
         self.scheme = inner.scheme
@@ -105,20 +104,19 @@ class _Relay:
 
 @final
 class CrashingStorage(_Relay):
-    """A storage whose process dies after so many changes.
+    """A storage whose process dies after a number of changes.
 
     The first `after` mutating verbs act. The next one raises `SimulatedCrash`, and so does every
-    call after it, reads too. Locks that were taken here are then free, as after a real death.
+    later call, reads included. Locks taken here are then released, as after a real crash.
 
     Args:
-        inner: Where the verbs act. What a restarted process would find is here.
-        after: How many mutating verbs act; None: all, which counts them.
-        torn: The verb that crashes is done by half: half of the bytes under a temporary name,
-            half of the missing parents, half of the files of a tree. One that is atomic and has
-            no such half does nothing.
+        inner: The storage that is changed; a restarted process finds its contents.
+        after: The number of mutating verbs that act. If None, all act and are counted.
+        torn: Whether the crashing verb is half done: half of the bytes under a temporary name,
+            half of the missing parents, half of the files of a tree. Atomic verbs do nothing.
 
     Attributes:
-        events: Each mutating verb that was called and its path, the one that crashed last.
+        events: Each mutating verb with its path, ending with the one that crashed.
     """
 
     def __init__(self, inner: Storage, after: int | None = None, *, torn: bool = False) -> None:
@@ -137,7 +135,7 @@ class CrashingStorage(_Relay):
 
     def _before(self, verb: str, path: str, data: bytes = b"") -> None:
         if self._crashed:
-            raise SimulatedCrash(f"dead already, at {verb} {path}")
+            raise SimulatedCrash(f"already dead, at {verb} {path}")
         if verb not in MUTATING_VERBS:
             return
         self.events.append(f"{verb} {path}")
@@ -169,7 +167,7 @@ def _do_half(storage: Storage, verb: str, path: str, data: bytes) -> None:
 
 
 def _all_below(storage: Storage, path: str) -> list[str]:
-    """Returns what `delete` removes, each entry of a directory before the directory."""
+    """Returns the paths that `delete` removes, entries before their directory."""
     if storage.kind(path) != "dir":
         return []
     below = []
@@ -184,16 +182,16 @@ class FailingStorage(_Relay):
     """A storage in which one call fails, or every call from one on.
 
     Args:
-        inner: Where the other calls act.
-        at: The index of the call that fails, counting from zero the mutating verbs alone.
-        error: What it raises, with the path of the call put in. An error that says there is no
-            space spares `delete`, as a real one does.
-        once: Only that call fails; else every counted call from there on.
-        reads: Count, and fail, the reading verbs as well, and `hold`.
+        inner: The storage for the other calls.
+        at: The index of the failing call, counting only mutating verbs from zero.
+        error: The error to raise, with the path of the call. "No space" errors spare `delete`, as
+            in reality.
+        once: Whether only that call fails, or every counted call from it on.
+        reads: Whether to count, and fail, reading verbs and `hold` too.
 
     Attributes:
         events: Each counted call and its path.
-        failed: How many of them raised.
+        failed: The number of calls that raised.
     """
 
     def __init__(
@@ -217,19 +215,19 @@ class FailingStorage(_Relay):
         if verb == "delete" and self._error.errno in (errno.ENOSPC, errno.EDQUOT):
             return
         self.failed += 1
-        # The class that goes with the number, and a new object: each raise adds to a traceback.
+        # A new object, because each raise adds to its traceback; OSError picks the class.
         raise OSError(self._error.errno, self._error.strerror, path)
 
 
 @final
 class SlowStorage(_Relay):
-    """A storage that takes its time.
+    """A storage that waits before each call.
 
     Args:
-        inner: Where the calls act, after the wait.
-        verb_s: Seconds that each call waits.
-        byte_s: Seconds for each byte that is written, on top.
-        sleep: What waits.
+        inner: The storage that is called after the wait.
+        verb_s: Seconds per call.
+        byte_s: Additional seconds per written byte.
+        sleep: The function that waits.
     """
 
     def __init__(
