@@ -1,4 +1,4 @@
-"""Bad input gives a typed error that says where, what was wanted, what was found, what to do."""
+"""Bad input gives a typed error that says where, wanted, got, and what to do."""
 
 from __future__ import annotations
 

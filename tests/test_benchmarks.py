@@ -1,4 +1,4 @@
-"""The benchmarks run and tell everything. How fast anything is, no test says."""
+"""The benchmarks run and report every figure; no test checks the speed."""
 
 from __future__ import annotations
 

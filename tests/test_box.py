@@ -1,4 +1,4 @@
-"""Boxes of indices behave like the sets of indices that they stand for."""
+"""Boxes of indices behave like the sets of indices that they represent."""
 
 from __future__ import annotations
 

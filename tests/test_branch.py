@@ -1,4 +1,4 @@
-"""`fork`: a run that starts from a step of another."""
+"""`fork` starts a run from a step of another run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our own chunks, read without TensorStore, are what TensorStore reads."""
+"""Reading our own chunks without TensorStore gives the same data as TensorStore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damage to our own chunks, read without TensorStore: the leaf and the file are named."""
+"""Reading damaged chunks without TensorStore raises an error that names the leaf and the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guards of the reader of our chunks, each against a fault that it once had."""
+"""Guards in the reader of our chunks, each against a fault that it once had."""
 
 from __future__ import annotations
 

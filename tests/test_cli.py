@@ -1,4 +1,4 @@
-"""The command line: what its commands say, to people and to scripts, and their exit codes."""
+"""The command line: output for people and for scripts, and exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run as a config says: dicts and `ml_collections.ConfigDict`, and what is misspelt in them."""
+"""Configs as dicts and `ml_collections.ConfigDict` open a run, and misspelt names are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configs in `configs/`: complete, the same in both languages, and a run works with each."""
+"""The configs in `configs/` are complete, the same in both languages, and work with a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint of any kind, written anew in the layout that is asked for."""
+"""`convert` copies a checkpoint of any kind into the requested layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo: every claim that it prints holds, and its options are as they are said to be."""
+"""Every claim that the demo prints holds, and its options work as documented."""
 
 from __future__ import annotations
 

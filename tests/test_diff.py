@@ -1,4 +1,4 @@
-"""`diff` finds every difference between two checkpoints, however each of them lies on disk."""
+"""`diff` finds every difference between two checkpoints, whatever their layouts on disk."""
 
 from __future__ import annotations
 

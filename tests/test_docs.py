@@ -1,4 +1,4 @@
-"""What the README and the pages of `docs/` show runs, and what they say is so."""
+"""The code in the README and in the pages of `docs/` runs, and their tables match the code."""
 
 from __future__ import annotations
 

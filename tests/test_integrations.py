@@ -1,4 +1,4 @@
-"""gin's and ml_collections' way to the same options, and what is misspelt in them."""
+"""gin and ml_collections set the same options, and misspelt names are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tree that is saved again uses the layout that was kept, and only where it is the right one."""
+"""A tree that is saved again uses the cached layout, but only if it still fits."""
 
 from __future__ import annotations
 

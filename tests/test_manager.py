@@ -1,4 +1,4 @@
-"""`CheckpointManager`: what is saved, what stays, and what a run goes on from.
+"""`CheckpointManager`: when it saves, which steps it keeps, and where a run resumes.
 
 Most tests run twice: as the only process, and as each of four simulated ones (`as_processes`).
 """

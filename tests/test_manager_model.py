@@ -1,4 +1,4 @@
-"""The manager against a model of it, in random histories of saves, crashes, damage and readers."""
+"""The manager behaves like a model in random histories of saves, crashes, damage and readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that jaxckpt saved is one to Orbax's managers, and theirs are runs to jaxckpt."""
+"""Orbax's managers open a run saved by jaxckpt, and jaxckpt opens theirs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page about Orbax says of policies: those of Orbax and ours choose the same steps."""
+"""The policies of Orbax and of jaxckpt choose the same steps, as the page about Orbax says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The msgpack trees of Flax and of old Orbax, sound and hostile."""
+"""The msgpack trees of Flax and of old Orbax, intact and malicious."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The laws of `Processes` (in `tests/workers/multihost.py`) on one, simulated and real ones."""
+"""The laws of `Processes` (in `tests/workers/multihost.py`) for one, simulated and real ones."""
 
 from __future__ import annotations
 

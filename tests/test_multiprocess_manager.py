@@ -1,4 +1,4 @@
-"""Several real processes train with one manager each: together, without one of them, in turns."""
+"""Several real processes train with one manager each: together, with one missing, in turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a checkpoint and a manager look in a notebook: whole, escaped, small, and true."""
+"""Notebooks display checkpoints and managers completely, escaped, small, and correctly."""
 
 from __future__ import annotations
 

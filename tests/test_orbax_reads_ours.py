@@ -1,4 +1,4 @@
-"""The installed Orbax restores what `jaxckpt.save` wrote, by each of its entry points."""
+"""The installed Orbax restores checkpoints written by `jaxckpt.save`, by each entry point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`overview`: every step of a run with what it says of itself, whole or not."""
+"""`overview` lists every step of a run with its recorded facts, complete or not."""
 
 from __future__ import annotations
 

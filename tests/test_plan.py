@@ -1,4 +1,4 @@
-"""Plans, as pure data: every element written once, read once, for any number of processes."""
+"""Plans as pure data: every element is written once and read once, for any number of processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plots show, by what is drawn; the pictures themselves were looked at."""
+"""The plots draw the right data; their appearance was checked by eye."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save or restore tells of itself while it runs, and of how long it took."""
+"""Saves and restores report their progress while they run, and their duration at the end."""
 
 from __future__ import annotations
 

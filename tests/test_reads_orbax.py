@@ -1,4 +1,4 @@
-"""What any Orbax release, or Flax, wrote, jaxckpt restores: golden samples and live saves."""
+"""jaxckpt restores what any release of Orbax or Flax wrote: golden samples and live saves."""
 
 from __future__ import annotations
 

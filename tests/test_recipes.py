@@ -1,4 +1,4 @@
-"""The recipes in `examples/`, with the real signals that Slurm and Kubernetes send."""
+"""The recipes in `examples/` handle the real signals that Slurm and Kubernetes send."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The report of a run: what is in it, how it is written, and that a real browser shows it.
+"""The report of a run: its contents, its encoding, and its display in a real browser.
 
-What needs a browser is marked so; `make browser` runs it, and fails where there is none.
+Tests that need a browser have its mark; `make browser` runs them, and fails if there is none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Any checkpoint restores onto any mesh, as the caller wants it, reading only what is needed."""
+"""Any checkpoint restores onto any mesh as requested, reading only what is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps stay: each rule by a slow model of it, and what must hold for every policy."""
+"""Retention: each rule agrees with a slow model, and laws hold for every policy."""
 
 from __future__ import annotations
 

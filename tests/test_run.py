@@ -1,4 +1,4 @@
-"""A run's root: how steps are called, who may write, and what goes while others read."""
+"""A run's root: names of steps, the right to write, and deletions while others read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Safetensors files: out of a checkpoint, into one, and what is no such file."""
+"""Safetensors files: export, import, and files that are not valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`save_async`: the values are those of the call, and no error gets lost."""
+"""`save_async` saves the values at the time of the call, and no error gets lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run saves: rules add up, clocks are turned into steps, and all processes decide alike."""
+"""When a run saves: rules add up, clocks become steps, and all processes decide alike."""
 
 from __future__ import annotations
 

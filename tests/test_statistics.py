@@ -1,4 +1,4 @@
-"""`Checkpoint.statistics` says of a leaf what numpy says of the whole array, in little memory."""
+"""`Checkpoint.statistics` agrees with numpy on the whole array, but needs little memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file with the checksums of all chunks: a chunk that is whole but another one is found."""
+"""The file with the checksums of all chunks detects an intact chunk in the wrong place."""
 
 from __future__ import annotations
 

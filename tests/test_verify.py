@@ -1,4 +1,4 @@
-"""Every damaged byte is found: `verify` names it, and `restore` never gives other values for it."""
+"""Every damaged byte is found: `verify` names it, and `restore` never returns wrong values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the forked children of a zygote do: saves, restores, whole runs; they say how it went."""
+"""The work of a zygote's forked children: saves, restores and whole runs, with a report of each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checkpoints of every layout that we write, damage to their files, and what readers make of it.
+"""Damages the files of checkpoints in every layout that we write, and reads them back.
 
 The trials run in forked children, many in each, so that a crash or a hang is one more failure. A
-child says what it is about to try, then what came of it: `trials_of` counts them.
+child reports each trial before it starts, and then its result; `trials_of` counts them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the members of a job do when one of them dies, hangs, or comes late."""
+"""The work of the members of a job in which one dies, hangs, or arrives late."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What forked children do while calls of the system fail: one child tries every point in turn.
+"""Runs in forked children while system calls fail: one child tries every point in turn.
 
-A child keeps its state from one trial to the next, as a training job does that goes on after a
+A child keeps its state from one trial to the next, like a training job that continues after a
 failed save: open files, caches of TensorStore, the memory of a manager.
 """
 

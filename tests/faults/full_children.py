@@ -1,6 +1,6 @@
-"""What forked children do on a disk that is full: one of the shim's, or a real one that they fill.
+"""Runs in forked children on a full disk: one simulated by the shim, or a real one that they fill.
 
-The run lies in the directory `run` of the disk, and keeps two steps.
+The run is in the directory `run` of the disk, and keeps two steps.
 """
 
 from __future__ import annotations

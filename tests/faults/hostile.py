@@ -1,4 +1,4 @@
-"""Checkpoints that someone made to do harm, and what readers make of them."""
+"""Makes malicious checkpoints, and checks how readers handle them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Jobs of several real processes over `jax.distributed`, forked: they start in a third of a second.
 
-A child of a zygote forks the members, says when each of them ends, and ends those that hang. What a
-member does is a plain function of some module, called with a `Member` of `tests.multiprocess`:
+A child of a zygote forks the members, reports when each of them ends, and kills members that hang.
+A member runs a plain function of some module, called with a `Member` of `tests.multiprocess`:
 
     with started(zygote, children.save, count=3, args=[root]) as job:
         job.wait_for(1, "writing")     # a point that the function has reached

@@ -1,4 +1,4 @@
-"""What a power cut leaves: children that write what is replayed, and that look at what is left."""
+"""Children that write the changes to replay, and children that check the state after a cut."""
 
 from __future__ import annotations
 

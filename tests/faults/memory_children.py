@@ -1,4 +1,4 @@
-"""What a child saves and restores in a cgroup that has room for 1.3 times the state."""
+"""Saves and restores in a cgroup with a memory limit of 1.3 times the state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Broken metadata: changes of JSON, of bytes and of values in a database, and what readers say."""
+"""Breaks metadata: changes JSON, bytes and database values, and checks how readers handle them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run on a file system that is about to lose its power, and what is found when it is back."""
+"""Runs on a file system that is about to lose power, and checks the run after it is back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the forked children of the soak test do: train a little, or look at what is there."""
+"""Runs in forked children of the soak test: trains a little, or checks the run."""
 
 from __future__ import annotations
 

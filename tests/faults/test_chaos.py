@@ -1,4 +1,4 @@
-"""ckpt-chaos, a test program of others, kills a training script and looks at what it resumes to."""
+"""ckpt-chaos, an independent test program, kills a training script and checks how it resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged data: a flipped bit, a file cut short or swapped, never gives another value."""
+"""Damaged data, such as a flipped bit or a truncated or swapped file, never gives another value."""
 
 from __future__ import annotations
 

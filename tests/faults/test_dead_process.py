@@ -1,4 +1,4 @@
-"""Of three real processes one is killed, stopped, or late: nobody hangs, and nothing is lost."""
+"""One of three real processes is killed, stopped, or late: none hangs, and nothing is lost."""
 
 from __future__ import annotations
 

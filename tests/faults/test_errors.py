@@ -1,4 +1,4 @@
-"""Calls of the system that fail, at every point of a save or restore: nothing is lost by it."""
+"""System calls fail at every point of a save or restore, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that is full: the error says so, nothing is lost, and with room again it goes on."""
+"""A full disk: the error says so, nothing is lost, and saving resumes once there is room."""
 
 from __future__ import annotations
 

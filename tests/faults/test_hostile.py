@@ -1,4 +1,4 @@
-"""Checkpoints that someone made to do harm: no crash, no memory, nothing outside is touched."""
+"""Malicious checkpoints cause no crash, use no extra memory, and touch nothing outside."""
 
 from __future__ import annotations
 

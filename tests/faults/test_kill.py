@@ -1,4 +1,4 @@
-"""SIGKILL at random moments and before every change of a file: the old tree or the new one."""
+"""SIGKILL at random moments and before every file change leaves the old tree or the new one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGKILL before every change of a file by a manager: no step that was acknowledged is lost."""
+"""SIGKILL before every file change by a manager loses no acknowledged step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Broken metadata: a typed error or a right restore, whatever a file says."""
+"""Broken metadata gives a typed error or a correct restore, whatever a file contains."""
 
 from __future__ import annotations
 

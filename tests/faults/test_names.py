@@ -1,4 +1,4 @@
-"""Trees whose names nearly collide: they come back as they were, or are refused before a write."""
+"""Trees whose names nearly collide are restored as saved, or refused before a write."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Hosts with addresses of their own are killed, stopped or cut off the network, as root only can.
+"""Hosts with their own addresses are killed, stopped or disconnected, which needs root.
 
-Each host is a network namespace, all of them on a bridge in one more: nothing leaves this machine.
+Each host is a network namespace; all are connected by a bridge in another namespace, so nothing
+leaves this machine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Real file systems lose their power in the middle of a run: no acknowledged step is lost.
+"""Real file systems lose power in the middle of a run: no acknowledged step is lost.
 
-The file system lives in an image. ext4 and XFS are cut with the ioctl of xfstests that stops all
-writes at once and flushes no log; of btrfs, which has none, the image is copied as it is. What is
-mounted again is always a copy: the first mount may be held by another mount namespace.
+The file system is in an image. ext4 and XFS are cut with the ioctl of xfstests that stops all
+writes at once and flushes no log. btrfs has no such ioctl, so its image is copied while mounted.
+The test always mounts a copy afterwards, since another mount namespace may hold the first mount.
 """
 
 from __future__ import annotations

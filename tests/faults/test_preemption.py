@@ -1,4 +1,4 @@
-"""Trainings, `train_for_ever` of the zygote and jobs of three, are told to stop by real signals."""
+"""Real signals stop trainings: `train_for_ever` of the zygote, and jobs of three processes."""
 
 from __future__ import annotations
 

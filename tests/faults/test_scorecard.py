@@ -1,4 +1,4 @@
-"""The scorecard itself: it counts what was tried, and sees what is missing."""
+"""The scorecard counts the trials, and reports missing and failed ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_row_with_too_few_trials_or_a_failed_one_is_told():
     counts["2", "failed"] += 1
 
     assert table(counts, target="faults")[1] == [
-        f"row 1: {ROWS['1'].count - 1} trials, at least {ROWS['1'].count} are wanted",
+        f"row 1: {ROWS['1'].count - 1} trials, expected at least {ROWS['1'].count}",
         f"row 2: 1 of {ROWS['2'].count + 1} trials failed",
     ]
 

@@ -1,4 +1,4 @@
-"""`verify` finds every fault that is planted; `manager.scrub` sets aside what is damaged."""
+"""`verify` finds every planted fault; `manager.scrub` sets damaged steps aside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's root that others use too: strays, a second writer, a zombie, and clocks that jump."""
+"""A run's root shared with others: strays, a second writer, a zombie, and clocks that jump."""
 
 from __future__ import annotations
 

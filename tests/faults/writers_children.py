@@ -1,4 +1,4 @@
-"""What children do with a run that others write too, or whose clock jumps."""
+"""Runs in children that share a run with other writers, or whose clock jumps."""
 
 from __future__ import annotations
 

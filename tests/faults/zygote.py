@@ -2,8 +2,8 @@
 
 Importing JAX takes a second, a forked child 20 ms. The zygote starts with the shim preloaded and
 makes neither arrays nor threads, which a fork would not survive. Run as a script it reads one
-command a line, JSON: a function, as "module:name", and its arguments. The child answers with lines
-of JSON of its own, and the zygote with {"pid": ...} before and {"status": ...} after it.
+command per line, as JSON: a function, as "module:name", and its arguments. The child answers with
+its own lines of JSON, and the zygote with {"pid": ...} before and {"status": ...} after them.
 """
 
 from __future__ import annotations

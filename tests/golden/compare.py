@@ -1,4 +1,4 @@
-"""Compares a restored tree with what a golden sample is known to hold."""
+"""Compares a restored tree with the known contents of a golden sample."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Writes samples with whatever release of Orbax is installed: one directory per sample.
+"""Writes samples with the installed release of Orbax: one directory per sample.
 
     python tests/golden/generate.py <directory>
 
-Run it in an environment of each release, then pack what it wrote with `pack.py`. A sample that the
-release has no API for, or fails to save, is left out, and the reason is printed. Nothing here is
-imported by the library or run by the tests; it says how `extra.tar.xz` came to be.
+Run it in an environment of each release, then pack the samples with `pack.py`. A sample that the
+release has no API for, or fails to save, is left out, and the reason is printed. Neither the
+library nor the tests use this file; it documents how `extra.tar.xz` was made.
 """
 
 from __future__ import annotations

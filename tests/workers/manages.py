@@ -1,4 +1,4 @@
-"""Runs with a manager in several processes: they train, lose one of theirs, are told to stop."""
+"""Runs with one manager in each of several processes: train, lose a process, get a signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every `Processes`, and workers that die, hang or come late."""
+"""Laws that hold for every `Processes`, and workers that die, hang or arrive late."""
 
 from __future__ import annotations
 

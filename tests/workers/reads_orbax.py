@@ -1,4 +1,4 @@
-"""Restores the golden samples, and what the tests made, on other numbers of devices."""
+"""Restores the golden samples and checkpoints from the tests on other numbers of devices."""
 
 from __future__ import annotations
 

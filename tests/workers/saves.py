@@ -1,4 +1,4 @@
-"""Jobs that save and restore together, disagree, fail, or lose one of theirs."""
+"""Jobs that save and restore together, disagree, fail, or lose a process."""
 
 from __future__ import annotations
 
