@@ -11,7 +11,7 @@ STEPS = 12
 
 
 def train(root, fault):
-    """Goes on for some steps, or until told to stop; says which are saved, and what it raised."""
+    """Trains for some steps, or until a signal stops it; reports the saved steps and any error."""
     import jaxckpt
 
     arm(root, fault)

@@ -67,7 +67,7 @@ def test_files_in_each_others_place_are_found(zygote, trial, checkpoints, ram_pa
 
 
 def test_files_in_each_others_place_fit_without_the_sums(zygote, checkpoints, ram_path):
-    """A control: the chunks' own checksums do not tell, and other values come back."""
+    """A control: the chunks' own checksums do not show it, and other values are restored."""
     root, other = checkpoints("alike"), checkpoints("alike", 2)
 
     problems = damage.problems_of(

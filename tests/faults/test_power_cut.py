@@ -135,7 +135,7 @@ def test_a_power_cut_loses_no_acknowledged_step(trial, zygote, make_disk, system
 
 @pytest.mark.parametrize("system", ["ext4", "xfs"])
 def test_a_power_cut_takes_what_was_not_synced(zygote, make_disk, system):
-    """A control: the same run without any fsync loses what it was told is saved."""
+    """A control: the same run without any fsync loses acknowledged steps."""
     dice, kept = random.Random(0), 0
     for _ in range(3):
         disk = make_disk(system)

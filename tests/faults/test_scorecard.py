@@ -10,7 +10,7 @@ from tests.faults.scorecard import ROWS, Trials, table
 
 
 def test_a_trial_that_fails_fails_the_test_and_not_the_next_trial():
-    """All are counted, and those that failed are named."""
+    """All trials are counted, and the failed ones are named."""
     trials = Trials()
     for n in range(3):
         with trials("1", f"kill {n}"):
@@ -46,7 +46,7 @@ def test_a_row_with_too_few_trials_or_a_failed_one_is_told():
 
 
 def test_each_target_has_its_rows():
-    """Those that need root are not missed by a run without."""
+    """A run without root does not report the rows that need root as missing."""
     _, missing = table(Counter(), target="faults-root")
 
     assert [line.split(":")[0] for line in missing] == [

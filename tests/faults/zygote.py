@@ -55,7 +55,7 @@ def events():
 
 
 def leave_room(size):
-    """From here on so many bytes may be taken below the armed root, and those that are freed."""
+    """From now on allows so many bytes below the armed root, plus the bytes that are freed."""
     ctypes.CDLL(None).shim_room(ctypes.c_longlong(size))
 
 
@@ -109,7 +109,7 @@ class Zygote:
         return json.loads(line)
 
     def errors(self):
-        """What it and its children have written to stderr so far."""
+        """Returns the output to stderr of the zygote and its children so far."""
         return self._errors.read_text()
 
     def answers(self):

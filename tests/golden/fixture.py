@@ -76,7 +76,7 @@ def _index() -> dict[str, str]:
 
 
 def golden_names(contains: str = "") -> list[str]:
-    """The names of all samples, or of those with `contains` in them, for `parametrize`."""
+    """Returns the names of all samples that contain `contains`, for `parametrize`."""
     return sorted(name for name in _index() if contains in name)
 
 

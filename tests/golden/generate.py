@@ -83,7 +83,7 @@ def sharded(value: Any, *spec: Any) -> Any:
 
 
 def training_tree(*, strings: bool = True, int_keys: bool = True) -> Any:
-    """What a small training loop has, with every common kind of leaf."""
+    """Returns the state of a small training loop, with every common kind of leaf."""
     import jax
     import jax.numpy as jnp
     import ml_dtypes
@@ -613,7 +613,7 @@ def two_hosts(out: Path, what: str) -> None:
 
 
 def one_of_two(out: Path, what: str) -> None:
-    """What each of the two processes does."""
+    """Runs in each of the two processes."""
     import jax
     import numpy as np
 
