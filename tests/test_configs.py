@@ -53,7 +53,7 @@ def run_of(name, kind, directory):
 @pytest.mark.parametrize("kind", ["py", "gin"])
 @pytest.mark.parametrize("name", KEPT)
 def test_a_run_works_with_a_config(ram_path, name, kind):
-    """It saves by the rules, keeps by them, and goes on."""
+    """It saves and keeps steps by the rules, and resumes."""
     state = {"w": np.zeros(3)}
     with run_of(name, kind, ram_path / "run") as manager:
         for step in range(1, 2001):
