@@ -1,1 +1,1 @@
-"""How fast jaxckpt is, next to Orbax and to plain file I/O: `python -m benchmarks --help`."""
+"""Compares the speed of jaxckpt with Orbax and plain file I/O: `python -m benchmarks --help`."""

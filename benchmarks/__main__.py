@@ -1,4 +1,4 @@
-"""The command: measures, prints Markdown tables, and keeps them with every sample on request."""
+"""Runs benchmarks and prints Markdown tables; with --out, writes them and all samples to files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-# JAX reads these when it is imported, so they come before all that imports it.
+# JAX reads these when it is imported, so they must be set before any import of JAX.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
@@ -31,13 +31,13 @@ from benchmarks.timing import FIGURES, measure
 from benchmarks.workloads import WORKLOADS, build, make_mesh, total_bytes
 
 _QUICK: Final = {"large": 0.1, "gpt2": 0.05, "small": 0.03}
-_PEERS: Final = [name for name in PEERS if name != "torch"]  # torch must be installed for it
-_SIZES: Final = (2, 4)  # of jobs of several processes
+_PEERS: Final = [name for name in PEERS if name != "torch"]  # needs an installed torch
+_SIZES: Final = (2, 4)  # numbers of processes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
-    # They warn at each call, of their own deprecations and of what one process has.
+    # They warn at each call, about their own deprecations and about running in one process.
     for name in ("orbax", "torch"):
         warnings.filterwarnings("ignore", module=name)
     facts = _facts(args)
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found[section.key or name] = section
             texts.append(markdown(section))
             print(f"\n{texts[-1]}", flush=True)
-        if args.out is not None:  # now, so that a long run that is stopped has told something
+        if args.out is not None:  # now, so that a run that is stopped keeps its results so far
             _keep(args.out, args.name, texts, facts, found)
     for peer in peers:
         peer.close()
@@ -133,7 +133,7 @@ def _processes(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> It
     yield Section(
         title="large, in jobs of several processes",
         rows=rows,
-        note="Eight devices in all, on the cores of one machine; the slowest process counts.",
+        note="Eight devices in total, on the cores of one machine; the slowest process counts.",
         samples=by_count,
     )
 
@@ -179,39 +179,40 @@ STUDIES: Final[
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; all if none is named"
+        "studies", nargs="*", metavar="STUDY", help=f"any of {', '.join(STUDIES)}; by default all"
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, about a minute")
-    parser.add_argument("--scale", type=float, help="share of the full sizes, in place of --quick")
+    parser.add_argument("--scale", type=float, help="fraction of the full sizes instead")
     parser.add_argument("--peers", type=_names(PEERS), default=_PEERS)
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="where to save")
-    parser.add_argument("--repeats", type=int, help="rounds that count: 5, with --quick 2")
-    parser.add_argument("--out", type=Path, help="keep tables, samples and a plot in this folder")
-    parser.add_argument("--name", default="latest", help="of the files in OUT")
+    parser.add_argument("--repeats", type=int, help="counted rounds: 5, with --quick 2")
+    parser.add_argument("--out", type=Path, help="write tables, samples and a plot to this folder")
+    parser.add_argument("--name", default="latest", help="name of the files in OUT")
     args = parser.parse_args(argv)
     args.studies = args.studies or list(STUDIES)
     if unknown := set(args.studies) - set(STUDIES):
-        parser.error(f"{', '.join(unknown)}: none of {', '.join(STUDIES)}")
+        parser.error(f"unknown study {', '.join(unknown)}; choose from {', '.join(STUDIES)}")
     if args.peers[0] != "jaxckpt":
-        parser.error("--peers starts with jaxckpt, which the others are compared with")
+        parser.error("--peers must start with jaxckpt, which the others are compared with")
     args.repeats = args.repeats or (2 if args.quick else 5)
     args.scales = {name: args.scale or (_QUICK[name] if args.quick else 1.0) for name in WORKLOADS}
     args.dir.mkdir(parents=True, exist_ok=True)
     return args
 
 
-def _names(known: Any) -> Any:  # what argparse takes for a type
+def _names(known: Any) -> Any:  # a `type` for argparse
     def names(text: str) -> list[str]:
         chosen = text.split(",")
         if unknown := set(chosen) - set(known):
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: none of {', '.join(known)}")
+            message = f"unknown peer {', '.join(unknown)}; choose from {', '.join(known)}"
+            raise argparse.ArgumentTypeError(message)
         return chosen
 
     return names
 
 
 def _facts(args: argparse.Namespace) -> dict[str, Any]:
-    """What the figures depend on; nothing that names a machine."""
+    """Returns everything that the figures depend on, without naming the machine."""
     packages = ["jax", "jaxlib", "numpy", "tensorstore", "orbax-checkpoint"]
     packages += ["torch"] if "torch" in args.peers else []
     return {
@@ -255,12 +256,11 @@ def _heading(facts: dict[str, Any]) -> str:
     return (
         f"`{facts['command']}` on {facts['filesystem']}: {facts['cores']} cores, "
         f"{facts['devices']} devices, {facts['platform']}; {versions}. Load at the start: "
-        f"{facts['load']:.1f}. Medians of {facts['repeats']}. In brackets how many times jaxckpt's "
-        "figure, as the ratio of the medians, and from the least to the greatest ratio within a "
-        "round."
+        f"{facts['load']:.1f}. Medians of {facts['repeats']}. In brackets: the multiple of "
+        "jaxckpt's figure, as the ratio of the medians, and the range of the ratios within a round."
     )
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that directories are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes temporary directories
     sys.exit(main())

@@ -1,6 +1,6 @@
-"""What one save and one restore take of host memory, each peer in a process of its own.
+"""Measures the host memory of one save and one restore, with a separate process for each peer.
 
-In one process the second peer would be served with what malloc kept of the first.
+In one process the second peer would get the memory that malloc kept from the first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TIMEOUT_S = 600.0
 def measure_footprints(
     peers: Sequence[str], *, workload: str, scale: float, root: Path
 ) -> dict[str, dict[str, float]]:
-    """Peak bytes by peer: of a save above the state, of a restore above what it returns, too."""
+    """Returns peak bytes by peer: above the state, and for a restore also above its result."""
     found = {}
     for peer in peers:
         command = [sys.executable, "-m", "benchmarks.footprint", peer, workload, str(scale)]

@@ -1,4 +1,4 @@
-"""What is compared: jaxckpt, both generations of Orbax, and the same bytes through a plain file."""
+"""The peers to compare: jaxckpt, both generations of Orbax, and the same bytes in a plain file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 import jaxckpt
 
-# One system call takes no more than 2 GiB, and 1,024 buffers.
+# One system call takes at most 2 GiB and 1,024 buffers.
 _LARGEST_READ: Final = 1 << 30
 _BATCH: Final = 32
 
@@ -22,8 +22,8 @@ class Peer(Protocol):
     """One way to save and restore a tree.
 
     Attributes:
-        is_async: Whether `save` returns before the work is done, so that its time says something.
-        reshards: Whether `restore` looks at the shardings of `like`.
+        is_async: Whether `save` returns before the work is done, so that its time is meaningful.
+        reshards: Whether `restore` uses the shardings of `like`.
     """
 
     name: str
@@ -31,11 +31,11 @@ class Peer(Protocol):
     reshards: bool
 
     def save(self, path: Path, tree: Any) -> Callable[[], object]:
-        """Starts to save `tree`, and returns what waits until that is committed."""
+        """Starts to save `tree`, and returns a function that waits for the commit."""
         ...
 
     def restore(self, path: Path, like: Any) -> Any:
-        """Restores into the shapes and shardings of `like`."""
+        """Restores with the shapes and shardings of `like`."""
         ...
 
     def close(self) -> None: ...
@@ -59,7 +59,7 @@ class Jaxckpt:
 
 @final
 class OrbaxV0:
-    """`StandardCheckpointer`, which is asynchronous: one for all saves, as in a training loop."""
+    """The asynchronous `StandardCheckpointer`, one for all saves, as in a training loop."""
 
     name = "orbax v0"
     is_async = True
@@ -81,7 +81,7 @@ class OrbaxV0:
 
 @final
 class OrbaxV1:
-    """`save_async` and `load`, which were called `save_pytree_async` and `load_pytree`."""
+    """`save_async` and `load`, formerly called `save_pytree_async` and `load_pytree`."""
 
     name = "orbax v1"
     is_async = True
@@ -104,9 +104,9 @@ class OrbaxV1:
 
 @final
 class Torch:
-    """`torch.distributed.checkpoint`, of whole tensors: it knows nothing of jax's shards.
+    """`torch.distributed.checkpoint` of whole tensors, since it does not support jax's shards.
 
-    It saves from and restores into tensors over host memory, in one process.
+    It saves from and restores into tensors in host memory, in one process.
     """
 
     name = "torch dcp"
@@ -134,11 +134,11 @@ class Torch:
 
 @final
 class Roofline:
-    """The same bytes, written in a row into one file and fsynced, and read into fresh memory."""
+    """Writes the same bytes sequentially to one file with fsync, and reads them into new memory."""
 
     name = "roofline"
     is_async = False
-    reshards = True  # it reads all bytes, whoever wants them
+    reshards = True  # it reads all bytes, whatever the sharding
 
     def save(self, path: Path, tree: Any) -> Callable[[], object]:
         shards = [
@@ -151,7 +151,7 @@ class Roofline:
         def write() -> None:
             path.mkdir()
             with open(path / "data", "wb", buffering=0) as file:
-                # In batches, so that system calls are not what is measured.
+                # In batches, so that the cost of system calls is not measured.
                 for batch in _batches(shards):
                     if os.writev(file.fileno(), batch) != sum(shard.nbytes for shard in batch):
                         raise OSError(f"{path}: a short write")
@@ -176,7 +176,7 @@ def _batches(shards: list[np.ndarray[Any, Any]]) -> list[list[np.ndarray[Any, An
     return [shards[i : i + _BATCH] for i in range(0, len(shards), _BATCH)]
 
 
-# By the word of `--peers`.
+# Keyed by the names for `--peers`.
 PEERS: Final[dict[str, Callable[[], Peer]]] = {
     "jaxckpt": Jaxckpt,
     "v1": OrbaxV1,

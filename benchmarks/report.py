@@ -1,4 +1,4 @@
-"""What the benchmarks found, as Markdown and as a plot."""
+"""Formats the results of the benchmarks as Markdown and as plots."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Section:
     """One table.
 
     Attributes:
-        rows: The first is the heading.
-        note: What was done, and how to read it.
-        samples: Everything measured, as JSON.
-        key: What they are called in the file of samples, if not by the name of the study.
+        rows: The rows of the table; the first row is the heading.
+        note: How the figures were measured, and how to read them.
+        samples: All measurements, as JSON.
+        key: The key of the samples in the JSON file. If empty, the name of the study.
     """
 
     title: str
@@ -33,7 +33,7 @@ class Section:
 
 
 def markdown(section: Section) -> str:
-    """A section as text."""
+    """Returns a section as Markdown text."""
     heading, *rows = section.rows
     lines = [f"### {section.title}", ""]
     if section.note:
@@ -44,7 +44,7 @@ def markdown(section: Section) -> str:
 
 
 def comparison(title: str, figures: Sequence[str], samples: Samples, note: str = "") -> Section:
-    """Peers side by side: medians, and in brackets how many times the first peer's."""
+    """Compares peers side by side: medians, and in brackets the multiple of the first peer's."""
     mine, *others = next(iter(samples.values()))
     rows = [["", mine, *others]]
     for figure in figures:
@@ -63,23 +63,23 @@ def comparison(title: str, figures: Sequence[str], samples: Samples, note: str =
 
 
 def value(figure: str, values: Sequence[float]) -> str:
-    """A median with its unit."""
+    """Returns the median with its unit."""
     middle = statistics.median(values)
     return amount(middle) if figure in BYTES else seconds(middle)
 
 
 def seconds(value: float) -> str:
-    """A time in words."""
+    """Returns a time with its unit."""
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
 
 
 def amount(size: float) -> str:
-    """A number of bytes in words."""
+    """Returns a number of bytes with its unit."""
     return f"{size / 1e6:,.0f} MB" if abs(size) >= 1e7 else f"{size / 1e6:.2f} MB"
 
 
 def plot(workloads: Mapping[str, Section], file: Path) -> None:
-    """Draws how many times as long as jaxckpt each peer took, as an SVG; needs matplotlib."""
+    """Plots the times of each peer as multiples of jaxckpt's, as an SVG; needs matplotlib."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -119,7 +119,7 @@ def plot(workloads: Mapping[str, Section], file: Path) -> None:
 
 
 def plot_scale(plans: Mapping[int, Any], merges: Mapping[int, Any], file: Path) -> None:
-    """Draws what grows with the number of processes, as an SVG; needs matplotlib."""
+    """Plots the times that grow with the number of processes, as an SVG; needs matplotlib."""
     import matplotlib as mpl
 
     mpl.use("svg")

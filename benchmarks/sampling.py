@@ -1,8 +1,8 @@
-"""Where the time goes: which function of jaxckpt a thread is in, asked every millisecond.
+"""Profiles saves and restores: samples every millisecond which jaxckpt function a thread is in.
 
-A profiler that counts calls makes small functions look slow, and cannot see two threads. Samples
-can: each is charged to the innermost function of jaxckpt on the stack of the thread that matters,
-with what it waits for or calls outside (jax, TensorStore, the system).
+A profiler that counts calls makes small functions look slow, and cannot observe two threads.
+Sampling can: each sample is charged to the innermost jaxckpt function on the stack of the measured
+thread, including the time that it waits for or spends in other code (jax, TensorStore, the system).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PACKAGE: Final = str(Path(jaxckpt.__file__).parent)
 
 
 def profile(scales: dict[str, float], *, root: Path, repeats: int) -> Section:
-    """The parts of a save and of a restore of each workload, by share of their time."""
+    """Returns the functions that take the largest share of saving and restoring each workload."""
     rows = [["", "time", "where it goes"]]
     samples = {}
     for name in WORKLOADS:
@@ -60,7 +60,7 @@ def profile(scales: dict[str, float], *, root: Path, repeats: int) -> Section:
                 )
                 del restored, job
                 shutil.rmtree(path)
-            if not i:  # the first plans, and warms up
+            if not i:  # the first round plans and warms up
                 found.clear()
                 spent.clear()
         for part, counts in found.items():
@@ -69,7 +69,7 @@ def profile(scales: dict[str, float], *, root: Path, repeats: int) -> Section:
             label = f"{name}: {part}" if part == "restore" else f"{name}: save, {part}"
             rows.append([label, seconds(spent[part] / repeats), ", ".join(shares)])
             samples[label] = dict(counts)
-    note = "Sampled every millisecond; a function with all that it calls outside of jaxckpt."
+    note = "Sampled every millisecond; each function includes its calls outside of jaxckpt."
     return Section(title="Where the time goes", rows=rows, note=note, samples=samples)
 
 

@@ -1,8 +1,8 @@
-"""What grows with the job: the plan, the metadata and the merge of thousands of processes.
+"""Measures the costs that grow with the job: plan, metadata and merge of thousands of processes.
 
-Nobody has thousands of machines at hand, but a plan is a pure function and the merge is done by one
-process: both are run here as they would be there, over real shardings of as many virtual devices,
-one to a process. Times are of one process, with nothing kept from before.
+This needs no thousands of machines: a plan is a pure function, and one process does the merge. Both
+run here as they would in a large job, over real shardings with one virtual device for each process.
+Times are those of one process with empty caches.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any, Final
 LEAVES: Final = 10_000
 COUNTS: Final = (8, 64, 512, 4096)
 MERGED: Final = (8, 64, 512)
-# Of each process, when databases are merged; a value is too large to lie in a node.
+# Keys of each process when databases are merged; a value is too large to be inlined in a node.
 KEYS: Final = 200
 _VALUE_BYTES: Final = 5_000
 _TIMEOUT_S: Final = 300.0
 
 
 def measure_plans(counts: Sequence[int], *, leaves: int) -> dict[int, dict[str, float]]:
-    """Seconds and bytes by number of processes, each in an interpreter of its own.
+    """Returns seconds and bytes by number of processes, each from a separate interpreter.
 
-    `plan` is what a process works out before its first save, `metadata` how process 0 makes
-    the metadata files.
+    `plan` is the time that a process needs to plan its first save, and `metadata` the time that
+    process 0 needs to make the metadata files.
     """
     samples = {}
     for count in counts:
@@ -49,7 +49,7 @@ def measure_plans(counts: Sequence[int], *, leaves: int) -> dict[int, dict[str, 
 
 
 def measure_merges(counts: Sequence[int], *, keys: int, root: Path) -> dict[int, dict[str, float]]:
-    """Seconds to make one database of those of so many processes, and of each key."""
+    """Returns the seconds to merge the databases of all processes, in total and per key."""
     from jaxckpt.storage._arrays import Writer, merge_databases
 
     samples = {}
@@ -59,7 +59,7 @@ def measure_merges(counts: Sequence[int], *, keys: int, root: Path) -> dict[int,
             for i, part in enumerate(parts):
                 part.mkdir()
                 writer = Writer(_file(part))
-                for key in range(keys):  # each process has a chunk of each array
+                for key in range(keys):  # each process writes one chunk of each array
                     writer.put(f"leaf_{key:05d}/c/{i}/0", bytes(_VALUE_BYTES))
                 writer.commit()
             start = time.perf_counter()
@@ -74,7 +74,7 @@ def _file(path: Path) -> dict[str, str]:
 
 
 def _plan(count: int, leaves: int) -> dict[str, float]:
-    """Of the process that has the most to do: the one in the middle plans, the first describes."""
+    """Measures the busiest processes: the middle one for the plan, the first for the metadata."""
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding
@@ -85,7 +85,7 @@ def _plan(count: int, leaves: int) -> dict[str, float]:
     from jaxckpt.format.tree import NAMED, Leaf, Node, Tree
 
     mesh = Mesh(np.array(jax.devices()).reshape(count // 8, 8), ("fsdp", "tensor"))
-    # As in a transformer: matrices cut both ways or one, and vectors that everybody holds.
+    # As in a transformer: matrices split along both axes or one, and replicated vectors.
     kinds: list[tuple[Any, tuple[int, ...]]] = [
         (P("fsdp", "tensor"), (8192, 1024)),
         (P("tensor", "fsdp"), (1024, 8192)),

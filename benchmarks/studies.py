@@ -1,6 +1,6 @@
-"""What a table of seconds does not show: the second save, memory, interference, checksums, imports.
+"""Further studies: the second save, memory, interference, checksums and imports.
 
-Each study prepares what it needs, measures in rounds, and returns a `Section`.
+Each study prepares its data, measures in rounds, and returns a `Section`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from jaxckpt._save import tree_plan as _layout
 from jaxckpt.format import arrays
 from jaxckpt.multihost import current
 
-_WIDTH: Final = 512  # of the training step's matrices
+_WIDTH: Final = 512  # width of the matrices in the training step
 _SAVES: Final = 100
 
 
 def second_save(scales: dict[str, float], *, repeats: int) -> Section:
-    """How long a save of the same tree plans, after the first has."""
+    """Compares the planning time of the first and the second save of the same tree."""
     rows = [["planning and metadata", "first save", "second save", "ratio"]]
     samples = {}
     for name in WORKLOADS:
@@ -57,7 +57,7 @@ def second_save(scales: dict[str, float], *, repeats: int) -> Section:
         samples[name] = {"first": first[1:], "second": second[1:]}
         middle = [seconds(statistics.median(values[1:])) for values in (first, second)]
         rows.append([name, *middle, f"{ratio:.1f}x ({least:.1f}-{most:.1f})"])
-    note = "Everything that a save works out beside moving values; the caches are emptied before."
+    note = "All work of a save except moving values; the caches are emptied before the first."
     return Section(title="A second save of the same tree", rows=rows, note=note, samples=samples)
 
 
@@ -82,7 +82,7 @@ def _forget_layouts() -> None:
 
 
 def memory(scale: float, peers: Sequence[str], *, root: Path, saves: int = _SAVES) -> Section:
-    """Peaks of each peer, one array larger than the budget, and many saves in a row."""
+    """Measures the peaks of each peer, of one array above the budget, and of repeated saves."""
     budget = max(1, round(128 * scale)) << 20
     rows_of = 8 * max(1, round(32768 * scale))
     rows = [["host memory", "above the arrays"]]
@@ -121,14 +121,14 @@ def memory(scale: float, peers: Sequence[str], *, root: Path, saves: int = _SAVE
     what = f"{saves} saves of {amount(total_bytes(tree))}"
     rows.append([f"{what}: growth over the second half", amount(after[-1] - halfway)])
     note = (
-        "Peaks above the state, and for a restore above what it returns. Each peer has a process "
-        "of its own."
+        "Peaks above the state, and for a restore also above the restored arrays. Each peer runs "
+        "in a separate process."
     )
     return Section(title="Memory", rows=rows, note=note, samples=samples)
 
 
 def interference(scale: float, peers: Sequence[Peer], *, root: Path, repeats: int) -> Section:
-    """A jitted step, again and again, while the state beside it is saved."""
+    """Measures how much a save slows down jitted steps that run at the same time."""
     mesh = make_mesh(4, 2)
     tree = build("large", scale=scale, mesh=mesh)
     sharding = NamedSharding(mesh, P("x", "y"))
@@ -164,10 +164,11 @@ def interference(scale: float, peers: Sequence[Peer], *, root: Path, repeats: in
         cells.append(f"{took} ({ratio:.2f}x, {least:.2f}-{most:.2f})")
     rows.append(["training time that a save costs", *cells])
     means = [f"{statistics.median(slower[name]):.2f}x" for name in (mine, *others)]
-    rows.append(["a step takes meanwhile", *means])
+    rows.append(["duration of a step during the save", *means])
     note = (
-        "Steps of some milliseconds that keep all cores busy, from the return of `save_async` to "
-        "the commit: how much longer they took in all than as many steps alone, and each of them."
+        "Steps of a few milliseconds keep all cores busy from the return of `save_async` to the "
+        "commit. The rows show how much longer they took than as many steps without a save, in "
+        "total and for each step."
     )
     samples = {"lost": lost, "slower": slower}
     return Section(title="Interference with training", rows=rows, note=note, samples=samples)
@@ -192,7 +193,7 @@ def _steps_beside(run: Callable[[], float], wait: Callable[[], object]) -> list[
 
 
 def integrity(scales: dict[str, float], *, root: Path, repeats: int) -> Section:
-    """Saves and restores with checksums of the data, and without."""
+    """Compares saves and restores with and without checksums of the data."""
     rows = [["", "with", "without", "checksums cost"]]
     samples = {}
     for name in WORKLOADS:
@@ -233,7 +234,7 @@ def _save_and_restore(tree: Any, like: Any, root: Path, *, checks: bool) -> tupl
 
 @contextlib.contextmanager
 def _unchecked() -> Iterator[None]:
-    """Writes arrays without the CRC-32C codec, and reads such ones."""
+    """Makes saves write arrays without the CRC-32C codec, and restores read such arrays."""
     with_crc = arrays.zarr3_metadata
 
     def without(stored: Any) -> dict[str, Any]:
@@ -283,10 +284,10 @@ def _take_without(job: Any, data: bytes, path: str) -> None:
 
 
 def imports(*, repeats: int) -> Section:
-    """What importing costs on top of jax, in fresh interpreters."""
+    """Measures the cost of imports on top of jax, in new interpreters."""
     statements = {
         "import jaxckpt": "import jaxckpt",
-        "all that a manager, a save and a restore need": (
+        "everything that a manager, a save and a restore need": (
             "import jaxckpt; jaxckpt.CheckpointManager, jaxckpt.save, jaxckpt.restore\n"
             "import jaxckpt.storage._arrays"
         ),

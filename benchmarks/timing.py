@@ -1,9 +1,9 @@
-"""Measures peers side by side: in rounds, in turns, each from a fresh directory.
+"""Measures peers side by side, in rounds, each from a new directory.
 
 Within a round every peer does the same thing at nearly the same time, so that the ratio of two
-figures of one round says something even on a machine that others use. Rounds go through the peers
-forwards and backwards in turn (A B B A). The first round warms up: it is not counted, and its
-values are compared instead.
+figures of one round is meaningful even on a machine that others use. Rounds go through the peers
+alternately forwards and backwards (A B B A). The first round is a warm-up: it is not counted, and
+the restored values are compared instead.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ DISK: Final = "bytes on disk"
 FIGURES: Final = (SAVE, BLOCKED, *TARGETS, DISK)
 BYTES: Final = (DISK,)
 
-# What one workload took: figure -> peer -> seconds or bytes of each counted round.
+# The results of one workload: figure -> peer -> seconds or bytes of each counted round.
 Samples = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 def measure(tree: Any, peers: Sequence[Peer], *, root: Path, repeats: int) -> Samples:
-    """Takes every figure of every peer, once more than `repeats` times.
+    """Measures every figure of every peer, `repeats` + 1 times.
 
-    Restores read what was just written, from the page cache.
+    Restores read the data that was just written, from the page cache.
     """
     samples = {figure: {peer.name: [] for peer in peers} for figure in FIGURES}
     for i in range(repeats + 1):
@@ -80,20 +80,20 @@ def _round(
             if check:
                 _check(peer, tree, restored)
             del restored
-        shutil.rmtree(path)  # or those of all peers would have to fit into memory
+        shutil.rmtree(path)  # otherwise the checkpoints of all peers would have to fit into memory
     return got
 
 
 def _check(peer: Peer, tree: Any, restored: Any) -> None:
-    """Whoever is fast and wrong does not count."""
+    """Raises if a peer has restored wrong values: a fast but wrong peer does not count."""
     if isinstance(restored, np.ndarray):
         if restored.nbytes != total_bytes(tree):
             raise AssertionError(f"{peer.name} read {restored.nbytes} bytes")
         return
-    if isinstance(restored, list):  # a peer that knows no pytrees
+    if isinstance(restored, list):  # a peer without support for pytrees
         restored = jax.tree.unflatten(jax.tree.structure(tree), restored)
     if jax.tree.structure(restored) != jax.tree.structure(tree):
-        raise AssertionError(f"{peer.name} restored another tree")
+        raise AssertionError(f"{peer.name} restored another tree structure")
     for saved, back in zip(jax.tree.leaves(tree), jax.tree.leaves(restored), strict=True):
         if not np.array_equal(saved, back):
             raise AssertionError(f"{peer.name} restored other values")
@@ -101,7 +101,7 @@ def _check(peer: Peer, tree: Any, restored: Any) -> None:
 
 @contextlib.contextmanager
 def peak_rss() -> Iterator[list[float]]:
-    """Samples how far the process's memory rises above where it is now; zero where unknown."""
+    """Samples how far the process's memory rises above its current size; 0 if unknown."""
     _settle()
     peak, stop, start = [0.0], threading.Event(), rss()
 
@@ -120,7 +120,7 @@ def peak_rss() -> Iterator[list[float]]:
 
 
 def _settle() -> None:
-    """Or one peer's garbage would be in the way of the next."""
+    """Collects garbage, so that one peer's garbage does not affect the next peer."""
     gc.collect()
     trim()
 
@@ -133,7 +133,7 @@ def rss() -> int:
 
 
 def trim() -> None:
-    """Gives freed memory back, or one peer's garbage would hide what the next one takes."""
+    """Returns freed memory to the system, so that it does not hide the next peer's usage."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloctrim(0)
 
@@ -143,7 +143,7 @@ def _size(path: Path) -> int:
 
 
 def paired(mine: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
-    """How many times `mine` fits into `other`: the ratio of medians, and the extremes of the pairs.
+    """Returns how many times `mine` fits into `other`: ratio of medians, least and greatest pair.
 
     Example:
         >>> paired([1.0, 2.0, 1.0], [2.0, 2.0, 3.0])

@@ -1,16 +1,16 @@
-"""What each process of a job runs: it saves and restores in step with the others, on the clock.
+"""Runs in each process of a job: measures saves and restores in step with the other processes.
 
-`benchmarks.processes` starts several of these at once. Each one
+`benchmarks.processes` starts several of these at once. Each process
 
 1. connects to the others and builds its share of the workload, over one mesh of all devices;
-2. goes through the rounds. Within one, every peer saves and then restores, in an order that turns
-   from round to round (A B B A). All processes meet before each part, and from there each one
-   measures until it is done itself;
-3. writes its seconds as JSON, by figure and peer, and ends.
+2. runs the rounds. Within a round every peer saves and then restores, and the order of the peers is
+   reversed from round to round (A B B A). All processes meet before each part, and each of them
+   measures from there until it has finished itself;
+3. writes its seconds as JSON, by figure and peer, and exits.
 
-The first round warms up: it is not counted, and the shards of this process are compared instead.
-The last lines that a process prints are the part that it went into, and why it failed. When its
-standard input ends, so does the process: then there is no parent left to do it.
+The first round is a warm-up: it is not counted, and the shards of this process are compared
+instead. The last lines that a process prints show the part that it entered, and why it failed. A
+process exits when its standard input ends, since its parent is then gone.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from benchmarks.timing import BLOCKED, SAVE, trim
 from benchmarks.workloads import DEVICES, TARGETS, abstract, build, make_mesh
 from jaxckpt.multihost import current
 
-# Only meshes of all devices: on others some processes would have nothing to do.
+# Only meshes of all devices: on smaller meshes some processes would have nothing to do.
 RESTORES: Final = {name: (x, y) for name, (x, y) in TARGETS.items() if x * y == DEVICES}
 FIGURES: Final = (SAVE, BLOCKED, *RESTORES)
 
-# Longer than any part: those who are done wait so long for the slowest.
+# Longer than any part: the processes that have finished wait for the slowest one.
 _MEET_TIMEOUT_S: Final = 600.0
 _CONNECT_TIMEOUT_S: Final = 120
 _SHUTDOWN_TIMEOUT_S: Final = 60
@@ -64,15 +64,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.worker", description=__doc__)
-    parser.add_argument("--index", type=int, required=True, help="of this process")
-    parser.add_argument("--count", type=int, required=True, help="of all processes")
-    parser.add_argument("--port", type=int, required=True, help="of process 0, on loopback")
+    parser.add_argument("--index", type=int, required=True, help="index of this process")
+    parser.add_argument("--count", type=int, required=True, help="number of processes")
+    parser.add_argument("--port", type=int, required=True, help="port of process 0, on loopback")
     parser.add_argument("--workload", required=True)
     parser.add_argument("--scale", type=float, required=True)
     parser.add_argument("--peers", type=lambda text: text.split(","), required=True)
-    parser.add_argument("--repeats", type=int, required=True, help="rounds that count")
-    parser.add_argument("--folder", type=Path, required=True, help="where all of them save")
-    parser.add_argument("--out", type=Path, required=True, help="JSON, written at the end")
+    parser.add_argument("--repeats", type=int, required=True, help="number of counted rounds")
+    parser.add_argument("--folder", type=Path, required=True, help="where all processes save")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file, written at the end")
     return parser.parse_args(argv)
 
 
@@ -86,11 +86,11 @@ def _connect(args: argparse.Namespace) -> None:
         shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
     )
     if jax.device_count() != DEVICES:
-        raise RuntimeError(f"the job has {jax.device_count()} devices, wanted {DEVICES}")
+        raise RuntimeError(f"the job must have {DEVICES} devices, got {jax.device_count()}")
 
 
 def _measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Takes this process's seconds of every counted round: figure -> peer -> round."""
+    """Measures this process's seconds of every counted round: figure -> peer -> round."""
     peers = [PEERS[name]() for name in args.peers]
     tree = build(args.workload, scale=args.scale, mesh=make_mesh(4, 2))
     samples = {figure: {peer.name: [] for peer in peers} for figure in FIGURES}
@@ -127,7 +127,7 @@ def _round(
             if number == 0:
                 check(peer, tree, restored, like)
             del restored
-    _meet(f"round {number}: over")  # nobody reads any more
+    _meet(f"round {number}: over")  # no process reads any more
     if current().index == 0:
         for path in paths.values():
             shutil.rmtree(path)
@@ -135,7 +135,7 @@ def _round(
 
 
 def _meet(part: str) -> None:
-    """Waits for all processes, with the garbage of the part before out of the way."""
+    """Waits for all processes, after collecting the garbage of the previous part."""
     gc.collect()
     trim()
     print(part, file=sys.stderr, flush=True)
@@ -143,12 +143,13 @@ def _meet(part: str) -> None:
 
 
 def check(peer: Peer, tree: Any, restored: Any, like: Any) -> None:
-    """Whoever is fast and wrong does not count. All processes take part: values move between them.
+    """Raises if a peer has restored wrong values: a fast but wrong peer does not count.
 
-    What was restored elsewhere goes back to where it was saved from, and shards are compared there.
+    All processes must call it, since values move between them: restored arrays are moved to the
+    devices that they were saved from, and their shards are compared there.
     """
     if jax.tree.structure(restored) != jax.tree.structure(tree):
-        raise AssertionError(f"{peer.name} restored another tree")
+        raise AssertionError(f"{peer.name} restored another tree structure")
     leaves = (jax.tree.leaves(each) for each in (tree, restored, like))
     for saved, got, wanted in zip(*leaves, strict=True):
         if got.dtype != wanted.dtype or got.sharding != wanted.sharding:
@@ -166,7 +167,7 @@ def _end_with_parent() -> NoReturn:
 
 
 def _fail() -> NoReturn:
-    """Ends at once: JAX's own shutdown would wait for the others, who wait for this process."""
+    """Exits at once: JAX's own shutdown would wait for processes that wait for this one."""
     traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What is saved: three trees of float32 arrays on 4x2 devices, and how to ask for them back."""
+"""Builds the workloads: three trees of float32 arrays on 4x2 devices, and their restore targets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 DEVICES: Final = 8
-# Where a workload is restored to, by the name of the figure. It is saved on 4x2.
+# The mesh that a workload is restored onto, by the name of the figure. It is saved on 4x2.
 TARGETS: Final[Mapping[str, tuple[int, int]]] = {
     "restore, same mesh": (4, 2),
     "restore on 2x4": (2, 4),
@@ -22,7 +22,7 @@ _Shapes = dict[str, tuple[int, ...]]
 
 
 class AdamState(NamedTuple):
-    """As optax has it, without needing optax."""
+    """The same as in optax, so that optax is not needed."""
 
     count: Any
     mu: Any
@@ -36,7 +36,7 @@ class TrainState(NamedTuple):
 
 
 def make_mesh(x: int, y: int) -> Mesh:
-    """The first `x * y` devices."""
+    """Makes a mesh of the first `x * y` devices."""
     return Mesh(np.array(jax.devices()[: x * y]).reshape(x, y), ("x", "y"))
 
 
@@ -45,9 +45,8 @@ def build(name: str, *, scale: float, mesh: Mesh) -> Any:
 
     Args:
         name: One of `WORKLOADS`.
-        scale: About the share of its bytes; 1 is the size that figures are quoted for.
-        mesh: Matrices are split over both of its axes, if that divides them and there is anything
-            to gain, and all else is replicated.
+        scale: The approximate fraction of its bytes; published figures are for 1.
+        mesh: Large matrices are split over both of its axes; everything else is replicated.
     """
     tree = WORKLOADS[name](scale)
     rng = np.random.default_rng(0)
@@ -58,7 +57,7 @@ def build(name: str, *, scale: float, mesh: Mesh) -> Any:
 
 
 def abstract(tree: Any, mesh: Mesh) -> Any:
-    """The tree as shapes, with the same PartitionSpecs on `mesh`."""
+    """Returns the tree as shapes, with the same PartitionSpecs on `mesh`."""
 
     def one(array: jax.Array) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, _spec(array.shape))
@@ -68,13 +67,13 @@ def abstract(tree: Any, mesh: Mesh) -> Any:
 
 
 def total_bytes(tree: Any) -> int:
-    """Of the values, each counted once."""
+    """Returns the bytes of the values; replicas count once."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def _place(values: np.ndarray[Any, Any], mesh: Mesh) -> jax.Array:
     sharding = NamedSharding(mesh, _spec(values.shape))
-    # Not with `device_put`, which in a job of several processes compares the values of all.
+    # Not with `device_put`, which compares the values of all processes.
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
@@ -88,7 +87,7 @@ def _is_shape(node: object) -> bool:
 
 
 def _rows(n: float) -> int:
-    """A size that every mesh here divides."""
+    """Rounds to a size that every mesh here divides."""
     return max(8, round(n / 8) * 8)
 
 
@@ -99,9 +98,9 @@ def _large(scale: float) -> _Shapes:
 
 
 def _gpt2(scale: float) -> TrainState:
-    """GPT-2 small with adam: 148 parameters, each three times, and two counters."""
+    """Returns the shapes of GPT-2 small with adam: 148 parameters three times, two counters."""
     width, layers = _rows(768 * scale**0.25), math.ceil(12 * math.sqrt(scale))
-    # 50,257 padded, as all do: so that meshes divide it.
+    # 50,257 is padded, as usual, so that meshes divide it.
     params = {"wte": (_rows(50_304 * width / 768), width), "wpe": (1024, width)}
     params |= {"ln_f/scale": (width,), "ln_f/bias": (width,)}
     for i in range(layers):

@@ -1,4 +1,4 @@
-"""Runs commands of `jaxckpt` in this process, in one of their own, and on a terminal."""
+"""Runs `jaxckpt` commands in this process, in a separate process, or on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every test may use: eight CPU devices, meshes over them, and jobs of real processes."""
+"""Fixtures for all tests: eight CPU devices, meshes over them, and jobs of real processes."""
 
 from __future__ import annotations
 

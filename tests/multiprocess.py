@@ -125,7 +125,7 @@ class Job:
             time.sleep(0.01)
 
     def release(self, point: str) -> None:
-        """Lets every process that is in `me.wait_for(point)` go on."""
+        """Lets every process that waits in `me.wait_for(point)` continue."""
         (self._path / f"go.{point}").touch()
 
     def kill(self, index: int) -> None:
@@ -261,7 +261,7 @@ class Job:
         self.processes[index].send_signal(number)
 
     def _note_casualty(self) -> None:
-        """JAX's shutdown waits for everyone, so from now on nobody must call it."""
+        """Records a dead process, so that no process calls JAX's shutdown: it would hang."""
         (self._path / "casualty").touch()
 
     def _is_late(self) -> bool:
@@ -370,7 +370,7 @@ def _ending(returncode: int | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """What a worker function gets as its first argument."""
+    """The first argument of a worker function."""
 
     index: int
     count: int
@@ -443,7 +443,7 @@ def _function(worker: str) -> Callable[..., object]:
 
 
 def _leave(me: Member, status: int) -> NoReturn:
-    """Ends at once, without JAX's shutdown, which would wait for those who are dead."""
+    """Exits at once, without JAX's shutdown, which would wait for dead processes."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Bad input gives a typed error that says where, what was wanted, what was found, what to do."""
+"""Bad input gives a typed error that says where, wanted, got, and what to do."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def use(path):
 
 
 def attempt(path, what=use):
-    """Runs it; any error must be one of ours, with a text that tells something."""
+    """Runs the call; any error must be one of ours, with a useful message."""
     try:
         return what(path)
     except CheckpointError as error:
@@ -330,7 +330,7 @@ def test_a_path_must_be_a_path(tmp_path):
 
 
 def test_keeping_what_was_not_saved_needs_values(tmp_path):
-    """missing='keep' with a ShapeDtypeStruct names every leaf of which there is no value."""
+    """missing='keep' with a ShapeDtypeStruct names every leaf without a value."""
     jaxckpt.save(tmp_path / "x", {"a": np.zeros(2)})
     spec = jax.ShapeDtypeStruct((1,), np.float32)
 
@@ -371,7 +371,7 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path, overwrite):
 
 
 def test_a_directory_that_cannot_be_written(tmp_path):
-    """SaveFailed, with the cause, where the parent is no directory or refuses."""
+    """`SaveFailed`, with its cause, if the parent is not a directory or refuses the write."""
     (tmp_path / "file").write_text("x")
 
     for path in (tmp_path / "file" / "x", "/proc/jaxckpt/x"):

@@ -1,4 +1,4 @@
-"""The benchmarks of several processes run, tell everything, and say who failed."""
+"""The benchmarks of several processes run, report every figure, and name a process that failed."""
 
 from __future__ import annotations
 

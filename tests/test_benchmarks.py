@@ -1,4 +1,4 @@
-"""The benchmarks run and tell everything. How fast anything is, no test says."""
+"""The benchmarks run and report every figure; no test checks the speed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_scale_of_a_job(tmp_path):
 
 
 def test_data_without_checksums_is_data_without_checksums(tmp_path):
-    """What the study of checksums compares with: the same values, four bytes less a chunk."""
+    """The study of checksums compares with the same values, in four bytes less per chunk."""
     tree = {"direct": np.zeros((64, 64)), "large": np.zeros((512, 512))}
 
     jaxckpt.save(tmp_path / "with", tree)
@@ -87,5 +87,5 @@ def test_data_without_checksums_is_data_without_checksums(tmp_path):
 
 
 def test_a_ratio_pairs_figures_of_one_round():
-    """The extremes are those of the rounds, not of all with all."""
+    """The extremes are taken over pairs within a round, not over all pairs."""
     assert paired([1.0, 4.0, 2.0], [2.0, 4.0, 8.0]) == (2.0, 1.0, 4.0)

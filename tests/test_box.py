@@ -1,4 +1,4 @@
-"""Boxes of indices behave like the sets of indices that they stand for."""
+"""Boxes of indices behave like the sets of indices that they represent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pairs = st.integers(0, 3).flatmap(lambda rank: st.tuples(boxes(rank), boxes(rank
 @LAWS
 @given(pairs)
 def test_an_intersection_has_the_indices_of_both(pair):
-    """None where they share none; a 0-d box shares its one element."""
+    """Disjoint boxes give None; a 0-d box shares its one element."""
     a, b = pair
 
     got = a.intersect(b)

@@ -1,4 +1,4 @@
-"""`fork`: a run that starts from a step of another."""
+"""`fork` starts a run from a step of another run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def files_of(folder):
 
 
 def test_a_fork_is_the_step_without_a_byte_copied(base, tmp_path, mesh):
-    """Its files are those of the step, all but the ones that say what it is."""
+    """Its files are the files of the step, except the ones that describe it."""
     path = jaxckpt.fork(base / "7", tmp_path / "tuned")
 
     assert path == str(tmp_path / "tuned" / "7")
@@ -93,7 +93,7 @@ def test_a_run_goes_on_from_a_fork(base, tmp_path, mesh):
 
 
 def test_a_fork_may_have_another_number(base, tmp_path, mesh):
-    """Also when the source is no step at all."""
+    """The source may even be a checkpoint that is not a step."""
     jaxckpt.save(tmp_path / "final", state_on(mesh))
 
     with pytest.raises(ValueError, match="step="):
@@ -165,7 +165,7 @@ def test_a_fork_into_another_file_system_is_a_copy(base, ram_path, mesh):
 
 
 def test_a_step_in_memory_can_be_forked():
-    """There is no file to link, and no rename."""
+    """Memory has neither links nor renames."""
     jaxckpt.save("memory://forked/3", {"w": np.ones(3)})
     path = jaxckpt.fork("memory://forked/3", "memory://forks")
 

@@ -1,4 +1,4 @@
-"""`BUILD` names the layers of the package; here it is held against the real imports."""
+"""`BUILD` names the layers of the package, and the actual imports follow it."""
 
 from __future__ import annotations
 

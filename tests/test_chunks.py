@@ -1,4 +1,4 @@
-"""Our own chunks, read without TensorStore, are what TensorStore reads."""
+"""Reading our own chunks without TensorStore gives the same data as TensorStore."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def slowly(path, like=None, **options):
 
 @pytest.fixture
 def ways(monkeypatch):
-    """Counts the leaves that are read by us, and those that TensorStore reads."""
+    """Counts the leaves read by us and by TensorStore."""
     seen = Counter()
 
     def count(owner, name, way):
@@ -90,7 +90,7 @@ def reading(item, wanted=None, boxes=None, *, dtype="f4", budget_bytes=1 << 20):
 
 
 def values_of(*args, **options):
-    """What `read_leaves` yields; `restore` would look at files that no leaf is read from, too."""
+    """Returns the values from `read_leaves`; `restore` would also check files without leaves."""
     return [values for buffers in reading(*args, **options) for values in buffers.values()]
 
 
@@ -182,7 +182,7 @@ def test_a_tree_of_several_levels(deep, ways):
 
 
 def test_one_leaf_of_thousands_is_left_to_tensorstore(deep, ways, monkeypatch):
-    """What looks through all keys does not pay for one; where it does, the values are the same."""
+    """A scan of all keys is not worth it for one leaf; if it is done, the values are the same."""
     path, tree = deep
 
     slow = jaxckpt.restore(path, only="0777")
@@ -199,7 +199,7 @@ def test_one_leaf_of_thousands_is_left_to_tensorstore(deep, ways, monkeypatch):
 @pytest.mark.multihost
 @pytest.mark.parametrize("count", [2, 4])
 def test_databases_of_several_processes(ram_path, mesh, ways, monkeypatch, count):
-    """What several processes wrote, each in its own files, is read by one, and by parts by all."""
+    """One process can read files written by several, and several can each read parts."""
     monkeypatch.setattr(arrays, "MAX_UNIT_BYTES", UNIT_BYTES)
     on_mesh, last = NamedSharding(mesh, PartitionSpec("x", "y")), f"20000 of {count}"
     values = {f"{n} of {count}": random_bits((8, n), np.dtype("f4"), n) for n in (2, 2000, 20_000)}

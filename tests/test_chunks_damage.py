@@ -1,4 +1,4 @@
-"""Damage to our own chunks, read without TensorStore: the leaf and the file are named."""
+"""Reading damaged chunks without TensorStore raises an error that names the leaf and the file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def swap(path, extent, a, b):
 @pytest.mark.parametrize("leaf", ["plain", "inner"])
 @pytest.mark.parametrize("how", ["value", "checksum", "index", "cut", "missing"])
 def test_damage_names_the_leaf_and_the_file(saved, leaf, how):
-    """`restore` raises, `verify` goes on; the other leaves are read."""
+    """`restore` raises, but `verify` continues and reads the other leaves."""
     path, tree, places = saved
     file = path / "state" / places[leaf].file
     match how:
@@ -142,7 +142,7 @@ def test_a_disk_that_fails(saved):
 
 
 def test_a_file_cut_short_costs_only_what_was_behind(ram_path, monkeypatch):
-    """Leaves that were read in one go are then read one by one: those before the cut are good."""
+    """Leaves read in one batch are then read one by one: the leaves before the cut are good."""
     monkeypatch.setattr(_arrays, "_DATA_FILE_BYTES", 60_000)
     tree = {f"{i:02}": random_bits((2000,), np.dtype("f4"), i) for i in range(20)}
     jaxckpt.save(ram_path / "x", tree)
@@ -222,7 +222,7 @@ CHUNK = arrays.encode_chunk(VALUES)
     ],
 )
 def test_a_database_that_does_not_fit_the_tree(tmp_path, metadata, chunk):
-    """Whole by its checksums, but not what the tree describes: the leaf is named."""
+    """The checksums match, but the data does not fit the tree: the error names the leaf."""
     hand_made(tmp_path / "good", OURS, CHUNK)
     hand_made(tmp_path / "x", metadata, chunk)
 

@@ -1,4 +1,4 @@
-"""Guards of the reader of our chunks, each against a fault that it once had."""
+"""Guards in the reader of our chunks, each against a fault that it once had."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def no_collection():
 
 
 def test_a_failed_restore_keeps_no_buffers(large, no_collection):
-    """What was read ahead goes with the error, not when garbage is collected (also slow path)."""
+    """Buffers read ahead are freed with the error, not by garbage collection (also slow path)."""
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
 
@@ -123,7 +123,7 @@ def test_an_error_after_the_read_leaves_no_threads(large, no_collection, monkeyp
 
 
 def test_no_plans_are_kept_without_bound(tmp_path):
-    """What a restore remembers of 30 leaves of 1,000 chunks is not there afterwards."""
+    """Data that a restore caches for 30 leaves of 1,000 chunks is freed afterwards."""
     _plan_few.cache_clear()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]

@@ -1,4 +1,4 @@
-"""The command line: what its commands say, to people and to scripts, and their exit codes."""
+"""The command line: output for people and for scripts, and exit codes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_ls_shows_every_step(root):
 
 
 def test_ls_as_json_has_all_facts(root):
-    """The keys are those of `docs/cli.md`."""
+    """The keys are documented in `docs/cli.md`."""
     (root / "notes").write_text("x")
 
     code, found = said_json("ls", root)
@@ -173,7 +173,7 @@ def test_show_as_json_has_all_leaves(root):
 
 
 def test_show_prints_a_json_item(root):
-    """Which has no tree; a glob is refused."""
+    """A JSON item has no tree; a glob is refused."""
     _, out, _ = cli("show", root, "--item", "config")
     _, found = said_json("show", root, "--item", "config")
     code, _, err = cli("show", root, "lr", "--item", "config")
@@ -236,7 +236,7 @@ def test_du_adds_up(root):
 
 
 def test_du_counts_hard_links_once(root):
-    """Of steps that share files, within a run and with another."""
+    """Steps may share files within a run and with another run."""
     jaxckpt.fork(root / "300", root.parent / "forked")
     for path in (root / "300").rglob("*"):  # a copy by `cp -al` in the same run
         target = root / "400" / path.relative_to(root / "300")
@@ -259,7 +259,7 @@ def test_du_counts_hard_links_once(root):
 
 
 def test_du_of_one_checkpoint(root):
-    """A step, or a checkpoint that is no step."""
+    """The checkpoint may be a step or not."""
     jaxckpt.save(root.parent / "weights", {"w": np.ones(100)})
 
     _, step = said_json("du", root / "100")
@@ -454,7 +454,7 @@ def test_a_terminal_without_the_signs_gets_all_lines(root):
 
 
 def test_version_and_help():
-    """Of the program and of each command."""
+    """The program and each command have them."""
     assert cli("--version")[:2] == (0, f"jaxckpt, version {jaxckpt.__version__}\n")
     code, out, _ = cli("--help")
     assert code == 0
@@ -583,7 +583,7 @@ def test_without_its_extra_it_says_what_to_install(root):
 
 
 def test_no_accelerator_is_touched():
-    """What needs jax has it on the CPU, whatever JAX_PLATFORMS says."""
+    """Commands that need jax run it on the CPU, whatever JAX_PLATFORMS says."""
     code = "import os; from jaxckpt.cli import main; main(); print(os.environ['JAX_PLATFORMS'])"
 
     done = subprocess.run(
@@ -647,7 +647,7 @@ WITHOUT_SECTION = {"cp": "convert", "unpin": "pin"}
 
 @pytest.mark.parametrize("name", sorted(app.commands))
 def test_every_option_is_documented(name):
-    """In the section of its command; those of `unpin` and `cp` in that of the other."""
+    """Each option is in the section of its command; `unpin` and `cp` share a section."""
     section = SECTIONS[WITHOUT_SECTION.get(name, name)]
 
     options = [
@@ -692,7 +692,7 @@ def keys_of(facts):
     ids=lambda argv: argv.replace("/", "-"),
 )
 def test_every_key_of_the_json_is_documented(root, argv):
-    """Also those of the damage that `verify` and `scrub` find."""
+    """This includes the keys for damage found by `verify` and `scrub`."""
     if argv.startswith(("verify", "scrub")):
         flip(root / "100" / "state")
 

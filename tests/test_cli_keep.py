@@ -65,7 +65,7 @@ def test_pin_and_unpin(root):
 
 
 def test_a_pin_holds_beside_a_job_that_lives(root):
-    """The job goes on saving, and leaves the pinned step."""
+    """The job continues to save, and leaves the pinned step."""
     with CheckpointManager(root, keep=jaxckpt.KeepPolicy(last=1)) as manager:
         code, _, _ = cli("pin", root, 100)
         manager.save(700, {"w": 1})
@@ -171,7 +171,7 @@ def test_rm_deletes_steps_of_orbax(golden, ram_path, name):
     "argv", [["rm", "100"], ["gc", "--last", "1"], ["scrub"]], ids=lambda argv: argv[0]
 )
 def test_a_run_of_a_job_that_lives_is_left_to_it(root, argv):
-    """Nothing changes, and the job goes on."""
+    """Nothing changes, and the job continues."""
     flip(root / "300" / "state")
     command, *options = argv
     with CheckpointManager(root) as manager:
@@ -271,7 +271,7 @@ def test_gc_says_why_steps_stay_and_deletes_the_others(root):
 
 
 def test_gc_asks_first(root):
-    """Where nobody can be asked it shows the plan and does nothing."""
+    """Without a terminal it shows the plan and does nothing."""
     code, out, err = cli("gc", root, "--last", 1)
 
     assert code == 2

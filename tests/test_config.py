@@ -1,4 +1,4 @@
-"""A run as a config says: dicts and `ml_collections.ConfigDict`, and what is misspelt in them."""
+"""Configs as dicts and `ml_collections.ConfigDict` open a run, and misspelt names are reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make(request):
 
 
 def test_a_config_names_the_arguments(make, ram_path):
-    """Those of `CheckpointManager`, its policies as dicts of their fields."""
+    """A config has the arguments of `CheckpointManager`, and policies as dicts of their fields."""
     config = make(
         {
             "directory": str(ram_path / "run"),
@@ -74,7 +74,7 @@ def test_a_config_may_have_auto(make, ram_path):
 
 
 def test_a_config_may_hold_policies(ram_path):
-    """Objects as they are, such as those that hold functions."""
+    """Policy objects are used unchanged, for example if they hold functions."""
     keep = KeepPolicy(when=lambda info: True)
     config = {"directory": ram_path / "run", "keep": keep, "save": SavePolicy(every_steps=7)}
 

@@ -1,4 +1,4 @@
-"""The configs in `configs/`: complete, the same in both languages, and a run works with each."""
+"""The configs in `configs/` are complete, the same in both languages, and work with a run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run_of(name, kind, directory):
 @pytest.mark.parametrize("kind", ["py", "gin"])
 @pytest.mark.parametrize("name", KEPT)
 def test_a_run_works_with_a_config(ram_path, name, kind):
-    """It saves by the rules, keeps by them, and goes on."""
+    """It saves and keeps steps by the rules, and resumes."""
     state = {"w": np.zeros(3)}
     with run_of(name, kind, ram_path / "run") as manager:
         for step in range(1, 2001):

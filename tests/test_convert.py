@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint of any kind, written anew in the layout that is asked for."""
+"""`convert` copies a checkpoint of any kind into the requested layout."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def files_of(folder):
 
 
 def test_a_copy_is_what_save_would_have_written(saved, tree, tmp_path):
-    """Types, shardings, chunks, checksums and custom metadata are those of the source."""
+    """Types, shardings, chunks, checksums and custom metadata are equal to the source's."""
     jaxckpt.convert(saved, tmp_path / "copy")
 
     report = jaxckpt.verify(tmp_path / "copy")
@@ -118,7 +118,7 @@ def test_a_copy_is_what_save_would_have_written(saved, tree, tmp_path):
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tree=trees())
 def test_any_tree_survives_a_copy(tree):
-    """Whatever can be saved comes out as it went in, with every byte checked."""
+    """Any tree that can be saved is unchanged in the copy, with every byte checked."""
     with tempfile.TemporaryDirectory() as folder:
         jaxckpt.save(f"{folder}/saved", tree)
         jaxckpt.convert(f"{folder}/saved", f"{folder}/copy")
@@ -140,7 +140,7 @@ def test_orbax_reads_a_copy(saved, tree, tmp_path):
 
 
 def test_a_copy_knows_where_it_came_from(saved, tmp_path, caplog):
-    """By path and by the token of the attempt that wrote it; the log tells it too."""
+    """The copy records the path and the token of the attempt that wrote it; so does the log."""
     with caplog.at_level(logging.INFO, "jaxckpt"):
         jaxckpt.convert(saved, tmp_path / "copy")
 
@@ -283,7 +283,7 @@ def test_a_part_is_copied_as_restore_gives_it(saved, tmp_path, options):
 
 @pytest.mark.parametrize("options", [{"only": "0"}, {"skip": ["0/*"]}, {"only": ["1", "0/0"]}])
 def test_a_part_of_a_list_of_orbax_is_copied_as_restore_gives_it(tmp_path, options):
-    """Where only key types tell lists from dicts."""
+    """Only the key types distinguish lists from dicts."""
     ocp.PyTreeCheckpointer().save(tmp_path / "orbax", [[np.arange(2), 1], np.arange(3)])
 
     jaxckpt.convert(tmp_path / "orbax", tmp_path / "copy", **options)
@@ -411,7 +411,7 @@ def test_a_file_without_a_digest_is_not_called_checked(tmp_path):
 
 
 def test_names_that_are_no_directories_are_refused_for_plain_files(tmp_path):
-    """They are told, and nothing is written."""
+    """The error names them, and nothing is written."""
     tree = {name: np.ones(2) for name in ("d", "a/b", "..", names.NUMPY_KEY_ITEM, "fine")}
     jaxckpt.save(tmp_path / "saved", tree)
 
@@ -492,7 +492,7 @@ def test_a_tree_that_is_nested_too_deep_is_refused(tmp_path):
 
 
 def test_a_placeholder_of_orbax_cannot_be_copied(tmp_path):
-    """There is no value; without it the rest can."""
+    """A placeholder has no value; without it the rest can be copied."""
     ocp.PyTreeCheckpointer().save(tmp_path / "orbax", {"w": np.ones(2), "gone": ...})
 
     with pytest.raises(UnsupportedLeaf, match="gone"):
@@ -617,7 +617,7 @@ def test_chunks_of_a_copy_never_share_a_unit_of_the_source(data):
 
 
 def test_a_source_that_was_replaced_is_not_called_damaged(tmp_path):
-    """Who overwrites it meanwhile makes the copy fail, and no older checkpoint is asked for."""
+    """If the source is overwritten meanwhile, the copy fails and does not suggest an older step."""
     jaxckpt.save(tmp_path / "saved", {"w": np.ones(3)})
     only_metadata = {"item": None, "only": None, "skip": None, "dtype": None, "by": "convert"}
     source = of_checkpoint(tmp_path / "saved", **only_metadata)

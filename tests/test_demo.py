@@ -1,4 +1,4 @@
-"""The demo: every claim that it prints holds, and its options are as they are said to be."""
+"""Every claim that the demo prints holds, and its options work as documented."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_verdict(done):
 
 @pytest.mark.slow
 def test_the_demo_proves_what_it_claims(tmp_path):
-    """A run killed in a save, and stopped in another, goes on with the same bits, and elsewhere."""
+    """A run killed in one save and stopped in another resumes with the same bits; its fork too."""
     check_verdict(run_demo("--config", CONFIG, "--run", tmp_path / "demo"))
 
 

@@ -1,4 +1,4 @@
-"""`diff` finds every difference between two checkpoints, however each of them lies on disk."""
+"""`diff` finds every difference between two checkpoints, whatever their layouts on disk."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def only_change(report):
 @given(trees())
 @settings(max_examples=30, deadline=None)
 def test_a_checkpoint_equals_itself(tree):
-    """Whatever is in it, NaNs too, with every leaf counted."""
+    """This holds for any contents, including NaNs; every leaf is counted."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             jaxckpt.save(f"{folder}/a", tree)
@@ -61,7 +61,7 @@ def test_a_checkpoint_equals_itself(tree):
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_differences_are_those_of_the_whole_arrays(data):
-    """Of every two arrays of one dtype and shape: as numpy computes them at once."""
+    """For any two arrays of one dtype and shape, the result equals numpy's on whole arrays."""
     a = data.draw(host_arrays())
     b = random_bits(a.shape, a.dtype, data.draw(st.integers(0, 9)))
     b = np.where(np.random.default_rng(0).random(a.shape) < 0.5, a, b).astype(a.dtype)
@@ -94,7 +94,7 @@ def test_differences_are_those_of_the_whole_arrays(data):
     st.booleans(),
 )
 def test_large_integers_are_compared_exactly(values, steps, is_unsigned):
-    """Of 64 bits, signed and unsigned, near each other and far apart."""
+    """Signed and unsigned 64-bit integers, near each other and far apart."""
     others = [min(max(v + s, -(2**63)), 2**63 - 1) for v, s in zip(values, steps, strict=False)]
     a, b = np.array(values), np.array(others)
     if is_unsigned:
@@ -293,7 +293,7 @@ def test_what_is_no_tree_is_refused(tmp_path):
 
 @pytest.mark.parametrize("spec", [P(), P("x"), P(None, "y"), P("y", "x")])
 def test_chunks_do_not_matter(ram_path, mesh, spec):
-    """However each of them was sharded; one value that differs is found."""
+    """The result is the same for any sharding; a single differing value is found."""
     values = np.random.default_rng(0).normal(size=(1024, 1536)).astype(np.float32)
     other = values.copy()
     other[777, 888] += 0.5
@@ -369,7 +369,7 @@ def test_memory_is_bounded(ram_path, mesh):
 
 
 def test_damage_is_told(tmp_path):
-    """A flipped byte is no difference but an error that names the leaf."""
+    """A flipped byte is not a difference but an error that names the leaf."""
     w = np.arange(1 << 18, dtype=np.float32)
     a, b = save_two(tmp_path, {"w": w}, {"w": w})
     file = max((b / "state" / "d").iterdir(), key=lambda file: file.stat().st_size)

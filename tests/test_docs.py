@@ -1,4 +1,4 @@
-"""What the README and the pages of `docs/` show runs, and what they say is so."""
+"""The code in the README and in the pages of `docs/` runs, and their tables match the code."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_walk_through_the_files_names_each_once() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md"])
 def test_the_links_of_a_page_lead_somewhere(page: str) -> None:
-    """Each that is no address is a file here; `make docs` looks at those of the other pages."""
+    """Each relative link points to a file; `make docs` checks the links of the other pages."""
     links = re.findall(r"\]\(([^)#:\s]+)\)", (ROOT / page).read_text("utf-8"))
 
     assert [link for link in links if not (ROOT / link).exists()] == []
@@ -140,7 +140,7 @@ def test_the_page_about_orbax_has_every_option_of_its_manager() -> None:
 
 
 def test_the_page_about_orbax_has_every_method_of_its_managers() -> None:
-    """Those of v0's manager and of v1's, and all that v1 has for one checkpoint."""
+    """The methods of v0's and v1's managers, and everything in v1 for one checkpoint."""
     ocp = pytest.importorskip("orbax.checkpoint")
     from orbax.checkpoint import v1
 
@@ -158,7 +158,7 @@ def test_the_page_about_orbax_has_every_method_of_its_managers() -> None:
 
 
 def test_the_page_about_orbax_has_every_policy() -> None:
-    """Those by which it saves, and those by which it keeps."""
+    """The policies for saving and for keeping steps."""
     pytest.importorskip("orbax.checkpoint")
     from orbax.checkpoint import v1
 

@@ -1,4 +1,4 @@
-"""The short programs in `examples/`: each asserts itself that it goes on with the same bits."""
+"""The short programs in `examples/` assert that they resume with the same bits."""
 
 from __future__ import annotations
 

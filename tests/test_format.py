@@ -82,7 +82,7 @@ def test_json_of_too_many_parts_is_neither_parsed_nor_written(monkeypatch):
     ],
 )
 def test_arrays_of_others_have_limits(shape, chunk, inner, problem):
-    """Those that nobody saves, and that would take TensorStore more memory than there is."""
+    """Arrays that no program saves, and that TensorStore has too little memory for, are refused."""
     stored = StoredArray(shape=shape, dtype="float32", chunk_shape=chunk, inner_shape=inner)
 
     if problem is None:
@@ -281,7 +281,7 @@ def test_chunk_bytes_are_those_of_tensorstore(tmp_path, name, shape):
 
 
 def test_inner_chunks_are_those_of_tensorstore(tmp_path):
-    """What `zarr3_metadata` says of inner chunks is what TensorStore makes of it."""
+    """TensorStore makes the inner chunks that `zarr3_metadata` describes."""
     import tensorstore as ts
 
     stored = StoredArray(shape=(8, 6), dtype="float32", chunk_shape=(4, 6), inner_shape=(2, 6))
@@ -326,7 +326,7 @@ def test_array_metadata_that_lies(change):
 
 
 def test_temporary_names_are_those_that_orbax_ignores():
-    """What jaxckpt builds or deletes is told from what is committed by its name."""
+    """Names distinguish temporaries that jaxckpt builds or deletes from committed checkpoints."""
     assert names.is_temporary(names.temporary("7", "ab" * 8))
     assert names.is_temporary(names.deleting("7", "ab" * 8))
     assert names.is_ours_temporary(names.temporary("7", "ab" * 8), "7")

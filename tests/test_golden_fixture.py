@@ -1,4 +1,4 @@
-"""The golden checkpoints: the archives, their index, and what is expected of them."""
+"""The golden checkpoints: the archives, their index, and the expected contents."""
 
 from __future__ import annotations
 

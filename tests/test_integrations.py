@@ -1,4 +1,4 @@
-"""gin's and ml_collections' way to the same options, and what is misspelt in them."""
+"""gin and ml_collections set the same options, and misspelt names are reported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def configured():
 
 
 def test_gin_sets_the_options_of_a_manager(configured, ram_path):
-    """Of it and of its policies; arguments in the code go before them."""
+    """It sets options of the manager and its policies; arguments in the code override them."""
     configured.load(
         (),
         [
@@ -67,7 +67,7 @@ def test_gin_leaves_jaxckpt_as_it_is(configured):
 
 
 def test_gin_sets_the_fields_of_auto(configured, ram_path):
-    """Its own arguments, and those of the policy that it makes."""
+    """It sets the arguments of `auto` and the fields of the policy that it makes."""
     configured.load(
         (),
         [
@@ -147,7 +147,7 @@ def manager_config():
 
 
 def test_manager_config_has_every_field(manager_config):
-    """Those of the manager, of its policies, and of `SavePolicy.auto`."""
+    """The fields of the manager, of its policies, and of `SavePolicy.auto`."""
     config = manager_config()
 
     assert set(config) == set(inspect.signature(CheckpointManager).parameters)
@@ -193,7 +193,7 @@ def test_manager_config_takes_functions(manager_config, ram_path):
 
 
 def test_manager_config_needs_a_directory(manager_config):
-    """Which has no default."""
+    """The directory has no default."""
     with pytest.raises(TypeError, match="no 'directory'"):
         CheckpointManager.from_config(manager_config())
 
@@ -232,7 +232,7 @@ def run_flags(*flags):
 
 
 def test_flags_override_a_config_file(ram_path):
-    """`examples/flags.py` keeps what a flag says, and goes on where it was."""
+    """`examples/flags.py` keeps steps as a flag says, and resumes where it was."""
     directory = f"--config.checkpoint.directory={ram_path}/run"
 
     first = run_flags(directory, "--config.checkpoint.keep.last=2")

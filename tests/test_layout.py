@@ -1,4 +1,4 @@
-"""A tree that is saved again uses the layout that was kept, and only where it is the right one."""
+"""A tree that is saved again uses the cached layout, but only if it still fits."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_the_second_save_uses_the_layout_of_the_first(mesh):
 @LAWS
 @given(tree=strategies.target_trees())
 def test_a_kept_layout_is_the_one_that_would_be_worked_out(tree):
-    """Any tree that can be saved is recognised, and its layout and values are those of anew."""
+    """Any tree that can be saved is recognised, with the layout and values of an uncached save."""
     try:
         first = layout(tree)
     except UnsupportedLeaf:
@@ -169,7 +169,7 @@ def confusable_nodes(children):
     )
 )
 def test_a_layout_does_not_depend_on_what_was_saved_before(trees):
-    """However alike the trees before it were, a tree's layout is the one worked out anew."""
+    """Even after similar trees, a tree gets the same layout as without a cache."""
     for tree in trees:
         found, values = layout_of(tree, current())
 
@@ -231,7 +231,7 @@ PLACEMENTS = {
 
 @pytest.mark.parametrize("shardings", PLACEMENTS.values(), ids=PLACEMENTS)
 def test_an_array_that_moved_gets_another_layout(trip, make_mesh, shardings):
-    """Mesh, spec and device tell layouts apart, and the values are right under each."""
+    """Mesh, spec and device distinguish layouts, and the values are right under each."""
     w = np.arange(64, dtype=np.float32).reshape(8, 8)
     trees = [{"w": jax.device_put(w + i, s)} for i, s in enumerate(shardings(make_mesh))]
 
@@ -253,7 +253,7 @@ def test_an_array_that_moved_gets_another_layout(trip, make_mesh, shardings):
     ids=repr,
 )
 def test_static_data_comes_back_as_it_was(trip, before, after):
-    """Static data of a node tells layouts apart, even where it is equal as 1 and True are."""
+    """Static data of a node distinguishes layouts, even if it compares equal, like 1 and True."""
     for tree in (before, after, before):
         assert repr(trip(tree)) == repr(tree)
 
@@ -293,7 +293,7 @@ class Unprintable:
 
 @pytest.mark.parametrize("static", [Unprintable, lambda: deleted(jnp.ones(3))])
 def test_static_data_that_cannot_be_printed_is_no_obstacle(trip, static):
-    """Static data whose repr fails, as a deleted array's does, is left out: it is no data."""
+    """Static data whose repr fails, like a deleted array's, is left out, since it is not data."""
     assert trip(Struct(1, 2, name=static())) == {"weight": 1, "bias": 2}
 
 

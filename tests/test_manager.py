@@ -1,4 +1,4 @@
-"""`CheckpointManager`: what is saved, what stays, and what a run goes on from.
+"""`CheckpointManager`: when it saves, which steps it keeps, and where a run resumes.
 
 Most tests run twice: as the only process, and as each of four simulated ones (`as_processes`).
 """
@@ -167,7 +167,7 @@ def temporaries(root):
 
 @as_processes
 def test_a_saved_state_restores(tmp_path, state, processes):
-    """Values, types and shardings are those that were saved."""
+    """Values, types and shardings are equal to the saved ones."""
     with CheckpointManager(tmp_path / "run") as manager:
         saved = state(3)
         handle = manager.save(3, saved)
@@ -289,7 +289,7 @@ def test_a_save_waits_for_room_in_the_budget(tmp_path):
 
 
 def test_a_wait_may_end_before_the_saves(tmp_path):
-    """`wait_until_finished` names those that are under way, and they go on."""
+    """`wait_until_finished` names the saves in progress, and they continue."""
     with CheckpointManager(tmp_path) as manager:
         manager._run.storage = gate = Gate("sync")
         handle = manager.save(1, {"n": 1})
@@ -304,7 +304,7 @@ def test_a_wait_may_end_before_the_saves(tmp_path):
 
 @as_processes
 def test_a_step_may_be_any_integer(tmp_path, processes):
-    """Those of numpy and jax too, when saving and when restoring."""
+    """Integers of numpy and jax are accepted too, when saving and when restoring."""
     with CheckpointManager(tmp_path) as manager:
         for step in (np.int64(0), jnp.int32(7), jnp.array(8)):
             manager.save(step, {"n": int(step)})
@@ -342,7 +342,7 @@ NEXT_CALLS = {
 @pytest.mark.parametrize("call", NEXT_CALLS)
 @as_processes
 def test_a_failure_is_raised_by_the_next_call_once(tmp_path, call, processes):
-    """Whichever it is, in every process; the handle raises it ever after."""
+    """Any failure is raised once in every process; the handle always raises it."""
     manager = CheckpointManager(tmp_path, save=SavePolicy(every_steps=3))
     if processes.index == 0:
         manager._run.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
@@ -364,7 +364,7 @@ def test_a_failure_is_raised_by_the_next_call_once(tmp_path, call, processes):
 
 @as_processes
 def test_a_failure_that_its_handle_told_is_not_told_again(tmp_path, processes):
-    """Only the handle goes on raising it."""
+    """Only the handle raises it again."""
     with CheckpointManager(tmp_path) as manager:
         if processes.index == 0:
             manager._run.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
@@ -442,7 +442,7 @@ def test_a_disk_that_was_full_has_room_again(tmp_path, state, processes):
 
 @as_processes
 def test_a_step_that_failed_may_be_saved_again(tmp_path, processes):
-    """It is not there: the same step, or one before it, is no step back."""
+    """The failed step does not exist, so saving it or an earlier one is not a step back."""
     with CheckpointManager(tmp_path) as manager:
         if processes.index == 0:
             manager._run.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
@@ -598,7 +598,7 @@ def test_a_root_that_cannot_be_written(tmp_path, error):
 
 
 def test_opening_reads_no_file_of_a_step(tmp_path, monkeypatch):
-    """Not of 20 steps with metrics and a policy that ranks by them, nor to list those."""
+    """This holds for opening and listing 20 steps with metrics and a policy that ranks by them."""
     keep = KeepPolicy(best=3, last=20, metric="loss")
     with CheckpointManager(tmp_path, keep=keep) as manager:
         for step in range(20):
@@ -731,7 +731,7 @@ manager.save(2, {{"w": np.arange(1_000_000)}})
 )
 @as_processes
 def test_steps_are_called_as_asked_for(tmp_path, naming, name, processes):
-    """And the next manager finds them, and goes on with such names, without being told."""
+    """The next manager detects the names and continues with them."""
     with CheckpointManager(tmp_path, **naming) as manager:
         manager.save(12, {"n": 12}).result()
         assert (tmp_path / name).is_dir()
@@ -747,7 +747,7 @@ def test_steps_are_called_as_asked_for(tmp_path, naming, name, processes):
 
 
 def test_steps_with_other_names_are_others(tmp_path):
-    """A manager that was told how steps are called sees none that are called otherwise."""
+    """A manager with a given name format ignores steps with other names."""
     with CheckpointManager(tmp_path, step_prefix="a") as manager:
         manager.save(1, {"n": 1})
 
@@ -780,7 +780,7 @@ def test_which_step_is_restored(tmp_path, state, processes):
 
 @as_processes
 def test_a_step_that_is_not_there(tmp_path, processes):
-    """The error lists those that are; without any metric there is no best one."""
+    """The error lists the existing steps; without any metric there is no best step."""
     with CheckpointManager(tmp_path) as manager:
         with pytest.raises(CheckpointNotFound, match="no committed step"):
             manager.restore()
@@ -805,7 +805,7 @@ def test_a_step_that_is_not_there(tmp_path, processes):
 
 @as_processes
 def test_restoring_into_what_is_wanted(tmp_path, state, mesh, make_mesh, processes):
-    """`like`, `mesh` and the other options are those of `jaxckpt.restore`."""
+    """`like`, `mesh` and the other options work as in `jaxckpt.restore`."""
     other = NamedSharding(make_mesh(z=8), P(None, "z"))
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state(1)).result()
@@ -851,7 +851,7 @@ def test_restore_or_starts_or_goes_on(tmp_path, state, processes):
 
 @as_processes
 def test_restore_or_keeps_the_shardings_of_init(tmp_path, mesh, processes):
-    """Those of its `out_shardings`, whatever was saved; those that were saved if it has none."""
+    """The shardings of its `out_shardings` win over the saved ones, which apply if it has none."""
     saved = NamedSharding(mesh, P("y"))
     wanted = NamedSharding(mesh, P("x", "y"))
     init = jax.jit(lambda: {"w": jnp.zeros((8, 8))}, out_shardings={"w": wanted})
@@ -868,7 +868,7 @@ def test_restore_or_keeps_the_shardings_of_init(tmp_path, mesh, processes):
 
 @as_processes
 def test_restore_or_keeps_the_types_of_python(tmp_path, processes):
-    """Its int, float, bool, str and None, and those of numpy in all their bits."""
+    """Python's int, float, bool, str and None, and numpy's scalars, keep their types and bits."""
     saved = {"n": 3, "lr": 0.5, "on": True, "name": "run", "none": None, "np": np.full(2, 1 << 40)}
     zero = {"n": 0, "lr": 0.0, "on": False, "name": "", "none": None, "np": np.zeros(2, np.int64)}
     with CheckpointManager(tmp_path) as manager:
@@ -972,7 +972,7 @@ def test_states_of_another_number_of_processes_are_refused(tmp_path, before, aft
 
 @as_processes
 def test_items_stay_as_they_are_when_the_restore_fails(tmp_path, processes):
-    """Whatever it is that fails, no object is set to anything."""
+    """Whatever fails, no object's state is set."""
     with CheckpointManager(tmp_path) as manager:
         manager.save(
             1, {"w": np.ones(3)}, items={"a": Counter(1), "b": Counter(2), "c": 3}
@@ -994,7 +994,7 @@ def test_items_stay_as_they_are_when_the_restore_fails(tmp_path, processes):
 
 @as_processes
 def test_metrics_of_any_kind_of_number(tmp_path, processes):
-    """Those of jax and numpy too, also ones that a device still computes."""
+    """Numbers of jax and numpy too, even if a device is still computing them."""
     given = {
         "float": 0.5,
         "int": 3,
@@ -1057,7 +1057,7 @@ def test_no_step_is_the_best_without_the_metric(tmp_path, processes):
 
 @as_processes
 def test_metadata_of_a_step(tmp_path, state, processes):
-    """What it holds, and what was said of it, without reading its arrays."""
+    """The contents and the metadata of a step, without reading its arrays."""
     with CheckpointManager(tmp_path) as manager:
         manager.save(
             1, state(1), items={"vocab": ["a"], "data": Counter()}, custom_metadata={"lr": [0.1]}
@@ -1138,7 +1138,7 @@ def set_saved(step, seconds):
 
 
 def test_a_clock_that_jumps_deletes_nothing_too_soon(tmp_path):
-    """What was saved after a jump is kept, whichever way the clock went."""
+    """Steps saved after a jump are kept, whichever way the clock jumped."""
     with CheckpointManager(tmp_path) as manager:
         for step in range(1, 8):
             manager.save(step, {"n": step})
@@ -1159,7 +1159,7 @@ def test_a_clock_that_jumps_deletes_nothing_too_soon(tmp_path):
 
 @as_processes
 def test_a_pinned_step_stays(tmp_path, processes):
-    """Whatever the policy says, also in the next run, until it is unpinned."""
+    """It stays whatever the policy says, also in the next run, until it is unpinned."""
     for start in (1, 4):
         with CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as manager:
             for step in range(start, start + 3):
@@ -1184,7 +1184,7 @@ def test_a_pinned_step_stays(tmp_path, processes):
 
 @as_processes
 def test_deleting_by_hand(tmp_path, processes):
-    """A step goes at once; without the newest ones the run goes on before them."""
+    """A step is deleted immediately; if the newest go, the run continues before them."""
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2, 3):
             manager.save(step, {"n": step})
@@ -1300,7 +1300,7 @@ def test_a_damaged_step_is_set_aside(tmp_path, state, damage, processes):
 
 
 class BadSector(Gate):
-    """A storage that one file comes out of with other bytes."""
+    """A storage that returns wrong bytes for one file."""
 
     def __init__(self, file):
         super().__init__("")
@@ -1314,7 +1314,7 @@ class BadSector(Gate):
 @pytest.mark.multihost
 @pytest.mark.parametrize("index", range(4))
 def test_a_step_that_one_process_finds_damaged_is_set_aside(tmp_path, state, index):
-    """All go on from the one before, and the place is free again."""
+    """All processes fall back to the previous step, and the number is free again."""
 
     def resume(processes):
         with CheckpointManager(tmp_path) as manager:
@@ -1398,7 +1398,7 @@ def test_the_next_best_step_is_restored(tmp_path, state, processes):
 
 @as_processes
 def test_no_step_is_whole(tmp_path, state, processes):
-    """That is an error that lists what is wrong with each; a run never starts anew by itself."""
+    """The error lists the problem of each step; a run never starts anew by itself."""
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state(1))
         manager.save(2, state(2)).result()
@@ -1475,7 +1475,7 @@ STRAYS = {
 @pytest.mark.parametrize("stray", STRAYS)
 @as_processes
 def test_strays_block_nothing(tmp_path, stray, processes):
-    """They are reported, stay as they are, and saving, listing, keeping and restoring go on."""
+    """They are reported and left unchanged; saving, listing, keeping and restoring continue."""
     name, make = STRAYS[stray]
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"n": 1})
@@ -1583,7 +1583,7 @@ def test_a_reader_sees_what_comes(tmp_path):
 
 
 def test_what_a_reader_is_at_is_not_deleted(tmp_path):
-    """Until the loop goes on; then the next save deletes it."""
+    """It stays until the reader's loop continues; then the next save deletes it."""
     with (
         CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as manager,
         CheckpointManager(tmp_path, mode="r") as reader,
@@ -1612,7 +1612,7 @@ def test_what_a_reader_is_at_is_not_deleted(tmp_path):
 
 
 def test_a_lease_that_has_expired_holds_nothing(tmp_path):
-    """That of a reader that died, or no lease at all; the next start removes it."""
+    """Expired leases of dead readers and invalid leases hold nothing; the next start drops them."""
     with CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as manager:
         manager.save(1, {"n": 1}).result()
         (tmp_path / names.lease("a")).write_text(json.dumps({"step": "1", "expires_ns": 1}))
@@ -1799,7 +1799,7 @@ def jaxckpt_metrics(root):
 
 
 def test_a_forced_save_that_failed_does_not_make_the_step_due(tmp_path):
-    """What the rules say of a step is what they say."""
+    """The rules decide about the step as before."""
     with CheckpointManager(tmp_path, save=SavePolicy(every_steps=10)) as manager:
         assert not manager.should_save(3)
         with pytest.raises(UnsupportedLeaf):
@@ -1809,13 +1809,13 @@ def test_a_forced_save_that_failed_does_not_make_the_step_due(tmp_path):
 
 @pytest.mark.parametrize("name", ["budget_bytes", "timeout_s"])
 def test_there_is_no_wait_without_an_end(tmp_path, name):
-    """None is no number."""
+    """A timeout of None is refused."""
     with pytest.raises(TypeError, match="not None"):
         CheckpointManager(tmp_path, **{name: None})
 
 
 def test_a_step_under_another_number_is_told_of(tmp_path):
-    """Its values are those of the step that it was: whoever put it there may not know."""
+    """Its values belong to the original step, and whoever moved it may not know this."""
     with CheckpointManager(tmp_path) as manager:
         manager.save(3, {"w": np.arange(3.0)})
     shutil.copytree(tmp_path / "3", tmp_path / "5")

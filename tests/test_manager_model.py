@@ -1,4 +1,4 @@
-"""The manager against a model of it, in random histories of saves, crashes, damage and readers."""
+"""The manager behaves like a model in random histories of saves, crashes, damage and readers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SAVE = SavePolicy(on_preemption=False)
 
 @dataclass
 class Saved:
-    """What the model knows of a step that is there."""
+    """The model's record of an existing step."""
 
     serial: int
     metrics: dict[str, float]
@@ -61,7 +61,7 @@ def tree(serial):
 
 
 def serial_of(found):
-    """Which save a tree is from; fails if a bit of it is wrong."""
+    """Returns the number of the save that a tree is from; fails if a bit of it is wrong."""
     serial = int(found["small"])
     wanted = tree(serial)
     assert found.keys() == wanted.keys()
@@ -462,7 +462,7 @@ def test_a_step_that_cannot_say_what_it_is_worth_stays(ram_path):
 
 
 def test_an_error_of_the_policy_is_told(ram_path):
-    """What `KeepPolicy.when` raises, by the next call or on closing; no step is deleted."""
+    """An exception from `KeepPolicy.when` is raised by the next call or on closing; steps stay."""
     keep = KeepPolicy(last=1, when=lambda info: info.metrics["loss"] < 1)
     manager = CheckpointManager(ram_path, save=SAVE, keep=keep)
     manager.save(1, tree(1)).result(60)

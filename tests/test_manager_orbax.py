@@ -1,4 +1,4 @@
-"""A run that jaxckpt saved is one to Orbax's managers, and theirs are runs to jaxckpt."""
+"""Orbax's managers open a run saved by jaxckpt, and jaxckpt opens theirs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ every_naming = pytest.mark.parametrize("naming", NAMINGS)
 
 
 def ours(naming: str) -> dict[str, Any]:
-    """Orbax's words for how steps are called, in those of jaxckpt."""
+    """Converts Orbax's options for step names to those of jaxckpt."""
     words = {"step_prefix": "step_prefix", "step_format_fixed_length": "step_digits"}
     return {words[word]: value for word, value in NAMINGS[naming].items()}
 
@@ -117,7 +117,7 @@ def save_run(root, state, **naming):
 @every_naming
 @pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.multihost)])
 def test_orbax_lists_our_run(tmp_path, state, naming, count):
-    """What the policy kept, the latest and the best of it, and its metrics."""
+    """The steps kept by the policy, the latest and the best step, and the metrics."""
     simulate(count, lambda _: save_run(tmp_path, state, **ours(naming)))
 
     with orbax(tmp_path, naming) as manager:
@@ -241,7 +241,7 @@ def test_orbax_sees_nothing_of_what_is_not_committed(tmp_path, state):
 
 
 def test_orbax_goes_on_with_our_run(tmp_path, state):
-    """It saves the next steps beside ours and deletes ours by its rules; we go on after it."""
+    """It saves the next steps beside ours and deletes ours by its rules; then jaxckpt resumes."""
     save_run(tmp_path, state)
 
     options = ocp.CheckpointManagerOptions(max_to_keep=3)
@@ -296,7 +296,7 @@ every_writer = pytest.mark.parametrize("writer", WRITERS)
 @every_writer
 @every_naming
 def test_we_open_a_run_of_orbax(tmp_path, state, writer, naming):
-    """Steps, the latest, the best and their metrics, without being told how steps are called."""
+    """Steps, the latest and the best step and their metrics, without giving the name format."""
     WRITERS[writer](tmp_path, naming, state)
 
     with CheckpointManager(tmp_path, keep=KeepPolicy(metric="loss")) as manager:
@@ -350,7 +350,7 @@ def test_items_that_orbax_saved(tmp_path, state):
 
 
 def test_custom_metadata_that_orbax_saved(tmp_path, state):
-    """Of a step; what Orbax keeps of the whole run is no stray."""
+    """Custom metadata of a step; Orbax's metadata of the whole run is not a stray."""
     with ocp.CheckpointManager(tmp_path, metadata={"lang": "en"}) as manager:
         manager.save(1, args=ocp.args.StandardSave(state(1)), custom_metadata={"lr": 0.1})
 
@@ -360,7 +360,7 @@ def test_custom_metadata_that_orbax_saved(tmp_path, state):
 
 
 def test_no_policy_deletes_what_orbax_wrote(tmp_path, state):
-    """That is said once for each step; `delete` does it."""
+    """This is reported once for each step; `delete` does delete it."""
     save_old(tmp_path, "plain", state)
 
     with CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as manager:
@@ -459,7 +459,7 @@ def batches(iterator, count):
 @every_iterator
 @pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.multihost)])
 def test_a_grain_iterator_goes_on_at_the_exact_next_batch(tmp_path, kind, count):
-    """In a fresh iterator, of each process its own; the one that was saved goes on too."""
+    """It works with a new iterator in each process, and with the saved one."""
 
     def run(processes):
         data = ITERATORS[kind]()
@@ -525,7 +525,7 @@ def test_we_restore_an_iterator_of_orbax_with_grain(tmp_path, state, kind):
 
 @every_iterator
 def test_an_iterator_of_another_kind_stays_as_it_is(tmp_path, kind):
-    """A step without the item, or an item that is no state, changes nothing in it."""
+    """A step without the item, or an item that is not a state, does not change the iterator."""
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"n": 1}, items={"data": {"some": "json"}})
         manager.wait_until_finished()

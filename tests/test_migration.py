@@ -1,4 +1,4 @@
-"""What the page about Orbax says of policies: those of Orbax and ours choose the same steps."""
+"""The policies of Orbax and of jaxckpt choose the same steps, as the page about Orbax says."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOW = datetime.datetime.now(tz=datetime.UTC)
 
 @dataclass
 class Info:
-    """What Orbax's policies are told of a step."""
+    """The facts about a step that Orbax's policies get."""
 
     step: int
     time: datetime.datetime
@@ -72,7 +72,7 @@ def our_saves(policy: SavePolicy, steps: list[int]) -> list[int]:
 @pytest.mark.parametrize("name", SAVES)
 @given(steps=st.sets(st.integers(0, 30)).map(sorted))
 def test_a_run_is_saved_at_the_same_steps(name, steps):
-    """Of a run that begins, whatever its steps."""
+    """For a new run with any steps."""
     theirs, ours = SAVES[name]
 
     assert our_saves(ours, steps) == orbax_saves(theirs, steps)

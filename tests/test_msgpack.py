@@ -1,4 +1,4 @@
-"""The msgpack trees of Flax and of old Orbax, sound and hostile."""
+"""The msgpack trees of Flax and of old Orbax, intact and malicious."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def flat(node: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
 
 @pytest.mark.parametrize("name", golden_names("flax-legacy"))
 def test_reads_the_files_of_flax(golden: Golden, name: str) -> None:
-    """What Flax releases since 0.6.4 wrote comes back value for value."""
+    """Files written by Flax releases since 0.6.4 are restored value for value."""
     sample = golden(name)
 
     got = flat(decode((sample.path / "checkpoint_12").read_bytes()))

@@ -1,4 +1,4 @@
-"""The laws of `Processes` (in `tests/workers/multihost.py`) on one, simulated and real ones."""
+"""The laws of `Processes` (in `tests/workers/multihost.py`) for one, simulated and real ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_real_processes_obey(law, broken):
 
 
 def test_current_is_single_in_a_job_of_one():
-    """Without `jax.distributed` there is nobody to wait for."""
+    """Without `jax.distributed` there is no process to wait for."""
     assert isinstance(current(), Single)
 
 

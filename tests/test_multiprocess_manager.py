@@ -1,4 +1,4 @@
-"""Several real processes train with one manager each: together, without one of them, in turns."""
+"""Several real processes train with one manager each: together, with one missing, in turns."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gone_on(trained, tmp_path_factory):
-    """Each of the runs goes on in a job of the other size: what its processes say."""
+    """Resumes each run in a job of the other size; returns the reports of its processes."""
     roots, _ = trained
     said = {}
     for saved_by, count in ((2, 4), (4, 2)):
@@ -63,7 +63,7 @@ def test_all_processes_save_the_same_steps_by_step_and_by_the_clock(trained, cou
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_save_takes_two_rounds_and_a_step_that_does_not_save_none(trained, count):
-    """All rounds are those of opening, of restoring, and two for each save."""
+    """Rounds are used only for opening, for restoring, and two for each save."""
     _, said = trained
 
     for one in said[count]:
@@ -75,7 +75,7 @@ def test_a_save_takes_two_rounds_and_a_step_that_does_not_save_none(trained, cou
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_all_processes_see_what_is_kept(trained, count):
-    """The last two and the best; the metrics are known to those who did not write them."""
+    """The last two steps and the best; every process knows the metrics."""
     roots, said = trained
     saved = said[count][0]["saved"]
     best = min(saved, key=lambda step: (abs(step - worker.BEST_AT), -step))
@@ -138,7 +138,7 @@ def test_what_others_wrote_before_process_0_began_is_kept(start_processes, tmp_p
 
 @pytest.fixture(scope="module")
 def failed_alone(run_processes, tmp_path_factory):
-    """What three processes say of the cases in `fail_alone`, and where they saved."""
+    """Returns the reports of three processes on the cases in `fail_alone`, and their directory."""
     root = tmp_path_factory.mktemp("failed")
     done = run_processes("manages:fail_alone", count=3, devices_per_process=2, args=[root])
     return root, [one.result for one in done]
@@ -192,7 +192,7 @@ def test_a_failed_save_leaves_no_bytes(failed_alone, case):
 
 
 def test_one_who_failed_alone_keeps_to_the_schedule_of_the_others(run_processes, tmp_path):
-    """By the clock too all go on to save the same steps."""
+    """With time-based rules too, all processes continue to save the same steps."""
     done = run_processes(
         "manages:fail_by_the_clock", count=2, devices_per_process=2, args=[tmp_path], check=False
     )
@@ -223,12 +223,12 @@ def test_one_who_could_not_save_when_told_to_stop_does_what_the_others_do(
 
 
 def where_of(phase, victim):
-    """Who pauses: what comes after `written` only process 0 does."""
+    """Returns which process pauses: after `written`, only process 0 acts."""
     return victim if phase in ("begin", "writing") else 0
 
 
 def cases(counts):
-    """Every phase and victim; those of larger jobs are slow."""
+    """Yields every phase and victim; the cases of larger jobs are slow."""
     return [
         pytest.param(count, phase, victim, marks=[pytest.mark.slow] if count > 2 else [])
         for count, victims in counts.items()
@@ -239,7 +239,7 @@ def cases(counts):
 
 @pytest.mark.parametrize(("count", "phase", "victim"), cases({2: [0, 1], 4: [0, 1, 3]}))
 def test_a_process_is_killed(start_processes, ram_path, count, phase, victim):
-    """The others end, or hear who is missing; a smaller job goes on from a whole step."""
+    """The others end, or name the missing process; a smaller job resumes from a complete step."""
     job = start_processes(
         "manages:lose",
         count=count,
@@ -331,7 +331,7 @@ def wait_for_all(job, indices, point):
 
 
 def test_a_larger_job_goes_on_after_a_kill(start_processes, ram_path):
-    """Four processes go on where one of two was killed in the middle of a save."""
+    """Four processes resume a run of two, one of which was killed in the middle of a save."""
     job = start_processes("manages:lose", count=2, args=[ram_path, [("lost", "written", 0)], 2.0])
     job.release("lost go")
     job.wait_for(0, "lost")
@@ -351,7 +351,7 @@ def test_a_larger_job_goes_on_after_a_kill(start_processes, ram_path):
 
 
 def check_root(root, wanted=None):
-    """Fails unless all that looks committed is whole; returns those steps."""
+    """Fails unless every step that looks committed is complete; returns these steps."""
     known = (names.LOCK, names.OWNER, names.DOOMED)
     entries = [
         name for name in os.listdir(root) if not names.is_temporary(name) and name not in known
@@ -389,7 +389,7 @@ def check_that_a_job_of_one_goes_on(root, newest):
 def test_a_job_that_wakes_up_after_another_has_taken_over_cannot_save(
     start_processes, ram_path, phase
 ):
-    """What the new job has saved meanwhile stays; the old one is told of it, in each save."""
+    """The new job's steps stay; each save of the old job raises an error that names the new one."""
     job = start_processes(
         "manages:be_replaced", count=2, devices_per_process=2, args=[ram_path, phase]
     )
@@ -444,7 +444,7 @@ def test_a_job_that_wakes_up_before_another_has_saved_keeps_the_run(start_proces
 def test_a_job_that_wakes_up_past_its_last_look_does_not_keep_the_owner_from_saving(
     start_processes, ram_path
 ):
-    """The new job is in the middle of the same step when the old one goes on to its rename."""
+    """The new job is in the middle of the same step when the old job continues with its rename."""
     job = start_processes(
         "manages:be_replaced", count=2, devices_per_process=2, args=[ram_path, "renaming"]
     )

@@ -54,7 +54,7 @@ def test_any_number_of_processes_restores_what_any_number_saved(shared, count):
 
 
 def test_sixteen_devices_restore_what_eight_saved(shared, run_processes):
-    """More devices than shards is no difficulty."""
+    """Having more devices than shards is fine."""
     paths, _ = shared
 
     run_processes(
@@ -99,7 +99,7 @@ def keys_of(directory):
 
 @pytest.fixture(scope="module")
 def told(run_processes, tmp_path_factory):
-    """What each of three processes was told in each case of `disagree`; and where they saved."""
+    """Returns the errors of three processes in each case of `disagree`, and their directory."""
     root = tmp_path_factory.mktemp("told")
     done = run_processes(
         "saves:disagree", count=3, devices_per_process=2, args=[root], timeout_s=60
@@ -179,7 +179,7 @@ def test_an_array_that_process_0_cannot_see_is_refused(told):
 
 @pytest.mark.parametrize(("case", "kind"), [("restore", "TreeMismatch"), ("like", "TypeError")])
 def test_all_hear_of_a_failed_restore(told, case, kind):
-    """No process goes on with a tree that another could not restore."""
+    """No process continues with a tree that another process could not restore."""
     _, results = told
 
     assert [result[case]["type"] for result in results] == [

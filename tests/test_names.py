@@ -1,4 +1,4 @@
-"""On-disk names are spelled in `jaxckpt/format/` only; the public names are those in `__all__`."""
+"""On-disk names are spelled only in `jaxckpt/format/`; the public names are those in `__all__`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a checkpoint and a manager look in a notebook: whole, escaped, small, and true."""
+"""Notebooks display checkpoints and managers completely, escaped, small, and correctly."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_one_leaf_with_an_absurd_name_stays_small(tmp_path, names):
 
 
 def test_what_is_open_at_first_is_alike(tmp_path):
-    """Of branches side by side all are open, or none."""
+    """Branches at the same level are either all open or all closed."""
     layers = {f"layer_{i}": {"w": {"x": 1}, "b": 2} for i in range(12)}
     html = checkpoint_html(saved(tmp_path / "a", {"params": layers}))
 

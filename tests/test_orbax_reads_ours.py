@@ -1,4 +1,4 @@
-"""The installed Orbax restores what `jaxckpt.save` wrote, by each of its entry points."""
+"""The installed Orbax restores checkpoints written by `jaxckpt.save`, by each entry point."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_orbax_restores_a_bare_leaf(tmp_path, entry, leaf):
 @every_entry_point
 @pytest.mark.parametrize("tree", [{"a": None, "b": {}}, {"a": "text"}, {"a": {"b": []}, "c": 1}])
 def test_orbax_restores_a_tree_without_arrays(tmp_path, entry, tree):
-    """Where there is no array there is no database, and Orbax looks for none."""
+    """Without arrays there is no database, and Orbax does not look for one."""
     jaxckpt.save(tmp_path / "3", tree)
 
     assert ENTRY_POINTS[entry](tmp_path / "3") == tree
@@ -364,7 +364,7 @@ def test_a_copy_that_was_moved_still_restores(tmp_path):
 
 
 def test_our_tree_has_only_words_of_orbax(tmp_path, mesh):
-    """Whatever else `_METADATA` says, its value types are those that every Orbax reader knows."""
+    """`_METADATA` has only value types that every Orbax reader knows."""
     jaxckpt.save(tmp_path / "3", {**training_tree(mesh), "bytes": b"x", "complex": 1j})
 
     top = json.loads((tmp_path / "3" / "state" / "_METADATA").read_text())

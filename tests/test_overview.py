@@ -1,4 +1,4 @@
-"""`overview`: every step of a run with what it says of itself, whole or not."""
+"""`overview` lists every step of a run with its recorded facts, complete or not."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_fork_tells_its_lineage(root, ram_path):
 
 @pytest.mark.parametrize("name", golden_names("manager"))
 def test_runs_of_orbax_are_shown(golden, name):
-    """Of all layouts and names of steps; whole, with their metrics where there are any."""
+    """Runs in all layouts and with all step names are complete, with their metrics if recorded."""
     sample = golden(name)
 
     found = overview(sample.path)
@@ -115,7 +115,7 @@ def test_files_of_flax_are_shown(golden, ram_path):
 
 
 def test_what_is_not_whole_is_shown_with_the_reason(root):
-    """Torn copies, empty and foreign directories; and what they do tell."""
+    """Torn copies, empty and foreign directories are shown with the facts that they record."""
     (root / "7" / names.COMMIT_MARKER).unlink()
     (root / "8").mkdir()
     (root / "9").mkdir()
@@ -132,7 +132,7 @@ def test_what_is_not_whole_is_shown_with_the_reason(root):
 
 @pytest.mark.parametrize("damage", ["cut", "removed", "flipped"])
 def test_damage_that_metadata_and_sizes_tell_is_shown(root, damage):
-    """A data file cut or gone, a metadata file changed; the rest of the step is still told."""
+    """A data file is cut or missing, or a metadata file changed; the other facts are shown."""
     data = max((root / "7" / "state").rglob("*"), key=lambda path: path.stat().st_size)
     if damage == "cut":
         os.truncate(data, data.stat().st_size - 1)
@@ -296,7 +296,7 @@ def test_a_run_says_what_the_last_job_kept(tmp_path):
 
 
 def test_the_command_line_leaves_the_policy_of_a_run_as_it_was(tmp_path):
-    """Who only clears up has none of its own."""
+    """A command that only cleans up has no policy of its own."""
     with jaxckpt.CheckpointManager(tmp_path / "run", keep=jaxckpt.KeepPolicy(last=2)) as manager:
         for step in (1, 2):
             manager.save(step, {"w": 1.0})

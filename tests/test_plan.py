@@ -1,4 +1,4 @@
-"""Plans, as pure data: every element written once, read once, for any number of processes."""
+"""Plans as pure data: every element is written once and read once, for any number of processes."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_plan_for_thousands_of_processes(count):
 
 @pytest.mark.parametrize("count", [256, pytest.param(4096, marks=pytest.mark.slow)])
 def test_all_plans_together_cover_every_element_once(count):
-    """Of hundreds and thousands of processes."""
+    """For jobs of hundreds and thousands of processes."""
     arrays = []
     for parts in (count, 16, 1):
         shape = (parts * 2, 8)
@@ -283,7 +283,7 @@ def test_a_large_region_is_read_in_pieces():
 @settings(LAWS, max_examples=300)
 @given(st.lists(st.integers(1, 10**7), max_size=4), st.sampled_from([1, 2, 4, 8, 16]))
 def test_inner_chunks_divide_a_chunk_and_are_small(chunk, itemsize):
-    """None for a chunk that is small; else equal parts of at most MAX_UNIT_BYTES."""
+    """A small chunk has no inner chunks; others have equal parts of at most MAX_UNIT_BYTES."""
     if math.prod(chunk) > 1 << 55:
         return
 

@@ -1,4 +1,4 @@
-"""What the plots show, by what is drawn; the pictures themselves were looked at."""
+"""The plots draw the right data; their appearance was checked by eye."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_of(metrics, **facts):
 
 
 def marked(ax):
-    """What each kind of mark is on, by the words of the legend."""
+    """Returns the steps that carry each kind of mark, by the text of the legend."""
     return {
         marks.get_label(): [(int(x), float(y)) for x, y in marks.get_offsets()]
         for marks in ax.collections
@@ -108,13 +108,13 @@ def test_what_is_no_number_is_not_drawn():
 
 
 def test_a_metric_that_no_step_has_is_named():
-    """With those that there are."""
-    with pytest.raises(ValueError, match="'los'; found loss, acc"):
+    """The error lists the existing metrics."""
+    with pytest.raises(ValueError, match="'los'; there are loss, acc"):
         plots.metric(run_of({1: {"loss": 1.0, "acc": 2.0}}), "los")
 
 
 def test_a_name_is_no_formula():
-    """Of matplotlib's, which fails on half of one."""
+    """matplotlib would read it as a formula, and fail on an incomplete one."""
     ax = plots.metric(run_of({1: {"$\\frac{": 1.0}}))
 
     assert ax.get_ylabel() == r"\$\frac{"
@@ -143,7 +143,7 @@ def test_times_are_stacked_by_phase():
 
 
 def test_saves_and_restores_have_the_same_colours_for_the_same():
-    """What moves data is one colour, and the legend says which phases that is."""
+    """The phase that moves data has one colour, and the legend names the phases."""
     ax = plots.timings(
         [timing(snapshot=0.5, write=0.5), timing("restore", None, find=0.5, read=0.5)]
     )
@@ -163,7 +163,7 @@ def test_saves_and_restores_have_the_same_colours_for_the_same():
 
 
 def test_the_last_of_many_timings_are_drawn():
-    """As many as can be told apart."""
+    """Only as many are drawn as can be distinguished."""
     ax = plots.timings([timing(step=step, write=1.0) for step in range(100)])
 
     assert [label.get_text() for label in ax.get_yticklabels()][::39] == ["step 60", "step 99"]
@@ -176,7 +176,7 @@ def test_no_timing_is_no_plot():
 
 
 def test_all_phases_have_colours_apart():
-    """Those of one save, and those of one restore; unknown ones too."""
+    """The phases of one save, of one restore, and unknown phases."""
     for phases in (
         ("snapshot", "wait", "write", "meet", "commit"),
         ("find", "read", "place", "meet"),
@@ -191,7 +191,7 @@ def test_all_phases_have_colours_apart():
 
 
 def parts(ax):
-    """What is written in each part, by its box: x, y, width, height."""
+    """Returns the text in each part, by its box: x, y, width, height."""
     texts = {text.get_position(): text.get_text() for text in ax.texts}
     return {
         patch.get_bbox().bounds: texts[tuple(patch.get_bbox().get_points().mean(axis=0))]
@@ -241,7 +241,7 @@ def test_a_saved_sharding_is_drawn_like_that_of_the_array(tmp_path, mesh, spec):
 
 
 def test_a_device_has_one_colour_in_all_drawings(make_mesh):
-    """However many there are."""
+    """This holds for any number of devices."""
     few, many = (plots.sharding(put(make_mesh(x=count), (8, 8), "x")).patches for count in (2, 8))
 
     colours = [to_hex(patch.get_facecolor()) for patch in many]

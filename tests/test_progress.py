@@ -1,4 +1,4 @@
-"""What a save or restore tells of itself while it runs, and of how long it took."""
+"""Saves and restores report their progress while they run, and their duration at the end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BYTES = 4 * 4096 + 8
 
 
 class Refused(Exception):
-    """What a callback of the user raises."""
+    """The exception that a user's callback raises."""
 
 
 def refuse(_):
@@ -47,7 +47,7 @@ def refuse(_):
 
 
 def test_a_save_and_a_restore_end_with_all_their_bytes(tmp_path):
-    """The last that is told of either says that it ended, with everything done."""
+    """The last report of each says that it ended, with everything done."""
     seen = []
 
     jaxckpt.save(tmp_path / "a", STATE, on_progress=seen.append)
@@ -83,7 +83,7 @@ CALLS = {
 
 
 def test_a_callback_that_exits_fails_no_save(tmp_path):
-    """What is committed is called so, even if `on_progress` calls `sys.exit`."""
+    """A commit is reported even if `on_progress` calls `sys.exit`."""
     with jaxckpt.CheckpointManager(tmp_path / "run", on_progress=sys.exit) as manager:
         handle = manager.save(1, STATE)
         with pytest.raises(SystemExit):
@@ -123,7 +123,7 @@ class Closing:
 
 @pytest.mark.parametrize("ask", ["wait_until_finished", "close", "scrub"])
 def test_on_commit_cannot_wait_for_itself(tmp_path, ask):
-    """It is told so at once, not after `timeout_s`; the manager works on."""
+    """It raises at once, not after `timeout_s`; the manager continues to work."""
     with jaxckpt.CheckpointManager(
         tmp_path / "run", on_commit=lambda _: getattr(manager, ask)(), timeout_s=1e6
     ) as manager:
@@ -170,7 +170,7 @@ def test_an_error_of_the_save_goes_before_that_of_on_progress(tmp_path):
 
 
 def test_on_progress_hears_who_is_waited_for(tmp_path):
-    """In the phase in which all have to come, the others are told who has not."""
+    """In the phase that needs all processes, the waiting ones report who is missing."""
     seen, heard = [], threading.Event()
 
     def listen(progress):
@@ -231,7 +231,7 @@ def test_bytes_of_a_save_never_go_back():
 
 
 def test_each_save_and_restore_is_timed_by_phase(tmp_path):
-    """`on_commit` is told of each commit; the manager, the handle and the report know too."""
+    """`on_commit` gets each commit; the manager, the handle and the report have the timing too."""
     committed, reports = [], []
 
     with jaxckpt.CheckpointManager(tmp_path / "run", on_commit=committed.append) as manager:
@@ -260,7 +260,7 @@ def test_the_phases_of_a_save_stay_with_the_step(tmp_path):
 
 
 def test_all_processes_know_the_slowest(tmp_path):
-    """It is told with what they wrote."""
+    """The timing names it, with the bytes that all have written."""
     meter = Meter("save", "a")
     meter.note_slowest([0.1, 3.0, 0.2])
 
@@ -345,7 +345,7 @@ def _read(file):
 
 
 def test_a_batch_log_shows_none():
-    """Where nobody looks nothing is drawn."""
+    """Without a terminal, nothing is drawn."""
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM], stderr=subprocess.PIPE, timeout=60, check=True
     )
@@ -354,7 +354,7 @@ def test_a_batch_log_shows_none():
 
 
 def test_only_process_0_shows_a_bar():
-    """The others are told of by it; a function of the caller is called in each."""
+    """The bar covers the other processes; a callback of the user is called in each process."""
     assert display(None, 1) is None
     assert display(print, 1) is print
 

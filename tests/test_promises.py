@@ -65,7 +65,7 @@ def test_what_was_opened_is_what_is_read(tmp_path):
 
 
 def test_saves_to_one_path_commit_in_their_order(tmp_path):
-    """Of several saves in flight to one path the last one called is the one that stays."""
+    """If several saves to one path are in flight, the last one called stays."""
     for _ in range(5):
         handles = [jaxckpt.save_async(tmp_path / "a", state(k), overwrite=True) for k in range(4)]
         for handle in handles:
@@ -101,7 +101,7 @@ def test_a_tree_is_as_deep_as_can_be_read_back(tmp_path):
 
 
 def test_a_directory_of_others_is_left_alone(tmp_path):
-    """What only looks like a leftover of ours by its name is neither adopted nor removed."""
+    """A directory whose name only resembles our leftovers is neither adopted nor removed."""
     for name in ("a.orbax-checkpoint-tmp-deleting-mine", "a.jaxckpt-committed"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("mine")
@@ -158,7 +158,7 @@ def test_a_restore_works_under_a_transfer_guard(tmp_path):
 
 
 def test_a_failed_background_save_leaves_a_trace(tmp_path, caplog):
-    """Also if nobody keeps its handle."""
+    """This holds even if nobody keeps its handle."""
     (tmp_path / "file").write_text("")
 
     with caplog.at_level(logging.ERROR, logger="jaxckpt"):
@@ -191,7 +191,7 @@ def test_a_spec_of_too_many_dimensions_names_its_leaf(tmp_path, mesh):
 
 
 def test_swapped_data_files_are_found(tmp_path):
-    """Each chunk in them is whole, but they are those of other leaves."""
+    """Each chunk in them is intact, but belongs to another leaf."""
     tree = {f"w{k}": np.full((4, 1024, 4096), k, np.float32) for k in range(3)}
     jaxckpt.save(tmp_path / "a", tree)
     data = sorted((tmp_path / "a").glob("state/d/*"), key=lambda file: -file.stat().st_size)[:2]

@@ -1,4 +1,4 @@
-"""What any Orbax release, or Flax, wrote, jaxckpt restores: golden samples and live saves."""
+"""jaxckpt restores what any release of Orbax or Flax wrote: golden samples and live saves."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tree_items(sample: Sample) -> list[Path]:
 
 @pytest.mark.parametrize("name", TREES)
 def test_a_sample_restores_as_it_was_saved(golden: Golden, name: str):
-    """Values, dtypes and kinds are those that were saved, from a checkpoint or a run's root."""
+    """Values, dtypes and kinds equal the saved ones, from a checkpoint or a run's root."""
     sample = golden(name)
 
     tree = jaxckpt.restore(sample.path, item=sample.about.get("item"))
@@ -99,7 +99,7 @@ def test_each_step_and_each_item_restores(golden: Golden, name: str):
 @pytest.mark.parametrize("devices", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.multihost
 def test_samples_restore_on_any_number_of_devices(golden: Golden, run_processes, devices: int):
-    """Whatever devices wrote them, the values are the same on those that are here."""
+    """Whatever devices wrote them, the values are the same on the devices here."""
     roots = [golden(name).path.parent for name in TREES]
 
     done = run_processes(
@@ -237,7 +237,7 @@ def copy_of(sample: Sample, folder: Path) -> Path:
     ],
 )
 def test_restores_without_a_file_that_may_be_missing(tmp_path, golden: Golden, name, pattern):
-    """What only says more about the data is not needed to read it."""
+    """Files with only additional information about the data are not needed to read it."""
     sample = golden(name)
     path = copy_of(sample, tmp_path)
     for found in [*path.rglob(pattern)]:
@@ -336,7 +336,7 @@ def test_an_array_that_is_not_there_is_named(tmp_path, golden: Golden):
 
 @pytest.mark.parametrize("says", [True, False, None])
 def test_a_chunk_that_is_not_there_is_zeros_only_where_the_format_says_so(tmp_path, says):
-    """zarr3 before Orbax 0.10 left out chunks of zeros; whoever stores them all says so."""
+    """zarr3 before Orbax 0.10 left out chunks of zeros; writers that store all of them say so."""
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True)
     ocp.Checkpointer(handler).save(tmp_path / "a", {"w": np.arange(3.0)})
     (tmp_path / "a" / "w" / "c" / "0").unlink()
@@ -375,7 +375,7 @@ def test_a_zarr2_chunk_that_is_not_there_is_an_error_whatever_is_said(tmp_path):
     "suffix", ["", "-1700000000123456", "-3", "-jaxckpt-ab12", "-deleting-ab12"]
 )
 def test_a_temporary_directory_is_refused(tmp_path, golden: Golden, suffix):
-    """Whatever form the suffix has: the checkpoint, its items, and a run that holds only it."""
+    """For any form of the suffix: the checkpoint, its items, and a run that holds only it."""
     path = copy_of(golden("orbax-0.12.8-manager-composite"), tmp_path)
     steps = [item.parent for item in path.glob("*/state")]
     *others, newest = sorted(steps, key=lambda step: int(step.name.rpartition("_")[2]))

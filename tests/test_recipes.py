@@ -1,4 +1,4 @@
-"""The recipes in `examples/`, with the real signals that Slurm and Kubernetes send."""
+"""The recipes in `examples/` handle the real signals that Slurm and Kubernetes send."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def env(tmp_path):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """The losses of a training that nobody disturbs."""
+    """Returns the losses of an uninterrupted training."""
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
@@ -286,7 +286,7 @@ def test_kubernetes_goes_on_after_an_eviction(tmp_path, env, uninterrupted):
 
 
 def test_kubernetes_goes_on_after_a_kill(tmp_path, env, uninterrupted):
-    """A node that dies says nothing: the next pod goes on from the newest whole step."""
+    """A node dies without notice: the next pod resumes from the newest complete step."""
     kubelet = Kubelet(tmp_path / "run", env)
     with kubelet.start() as first:
         first.read_to(STEPS // 2)

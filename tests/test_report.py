@@ -1,6 +1,6 @@
-"""The report of a run: what is in it, how it is written, and that a real browser shows it.
+"""The report of a run: its contents, its encoding, and its display in a real browser.
 
-What needs a browser is marked so; `make browser` runs it, and fails where there is none.
+Tests that need a browser have its mark; `make browser` runs them, and fails if there is none.
 """
 
 from __future__ import annotations
@@ -289,14 +289,14 @@ FRAME = """<!doctype html><title>waiting</title><body style="margin:0">
 
 @pytest.fixture(scope="module")
 def page(run, tmp_path_factory):
-    """The report as it is, and a copy that tells how it looks from inside."""
+    """Returns the report, and a copy that reports how it is rendered."""
     folder = tmp_path_factory.mktemp("page")
     report(run, folder / "report.html", keep=KEEP)
     return folder / "report.html"
 
 
 def browse(page, tmp_path, *flags):
-    """What a browser makes of a page: its DOM, and what it wrote to the console."""
+    """Returns a page's DOM in the browser, and its output to the console."""
     browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     assert browser is not None, f"none of {', '.join(BROWSERS)} is installed"
     profile = f"--user-data-dir={tmp_path}/profile"
@@ -309,7 +309,7 @@ def browse(page, tmp_path, *flags):
 
 
 def probe(page, tmp_path, *flags, width=1280):
-    """What the page finds out about itself, in a frame of so many pixels."""
+    """Returns the page's own measurements, in a frame of the given size in pixels."""
     # Without the policy that forbids the probe, too.
     html = re.sub(r"<meta http-equiv=[^>]*>", "", Path(page).read_text("utf-8"))
     (tmp_path / "probed.html").write_text(html.replace("</head>", f"{PROBE}</head>"), "utf-8")
@@ -382,7 +382,7 @@ def test_the_report_forbids_what_it_does_not_have(page, tmp_path):
 
 @pytest.mark.browser
 def test_the_probe_sees_what_is_wrong(page, tmp_path):
-    """What is too wide, what is loaded, and an error."""
+    """It detects content that is too wide, loaded resources, and an error."""
     bad = (
         "<div style='width:900px'>x</div><img src='missing.png'><img src='there.svg'>"
         "<script>addEventListener('load', () => { throw Error('planted') })</script><footer>"

@@ -1,4 +1,4 @@
-"""Any checkpoint restores onto any mesh, as the caller wants it, reading only what is needed."""
+"""Any checkpoint restores onto any mesh as requested, reading only what is needed."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def bytes_read(monkeypatch):
 @pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a")], ids=str)
 @pytest.mark.parametrize("casts", [False, True])
 def test_every_byte_is_read_once(on_4x2, bytes_read, target, spec, casts):
-    """Of an array with inner chunks, whatever chunk lies in how many shards."""
+    """This holds for an array with inner chunks, however chunks and shards overlap."""
     path, wanted = on_4x2
     size = wanted["big"].nbytes
     like = abstract(wanted["big"], mesh_of(target), spec, np.float64 if casts else None)
@@ -342,7 +342,7 @@ def test_an_array_larger_than_the_budget_is_read_in_pieces(tmp_path, dtype, spec
 @pytest.mark.parametrize("dtype", [jnp.int4, jnp.int8])
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
 def test_tensorstore_is_asked_for_pieces(tmp_path, monkeypatch, dtype, spec):
-    """Of what it alone can read."""
+    """For layouts that only TensorStore can read."""
     mesh = mesh_of({"x": 8})
     values = (np.arange(64 << 20) % 7).astype(jnp.int4).reshape(16, -1)
     jaxckpt.save(tmp_path / "x", put(values, mesh, P("x")))
@@ -459,7 +459,7 @@ def test_dtype_is_for_all_float_arrays_and_nothing_else(plain):
 
 
 def test_a_python_target_takes_no_lossy_cast(plain):
-    """A float is no int, however round; an int is a float on request."""
+    """A float is not accepted as an int, however round; an int becomes a float on request."""
     with pytest.raises(TreeMismatch):
         jaxckpt.restore(plain, {"lr": 1}, only="lr")
     assert same(jaxckpt.restore(plain, {"step": 1.0}, only="step"), {"step": 7.0})
@@ -491,7 +491,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(plain):
 
 
 def test_only_and_skip_with_a_target(plain):
-    """What is left out of `like` comes back as it is, arrays and abstract ones alike."""
+    """Leaves of `like` that are left out are returned unchanged, arrays and abstract ones alike."""
     like = {
         "params": {"w": np.zeros(6, np.float32), "b": jax.ShapeDtypeStruct((99,), np.int8)},
         "opt": "mine",

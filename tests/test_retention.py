@@ -1,4 +1,4 @@
-"""Which steps stay: each rule by a slow model of it, and what must hold for every policy."""
+"""Retention: each rule agrees with a slow model, and laws hold for every policy."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_order_of_the_steps_does_not_matter(infos, policy, random):
 @LAWS
 @given(histories(), policies)
 def test_the_newest_stays(infos, policy):
-    """Whatever the policy; and what stays is of those that there are."""
+    """This holds for any policy; the steps that stay are a subset of the existing ones."""
     kept = policy.kept(infos, now_s=NOW_S)
 
     assert set(kept) <= {info.step for info in infos}
@@ -192,7 +192,7 @@ def of_losses(*losses):
     ],
 )
 def test_the_best_steps(losses, best, mode, kept):
-    """By a number; NaN, none, bool and text are no such; infinities are. The newest stays too."""
+    """NaN, None, bool and text do not rank; infinities do. The newest stays too."""
     policy = KeepPolicy(best=best, metric="loss", mode=mode)
 
     assert set(policy.kept(of_losses(*losses), now_s=0.0)) == kept
@@ -236,7 +236,7 @@ def test_why_a_step_stays():
     ],
 )
 def test_every_rule_has_words(policy, why):
-    """Also those by the clock, and the user's own."""
+    """This includes time-based rules and the user's own."""
     infos = [StepInfo(step=1, saved_s=NOW_S), StepInfo(step=2, saved_s=NOW_S)]
 
     assert policy.why(infos, now_s=NOW_S)[1] == (why,)

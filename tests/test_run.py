@@ -1,4 +1,4 @@
-"""A run's root: how steps are called, who may write, and what goes while others read."""
+"""A run's root: names of steps, the right to write, and deletions while others read."""
 
 from __future__ import annotations
 
@@ -415,7 +415,7 @@ def test_a_root_that_is_not_there_has_no_steps(disk):
 
 
 def test_listing_looks_into_a_directory_once(disk):
-    """What was committed stays so; what was not is looked at again."""
+    """Committed steps stay committed; other entries are checked again."""
     disk.add("1", "2")
     disk.storage.make_dir(f"{disk.root}/3")
     counting = FailingStorage(disk.storage, 10**9, OSError(errno.EIO, "no"), reads=True)
@@ -440,7 +440,7 @@ def test_a_step_that_is_not_there_is_not_found(world):
 
 @pytest.mark.parametrize("kind", ["removed", "cut"])
 def test_a_step_whose_files_are_not_all_there_is_not_whole(ram_path, caplog, kind):
-    """Whichever of them it is; data is not read. Said once."""
+    """Any of its files may be missing; data is not read. The problem is reported once."""
     root = str(ram_path / "run")
     with jaxckpt.CheckpointManager(root) as manager:
         manager.save(1, {"w": np.arange(70_000, dtype=np.float32), "s": "text"}, metrics={"x": 1})
@@ -473,7 +473,7 @@ def test_a_step_whose_files_are_not_all_there_is_not_whole(ram_path, caplog, kin
 
 
 def test_a_run_that_is_opened_again_belongs_to_the_new_job(world):
-    """The one before cannot commit any more, and is told who took over."""
+    """The old job can no longer commit, and its error names the new one."""
     first, second = world.run(), world.run()
     first.open_for_writing()
     first.fence()
@@ -733,7 +733,7 @@ def test_a_step_is_deleted_and_nothing_is_left(world):
 
 
 def test_pinned_steps_and_those_of_others_stay(world):
-    """Whatever a policy says; who asks for it by hand may delete what another program wrote."""
+    """They stay whatever a policy says; a manual delete may remove another program's step."""
     world.add("1", "2")
     world.write("3/_CHECKPOINT_METADATA", b"{}")
     found = world.run()
@@ -749,7 +749,7 @@ def test_pinned_steps_and_those_of_others_stay(world):
 
 
 def test_a_step_that_somebody_else_deleted_is_gone(world):
-    """That is no problem."""
+    """This is not a problem."""
     world.add("1", "2")
     found = world.run()
     assert found.steps() == [1, 2]
@@ -816,7 +816,7 @@ def test_an_error_at_any_verb_of_a_deletion_leaves_whole_steps_or_none(disk, rea
 
 
 class Lockstep:
-    """Two threads whose calls of a storage take turns as they are told."""
+    """Two threads whose storage calls alternate in a given order."""
 
     def __init__(self):
         self._go = [threading.Semaphore(0), threading.Semaphore(0)]
@@ -836,7 +836,7 @@ class Lockstep:
         assert self._go[index].acquire(timeout=30)
 
     def run(self, actions, order):
-        """Lets the threads go on, one call at a time, in this order; then each to its end."""
+        """Lets the threads make one call at a time, in this order; then runs each to its end."""
         threads = [
             threading.Thread(target=self._act, args=pair, name=f"actor-{pair[0]}")
             for pair in enumerate(actions)
@@ -982,7 +982,7 @@ def test_a_reader_that_holds_a_step_may_lease_it_again(disk):
 
 
 def test_a_lease_keeps_a_step_until_it_expires(world):
-    """Those of readers that died do so; a file that is no lease keeps nothing."""
+    """Leases of dead readers expire; a file that is not a lease keeps nothing."""
     world.add("1", "2", "3")
     now_ns = time.time_ns()
     world.write(names.lease("a"), run.encode_lease(Lease(step="1", expires_ns=now_ns + 10**12)))
@@ -1031,7 +1031,7 @@ def test_a_lease_that_cannot_be_read_keeps_all(disk):
 
 
 def test_where_nothing_can_be_written_readers_have_no_lease(disk):
-    """They are told what is there, and may find that it vanishes."""
+    """They see the existing steps, which may vanish."""
     disk.add("1")
     storage = FailingStorage(disk.storage, 0, OSError(errno.EROFS, "read-only"), once=False)
 
@@ -1057,7 +1057,7 @@ def test_a_step_that_is_about_to_go_is_not_found(world):
 
 
 def test_a_damaged_step_is_set_aside(disk):
-    """It is no step any more, nothing of it is deleted, and both are said, then and later."""
+    """It no longer counts as a step, nothing is deleted, and it is reported, also by later runs."""
     disk.add("1", "2")
     found = disk.run()
     assert found.steps() == [1, 2]
@@ -1078,7 +1078,7 @@ def test_a_damaged_step_is_set_aside(disk):
 
 
 def test_what_cannot_be_set_aside_is_reported(world):
-    """Steps of other programs, and where there is no rename: they are skipped."""
+    """Steps of other programs, and steps in storages without rename, are skipped."""
     world.write("1/_CHECKPOINT_METADATA", b"{}")
     found = world.run()
 

@@ -1,4 +1,4 @@
-"""Safetensors files: out of a checkpoint, into one, and what is no such file."""
+"""Safetensors files: export, import, and files that are not valid."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_torch_reads_an_export(saved, tmp_path):
     ],
 )
 def test_however_an_array_is_split_its_bytes_are_in_order(tmp_path, mesh, spec):
-    """Of three dimensions, of which any may be cut."""
+    """For arrays of three dimensions, any of which may be split."""
     values = np.arange(16 * 16 * 6, dtype=np.int32).reshape(16, 16, 6)
     jaxckpt.save(tmp_path / "a", {"w": jax.device_put(values, NamedSharding(mesh, spec))})
 
@@ -310,7 +310,7 @@ def test_a_damaged_checkpoint_makes_no_file(saved, tmp_path):
 
 
 def test_wrong_arguments_of_an_export(saved, tmp_path):
-    """Are built-ins, told before anything is written."""
+    """They raise built-in exceptions before anything is written."""
     for options in ({"max_shard_bytes": 0}, {"dtype": "int8"}, {"only": "missing"}):
         with pytest.raises(ValueError, match=r"positive|floating|no leaf"):
             jaxckpt.export_safetensors(saved, tmp_path / "a.safetensors", **options)
@@ -544,7 +544,7 @@ def test_a_mutated_file_is_refused_or_is_another_good_one(tmp_path, edits, cut):
     ],
 )
 def test_names_that_no_tree_has_are_refused(tmp_path, names, problem):
-    """They are told, and nothing is made."""
+    """The error names them, and nothing is written."""
     header = {name: entry("U8", (1,), (i, i + 1)) for i, name in enumerate(names)}
     file = write_file(tmp_path / "bad.safetensors", header, bytes(len(names)))
 
@@ -664,7 +664,7 @@ def test_a_kill_leaves_nothing_that_looks_good(ram_path, what):
 
 
 def test_a_large_file_is_named_once(tmp_path):
-    """What came meanwhile stays; what has no name goes."""
+    """Files created in the meantime stay; a file without a name disappears."""
     first, second = LargeFile(str(tmp_path / "a")), LargeFile(str(tmp_path / "a"))
     first.write(3, b"d")
     first.write(0, b"abc")

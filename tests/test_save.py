@@ -1,4 +1,4 @@
-"""What a save promises, what `open` shows, and what importing costs."""
+"""The promises of a save, the output of `open`, and the cost of importing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`save_async`: the values are those of the call, and no error gets lost."""
+"""`save_async` saves the values at the time of the call, and no error gets lost."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Gate:
 
 
 def test_a_wait_may_end_before_the_save(tmp_path):
-    """`timeout_s` is of the wait: the save goes on, and ends well."""
+    """`timeout_s` limits the wait: the save continues, and succeeds."""
     job = prepare(tmp_path / "a", {"n": 1}, False, None, copy=True)
     job.storage = gate = Gate()
     handle = start(job)
@@ -106,7 +106,7 @@ def test_a_wait_may_end_before_the_save(tmp_path):
 
 
 def test_saves_of_one_path_at_once(tmp_path):
-    """One of many wins, and the others are told that something is there."""
+    """One of many wins; the others raise an error."""
     jobs = [prepare(tmp_path / "a", {"n": n}, False, None, copy=True) for n in range(4)]
     handles = [start(job) for job in jobs]
     won = []
@@ -122,7 +122,7 @@ def test_saves_of_one_path_at_once(tmp_path):
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "1 / 0"])
 def test_exit_completes_the_save(tmp_path, ending):
-    """However the interpreter ends, it waits for the save under way."""
+    """However the interpreter ends, it waits for the save in progress."""
     code = f"""
 import sys, jaxckpt, numpy as np
 jaxckpt.save_async(sys.argv[1], {{"w": np.arange(1_000_000)}})

@@ -1,4 +1,4 @@
-"""When a run saves: rules add up, clocks are turned into steps, and all processes decide alike."""
+"""When a run saves: rules add up, clocks become steps, and all processes decide alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAWS = settings(deadline=None, derandomize=True, max_examples=100)
 
 
 def run(policy, seconds, *, save_s=0.0, start_s=100.0):
-    """Which of the steps 1, 2, ... one process saves; each took so long, each save `save_s`.
+    """Returns the steps that one process saves, given the times of steps, and `save_s` of saves.
 
     A save ends `save_s` after it began, in the background.
     """
@@ -198,7 +198,7 @@ def test_the_interval_that_loses_least(costs, interval_s):
 
 
 def test_the_shortest_interval_counts():
-    """Rules by the clock add up: the next save is the soonest that one of them wants."""
+    """Time-based rules add up: the next save is at the soonest time that any rule gives."""
     costs = Costs(blocked_s=1, save_s=10)
     policy = SavePolicy(job_mtbf_s=7200, every_seconds=300)
 
@@ -223,7 +223,7 @@ def test_auto_measures_first_and_then_waits():
 
 
 def test_auto_takes_other_rules():
-    """They are those of `SavePolicy`."""
+    """It takes the rules of `SavePolicy`."""
     policy = SavePolicy.auto(mtbf_hours=5, every_steps=3, on_preemption=False)
 
     assert (policy.every_steps, policy.on_preemption, policy.job_mtbf_s) == (3, False, 18_000)
@@ -233,10 +233,10 @@ def test_auto_takes_other_rules():
 
 
 def run_together(policy, seconds, *, count=3, saves_of=(), costs=Costs()):  # noqa: B008  # frozen
-    """Which steps a job of `count` processes saves, and the clock at each; all must decide alike.
+    """Returns the steps that a job of `count` processes saves, with clocks; all must decide alike.
 
-    As the manager does: in each save process 0 tells its costs, and every process takes those of
-    the save before into account. The clocks of the processes have nothing in common.
+    As in the manager, each save carries the costs of process 0, and every process uses the costs
+    from the previous save. The clocks of the processes have nothing in common.
     """
     schedules = [Schedule(policy=policy, processes=count) for _ in range(count)]
     saved, times_s, told, now_s = [], [], None, 50.0
@@ -294,7 +294,7 @@ clock_rules = st.sampled_from(
     ),
 )
 def test_processes_that_were_told_the_same_decide_alike(policy, seconds, forced, costs):
-    """Whatever their clocks say, however long steps take, and whatever is saved out of turn."""
+    """This holds for any clocks, any durations of steps, and any extra saves."""
     run_together(policy, seconds, saves_of=forced, costs=costs)  # it compares them
 
 
@@ -337,7 +337,7 @@ def test_a_run_whose_steps_become_slow_comes_back_to_the_interval():
 
 
 def test_saves_by_the_step_do_not_bring_more_by_the_clock():
-    """Twenty saves by the clock, as many by the step, and those by which the run began."""
+    """Twenty saves by the clock, as many by the step, and the first saves of the run."""
     policy = SavePolicy(every_seconds=1000, every_steps=1001)
 
     saved, _ = run_together(policy, [1.0] * 20_000)

@@ -1,4 +1,4 @@
-"""`Checkpoint.statistics` says of a leaf what numpy says of the whole array, in little memory."""
+"""`Checkpoint.statistics` agrees with numpy on the whole array, but needs little memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check(told, values):
 @given(st.lists(host_arrays(), min_size=1, max_size=6))
 @settings(max_examples=30, deadline=None)
 def test_statistics_are_those_of_the_whole_array(arrays):
-    """Of every dtype and bit pattern, as numpy computes them at once."""
+    """For every dtype and bit pattern, they equal numpy's on the whole array."""
     tree = {str(i): array for i, array in enumerate(arrays)}
     with tempfile.TemporaryDirectory() as folder:
         jaxckpt.save(f"{folder}/a", tree)
@@ -71,7 +71,7 @@ def test_statistics_are_those_of_the_whole_array(arrays):
     st.data(),
 )
 def test_moments_do_not_depend_on_the_blocks(values, data):
-    """However numbers are cut into blocks, and however large or small their squares are."""
+    """For any division into blocks, and for large and small squares."""
     cuts = sorted(data.draw(st.lists(st.integers(0, len(values)), max_size=4)))
     numbers = np.array(values)
     moments = Moments()
@@ -137,7 +137,7 @@ def test_large_integers_are_exact(tmp_path):
 
 
 def test_a_part_is_described(tmp_path):
-    """Of a part of the tree, and of the leaves that globs mean; one that means none is refused."""
+    """A part of the tree, or the leaves that match globs; a glob without a match is refused."""
     jaxckpt.save(tmp_path / "a", {"x": {"w": np.ones(3), "b": np.zeros(2)}, "y": np.ones(1)})
     ckpt = jaxckpt.open(tmp_path / "a")
 
@@ -148,7 +148,7 @@ def test_a_part_is_described(tmp_path):
 
 
 def test_a_replaced_checkpoint_is_not_described(tmp_path):
-    """What was opened is gone."""
+    """The opened checkpoint no longer exists."""
     jaxckpt.save(tmp_path / "a", {"w": np.ones(3)})
     ckpt = jaxckpt.open(tmp_path / "a")
     jaxckpt.save(tmp_path / "a", {"w": np.zeros(3)}, overwrite=True)

@@ -103,7 +103,7 @@ def test_epath_is_a_path():
 
 
 def test_a_file_url_undoes_as_uri(tmp_path):
-    """What pathlib writes as a URL is found again."""
+    """A URL made by pathlib is converted back to its path."""
     path = tmp_path / "a b%20?#é"
 
     assert locate(path.as_uri())[1] == str(path)
@@ -573,7 +573,7 @@ def test_a_deleted_lock_file_excludes_again(tmp_path):
 
 
 def test_a_link_whose_answer_was_lost_counts(tmp_path):
-    """Over NFS a link can be made and yet be answered with "exists"; the file's links tell."""
+    """Over NFS a link can succeed and yet return "exists"; the link count of the file shows it."""
     (tmp_path / "temporary").write_bytes(b"1")
     (tmp_path / "other").write_bytes(b"2")
     os.link(tmp_path / "temporary", tmp_path / "made")
@@ -600,9 +600,9 @@ _QUOTED = re.compile(r'"([^"]*)"')
 
 
 def unsynced_after(trace: str, root: str) -> set[str]:
-    """What a power cut at the end of a trace could lose: files, and `directory/` for its names.
+    """Returns what a power cut at the end of a trace could lose: files, and `directory/` for names.
 
-    Fails at once on a file that gets its name before its bytes are synced.
+    Fails at once if a file gets its name before its bytes are synced.
     """
     unsynced: set[str] = set()
     for line in trace.splitlines():
@@ -770,7 +770,7 @@ s.make_new_dir(r + '/d')
 @needs_strace
 @pytest.mark.parametrize("error", ["ENOLCK", "EOPNOTSUPP", "ENOSYS"])
 def test_a_file_system_without_locks_says_so(old_tree, error):
-    """Where nothing can be locked, a hold raises what a caller can tell from a taken lock."""
+    """If nothing can be locked, a hold raises an error distinct from that of a taken lock."""
     code = """
 import io
 try: s.hold(r + '/lock')
@@ -797,7 +797,7 @@ def test_sync_leaves_alone_what_is_being_written(old_tree):
 @needs_strace
 @pytest.mark.multihost
 def test_a_lock_on_a_file_just_deleted_is_not_a_hold(tmp_path):
-    """Of two that open a lock file around its deletion, one gets the lock."""
+    """If two processes open a lock file around its deletion, one gets the lock."""
     path = tmp_path / "lock"
     slow = ["strace", "-f", "-o", os.devnull, "-e", "inject=flock:delay_enter=500000:when=1"]
     with subprocess.Popen(
@@ -882,7 +882,7 @@ def test_a_crashing_storage_is_dead_after_so_many_changes(tmp_path, after, torn)
 
 
 def test_a_torn_write_has_half_of_the_bytes(tmp_path):
-    """What a torn write leaves is the first half, under a name that says it is temporary."""
+    """A torn write leaves the first half, under a temporary name."""
     storage = CrashingStorage(LocalStorage(), 0, torn=True)
 
     with pytest.raises(SimulatedCrash):
@@ -957,7 +957,7 @@ def test_a_slow_storage_waits_by_verb_and_byte(tmp_path):
 
 
 def test_memory_has_no_rename_and_says_so():
-    """What an object store cannot do raises an error that is an OSError and names both paths."""
+    """An operation that object stores lack raises an OSError that names both paths."""
     with pytest.raises(io.UnsupportedOperation) as caught:
         MemoryStorage().rename("/a", "/b")
 

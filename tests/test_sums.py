@@ -1,4 +1,4 @@
-"""The file with the checksums of all chunks: a chunk that is whole but another one is found."""
+"""The file with the checksums of all chunks detects an intact chunk in the wrong place."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_units_are_in_c_order_of_the_array():
 
 
 def test_shares_make_the_table():
-    """In any order of the processes; a chunk of which nobody tells is noticed."""
+    """The processes may come in any order; a chunk without a checksum is noticed."""
     shares = [encode_share([3, 0], [33, 30]), b"", encode_share([2, 1], [32, 31])]
 
     assert np.frombuffer(merge_shares(shares, 4), "<u4").tolist() == [30, 31, 32, 33]
@@ -148,14 +148,14 @@ def test_what_is_the_same_is_no_problem(swapped):
 
 
 def test_verify_names_each_leaf(swapped):
-    """All that have other values, none of those that have not."""
+    """All leaves with wrong values are named, and no others."""
     report = jaxckpt.verify(swapped)
 
     assert {problem.leaf for problem in report.problems if problem.leaf} == set(tree(1))
 
 
 def test_without_the_table_it_would_pass(swapped, monkeypatch):
-    """A control: the chunks' own checksums do not tell."""
+    """A control: the chunks' own checksums do not show it."""
     monkeypatch.setattr(_sums.ChunkSums, "of", lambda self, leaf: None)
     monkeypatch.setattr("jaxckpt._disk.regions.refuse_others", lambda *of: None)
 
@@ -178,7 +178,7 @@ def test_a_damaged_table_is_named(saved, tmp_path):
 
 
 def test_the_table_says_what_the_chunks_end_with(saved):
-    """Of a leaf with one chunk in a data file: its last four bytes."""
+    """For a leaf with one chunk in a data file, it is the last four bytes."""
     storage, where = locate(saved / "1" / "state")
     found = extents(storage.kvstore(where), max_keys=10_000)
     extent = found["value/" + chunk_key((0,))]
@@ -188,7 +188,7 @@ def test_the_table_says_what_the_chunks_end_with(saved):
 
 
 def test_an_array_that_says_other_chunks_is_refused(tmp_path):
-    """What TensorStore goes by lies in the database; a chunk it names could be of any size."""
+    """TensorStore uses the metadata in the database, which could describe chunks of any size."""
     more = {f"more{i}": np.zeros(2, np.float32) for i in range(200)}
     jaxckpt.save(tmp_path / "a", {"w": np.arange(1000.0), **more})
     storage, where = locate(tmp_path / "a" / "state")

@@ -68,7 +68,7 @@ class World:
         self.job(storage, seed, overwrite=overwrite).run()
 
     def seed(self):
-        """Which tree is there, every bit of it; None if there is none."""
+        """Returns the number of the tree that is there, with every bit checked; None if none is."""
         try:
             found = jaxckpt.restore(self.url)
         except CheckpointNotFound:
@@ -243,7 +243,7 @@ def test_an_error_at_any_verb_is_raised_and_leaves_all_or_nothing(new_disk, once
 
 
 def test_a_living_writer_is_left_alone(new_disk, caplog):
-    """Recovery does not touch what somebody is writing; the second to commit is told."""
+    """Recovery does not touch a write in progress; the second writer to commit gets an error."""
     world = new_disk()
     first = _transaction.begin(world.storage, world.path, overwrite=False)
 
@@ -312,7 +312,7 @@ def test_a_writer_whose_directory_is_taken_away_commits_nothing(new_disk, how):
 
 
 def test_of_two_saves_at_once_one_wins_whole(new_world):
-    """The other is told so."""
+    """The other save raises an error."""
     for _ in range(5):
         world = new_world()
 

@@ -104,7 +104,7 @@ def test_with_a_target_its_own_types_come_back(new_path, tree):
 @settings(LAWS, max_examples=40)
 @given(tree=strategies.trees())
 def test_open_lists_every_leaf(new_path, tree):
-    """What `open` lists is what `restore` gives: each leaf by its path, and it prints."""
+    """`open` lists what `restore` returns: each leaf by its path, and it can be printed."""
     path = new_path()
     try:
         jaxckpt.save(path, tree)

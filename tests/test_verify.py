@@ -1,4 +1,4 @@
-"""Every damaged byte is found: `verify` names it, and `restore` never gives other values for it."""
+"""Every damaged byte is found: `verify` names it, and `restore` never returns wrong values."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_flip_in_any_metadata_file_is_found(saved, tmp_path, name):
 
 
 def test_flips_anywhere_are_found(saved, tmp_path, tree):
-    """Of 100 flips over all files, none is missed by `verify`, none changes what is restored."""
+    """Of 100 flips over all files, `verify` misses none, and none changes a restored value."""
     rng = random.Random(0)
     files = [f.relative_to(saved) for f in files_of(saved) if f.stat().st_size]
     weights = [1 + (saved / f).stat().st_size // 4096 for f in files]
@@ -242,7 +242,7 @@ def test_a_data_file_of_the_wrong_size_is_named(saved, damaged, how):
 
 
 def test_a_file_too_many_is_mentioned(damaged):
-    """What nobody listed does no harm, and is told."""
+    """An unlisted file does no harm, and is reported."""
     (damaged / "state" / "stray").write_text("x")
 
     report = jaxckpt.verify(damaged)
@@ -302,7 +302,7 @@ def test_a_link_inside_is_found_and_not_followed(tmp_path, name):
 
 
 def test_a_root_is_its_newest_step_whose_files_have_their_sizes(tmp_path, caplog):
-    """As for a manager; a step that is cut short is told of once, and skipped."""
+    """As for a manager, a truncated step is skipped and reported once."""
     for step in (1, 2):
         jaxckpt.save(tmp_path / "run" / str(step), {"n": step, "w": np.arange(1000)})
     [data] = (tmp_path / "run" / "2" / "state" / "d").iterdir()

@@ -1,4 +1,4 @@
-"""Trains six steps and saves every second one; goes on where it was. A script, for ckpt-chaos."""
+"""Trains six steps, saves every second step and resumes where it was. A script for ckpt-chaos."""
 
 from __future__ import annotations
 

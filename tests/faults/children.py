@@ -1,4 +1,4 @@
-"""What the forked children of a zygote do: saves, restores, whole runs; they say how it went."""
+"""The work of a zygote's forked children: saves, restores and whole runs, with a report of each."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def overwrite_for_ever(path):
 
 
 def keep_training(root, acks_early=False):
-    """Goes on from the newest step of a run that keeps two; says what it saved, until killed.
+    """Resumes from the newest step of a run that keeps two steps; reports each save, until killed.
 
-    Says first which steps there are, each of which is whole, then which one it goes on from, and
-    what is left over when it has saved for the first time.
+    Reports first the existing steps, all of which are complete, then the step that it resumes from,
+    and the leftovers after its first save.
 
     Args:
-        acks_early: Whether it lies: it says that a step is saved before it is.
+        acks_early: Whether it lies, and reports a step as saved before it is.
     """
     import jax
     import jax.numpy as jnp
@@ -168,11 +168,11 @@ def write_plainly(root, log):
 
 
 def train_for_ever(root, *, hears=None, heeds=True):
-    """Trains until it is told to stop; says each thing that it is about to do.
+    """Trains until a signal stops it; reports each action before it begins.
 
     Args:
-        hears: A signal that has a handler already; says what that has heard.
-        heeds: Whether it stops when it is told to.
+        hears: A signal that already has a handler; reports the signals that this handler got.
+        heeds: Whether it stops after the signal.
     """
     import jaxckpt
     from jaxckpt.storage import LocalStorage

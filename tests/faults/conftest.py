@@ -1,4 +1,4 @@
-"""All tests here are marked; they share one zygote, and a loopback for what needs root."""
+"""Marks all tests here; provides a shared zygote, and a loopback for tests that need root."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Checkpoints of every layout that we write, damage to their files, and what readers make of it.
+"""Damages the files of checkpoints in every layout that we write, and reads them back.
 
 The trials run in forked children, many in each, so that a crash or a hang is one more failure. A
-child says what it is about to try, then what came of it: `trials_of` counts them.
+child reports each trial before it starts, and then its result; `trials_of` counts them.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ def tree(layout, seed):
 
 
 def save_in_two(me, root, seed):
-    """What two processes write; run by `tests.multiprocess`."""
+    """Saves in each of two processes; run by `tests.multiprocess`."""
     import jax
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
@@ -365,9 +365,9 @@ def flips(root, work, seed, count, blind=False):
 
 
 def orbax_flips(root, work, seed, count):
-    """Flips bits of values, and has Orbax read them: an error that tells of the checksum.
+    """Flips bits of values, and has Orbax read them: an error must mention the checksum.
 
-    In a child, since Orbax leaves reads behind that fail later, when an error has ended the first.
+    In a child, since after the first error Orbax leaves reads behind that fail later.
     """
     import orbax.checkpoint as ocp
 
@@ -411,8 +411,8 @@ def orbax_alone(path):
 
 
 def _unread(root):
-    """Which bytes nobody reads: markers, and what is no value in the data of one of several
-    processes, whose nodes the merged database has no use for."""
+    """Returns the bytes that no reader reads: markers, and in the data of one of several processes
+    everything but values, since the merged database does not use the nodes."""
     from jaxckpt.format import names
     from jaxckpt.storage import _arrays, locate
 

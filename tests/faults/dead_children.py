@@ -1,4 +1,4 @@
-"""What the members of a job do when one of them dies, hangs, or comes late."""
+"""The work of the members of a job in which one dies, hangs, or arrives late."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def heard(call):
 
 
 def save(manager, me, step):
-    """Saves a step to its end, and tells the test that it was acknowledged."""
+    """Completes the save of a step, and reports to the test that it was acknowledged."""
     manager.save(step, manages.state_at(step), items={"data": manages.Data(me)})
     manager.wait_until_finished(60)
     me.reach(f"acked-{step}")
@@ -165,12 +165,12 @@ def live_on(me, root, victim, deadline_s):
 
 
 def train_until_told(me, root, handler, most):
-    """Saves each fifth step until all are told to stop, and what preemption asks for.
+    """Saves every fifth step and the step of the preemption, until a signal stops all processes.
 
     Args:
-        handler: Whether the program has a handler of its own, set "before" jax's or "after" it. The
-            former cannot be set here, where jax has begun: it stands for one of SIGUSR1.
-        most: How many steps it takes if nobody tells it to stop.
+        handler: Whether the program has its own handler, set "before" jax's or "after" it. Here it
+            is too late to set one for SIGTERM before jax's, so "before" sets one for SIGUSR1.
+        most: The number of steps if no signal arrives.
     """
     import jax
 
@@ -215,7 +215,7 @@ def train_deaf(root):
 
 
 def save_on(me, root, first, last):
-    """Saves steps up to `first`, waits to be told to go on, and saves up to `last`."""
+    """Saves steps up to `first`, waits for the test to release it, and saves up to `last`."""
     import jaxckpt
 
     words = []

@@ -1,8 +1,8 @@
-"""A model of what a disk holds, played from the shim's log, and of what a power cut leaves of it.
+"""A model of a disk, replayed from the shim's log, and of its contents after a power cut.
 
 A sync of a file covers its bytes, not its name; a sync of a directory covers the names in it, not
-what they name. That is all that POSIX promises. A journal as ext4 has one keeps names in the order
-in which they were changed, and of a file whose bytes were not synced maybe nothing but its name.
+the files that they name. POSIX promises no more than this. A journal like that of ext4 keeps names
+in the order in which they were changed, and may keep only the name of a file that was not synced.
 """
 
 from __future__ import annotations

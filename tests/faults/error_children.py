@@ -1,6 +1,6 @@
-"""What forked children do while calls of the system fail: one child tries every point in turn.
+"""Runs in forked children while system calls fail: one child tries every point in turn.
 
-A child keeps its state from one trial to the next, as a training job does that goes on after a
+A child keeps its state from one trial to the next, like a training job that continues after a
 failed save: open files, caches of TensorStore, the memory of a manager.
 """
 
@@ -114,7 +114,7 @@ class Replace(Save):
 
 
 def save_next(path):
-    """What a job does next: it needs no help, and leaves nothing over."""
+    """Makes the next save of a job: it needs no help, and leaves nothing behind."""
     import jaxckpt
 
     jaxckpt.save(path, tree(3), overwrite=True)
@@ -124,7 +124,7 @@ def save_next(path):
 
 
 def check_left(folder):
-    """What another process finds where a save failed, of each trial in turn."""
+    """Checks from another process the state after each failed save."""
     for left in sorted(Path(folder, "left").iterdir(), key=lambda left: int(left.name)):
         problem = None
         try:
@@ -140,7 +140,7 @@ def check_left(folder):
 
 
 class ManagerSave:
-    """A save of a run that keeps two steps, so that one is deleted."""
+    """A save in a run that keeps two steps, so that one step is deleted."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -264,7 +264,7 @@ def seed_of(got):
 
 
 def check_says(why, said):
-    """What the system said is told, and good data is not called damaged."""
+    """Checks that the system's error is reported, and that good data is not called damaged."""
     assert why in said
     assert "damaged" not in said
 
@@ -357,7 +357,7 @@ class ReaderRestore(ManagerRestore):
 
 
 class Resume(ManagerRestore):
-    """`restore_or`, which starts anew only where there is no step."""
+    """Runs `restore_or`, which starts anew only if there is no step."""
 
     def act(self):
         got, step = self.manager.restore_or(lambda: tree(0))

@@ -1,6 +1,6 @@
-"""What forked children do on a disk that is full: one of the shim's, or a real one that they fill.
+"""Runs in forked children on a full disk: one simulated by the shim, or a real one that they fill.
 
-The run lies in the directory `run` of the disk, and keeps two steps.
+The run is in the directory `run` of the disk, and keeps two steps.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Disk:
         return status.f_bavail * status.f_frsize
 
     def used(self):
-        """What the run takes."""
+        """Returns the space that the run takes."""
         if not self.real:
             return sum(map(_blocks, self.root.rglob("*")))
         other = self.top / "other"
@@ -82,9 +82,9 @@ def start_run(top, real):
 
 
 def fill_up(top, real, room):
-    """Saves where there is too little room, twice; then there is enough, and it goes on.
+    """Saves twice with too little room; then there is enough, and saving resumes.
 
-    Says what was raised.
+    Reports the exceptions.
     """
     disk = Disk(top, real)
     with open_run(disk.root) as manager:
@@ -109,7 +109,7 @@ def try_to_save(disk, manager, step):
 
 
 def error_of(do):
-    """What it raises; it must."""
+    """Returns the exception that the call raises; it must raise."""
     try:
         do()
     except Exception as error:  # judged by the caller
@@ -129,7 +129,7 @@ def save_in(top, real, room, saves):
 
 
 def be_short_for_a_while(top, real, room, size):
-    """Something else takes the room for a while; then it is as much as this again, and it goes on.
+    """Other files take the room for a while; then the room is back, and saving resumes.
 
     Args:
         size: Of a checkpoint.

@@ -1,9 +1,9 @@
-"""A fuzzer of all that is parsed: `make fuzz`, or with atheris installed
+"""Fuzzes all parsers: `make fuzz`, or with atheris installed
 
     python -m tests.faults.fuzz -max_total_time=600 CORPUS
 
 The first byte chooses the parser. Anything but a value or a `CheckpointError` stops it, and the
-input is kept in a file. Files that one save writes are what it begins with.
+input is kept in a file. The corpus starts with the files that one save writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints that someone made to do harm, and what readers make of them."""
+"""Makes malicious checkpoints, and checks how readers handle them."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def reference(to):
 
 
 def special(name, kind):
-    """Something that is no regular file in the place of one, or of a directory."""
+    """Puts something else in the place of a regular file or a directory."""
 
     def change(here, outside):
         place = here / name.format(step=STEP)
@@ -527,7 +527,7 @@ def _read(use, path, root):
 
 
 def _untouched(outside):
-    """What is outside, and that no file there has been read: its time of access is in the past."""
+    """Returns the files outside, and whether any was read, by its time of access."""
     found = {}
     for place in sorted(outside.rglob("*")):
         status = place.lstat()

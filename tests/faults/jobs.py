@@ -1,7 +1,7 @@
 """Jobs of several real processes over `jax.distributed`, forked: they start in a third of a second.
 
-A child of a zygote forks the members, says when each of them ends, and ends those that hang. What a
-member does is a plain function of some module, called with a `Member` of `tests.multiprocess`:
+A child of a zygote forks the members, reports when each of them ends, and kills members that hang.
+A member runs a plain function of some module, called with a `Member` of `tests.multiprocess`:
 
     with started(zygote, children.save, count=3, args=[root]) as job:
         job.wait_for(1, "writing")     # a point that the function has reached
@@ -143,7 +143,7 @@ class Job:
         return any((self._path / f"{index}.at.{point}").exists() for index in range(self.count))
 
     def release(self, point):
-        """Lets all go on that wait for it."""
+        """Lets all members that wait for it continue."""
         (self._path / f"go.{point}").touch()
 
     def kill(self, index):
@@ -161,14 +161,14 @@ class Job:
         os.kill(self.pids[index], number)
 
     def wait_for_others(self):
-        """Waits until all have ended but those who were stopped."""
+        """Waits until all members have ended except the stopped ones."""
         while running := set(range(self.count)) - self._ended.keys() - self._stopped:
             if running == {0}:  # the coordinator goes last
                 self.release("last")
             self._read()
 
     def wait(self):
-        """Waits until all have ended; kills those who were stopped."""
+        """Waits until all members have ended; kills the stopped ones."""
         self.wait_for_others()
         for index in self._stopped - self._ended.keys():
             self.kill(index)

@@ -1,4 +1,4 @@
-"""What a power cut leaves: children that write what is replayed, and that look at what is left."""
+"""Children that write the changes to replay, and children that check the state after a cut."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def log_run_that_lies(top, saves, log, data):
 
 
 def check_runs(states):
-    """What another start finds in runs, each with the newest step that was acknowledged."""
+    """Checks the runs after another start, given the newest acknowledged step of each."""
     _each(states, _check_run)
 
 

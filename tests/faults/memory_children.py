@@ -1,4 +1,4 @@
-"""What a child saves and restores in a cgroup that has room for 1.3 times the state."""
+"""Saves and restores in a cgroup with a memory limit of 1.3 times the state."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Group:
         (self._path / "cgroup.procs").write_text("0")
 
     def used(self):
-        """What is no page cache, in bytes."""
+        """Returns the memory that is not page cache, in bytes."""
         facts = dict(line.split() for line in self._read("memory.stat").splitlines())
         return int(facts["anon" if self._is_v2 else "rss"])
 
@@ -75,7 +75,7 @@ class Group:
 
 
 def try_in(group, path, what):
-    """Does one thing under the limit; says so if it lives to tell.
+    """Runs one action under the limit; reports if it survives.
 
     what: "save", "save_async", "manager", "restore", "like", "mesh", "verify"; "copy" is a control.
     """

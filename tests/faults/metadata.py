@@ -1,4 +1,4 @@
-"""Broken metadata: changes of JSON, of bytes and of values in a database, and what readers say."""
+"""Breaks metadata: changes JSON, bytes and database values, and checks how readers handle them."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _show(path):
 
 @contextlib.contextmanager
 def _typed(results):
-    """Only our own errors, and those that tell something; all else goes on."""
+    """Accepts only our own errors with a useful message; any other exception propagates."""
     import jaxckpt
 
     try:
@@ -423,7 +423,7 @@ def _change_array(database, dice):
 
 
 def in_root(root, work, seed, count):
-    """Changes the small files of a run's root: a manager that writes goes on, or says why."""
+    """Changes the small files of a run's root: a manager that writes must continue or say why."""
     import jaxckpt
     from jaxckpt.format import names, run
 

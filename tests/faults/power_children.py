@@ -1,4 +1,4 @@
-"""A run on a file system that is about to lose its power, and what is found when it is back."""
+"""Runs on a file system that is about to lose power, and checks the run after it is back."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def save_for_ever(root, durable=True):
 
 
 def sync_nothing():
-    """Takes every fsync out of this process: our own, and those of TensorStore."""
+    """Removes every fsync from this process, both ours and TensorStore's."""
     import tensorstore as ts
 
     from jaxckpt.storage import _arrays

@@ -1,4 +1,4 @@
-"""What the fault tests prove, as a table: so many trials, so many passed, and what Orbax does then.
+"""Counts the trials of the fault tests in a table: tried, passed, and the behaviour of Orbax.
 
 A test takes `trial` and wraps each thing that it tries:
 
@@ -6,9 +6,9 @@ A test takes `trial` and wraps each thing that it tries:
         with trial(3, f"killed before change {n}"):
             ...
 
-A trial that fails does not end the test, which fails at its end and names all that failed. With
-`--scorecard FILE` the table is written there, and a row with too few trials fails the run: so no
-row shrinks in silence.
+A failing trial does not end the test; the test fails at its end and names all failed trials. With
+`--scorecard FILE` the table is written to that file, and a row with too few trials fails the run,
+so that no row shrinks unnoticed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Row:
     """One promise.
 
     Attributes:
-        count: How many trials it takes at least.
-        orbax: What Orbax 0.12.8 does, where that was measured.
-        target: Of `make`, that runs it.
+        count: The least number of trials.
+        orbax: The behaviour of Orbax 0.12.8, if it was measured.
+        target: The `make` target that runs the trials.
     """
 
     title: str
@@ -216,7 +216,7 @@ ROWS = {
 
 
 class Trials:
-    """Counts the trials of one test, and remembers what failed."""
+    """Counts the trials of one test, and records the failures."""
 
     def __init__(self):
         self.counts = Counter()
@@ -224,7 +224,7 @@ class Trials:
 
     @contextlib.contextmanager
     def __call__(self, row, what):
-        """One trial for a row; an exception in it is a failure of that trial."""
+        """Runs one trial for a row; an exception counts as a failure of the trial."""
         assert row in ROWS, row
         try:
             yield
@@ -235,7 +235,7 @@ class Trials:
             self.counts[row, "passed"] += 1
 
     def check(self):
-        """Raises if any failed."""
+        """Raises if any trial failed."""
         if not self.failures:
             return
         lines = [
@@ -257,14 +257,14 @@ def trial(request):
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--scorecard", metavar="FILE", help="write the table there; rows must be complete"
+        "--scorecard", metavar="FILE", help="write the table to FILE; all rows must be complete"
     )
-    parser.addoption("--scorecard-of", default="faults", help="the target whose rows they are")
+    parser.addoption("--scorecard-of", default="faults", help="the make target whose rows to print")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """After the test itself, fails it for its trials."""
+    """Runs the test, then fails it if any of its trials failed."""
     result = yield
     trials = pyfuncitem.funcargs.get("trial")
     if isinstance(trials, Trials):
@@ -298,7 +298,7 @@ def pytest_sessionfinish(session):
 
 
 def table(counts, *, target):
-    """The lines of the table in Markdown, and what is wrong with it."""
+    """Returns the lines of the table in Markdown, and its problems."""
     lines = ["| | what | tried | passed | Orbax 0.12.8 |", "| --- | --- | --- | --- | --- |"]
     missing = []
     for name, row in ROWS.items():
@@ -308,7 +308,7 @@ def table(counts, *, target):
         tried = passed + failed
         lines.append(f"| {name} | {row.title} | {tried} | {passed} | {row.orbax} |")
         if tried < row.count:
-            missing.append(f"row {name}: {tried} trials, at least {row.count} are wanted")
+            missing.append(f"row {name}: {tried} trials, expected at least {row.count}")
         if failed:
             missing.append(f"row {name}: {failed} of {tried} trials failed")
     return lines, missing

@@ -1,4 +1,4 @@
-"""What the forked children of the soak test do: train a little, or look at what is there."""
+"""Runs in forked children of the soak test: trains a little, or checks the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STEPS = 12
 
 
 def train(root, fault):
-    """Goes on for some steps, or until told to stop; says which are saved, and what it raised."""
+    """Trains for some steps, or until a signal stops it; reports the saved steps and any error."""
     import jaxckpt
 
     arm(root, fault)

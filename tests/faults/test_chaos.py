@@ -1,4 +1,4 @@
-"""ckpt-chaos, a test program of others, kills a training script and looks at what it resumes to."""
+"""ckpt-chaos, an independent test program, kills a training script and checks how it resumes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def chaos(place, mode, *command):
 
 @pytest.mark.parametrize("mode", ["before", "torn", "term"])
 def test_every_point_passes(ram_path, trial, mode):
-    """Killed before a change, in the middle of a write, or told to stop and killed later."""
+    """Killed before a change, in the middle of a write, or after a signal to stop."""
     for point, verdict in chaos(ram_path, mode, SCRIPT):
         with trial("32", point):
             assert verdict == "PASS"

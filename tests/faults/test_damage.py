@@ -1,4 +1,4 @@
-"""Damaged data: a flipped bit, a file cut short or swapped, never gives another value."""
+"""Damaged data, such as a flipped bit or a truncated or swapped file, never gives another value."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_files_in_each_others_place_are_found(zygote, trial, checkpoints, ram_pa
 
 
 def test_files_in_each_others_place_fit_without_the_sums(zygote, checkpoints, ram_path):
-    """A control: the chunks' own checksums do not tell, and other values come back."""
+    """A control: the chunks' own checksums do not show it, and other values are restored."""
     root, other = checkpoints("alike"), checkpoints("alike", 2)
 
     problems = damage.problems_of(

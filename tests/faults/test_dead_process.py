@@ -1,4 +1,4 @@
-"""Of three real processes one is killed, stopped, or late: nobody hangs, and nothing is lost."""
+"""One of three real processes is killed, stopped, or late: none hangs, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def lose(zygote, root, how, victim, phase, timeout_s=TIMEOUT_S, heartbeat_s=100)
 
 
 def check_new_job(zygote, root, found):
-    """A job of one process restores what was acknowledged, and needs no help to go on."""
+    """A job of one process restores the acknowledged step, and resumes without help."""
     new = zygote.run(children.go_on, root, found["acked"])
     assert new is not None
     assert new["newest"] in (found["acked"], found["acked"] + 1)
@@ -103,7 +103,7 @@ def test_a_process_is_lost_in_any_phase(trial, side_by_side, zygote, ram_path, h
 
 
 def test_jax_ends_the_others_of_a_process_that_is_lost(trial, side_by_side, zygote, ram_path):
-    """Where the heartbeat is shorter than the manager's time: no step is torn, a job goes on."""
+    """If the heartbeat is shorter than the manager's timeout: no step is torn, a job resumes."""
     cases = [
         (ram_path / f"{how}-{victim}-{phase}", how, victim, phase, 60.0, 3)
         for how in ("kill", "stop")
@@ -140,7 +140,7 @@ def test_a_process_that_goes_on_after_the_others_have_gone(trial, zygote, other,
 
 
 def test_a_step_that_is_torn_is_seen(zygote, ram_path):
-    """A control: a new job does not go on in silence where a file of a step is cut."""
+    """A control: a new job does not resume silently if a file of a step is truncated."""
     with started(zygote, children.lose_one, args=[ram_path / "run", "none", 0, 20.0]) as job:
         job.release("on")
         assert [end.status for end in job.wait()] == [0, 0, 0]
@@ -169,9 +169,9 @@ def be_late(zygote, root, late, where):
 
 
 def test_a_process_that_is_late(trial, side_by_side, ram_path):
-    """All hear who it was within the deadline, it too; the next meeting of that name is one of all.
+    """Every process learns within the deadline which one is late; the name can then be used again.
 
-    Of an agreement only process 0 can be late: it waits for nobody.
+    In an agreement only process 0 can be late, since it waits for no other process.
     """
     cases = [(ram_path / where, 2, where) for where in ("barrier", "gather", "save")]
     cases += [(ram_path / f"{where}-0", 0, where) for where in ("barrier", "agree", "open", "save")]

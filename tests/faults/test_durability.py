@@ -1,4 +1,4 @@
-"""When a save is acknowledged, no byte and no name of it waits in a cache to be written."""
+"""When a save is acknowledged, none of its data or names is still only in a cache."""
 
 from __future__ import annotations
 

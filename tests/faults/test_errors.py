@@ -1,4 +1,4 @@
-"""Calls of the system that fail, at every point of a save or restore: nothing is lost by it."""
+"""System calls fail at every point of a save or restore, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_error_of_a_save_loses_nothing(zygote, ram_path, trial, subject, numb
 @pytest.mark.parametrize("number", children.READ_ERRORS, ids=errno.errorcode.get)
 @pytest.mark.parametrize("subject", children.READERS)
 def test_an_error_of_a_read_is_no_damage(zygote, ram_path, trial, subject, number, kind):
-    """It is told as what it is; no good step is moved, no other taken for it, no value is wrong."""
+    """The original error is raised; no good step is moved or replaced, and no value is wrong."""
     stride = {"fail_once": 1, "fail_from": 4}[kind]
     said = swept(zygote, ram_path, trial, subject, kind, number, reads=True, stride=stride)
 

@@ -1,4 +1,4 @@
-"""A disk that is full: the error says so, nothing is lost, and with room again it goes on."""
+"""A full disk: the error says so, nothing is lost, and saving resumes once there is room."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def a_run(zygote, place, real):
 
 
 def test_a_save_on_a_full_disk(zygote, ram_path, trial):
-    """Whatever room there is: it raises, takes none, and with room again the next save works."""
+    """With any room: it raises, leaves nothing, and with enough room the next save works."""
     fill(zygote, ram_path, False, trial, "10")
 
 
@@ -75,7 +75,7 @@ def test_a_save_on_a_full_tmpfs(zygote, tmpfs, trial):
 
 
 def test_a_disk_that_is_full_for_a_while(zygote, ram_path, trial):
-    """Saves fail, then go on by themselves with little more room than one save needs."""
+    """Saves fail, then work again by themselves with little more room than one save needs."""
     come_and_go(zygote, ram_path, False, trial, "10")
 
 
@@ -88,7 +88,7 @@ def test_a_tmpfs_that_is_full_for_a_while(zygote, tmpfs, trial):
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_process_that_dies_on_a_full_disk(zygote, ram_path, trial, room):
-    """However often: each start first clears up what the one before left, and then has room."""
+    """After any number of deaths: each start first removes the leftovers, and then has room."""
     with a_run(zygote, ram_path, False) as (top, size):
         for n in (9, 12, 15):
             assert run(zygote, children.die_full, top, int(0.9 * size), n) == []

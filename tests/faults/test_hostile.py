@@ -1,4 +1,4 @@
-"""Checkpoints that someone made to do harm: no crash, no memory, nothing outside is touched."""
+"""Malicious checkpoints cause no crash, use no extra memory, and touch nothing outside."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ _IMPORT = ("jaxckpt/__init__.py", "jaxckpt/testing/__init__.py", "jaxckpt/_core/
 
 
 def run_by(text):
-    """What in a module could run what a file says."""
+    """Returns the parts of a module that could run code from a file."""
     found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -138,7 +138,7 @@ def run_by(text):
 
 
 def test_no_module_can_run_what_a_file_says(trial):
-    """Of all modules: none imports a pickler, and none evaluates or imports by a name."""
+    """No module imports a pickler, and none evaluates or imports by a name."""
     files = sorted(Path(hostile.__file__).parents[2].joinpath("jaxckpt").rglob("*.py"))
     assert len(files) > 40
 

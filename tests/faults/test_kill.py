@@ -1,4 +1,4 @@
-"""SIGKILL at random moments and before every change of a file: the old tree or the new one."""
+"""SIGKILL at random moments and before every file change leaves the old tree or the new one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_kill_at_any_point_of_a_save_leaves_all_or_nothing(zygote, ram_path, t
 def test_a_kill_at_any_point_of_a_replacement_leaves_one_whole(
     zygote, ram_path, trial, row, ending
 ):
-    """Every n-th change, those of the deletion of the old one too: the old or the new."""
+    """At every n-th change, also during the deletion of the old tree: the old or the new one."""
     seen, path = [], ram_path / "a"
     zygote.run(children.save, path, 1, False)
     for n in itertools.count(1):
@@ -76,7 +76,7 @@ def test_kills_at_random_while_one_path_is_replaced(zygote, ram_path, trial, see
 
 @pytest.mark.parametrize("seed", range(8))
 def test_kills_at_random_while_a_run_trains(zygote, ram_path, trial, seed):
-    """It goes on from the newest step that was acknowledged, or the next, to the same values."""
+    """It resumes from the newest acknowledged step, or the next one, with the same values."""
     acked, dice, counts = 0, random.Random(10 + seed), set()
     for kill in range(25):
         said = killed_at_random(zygote, dice, children.keep_training, ram_path)
@@ -102,7 +102,7 @@ def test_the_check_of_a_run_sees_a_step_that_is_lost(zygote, ram_path):
 
 
 def check_training(said, acked):
-    """What a run says from its start to its end; returns the newest step that is acknowledged."""
+    """Checks the reports of a run from start to end; returns the newest acknowledged step."""
     words = {key: value for word in said for key, value in word.items()}
     if "steps" in words:
         assert max(words["steps"], default=0) >= acked, f"{acked} is lost"

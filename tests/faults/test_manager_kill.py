@@ -1,4 +1,4 @@
-"""SIGKILL before every change of a file by a manager: no step that was acknowledged is lost."""
+"""SIGKILL before every file change by a manager loses no acknowledged step."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_kill_while_a_manager_saves_and_deletes(zygote, make_run, trial, what,
 
 @pytest.mark.parametrize(("row", "ending"), ENDINGS)
 def test_a_kill_while_a_run_begins(zygote, ram_path, trial, row, ending):
-    """There is no run, one without a step, or one with its first step."""
+    """Afterwards there is no run, a run without a step, or a run with its first step."""
     seen = set()
     for n, words, found in killed(zygote, ram_path / "nothing", "first", ending):
         with trial(row, f"the first step of a run, {ending} at {n}"):
@@ -107,7 +107,7 @@ def test_a_kill_while_leftovers_are_cleared_up(zygote, make_run, trial, row, end
 
 
 def leave_much(zygote, original):
-    """Leaves in a run one of each kind that kills leave, and what readers and writers tell."""
+    """Leaves one leftover of each kind in a run, and checks the reports of readers and writers."""
     events = said(zygote, shutil.copytree(original, original.with_name("c")), "save")[-1]["events"]
     left = set()
     for n in range(events // 3, events, 3):
@@ -212,7 +212,7 @@ def test_the_check_after_a_kill_sees_a_step_with_a_hole(zygote, make_run):
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("what", ["save", "rich"])
 def test_a_step_is_durable_when_it_is_acknowledged(zygote, make_run, trial, tmp_path, what, steps):
-    """Its bytes and names, those of the run, and that what the policy does not keep is gone."""
+    """So are its names and the run's, and steps that the policy does not keep are gone."""
     root = make_run(steps)
     log = tmp_path / "log"
 

@@ -1,4 +1,4 @@
-"""A save or a restore takes less than 0.3 times the state beside it: no out-of-memory kill."""
+"""A save or a restore needs less than 0.3 times the state as extra memory, so none is killed."""
 
 from __future__ import annotations
 

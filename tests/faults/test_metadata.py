@@ -1,4 +1,4 @@
-"""Broken metadata: a typed error or a right restore, whatever a file says."""
+"""Broken metadata gives a typed error or a correct restore, whatever a file contains."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _OF_OTHERS = {
 
 @pytest.mark.parametrize("age", _OF_OTHERS)
 def test_metadata_of_others_that_lie(zygote, trial, golden, ram_path, age):
-    """What Orbax and Flax wrote has no digests: an error of ours, or what the metadata say."""
+    """Orbax's and Flax's checkpoints have no digests: a typed error, or the described values."""
     paths = [golden(name).path for name in _OF_OTHERS[age]]
 
     trials_of(zygote, trial, "13", metadata.of_others, paths, ram_path / "x", 1, 120)

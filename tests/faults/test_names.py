@@ -1,4 +1,4 @@
-"""Trees whose names nearly collide: they come back as they were, or are refused before a write."""
+"""Trees whose names nearly collide are restored as saved, or refused before a write."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_trees_of_near_names_on_a_disk(trial, ram_path):
     ids=["dot", "index", "slash", "int", "text", "forms"],
 )
 def test_names_that_orbax_mixes_up(trial, ram_path, tree):
-    """Those of which Orbax loses one in silence."""
+    """Pairs of names of which Orbax silently loses one."""
     with trial("16", repr(tree)):
         comes_back(tree, ram_path / "x")
 

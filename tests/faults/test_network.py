@@ -1,6 +1,7 @@
-"""Hosts with addresses of their own are killed, stopped or cut off the network, as root only can.
+"""Hosts with their own addresses are killed, stopped or disconnected, which needs root.
 
-Each host is a network namespace, all of them on a bridge in one more: nothing leaves this machine.
+Each host is a network namespace; all are connected by a bridge in another namespace, so nothing
+leaves this machine.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Network:
 
     @property
     def options(self):
-        """What a job needs to know."""
+        """Returns the options of a job."""
         files = [f"/run/netns/{self._host(index)}" for index in range(self._count)]
         return {"count": self._count, "namespaces": files, "address": FIRST}
 
@@ -189,7 +190,7 @@ def partition(zygote, root, victim, seconds):
 
 
 def test_a_partition_that_heals(trial, side_by_side, zygote, ram_path):
-    """One shorter than the heartbeat delays the saves: they go on, and all end as usual."""
+    """A partition shorter than the heartbeat delays the saves: they continue and end as usual."""
     cases = [
         (ram_path / f"{victim}-{seconds}", victim, seconds)
         for victim in (0, 1, 2)
@@ -205,7 +206,7 @@ def test_a_partition_that_heals(trial, side_by_side, zygote, ram_path):
 
 
 def test_a_partition_that_does_not_heal_is_heard_of(trial, side_by_side, ram_path):
-    """A control: the network is really cut, and nobody saves a step through it."""
+    """A control: the network is really cut, and no step is saved through it."""
     ((_, future),) = side_by_side(lose, [(ram_path / "run", 3, "cut", 2, "writing", TIMEOUT_S)])
     acked, _, ends = future.result()
 

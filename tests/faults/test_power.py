@@ -1,9 +1,9 @@
-"""The power goes after every change of a file, and what may be left then is restored.
+"""The power fails after every change of a file, and every possible remaining state is restored.
 
 The changes of a child are logged with their bytes, and replayed on a model of a disk. After each of
-them the model says what a power cut would leave, under three rules; see `disk`. A new process looks
-at each such state: the newest step that was acknowledged is there bit for bit, every step that is
-listed is whole, and the next save works and clears up.
+them the model gives the possible states after a power cut, under three rules; see `disk`. A new
+process checks each state: the newest acknowledged step is there bit for bit, every listed step is
+complete, and the next save works and cleans up.
 """
 
 from __future__ import annotations

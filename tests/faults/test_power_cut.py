@@ -1,8 +1,8 @@
-"""Real file systems lose their power in the middle of a run: no acknowledged step is lost.
+"""Real file systems lose power in the middle of a run: no acknowledged step is lost.
 
-The file system lives in an image. ext4 and XFS are cut with the ioctl of xfstests that stops all
-writes at once and flushes no log; of btrfs, which has none, the image is copied as it is. What is
-mounted again is always a copy: the first mount may be held by another mount namespace.
+The file system is in an image. ext4 and XFS are cut with the ioctl of xfstests that stops all
+writes at once and flushes no log. btrfs has no such ioctl, so its image is copied while mounted.
+The test always mounts a copy afterwards, since another mount namespace may hold the first mount.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_a_power_cut_loses_no_acknowledged_step(trial, zygote, make_disk, system
 
 @pytest.mark.parametrize("system", ["ext4", "xfs"])
 def test_a_power_cut_takes_what_was_not_synced(zygote, make_disk, system):
-    """A control: the same run without any fsync loses what it was told is saved."""
+    """A control: the same run without any fsync loses acknowledged steps."""
     dice, kept = random.Random(0), 0
     for _ in range(3):
         disk = make_disk(system)

@@ -1,4 +1,4 @@
-"""Trainings, `train_for_ever` of the zygote and jobs of three, are told to stop by real signals."""
+"""Real signals stop trainings: `train_for_ever` of the zygote, and jobs of three processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_to(zygote, key, value=None):
 
 
 def read_to_end(zygote):
-    """What a child says until it ends, and how it ended."""
+    """Returns the reports of a child until it ends, and its exit status."""
     said = []
     while "status" not in (answer := zygote.answer()):
         said.append(answer)
@@ -88,7 +88,7 @@ def test_a_second_signal_ends_the_process(zygote, ram_path, number):
 
 
 def told_at_random(zygote, root, dice, **options):
-    """Lets a training run to a random moment and tells it to stop; what that moment was."""
+    """Sends a signal to a training run at a random moment; returns that moment."""
     child = zygote.start(children.train_for_ever, root, **options)
     for _ in range(1 + dice.randrange(dice.choice([20, 300]))):
         last = zygote.answer()
@@ -98,7 +98,7 @@ def told_at_random(zygote, root, dice, **options):
 
 @pytest.mark.parametrize("part", range(2))
 def test_a_signal_at_any_moment_saves_the_step_and_ends_with_0(trial, zygote, ram_path, part):
-    """While it restores, trains, saves, deletes; each run goes on from the one before."""
+    """During restoring, training, saving and deleting; each run resumes after the previous one."""
     dice, newest, moments = random.Random(part), 0, set()
     for number in range(15):
         with trial("22", f"a signal at random, {part}/{number}"):
@@ -153,9 +153,9 @@ def test_two_signals_at_any_moment_leave_whole_steps(trial, zygote, ram_path, he
     ],
 )
 def test_three_processes_are_told(trial, zygote, ram_path, told, handler):
-    """They agree on a step, which all of them save, whole; then all end as ones that have finished.
+    """They agree on a step and all save it completely; then all end as if they had finished.
 
-    However often and to whom it was told, and though there was another handler before.
+    This holds for any number of signals to any processes, even with another handler before.
     """
     for number in NUMBERS:
         root = ram_path / number.name
@@ -179,7 +179,7 @@ def test_three_processes_are_told(trial, zygote, ram_path, told, handler):
 
 
 def test_a_handler_that_came_after_keeps_the_signal_to_itself(trial, zygote, ram_path):
-    """Jax's handler is gone then: nobody is told, and the newest step of the policy is whole."""
+    """It replaces jax's handler: no process gets the signal; the newest step is complete."""
     with (
         trial("22", "SIGTERM to one of three, whose handler came after jax's"),
         started(zygote, job_children.train_until_told, args=[ram_path / "a", "after", 100]) as job,

@@ -1,4 +1,4 @@
-"""Promises that are tested elsewhere too, counted for the scorecard: values, policies, exchange."""
+"""Counts, for the scorecard, promises that other tests also cover: values, policies, exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scorecard itself: it counts what was tried, and sees what is missing."""
+"""The scorecard counts the trials, and reports missing and failed ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.faults.scorecard import ROWS, Trials, table
 
 
 def test_a_trial_that_fails_fails_the_test_and_not_the_next_trial():
-    """All are counted, and those that failed are named."""
+    """All trials are counted, and the failed ones are named."""
     trials = Trials()
     for n in range(3):
         with trials("1", f"kill {n}"):
@@ -40,13 +40,13 @@ def test_a_row_with_too_few_trials_or_a_failed_one_is_told():
     counts["2", "failed"] += 1
 
     assert table(counts, target="faults")[1] == [
-        f"row 1: {ROWS['1'].count - 1} trials, at least {ROWS['1'].count} are wanted",
+        f"row 1: {ROWS['1'].count - 1} trials, expected at least {ROWS['1'].count}",
         f"row 2: 1 of {ROWS['2'].count + 1} trials failed",
     ]
 
 
 def test_each_target_has_its_rows():
-    """Those that need root are not missed by a run without."""
+    """A run without root does not report the rows that need root as missing."""
     _, missing = table(Counter(), target="faults-root")
 
     assert [line.split(":")[0] for line in missing] == [

@@ -1,4 +1,4 @@
-"""`verify` finds every fault that is planted; `manager.scrub` sets aside what is damaged."""
+"""`verify` finds every planted fault; `manager.scrub` sets damaged steps aside."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_run_that_is_good_stays_as_it_is(run):
 
 
 def test_the_processes_share_the_steps_and_agree(run, monkeypatch):
-    """Each step is read by one of them; all are told of all."""
+    """Each step is read by one process; all processes get all results."""
     flip(data_files(run / "2" / "state")[-1], 0.5)
     looked = []
     verify_in = _scrub.verify_in
@@ -218,7 +218,7 @@ def test_a_run_without_a_whole_step_stays_as_it_is(run):
 
 
 def test_a_step_of_another_program_is_reported_and_stays(run):
-    """What jaxckpt did not write it does not rename, though it is damaged."""
+    """A damaged step that jaxckpt did not write is not renamed."""
     import orbax.checkpoint as ocp
 
     ocp.PyTreeCheckpointer().save(run / "4", {"state": np.arange(1000.0)})

@@ -1,4 +1,4 @@
-"""One run through faults of all kinds, for as long as one likes: `make soak SOAK_MINUTES=480`."""
+"""One run exposed to faults of all kinds, for any time: `make soak SOAK_MINUTES=480`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's root that others use too: strays, a second writer, a zombie, and clocks that jump."""
+"""A run's root shared with others: strays, a second writer, a zombie, and clocks that jump."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ AT_THE_NEXT = {
 
 @pytest.mark.parametrize("meanwhile", [False, True], ids=["before", "meanwhile"])
 def test_a_stray_that_has_the_name_of_the_next_step(trial, ram_path, meanwhile):
-    """That step is `StepExists`, once; the one after it is saved, and the stray stays."""
+    """That step raises `StepExists` once; the next step is saved, and the stray stays."""
     for number, (what, make) in enumerate(AT_THE_NEXT.items()):
         root = ram_path / str(number)
         with trial("17", f"{what} at the next step, {'meanwhile' if meanwhile else 'before'}"):
@@ -227,7 +227,7 @@ def test_a_step_without_its_marker_is_set_aside(trial, ram_path):
 
 
 def test_what_a_dead_job_was_writing_is_removed(trial, ram_path):
-    """That is no stray: its name says whose it was, and its lock that they are dead."""
+    """It is not a stray: its name says whose it was, and the lock shows that the job is dead."""
     with jaxckpt.CheckpointManager(ram_path) as manager:
         manager.save(1, {"n": 1})
     left = [ram_path / names.temporary("2", "0" * 16), ram_path / names.deleting("0", "1" * 16)]
@@ -243,7 +243,7 @@ def test_what_a_dead_job_was_writing_is_removed(trial, ram_path):
 
 
 def test_a_copy_of_a_step_under_another_number_is_a_step(trial, ram_path):
-    """Whoever copies one by hand wants it: it is the newest, holds the copy, and is reported."""
+    """A manual copy is intended: it is the newest step, holds the copy, and is reported."""
     with jaxckpt.CheckpointManager(ram_path) as manager:
         manager.save(1, {"n": 1})
     shutil.copytree(ram_path / "1", ram_path / "9")
@@ -268,17 +268,17 @@ STEPS = 8
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    """A second zygote: its children run beside those of the first."""
+    """A second zygote, whose children run beside those of the first."""
     with Zygote(tmp_path_factory.mktemp("second")) as started:
         yield started
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_two_jobs_write_one_run(trial, zygote, other, ram_path, part):
-    """Each step is saved by one of them, whole; the other is told in an error of its own type.
+    """Each step is saved completely by one job; the other job gets a typed error.
 
-    The first opens the run first, by a moment that varies; half of the jobs open it again after an
-    error, as a job that is restarted would, and so take it from each other in turns.
+    The first job opens the run earlier, by a varying delay. Half of the jobs open it again after an
+    error, like a restarted job, so the jobs take the run from each other in turns.
     """
     dice = random.Random(part)
     for number in range(5):
@@ -303,14 +303,14 @@ def test_two_jobs_write_one_run(trial, zygote, other, ram_path, part):
 
 
 def how_each_went(zygote):
-    """What a child says of each step."""
+    """Returns the reports of a child for each step."""
     said, status = zygote.answers()
     assert status == 0
     return {word["step"]: word for word in said if "step" in word}
 
 
 def test_two_jobs_that_keep_two_steps(trial, zygote, other, ram_path):
-    """What the policy of one deletes is never the newest that the other was told is saved."""
+    """The policy of one job never deletes the newest step that the other has acknowledged."""
     dice = random.Random(9)
     for number in range(4):
         root = ram_path / str(number)
@@ -331,9 +331,9 @@ def test_two_jobs_that_keep_two_steps(trial, zygote, other, ram_path):
 
 
 def test_a_job_that_slept_through_another(trial, zygote, other, ram_path):
-    """It stops at each verb of its save of step 2; another job saves 2 to 4; then it goes on.
+    """It stops at each verb of its save of step 2; another job saves 2 to 4; then it continues.
 
-    What the other was told is saved stays; the zombie's own step is there only if it came before.
+    The other job's acknowledged steps stay; the zombie's own step is there only if it came before.
     """
     slept = set()
     for at in range(1, 200):
@@ -371,7 +371,7 @@ def test_a_job_that_slept_through_another(trial, zygote, other, ram_path):
 
 
 def test_a_zombie_without_a_fence_saves_what_another_has_saved(zygote, other, ram_path):
-    """A control: without the look at the owner both are told that step 2 is theirs."""
+    """A control: without the check of the owner, both jobs acknowledge step 2."""
     pid = zygote.start(write_unfenced, ram_path, 1, 1)
     assert "sleeps" in zygote.answer()
     wait_until_stopped(pid)
@@ -415,7 +415,7 @@ DAYS = {
 
 @pytest.mark.parametrize("days", DAYS)
 def test_steps_are_in_their_order_whatever_the_clock_says(trial, zygote, ram_path, days):
-    """The newest is that of the highest number, and a policy by steps keeps those."""
+    """The newest step has the highest number, and a policy by steps keeps it."""
     with trial("30", f"{days}, all kept"):
         found = zygote.run(children.save_with_clock, ram_path / "all", DAYS[days], {})
         assert found["stays"] == [list(range(1, step + 1)) for step in range(1, 7)]
@@ -428,7 +428,7 @@ def test_steps_are_in_their_order_whatever_the_clock_says(trial, zygote, ram_pat
 
 @pytest.mark.parametrize("days", DAYS)
 def test_a_policy_by_the_clock_keeps_the_newest(trial, zygote, ram_path, days):
-    """Whatever it makes of the others: the newest number stays, and nothing fails."""
+    """Whatever happens to the other steps: the newest number stays, and nothing fails."""
     rules = [{"every_seconds": 3600.0}, {"newer_than_s": 3600.0}, {"last": 1, "every_seconds": 1.0}]
     for number, keep in enumerate(rules):
         with trial("30", f"{days}, {keep}"):
@@ -438,7 +438,7 @@ def test_a_policy_by_the_clock_keeps_the_newest(trial, zygote, ram_path, days):
 
 
 def test_a_policy_by_the_clock_saves_on_though_the_clock_goes_back(trial, zygote, ram_path):
-    """It measures with a clock that nobody sets."""
+    """It measures with a clock that cannot be set."""
     save = {"every_seconds": 1e-6}
     with trial("30", "SavePolicy(every_seconds), back by 400 days"):
         days = [0, -400, -400, 400, 0, 0]

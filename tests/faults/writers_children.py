@@ -1,4 +1,4 @@
-"""What children do with a run that others write too, or whose clock jumps."""
+"""Runs in children that share a run with other writers, or whose clock jumps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tree_of(writer, step):
 
 
 def found_writer(path):
-    """Who saved a step; fails unless every bit is that writer's."""
+    """Returns the writer of a step; fails unless every bit is from that writer."""
     import jaxckpt
 
     got = jaxckpt.restore(path)
@@ -77,9 +77,9 @@ def kinds_of(error):
 
 
 def write_and_sleep(root, writer, steps, at):
-    """Saves steps as `write_steps`; stops itself as verb number `at` of the first one comes.
+    """Saves steps like `write_steps`; stops itself before verb number `at` of the first step.
 
-    Where that one takes fewer verbs it does not sleep.
+    If the first step takes fewer verbs, it does not sleep.
     """
     import jaxckpt
     from jaxckpt.storage import LocalStorage
@@ -124,7 +124,7 @@ def check_writers(root):
 
 
 class Clock:
-    """What this process takes for the time of day, once set; the monotonic clock goes on."""
+    """The time of day for this process, once set; the monotonic clock continues."""
 
     def __init__(self, start_s):
         self.now_s = start_s

@@ -2,8 +2,8 @@
 
 Importing JAX takes a second, a forked child 20 ms. The zygote starts with the shim preloaded and
 makes neither arrays nor threads, which a fork would not survive. Run as a script it reads one
-command a line, JSON: a function, as "module:name", and its arguments. The child answers with lines
-of JSON of its own, and the zygote with {"pid": ...} before and {"status": ...} after it.
+command per line, as JSON: a function, as "module:name", and its arguments. The child answers with
+its own lines of JSON, and the zygote with {"pid": ...} before and {"status": ...} after them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def events():
 
 
 def leave_room(size):
-    """From here on so many bytes may be taken below the armed root, and those that are freed."""
+    """From now on allows so many bytes below the armed root, plus the bytes that are freed."""
     ctypes.CDLL(None).shim_room(ctypes.c_longlong(size))
 
 
@@ -109,7 +109,7 @@ class Zygote:
         return json.loads(line)
 
     def errors(self):
-        """What it and its children have written to stderr so far."""
+        """Returns the output to stderr of the zygote and its children so far."""
         return self._errors.read_text()
 
     def answers(self):

@@ -1,4 +1,4 @@
-"""Compares a restored tree with what a golden sample is known to hold."""
+"""Compares a restored tree with the known contents of a golden sample."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def leaves_of(tree: object) -> dict[KeyPath, Any]:
 
 
 def problems(sample: Sample, tree: object, *, as_numpy: bool = False) -> list[str]:
-    """What differs from the sample: paths, containers, types, dtypes, shapes, bits of values."""
+    """Returns the differences from the sample: paths, containers, types, dtypes, shapes, bits."""
     got, kinds = leaves_of(tree), _kinds(sample)
     paths = [*sample.expected, *(path for path in got if path not in sample.expected)]
     found = [(path, _problem(path, got, sample.expected, kinds, as_numpy)) for path in paths]
@@ -31,7 +31,7 @@ def problems(sample: Sample, tree: object, *, as_numpy: bool = False) -> list[st
 
 
 def _kinds(sample: Sample) -> dict[KeyPath, str]:
-    """What each leaf was: `jax.Array`, `ndarray`, the name of a Python or numpy type."""
+    """Returns the kind of each leaf: `jax.Array`, `ndarray`, the name of a Python or numpy type."""
     leaves = json.loads((sample.path.parent / "expected.json").read_text())["leaves"]
     kinds = {tuple(facts["path"]): facts["kind"] for facts in leaves.values()}
     if any(sample.path.rglob("_METADATA")):
@@ -145,7 +145,7 @@ def _saved_containers(sample: Sample) -> Containers:
 
 
 def _unpack(data: bytes) -> object:
-    """The tree of a msgpack file, with something that is no container for each array."""
+    """Returns the tree of a msgpack file, with a leaf object for each array."""
     return msgpack.unpackb(data, ext_hook=lambda code, data: 0, strict_map_key=False)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that Orbax and Flax releases wrote, and what is in them.
+"""Checkpoints written by Orbax and Flax releases, and their expected contents.
 
     from tests.golden.fixture import Golden, golden_names
 
@@ -7,8 +7,8 @@
         sample = golden(name)
         tree = read(sample.path)             # sample.expected[("params", "w")] is an array
 
-The samples of one archive are unpacked together, once per session and process, when the first is
-asked for. They are shared: a test that writes into one copies it first.
+The samples of one archive are unpacked together, once per session and process, when the first one
+is requested. They are shared: a test that writes into a sample copies it first.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _index() -> dict[str, str]:
 
 
 def golden_names(contains: str = "") -> list[str]:
-    """The names of all samples, or of those with `contains` in them, for `parametrize`."""
+    """Returns the names of all samples that contain `contains`, for `parametrize`."""
     return sorted(name for name in _index() if contains in name)
 
 

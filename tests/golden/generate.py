@@ -1,10 +1,10 @@
-"""Writes samples with whatever release of Orbax is installed: one directory per sample.
+"""Writes samples with the installed release of Orbax: one directory per sample.
 
     python tests/golden/generate.py <directory>
 
-Run it in an environment of each release, then pack what it wrote with `pack.py`. A sample that the
-release has no API for, or fails to save, is left out, and the reason is printed. Nothing here is
-imported by the library or run by the tests; it says how `extra.tar.xz` came to be.
+Run it in an environment of each release, then pack the samples with `pack.py`. A sample that the
+release has no API for, or fails to save, is left out, and the reason is printed. Neither the
+library nor the tests use this file; it documents how `extra.tar.xz` was made.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def sharded(value: Any, *spec: Any) -> Any:
 
 
 def training_tree(*, strings: bool = True, int_keys: bool = True) -> Any:
-    """What a small training loop has, with every common kind of leaf."""
+    """Returns the state of a small training loop, with every common kind of leaf."""
     import jax
     import jax.numpy as jnp
     import ml_dtypes
@@ -613,7 +613,7 @@ def two_hosts(out: Path, what: str) -> None:
 
 
 def one_of_two(out: Path, what: str) -> None:
-    """What each of the two processes does."""
+    """Runs in each of the two processes."""
     import jax
     import numpy as np
 

@@ -1,9 +1,9 @@
-"""Packs samples into an archive of this directory: the same bytes from the same samples.
+"""Packs samples into an archive in this directory, deterministically.
 
     python tests/golden/pack.py <directory of samples> <archive>
 
 A sample is a directory `<name>/` with `ckpt/`, `expected.npz` and `expected.json`. `index.json`
-says which archive holds which; it is brought up to date.
+lists the samples of each archive; it is updated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs with a manager in several processes: they train, lose one of theirs, are told to stop."""
+"""Runs with one manager in each of several processes: train, lose a process, get a signal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEEP = KeepPolicy(last=2, best=1, metric="score", mode="max")
 
 
 def values_at(step):
-    """What the state holds at a step, as numpy."""
+    """Returns the state at a step, as numpy."""
     split = np.arange(SIZE, dtype=np.float32) + step
     return {"split": split, "whole": split[:16] * 2, "count": np.int32(step)}
 
@@ -40,7 +40,7 @@ def state_at(step):
 
 
 def make_init():
-    """A function that makes the state at step 0, and whose shardings can be told beforehand."""
+    """Returns a function that makes the state at step 0, with shardings known beforehand."""
     import jax
 
     shardings = {name: array.sharding for name, array in state_at(0).items()}
@@ -390,7 +390,7 @@ def be_replaced(me, root, phase):
 
 
 def train_until_told(me, root, max_steps):
-    """Trains until it is told to stop, and saves what preemption asks for."""
+    """Trains until a signal stops it, and saves the step of the preemption."""
     import jax
 
     heard_before = []

@@ -1,4 +1,4 @@
-"""What holds for every `Processes`, and workers that die, hang or come late."""
+"""Laws that hold for every `Processes`, and workers that die, hang or arrive late."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def law_nobody_leaves_a_barrier_before_all_are_there(us):
 
 
 def law_values_come_back_as_json_on_all(us):
-    """What JSON changes, it changes for the sender too."""
+    """The sender too gets the value as changed by JSON."""
     value = {1: (1, 2.5, None, True), "inf": float("inf")}
 
     assert us.agree("json", value, timeout_s=LONG_S) == {
@@ -145,7 +145,7 @@ def law_all_who_are_missing_are_named(us):
 
 
 def law_process_0_may_be_the_missing_one(us):
-    """It too is told that it came too late, in an `agree` as well."""
+    """It also learns that it came too late, in an `agree` too."""
 
     def agree(name):
         us.agree(name, None, timeout_s=short_s(us))

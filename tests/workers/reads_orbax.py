@@ -1,4 +1,4 @@
-"""Restores the golden samples, and what the tests made, on other numbers of devices."""
+"""Restores the golden samples and checkpoints from the tests on other numbers of devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.golden.fixture import load_sample
 
 
 def restore_samples(me, roots):
-    """What is wrong with each sample, by its name."""
+    """Returns the problems of each sample, by its name."""
     warnings.simplefilter("error")
     wrong = {}
     for root in map(Path, roots):
@@ -61,7 +61,7 @@ def _tree():
 
 
 def _wrong(got):
-    """Leaves whose values here, or whose sharding, are not those of `_tree`."""
+    """Returns the leaves whose values here, or whose sharding, differ from `_tree`."""
     want = _tree()
     wrong = [name for name in want if name not in got]
     for name in set(want) - set(wrong):

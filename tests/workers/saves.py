@@ -1,4 +1,4 @@
-"""Jobs that save and restore together, disagree, fail, or lose one of theirs."""
+"""Jobs that save and restore together, disagree, fail, or lose a process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def put(value, mesh, spec):
 
 
 def tree(mesh, index=0):
-    """A leaf of every kind; those of the host differ from process to process."""
+    """Returns a leaf of every kind; host leaves differ from process to process."""
     import jax
 
     arrays = {name: put(value, mesh, spec) for name, (value, spec) in expected().items()}
@@ -206,7 +206,7 @@ def small_tree(seed):
 
 
 def said(act):
-    """What `act` raised: type, process indices it names, text."""
+    """Returns the type, the named process indices and the text of the error that `act` raised."""
     start = time.monotonic()
     try:
         act()

@@ -1,4 +1,4 @@
-"""Sends one large array through an import, a copy and an export; tells what memory that took."""
+"""Streams one large array through an import, a copy and an export; reports the memory used."""
 
 from __future__ import annotations
 
