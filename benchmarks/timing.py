@@ -135,7 +135,7 @@ def rss() -> int:
 def trim() -> None:
     """Returns freed memory to the system, so that it does not hide the next peer's usage."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloctrim(0)
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _size(path: Path) -> int:

@@ -109,7 +109,7 @@ def test_what_is_no_number_is_not_drawn():
 
 def test_a_metric_that_no_step_has_is_named():
     """The error lists the existing metrics."""
-    with pytest.raises(ValueError, match="'los'; there are loss, acc"):
+    with pytest.raises(ValueError, match="'los'; found loss, acc"):
         plots.metric(run_of({1: {"loss": 1.0, "acc": 2.0}}), "los")
 
 
