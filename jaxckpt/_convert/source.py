@@ -301,8 +301,9 @@ def _shardings(
     saved: Item, sources: Sequence[Leaf], copies: Sequence[Leaf]
 ) -> dict[str, SavedSharding]:
     """None at all if one is not known: a reader of Orbax fails on a file that lacks one."""
+    recorded = saved.read_shardings()
     found = {
-        copied.name: saved.shardings.get(source.name)
+        copied.name: recorded.get(source.name)
         for source, copied in zip(sources, copies, strict=True)
         if copied.kind in ("array", "key")
     }

@@ -72,19 +72,15 @@ class ChunkJob:
     wanted: int | None
 
 
-class Failures:
-    """What went wrong first with each leaf, by `id`; leaves are read by several threads."""
+# The first error of each leaf, by `id` of the leaf.
+Failures = dict[int, Exception]
 
-    def __init__(self) -> None:
-        self._of: dict[int, Exception] = {}
 
-    def add(self, leaf: Leaf, error: Exception) -> None:
-        if not isinstance(error, CheckpointError):  # those name it themselves
-            error.add_note(f"That was leaf {leaf.text}.")
-        self._of.setdefault(id(leaf), error)
-
-    def get(self, leaf: Leaf) -> Exception | None:
-        return self._of.get(id(leaf))
+def note_failure(failures: Failures, leaf: Leaf, error: Exception) -> None:
+    """Records the first error of a leaf; several threads read leaves."""
+    if not isinstance(error, CheckpointError):  # which names the leaf itself
+        error.add_note(f"That was leaf {leaf.text}.")
+    failures.setdefault(id(leaf), error)
 
 
 def plan_leaf(
@@ -255,17 +251,17 @@ def _read_run(storage: Storage, path: str, run: list[ChunkJob], failures: Failur
             for job in run:
                 _read_run(storage, path, [job], failures)
         elif isinstance(error, MemoryError) or is_io_failure(error):
-            failures.add(run[0].leaf, error)
+            note_failure(failures, run[0].leaf, error)
         else:
             what = f'chunk "{run[0].key}" cannot be read: {error}'
-            failures.add(run[0].leaf, _bad(run[0].leaf, f"{path}/{file}", what))
+            note_failure(failures, run[0].leaf, _bad(run[0].leaf, f"{path}/{file}", what))
         return
     stored = crcs.view("<u4").ravel().tolist()
     for job, out, wanted in zip(run, outs, stored, strict=True):
         if (found := checksum(out)) != wanted:
-            failures.add(job.leaf, _mismatch(job, f"{path}/{file}", wanted, found))
+            note_failure(failures, job.leaf, _mismatch(job, f"{path}/{file}", wanted, found))
         elif job.wanted not in (None, found):
-            failures.add(job.leaf, _another(job, f"{path}/{file}"))
+            note_failure(failures, job.leaf, _another(job, f"{path}/{file}"))
         elif job.out is None:
             _divide(job, out)
 

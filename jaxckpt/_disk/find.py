@@ -219,8 +219,8 @@ def _items(found: Found, entries: Entries) -> dict[str, str]:
         return {"": found.path}
     recorded = found.contents(found.path) if found.record is not None else {}
     items = {name: f"{found.path}/{name}" for name, kind in recorded.items() if kind == "dir"}
-    others = {name: entry for name, entry in entries.items() if name not in recorded}
-    return items | find_items(found, found.path, others)
+    others = {n: entry for n, entry in entries.items() if entry.kind == "dir" and n not in recorded}
+    return items | find_items(found, found.path, others) if others else items
 
 
 def _uncommitted(storage: Storage, path: str) -> CheckpointNotFound:

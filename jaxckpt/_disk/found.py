@@ -99,7 +99,8 @@ class Found:
             CorruptCheckpoint: it is missing, or differs from what was written.
         """
         file = f"{folder}/{name}"
-        facts = None if self.record is None else self.record.files.get(self._relative(file))
+        relative = posixpath.relpath(file, self.path)
+        facts = None if self.record is None else self.record.files.get(relative)
         if facts is None:
             return self.storage.read(file, max_bytes=jsontext.MAX_BYTES)
         entry = self.entries(folder).get(name)
@@ -115,9 +116,6 @@ class Found:
                 file=file,
             )
         return data
-
-    def _relative(self, file: str) -> str:
-        return posixpath.relpath(file, self.path)
 
 
 def check_current(found: Found) -> None:

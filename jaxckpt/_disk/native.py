@@ -38,11 +38,6 @@ class Item:
     database: bool
     ours: bool
 
-    @property
-    def shardings(self) -> Mapping[str, SavedSharding]:
-        """By leaf name, where recorded."""
-        return self.read_shardings()
-
 
 def is_native(found: Found, path: str, saved: Tree) -> bool:
     """Returns whether `_METADATA` alone describes the arrays, as we write it."""

@@ -19,7 +19,8 @@ from typing import Any, Final, Protocol, TypeVar
 import numpy as np
 
 from jaxckpt._core.plan import count_chunks
-from jaxckpt._disk.chunks import Failures, plan_leaf, start_reads
+from jaxckpt._disk.checksums import ChunkSums
+from jaxckpt._disk.chunks import Failures, note_failure, plan_leaf, start_reads
 from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.regions import Buffers, Failed, Landed, LeafRead, Regions, Values, make_buffers
@@ -166,10 +167,11 @@ def _batches(
     """Chooses the reader of each leaf, and opens arrays a little ahead of their use."""
     try:
         extents, reader = _extents(item, reads), None
+        sums = None if extents is None else item.read_sums()
         ahead: deque[_Batch] = deque()
         for group in _grouped(reads, min(_BATCH_BYTES, window_bytes), extents is not None):
             if extents is not None and group[0].leaf.array.dtype in PLAIN_DTYPES:
-                ahead.append(_Chunks(item, group, extents, executor))
+                ahead.append(_Chunks(item, group, extents, sums, executor))
             else:
                 reader = reader or _reader(item)
                 ahead.append(Regions(item, group[0], reader, window_bytes))
@@ -228,17 +230,17 @@ class _Chunks:
         item: Item,
         reads: Sequence[LeafRead],
         extents: Mapping[str, Any],
+        sums: ChunkSums | None,
         executor: Executor,
     ) -> None:
         self.reads = reads
-        self._item, self._extents, self._executor = item, extents, executor
+        self._item, self._extents, self._sums, self._executor = item, extents, sums, executor
         self._buffers: deque[list[np.ndarray[Any, Any]]] = deque()
-        self._failures = Failures()
+        self._failures: Failures = {}
         self._under_way: list[Future[None]] = []
 
     def start(self) -> None:
         storage, path = self._item.found.storage, self._item.path
-        sums = self._item.read_sums()
 
         def read_index(file: str, offset: int, size: int) -> np.ndarray[Any, Any]:
             index = np.empty(size, np.uint8)
@@ -257,11 +259,11 @@ class _Chunks:
                     buffers,
                     self._extents.get,
                     read_index,
-                    sums=None if sums is None else sums.of(read.leaf),
+                    sums=None if self._sums is None else self._sums.of(read.leaf),
                     path=path,
                 )
             except (CheckpointError, OSError, MemoryError) as error:
-                self._failures.add(read.leaf, error)
+                note_failure(self._failures, read.leaf, error)
             self._buffers.append(buffers)
         self._under_way = start_reads(storage, path, jobs, self._executor, self._failures)
 
@@ -297,7 +299,7 @@ class _Chunks:
             size -= part
         self._under_way.clear()
         for read in self.reads:
-            error = self._failures.get(read.leaf)
+            error = self._failures.get(id(read.leaf))
             if error is not None:
                 failed(read, blame(self._item, read.leaf, error))
                 self._buffers.popleft()

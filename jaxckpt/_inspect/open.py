@@ -16,6 +16,7 @@ from jaxckpt._disk.find import at_rest, open_item
 from jaxckpt._disk.found import Found, JsonItem, while_current
 from jaxckpt._disk.native import Item, subtree
 from jaxckpt.format.arrays import dtype_of
+from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Node, Path, parse_path, path_text
 from jaxckpt.storage import locate
 from jaxckpt.types import LeafInfo, LeafStatistics
@@ -48,9 +49,11 @@ class Checkpoint:
         self.items = tuple(found.items)
         self.custom_metadata: Mapping[str, Any] = dict(found.metadata.custom_metadata or {})
         self.lineage: Mapping[str, Any] = dict(found.record.lineage if found.record else {})
-        self.leaves: Mapping[str, LeafInfo] = (
-            {} if tree is None else {leaf.text: _info(tree, leaf) for leaf in tree.tree.leaves}
-        )
+        shardings = {} if tree is None else tree.read_shardings()
+        leaves = () if tree is None else tree.tree.leaves
+        self.leaves: Mapping[str, LeafInfo] = {
+            leaf.text: _info(leaf, shardings.get(leaf.name)) for leaf in leaves
+        }
         self._found = found
 
     @property
@@ -149,8 +152,7 @@ def _open(found: Found, *, item: str | None) -> Checkpoint:
     return Checkpoint(found, open_item(found, item))
 
 
-def _info(item: Item, leaf: Leaf) -> LeafInfo:
-    sharding = item.shardings.get(leaf.name)
+def _info(leaf: Leaf, sharding: SavedSharding | None) -> LeafInfo:
     if sharding is not None:  # that of a key is recorded with a further dimension, its data's
         sharding = replace(sharding, spec=sharding.spec[: len(leaf.shape)])
     size = 0

@@ -65,7 +65,8 @@ def plan_leaves(
         TreeMismatch: shardings do not fit; every one is listed.
         ValueError: `shardings` names what is not there.
     """
-    placer.check_names([leaf.path for leaf in leaves])
+    if request.shardings is not None:
+        placer.check_names([leaf.path for leaf in leaves])
     plans, differences = [], []
     for leaf in leaves:
         planned = _plan_leaf(leaf, placer, request)
@@ -198,7 +199,8 @@ class Placer:
         if self._mesh is not None:
             return self._on_mesh(self._mesh, self._saved().get(name), shape, path)
         if wanted is not None and (wanted.sharding is not None or wanted.uncommitted):
-            return self._concrete(wanted.sharding, name, path)
+            is_abstract = isinstance(getattr(wanted.sharding, "mesh", None), AbstractMesh)
+            return self._concrete(wanted.sharding, name, path) if is_abstract else wanted.sharding
         saved = self._saved().get(name)
         if saved is None:
             return None

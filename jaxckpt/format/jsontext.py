@@ -42,24 +42,20 @@ def loads(data: bytes, *, file: str) -> Any:  # callers check each value with `e
     if (at := data.find(b"\0")) >= 0:
         raise CorruptCheckpoint(f"{file}: not JSON: byte {at} is zero", file=file)
     try:
-        return _parse(data, file)
+        # Decoded here, since the parser would guess the encoding of bytes.
+        value = json.loads(data.decode())
+        if b"\\ud" in data or b"\\uD" in data:
+            # Half of a surrogate pair is not text; nothing later expects one.
+            dumps(value, allow_nan=True)
+        _check_depth(value, file)
+        return value
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{file}: not JSON: {error}", file=file) from error
     except MemoryError:
-        pass  # leaving the handler frees the partial result
+        value = None  # lets go of what was made so far
     raise CorruptCheckpoint(
-        f"{file}: not enough memory to parse {len(data)} bytes of JSON", file=file
+        f"{file}: {len(data)} bytes of JSON take more memory than there is", file=file
     )
-
-
-def _parse(data: bytes, file: str) -> Any:  # JSON
-    # Decoded first: given bytes, the parser would guess the encoding.
-    value = json.loads(data.decode())
-    if b"\\ud" in data or b"\\uD" in data:
-        # Encoding fails on an unpaired surrogate, which later code does not expect.
-        dumps(value, allow_nan=True)
-    _check_depth(value, file)
-    return value
 
 
 def dumps(value: object, *, allow_nan: bool = False) -> bytes:
