@@ -136,7 +136,7 @@ def test_the_page_about_orbax_has_every_option_of_its_manager() -> None:
 
     assert options - first_cells() == set()
     page = (ROOT / "docs" / "orbax.md").read_text("utf-8")
-    assert f"`CheckpointManagerOptions` has {len(options)}." in page
+    assert f"`CheckpointManagerOptions` has {len(options)} options." in page
 
 
 def test_the_page_about_orbax_has_every_method_of_its_managers() -> None:

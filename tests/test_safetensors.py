@@ -249,7 +249,7 @@ def test_names_that_collide_are_refused(tmp_path):
     jaxckpt.save(tmp_path / "bare", np.ones(2))
     jaxckpt.save(tmp_path / "nothing", {"a": None})
 
-    with pytest.raises(UnsupportedLeaf, match="no name of a tensor"):
+    with pytest.raises(UnsupportedLeaf, match="cannot name a tensor"):
         jaxckpt.export_safetensors(tmp_path / "bare", tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedLeaf, match="nothing to export"):
         jaxckpt.export_safetensors(tmp_path / "nothing", tmp_path / "model.safetensors")
@@ -473,7 +473,7 @@ def test_a_file_without_a_header_is_refused(tmp_path, data):
     """Before as much is allocated as it says."""
     (tmp_path / "bad.safetensors").write_bytes(data)
 
-    with pytest.raises(CorruptCheckpoint, match="no safetensors file"):
+    with pytest.raises(CorruptCheckpoint, match="safetensors file"):
         jaxckpt.import_safetensors(tmp_path / "bad.safetensors", tmp_path / "ours")
 
 
@@ -483,7 +483,7 @@ def test_a_header_that_is_too_long_is_not_read(tmp_path):
     file.write_bytes((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
     os.truncate(file, MAX_HEADER_BYTES + 100)
 
-    with pytest.raises(CorruptCheckpoint, match="no safetensors file"):
+    with pytest.raises(CorruptCheckpoint, match="safetensors file"):
         jaxckpt.import_safetensors(file, tmp_path / "ours")
 
 

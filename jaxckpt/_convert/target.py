@@ -27,7 +27,7 @@ from jaxckpt._core.plan import SavePlan, Write
 from jaxckpt._core.text import counted
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.checksums import starts_of
-from jaxckpt._disk.find import key_folder
+from jaxckpt._disk.found import key_folder
 from jaxckpt._disk.writer import is_direct, metadata_files, plan_requests, write_arrays
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, names, step, tree
@@ -395,13 +395,10 @@ def _as_orbax_has_it(leaf: Leaf) -> Leaf:
 
 def _digests(storage: Storage, work: str) -> dict[str, str]:
     """Of all files: what is in them has no checksums."""
-    sizes = {
-        name: storage.size(f"{work}/{name}") for name in _transaction.files_below(storage, work)
-    }
     return {
-        name: step.digest(storage.read(f"{work}/{name}", max_bytes=size))
-        for name, size in sizes.items()
-        if size <= _MOST_FILE_BYTES
+        name: step.digest(storage.read(f"{work}/{name}", max_bytes=entry.size))
+        for name, entry in _transaction.files_below(storage, work).items()
+        if entry.size <= _MOST_FILE_BYTES
     }
 
 

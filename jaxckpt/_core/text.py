@@ -1,4 +1,4 @@
-"""Words in messages: sizes, how many of something, and what a misspelt name may mean."""
+"""Words in messages: sizes, counts, and hints at misspelt names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def size_text(size_bytes: float) -> str:
-    """A number of bytes, to three digits.
+    """Returns a number of bytes, to three digits.
 
     Example:
         >>> size_text(999_600)
@@ -21,7 +21,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """A number of things.
+    """Returns a count with its noun.
 
     Example:
         >>> counted(1, "leaf"), counted(2000, "leaf"), counted(0, "step")
@@ -32,7 +32,7 @@ def counted(count: int, what: str) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """A hint for a name that is none of the known ones.
+    """Returns a hint for a name that is not among the known ones.
 
     Example:
         >>> nearest("lsat", ["last", "best"]), nearest("x", ["last", "best"])

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import tee
 from typing import Final, final
 
@@ -14,8 +15,9 @@ import numpy as np
 
 from jaxckpt._core.box import Box
 from jaxckpt._core.select import Globs, check_globs, selector
-from jaxckpt._disk import find as _discovery
-from jaxckpt._disk.native import Item, read_item
+from jaxckpt._disk.find import at_rest, open_tree
+from jaxckpt._disk.found import Found
+from jaxckpt._disk.native import Item
 from jaxckpt._inspect.value_stream import (
     BUDGET_BYTES,
     Data,
@@ -29,7 +31,7 @@ from jaxckpt._inspect.value_stream import (
     read_values,
 )
 from jaxckpt.format.tree import Leaf, Path, path_text
-from jaxckpt.storage import Storage, locate
+from jaxckpt.storage import locate
 from jaxckpt.types import DiffReport, LeafDiff
 
 _MAX_LINES: Final = 200
@@ -86,21 +88,11 @@ def diff(
         raise ValueError(f"rtol and atol must be 0 or more, not {rtol!r} and {atol!r}")
     (storage_a, at_a), (storage_b, at_b) = locate(a), locate(b)
 
-    def compare() -> DiffReport:
-        pair = _open(storage_a, at_a, item), _open(storage_b, at_b, item)
+    def compare(found_a: Found, found_b: Found) -> DiffReport:
+        pair = open_tree(found_a, item), open_tree(found_b, item)
         return compare_items(*pair, only=only, skip=skip, values=values, rtol=rtol, atol=atol)
 
-    return _discovery.consistently(
-        storage_a, at_a, lambda: _discovery.consistently(storage_b, at_b, compare)
-    )
-
-
-def _open(storage: Storage, where: str, item: str | None) -> Item:
-    found = _discovery.find(storage, where)
-    name = _discovery.choose_item(found, item)
-    if _discovery.json_file(storage, found.items[name]) is not None:
-        raise ValueError(f"item {name!r} of {found.path} is JSON, and no tree; compare what it is")
-    return read_item(found, name)
+    return at_rest(storage_a, at_a, lambda a: at_rest(storage_b, at_b, partial(compare, a)))
 
 
 def compare_items(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, Final, Literal, Self, final
 
-from jaxckpt._disk import find as _discovery
+from jaxckpt._disk.find import find
 from jaxckpt._inspect import open as inspection
 from jaxckpt._run import resume as _resume
 from jaxckpt._run.resume import Resume
@@ -29,11 +29,10 @@ from jaxckpt._run.run import Run
 from jaxckpt._run.saver import Saver, raise_first
 from jaxckpt._run.schedule import SavePolicy, check_count, check_seconds
 from jaxckpt._run.scrub import scrub
-from jaxckpt._save.job import text_of
 from jaxckpt._save.save import SaveHandle
 from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Json, current, lead
+from jaxckpt.multihost import Json, current, lead, text_of
 from jaxckpt.storage import locate
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
@@ -472,8 +471,8 @@ class CheckpointManager:
     def custom_metadata(self, step: int) -> dict[str, Any]:
         """What was given to `save` as such."""
         self._begin_call()
-        found = _discovery.find(self._run.storage, self._run.check_step(step))
-        return dict(found.step.custom_metadata or {})
+        found = find(self._run.storage, self._run.check_step(step))
+        return dict(found.metadata.custom_metadata or {})
 
     def _url(self, path: str) -> str:
         scheme = self._run.storage.scheme

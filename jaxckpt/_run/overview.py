@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from jaxckpt._disk import find as _discovery
 from jaxckpt._disk import transaction as _transaction
+from jaxckpt._disk.find import find, looks_committed, read_found
+from jaxckpt._disk.found import Found
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.run import Run
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
@@ -158,7 +159,7 @@ def _naming(storage: Storage, root: str, entries: list[str]) -> StepNames:
 
 def _is_committed(storage: Storage, path: str) -> bool:
     try:
-        return storage.kind(path) == "dir" and _discovery.looks_committed(storage, path)
+        return storage.kind(path) == "dir" and looks_committed(storage, path)
     except FileNotFoundError:  # deleted just now
         return False
 
@@ -196,7 +197,7 @@ def _look(run: Run, path: str, number: int) -> StepOverview:
     except (CheckpointError, OSError) as error:
         problem = str(error)
         with contextlib.suppress(CheckpointError, OSError):
-            found = _discovery.read_checkpoint(storage, path)
+            found = read_found(storage, path, storage.entries(path))
     if found is not None:
         facts |= _said(found)
         try:
@@ -216,10 +217,10 @@ def _size(storage: Storage, path: str) -> tuple[int, int]:
     return sum(storage.size(file) for file in files if storage.kind(file) == "file"), len(files)
 
 
-def _find(run: Run, path: str, number: int) -> _discovery.Checkpoint:
+def _find(run: Run, path: str, number: int) -> Found:
     if run.storage.kind(path) == "file":
-        return _discovery.find(run.storage, path)
-    if _discovery.looks_committed(run.storage, path):
+        return find(run.storage, path)
+    if looks_committed(run.storage, path):
         return run.check_whole(number)
     inside = run.storage.names(path)
     if names.RECORD in inside or names.WRITER in inside:
@@ -231,26 +232,27 @@ def _find(run: Run, path: str, number: int) -> _discovery.Checkpoint:
     raise CheckpointNotFound(f"{path} is no committed step: it holds {shown or 'nothing'}")
 
 
-def _said(found: _discovery.Checkpoint) -> dict[str, Any]:
+def _said(found: Found) -> dict[str, Any]:
     """What a checkpoint says of itself."""
-    saved_ns = found.step.commit_ns or found.step.init_ns
+    saved_ns = found.metadata.commit_ns or found.metadata.init_ns
     record = found.record
     is_file = found.storage.kind(found.path) == "file"
     return {
         "saved_s": None if saved_ns is None else saved_ns / 1e9,
         "writer": record.writer if record is not None else "flax" if is_file else "orbax",
         "lineage": dict(record.lineage if record is not None else {}),
-        "custom_metadata": dict(found.step.custom_metadata or {}),
+        "custom_metadata": dict(found.metadata.custom_metadata or {}),
         "items": tuple(found.items),
         "phases": dict(record.phases if record is not None else {}),
     }
 
 
-def _metrics(found: _discovery.Checkpoint) -> dict[str, Any]:
+def _metrics(found: Found) -> dict[str, Any]:
     item = f"{found.path}/{names.METRICS_ITEM}"
-    if found.storage.kind(file := f"{item}/{names.METRICS_FILE}") != "file":
+    if found.contents(item).get(names.METRICS_FILE) != "file":
         return {}
-    metrics = jsontext.loads(_discovery.read_part(found, item, names.METRICS_FILE), file=file)
+    file = f"{item}/{names.METRICS_FILE}"
+    metrics = jsontext.loads(found.read(item, names.METRICS_FILE), file=file)
     return metrics if isinstance(metrics, dict) else {}
 
 

@@ -12,26 +12,28 @@ from typing import Any, Final, TypeVar
 
 import jax
 
-from jaxckpt._disk import find as _discovery
-from jaxckpt._disk.native import read_item
+from jaxckpt._disk.find import at_rest, open_item
+from jaxckpt._disk.found import Found
 from jaxckpt._progress.meter import Meter
-from jaxckpt._restore import restore as _restore
+from jaxckpt._restore.match import RestoreRequest
+from jaxckpt._restore.restore import Source, restore_from
 from jaxckpt._run import items as _items
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.run import Run
-from jaxckpt._save.job import text_of
 from jaxckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
     CorruptCheckpoint,
     ProcessesDisagree,
 )
-from jaxckpt.multihost import Processes, lead
+from jaxckpt.multihost import Processes, lead, meet
 from jaxckpt.types import StepInfo, Timing
 
 T = TypeVar("T")
 
 _POLL_S: Final = 0.5
+# The error of a process that finds a step damaged, and the word for it in a report.
+_DAMAGE: Final = {"corrupt": CorruptCheckpoint, "absent": CheckpointNotFound}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,27 +163,19 @@ class Resume:
             result = self._read(step, read)
         except Exception as caught:  # told to the others, then judged
             error = caught
-        damaged = isinstance(error, CorruptCheckpoint | CheckpointNotFound)
-        corrupt = isinstance(error, CorruptCheckpoint)
-        said = {"problem": text_of(error), "damaged": damaged, "corrupt": corrupt}
-        all_said: list[Any] = self.processes.gather(
-            f"manager {self.run.root}/restored", said, timeout_s=self.timeout_s
-        )
-        problems = {i: one["problem"] for i, one in enumerate(all_said) if one["problem"]}
-        if not problems:
+        mark = next((m for m, kind in _DAMAGE.items() if isinstance(error, kind)), "")
+        name = f"manager {self.run.root}/restored"
+        met = meet(self.processes, name, None, error, timeout_s=self.timeout_s, mark=mark)
+        if not met.problems:
             return None, result, None
-        if any(one["damaged"] for one in all_said):
-            first = next(one["problem"] for one in all_said if one["damaged"])
-            if not damaged and any(one.get("corrupt") for one in all_said):
+        if any(met.marks.values()):
+            first = next(met.problems[i] for i, mark in met.marks.items() if mark)
+            if not mark and "corrupt" in met.marks.values():
                 return first, None, _other_failed(self.run.path(step), first)
-            return first, None, error if damaged else None
-        if error is not None and not isinstance(error, ProcessesDisagree):
-            raise error
-        raise ProcessesDisagree(
-            f"step {step} of {self.run.root} was not restored:\n"
-            + "\n".join(f"  process {i}: {text}" for i, text in problems.items()),
-            problems,
-        )
+            return first, None, error if mark else None
+        own = None if isinstance(error, ProcessesDisagree) else error
+        met.check(own, f"step {step} of {self.run.root} was not restored")
+        raise AssertionError  # `check` raises where there are problems
 
     def _read(self, step: int, read: Callable[[int], T]) -> T:
         if self.writes:
@@ -206,45 +200,47 @@ def read_step(
     like: Any,  # any pytree
     items: Mapping[str, object],
     processes: Processes,
-    options: Mapping[str, Any],
+    options: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
     """The state of a step, and for each of `items` the state that its object is to go on from."""
     path = run.path(step)
     states: dict[str, Any] = {}
 
-    def load() -> Any:  # an Item
-        checkpoint = run.check_whole(step)
+    def load(checkpoint: Found) -> Any:  # an Item
+        run.check_found(step, checkpoint)
         _items.check_present(checkpoint, items)
         for name, value in items.items():
             found = _items.read_states(checkpoint, name)
             states[name] = _items.state_for(value, found, name=name, path=path, processes=processes)
-        return read_item(checkpoint, _discovery.choose_item(checkpoint, None))
+        return open_item(checkpoint)
 
     target = [like]
     del like  # so that its arrays are free once the caller has let go of them
-    return _restore.restore_from(load, run.storage, path, target, **options), states
+    meter = options.pop("meter")
+    source = Source(where=path, within=partial(at_rest, run.storage, path), open=load)
+    run.check_there(step)
+    return restore_from(source, target, RestoreRequest(**options), meter=meter), states
 
 
 def read_everything(run: Run, step: int, *, timeout_s: float) -> dict[str, Any]:
     """Every item of a step by name: trees, JSON, and lists of the states of data iterators."""
     path = run.path(step)
 
-    def item(name: str) -> Any:  # an Item, or what it is already
-        checkpoint = run.check_whole(step)
+    def names_of(checkpoint: Found) -> list[str]:
+        run.check_found(step, checkpoint)
+        return [*checkpoint.items]
+
+    def item(name: str, checkpoint: Found) -> Any:  # an Item, or what it is already
+        run.check_found(step, checkpoint)
         states = _items.read_states(checkpoint, name)
-        if states is not None:
-            return states
-        file = _discovery.json_file(run.storage, checkpoint.items[name])
-        if file is not None:
-            return _discovery.read_json_item(checkpoint, file)
-        return read_item(checkpoint, name)
+        return open_item(checkpoint, name) if states is None else states
 
-    def read(load: Callable[[], Any]) -> Any:
-        return _restore.restore_from(load, run.storage, path, [None], timeout_s=timeout_s)
+    def read(load: Callable[[Found], Any]) -> Any:
+        run.check_there(step)
+        source = Source(where=path, within=partial(at_rest, run.storage, path), open=load)
+        return restore_from(source, [None], RestoreRequest(timeout_s=timeout_s))
 
-    return {
-        name: read(partial(item, name)) for name in read(lambda: [*run.check_whole(step).items])
-    }
+    return {name: read(partial(item, name)) for name in read(names_of)}
 
 
 def watch(run: Run, timeout_s: float, after: int | None) -> Iterator[int]:

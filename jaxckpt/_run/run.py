@@ -29,8 +29,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from jaxckpt._disk import find as _discovery
 from jaxckpt._disk import transaction as _transaction
+from jaxckpt._disk.find import find, looks_committed, read_found
+from jaxckpt._disk.found import Found, check_sizes
 from jaxckpt._run.leases import Leases
 from jaxckpt._save.turn import Turn
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, SaveFailed
@@ -137,9 +138,7 @@ class Run:
             return self._committed[name]
         path = f"{self.root}/{name}"
         try:
-            committed = self.storage.kind(path) == "dir" and _discovery.looks_committed(
-                self.storage, path
-            )
+            committed = self.storage.kind(path) == "dir" and looks_committed(self.storage, path)
         except FileNotFoundError:  # deleted just now
             return False
         if committed and self.storage.atomic_rename:
@@ -185,7 +184,7 @@ class Run:
             )
         return path
 
-    def check_whole(self, number: int) -> _discovery.Checkpoint:
+    def check_whole(self, number: int) -> Found:
         """Finds a step whose files are all there, in the sizes they were written in.
 
         Reads its metadata, not its data.
@@ -194,19 +193,26 @@ class Run:
             CheckpointNotFound: there is no such step, or it is being deleted.
             CorruptCheckpoint: it is not whole.
         """
+        self.check_there(number)
+        found = find(self.storage, self.path(number))
+        self.check_found(number, found)
+        return found
+
+    def check_there(self, number: int) -> None:
+        """Refuses a step that is not there, torn, or being deleted."""
         path = self.path(number)
-        name = posixpath.basename(path)
         if (file := self.torn_file(number)) is not None:
             raise CorruptCheckpoint(f"{file} is missing: step {number} is not whole", file=file)
         self.check_step(number)
-        if name in self._leases.leaving:
+        if posixpath.basename(path) in self._leases.leaving:
             raise CheckpointNotFound(f"{path} is being deleted")
-        checkpoint = _discovery.find(self.storage, path)
-        saved_as = checkpoint.record.name if checkpoint.record is not None else ""
+
+    def check_found(self, number: int, found: Found) -> None:
+        """Raises CorruptCheckpoint if a step that was found is not whole."""
+        saved_as = found.record.name if found.record is not None else ""
         if saved_as and self._naming().step(saved_as) not in (None, number):
-            self.report(f"{path} was saved as {saved_as}: it was renamed, or is a copy of that")
-        _discovery.check_sizes(checkpoint)
-        return checkpoint
+            self.report(f"{found.path} was saved as {saved_as}: it was renamed, or is a copy of it")
+        check_sizes(found)
 
     def is_whole(self, number: int) -> bool:
         """Whether `check_whole` finds a step; what is damaged is reported once."""
@@ -242,12 +248,12 @@ class Run:
         # Of a step that does not say when it was saved it is known that it was before now.
         saved_s = time.time()
         try:
-            found = _discovery.read_checkpoint(self.storage, path)
-            saved_ns = found.step.commit_ns or found.step.init_ns
+            found = read_found(self.storage, path, self.storage.entries(path))
+            saved_ns = found.metadata.commit_ns or found.metadata.init_ns
             saved_s = saved_s if saved_ns is None else saved_ns / 1e9
             item = f"{path}/{names.METRICS_ITEM}"
-            if self.storage.kind(f"{item}/{names.METRICS_FILE}") == "file":
-                data = _discovery.read_part(found, item, names.METRICS_FILE)
+            if found.contents(item).get(names.METRICS_FILE) == "file":
+                data = found.read(item, names.METRICS_FILE)
                 metrics = jsontext.loads(data, file=f"{item}/{names.METRICS_FILE}")
         except (CheckpointError, OSError) as error:
             self.report(f"what step {number} says of itself cannot be read: {error}")
