@@ -61,6 +61,11 @@ def data_of(leaf: Leaf) -> Data | None:
     return Data(shape=held.shape, dtype=held.dtype, unit_shape=held.shape, held=held)
 
 
+def is_text(leaf: Leaf) -> bool:
+    """Whether a leaf holds characters or bytes rather than numbers."""
+    return leaf.kind in ("str", "bytes") or isinstance(leaf.value, (str, bytes))
+
+
 def boxes_of(arrays: Sequence[Data], *, budget_bytes: int) -> Iterator[Box]:
     """Cuts arrays of one shape into boxes to read together, each element once.
 
@@ -84,7 +89,7 @@ def boxes_of(arrays: Sequence[Data], *, budget_bytes: int) -> Iterator[Box]:
 
 def read_values(
     item: Item, parts: Iterable[tuple[Leaf, Data, Box]], *, budget_bytes: int
-) -> Generator[Values, None, None]:
+) -> Generator[tuple[Leaf, Values], None, None]:
     """Yields the values of parts of leaves, in order.
 
     Raises:
@@ -98,8 +103,8 @@ def read_values(
         for leaf, data, box in wanted
     )
     with closing(read_stream(item, reads, budget_bytes=budget_bytes)) as stream:
-        for _, data, _ in parts:
-            yield next(stream).view(data.dtype)
+        for leaf, data, _ in parts:
+            yield leaf, next(stream).view(data.dtype)
 
 
 def blocks(*arrays: Values) -> Iterator[tuple[Values, ...]]:
