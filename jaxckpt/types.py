@@ -141,6 +141,7 @@ class LeafInfo:
         sharding: How it was laid out when it was saved, in words, or None.
         size_bytes: Of its values on disk, uncompressed.
         saved_sharding: `sharding` as data.
+        container: Name of the class of an empty container, unless it is Python's own.
     """
 
     path: str
@@ -150,11 +151,20 @@ class LeafInfo:
     sharding: str | None
     size_bytes: int
     saved_sharding: SavedSharding | None = None
+    container: str | None = None
+
+    @property
+    def type_text(self) -> str:
+        """The type in a word: `float32[4,8]`, `str`, `{}`, `EmptyState()`."""
+        if self.kind == "empty":
+            word = {"Dict": "{}", "List": "[]", "Tuple": "()"}.get(self.dtype, self.dtype)
+            return f"{self.container}()" if self.container else word
+        if self.kind in ("str", "bytes", "int"):
+            return self.kind
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
     def __str__(self) -> str:
-        dims = "[" + ",".join(map(str, self.shape)) + "]"
-        text = self.kind if self.kind in ("str", "bytes", "empty", "int") else f"{self.dtype}{dims}"
-        return f"{text}  {self.sharding}" if self.sharding else text
+        return f"{self.type_text}  {self.sharding}" if self.sharding else self.type_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

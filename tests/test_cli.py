@@ -348,6 +348,27 @@ def test_convert_copies_a_part_in_another_dtype(root, command):
     assert list(jaxckpt.open(target)) == ["params/dense/b", "params/dense/w"]
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ((), "set overwrite to replace"),
+        (("--only", "nothing"), "only ['nothing'] matches no leaf"),
+        (("--only", "params", "--skip", "params"), "leave no leaf"),
+        (("--dtype", "int32"), "dtype 'int32' is not a floating-point dtype"),
+    ],
+)
+def test_an_error_names_options_and_no_python(root, options, wanted):
+    """The messages of the library are right on a command line, too."""
+    target = root.parent / "there"
+    jaxckpt.save(target, {"w": np.ones(2)})
+
+    code, _, err = cli("convert", root, target, *options)
+
+    assert code == 2
+    assert wanted in err.replace("\n", " ")
+    assert not re.search(r"=True|=\[|\(\.\.\.", err)
+
+
 def test_convert_writes_plain_files(root):
     """And what it wrote has the same values."""
     target = root.parent / "plain"

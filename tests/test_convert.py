@@ -453,8 +453,8 @@ def test_a_damaged_source_makes_no_copy(saved, tmp_path):
 def test_wrong_arguments_are_told_before_anything_is_made(saved, tmp_path):
     """As the built-ins that they are."""
     for wrong, options in [
-        ("no floating-point dtype", {"dtype": "int32"}),
-        ("no floating-point dtype", {"dtype": "float7"}),
+        ("not a floating-point dtype", {"dtype": "int32"}),
+        ("not a floating-point dtype", {"dtype": "float7"}),
         ("matches no leaf", {"only": "missing"}),
         ("matches no leaf", {"skip": "missing"}),
         ("leave no leaf", {"only": "params", "skip": "params"}),

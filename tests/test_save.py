@@ -86,7 +86,7 @@ def test_an_epath_is_a_path(tmp_path):
 def test_overwrite_replaces_a_checkpoint_and_only_on_request(tmp_path):
     """StepExists without it, the new values with it, and the old ones gone."""
     jaxckpt.save(tmp_path / "x", {"a": 1})
-    with pytest.raises(StepExists, match="overwrite=True"):
+    with pytest.raises(StepExists, match="set overwrite to replace it"):
         jaxckpt.save(tmp_path / "x", {"a": 2})
     assert jaxckpt.restore(tmp_path / "x") == {"a": 1}
 

@@ -143,7 +143,7 @@ def test_a_part_is_described(tmp_path):
 
     assert set(ckpt["x"].statistics()) == {"w", "b"}
     assert set(ckpt.statistics(only="x", skip="*/b")) == {"x/w"}
-    with pytest.raises(ValueError, match=r"only='z' matches no leaf"):
+    with pytest.raises(ValueError, match=r"only 'z' matches no leaf"):
         ckpt.statistics(only="z")
 
 

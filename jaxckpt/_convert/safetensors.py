@@ -161,7 +161,7 @@ def _check_free(model: _Model, overwrite: bool) -> list[str]:
     old = model.files()
     if old and not overwrite:
         raise StepExists(
-            f"{model.folder} has {', '.join(old[:8])} already; overwrite=True replaces that"
+            f"{model.folder} has {', '.join(old[:8])} already; set overwrite to replace that"
         )
     for name in old:
         if model.storage.kind(f"{model.folder}/{name}") == "dir":

@@ -23,8 +23,8 @@ from jaxckpt._disk.chunks import copy
 from jaxckpt._disk.find import at_rest, open_tree
 from jaxckpt._disk.found import check_current
 from jaxckpt._disk.native import Item
-from jaxckpt._disk.reader import read_stream
-from jaxckpt._disk.regions import LeafRead, Values
+from jaxckpt._disk.regions import LeafRead
+from jaxckpt._disk.stream import Values, read_stream
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedLeaf
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
 from jaxckpt.format.sharding import SavedSharding
@@ -104,7 +104,7 @@ def floating(dtype: Any) -> str | None:  # whatever numpy takes for a dtype
     # Also by names that numpy has none for.
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if not _is_floating(name) or name not in STORABLE_DTYPES | AS_BYTES_DTYPES:
-        raise ValueError(f"dtype={name!r} is no floating-point dtype, and only those are cast")
+        raise ValueError(f"dtype {name!r} is not a floating-point dtype; only those are cast")
     return name
 
 
@@ -139,7 +139,7 @@ def of_checkpoint(
     selected = selector(only, skip)
     chosen = [leaf for leaf in saved.tree.leaves if selected(leaf.path)]
     if not chosen:
-        raise ValueError(f"only={only!r}, skip={skip!r} leave no leaf of {found.path}")
+        raise ValueError(f"only {only!r} and skip {skip!r} leave no leaf of {found.path}")
     check_leaves(chosen, [], saved.path)  # first: they may be nested deeper than anything holds
     root = _pruned(saved.tree.root, (), {leaf.path for leaf in chosen})[1]
     if not saved.tree.typed:
@@ -175,7 +175,7 @@ def check_leaves(leaves: Sequence[Leaf], problems: Sequence[str], place: str) ->
         raise UnsupportedLeaf(
             f"{place}: {counted(len(found), 'leaf')} cannot be copied, and nothing was written:\n"
             + "\n".join(found[:50])
-            + "\nLeave them out: skip=[...]."
+            + "\nLeave them out (skip)."
         )
 
 

@@ -25,9 +25,9 @@ from jaxckpt._convert.source import Leaves, Part, Values, read_with_parts
 from jaxckpt._core.box import Box, cut, whole, widened
 from jaxckpt._core.plan import SavePlan, Write
 from jaxckpt._core.text import counted
-from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.checksums import starts_of
 from jaxckpt._disk.found import key_folder
+from jaxckpt._disk.transaction import begin, files_below, raise_save_error
 from jaxckpt._disk.writer import is_direct, metadata_files, plan_requests, write_arrays
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, names, step, tree
@@ -70,7 +70,7 @@ def write_checkpoint(
         _check_plain(goal.leaves, path)
     transaction = None
     try:
-        transaction = _transaction.begin(storage, path, overwrite=overwrite)
+        transaction = begin(storage, path, overwrite=overwrite)
         item = f"{transaction.work}/{names.STATE_ITEM}"
         storage.make_dir(item)
         writer: _Writer = (_Database if ocdbt else _PlainFiles)(storage, item, goal)
@@ -87,7 +87,7 @@ def write_checkpoint(
     except BaseException as error:
         if transaction is not None:
             transaction.abort()
-        _transaction.raise_save_error(path, error)
+        raise_save_error(path, error)
     seconds = time.monotonic() - start
     _logger.info("copied %s to %s: %d bytes, %.2f s", source.place, path, total_bytes, seconds)
 
@@ -397,7 +397,7 @@ def _digests(storage: Storage, work: str) -> dict[str, str]:
     """Of all files: what is in them has no checksums."""
     return {
         name: step.digest(storage.read(f"{work}/{name}", max_bytes=entry.size))
-        for name, entry in _transaction.files_below(storage, work).items()
+        for name, entry in files_below(storage, work).items()
         if entry.size <= _MOST_FILE_BYTES
     }
 

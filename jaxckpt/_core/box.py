@@ -72,7 +72,7 @@ def tile(box: Box, tile_shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...],
 
 
 def cut(box: Box, tile_shape: Sequence[int]) -> Iterator[Box]:
-    """The parts into which that grid cuts `box`, in order.
+    """Yields the parts into which a regular grid cuts `box`, in order.
 
     Example:
         >>> [part.shape for part in cut(whole((5, 2)), (2, 2))]

@@ -28,7 +28,7 @@ def check_globs(only: Globs, skip: Globs, paths: Sequence[Path], *, place: str) 
     """Raises ValueError if `only` or `skip` matches none of `paths`, all leaves of `place`."""
     for option, globs in (("only", only), ("skip", skip)):
         if globs is not None and not any(_is_any(globs, path) for path in paths):
-            raise ValueError(f"{option}={globs!r} matches no leaf. {some_paths(paths, place)}")
+            raise ValueError(f"{option} {globs!r} matches no leaf. {some_paths(paths, place)}")
 
 
 def some_paths(paths: Sequence[Path], place: str) -> str:

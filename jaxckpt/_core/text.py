@@ -32,7 +32,7 @@ def counted(count: int, what: str) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """A hint for a name that is none of the known ones.
+    """Returns a hint for a name that is not among the known ones.
 
     Example:
         >>> nearest("lsat", ["last", "best"]), nearest("x", ["last", "best"])

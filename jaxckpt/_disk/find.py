@@ -405,7 +405,7 @@ def choose_item(found: Found, item: str | None) -> str:
             return name
     raise CheckpointNotFound(
         f"{found.path} has several items, and none is called {names.STATE_ITEM!r}: "
-        f"{', '.join(items)}. Name one: restore(path, item=...)."
+        f"{', '.join(items)}. Name one of them (item)."
     )
 
 

@@ -9,12 +9,10 @@ others).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import closing
 from functools import lru_cache
-from itertools import islice
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -23,7 +21,7 @@ from jaxckpt._disk.checksums import ChunkSums
 from jaxckpt._disk.chunks import Failures, note_failure, plan_leaf, start_reads
 from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
-from jaxckpt._disk.regions import Buffers, Failed, Landed, LeafRead, Regions, Values, make_buffers
+from jaxckpt._disk.regions import Buffers, Failed, Landed, LeafRead, Regions, make_buffers
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint
 from jaxckpt.format.arrays import (
     MAX_UNIT_BYTES,
@@ -45,11 +43,6 @@ _BATCH_LEAVES: Final = 1024
 # To look through the whole database pays if this part of its keys is wanted.
 _WORTH_LOOKING: Final = 1 / 16
 _MAX_THREADS: Final = 16
-# What others wrote has as many chunks as its metadata say, whether they are there or not.
-CHUNKS_AT_ONCE: Final = 1 << 12
-_READS_AT_ONCE: Final = 1 << 10
-
-_T = TypeVar("_T")
 
 
 def read_leaves(
@@ -103,35 +96,6 @@ def read_leaves(
         # An error refers to the calls that it went through, and they to what they hold.
         for _, batch in started:
             batch.drop()
-
-
-def read_stream(
-    item: Item, parts: Iterable[LeafRead | Values], *, budget_bytes: int
-) -> Generator[Values, None, None]:
-    """Yields the values of parts of leaves, in order.
-
-    Args:
-        parts: Each one box of a leaf, or the values, where the metadata hold them.
-
-    Raises:
-        As `read_leaves`.
-    """
-    for some in in_turns(item, parts):
-        reads = [part for part in some if isinstance(part, LeafRead)]
-        with closing(read_leaves(item, reads, budget_bytes=budget_bytes)) as buffers:
-            for part in some:
-                yield next(buffers)[part.boxes[0]] if isinstance(part, LeafRead) else part
-
-
-def in_turns(item: Item, parts: Iterable[_T]) -> Iterator[list[_T]]:
-    """Divides what is to be read of an item into lists to read at once.
-
-    To look up where our chunks lie takes time, so ours are read all at once.
-    """
-    most = None if item.ours else _READS_AT_ONCE
-    parts = iter(parts)
-    while some := list(islice(parts, most)):
-        yield some
 
 
 def _raise(_: LeafRead, error: Exception) -> None:

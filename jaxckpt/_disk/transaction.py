@@ -309,8 +309,7 @@ def check_target(
         )
     if not overwrite:
         raise StepExists(
-            f"{path} is a checkpoint already. Save elsewhere; jaxckpt.save(..., overwrite=True) "
-            "replaces it."
+            f"{path} is a checkpoint already. Save elsewhere, or set overwrite to replace it."
         )
     foreign = sorted(_foreign(storage, path, inside))
     if foreign:
@@ -319,7 +318,7 @@ def check_target(
             f"{', '.join(foreign[:8])}. Move that away first."
         )
     if not storage.atomic_rename:
-        raise UnsupportedFormat(f"{path}: overwrite=True needs a storage with an atomic rename")
+        raise UnsupportedFormat(f"{path}: overwriting needs a storage with an atomic rename")
 
 
 def _foreign(storage: Storage, path: str, inside: set[str]) -> set[str]:

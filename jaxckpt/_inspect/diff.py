@@ -28,6 +28,7 @@ from jaxckpt._inspect.value_stream import (
     boxes_of,
     data_of,
     finite,
+    is_text,
     read_values,
 )
 from jaxckpt.format.tree import Leaf, Path, path_text
@@ -137,16 +138,16 @@ def _read(a: Item, b: Item, pairs: Mapping[Path, _Pair], budget_bytes: int) -> N
                 for box in boxes_of(pair.data, budget_bytes=half):
                     yield pair, *pair.data, box
 
-    told, of_a, of_b = tee(parts(), 3)
+    of_a, of_b = tee(parts())
     wanted_a = ((pair.a, data, box) for pair, data, _, box in of_a)
     wanted_b = ((pair.b, data, box) for pair, _, data, box in of_b)
     with (
         closing(read_values(a, wanted_a, budget_bytes=half)) as stream_a,
         closing(read_values(b, wanted_b, budget_bytes=half)) as stream_b,
     ):
-        for (pair, _, _, _), *both in zip(told, stream_a, stream_b, strict=True):
-            for block in blocks(*both):
-                pair.add(*block)
+        for (leaf, values_a), (_, values_b) in zip(stream_a, stream_b, strict=True):
+            for block in blocks(values_a, values_b):
+                pairs[leaf.path].add(*block)
 
 
 @final
@@ -158,9 +159,9 @@ class _Pair:
         self.data: tuple[Data, Data] | None = None  # of values that can be compared
         data_a, data_b = data_of(a), data_of(b)
         self._shapes = [None if data is None else data.shape for data in (data_a, data_b)]
-        self._is_text = _is_text(a)
+        self._is_text = is_text(a)
         # Texts are not compared with numbers, nor letter by letter if they are not of one length.
-        is_alike = self._is_text == _is_text(b) and self._shapes[0] == self._shapes[1]
+        is_alike = self._is_text == is_text(b) and self._shapes[0] == self._shapes[1]
         if data_a is not None and data_b is not None and is_alike:
             self.data = data_a, data_b
         self._rtol, self._atol = rtol, atol
@@ -227,10 +228,6 @@ class _Pair:
 # --- leaves in words -------------------------------------------------------------------------
 
 
-def _is_text(leaf: Leaf) -> bool:
-    return leaf.kind in ("str", "bytes") or isinstance(leaf.value, (str, bytes))
-
-
 def _word(leaf: Leaf) -> str:
     """What must be the same for two leaves to be: jax or numpy is none of it."""
     dims = "[" + ",".join(map(str, leaf.shape)) + "]"
@@ -238,7 +235,7 @@ def _word(leaf: Leaf) -> str:
         return f"key<{leaf.key_impl}>{dims}"
     if leaf.kind == "empty":
         return _EMPTY.get(leaf.dtype, leaf.dtype)
-    return leaf.kind if _is_text(leaf) or data_of(leaf) is None else f"{leaf.dtype}{dims}"
+    return leaf.kind if is_text(leaf) or data_of(leaf) is None else f"{leaf.dtype}{dims}"
 
 
 def _shown(leaf: Leaf) -> str:

@@ -15,9 +15,10 @@ from jaxckpt._core.text import counted, size_text
 from jaxckpt._disk.find import at_rest, open_item
 from jaxckpt._disk.found import Found, JsonItem, while_current
 from jaxckpt._disk.native import Item, subtree
+from jaxckpt._inspect import tree_text
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.sharding import SavedSharding
-from jaxckpt.format.tree import Leaf, Node, Path, parse_path, path_text
+from jaxckpt.format.tree import Leaf, Path, parse_path, path_text
 from jaxckpt.storage import locate
 from jaxckpt.types import LeafInfo, LeafStatistics
 
@@ -168,6 +169,7 @@ def _info(leaf: Leaf, sharding: SavedSharding | None) -> LeafInfo:
         sharding=None if sharding is None else str(sharding),
         size_bytes=size,
         saved_sharding=sharding,
+        container=leaf.container.cls[1] if leaf.container and leaf.container.cls else None,
     )
 
 
@@ -190,39 +192,10 @@ def _lines(ckpt: Checkpoint) -> list[str]:
         lines.append(f"custom metadata: {ckpt.custom_metadata}")
     if tree is None:
         return [*lines, "(a JSON item)"]
-    rows = list(_rows(_branches(tree), ""))
+    nodes = tree_text.lines(tree_text.nested(ckpt.leaves.values()))
+    rows = [(name, str(node) if isinstance(node, LeafInfo) else "") for name, node, _ in nodes]
     width = min(60, max((len(left) for left, _ in rows), default=0))
     lines += [f"{left:<{width}}  {right}".rstrip() for left, right in rows[:_MAX_LINES]]
     if len(rows) > _MAX_LINES:
         lines.append(f"... and {len(rows) - _MAX_LINES} more; open a part: ckpt['path/of/it']")
     return lines
-
-
-def _branches(item: Item) -> dict[str, Any]:
-    """Nested dicts of the leaves in words."""
-    top: dict[str, Any] = {}
-    for leaf in item.tree.leaves:
-        node = top
-        for name in leaf.path[:-1]:
-            node = node.setdefault(name, {})
-        words = _empty_word(leaf) if leaf.kind == "empty" else str(_info(item, leaf))
-        node[leaf.path[-1] if leaf.path else "(the tree itself)"] = words
-    return top
-
-
-def _empty_word(leaf: Leaf) -> str:
-    node: Node | None = leaf.container
-    if node is not None and node.cls is not None:
-        return f"{node.cls[1]}()"
-    return {"Dict": "{}", "List": "[]", "Tuple": "()"}.get(leaf.dtype, leaf.dtype)
-
-
-def _rows(node: Mapping[str, Any], indent: str) -> Iterator[tuple[str, str]]:
-    for i, (name, child) in enumerate(node.items()):
-        last = i == len(node) - 1
-        branch = f"{indent}{'└─ ' if last else '├─ '}{name}"
-        if isinstance(child, str):
-            yield branch, child
-        else:
-            yield branch, ""
-            yield from _rows(child, indent + ("   " if last else "│  "))

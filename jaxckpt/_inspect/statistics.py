@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from itertools import tee
 from typing import Any, final
 
 import numpy as np
@@ -21,6 +20,7 @@ from jaxckpt._inspect.value_stream import (
     boxes_of,
     data_of,
     finite,
+    is_text,
     read_values,
 )
 from jaxckpt.format.tree import Leaf
@@ -46,18 +46,15 @@ def statistics(
             for box in boxes_of([data], budget_bytes=budget_bytes):
                 yield leaf, data, box
 
-    wanted_parts, told = tee(parts())
-    with closing(read_values(item, wanted_parts, budget_bytes=budget_bytes)) as stream:
-        for (leaf, _, _), values in zip(told, stream, strict=True):
+    with closing(read_values(item, parts(), budget_bytes=budget_bytes)) as stream:
+        for leaf, values in stream:
             for (block,) in blocks(values):
                 tallies[leaf.text].add(as_numbers(block))
     return {path: tally.tell(path) for path, tally in tallies.items()}
 
 
 def _numbers_of(leaf: Leaf) -> Data | None:
-    """The array of a leaf, if it is no text."""
-    is_text = leaf.kind in ("str", "bytes") or isinstance(leaf.value, (str, bytes))
-    return None if is_text else data_of(leaf)
+    return None if is_text(leaf) else data_of(leaf)
 
 
 @final

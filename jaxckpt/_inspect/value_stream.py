@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxckpt._core.box import Box, cut, whole, widened
 from jaxckpt._disk.native import Item
-from jaxckpt._disk.reader import CHUNKS_AT_ONCE, read_stream
-from jaxckpt._disk.regions import LeafRead, Values
+from jaxckpt._disk.regions import LeafRead
+from jaxckpt._disk.stream import CHUNKS_AT_ONCE, Values, read_stream
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, MAX_UNIT_BYTES, dtype_of
 from jaxckpt.format.tree import Leaf
 
@@ -61,6 +61,11 @@ def data_of(leaf: Leaf) -> Data | None:
     return Data(shape=held.shape, dtype=held.dtype, unit_shape=held.shape, held=held)
 
 
+def is_text(leaf: Leaf) -> bool:
+    """Whether a leaf holds characters or bytes rather than numbers."""
+    return leaf.kind in ("str", "bytes") or isinstance(leaf.value, (str, bytes))
+
+
 def boxes_of(arrays: Sequence[Data], *, budget_bytes: int) -> Iterator[Box]:
     """Cuts arrays of one shape into boxes to read together, each element once.
 
@@ -84,7 +89,7 @@ def boxes_of(arrays: Sequence[Data], *, budget_bytes: int) -> Iterator[Box]:
 
 def read_values(
     item: Item, parts: Iterable[tuple[Leaf, Data, Box]], *, budget_bytes: int
-) -> Generator[Values, None, None]:
+) -> Generator[tuple[Leaf, Values], None, None]:
     """Yields the values of parts of leaves, in order.
 
     Raises:
@@ -98,8 +103,8 @@ def read_values(
         for leaf, data, box in wanted
     )
     with closing(read_stream(item, reads, budget_bytes=budget_bytes)) as stream:
-        for _, data, _ in parts:
-            yield next(stream).view(data.dtype)
+        for leaf, data, _ in parts:
+            yield leaf, next(stream).view(data.dtype)
 
 
 def blocks(*arrays: Values) -> Iterator[tuple[Values, ...]]:

@@ -12,8 +12,9 @@ from jaxckpt._core.plan import plan_reads
 from jaxckpt._disk.find import find, open_item
 from jaxckpt._disk.found import Found, JsonItem, file_problem, is_current
 from jaxckpt._disk.native import Item
-from jaxckpt._disk.reader import CHUNKS_AT_ONCE, in_turns, read_leaves
+from jaxckpt._disk.reader import read_leaves
 from jaxckpt._disk.regions import LeafRead
+from jaxckpt._disk.stream import CHUNKS_AT_ONCE, in_turns
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.arrays import dtype_of

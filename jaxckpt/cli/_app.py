@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import click
 
 from jaxckpt._version import __version__
-from jaxckpt.cli import _check, _keep, _look, _make, _options, _output
+from jaxckpt.cli import _check, _keep, _look, _make, _output
 from jaxckpt.errors import CheckpointError
 
 _NAME = "jaxckpt"
@@ -80,7 +80,7 @@ def run(argv: Sequence[str]) -> int:
         if debug:
             traceback.print_exc()
         else:
-            _output.error(_options.as_options(str(error) or type(error).__name__))
+            _output.error(str(error) or type(error).__name__)
         return 2
     except Exception:  # a bug in this program; 1 would mean a damaged checkpoint
         traceback.print_exc()

@@ -131,8 +131,8 @@ def show(
         _output.print_json(value)
         return
     head = ["leaf", "type", "sharding", "bytes", *(_STATISTICS if statistics else ())]
-    rows = list(_tree_rows(_nested(leaves), depth or len(leaves) + 999, "", statistics))
-    if statistics or not any(row[2] for row in rows):  # statistics leave no room for it
+    rows = list(_tree_rows(leaves, depth, statistics))
+    if statistics or not any(row[2] for row in rows):  # beside the numbers there is no room
         head, rows = _without(head, rows, 2)
     _output.print_table(head, rows, right=("bytes", *_STATISTICS))
 
@@ -189,53 +189,21 @@ def _checkpoint_facts(
     return facts if ckpt.leaves else facts | {"value": _json_value(ckpt)}
 
 
-def _nested(leaves: Mapping[str, LeafInfo]) -> dict[str, Any]:
-    """Returns the leaves as nested dicts, by their keys."""
-    from jaxckpt.format.tree import parse_path
-
-    top: dict[str, Any] = {}
-    for text, leaf in leaves.items():
-        *parents, last = parse_path(text) or ("(the tree itself)",)
-        node = top
-        for name in parents:
-            node = node.setdefault(name, {})
-        node[last] = leaf
-    return top
-
-
 def _tree_rows(
-    node: Mapping[str, Any], depth: int, indent: str, statistics: Mapping[str, Any]
+    leaves: Mapping[str, LeafInfo], depth: int | None, statistics: Mapping[str, Any]
 ) -> Iterator[Row]:
+    from jaxckpt._inspect.tree_text import Branch, lines, nested
+
     blank: Row = [""] * len(_STATISTICS) if statistics else []
-    for i, (name, child) in enumerate(node.items()):
-        last = i == len(node) - 1
-        label = f"{indent}{'└─ ' if last else '├─ '}{name}"
-        below = indent + ("   " if last else "│  ")
-        if not isinstance(child, dict):
-            size = size_text(child.size_bytes) if child.size_bytes else ""
-            numbers = _numbers(statistics[child.path]) if child.path in statistics else blank
-            yield [label, _type_text(child), child.sharding or "", size, *numbers]
-        elif depth > 1:
+    for label, node, is_folded in lines(nested(leaves.values()), depth=depth):
+        size = size_text(node.size_bytes) if node.size_bytes or is_folded else ""
+        if not isinstance(node, Branch):
+            numbers = _numbers(statistics[node.path]) if node.path in statistics else blank
+            yield [label, node.type_text, node.sharding or "", size, *numbers]
+        elif is_folded:
+            yield [label, f"({counted(node.leaf_count, 'leaf')})", "", size, *blank]
+        else:
             yield [label, "", "", "", *blank]
-            yield from _tree_rows(child, depth - 1, below, statistics)
-        else:
-            inside = list(_leaves_of(child))
-            size = size_text(sum(leaf.size_bytes for leaf in inside))
-            yield [label, f"({counted(len(inside), 'leaf')})", "", size, *blank]
-
-
-def _leaves_of(node: Mapping[str, Any]) -> Iterator[LeafInfo]:
-    for child in node.values():
-        if isinstance(child, dict):
-            yield from _leaves_of(child)
-        else:
-            yield child
-
-
-def _type_text(leaf: LeafInfo) -> str:
-    if leaf.kind == "empty":
-        return {"Dict": "{}", "List": "[]", "Tuple": "()"}.get(leaf.dtype, leaf.dtype)
-    return str(dataclasses.replace(leaf, sharding=None))
 
 
 def _numbers(statistics: Any) -> Row:  # LeafStatistics

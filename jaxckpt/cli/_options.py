@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -33,27 +32,3 @@ def selection(command: F) -> F:
 def chosen(only: tuple[str, ...], skip: tuple[str, ...]) -> dict[str, list[str] | None]:
     """Returns the Python arguments for `only` and `skip`; None if not given."""
     return {"only": list(only) or None, "skip": list(skip) or None}
-
-
-# What messages of the library call an argument, and what it is called here.
-_ARGUMENTS: Final = {
-    r"\b(?:jaxckpt\.)?save\(\.\.\., overwrite=True\)": "--overwrite",
-    r"\boverwrite=True\b": "--overwrite",
-    r"\bzarr=3, ocdbt=True\b": "the layout without --zarr and --no-ocdbt",
-    r"\bocdbt=True\b": "the layout without --no-ocdbt",
-    r"\brestore\(path, item=\.\.\.\)": "--item NAME",
-    r"\b(only|skip|dtype)=(?:\[\.\.\.\]|\.\.\.)": r"--\1",
-    r"\b(only|skip|dtype)=": r"--\1 ",
-}
-
-
-def as_options(text: str) -> str:
-    """A message of the library in the words of the command line.
-
-    Example:
-        >>> as_options("only=['w'] matches no leaf. Leave them out: skip=[...].")
-        "--only ['w'] matches no leaf. Leave them out: --skip."
-    """
-    for argument, option in _ARGUMENTS.items():
-        text = re.sub(argument, option, text)
-    return text

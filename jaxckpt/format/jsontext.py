@@ -48,14 +48,13 @@ def loads(data: bytes, *, file: str) -> Any:  # callers check each value with `e
             # Half of a surrogate pair is not text; nothing later expects one.
             dumps(value, allow_nan=True)
         _check_depth(value, file)
-        return value
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{file}: not JSON: {error}", file=file) from error
     except MemoryError:
-        value = None  # lets go of what was made so far
-    raise CorruptCheckpoint(
-        f"{file}: {len(data)} bytes of JSON take more memory than there is", file=file
-    )
+        value = None  # frees what was made so far, before the error is made
+        what = f"{file}: {len(data)} bytes of JSON take more memory than there is"
+        raise CorruptCheckpoint(what, file=file) from None
+    return value
 
 
 def dumps(value: object, *, allow_nan: bool = False) -> bytes:

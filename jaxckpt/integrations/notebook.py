@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import posixpath
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from jaxckpt._core.text import size_text
 from jaxckpt._inspect import open as inspection
+from jaxckpt._inspect.tree_text import Branch, nested
 from jaxckpt._run.overview import RunOverview, overview
 from jaxckpt.errors import CheckpointNotFound
-from jaxckpt.format.tree import parse_path, path_text
+from jaxckpt.format.tree import path_text
 from jaxckpt.integrations import _steps, _svg
 from jaxckpt.integrations._html import block, count, escape, facts
 from jaxckpt.types import LeafInfo, LeafStatistics
@@ -150,83 +152,75 @@ def _meshes(ckpt: inspection.Checkpoint) -> set[str]:
 # --- the tree --------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
-class _Branch:
-    """The leaves under one name; `shown` counts the visible children."""
-
-    children: dict[str, _Branch | LeafInfo] = field(default_factory=dict)
-    leaves: int = 0
-    size_bytes: int = 0
-    shown: int = 0
-    is_open: bool = False
-
-
 def tree_html(
     ckpt: inspection.Checkpoint, statistics: Mapping[str, LeafStatistics] | None = None
 ) -> str:
     """Renders the leaves as rows, collapsed by container."""
     if not ckpt.leaves:
         return '<div class="jc-faint">no leaves: a JSON item, or an empty tree</div>'
-    top = _branch(ckpt)
-    _allot(top)
+    top = nested(ckpt.leaves.values())
     head = (
         '<div class="jc-row jc-top jc-faint"><span class="jc-name">name</span>'
         '<span>type</span><span class="jc-num">size</span><span>sharding</span></div>'
     )
     one_mesh = len(_meshes(ckpt)) == 1
-    rows = _rows(top, 0, statistics or {}, one_mesh=one_mesh)
+    rows = _rows(top, 0, _allot(top), statistics or {}, one_mesh=one_mesh)
     return f'<div class="jc-tree">{head}{"".join(rows)}</div>'
 
 
-def _branch(ckpt: inspection.Checkpoint) -> _Branch:
-    top = _Branch()
-    for path, leaf in ckpt.leaves.items():
-        names = parse_path(path) if path else ("(the tree itself)",)
-        node = top
-        for depth, name in enumerate(names):
-            node.leaves += 1
-            node.size_bytes += leaf.size_bytes
-            if depth == len(names) - 1:
-                node.children[name] = leaf
-                break
-            below = node.children.setdefault(name, _Branch())
-            if not isinstance(below, _Branch):  # a name below a leaf, impossible in every format
-                break
-            node = below
-    return top
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shown:
+    """Which parts of a tree are shown.
+
+    Attributes:
+        counts: So many children of each branch.
+        opened: Branches that are not folded.
+    """
+
+    counts: Mapping[Branch, int]
+    opened: Collection[Branch]
 
 
-def _allot(top: _Branch) -> None:
-    """Decides which rows are shown and which are open, the levels nearest to the root first."""
+def _allot(top: Branch) -> _Shown:
+    """Decides what is shown, and what is open: the levels nearest to the root first."""
     left, open_left, level = _MAX_ROWS, _MAX_OPEN, [top]
+    counts: dict[Branch, int] = {}
+    opened: set[Branch] = set()
     for _ in range(_MAX_DEPTH):
         for node in level:
-            node.shown = min(len(node.children), _MAX_LEVEL, left)
-            left -= node.shown
-        shown = sum(node.shown for node in level)
-        for node in level:
-            node.is_open = shown <= open_left  # the same for all siblings
+            counts[node] = min(len(node.children), _MAX_LEVEL, left)
+            left -= counts[node]
+        shown = sum(counts[node] for node in level)
+        if shown <= open_left:  # alike for what lies side by side
+            opened.update(level)
         open_left -= shown
-        children = [child for node in level for child in [*node.children.values()][: node.shown]]
-        level = [child for child in children if isinstance(child, _Branch)]
+        children = [c for node in level for c in islice(node.children.values(), counts[node])]
+        level = [child for child in children if isinstance(child, Branch)]
+    return _Shown(counts=counts, opened=opened)
 
 
 def _rows(
-    node: _Branch, depth: int, statistics: Mapping[str, LeafStatistics], *, one_mesh: bool
+    node: Branch,
+    depth: int,
+    shown: _Shown,
+    statistics: Mapping[str, LeafStatistics],
+    *,
+    one_mesh: bool,
 ) -> Iterator[str]:
-    for name, child in [*node.children.items()][: node.shown]:
+    count_shown = shown.counts.get(node, 0)
+    for name, child in islice(node.children.items(), count_shown):
         if isinstance(child, LeafInfo):
             yield _leaf_row(name, child, depth, statistics.get(child.path), one_mesh=one_mesh)
             continue
         yield (
-            f'<details{" open" if child.is_open else ""}><summary class="jc-row" '
+            f'<details{" open" if child in shown.opened else ""}><summary class="jc-row" '
             f'style="--d:{depth}"><span class="jc-name jc-mono">{escape(name)}</span>'
-            f'<span class="jc-type jc-faint">{count(child.leaves, "leaf")}</span>'
+            f'<span class="jc-type jc-faint">{count(child.leaf_count, "leaf")}</span>'
             f'<span class="jc-num">{size_text(child.size_bytes)}</span></summary>'
         )
-        yield from _rows(child, depth + 1, statistics, one_mesh=one_mesh)
+        yield from _rows(child, depth + 1, shown, statistics, one_mesh=one_mesh)
         yield "</details>"
-    if (cut := len(node.children) - node.shown) > 0:
+    if (cut := len(node.children) - count_shown) > 0:
         yield (
             f'<div class="jc-row" style="--d:{depth}"><span class="jc-wide jc-faint">'
             f"… {cut:,} more; open a part: ckpt['path/of/it']</span></div>"
@@ -239,7 +233,7 @@ def _leaf_row(
     dims = ", ".join(map(str, leaf.shape))
     is_array = leaf.kind not in ("str", "bytes", "empty", "int")
     words = f'{escape(leaf.dtype)}<span class="jc-faint">[{escape(dims)}]</span>'
-    words = words if is_array else escape(leaf.kind)
+    words = words if is_array else escape(leaf.type_text)
     layout, spec = "", ""
     if leaf.saved_sharding is not None:
         layout = _svg.layout(leaf.saved_sharding, leaf.shape)
