@@ -86,7 +86,7 @@ def settle(manager, processes):
 
 def end_saves(manager):
     """Waits until the saves under way have ended, and asks for no error of theirs."""
-    manager._saver.queue.wait(manager._saver.queue.under_way(), 60)
+    manager._saver.wait(manager._saver.under_way(), 60)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt import KeepPolicy, SavePolicy, StepInfo
-from jaxckpt._run.schedule import Costs, Schedule
+from jaxckpt._run.schedule import Schedule
 
 ocp = pytest.importorskip("orbax.checkpoint")
 from orbax.checkpoint import v1  # noqa: E402
@@ -61,10 +61,10 @@ def orbax_saves(policy: Any, steps: list[int]) -> list[int]:
 def our_saves(policy: SavePolicy, steps: list[int]) -> list[int]:
     schedule, saved = Schedule(policy=policy), []
     for step in steps:
-        decision = schedule.decide(step, now_s=0.0, started_s=0.0, costs=Costs(), busy=False)
+        decision = schedule.decide(step, now_s=0.0, busy=False)
         if decision.save:
             saved.append(step)
-            schedule = schedule.saved(step, now_s=0.0, agreed=None)
+            schedule = schedule.saved(step, now_s=0.0)
     return saved
 
 

@@ -48,8 +48,8 @@ def _encode(stored: StoredArray) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Requests:
-    """What one process asks of the database, but for the values.
+class WritePlan:
+    """The writes of one process to its database, without the values.
 
     Attributes:
         described: Key and bytes of the metadata of arrays whose chunks are direct.
@@ -72,10 +72,10 @@ class Requests:
     unit_count: int
 
 
-def plan_requests(
+def plan_writes(
     prefixes: Sequence[str], plan: SavePlan, sources: Mapping[tuple[int, Box], int]
-) -> Requests:
-    """What to ask of the database.
+) -> WritePlan:
+    """Works out the writes of this process to its database.
 
     Args:
         prefixes: Of each array's keys.
@@ -102,7 +102,7 @@ def plan_requests(
         else:
             direct.append((prefixes[write.array] + chunk_key(index), source, part))
             direct_units += units
-    return Requests(
+    return WritePlan(
         described=tuple(described),
         arrays=arrays,
         direct=tuple(direct),
@@ -146,7 +146,7 @@ def texts_of(leaves: Sequence[Leaf]) -> bytes:
 def write_arrays(
     storage: Storage,
     database: str,
-    requests: Requests,
+    writes: WritePlan,
     snapshot: Sequence[np.ndarray[Any, Any]],
     *,
     describe: bool,
@@ -159,30 +159,30 @@ def write_arrays(
         describe: Whether to write the arrays' metadata too; one process does.
 
     Returns:
-        The checksum of each of `requests.units`.
+        The checksum of each of `writes.units`.
     """
     from jaxckpt.storage._arrays import Reader, Writer
 
-    has_metadata = describe and (requests.described or requests.arrays)
+    has_metadata = describe and (writes.described or writes.arrays)
     sums: list[int] = []
-    if not (requests.direct or requests.written or has_metadata):
+    if not (writes.direct or writes.written or has_metadata):
         return sums
     storage.make_dir(database)
     writer = Writer(storage.kvstore(database))
     try:
         opened = {}
         if describe:
-            for key, data in requests.described:
+            for key, data in writes.described:
                 writer.put(key, data)
-            for i, (prefix, stored) in requests.arrays.items():
+            for i, (prefix, stored) in writes.arrays.items():
                 opened[i] = writer.create_array(prefix, zarr3_metadata(stored))
-        for i, where, source, part in requests.written:
+        for i, where, source, part in writes.written:
             if i not in opened:
-                prefix, stored = requests.arrays[i]
+                prefix, stored = writes.arrays[i]
                 opened[i] = writer.array(prefix, zarr3_metadata(stored))
             values = snapshot[source]
             writer.write(opened[i], where, values if part is None else values[part])
-        for key, source, part in requests.direct:
+        for key, source, part in writes.direct:
             values = snapshot[source]
             data = encode_chunk(values if part is None else values[part])
             sums.append(int.from_bytes(data[-CRC_BYTES:], "little"))
@@ -191,10 +191,10 @@ def write_arrays(
     except BaseException:
         writer.abort()
         raise
-    if requests.written:
+    if writes.written:
         chunks = [
-            (*requests.arrays[write[0]], index)
-            for write, index in zip(requests.written, requests.indexes, strict=True)
+            (*writes.arrays[write[0]], index)
+            for write, index in zip(writes.written, writes.indexes, strict=True)
         ]
         reader = Reader(storage.kvstore(database), database=True)
         for of_chunk in stored_sums(reader, chunks):

@@ -23,7 +23,7 @@ from jaxckpt._disk import find as _discovery
 from jaxckpt._disk.find import consistently
 from jaxckpt._disk.native import Item, read_item
 from jaxckpt._disk.reader import LeafRead, read_leaves
-from jaxckpt._progress.meter import Meter, Watch, display
+from jaxckpt._progress.meter import Meter, display
 from jaxckpt._progress.timing import OnProgress
 from jaxckpt._restore import match as _match
 from jaxckpt._restore.match import Request, RestoreReport
@@ -167,7 +167,7 @@ def restore_from(
     meter = meter or Meter("restore", where)
     keep_values = missing == "keep" or only is not None or skip is not None
     processes = current()
-    wanted, treedef, watch = None, None, None
+    wanted, treedef = None, None
     problem, loaded, matched, values = None, None, None, {}
 
     def read() -> tuple[Any, _match.Match | None, dict[Path, object]]:
@@ -199,11 +199,11 @@ def restore_from(
             wanted, treedef = _match.flatten_like(like, keep_values=keep_values)
         # From here on nothing refers to the arrays of `like`: the caller may have let go of them.
         del like
-        watch = Watch(meter, display(on_progress, processes.index))
+        meter.watch(display(on_progress, processes.index))
         try:
             loaded, matched, values = consistently(storage, where, read)
         finally:
-            watch.end()
+            meter.end()
     except Exception as error:  # told to the other processes, then raised
         problem = error
     if processes.count > 1 and not as_numpy:
@@ -220,8 +220,8 @@ def restore_from(
     if report is not None:
         report(replace(matched.report, timing=timing))
     _logger.info("%s", timing)
-    if watch is not None and watch.error is not None:
-        raise watch.error
+    if meter.error is not None:
+        raise meter.error
     if treedef is not None and wanted is not None:
         return treedef.unflatten([values[want.path] for want in wanted])
     if matched.report.renamed:

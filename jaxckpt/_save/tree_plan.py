@@ -1,8 +1,8 @@
-"""How a tree lies on disk: worked out once from its structure, shapes and shardings, and kept.
+"""Plans how a tree is stored: once from its structure, shapes and shardings, and kept.
 
 A training loop saves the same tree again and again; only the values differ. What does not depend on
-them (names, plan, metadata files) is a `Layout`, and the last few are kept: to recognise a tree
-takes a fraction of the time that working it out takes. With a layout stays its tree's static data,
+them (names, plan, metadata files) is a `TreePlan`, and the last few are kept: to recognise a tree
+takes a fraction of the time that working it out takes. With a plan stays its tree's static data,
 as in the caches of `jax.jit`, but none of its arrays.
 """
 
@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jaxckpt._core.plan import ArraySpec, SavePlan, placement_of, plan_save
 from jaxckpt._core.pytree import Flat, flatten, stored_value
 from jaxckpt._core.transfer import Source, sources_of
-from jaxckpt._disk.writer import Requests, metadata_files, plan_requests, texts_of
+from jaxckpt._disk.writer import WritePlan, metadata_files, plan_writes, texts_of
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, step
 from jaxckpt.format.sharding import SavedSharding
@@ -35,11 +35,11 @@ _MAX_KEPT: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """All that a save needs to know of a tree beside its values.
+class TreePlan:
+    """All that a save needs of a tree beside its values.
 
     Attributes:
-        tree: As `_METADATA` will say it.
+        tree: As `_METADATA` describes it.
         shardings: By leaf name.
         plan: Which chunks this process writes.
         sources: The shards that hold them.
@@ -51,11 +51,11 @@ class Layout:
     sources: tuple[Source, ...]
 
     @cached_property
-    def requests(self) -> Requests:
-        """What this process asks of the database."""
+    def writes(self) -> WritePlan:
+        """The writes of this process to the database, without the values."""
         prefixes = [leaf.prefix for leaf in self.tree.leaves if leaf.has_array]
         places = {(source.array, source.shard): i for i, source in enumerate(self.sources)}
-        return plan_requests(prefixes, self.plan, places)
+        return plan_writes(prefixes, self.plan, places)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -71,8 +71,8 @@ class Layout:
         return metadata_files(self.tree, self.shardings)
 
 
-def layout_of(value: object, processes: Processes) -> tuple[Layout, Sequence[Array]]:
-    """The layout of a tree, and its values: for each array of the plan the one that it stores.
+def plan_tree(value: object, processes: Processes) -> tuple[TreePlan, Sequence[Array]]:
+    """Returns the plan of a tree, and its values: one for each array of the plan.
 
     Raises:
         UnsupportedLeaf: leaves cannot be stored; all are named.
@@ -83,20 +83,20 @@ def layout_of(value: object, processes: Processes) -> tuple[Layout, Sequence[Arr
         kept = next((known for known in _kept if known.form == form), None)
         if kept is not None:
             _put_first(kept)
-            return kept.layout, kept.values(form.leaves)
+            return kept.planned, kept.values(form.leaves)
     flat = flatten(value)
     values = [v for v in flat.values if v is not None]
-    layout = _work_out(flat, values, processes)
+    planned = _work_out(flat, values, processes)
     if form is not None:
-        _keep(form, layout)
-    return layout, values
+        _keep(form, planned)
+    return planned, values
 
 
 # --- recognising a tree ----------------------------------------------------------------------
 
 
 class _Form:
-    """What a layout depends on. Equal forms have equal layouts; values are not compared.
+    """Everything that a plan depends on. Equal forms have equal plans; values are not compared.
 
     Args:
         keys: The keys on the way to each leaf. Static data may name them, and be changed in place.
@@ -138,14 +138,14 @@ class _Form:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """A layout and how to recognise its trees.
+    """A plan and how to recognise its trees.
 
     Attributes:
         wanted: Of each array the index of its leaf in `_Form.leaves`, and its kind.
     """
 
     form: _Form
-    layout: Layout
+    planned: TreePlan
     wanted: tuple[tuple[int, str], ...]
 
     def values(self, leaves: Sequence[Any]) -> list[Array]:
@@ -159,11 +159,11 @@ _kept: tuple[_Kept, ...] = ()  # the latest first
 _lock = threading.Lock()  # for whoever replaces _kept
 
 
-def _keep(form: _Form, layout: Layout) -> None:
-    with_values = [leaf for leaf in layout.tree.leaves if leaf.kind != "empty"]
+def _keep(form: _Form, planned: TreePlan) -> None:
+    with_values = [leaf for leaf in planned.tree.leaves if leaf.kind != "empty"]
     wanted = tuple((i, leaf.kind) for i, leaf in enumerate(with_values) if leaf.has_array)
     form.forget_values()
-    _put_first(_Kept(form=form, layout=layout, wanted=wanted))
+    _put_first(_Kept(form=form, planned=planned, wanted=wanted))
 
 
 def _put_first(kept: _Kept) -> None:
@@ -175,7 +175,7 @@ def _put_first(kept: _Kept) -> None:
 
 
 def _form_of(value: object, processes: Processes) -> _Form | None:
-    """None for a tree with leaves that only `flatten` can judge."""
+    """Returns None for a tree with leaves that only `flatten` can judge."""
     try:
         pairs, treedef = jax.tree_util.tree_flatten_with_path(value)
         leaves = [leaf for _, leaf in pairs]
@@ -188,7 +188,7 @@ def _form_of(value: object, processes: Processes) -> _Form | None:
 
 
 def _facts(leaf: Any) -> object:
-    """All that a layout depends on, or None if that is more than can be told at a glance."""
+    """Returns all that a plan depends on, or None if it takes more than a glance."""
     cls = type(leaf)
     sort = _sort_of(cls)
     if sort == "device":
@@ -217,7 +217,7 @@ def _sort_of(cls: type) -> Literal["device", "host", "number", "text", "bytes"] 
 # --- working it out --------------------------------------------------------------------------
 
 
-def _work_out(flat: Flat, values: Sequence[Array], processes: Processes) -> Layout:
+def _work_out(flat: Flat, values: Sequence[Array], processes: Processes) -> TreePlan:
     texts_of(flat.leaves)  # at once, not in the background
     specs = [_spec(value, processes) for value in values]
     _check_process_0_sees([leaf for leaf in flat.leaves if leaf.has_array], specs)
@@ -226,7 +226,7 @@ def _work_out(flat: Flat, values: Sequence[Array], processes: Processes) -> Layo
     leaves = tuple(
         replace(leaf, stored=next(stored)) if leaf.has_array else leaf for leaf in flat.leaves
     )
-    return Layout(
+    return TreePlan(
         tree=Tree(leaves=leaves, root=flat.root, typed=True, uses_ocdbt=bool(plan.stored)),
         shardings=_shardings(flat),
         plan=plan,
