@@ -56,19 +56,18 @@ class WritePlan:
         arrays: The others: prefix and how they lie, by index of the array in the plan.
         direct: For each direct chunk its key, and of which shard (by index of the source) it is
             which part; None for all of it.
-        written: For each other chunk its array, its place there, the shard and the part.
+        written: For each other chunk its array, its place and its index there, the shard and the
+            part.
         units: The numbers of the direct chunks among all chunks and inner chunks of the tree, and
             then of those in the others: see `_sums`.
-        indexes: Of the other chunks, in their arrays.
         unit_count: Of all chunks and inner chunks of the tree, whoever writes them.
     """
 
     described: tuple[tuple[str, bytes], ...]
     arrays: Mapping[int, tuple[str, StoredArray]]
     direct: tuple[tuple[str, int, tuple[Any, ...] | None], ...]
-    written: tuple[tuple[int, tuple[slice, ...], int, tuple[Any, ...] | None], ...]
+    written: tuple[tuple[int, tuple[slice, ...], tuple[int, ...], int, tuple[Any, ...] | None], ...]
     units: tuple[int, ...]
-    indexes: tuple[tuple[int, ...], ...]
     unit_count: int
 
 
@@ -82,7 +81,7 @@ def plan_writes(
         sources: The index of each shard that the plan's writes are of.
     """
     described, arrays, direct, written = [], {}, [], []
-    direct_units, written_units, indexes = [], [], []
+    direct_units, written_units = [], []
     starts = list(starts_of(plan.stored))
     for i, (prefix, stored) in enumerate(zip(prefixes, plan.stored, strict=True)):
         if is_direct(stored):
@@ -96,9 +95,8 @@ def plan_writes(
         index = tuple(a // n for a, n in zip(write.box.start, stored.chunk_shape, strict=True))
         units = (first + unit for unit in units_in(stored, index))
         if write.array in arrays:
-            written.append((write.array, write.box.slices, source, part))
+            written.append((write.array, write.box.slices, index, source, part))
             written_units += units
-            indexes.append(index)
         else:
             direct.append((prefixes[write.array] + chunk_key(index), source, part))
             direct_units += units
@@ -108,7 +106,6 @@ def plan_writes(
         direct=tuple(direct),
         written=tuple(written),
         units=(*direct_units, *written_units),
-        indexes=tuple(indexes),
         unit_count=starts[-1],
     )
 
@@ -176,7 +173,7 @@ def write_arrays(
                 writer.put(key, data)
             for i, (prefix, stored) in writes.arrays.items():
                 opened[i] = writer.create_array(prefix, zarr3_metadata(stored))
-        for i, where, source, part in writes.written:
+        for i, where, _, source, part in writes.written:
             if i not in opened:
                 prefix, stored = writes.arrays[i]
                 opened[i] = writer.array(prefix, zarr3_metadata(stored))
@@ -192,19 +189,11 @@ def write_arrays(
         writer.abort()
         raise
     if writes.written:
-        chunks = [
-            (*writes.arrays[write[0]], index)
-            for write, index in zip(writes.written, writes.indexes, strict=True)
-        ]
+        chunks = [(*writes.arrays[i], index) for i, _, index, *_ in writes.written]
         reader = Reader(storage.kvstore(database), database=True)
         for of_chunk in stored_sums(reader, chunks):
             sums += of_chunk
     return sums
-
-
-def database_of(item_path: str, process: int, count: int) -> str:
-    """Where a process writes: its own database, or the only one."""
-    return item_path if count == 1 else f"{item_path}/{names.process_database(process)}"
 
 
 def merge(storage: Storage, item_path: str, writers: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxckpt._core.transfer import stage
 from jaxckpt._disk.checksums import encode_share, merge_shares
-from jaxckpt._disk.writer import database_of, merge, write_arrays
+from jaxckpt._disk.writer import merge, write_arrays
 from jaxckpt._save.tree_plan import TreePlan, plan_tree
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import arrays, jsontext, names, step
@@ -101,7 +101,8 @@ class TreeItem:
 
     def folder(self, work: str, processes: Processes) -> str:
         """Returns the directory of the database that this process writes."""
-        return database_of(f"{work}/{self.name}", processes.index, processes.count)
+        item = f"{work}/{self.name}"
+        return item if processes.count == 1 else f"{item}/{names.process_database(processes.index)}"
 
     def write(self, storage: Storage, work: str, processes: Processes) -> None:
         """Writes this process's share, and lets go of it."""

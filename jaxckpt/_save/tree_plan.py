@@ -8,9 +8,10 @@ as in the caches of `jax.jit`, but none of its arrays.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any, Final, Literal
 
@@ -78,12 +79,9 @@ def plan_tree(value: object, processes: Processes) -> tuple[TreePlan, Sequence[A
         UnsupportedLeaf: leaves cannot be stored; all are named.
     """
     form = _form_of(value, processes)
-    if form is not None:
-        # Without the lock: the comparison may run the user's code.
-        kept = next((known for known in _kept if known.form == form), None)
-        if kept is not None:
-            _put_first(kept)
-            return kept.planned, kept.values(form.leaves)
+    if form is not None and (kept := _find(form)) is not None:
+        _put_first(kept)
+        return kept.planned, kept.values(form.leaves)
     flat = flatten(value)
     values = [v for v in flat.values if v is not None]
     planned = _work_out(flat, values, processes)
@@ -95,45 +93,23 @@ def plan_tree(value: object, processes: Processes) -> tuple[TreePlan, Sequence[A
 # --- recognising a tree ----------------------------------------------------------------------
 
 
+@dataclass(slots=True, kw_only=True)
 class _Form:
     """Everything that a plan depends on. Equal forms have equal plans; values are not compared.
 
-    Args:
+    Attributes:
+        facts: The type of each leaf, and what else decides how it is stored.
         keys: The keys on the way to each leaf. Static data may name them, and be changed in place.
+        text: Of the treedef, since treedefs with static data 1 and True are equal.
         leaves: As jax has them: without None and empty containers, which belong to the treedef.
-        facts: Of each leaf: its type and what else tells how it is stored.
     """
 
-    __hash__ = None  # pyright: ignore  # compared with a few others, never looked up
-
-    def __init__(
-        self,
-        keys: list[Any],
-        leaves: list[Any],
-        facts: list[Any],
-        treedef: Any,
-        processes: Processes,
-    ) -> None:
-        self.leaves, self._keys, self._facts = leaves, keys, facts
-        self._treedef, self._processes = treedef, processes
-        # Two treedefs are equal if their keys and static data are, and 1 == True.
-        self._text = str(treedef)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Form) or self._processes is not other._processes:
-            return False
-        try:
-            return (
-                self._facts == other._facts
-                and self._keys == other._keys
-                and self._text == other._text
-                and self._treedef == other._treedef
-            )
-        except Exception:  # static data that cannot be compared, such as arrays
-            return False
-
-    def forget_values(self) -> None:
-        self.leaves = []
+    processes: Processes
+    facts: list[Any]
+    keys: list[Any]
+    text: str
+    treedef: Any
+    leaves: list[Any] = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,11 +135,18 @@ _kept: tuple[_Kept, ...] = ()  # the latest first
 _lock = threading.Lock()  # for whoever replaces _kept
 
 
+def _find(form: _Form) -> _Kept | None:
+    for kept in _kept:  # without the lock: the comparison may run the user's code
+        with contextlib.suppress(Exception):  # static data that cannot be compared, such as arrays
+            if kept.form == form:
+                return kept
+    return None
+
+
 def _keep(form: _Form, planned: TreePlan) -> None:
     with_values = [leaf for leaf in planned.tree.leaves if leaf.kind != "empty"]
     wanted = tuple((i, leaf.kind) for i, leaf in enumerate(with_values) if leaf.has_array)
-    form.forget_values()
-    _put_first(_Kept(form=form, planned=planned, wanted=wanted))
+    _put_first(_Kept(form=replace(form, leaves=[]), planned=planned, wanted=wanted))
 
 
 def _put_first(kept: _Kept) -> None:
@@ -182,7 +165,14 @@ def _form_of(value: object, processes: Processes) -> _Form | None:
         facts = [_facts(leaf) for leaf in leaves]
         if None in facts:
             return None
-        return _Form([keys for keys, _ in pairs], leaves, facts, treedef, processes)
+        return _Form(
+            processes=processes,
+            facts=facts,
+            keys=[keys for keys, _ in pairs],
+            text=str(treedef),
+            treedef=treedef,
+            leaves=leaves,
+        )
     except Exception:  # `flatten` explains it, or there is nothing wrong but a `repr`
         return None
 
