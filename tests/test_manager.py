@@ -316,7 +316,7 @@ def test_a_step_may_be_any_integer(tmp_path, processes):
         for wrong in ("3", 1.5, None):
             with pytest.raises(TypeError, match="a step is an int"):
                 manager.save(wrong, {})
-        with pytest.raises(ValueError, match="from 0 to"):
+        with pytest.raises(ValueError, match="between 0 and"):
             manager.save(-1, {})
 
 

@@ -218,7 +218,7 @@ class SaveHandle:
         request = self._request
         try:
             if self._before is not None and not self._before.wait(DEFAULT_TIMEOUT_S):
-                _logger.warning("%s: an earlier save to it has not ended; going on", self.path)
+                _transaction.warn(self.path, "an earlier save to it has not ended; going on")
             self._meter.waited()
             yield
         except BaseException as error:
