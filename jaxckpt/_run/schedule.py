@@ -285,44 +285,35 @@ class Schedule:
         )
 
 
-# --- what the policies check of their fields ----------------------------------------------------
+# --- checks of the fields of policies -----------------------------------------------------------
 
 
 def check_count(policy: object, name: str) -> None:
     """Refuses a field that is neither None nor an int of 1 or more."""
-    value = getattr(policy, name)
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{_name(policy, name)} must be an int, not {value!r}")
-    if value < 1:
-        raise ValueError(f"{_name(policy, name)} must be 1 or more, not {value}")
+    _check(policy, name, int, "an int")
+    if (value := getattr(policy, name)) is not None and value < 1:
+        raise ValueError(f"{type(policy).__name__}.{name} must be 1 or more, not {value}")
 
 
 def check_seconds(policy: object, name: str) -> None:
     """Refuses a field that is neither None nor a positive number."""
-    value = getattr(policy, name)
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{_name(policy, name)} must be a number, not {value!r}")
-    if not 0 < value < math.inf:
-        raise ValueError(f"{_name(policy, name)} must be over 0, not {value}")
+    _check(policy, name, (int, float), "a number")
+    if (value := getattr(policy, name)) is not None and not 0 < value < math.inf:
+        raise ValueError(f"{type(policy).__name__}.{name} must be over 0, not {value}")
 
 
 def check_flag(policy: object, name: str) -> None:
     """Refuses a field that is neither None nor a bool."""
-    value = getattr(policy, name)
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"{_name(policy, name)} must be True, False or None, not {value!r}")
+    _check(policy, name, bool, "True, False or None")
 
 
 def check_callable(policy: object, name: str) -> None:
     """Refuses a field that is neither None nor a function."""
+    _check(policy, name, Callable, "a function")
+
+
+def _check(policy: object, name: str, kind: Any, text: str) -> None:
     value = getattr(policy, name)
-    if value is not None and not callable(value):
-        raise TypeError(f"{_name(policy, name)} must be a function, not {value!r}")
-
-
-def _name(policy: object, name: str) -> str:
-    return f"{type(policy).__name__}.{name}"
+    fits = value is None or isinstance(value, kind)
+    if not fits or (isinstance(value, bool) and kind is not bool):  # True is no number
+        raise TypeError(f"{type(policy).__name__}.{name} must be {text}, not {value!r}")

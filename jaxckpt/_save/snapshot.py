@@ -159,15 +159,10 @@ class TreeItem:
             merge(storage, item, [i for i, one in enumerate(said) if one["bytes"] or i == 0])
         there = _read_back(storage, item, processes.count)
         shares = [data for name, data in there.items() if name.endswith(names.CHUNK_SUMS)]
-        files[names.CHUNK_SUMS] = self._chunk_sums(item, [self.share, *shares])
-        return files, there
-
-    def _chunk_sums(self, item: str, shares: Sequence[bytes]) -> bytes:
-        count = self.tree.writes.unit_count
-        table = merge_shares(shares, count)
+        table = merge_shares([self.share, *shares], count := self.tree.writes.unit_count)
         if table is None:
             raise SaveFailed(f"{item}: no process wrote some of the {count} chunks")
-        return table
+        return {**files, names.CHUNK_SUMS: table}, there
 
 
 def _read_back(storage: Storage, item: str, count: int) -> dict[str, bytes]:
