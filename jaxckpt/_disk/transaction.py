@@ -139,7 +139,7 @@ class Transaction:
             if old is not None:
                 _discard(self.storage, old)
         except OSError as error:
-            _warn(self.path, f"it is saved, but the one that it replaced is still there: {error}")
+            warn(self.path, f"it is saved, but the one that it replaced is still there: {error}")
         self.release()
 
     def abort(self) -> None:
@@ -151,7 +151,7 @@ class Transaction:
             if not self.committed and self._owner() in mine:
                 _delete(self.storage, self.work)
         except OSError as error:
-            _warn(self.work, f"it cannot be removed: {error}. The next save removes it.")
+            warn(self.work, f"it cannot be removed: {error}. The next save removes it.")
         self.release()
 
     def release(self) -> None:
@@ -273,7 +273,7 @@ def discard_work(storage: Storage, path: str, token: str) -> None:
     try:
         storage.delete(work_of(storage, path, token))
     except OSError as error:
-        _warn(path, f"the rest of a save of it cannot be removed: {error}")
+        warn(path, f"the rest of a save of it cannot be removed: {error}")
 
 
 def listing(storage: Storage, folder: str) -> dict[str, Entry] | None:
@@ -362,7 +362,7 @@ def recover(
         return around
     replacement = names.replacement(name)
     if replacement in around and _is_whole(storage, _beside(path, replacement)):
-        _warn(path, "finishing a replacement of it that was interrupted")
+        warn(path, "finishing a replacement of it that was interrupted")
         _put_in_place(storage, path, _beside(path, replacement))
         around = storage.entries(parent)
     for entry in around:
@@ -402,7 +402,7 @@ def _remove_leftover(storage: Storage, path: str) -> None:
     with contextlib.suppress(FileNotFoundError):  # its writer, or another, was quicker
         if _may_be_written(storage, path):
             return
-        _warn(path, "removing it, left by a save or a deletion that was interrupted")
+        warn(path, "removing it, left by a save or a deletion that was interrupted")
         _discard(storage, path)
 
 
@@ -416,14 +416,14 @@ def _may_be_written(storage: Storage, path: str) -> bool:
         if not storage.atomic_rename:
             # Left alone it would block this name for ever. A writer that lives will notice.
             return False
-        _warn(
+        warn(
             path,
             "left alone: there are no file locks here, so its writer may live. Remove it if no "
             "job is saving there.",
         )
         return True
     if hold is None:
-        _warn(path, "another writer is at work there; left alone")
+        warn(path, "another writer is at work there; left alone")
         return True
     hold.release()
     return False
@@ -483,7 +483,8 @@ def bytes_below(storage: Storage, root: str) -> int:
     return total
 
 
-def _warn(path: str, text: str) -> None:
+def warn(path: str, text: str) -> None:
+    """Logs a warning about a save."""
     _logger.warning("%s: %s", path, text)
 
 

@@ -33,7 +33,7 @@ from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.find import find, looks_committed, read_found
 from jaxckpt._disk.found import Found, check_sizes
 from jaxckpt._run.leases import Leases
-from jaxckpt._save.turn import Turn
+from jaxckpt._save.handle import is_under_way
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint, SaveFailed
 from jaxckpt.format import jsontext, names, run
 from jaxckpt.format.run import Owner, StepNames
@@ -144,7 +144,7 @@ class Run:
         if committed and self.storage.atomic_rename:
             # No more is remembered: what is incomplete may be complete the next time.
             self._committed[name] = True
-        elif not committed and not (names.is_temporary(name) or Turn.is_under_way(path)):
+        elif not committed and not (names.is_temporary(name) or is_under_way(path)):
             self.report(f"{path} is no committed step, and is left alone")
         return committed
 
@@ -396,7 +396,7 @@ class Run:
                 if (name := names.replaced(entry)) is not None:
                     _transaction.recover(self.storage, f"{self.root}/{name}")
                 elif (name := names.ours_temporary(entry)) is not None:
-                    if not Turn.is_under_way(f"{self.root}/{name}"):
+                    if not is_under_way(f"{self.root}/{name}"):
                         self._remove_leftover(path)
                 elif self._is_forgotten(entry):
                     self.storage.delete(path)
