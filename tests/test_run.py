@@ -33,7 +33,7 @@ from jaxckpt.testing.strategies import host_arrays
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=100)
 TOKEN = "0123456789abcdef"
-VERBS = MUTATING_VERBS | {"read", "kind", "size", "names", "hold"}
+VERBS = MUTATING_VERBS | {"read", "kind", "size", "names", "entries", "hold"}
 
 # --- format/run: names and small files -----------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -18,7 +19,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
-from jaxckpt.storage import LocalStorage, MemoryStorage, is_temporary_file, locate
+from jaxckpt.storage import Entry, LocalStorage, MemoryStorage, is_temporary_file, locate
 from jaxckpt.storage._local import _give_new_name, temporary_sibling
 from jaxckpt.testing import (
     CrashingStorage,
@@ -190,6 +191,45 @@ def test_only_regular_files_are_read(tmp_path, monkeypatch, kind):
             ask()
         assert caught.value.file == path
     assert LocalStorage().kind(path) == ("dir" if kind == "dir" else "other")
+
+
+def test_entries_follow_no_link_inside(tmp_path):
+    """Links and FIFOs are "other", of size 0; a link to the directory itself is followed."""
+    folder = tmp_path / "disk"
+    (folder / "dir").mkdir(parents=True)
+    (folder / "file").write_bytes(b"12345")
+    (folder / "to_file").symlink_to("file")
+    (folder / "to_dir").symlink_to("dir")
+    (folder / "dangling").symlink_to("nowhere")
+    os.mkfifo(folder / "fifo")
+    (tmp_path / "link").symlink_to("disk")
+
+    found = LocalStorage().entries(f"{tmp_path}/link")
+
+    others = dict.fromkeys(("dangling", "fifo", "to_dir", "to_file"), Entry("other", 0))
+    assert found == {"dir": Entry("dir", 0), "file": Entry("file", 5), **others}
+    assert list(found) == sorted(found)
+    with pytest.raises(NotADirectoryError) as caught:
+        LocalStorage().entries(f"{tmp_path}/link/file")
+    assert caught.value.filename == f"{tmp_path}/link/file"
+
+
+def test_entries_leave_out_what_is_deleted_meanwhile(tmp_path, monkeypatch):
+    """A file that goes between the listing and the look at it is not listed."""
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_bytes(b"1")
+    scan = os.scandir
+
+    @contextlib.contextmanager
+    def deleting(path):
+        with scan(path) as entries:
+            found = list(entries)
+        (tmp_path / "b").unlink()
+        yield found
+
+    monkeypatch.setattr(os, "scandir", deleting)
+
+    assert list(LocalStorage().entries(str(tmp_path))) == ["a", "c"]
 
 
 def test_a_file_that_tells_no_size_is_limited():

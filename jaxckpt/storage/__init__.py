@@ -14,12 +14,13 @@ from urllib.parse import unquote
 
 from jaxckpt.errors import UnsupportedFormat
 from jaxckpt.storage._local import LocalStorage, is_temporary_file
-from jaxckpt.storage._protocol import Hold, Kind, Storage
+from jaxckpt.storage._protocol import Entry, Hold, Kind, Storage
 
 if TYPE_CHECKING:
     from jaxckpt.storage._memory import MemoryStorage
 
 __all__ = [
+    "Entry",
     "Hold",
     "Kind",
     "LocalStorage",

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
-from jaxckpt.storage._protocol import Kind
+from jaxckpt.storage._protocol import Entry, Kind
 
 _TEMPORARY = ".jaxckpt-tmp-"
 _MOST_BUFFERS = 1024  # of one system call
@@ -112,6 +112,14 @@ class LocalStorage:
     def names(self, path: str) -> list[str]:
         with _about(path):
             return sorted(os.listdir(path))
+
+    def entries(self, path: str) -> dict[str, Entry]:
+        found = {}
+        with _about(path), os.scandir(path) as scan:
+            for entry in scan:
+                with contextlib.suppress(FileNotFoundError):  # deleted during the scan
+                    found[entry.name] = _entry_of(entry)
+        return dict(sorted(found.items()))
 
     def make_dir(self, path: str) -> None:
         with _about(path):
@@ -372,6 +380,13 @@ def _check_regular(status: os.stat_result, path: str) -> None:
 
 
 # Directories
+
+
+def _entry_of(entry: os.DirEntry[str]) -> Entry:
+    if entry.is_dir(follow_symlinks=False):
+        return Entry("dir", 0)
+    status = entry.stat(follow_symlinks=False)
+    return Entry("file", status.st_size) if stat.S_ISREG(status.st_mode) else Entry("other", 0)
 
 
 def _walk_up(path: str) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.storage._arrays import Keys
-from jaxckpt.storage._protocol import Kind
+from jaxckpt.storage._protocol import Entry, Kind
 
 
 @final
@@ -57,11 +57,15 @@ class MemoryStorage:
         return len(self._value(path))
 
     def names(self, path: str) -> list[str]:
-        prefix = _prefix(path)
-        names = {key[len(prefix) :].partition("/")[0] for key in _keys().list(prefix)}
-        if not names:
-            raise _os_error(errno.ENOENT, path)
-        return sorted(names)
+        return sorted({key.partition("/")[0] for key in _below(path)})
+
+    def entries(self, path: str) -> dict[str, Entry]:
+        keys = _below(path)
+        found = {key.partition("/")[0]: Entry("dir", 0) for key in keys if "/" in key}
+        for key in keys:
+            if "/" not in key and (data := _keys().read(_prefix(path) + key)) is not None:
+                found[key] = Entry("file", len(data))
+        return dict(sorted(found.items()))
 
     def make_dir(self, path: str) -> None:
         pass
@@ -125,6 +129,14 @@ class _MemoryHold:
 
 def _keys() -> Keys:
     return Keys({"driver": "memory"})
+
+
+def _below(path: str) -> list[str]:
+    prefix = _prefix(path)
+    keys = [key[len(prefix) :] for key in _keys().list(prefix)]
+    if not keys:
+        raise _os_error(errno.ENOENT, path)
+    return keys
 
 
 def _prefix(path: str) -> str:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
 
 Kind = Literal["file", "dir", "other"]
+
+
+class Entry(NamedTuple):
+    """One name in a directory: its kind, and the bytes in it if it is a regular file, else 0."""
+
+    kind: Kind
+    size: int
 
 
 class Hold(Protocol):
@@ -62,6 +69,14 @@ class Storage(Protocol):
 
     def names(self, path: str) -> list[str]:
         """Returns the sorted names in a directory, or in the one that a link at `path` means."""
+        ...
+
+    def entries(self, path: str) -> dict[str, Entry]:
+        """Returns kind and size of everything in a directory, by name, in the order of `names`.
+
+        Follows a link at `path`, like `names`; a link inside is "other". Leaves out a name that is
+        deleted during the listing.
+        """
         ...
 
     def make_dir(self, path: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxckpt.errors import CorruptCheckpoint
-from jaxckpt.storage import Storage
+from jaxckpt.storage import Entry, Storage
 
 _LIMIT = 1 << 20
 
@@ -70,7 +70,7 @@ class StorageContract:
         with pytest.raises(FileNotFoundError):
             storage.read_into(f"{root}/missing", 0, buffers)
 
-    @pytest.mark.parametrize("verb", ["read", "size", "names"])
+    @pytest.mark.parametrize("verb", ["read", "size", "names", "entries"])
     def test_what_is_not_there_is_not_found(self, storage: Storage, root: str, verb: str) -> None:
         """Asking for something missing names it."""
         path = f"{root}/missing"
@@ -142,6 +142,22 @@ class StorageContract:
 
         assert storage.names(root) == ["10", "9", "B", "a", "b", "c", "é"]
         assert storage.names(f"{root}/b") == ["1", "2"]
+
+    def test_entries_are_the_names_with_kinds_and_sizes(self, storage: Storage, root: str) -> None:
+        """One listing has what `names`, `kind` and `size` say of each child, in order."""
+        storage.make_dir(f"{root}/b/deep")
+        storage.write(f"{root}/b/deep/f", b"deep")
+        for name, data in {"c": b"", "B": b"12345", "é": b"1", "10": b"12"}.items():
+            storage.write(f"{root}/{name}", data)
+
+        found = storage.entries(root)
+
+        assert list(found) == storage.names(root)
+        assert found["b"] == Entry("dir", 0)
+        files = {name: size for name, (kind, size) in found.items() if kind == "file"}
+        assert files == {"10": 2, "B": 5, "c": 0, "é": 1}
+        assert all(storage.kind(f"{root}/{name}") == kind for name, (kind, _) in found.items())
+        assert storage.entries(f"{root}/b") == {"deep": Entry("dir", 0)}
 
     def test_make_dir_makes_parents_and_may_repeat(self, storage: Storage, root: str) -> None:
         """Missing parents are made, and a directory that is there is kept with what is in it."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from jaxckpt.storage import Hold, Kind, Storage
+from jaxckpt.storage import Entry, Hold, Kind, Storage
 from jaxckpt.storage._local import temporary_sibling
 
 MUTATING_VERBS = frozenset(
@@ -61,6 +61,10 @@ class _Relay:
     def names(self, path: str) -> list[str]:
         self._before("names", path)
         return self.inner.names(path)
+
+    def entries(self, path: str) -> dict[str, Entry]:
+        self._before("entries", path)
+        return self.inner.entries(path)
 
     def make_dir(self, path: str) -> None:
         self._before("make_dir", path)
