@@ -31,13 +31,12 @@ from jaxckpt._restore.placement import Placer
 from jaxckpt.errors import (
     CorruptCheckpoint,
     Difference,
-    ProcessesDisagree,
     TreeMismatch,
     UnsupportedFormat,
 )
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.tree import MAX_DIGITS, Kind, Leaf, Path, path_text
-from jaxckpt.multihost import Processes, current
+from jaxckpt.multihost import Processes, current, disagreement, meet
 from jaxckpt.storage import Storage, locate
 
 _logger = logging.getLogger("jaxckpt")
@@ -248,26 +247,17 @@ def _share_failure(
 ) -> None:
     """Lets no process go on into a collective operation that another will never reach."""
     record = loaded.checkpoint.record if isinstance(loaded, Item) else None
-    said = {
-        "problem": None if problem is None else f"{type(problem).__name__}: {problem}",
-        "token": None if record is None else record.token,
-        "seconds": meter.phases.get("read", 0.0),
-    }
-    gathered: list[Any] = processes.gather("restore", said, timeout_s=timeout_s)
-    meter.note_slowest([said["seconds"] for said in gathered])
-    failures = {i: g["problem"] for i, g in enumerate(gathered) if g["problem"] is not None}
-    if not failures:
-        failures = {
-            i: "read another checkpoint than process 0: it was replaced in the meantime"
-            for i, g in enumerate(gathered)
-            if g["token"] != gathered[0]["token"]
-        }
-    if failures and problem is None:
-        raise ProcessesDisagree(
-            f"{where} was not restored:\n"
-            + "\n".join(f"  process {i}: {text}" for i, text in failures.items()),
-            failures,
-        )
+    token = None if record is None else record.token
+    said = {"token": token, "seconds": meter.phases.get("read", 0.0)}
+    met = meet(processes, "restore", said, problem, timeout_s=timeout_s)
+    meter.note_slowest([one["seconds"] for one in met.values])
+    place = f"{where} was not restored"
+    if problem is None:
+        met.check(None, place)
+        replaced = "read another checkpoint than process 0: it was replaced in the meantime"
+        others = [i for i, one in enumerate(met.values) if one["token"] != met.values[0]["token"]]
+        if others:
+            raise disagreement(place, dict.fromkeys(others, replaced))
 
 
 # --- what to make of each leaf ---------------------------------------------------------------

@@ -31,11 +31,10 @@ from jaxckpt._run.run import Run
 from jaxckpt._run.saver import Saver, raise_first
 from jaxckpt._run.schedule import Decision, SavePolicy, check_count, check_seconds
 from jaxckpt._run.scrub import scrub
-from jaxckpt._save.job import text_of
 from jaxckpt._save.save import SaveHandle
 from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Json, current, lead
+from jaxckpt.multihost import Json, current, lead, text_of
 from jaxckpt.storage import locate
 
 _MAX_TIMINGS: Final = 1000

@@ -20,18 +20,19 @@ from jaxckpt._restore import restore as _restore
 from jaxckpt._run import items as _items
 from jaxckpt._run.retention import KeepPolicy, StepInfo
 from jaxckpt._run.run import Run
-from jaxckpt._save.job import text_of
 from jaxckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
     CorruptCheckpoint,
     ProcessesDisagree,
 )
-from jaxckpt.multihost import Processes, lead
+from jaxckpt.multihost import Processes, lead, meet
 
 T = TypeVar("T")
 
 _POLL_S: Final = 0.5
+# The error of a process that finds a step damaged, and the word for it in a report.
+_DAMAGE: Final = {"corrupt": CorruptCheckpoint, "absent": CheckpointNotFound}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,27 +162,19 @@ class Resume:
             result = self._read(step, read)
         except Exception as caught:  # told to the others, then judged
             error = caught
-        damaged = isinstance(error, CorruptCheckpoint | CheckpointNotFound)
-        corrupt = isinstance(error, CorruptCheckpoint)
-        said = {"problem": text_of(error), "damaged": damaged, "corrupt": corrupt}
-        all_said: list[Any] = self.processes.gather(
-            f"manager {self.run.root}/restored", said, timeout_s=self.timeout_s
-        )
-        problems = {i: one["problem"] for i, one in enumerate(all_said) if one["problem"]}
-        if not problems:
+        mark = next((m for m, kind in _DAMAGE.items() if isinstance(error, kind)), "")
+        name = f"manager {self.run.root}/restored"
+        met = meet(self.processes, name, None, error, timeout_s=self.timeout_s, mark=mark)
+        if not met.problems:
             return None, result, None
-        if any(one["damaged"] for one in all_said):
-            first = next(one["problem"] for one in all_said if one["damaged"])
-            if not damaged and any(one.get("corrupt") for one in all_said):
+        if any(met.marks.values()):
+            first = next(met.problems[i] for i, mark in met.marks.items() if mark)
+            if not mark and "corrupt" in met.marks.values():
                 return first, None, _other_failed(self.run.path(step), first)
-            return first, None, error if damaged else None
-        if error is not None and not isinstance(error, ProcessesDisagree):
-            raise error
-        raise ProcessesDisagree(
-            f"step {step} of {self.run.root} was not restored:\n"
-            + "\n".join(f"  process {i}: {text}" for i, text in problems.items()),
-            problems,
-        )
+            return first, None, error if mark else None
+        own = None if isinstance(error, ProcessesDisagree) else error
+        met.check(own, f"step {step} of {self.run.root} was not restored")
+        raise AssertionError  # `check` raises where there are problems
 
     def _read(self, step: int, read: Callable[[int], T]) -> T:
         if self.writes:

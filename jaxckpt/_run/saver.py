@@ -18,13 +18,13 @@ from jaxckpt._run.queue import Pending, SaveQueue
 from jaxckpt._run.retention import KeepPolicy, StepInfo
 from jaxckpt._run.run import Run
 from jaxckpt._run.schedule import Decision, SavePolicy
-from jaxckpt._save.job import SaveJob, text_of
+from jaxckpt._save.job import SaveJob
 from jaxckpt._save.save import SaveHandle, check_metadata
 from jaxckpt._save.snapshot import Item, take_tree
 from jaxckpt.errors import SaveFailed, StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import MAX_STEP
-from jaxckpt.multihost import Processes
+from jaxckpt.multihost import Processes, text_of
 
 _PREEMPTION: Final = "preemption"
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.transaction import Transaction
@@ -24,19 +25,17 @@ from jaxckpt._disk.writer import database_of
 from jaxckpt._progress.meter import Meter, Watch
 from jaxckpt._save.snapshot import Item
 from jaxckpt._save.turn import DEFAULT_TIMEOUT_S, Turn
-from jaxckpt.errors import (
-    CheckpointError,
-    ProcessesDisagree,
-    SaveFailed,
-    StepExists,
-    UnsupportedFormat,
-)
+from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names, step
 from jaxckpt.format.step import StepMetadata
-from jaxckpt.multihost import Json, Processes
+from jaxckpt.multihost import Json, Processes, disagreement, lead, leading, meet
+from jaxckpt.multihost._collective import Lead
 from jaxckpt.storage import Storage
 
 _logger = logging.getLogger("jaxckpt")
+
+_HINT: Final = "All processes must save one tree, of the same global arrays, to one path."
+_SKIPS: Final = "skips"  # a process that could have saved, were it not for another save
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,20 +99,22 @@ class SaveJob:
             self.watch.end()
 
     def _run(self) -> None:
-        transaction, problem = None, self.problem
-        if self.processes.index == 0 and problem is None:
-            try:
-                transaction = _transaction.begin(
-                    self.storage,
-                    self.path,
-                    overwrite=self.overwrite,
-                    token=self._agreed_token,
-                    fence=self.fence,
-                )
-            except Exception as error:  # told to all processes, then raised
-                problem = error
+        transaction: Transaction | None = None
+        problem = self.problem
         try:
-            work = self._agree_on_work(transaction, problem)
+            if self._agreed_token is not None:
+                work = _transaction.work_of(self.storage, self.path, self._agreed_token)
+                if self.processes.index == 0 and problem is None:
+                    try:
+                        transaction = self._begin()
+                    except Exception as error:  # told to all processes, then raised
+                        problem = error
+            else:
+                with self._leading("begin") as led:
+                    if self.processes.index == 0:
+                        transaction = self._begin()
+                        led.value = transaction.work
+                work = led.value
             said = self._write(work, problem)
             self._commit(transaction, work, said)
         except BaseException as error:
@@ -133,48 +134,57 @@ class SaveJob:
         # Without a rename they all write into the final place: process 0 must look there first.
         return self.token if self.storage.atomic_rename else None
 
-    def _agree_on_work(self, transaction: Transaction | None, problem: Exception | None) -> str:
-        """Returns where to write; all raise if process 0 could not begin and they wait for it."""
-        if self._agreed_token is not None:
-            return _transaction.work_of(self.storage, self.path, self._agreed_token)
-        said = {"work": transaction.work if transaction else "", "problem": text_of(problem)}
-        agreed: Any = self.processes.agree(f"{self.name}/begin", said, timeout_s=self.timeout_s)
-        if problem is not None:
-            raise problem
-        if agreed["problem"] is not None:
-            raise _failure_of_process_0(self.path, agreed["problem"])
-        return agreed["work"]
+    def _leading(self, what: str) -> AbstractContextManager[Lead]:
+        return leading(
+            self.processes,
+            f"{self.name}/{what}",
+            place=f"{self.path} was not saved",
+            timeout_s=self.timeout_s,
+        )
+
+    def _begin(self) -> Transaction:
+        if self.problem is not None:
+            raise self.problem
+        return _transaction.begin(
+            self.storage,
+            self.path,
+            overwrite=self.overwrite,
+            token=self._agreed_token,
+            fence=self.fence,
+        )
 
     def _write(self, work: str, problem: Exception | None) -> list[Any]:
         """Writes this process's share; returns what every process said when it had done so."""
         if problem is None:
             self.meter.measure = lambda: self._written_bytes(work)
             try:
-                with self.meter.phase("write"):
+                with self.meter.phase("write"), self._explaining():
                     for item in self.items:
                         item.write(self.storage, work, self.processes)
             except Exception as error:  # told to all processes, then raised
-                problem = self._explained(error)
-        seconds = self.meter.phases.get("write", 0.0)
+                problem = error
         said = {
-            "problem": text_of(problem),
-            "seconds": seconds,
-            "skips": self.skips,
+            "seconds": self.meter.phases.get("write", 0.0),
             "path": self.path,
             "items": {item.name: item.said() for item in self.items},
             "tell": self.tell,
         }
         self.meter.missing = lambda: self.processes.missing(f"{self.name}/written")
         with self.meter.phase("meet"):
-            gathered: list[Any] = self.processes.gather(
-                f"{self.name}/written", said, timeout_s=self.timeout_s
+            met = meet(
+                self.processes,
+                f"{self.name}/written",
+                said,
+                problem,
+                timeout_s=self.timeout_s,
+                mark=_SKIPS if self.skips else "",
             )
-        self.meter.note_slowest([said.get("seconds", 0.0) for said in gathered])
-        self.told = gathered[0].get("tell")
-        if problem is not None:
-            raise problem
-        self._check_agreement(gathered)
-        return [said["items"] for said in gathered]
+        self.meter.note_slowest([one["seconds"] for one in met.values])
+        self.told = met.values[0]["tell"]
+        self.skipped = bool(met.marks) and set(met.marks.values()) == {_SKIPS}
+        met.check(problem, f"{self.path} was not saved", _HINT)
+        self._check_agreement(met.values)
+        return [one["items"] for one in met.values]
 
     def _written_bytes(self, work: str) -> int:
         """How much of this process's share is in files, for those who watch."""
@@ -182,58 +192,40 @@ class SaveJob:
         folders = [database_of(f"{work}/{item.name}", index, count) for item in self.items]
         return sum(_transaction.bytes_below(self.storage, folder) for folder in folders)
 
-    def _explained(self, error: Exception) -> Exception:
-        """What went wrong: what was written may be gone because another job took the run over."""
-        if self.fence is not None and self.processes.index == 0:
-            try:
-                self.fence()
-            except SaveFailed as fenced:
-                fenced.__cause__ = error
-                return fenced
-            except OSError:
-                pass  # no better explanation
-        return error
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Raises the fence's error instead: files may be gone because another job took over."""
+        try:
+            yield
+        except Exception as error:
+            if self.fence is not None and self.processes.index == 0:
+                with contextlib.suppress(OSError):  # no better explanation
+                    try:
+                        self.fence()
+                    except SaveFailed as fenced:
+                        raise fenced from error
+            raise
 
-    def _check_agreement(self, gathered: list[Any]) -> None:
-        failures = {i: s["problem"] for i, s in enumerate(gathered) if s["problem"] is not None}
-        self.skipped = bool(failures) and all(gathered[i]["skips"] for i in failures)
-        if list(failures) == [0]:
-            raise _failure_of_process_0(self.path, failures[0])
-        for i, said in enumerate(gathered if not failures else ()):
-            if said["path"] != gathered[0]["path"]:
-                failures[i] = f"saves to another path than process 0: {said['path']}"
-            elif _kinds(said) != _kinds(gathered[0]):
-                failures[i] = f"saves other items than process 0: {', '.join(said['items'])}"
-        if not failures:
-            for item in self.items:
-                said = [one["items"][item.name] for one in gathered]
-                for i, why in item.disagreement(said).items():
-                    failures.setdefault(i, why if len(self.items) == 1 else f"{item.name} {why}")
+    def _check_agreement(self, said: list[Any]) -> None:
+        failures: dict[int, str] = {}
+        for i, one in enumerate(said):
+            if one["path"] != said[0]["path"]:
+                failures[i] = f"saves to another path than process 0: {one['path']}"
+            elif _kinds(one) != _kinds(said[0]):
+                failures[i] = f"saves other items than process 0: {', '.join(one['items'])}"
+        for item in self.items if not failures else ():
+            for i, why in item.disagreement([one["items"][item.name] for one in said]).items():
+                failures.setdefault(i, why if len(self.items) == 1 else f"{item.name} {why}")
         if failures:
-            raise ProcessesDisagree(
-                f"{self.path} was not saved:\n"
-                + "\n".join(f"  process {i}: {text}" for i, text in failures.items())
-                + "\nAll processes must save one tree, of the same global arrays, to one path.",
-                failures,
-            )
+            raise disagreement(f"{self.path} was not saved", failures, _HINT)
 
     def _commit(self, transaction: Transaction | None, work: str, said: list[Any]) -> None:
-        problem = None
-        with self.meter.phase("commit"):
+        with self.meter.phase("commit"), self._leading("committed"):
             if transaction is not None:
-                try:
+                with self._explaining():
                     digests = self._finalize(work, said)
                     phases = self.meter.timing().phases
                     transaction.commit(digests, lineage=self.lineage, phases=phases)
-                except Exception as error:  # told to all processes, then raised
-                    problem = self._explained(error)
-            agreed: Any = self.processes.agree(
-                f"{self.name}/committed", text_of(problem), timeout_s=self.timeout_s
-            )
-        if problem is not None:
-            raise problem
-        if agreed is not None:
-            raise _failure_of_process_0(self.path, agreed)
 
     def _finalize(self, work: str, said: list[Any]) -> dict[str, str]:
         """Completes the items and writes the metadata files; returns the digests of those."""
@@ -263,12 +255,14 @@ class SaveJob:
 
 def take_part(processes: Processes, name: str, error: Exception) -> None:
     """Takes part in the rounds of a save that this process cannot make, so that no other waits."""
-    with contextlib.suppress(CheckpointError):  # this process's own error is the one to raise
-        said = {"work": "", "problem": text_of(error)}
-        begun: Any = processes.agree(f"{name}/begin", said, timeout_s=DEFAULT_TIMEOUT_S)
-        if begun["problem"] is None:
-            told = {"problem": text_of(error), "skips": False}
-            processes.gather(f"{name}/written", told, timeout_s=DEFAULT_TIMEOUT_S)
+
+    def fail() -> Json:
+        raise error
+
+    said = {"seconds": 0.0, "tell": None}
+    with contextlib.suppress(Exception):  # this process's own error is the one to raise
+        lead(processes, f"{name}/begin", fail, place="", timeout_s=DEFAULT_TIMEOUT_S)
+        meet(processes, f"{name}/written", said, error, timeout_s=DEFAULT_TIMEOUT_S)
 
 
 def _kinds(said: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -277,17 +271,3 @@ def _kinds(said: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _marker_text(path: str) -> bytes:
     return f"Checkpoint commit was successful to {path}".encode()
-
-
-def _failure_of_process_0(path: str, told: str) -> CheckpointError:
-    """What the others raise: the same where all would see the same on the disk."""
-    kind, _, text = told.partition(": ")
-    for same in (StepExists, UnsupportedFormat):
-        if kind == same.__name__:
-            return same(text)
-    return ProcessesDisagree(f"{path} was not saved: process 0 failed: {told}", {0: told})
-
-
-def text_of(error: BaseException | None) -> str | None:
-    """An error as the other processes are told of it."""
-    return None if error is None else f"{type(error).__name__}: {error}"

@@ -1,38 +1,144 @@
-"""One process does something for all."""
+"""Rounds after which all processes return, or all raise, with the same story.
+
+    lead, leading    process 0 acts for all, and reports
+    meet             every process has acted, and reports
+
+A report is `{"problem": text or null, "mark": a word about the problem, "value": JSON}`. A process
+with an error of its own raises that one; the others raise one that names who failed, and why.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
-from jaxckpt.errors import ProcessesDisagree
+from jaxckpt.errors import CheckpointError, ProcessesDisagree, StepExists, UnsupportedFormat
 from jaxckpt.multihost._protocol import Json, Processes
+
+# Every process would find the same on the disk, so all raise the class that process 0 raises.
+_SEEN_BY_ALL: Final = {error.__name__: error for error in (StepExists, UnsupportedFormat)}
+
+
+@dataclass(slots=True)
+class Lead:
+    """The value of process 0: set by it inside `leading`, and known to all afterwards."""
+
+    value: Any = None  # JSON
+
+
+@contextlib.contextmanager
+def leading(processes: Processes, name: str, *, place: str, timeout_s: float) -> Iterator[Lead]:
+    """Lets process 0 act inside the `with`; then every process has its value, or raises.
+
+    Args:
+        name: Of the round in which the others hear of it; see `Processes`.
+        place: The beginning of the message that the others raise.
+
+    Raises:
+        ProcessesDisagree: in the others, if process 0 failed.
+    """
+    led, problem = Lead(), None
+    try:
+        yield led
+    except Exception as error:  # reported to the others, then raised
+        problem = error
+    report = _report(led.value, problem)
+    told: Any = processes.agree(name, report, timeout_s=timeout_s)
+    led.value = told["value"]
+    _raise_first(problem, {0: told["problem"]}, place)
 
 
 def lead(
     processes: Processes, name: str, do: Callable[[], Json], *, place: str, timeout_s: float
 ) -> Any:  # JSON
-    """Has process 0 do something; returns its result, or raises its error, in every process.
+    """Has process 0 do something; returns its result, or raises its error, in every process."""
+    with leading(processes, name, place=place, timeout_s=timeout_s) as led:
+        if processes.index == 0:
+            led.value = do()
+    return led.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """The reports of all processes.
+
+    Attributes:
+        values: By process.
+        problems: Those that failed, by process, with the class of the error and its message.
+        marks: The marks of the same processes.
+    """
+
+    values: list[Any]  # JSON
+    problems: dict[int, str]
+    marks: dict[int, str]
+
+    def check(self, problem: BaseException | None, place: str, hint: str = "") -> None:
+        """Raises `problem`, which is this process's own, or else an error that names all others.
+
+        Args:
+            place: The beginning of the message.
+            hint: Its end.
+        """
+        _raise_first(problem, self.problems, place, hint)
+
+
+def meet(
+    processes: Processes,
+    name: str,
+    value: Json,
+    problem: BaseException | None,
+    *,
+    timeout_s: float,
+    mark: str = "",
+) -> Meeting:
+    """Waits for the reports of all processes.
 
     Args:
-        name: Of the round in which the others are told; see `Processes`.
-        place: What it is about, for the message.
-
-    Raises:
-        ProcessesDisagree: in the others, if process 0 failed.
+        name: Of the round; see `Processes`.
+        problem: This process's error, if it failed. It is reported, not raised: see `check`.
+        mark: One word about the problem, for those who judge it.
     """
-    problem, result = None, None
-    if processes.index == 0:
-        try:
-            result = do()
-        except Exception as error:  # told to the others, then raised
-            problem = error
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    told: Any = processes.agree(name, {"result": result, "problem": text}, timeout_s=timeout_s)
-    if problem is not None:
-        raise problem
-    if told["problem"] is not None:
-        raise ProcessesDisagree(
-            f"{place}: process 0 failed: {told['problem']}", {0: told["problem"]}
-        )
-    return told["result"]
+    report = _report(value, problem, mark)
+    told: list[Any] = processes.gather(name, report, timeout_s=timeout_s)
+    failed = {i: one for i, one in enumerate(told) if one["problem"] is not None}
+    return Meeting(
+        values=[one["value"] for one in told],
+        problems={i: one["problem"] for i, one in failed.items()},
+        marks={i: one["mark"] for i, one in failed.items()},
+    )
+
+
+def disagreement(place: str, problems: Mapping[int, str], hint: str = "") -> ProcessesDisagree:
+    """Makes the error that lists what is wrong in which process."""
+    listed = [f"  process {i}: {text}" for i, text in problems.items()]
+    return ProcessesDisagree("\n".join([f"{place}:", *listed, *([hint] if hint else [])]), problems)
+
+
+def text_of(error: BaseException | None) -> str | None:
+    """Returns the class and the message of an error, in the words that are reported."""
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def _report(value: Json, problem: BaseException | None, mark: str = "") -> Json:
+    return {"problem": text_of(problem), "mark": mark, "value": value}
+
+
+def _raise_first(
+    own: BaseException | None, problems: Mapping[int, str | None], place: str, hint: str = ""
+) -> None:
+    if own is not None:
+        raise own
+    failed = {i: text for i, text in problems.items() if text is not None}
+    if list(failed) == [0]:
+        raise _failure_of_process_0(place, failed[0])
+    if failed:
+        raise disagreement(place, failed, hint)
+
+
+def _failure_of_process_0(place: str, text: str) -> CheckpointError:
+    kind, _, message = text.partition(": ")
+    if kind in _SEEN_BY_ALL:
+        return _SEEN_BY_ALL[kind](message)
+    return ProcessesDisagree(f"{place}: process 0 failed: {text}", {0: text})
