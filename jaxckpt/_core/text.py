@@ -1,6 +1,9 @@
-"""Numbers in messages: sizes, and how many of something."""
+"""Parts of messages: sizes, how many of something, and the name that was probably meant."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
 
 
 def size_text(size_bytes: float) -> str:
@@ -26,3 +29,14 @@ def counted(count: int, what: str) -> str:
     """
     plural = {"leaf": "leaves"}.get(what, f"{what}s")
     return f"{count:,} {what if count == 1 else plural}"
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """Suggests the known name that is nearest to an unknown one; lists all if none is near.
+
+    Example:
+        >>> suggestion("lats", ["last", "best"]), suggestion("x", ["last", "best"])
+        ("Did you mean 'last'?", 'It has last, best.')
+    """
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {near[0]!r}?" if near else f"It has {', '.join(known)}."

@@ -37,6 +37,16 @@ def _methods(value: object) -> tuple[Callable[[], Any], Callable[[Any], Any]] | 
     return None
 
 
+def check_stateful(objects: Mapping[str, object]) -> None:
+    """Raises TypeError if an object cannot take a state."""
+    for name, value in objects.items():
+        if not is_stateful(value):
+            raise TypeError(
+                f"item {name!r} is restored in place, and {type(value).__name__} has neither "
+                "set_state nor load_state_dict. restore_items() returns what was saved."
+            )
+
+
 def set_state(value: object, state: Any) -> None:
     """Hands an object the state that it is to go on from."""
     methods = _methods(value)

@@ -1,4 +1,4 @@
-"""Reads a step of a run, and falls back to the one before if it turns out to be damaged."""
+"""Restores a step of a run, and falls back to the one before if it turns out to be damaged."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, final
 
 import jax
 
-from jaxckpt._disk import find as _discovery
+from jaxckpt._disk.find import Checkpoint, choose_item, json_file, read_json_item
 from jaxckpt._disk.native import read_item
 from jaxckpt._progress.meter import Meter
-from jaxckpt._progress.timing import Timing
-from jaxckpt._restore import restore as _restore
+from jaxckpt._restore.restore import restore_from
 from jaxckpt._run import items as _items
+from jaxckpt._run.deletion import Deletion
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.leases import Leases
 from jaxckpt._run.retention import KeepPolicy, StepInfo
-from jaxckpt._run.run import Run
 from jaxckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -37,220 +38,236 @@ _DAMAGE: Final = {"corrupt": CorruptCheckpoint, "absent": CheckpointNotFound}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Finds and reads steps of a run, the same ones in every process.
+    """Finds and restores steps of a run, the same ones in every process.
 
     Attributes:
-        keep: Says which steps are the best.
-        writes: Whether damaged steps are set aside; else steps are held while they are read.
+        keep: Ranks the steps.
+        writes: Whether damaged steps are set aside; else steps are leased while they are read.
     """
 
-    run: Run
+    index: StepIndex
+    leases: Leases
+    deletion: Deletion
     processes: Processes
     keep: KeepPolicy
     timeout_s: float
     writes: bool
 
     def candidates(self, step: Any) -> list[int]:
-        """The steps to try for "latest", "best" or a number, in order."""
-        name = f"manager {self.run.root}/steps"
+        """Returns the steps to try for "latest", "best" or a number, in order."""
         return lead(
             self.processes,
-            name,
+            f"manager {self.index.root}/steps",
             lambda: self._ordered(step),
-            place=self.run.root,
+            place=self.index.root,
             timeout_s=self.timeout_s,
         )
 
     def _ordered(self, step: Any) -> list[int]:
         if step == "latest":
-            return sorted({*self.run.steps(), *self.run.torn()}, reverse=True)
+            return self.index.to_restore()
         if step == "best":
             return [info.step for info in self.ranked()]
         number = operator.index(step)
-        self.run.check_step(number)
+        self.index.check_step(number)
         return [number]
 
     def ranked(self) -> list[StepInfo]:
-        """The steps by the metric of the policy, the best first."""
+        """Returns the steps by the metric of the policy, the best first."""
         if self.keep.metric is None:
             raise ValueError("no step is the best: KeepPolicy has no metric to rank by")
-        return self.keep.ranked(map(self.run.info, self.run.steps()))
-
-    def state(
-        self,
-        steps: Sequence[int],
-        like: Any,  # any pytree
-        objects: Mapping[str, object],
-        options: Mapping[str, Any],
-        *,
-        fallback: bool,
-        took: Callable[[Timing], None],
-    ) -> tuple[int, Any]:
-        """Restores the first whole step, and the objects in place; returns its number and state."""
-        for name, value in objects.items():
-            if not _items.is_stateful(value):
-                raise TypeError(
-                    f"item {name!r} is restored in place, and {type(value).__name__} has neither "
-                    "set_state nor load_state_dict. restore_items() returns what was saved."
-                )
-
-        def read(step: int) -> tuple[Any, dict[str, Any], Timing]:
-            meter = Meter("restore", self.run.path(step), step=step)
-            state, states = read_step(
-                self.run,
-                step,
-                like,
-                objects,
-                self.processes,
-                {"timeout_s": self.timeout_s, "meter": meter, **options},
-            )
-            return state, states, meter.timing()
-
-        step, (state, states, timing) = self.first_whole(steps, read, fallback=fallback)
-        took(timing)
-        for name, found in states.items():
-            _items.set_state(objects[name], found)
-        return step, state
-
-    def items(self, steps: Sequence[int], *, fallback: bool) -> tuple[int, dict[str, Any]]:
-        """Reads every item of the first whole step."""
-        return self.first_whole(
-            steps,
-            lambda step: read_everything(self.run, step, timeout_s=self.timeout_s),
-            fallback=fallback,
-        )
+        return self.keep.ranked(map(self.index.info, self.index.steps()))
 
     def first_whole(
-        self, steps: Sequence[int], read: Callable[[int], T], *, fallback: bool
+        self, steps: Sequence[int], reading: Callable[[int], Callable[[], T]], *, fallback: bool
     ) -> tuple[int, T]:
         """Reads the first step that is whole; every process reads the same one.
 
+        Args:
+            reading: Returns what reads a step.
+            fallback: Whether to go on to the next step when one is damaged.
+
+        Returns:
+            The step, and what was read.
+
         Raises:
-            CorruptCheckpoint, CheckpointNotFound: none is, or the first is not and that is all
-                there may be.
+            CorruptCheckpoint, CheckpointNotFound: none is whole, or the first is not and there is
+                no fallback.
             ProcessesDisagree: another process failed.
         """
-        damaged: list[tuple[int, Exception | None, str]] = []
+        if not steps:
+            raise CheckpointNotFound(f"{self.index.root} has no committed step to restore")
+        damaged: list[_Attempt] = []
         for step in steps:
-            outcome, result, error = self._try(step, read)
-            if outcome is not None:
-                outcome, result, error = self._try(step, read)  # to set aside, seen twice
-            if outcome is None:
+            attempt = self._try(step, reading(step))
+            if attempt.problem is not None:
+                attempt = self._try(step, reading(step))  # to be set aside, seen twice
+            if attempt.problem is None:
                 # Not before: a run without a whole step must not look like a new one.
-                for bad, why, text in damaged:
-                    self._skip(bad, why, text)
-                return step, result  # pyright: ignore[reportReturnType]  # no error, so a T
+                for failed in damaged:
+                    self._skip(failed)
+                return step, attempt.value
             if not fallback:
-                raise error or _other_failed(self.run.path(step), outcome)
-            damaged.append((step, error, outcome))
+                raise attempt.error or self._other_failed(step, attempt.problem)
+            damaged.append(attempt)
         raise CheckpointNotFound(
-            f"{self.run.root} has no step that can be restored. Of {len(steps)}:\n  "
-            + "\n  ".join(f"step {step}: {text}" for step, _, text in damaged[:10])
+            f"{self.index.root} has no step that can be restored. Of {len(damaged)}:\n  "
+            + "\n  ".join(f"step {failed.step}: {failed.problem}" for failed in damaged[:10])
             + "\nThey stay as they are. To start anew, use another directory or move them away."
         )
 
-    def _try(
-        self, step: int, read: Callable[[int], T]
-    ) -> tuple[str | None, T | None, Exception | None]:
-        """What is wrong with a step, in words that are the same in every process, or its value.
+    def _try(self, step: int, read: Callable[[], Any]) -> _Attempt:
+        """Reads a step in all processes, and agrees on what is wrong with it.
 
         Raises:
-            Exception: what this or another process failed with, if it is not about the step.
+            Exception: the error of this or another process that does not concern the step.
         """
-        result, error = None, None
+        value, error = None, None
         try:
-            result = self._read(step, read)
-        except Exception as caught:  # told to the others, then judged
+            if self.writes:
+                value = read()
+            else:
+                with self.leases.hold(step) as there:
+                    self._check_there(step, there=there)
+                    value = read()
+        except Exception as caught:  # reported to the others, then judged
             error = caught
         mark = next((m for m, kind in _DAMAGE.items() if isinstance(error, kind)), "")
-        name = f"manager {self.run.root}/restored"
+        name = f"manager {self.index.root}/restored"
         met = meet(self.processes, name, None, error, timeout_s=self.timeout_s, mark=mark)
-        if not met.problems:
-            return None, result, None
-        if any(met.marks.values()):
-            first = next(met.problems[i] for i, mark in met.marks.items() if mark)
-            if not mark and "corrupt" in met.marks.values():
-                return first, None, _other_failed(self.run.path(step), first)
-            return first, None, error if mark else None
-        own = None if isinstance(error, ProcessesDisagree) else error
-        met.check(own, f"step {step} of {self.run.root} was not restored")
-        raise AssertionError  # `check` raises where there are problems
+        if met.problems and not any(met.marks.values()):
+            own = None if isinstance(error, ProcessesDisagree) else error
+            met.check(own, f"step {step} of {self.index.root} was not restored")
+        problem = next((met.problems[i] for i, found in met.marks.items() if found), None)
+        if problem is not None and not mark:
+            error = self._other_failed(step, problem) if "corrupt" in met.marks.values() else None
+        return _Attempt(step=step, value=value, problem=problem, error=error)
 
-    def _read(self, step: int, read: Callable[[int], T]) -> T:
-        if self.writes:
-            return read(step)
-        with self.run.leased(step):
-            return read(step)
+    def _check_there(self, step: int, *, there: bool) -> None:
+        """Raises what a reader must know about a step that it cannot hold."""
+        if not there:
+            self.index.check_whole(step)
+            raise CheckpointNotFound(f"{self.index.path(step)} is being deleted")
 
-    def _skip(self, step: int, error: Exception | None, outcome: str) -> None:
+    def _other_failed(self, step: int, problem: str) -> CheckpointError:
+        path = self.index.path(step)
+        text = f"{path}: another process found it damaged: {problem}"
+        return CorruptCheckpoint(text, file=path)
+
+    def _skip(self, failed: _Attempt) -> None:
+        error, step = failed.error, failed.step
         if self.writes and self.processes.index == 0 and isinstance(error, CorruptCheckpoint):
-            self.run.set_aside(step, outcome, file=error.file)
+            self.deletion.set_aside(step, str(failed.problem), file=error.file)
         else:
-            self.run.report(f"step {step} cannot be restored, and is skipped: {outcome}")
+            self.index.report(f"step {step} cannot be restored, and is skipped: {failed.problem}")
 
 
-def _other_failed(path: str, outcome: str) -> CheckpointError:
-    return CorruptCheckpoint(f"{path}: another process found it damaged: {outcome}", file=path)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    """How reading a step went.
+
+    Attributes:
+        value: What this process has read.
+        problem: Why the step is damaged, in words that are the same in every process, or None.
+        error: The damage that this process raises.
+    """
+
+    step: int
+    value: Any
+    problem: str | None
+    error: Exception | None
 
 
-def read_step(
-    run: Run,
-    step: int,
-    like: Any,  # any pytree
-    items: Mapping[str, object],
-    processes: Processes,
-    options: Mapping[str, Any],
-) -> tuple[Any, dict[str, Any]]:
-    """The state of a step, and for each of `items` the state that its object is to go on from."""
-    path = run.path(step)
-    states: dict[str, Any] = {}
+@final
+class StateReading:
+    """Reads the state of a step, and the states that objects take.
 
-    def load() -> Any:  # an Item
-        checkpoint = run.check_whole(step)
-        _items.check_present(checkpoint, items)
-        for name, value in items.items():
-            found = _items.read_states(checkpoint, name)
-            states[name] = _items.state_for(value, found, name=name, path=path, processes=processes)
-        return read_item(checkpoint, _discovery.choose_item(checkpoint, None))
+    Attributes:
+        meter: Of the step that was read last.
+    """
 
-    target = [like]
-    del like  # so that its arrays are free once the caller has let go of them
-    return _restore.restore_from(load, run.storage, path, target, **options), states
+    meter: Meter
+
+    def __init__(
+        self,
+        index: StepIndex,
+        processes: Processes,
+        like: Any,  # any pytree
+        objects: Mapping[str, object],
+        options: Mapping[str, Any],
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            like, options: Arguments of `restore_from`.
+            objects: The objects that are to take their states, by item.
+
+        Raises:
+            TypeError: an object cannot take a state.
+        """
+        _items.check_stateful(objects)
+        self._index = index
+        self._processes = processes
+        self._like = like
+        self._objects = objects
+        self._options = options
+        self._states: dict[str, Any] = {}
+
+    def of(self, step: int) -> Callable[[], Any]:
+        """Returns what reads the state of a step."""
+        path = self._index.path(step)
+        self.meter = Meter("restore", path, step=step)
+        load = partial(self._load, step)
+        target = [self._like]
+        options = {"meter": self.meter, **self._options}
+        return partial(restore_from, load, self._index.storage, path, target, **options)
+
+    def _load(self, step: int) -> Any:  # an Item
+        found = self._index.check_whole(step)
+        _items.check_present(found, self._objects)
+        for name, value in self._objects.items():
+            states = _items.read_states(found, name)
+            self._states[name] = _items.state_for(
+                value, states, name=name, path=found.path, processes=self._processes
+            )
+        return read_item(found, choose_item(found, None))
+
+    def set_objects(self) -> None:
+        """Sets the states of the step that was read last."""
+        for name, state in self._states.items():
+            _items.set_state(self._objects[name], state)
 
 
-def read_everything(run: Run, step: int, *, timeout_s: float) -> dict[str, Any]:
-    """Every item of a step by name: trees, JSON, and lists of the states of data iterators."""
-    path = run.path(step)
-
-    def item(name: str) -> Any:  # an Item, or what it is already
-        checkpoint = run.check_whole(step)
-        states = _items.read_states(checkpoint, name)
-        if states is not None:
-            return states
-        file = _discovery.json_file(run.storage, checkpoint.items[name])
-        if file is not None:
-            return _discovery.read_json_item(checkpoint, file)
-        return read_item(checkpoint, name)
+def read_everything(index: StepIndex, step: int, *, timeout_s: float) -> dict[str, Any]:
+    """Reads every item of a step: trees, JSON, and lists of the states of objects."""
 
     def read(load: Callable[[], Any]) -> Any:
-        return _restore.restore_from(load, run.storage, path, [None], timeout_s=timeout_s)
+        path = index.path(step)
+        return restore_from(load, index.storage, path, [None], timeout_s=timeout_s)
 
-    return {
-        name: read(partial(item, name)) for name in read(lambda: [*run.check_whole(step).items])
-    }
+    found = read(lambda: [*index.check_whole(step).items])
+    return {name: read(lambda n=name: _item_of(index.check_whole(step), n)) for name in found}
 
 
-def watch(run: Run, timeout_s: float, after: int | None) -> Iterator[int]:
-    """New committed steps as they come; each is leased while the caller is at it."""
+def _item_of(found: Checkpoint, name: str) -> Any:  # an Item, or the value of the item
+    states = _items.read_states(found, name)
+    if states is not None:
+        return states
+    file = json_file(found.storage, found.items[name])
+    return read_item(found, name) if file is None else read_json_item(found, file)
+
+
+def watch(index: StepIndex, leases: Leases, timeout_s: float, after: int | None) -> Iterator[int]:
+    """Yields new committed steps as they come; each is leased while the caller uses it."""
     waiting = threading.Event()  # never set: a wait that signals interrupt
     last = after
     deadline_s = time.monotonic() + timeout_s
     while True:
-        steps = run.steps()
+        steps = index.steps()
         new = steps[-1:] if last is None else [n for n in steps if n > last]
         for step in new:
             last = step
-            with run.leased(step) as there:
+            with leases.hold(step) as there:
                 if there:
                     yield step
                     deadline_s = time.monotonic() + timeout_s
@@ -262,10 +279,10 @@ def watch(run: Run, timeout_s: float, after: int | None) -> Iterator[int]:
 
 
 def shapes_of(init: Callable[[], Any]) -> Any:  # any pytree
-    """What `init` returns, with shapes in place of arrays, without computing any.
+    """Returns what `init` returns, with shapes in place of arrays, without computing any.
 
-    Other values (Python numbers, str, numpy arrays) are as they are. Where `init` is jitted with
-    `out_shardings`, the shapes have those.
+    Other values (Python numbers, str, numpy arrays) stay as they are. Where `init` is jitted with
+    `out_shardings`, the shapes have those shardings.
     """
     others: list[object] = []
     treedefs: list[Any] = []
@@ -284,5 +301,5 @@ def shapes_of(init: Callable[[], Any]) -> Any:  # any pytree
 
 
 def _is_array(leaf: object) -> bool:
-    # Not those of numpy: they would come back as arrays of jax, of fewer bits.
+    # Not arrays of numpy: they would come back as arrays of jax, of fewer bits.
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))

@@ -12,16 +12,18 @@ from typing import Any, Final, final
 from jaxckpt._progress.meter import Meter, Watch, display
 from jaxckpt._progress.timing import OnProgress, Timing
 from jaxckpt._run import items as _items
+from jaxckpt._run.deletion import Deletion
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.owner import Ownership
 from jaxckpt._run.pace import Pace
 from jaxckpt._run.preemption import Preemption
 from jaxckpt._run.queue import Pending, SaveQueue
 from jaxckpt._run.retention import KeepPolicy, StepInfo
-from jaxckpt._run.run import Run
 from jaxckpt._run.schedule import Decision, SavePolicy
 from jaxckpt._save.job import SaveJob
 from jaxckpt._save.save import SaveHandle, check_metadata
 from jaxckpt._save.snapshot import Item, take_tree
-from jaxckpt.errors import SaveFailed, StepExists
+from jaxckpt.errors import StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import MAX_STEP
 from jaxckpt.multihost import Processes, text_of
@@ -42,7 +44,9 @@ class Saver:
 
     def __init__(
         self,
-        run: Run,
+        index: StepIndex,
+        owner: Ownership,
+        deletion: Deletion,
         processes: Processes,
         policy: SavePolicy,
         keep: KeepPolicy,
@@ -55,11 +59,13 @@ class Saver:
         timings: deque[Timing],
     ) -> None:
         self.pace = Pace(policy, processes)
-        self.queue = SaveQueue(run.root, self._after_save)
+        self.queue = SaveQueue(index.root, self._after_save)
         self.floor: int | None = None
         self.session = ""
         self.preemption = Preemption(processes, listens=listens and policy.on_preemption)
-        self._run = run
+        self._index = index
+        self._owner = owner
+        self._deletion = deletion
         self._processes = processes
         self._keep = keep
         self._budget_bytes = budget_bytes
@@ -90,7 +96,7 @@ class Saver:
             return None
         problem, held, metadata, found = None, [], {}, {}
         # Not before: to ask where a step goes may list the root, and most calls save nothing.
-        meter = Meter("save", self._run.path(step), step=step)
+        meter = Meter("save", self._index.path(step), step=step)
         watch = Watch(meter, display(self._on_progress, self._processes.index))
         try:
             with watch.ended_by_error():
@@ -134,8 +140,8 @@ class Saver:
         name = f"manager {self.session}/{self._started}"
         self._started += 1
         job = SaveJob(
-            storage=self._run.storage,
-            path=self._run.path(step),
+            storage=self._index.storage,
+            path=self._index.path(step),
             items=held,
             processes=self._processes,
             name=name,
@@ -143,7 +149,7 @@ class Saver:
             custom_metadata=metadata,
             is_step=True,
             token=hashlib.sha256(name.encode()).hexdigest()[:16],
-            fence=partial(self._fence, step),
+            fence=partial(self._owner.fence, step),
             tell=tell,
             problem=problem,
             skips=skips,
@@ -159,16 +165,6 @@ class Saver:
         )
         self.queue.put(self._latest)
         return self._latest
-
-    def _fence(self, step: int) -> None:
-        """Process 0, in the thread: raises if another job owns the run, or has taken it further."""
-        self._run.fence()
-        newest, path = self._run.newest(), self._run.path(step)
-        if newest is not None and newest > step and self._run.storage.kind(path) is None:
-            raise SaveFailed(
-                f"{path}: another job has saved step {newest} since this one "
-                "opened the run. Let one job write a run, and restore before going on."
-            )
 
     def decide(self, step: int, *, force: bool = False) -> Decision:
         """Whether a step is saved: because the job ends, by force, or by a rule."""
@@ -193,11 +189,11 @@ class Saver:
         floor = max([*newest, -1 if self.floor is None else self.floor])
         if step > floor:
             return
-        path = self._run.path(step)
-        if step == floor or step in self._run.numbers():
+        path = self._index.path(step)
+        if step == floor or step in self._index.listing().steps:
             raise StepExists(f"{path} is saved already, or being saved; it stays as it is")
         raise ValueError(
-            f"step {step} comes after step {floor}, the newest of {self._run.root}. To go on "
+            f"step {step} comes after step {floor}, the newest of {self._index.root}. To go on "
             f"from an earlier step, delete the later ones (manager.delete) or start a new run from "
             "it (jaxckpt.fork)."
         )
@@ -223,7 +219,7 @@ class Saver:
         if metrics is not None:
             wanted = self._keep.metric
             if wanted is not None and wanted not in metrics:
-                self._run.report(
+                self._index.report(
                     f"step {step} has no metric {wanted!r}, which KeepPolicy ranks by; it has "
                     f"{', '.join(metrics) or 'none'}"
                 )
@@ -238,7 +234,7 @@ class Saver:
         self.pace.saved(time.monotonic() - pending.started_s)
         if self._processes.index == 0:  # the others do not know the metrics that it wrote
             info = StepInfo(step=pending.step, saved_s=time.time(), metrics=pending.metrics)
-            self._run.remember(info)
+            self._index.remember(info)
             self._delete_what_goes()
         if self._on_commit is not None:
             self._on_commit(timing)
@@ -247,16 +243,16 @@ class Saver:
 
     def _delete_what_goes(self) -> None:
         if self._keep.has_rules:
-            steps = self._run.steps()
+            steps = self._index.steps()
             kept = self._keep.kept(map(self._info, steps), now_s=time.time())
             # What cannot be read now may be the best of all.
-            unknown = self._run.unknown if self._keep.needs_facts else set()
-            self._run.delete(step for step in steps if step not in kept and step not in unknown)
+            unknown = self._index.unknown if self._keep.needs_facts else set()
+            self._deletion.delete(n for n in steps if n not in kept and n not in unknown)
 
     def _info(self, step: int) -> StepInfo:
         """What the policy looks at; of what is not in memory, only if it does look."""
         if self._keep.needs_facts:
-            return self._run.info(step)
+            return self._index.info(step)
         return StepInfo(step=step, saved_s=0.0)
 
 

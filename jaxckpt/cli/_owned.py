@@ -1,4 +1,4 @@
-"""The right to change a run from outside of a job, which is nobody's while a job has the run."""
+"""The right to change a run from outside of a job, granted only while no job has the run."""
 
 from __future__ import annotations
 
@@ -6,64 +6,59 @@ import contextlib
 import io
 from collections.abc import Iterator
 
-from jaxckpt._run.run import Run
-from jaxckpt.errors import CheckpointNotFound, SaveFailed
+from jaxckpt._run.deletion import Deletion
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.leases import Leases
+from jaxckpt._run.owner import Ownership
+from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names
-from jaxckpt.storage import Storage, locate
+from jaxckpt.storage import Storage
 
 
-def existing(root: str) -> tuple[Storage, str]:
-    """Where a root is.
-
-    Raises:
-        CheckpointNotFound: there is nothing.
-        NotADirectoryError, ValueError: it is no directory, or a checkpoint itself.
-    """
-    storage, where = locate(root)
-    run = Run(storage=storage, root=where)
-    run.check_root()
-    if storage.kind(where) is None:
-        raise CheckpointNotFound(f"{where}: there is nothing.")
-    if run.holds_checkpoint():
-        raise ValueError(f"{where} is a checkpoint itself, not the run that it is a step of.")
-    return storage, where
+def run_at(storage: Storage, root: str) -> Deletion:
+    """Returns a run as a command sees it; problems are recorded, and not logged."""
+    index = StepIndex(storage, root, quiet=True)
+    return Deletion(index, Leases(index))
 
 
 @contextlib.contextmanager
-def owned(storage: Storage, where: str, *, no_job: bool = False) -> Iterator[Run]:
-    """Owns a run as a job would that opens it when no other lives; for as short as can be.
+def owned(storage: Storage, root: str, *, no_job: bool = False) -> Iterator[Deletion]:
+    """Owns a run for a moment, like a job that opens it when no other lives.
 
-    What an interrupted save or deletion left there is cleared up, as each job does that opens it.
+    What an interrupted save or deletion left there is cleared up, as by each job that opens it.
 
     Args:
-        storage, where: Of a root that is there; see `existing`.
-        no_job: That no job writes the run, where the file system has no locks to tell by.
+        storage, root: The place of a root that is there; see `existing_root`.
+        no_job: Whether the user says that no job writes the run, where the file system has no
+            locks to show it.
 
     Raises:
-        SaveFailed: a job that lives has it, or that cannot be told; nothing was changed.
+        SaveFailed: a job that lives has the run, or that cannot be known; nothing was changed.
     """
     if not no_job:
-        _check_locks(storage, where)
-    run = Run(storage=storage, root=where, quiet=True)
-    run.open_for_writing()
+        _check_locks(storage, root)
+    run = run_at(storage, root)
+    owner = Ownership(run.index, run.leases)
+    owner.open()
     try:
-        if not run.token:
+        if not owner.token:
             raise SaveFailed(
-                f"{where} belongs to a job that lives: {run.who()}. Nothing was changed. Stop that "
-                "job first, or have it do this: CheckpointManager has delete, scrub and KeepPolicy."
+                f"{root} belongs to a job that lives: {owner.who()}. Nothing was changed. Stop "
+                "that job first, or have it do this: CheckpointManager has delete, scrub and "
+                "KeepPolicy."
             )
-        run.fence()
+        owner.fence()
         yield run
     finally:
-        run.close()
+        owner.close()
 
 
-def _check_locks(storage: Storage, where: str) -> None:
+def _check_locks(storage: Storage, root: str) -> None:
     try:
-        hold = storage.hold(f"{where}/{names.LOCK}")
+        hold = storage.hold(f"{root}/{names.LOCK}")
     except io.UnsupportedOperation as error:
         raise SaveFailed(
-            f"{where}: this file system has no locks, so it cannot be told whether a job writes "
+            f"{root}: this file system has no locks, so it cannot be known whether a job writes "
             "the run. Nothing was changed. If none does, say --no-job."
         ) from error
     if hold is not None:

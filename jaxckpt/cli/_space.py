@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from jaxckpt._disk import find as _discovery
 from jaxckpt._inspect import open as inspection
 from jaxckpt._run.overview import overview
-from jaxckpt._run.run import Run
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, UnsupportedFormat
 from jaxckpt.format.tree import parse_path
 from jaxckpt.storage import locate
@@ -79,10 +78,10 @@ def space(path: str) -> Space:
     if storage.scheme != "file":
         raise UnsupportedFormat(f"{path}: only what lies in a file system has a size on disk")
     where = os.path.realpath(where)
-    if storage.kind(where) is None:
-        raise CheckpointNotFound(f"{where}: there is nothing.")
-    run = Run(storage=storage, root=where)
-    steps = [] if run.holds_checkpoint() or os.path.isfile(where) else overview(where).steps
+    try:
+        steps = overview(where).steps
+    except (NotADirectoryError, ValueError):  # a Flax file, or a checkpoint
+        steps = ()
     if steps:
         parts = [_part(step.path, step.step, step.items) for step in steps]
     else:

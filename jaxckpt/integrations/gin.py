@@ -14,7 +14,6 @@ the least time.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import os
 import re
@@ -23,6 +22,7 @@ from typing import Any, Final
 
 import gin
 
+from jaxckpt._core.text import suggestion
 from jaxckpt._run import manager as _manager
 from jaxckpt._run import retention as _retention
 from jaxckpt._run import schedule as _schedule
@@ -69,9 +69,9 @@ def load(files: Iterable[str | os.PathLike[str]] = (), bindings: Iterable[str] =
 
 def _hint(message: str) -> str | None:
     if found := _NO_FIELD.search(message):
-        return _nearest(found[2], _parameters(found[1]))
+        return suggestion(found[2], _parameters(found[1]))
     if found := _NO_CLASS.search(message):
-        return _nearest(
+        return suggestion(
             found[1], ["CheckpointManager", "SavePolicy", "KeepPolicy", "SavePolicy.auto"]
         )
     return None
@@ -85,8 +85,3 @@ def _parameters(selector: str) -> list[str]:
     if inspect.isclass(configurable):
         return list(inspect.signature(configurable.__init__).parameters)[1:]
     return list(inspect.signature(configurable).parameters)
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"Did you mean {near[0]!r}?" if near else f"It has {', '.join(known)}."

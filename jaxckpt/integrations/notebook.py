@@ -82,7 +82,7 @@ def manager_html(manager: CheckpointManager) -> str:
         keep=manager.keep,
         now_s=time.time(),
         under_way=[one.step for one in pending if not one.ended],
-        committed=set(manager._run.steps()),
+        committed=set(manager._index.steps()),
     )
     head = _title(manager.directory) + facts(
         [
