@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, final
 
+from jaxckpt._core import notebook
 from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._core.text import counted, size_text
 from jaxckpt._disk import find as _discovery
@@ -151,9 +151,8 @@ class Checkpoint:
     def __repr__(self) -> str:
         return "\n".join(_lines(self))
 
-    def _repr_html_(self) -> str:
-        # By its name, at run time: notebooks are a layer above, and only they ask for this.
-        return importlib.import_module("jaxckpt.integrations.notebook").checkpoint_html(self)
+    def _repr_html_(self) -> str | None:
+        return notebook.html("checkpoint", self)
 
 
 def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint:

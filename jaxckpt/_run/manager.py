@@ -9,7 +9,6 @@ thread    delete what the policy does not keep                     _retention, _
 
 from __future__ import annotations
 
-import importlib
 import operator
 import os
 import secrets
@@ -21,6 +20,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Final, Literal, Self, final
 
+from jaxckpt._core import notebook
 from jaxckpt._disk.find import find
 from jaxckpt._inspect import open as inspection
 from jaxckpt._inspect.verify import VerifyReport
@@ -608,9 +608,8 @@ class CheckpointManager:
     def __repr__(self) -> str:
         return f"<CheckpointManager {self.directory!r}, mode {self.mode!r}>"
 
-    def _repr_html_(self) -> str:
-        # By its name, at run time: notebooks are a layer above, and only they ask for this.
-        return importlib.import_module("jaxckpt.integrations.notebook").manager_html(self)
+    def _repr_html_(self) -> str | None:
+        return notebook.html("manager", self)
 
 
 def _as_int(step: Any) -> int:
