@@ -1,5 +1,5 @@
-# Each target is one command on a machine with Python 3.11 or newer, make and git. Everything is
-# installed into VENV, inside the checkout.
+# Each target is one command on a machine with Python 3.11 or newer, make and git. It installs
+# everything into VENV, inside the checkout.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,21 +16,21 @@ pip := $(python) -m pip --quiet --disable-pip-version-check
 
 .PHONY: help test faults faults-root browser soak fuzz check demo bench bench-quick notebooks docs clean
 .DELETE_ON_ERROR:
-# Two targets at once would install into one environment at once.
+# Targets that run in parallel would install into one environment at the same time.
 .NOTPARALLEL:
 
 help:
-	@echo "make test         all tests but the slow ones, the faults and those that need a GPU or a browser"
-	@echo "make faults       kills, errors, damage, and the scorecard; faults-root: those for root"
-	@echo "make browser      what needs a Chromium in PATH"
-	@echo "make soak         one run through random faults for SOAK_MINUTES=$(SOAK_MINUTES)"
-	@echo "make fuzz         a fuzzer of all that is parsed, for FUZZ_MINUTES=$(FUZZ_MINUTES)"
-	@echo "make check        format, lint, types, spelling"
-	@echo "make demo         a training run that saves, is interrupted and goes on"
-	@echo "make bench        the benchmarks, about an hour; bench-quick takes about a minute"
+	@echo "make test         runs all tests except slow, fault, GPU and browser tests"
+	@echo "make faults       runs the fault tests and prints the scorecard; faults-root: those that need root"
+	@echo "make browser      runs the tests that need Chromium in PATH"
+	@echo "make soak         exposes one run to random faults for SOAK_MINUTES=$(SOAK_MINUTES)"
+	@echo "make fuzz         fuzzes all parsers for FUZZ_MINUTES=$(FUZZ_MINUTES)"
+	@echo "make check        checks format, lint, types and spelling"
+	@echo "make demo         trains a model, interrupts the run and resumes it"
+	@echo "make bench        runs the benchmarks, about an hour; bench-quick takes about a minute"
 	@echo "make notebooks    runs every notebook"
-	@echo "make docs         the pages of docs/, into build/site"
-	@echo "make clean        removes what these made"
+	@echo "make docs         builds the pages of docs/ into build/site"
+	@echo "make clean        removes everything that these targets made"
 	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) PYTEST_ARGS= DEMO_ARGS= BENCH_ARGS= BENCH_TMPFS=$(BENCH_TMPFS) BENCH_DISK=$(BENCH_DISK)"
 
 test: $(VENV)/.installed-test
@@ -78,7 +78,7 @@ bench-quick: $(VENV)/.installed-bench
 notebooks: $(VENV)/.installed-test
 	$(python) -m pytest --nbmake --nbmake-timeout=60 notebooks $(PYTEST_ARGS)
 
-# Pages are read in a browser from the disk, or with: python -m http.server -d build/site
+# Open the pages from the disk, or run: python -m http.server -d build/site
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
 
@@ -86,7 +86,7 @@ clean:
 	rm -rf .venv .venv-ci-* .pytest_cache .ruff_cache .hypothesis build dist
 	find jaxckpt tests benchmarks docs examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
-# One stamp per extra: installed again only when pyproject.toml changes.
+# One stamp file per extra: it is installed again only when pyproject.toml changes.
 $(VENV)/.installed-%: pyproject.toml | $(python)
 	@echo "Installing jaxckpt[$*] into $(VENV)"
 	@$(pip) install --editable '.[$*]'
@@ -95,6 +95,6 @@ $(VENV)/.installed-%: pyproject.toml | $(python)
 $(python):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "jaxckpt needs Python 3.11 or newer. '$(PYTHON)' is: $$($(PYTHON) --version 2>&1)" >&2; \
-	  echo "Name another one, for example: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
+	  echo "Choose another one, for example: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
 	  exit 1; }
 	@$(PYTHON) -m venv --clear $(VENV)

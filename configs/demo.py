@@ -1,6 +1,6 @@
 """The demo (`make demo`): a character-level transformer of 1.6 million parameters.
 
-Its checkpoints are those of `single_host.py`, more often: the demo takes a minute.
+It uses the checkpoint options of `single_host.py`, but saves more often: the demo takes a minute.
 """
 
 import runpy
@@ -16,12 +16,12 @@ def get_config() -> dict[str, Any]:
     checkpoint.keep.every_steps = 20
     return {
         "steps": 60,
-        "kill_from": 30,  # SIGKILL inside the first save from this step on
-        "stop_from": 40,  # SIGTERM inside the first save from this step on, of the next process
-        "width": 256,  # of the residual stream; the MLP is four times as wide
+        "kill_from": 30,  # SIGKILL during the first save from this step on
+        "stop_from": 40,  # SIGTERM during the next process's first save from this step on
+        "width": 256,  # width of the residual stream; the MLP is four times as wide
         "heads": 4,
         "layers": 2,
-        "batch": 16,  # sequences in a step
-        "length": 32,  # characters in a sequence
+        "batch": 16,  # sequences per step
+        "length": 32,  # characters per sequence
         "checkpoint": checkpoint,
     }

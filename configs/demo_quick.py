@@ -1,4 +1,4 @@
-"""The demo, shorter: for tests."""
+"""A shorter demo, for tests."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ def get_config() -> dict[str, Any]:
         "steps": 15,
         "kill_from": 6,
         "stop_from": 9,
-        "width": 256,  # not smaller: the kill needs a save that takes a while
+        "width": 256,  # a smaller model would save too fast for the kill
         "heads": 4,
         "layers": 1,
         "batch": 8,

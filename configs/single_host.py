@@ -1,7 +1,7 @@
-"""Checkpoints of a run on one host, all options said; `single_host.gin` says the same to gin.
+"""Checkpoints for a run on one host, with all options; `single_host.gin` has the same for gin.
 
-A flag sets any field of it: --config.checkpoint.keep.last=5. Leave out what you do not need: what
-is None here is what it would be anyway.
+Flags can set any field: --config.checkpoint.keep.last=5. Leave out what you do not need: None here
+is the default.
 """
 
 import ml_collections
@@ -13,29 +13,29 @@ def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     config.checkpoint = manager_config(  # for CheckpointManager.from_config
         directory="runs/single_host",
-        # Rules add up: a step is saved if one of them says so.
+        # Rules add up: a step is saved if any rule says so.
         save={
             "every_steps": 1000,
-            "every_seconds": 900.0,  # at the latest; a slow step is not lost either
-            "at_steps": (1,),  # also the first, so that a disk that is full is found at once
-            "first": None,  # the same for the first step of each start of the program
-            "on_preemption": True,  # on SIGTERM, or SIGUSR1 of a scheduler
-            "continuous": None,  # one save after the other, as fast as the disk takes them
+            "every_seconds": 900.0,  # limits the loss if steps are slow
+            "at_steps": (1,),  # also the first step, so that a full disk is noticed immediately
+            "first": None,  # also saves the first step after each start of the program
+            "on_preemption": True,  # on SIGTERM, or on SIGUSR1 from a scheduler
+            "continuous": None,  # starts each save when the previous one has ended
         },
-        # Rules add up here too; the newest step always stays, and what is pinned.
+        # Rules add up here too; the newest step and pinned steps always stay.
         keep={
-            "last": 3,  # to go back from a loss that blows up
-            "every_steps": 10_000,  # to look at later
+            "last": 3,  # to go back if the loss blows up
+            "every_steps": 10_000,  # for later analysis
             "every_seconds": None,
             "best": 2,  # for evaluation: manager.restore(step="best")
-            "metric": "loss",  # of manager.save(..., metrics={"loss": ...})
+            "metric": "loss",  # as passed to manager.save(..., metrics={"loss": ...})
             "mode": "min",
             "newer_than_s": None,
         },
-        mode="w",  # "r" for a program that only reads: it deletes nothing
-        budget_bytes=2 << 30,  # of values that wait to be written while the next step trains
-        timeout_s=1200.0,  # for an earlier save on a disk that hangs
-        step_prefix=None,  # directories are called `1000`; with "ckpt" they are `ckpt_1000`
-        step_digits=None,  # with 8 they are `00001000`
+        mode="w",  # "r" for a program that only reads and deletes nothing
+        budget_bytes=2 << 30,  # limits the values waiting to be written during training
+        timeout_s=1200.0,  # waits for an earlier save, for example on a hanging disk
+        step_prefix=None,  # a directory is called `1000`; with "ckpt", `ckpt_1000`
+        step_digits=None,  # with 8, a directory is called `00001000`
     )
     return config

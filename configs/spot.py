@@ -1,8 +1,8 @@
-"""Checkpoints of a job on spot instances, which end without asking; `spot.gin` says the same.
+"""Checkpoints for a job on spot instances, which may end at any time; `spot.gin` has the same.
 
-As often as loses the least time, and one more when the notice comes. `examples/preemptible.py`,
-`slurm.sh` and `kubernetes.yaml` start the job again. What is not said is as `single_host.py`
-explains it.
+Saves at the interval that loses the least time, and once more when the notice arrives.
+`examples/preemptible.py`, `slurm.sh` and `kubernetes.yaml` restart the job. `single_host.py`
+explains the options that are missing here.
 """
 
 import ml_collections
@@ -13,19 +13,19 @@ from jaxckpt.integrations.ml_collections import manager_config
 def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     config.checkpoint = manager_config(
-        directory="/shared/runs/spot",  # not on the instance, whose disk ends with it
+        directory="/shared/runs/spot",  # not on the instance's disk, which is lost with it
         save={
-            # From what a save and a restore take in this run, and from how long instances live.
-            # `continuous` instead of it loses the least work of all, and writes the most.
+            # Computed from how long a save and a restore take in this run, and how long instances
+            # live. `continuous` instead would lose the least work, and write the most.
             "auto": {"mtbf_hours": 4.0, "processes": 8},
-            "first": True,  # the step that a restart begins with: another may come at once
-            "on_preemption": True,  # the notice is SIGTERM; a save must take less than its grace
+            "first": True,  # right after a restart, since the next notice may come at any time
+            "on_preemption": True,  # the notice is SIGTERM; a save must fit into its grace period
         },
         keep={
-            "last": 2,  # one more than the newest, which may be damaged by the way it ended
-            "newer_than_s": 1800.0,  # and all of the last half hour
+            "last": 2,  # one more than the newest, which may be damaged when the instance ends
+            "newer_than_s": 1800.0,  # and all steps of the last half hour
         },
         budget_bytes=1 << 30,
-        timeout_s=120.0,  # a process that was taken away does not come back
+        timeout_s=120.0,  # an instance that was reclaimed does not come back
     )
     return config

@@ -1,4 +1,4 @@
-"""For `examples/flags.py`; a flag sets any field: --config.checkpoint.keep.last=2."""
+"""For `examples/flags.py`; flags can set any field: --config.checkpoint.keep.last=2."""
 
 import ml_collections
 

@@ -1,4 +1,4 @@
-"""Where docstrings of jaxckpt differ from what mkdocstrings takes for Google's style."""
+"""Rewrites docstrings of jaxckpt where mkdocstrings expects another form of Google's style."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from griffe import Extension, Object
 
-# An error in a list of them that has no name, and the heading over an example.
+# An error in a list of errors that has no name, and the heading over an example.
 OTHERS = re.compile(r"^( +)(Whatever )", re.MULTILINE)
 EXAMPLE = re.compile(r"^( *)Example:$", re.MULTILINE)
 
 
 class Docstrings(Extension):
-    """Puts them into the words that are expected, before they are parsed."""
+    """Rewrites docstrings into the form that mkdocstrings expects, before they are parsed."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        """Changes one of them."""
+        """Rewrites the docstring of one object."""
         if obj.docstring is not None:
             text = OTHERS.sub(r"\1Others: \2", obj.docstring.value)
             obj.docstring.value = EXAMPLE.sub(r"\1Examples:", text)

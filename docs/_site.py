@@ -1,7 +1,7 @@
-"""What mkdocs builds beside the pages of this directory; named under `hooks` in mkdocs.yml.
+"""Adds pages from outside this directory to the site; named under `hooks` in mkdocs.yml.
 
-The README and its like become pages as they are, so that each is written once. So do the
-notebooks, with the outputs that they are committed with: nothing is run.
+The README and similar files become pages as they are, so that each is written only once. So do the
+notebooks, with their committed outputs; no notebook is run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-# Which file of the repository is which page.
+# Maps each file of the repository to its page.
 PAGES = {
     "README.md": "index.md",
     "RELIABILITY.md": "reliability.md",
@@ -26,11 +26,11 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # terminal escape codes
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that are made, and the pictures on them."""
+    """Adds the generated pages and their pictures."""
     for source, page in PAGES.items():
         text = (ROOT / source).read_text("utf-8")
         _add(files, config, page, _relink(text, (ROOT / source).parent, files, config))
@@ -54,17 +54,17 @@ def _add(files: Files, config: MkDocsConfig, name: str, content: str | bytes) ->
 def _relink(text: str, folder: Path, files: Files, config: MkDocsConfig, depth: int = 0) -> str:
     """Points links to files of the repository at their pages.
 
-    Where a file has none, its link becomes plain words.
+    If a file has no page, its link becomes plain text.
 
     Args:
-        folder: The one that links are relative to.
+        folder: The folder that links are relative to.
         depth: How many folders the page is below the top of the site.
     """
 
     def relinked(found: re.Match[str]) -> str:
         image, words, target, anchor = found.groups()
         if re.match(r"[a-z]+:", target) or not (folder / target).exists():
-            return found[0]  # another site, or a mistake, which mkdocs reports
+            return found[0]  # a link to another site, or a mistake, which mkdocs reports
         path = (folder / target).resolve().relative_to(ROOT).as_posix()
         if image:
             if files.get_file_from_path(path) is None:
@@ -84,7 +84,7 @@ def _relink(text: str, folder: Path, files: Files, config: MkDocsConfig, depth: 
 
 
 def _code(cell: dict[str, Any], name: str, files: Files, config: MkDocsConfig) -> Iterator[str]:
-    """A cell of code, and what it has put out."""
+    """Yields a code cell and its outputs as Markdown."""
     yield f"```python\n{''.join(cell['source'])}\n```"
     for i, output in enumerate(cell["outputs"]):
         data = output.get("data", {})
@@ -93,9 +93,9 @@ def _code(cell: dict[str, Any], name: str, files: Files, config: MkDocsConfig) -
             _add(files, config, picture, base64.b64decode(data["image/png"]))
             yield f"![What the cell above draws]({picture.rpartition('/')[2]})"
         elif "text/html" in data:
-            # Markdown takes a block of HTML to end at an empty line.
+            # In Markdown, an empty line ends a block of HTML.
             html = re.sub(r"\n\s*\n", "\n", "".join(data["text/html"]))
-            # A tree of its own, in which the styles of this site do not hold.
+            # A shadow root, so that the styles of this site do not apply inside it.
             html = f'<template shadowrootmode="open">{html}</template>'
             yield f'<div class="output"><div>{html}</div></div>'
         else:

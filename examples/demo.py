@@ -1,22 +1,22 @@
-"""A training run that is killed in a save, goes on, is stopped in another, and ends elsewhere too.
+"""Trains a model while killing, stopping, resuming and forking the run, and checks the results.
 
-    python examples/demo.py            about a minute; --run DIR keeps the files
+    python examples/demo.py            takes about a minute; --run DIR keeps the files
     python examples/demo.py --config configs/demo_quick.py
     python examples/demo.py --gin_file configs/demo.gin
 
 A small character-level transformer (Flax NNX, AdamW) learns the source of Python's own standard
-library on eight virtual CPU devices. `train` below is the training loop, and all of its dealings
-with checkpoints; the demo runs it five times, each time in a new process:
+library on eight virtual CPU devices. `train` below is the training loop and contains all the code
+for checkpoints. The demo runs it five times, each time in a new process:
 
-    uninterrupted   mesh 4x2, all steps: what the others are compared with
+    uninterrupted   mesh 4x2, all steps: the reference for the other processes
     killed          mesh 4x2; gets SIGKILL in the middle of a save
-    stopped         goes on in the same root; gets SIGTERM in the middle of a save, saves the step
-                    that it is at, and ends
-    finished        goes on in the same root to the end: the same bits
-    forked          from the step at which it was stopped, as a run of its own on half of the
-                    devices: the same curve, but for rounding
+    stopped         resumes in the same root; gets SIGTERM in the middle of a save, saves its
+                    current step, and exits
+    finished        resumes in the same root and runs to the end: the same bits
+    forked          starts at the step where the run was stopped, as a separate run on half of the
+                    devices: the same curve, except for rounding
 
-It exits with 1 if anything that it claims is not so.
+It exits with 1 if any of its claims does not hold.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt.types import StepInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The size of everything; `configs/demo.py` says what each means."""
+    """The sizes of the model and of the run; `configs/demo.py` explains the fields."""
 
     steps: int
     kill_from: int
@@ -64,12 +65,12 @@ class Config:
     length: int
 
 
-OpenManager = Callable[[Path], jaxckpt.CheckpointManager]  # of the run in a directory
+OpenManager = Callable[[Path], jaxckpt.CheckpointManager]  # opens the run in a directory
 
 CONFIG = Path(__file__).parents[1] / "configs" / "demo.py"
 
-# Other devices sum in another order, hence some 1e-6 between runs on two meshes. Without the saved
-# PRNG key, data position or moments of Adam it is over 1e-2.
+# Other devices sum in another order, so two meshes differ by some 1e-6. Without the saved PRNG key,
+# data position or moments of Adam, the difference is over 1e-2.
 TOLERANCE = 1e-4
 
 
@@ -77,13 +78,13 @@ TOLERANCE = 1e-4
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, int], axes: tuple[str | None, ...]) -> nnx.Param:
-    """A matrix, and the mesh axes that its dimensions are split over."""
+    """Returns a matrix, annotated with the mesh axes that its dimensions are split over."""
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
     return nnx.Param(init(rngs.params(), shape))
 
 
 class Block(nnx.Module):
-    """Attention and an MLP, split over `model`; split over `data` too, only to save memory."""
+    """Attention and an MLP, split over `model`, and also over `data` to save memory."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         self.heads = config.heads
@@ -107,7 +108,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Characters in, logits of the next character out."""
+    """Maps characters to logits of the next character."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         self.embedding = weight(rngs, (128, config.width), (None, "model"))
@@ -127,7 +128,7 @@ def normalize(x: jax.Array) -> jax.Array:
 
 
 def by_batch(x: jax.Array) -> jax.Array:
-    """Splits activations as the batch is split, not as the weights are."""
+    """Splits activations like the batch, not like the weights."""
     return jax.lax.with_sharding_constraint(x, P("data"))
 
 
@@ -135,14 +136,14 @@ def by_batch(x: jax.Array) -> jax.Array:
 
 
 def read_text() -> np.ndarray[Any, Any]:
-    """Some of the standard library's source, as uint8[characters]."""
+    """Reads part of the standard library's source as uint8[characters]."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]
     text = "".join(file.read_text(errors="replace") for file in files)
     return np.frombuffer(text.encode("ascii", errors="replace"), np.uint8)
 
 
 class Batches:
-    """Each batch is a function of its number, so that the number is all there is to save."""
+    """Yields batches; each is a function of its number, so only the number has to be saved."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.text, self.position = config, read_text(), 0
@@ -155,11 +156,11 @@ class Batches:
         return self.text[np.asarray(starts) + np.arange(length + 1)].astype(np.int32)
 
     def get_state(self) -> dict[str, int]:
-        """What the manager saves."""
+        """Returns the state for the manager to save."""
         return {"position": self.position}
 
     def set_state(self, state: dict[str, int]) -> None:
-        """What it calls when it has restored."""
+        """Sets the state after the manager has restored it."""
         self.position = state["position"]
 
 
@@ -169,7 +170,7 @@ class Batches:
 def train(
     config: Config, manager: jaxckpt.CheckpointManager, log_file: Path, options: argparse.Namespace
 ) -> None:
-    """Trains to the end, or until it is told to stop, from where the run is."""
+    """Trains from the newest step of the run to the end, or until a signal stops the job."""
     mesh_shape = tuple(map(int, options.mesh.split("x")))
     mesh = jax.make_mesh(mesh_shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     optimizer = optax.adamw(1e-3)
@@ -179,7 +180,7 @@ def train(
         params = nnx.state(Transformer(config, nnx.Rngs(0)), nnx.Param)
         return {"params": params, "opt_state": optimizer.init(params), "key": jax.random.key(2)}
 
-    # Shapes, dtypes and the shardings that the model asks for on this mesh; nothing is computed.
+    # Shapes, dtypes and the shardings of the model on this mesh; nothing is computed.
     jax.set_mesh(mesh)
     graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))))
     abstract = jax.eval_shape(new_state)
@@ -204,7 +205,7 @@ def train(
     start, blocked_s = time.monotonic(), []
     number = signal.Signals[options.signal] if options.signal else None
     with manager, log_file.open("w", buffering=1) as log:
-        # From scratch, or from the newest whole step straight into those shardings.
+        # Starts from scratch, or restores the newest complete step with these shardings.
         state, first_step = manager.restore_or(init, items={"data": data})
         if first_step:
             say(f"restored step {first_step} onto {mesh.size} devices in {since(start)}")
@@ -222,24 +223,24 @@ def train(
                 metrics={"loss": loss},
                 force=step == config.steps,
                 custom_metadata={"mesh": options.mesh},
-            )  # from here on the next training step may donate `state`
+            )  # from here on, the next training step may donate `state`
             if handle is not None:
                 blocked_s.append(time.monotonic() - before)
                 print(json.dumps({"saved": step}), file=log)
                 is_due = number is not None and step >= options.signal_from
                 if is_due and signal_while_saving(handle, number):
-                    number = None  # once
+                    number = None  # only once
                     print(json.dumps({"signalled": step}), file=log)
             if manager.reached_preemption(step):
                 print(json.dumps({"preempted": step}), file=log)
-                say(f"was told to stop, and saved step {step}")
+                say(f"received the signal, and saved step {step}")
                 break
     ms = 1e3 * float(np.median(blocked_s))
-    say(f"to step {step} in {since(start)}; a save holds training up for {ms:.0f} ms (median)")
+    say(f"reached step {step} in {since(start)}; a save blocks training for {ms:.0f} ms (median)")
 
 
 def signal_while_saving(handle: jaxckpt.SaveHandle, number: signal.Signals) -> bool:
-    """Sends a signal to this process when a part of the data is on disk; False: it was too late."""
+    """Sends a signal to this process once part of the data is on disk; False if it was too late."""
     target = Path(handle.path)
     while not handle.done():
         sizes = [size_of(path) for path in uncommitted(target.parent, int(target.name))]
@@ -250,14 +251,14 @@ def signal_while_saving(handle: jaxckpt.SaveHandle, number: signal.Signals) -> b
 
 
 def uncommitted(run: Path, step: int) -> list[Path]:
-    """What a save of this step works in until it commits."""
+    """Returns the temporary paths of a save of this step that has not been committed."""
     return [path for path in run.iterdir() if path.name.startswith(f"{step}.")]
 
 
 def size_of(folder: Path) -> int:
     try:
         return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    except FileNotFoundError:  # a file that was renamed meanwhile
+    except FileNotFoundError:  # a file was renamed in the meantime
         return 0
 
 
@@ -266,7 +267,7 @@ def size_of(folder: Path) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """What a process told of its training; JSON keeps every bit of a loss."""
+    """The training log of one process; JSON keeps every bit of a loss."""
 
     losses: dict[int, float]
     saved: list[int]
@@ -284,11 +285,11 @@ def read_log(file: Path) -> Log:
 
 
 def demo(config: Config, open_manager: OpenManager, root: Path, config_options: list[str]) -> bool:
-    """Runs everything, prints it, and says whether all claims hold."""
+    """Runs all processes, prints the results, and returns whether all claims hold."""
     start = time.monotonic()
     straight, run, half = root / "uninterrupted", root / "run", root / "half"
     claims: dict[str, bool] = {}
-    with open_manager(straight) as manager:  # a wrong option is an error before anything runs
+    with open_manager(straight) as manager:  # a wrong option raises before anything is trained
         keep = manager.keep
 
     def launch(name: str, run: Path, mesh: str, *options: object) -> tuple[int, Log]:
@@ -302,7 +303,7 @@ def demo(config: Config, open_manager: OpenManager, root: Path, config_options: 
         print(f"FAIL: exit code {code}")
         return False
 
-    print("\n2. The same again, with a SIGKILL in the middle of a save")
+    print("\n2. Train the same again, with a SIGKILL in the middle of a save")
     kill = ("--signal", "SIGKILL", "--signal-from", config.kill_from)
     code, killed = launch("killed", run, "4x2", *kill)
     last = max(killed.losses)
@@ -312,15 +313,15 @@ def demo(config: Config, open_manager: OpenManager, root: Path, config_options: 
         return False
     claims[f"SIGKILL came while the save of step {last} was writing"] = True
     say(f"it left {parts[0].name}: {size_of(parts[0]) / 1e6:.1f} MB, not committed")
-    newest, report = jaxckpt.open(run), jaxckpt.verify(run)  # of its newest good step
+    newest, report = jaxckpt.open(run), jaxckpt.verify(run)  # both use the newest good step
     say(f"{str(newest).splitlines()[0]}\n   {report}")
     resumed_from = max(step for step in killed.saved if step != last)
-    claims[f"step {resumed_from} is the newest whole checkpoint, and passes verify"] = (
+    claims[f"step {resumed_from} is the newest complete checkpoint, and passes verify"] = (
         report.ok and Path(newest.path).name == str(resumed_from)
     )
 
     print(
-        "\n3. Go on in a new process: 8 devices, mesh 4x2; with a SIGTERM in the middle of a save"
+        "\n3. Resume in a new process: 8 devices, mesh 4x2; with a SIGTERM in the middle of a save"
     )
     stop = ("--signal", "SIGTERM", "--signal-from", config.stop_from)
     code, stopped = launch("stopped", run, "4x2", *stop)
@@ -329,29 +330,29 @@ def demo(config: Config, open_manager: OpenManager, root: Path, config_options: 
         print(f"FAIL: exit code {code}, {stopped}: not stopped in a save")
         return False
     claims |= {
-        f"what the SIGKILL had left is gone, and step {last} is saved": (
+        f"the leftovers of the SIGKILL are gone, and step {last} is saved": (
             not uncommitted(run, last) and (run / str(last)).is_dir()
         ),
         f"SIGTERM came while the save of step {stopped.signalled[0]} was writing": True,
-        f"it saved step {last_of_stopped}, whole, told so and ended with 0": (
+        f"it saved step {last_of_stopped} completely, reported it and exited with 0": (
             Path(jaxckpt.open(run).path).name == str(last_of_stopped) and jaxckpt.verify(run).ok
         ),
     }
 
-    print(f"\n4. Fork step {last_of_stopped} into a run of its own")
+    print(f"\n4. Fork step {last_of_stopped} into a separate run")
     fork = Path(jaxckpt.fork(run / str(last_of_stopped), half))
     say(f"{fork.relative_to(root)} from {jaxckpt.open(fork).lineage}")
     claims[f"the fork has all {size_of(fork) / 1e6:.1f} MB of step {last_of_stopped} as links"] = (
         is_linked(run / str(last_of_stopped), fork)
     )
 
-    print("\n5. Go on to the end: 8 devices, mesh 4x2, as before")
+    print("\n5. Resume and run to the end: 8 devices, mesh 4x2, as before")
     finish_code, finished = launch("finished", run, "4x2")
 
-    print("\n6. Go on from the fork on half of the devices: 4 devices, mesh 2x2")
+    print("\n6. Resume from the fork on half of the devices: 4 devices, mesh 2x2")
     half_code, forked = launch("forked", half, "2x2")
 
-    print("\n7. The newest checkpoint of that run, as a tree")
+    print("\n7. The tree of the fork's newest checkpoint")
     print(jaxckpt.open(half))
 
     print("\n8. Losses")
@@ -380,7 +381,7 @@ def demo(config: Config, open_manager: OpenManager, root: Path, config_options: 
     rest = range(last_of_stopped + 1, config.steps + 1)
     farthest = max(abs(forked.losses.get(n, np.inf) - whole.losses[n]) for n in rest)
     losses = killed.losses | stopped.losses | finished.losses
-    saved = {  # the losses of the steps that each run saved
+    saved = {  # the losses of the steps that each run has saved
         straight: {n: whole.losses[n] for n in whole.saved},
         run: {n: losses[n] for n in [*killed.saved, *stopped.saved, *finished.saved]},
         half: {n: (stopped.losses | forked.losses)[n] for n in [last_of_stopped, *forked.saved]},
@@ -394,9 +395,9 @@ def demo(config: Config, open_manager: OpenManager, root: Path, config_options: 
         f"{names}, forked on 2x2: losses within {TOLERANCE:g} ({farthest:.0e})": (
             farthest <= TOLERANCE
         ),
-        "the last two processes ended with 0": finish_code == half_code == 0,
+        "the last two processes exited with 0": finish_code == half_code == 0,
         "the loss fell": whole.losses[config.steps] < 0.9 * whole.losses[1],
-        f"of steps {sorted(saved[run])} the policy kept {kept[run]}, as it should": all(
+        f"of steps {sorted(saved[run])} the policy kept {kept[run]}, as expected": all(
             kept[path] == to_keep(keep, saved[path]) for path in saved
         ),
         f"all {len(reports)} checkpoints pass verify": all(report.ok for report in reports),
@@ -409,7 +410,7 @@ def demo(config: Config, open_manager: OpenManager, root: Path, config_options: 
 
 
 def launch_training(mesh: str, *options: object) -> int:
-    """Trains in a new process with a virtual device for each place of the mesh; its exit code."""
+    """Trains in a new process with a virtual device per mesh position; returns the exit code."""
     count = int(np.prod([int(n) for n in mesh.split("x")]))
     env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
     command = [sys.executable, __file__, "--phase", "train", *map(str, options)]
@@ -417,7 +418,7 @@ def launch_training(mesh: str, *options: object) -> int:
 
 
 def is_linked(source: Path, fork: Path) -> bool:
-    """Whether every file of every item of a fork is one of its source: no bytes were copied."""
+    """Whether every file of every item of a fork is a file of its source: no bytes were copied."""
     files = [file for file in fork.glob("*/**/*") if file.is_file()]
     return bool(files) and all(file.samefile(source / file.relative_to(fork)) for file in files)
 
@@ -427,10 +428,8 @@ def steps_in(run: Path) -> list[int]:
 
 
 def to_keep(keep: jaxckpt.KeepPolicy, losses: dict[int, float]) -> list[int]:
-    """The steps that should be left of those saved, none of which is old."""
-    infos = [
-        jaxckpt.StepInfo(step=n, saved_s=0.0, metrics={"loss": loss}) for n, loss in losses.items()
-    ]
+    """Returns the steps that the policy should have kept, if none of them is old."""
+    infos = [StepInfo(step=n, saved_s=0.0, metrics={"loss": loss}) for n, loss in losses.items()]
     return sorted(keep.kept(infos, now_s=0.0))
 
 
@@ -442,7 +441,7 @@ def print_losses(steps: list[int], runs: dict[str, dict[int, float]]) -> None:
 
 
 def is_same_tree(a: Path, b: Path) -> bool:
-    """Whether the newest checkpoints of two runs hold the same tree, whatever is in it."""
+    """Whether the newest checkpoints of two runs hold the same tree."""
     trees = [jaxckpt.restore(run, as_numpy=True) for run in (a, b)]
     return jax.tree.all(jax.tree.map(lambda one, other: bool(np.all(one == other)), *trees))
 
@@ -456,13 +455,13 @@ def since(start: float) -> str:
 
 
 def read_config(options: argparse.Namespace) -> tuple[Config, OpenManager]:
-    """The sizes, and how to open the run in a directory."""
+    """Returns the sizes, and a function that opens the run in a directory."""
     if options.gin_file is not None:
         import gin
 
         from jaxckpt.integrations import gin as jaxckpt_gin
 
-        gin.add_config_file_search_path(str(CONFIG.parent))  # for what they include
+        gin.add_config_file_search_path(str(CONFIG.parent))  # for `include`
         new_config = gin.external_configurable(Config, module="demo")
         jaxckpt_gin.load([options.gin_file])
         return new_config(), jaxckpt_gin.CheckpointManager
@@ -482,11 +481,11 @@ def read_config(options: argparse.Namespace) -> tuple[Config, OpenManager]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="A training run that is killed, and goes on.")
-    parser.add_argument("--run", type=Path, help="a new directory, to keep all of it")
+    parser = argparse.ArgumentParser(description="Kills and resumes a training run.")
+    parser.add_argument("--run", type=Path, help="a new directory, in which all files are kept")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--config", type=Path, default=CONFIG, help="a file with get_config()")
-    source.add_argument("--gin_file", type=Path, help="a file of gin's, instead")
+    source.add_argument("--gin_file", type=Path, help="a gin file to use instead of --config")
     own = parser.add_argument_group("for the processes that the demo starts")
     own.add_argument("--phase", choices=["demo", "train"], default="demo")
     own.add_argument("--mesh")
@@ -511,5 +510,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(line_buffering=True)  # in order with what the other processes print
+    sys.stdout.reconfigure(line_buffering=True)  # in order with the output of the other processes
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Equinox and optax: the arrays of a model are saved, and its functions stay in the program.
+"""Equinox and optax: the arrays of a model are saved, its functions stay in the program.
 
 python examples/equinox_model.py
 """
@@ -21,24 +21,24 @@ OPTIMIZER = optax.adamw(1e-2)
 
 
 def create() -> eqx.nn.MLP:
-    """One hidden layer; a leaf of it is the activation, which is no array."""
+    """Makes a network with one hidden layer; its activation is a leaf that is not an array."""
     return eqx.nn.MLP(1, 1, 32, 1, activation=jnp.tanh, key=jax.random.key(0))
 
 
 @jax.jit
 def init() -> dict[str, Any]:
-    """The first state; where there is a checkpoint it is traced for the shapes, and never run."""
+    """Makes the first state; if there is a checkpoint, it is only traced for the shapes."""
     params = eqx.filter(create(), eqx.is_array)
     return {"params": params, "opt_state": OPTIMIZER.init(params)}
 
 
-# What is no array: functions and sizes.
+# The leaves that are not arrays: functions and sizes.
 STATIC = eqx.partition(eqx.filter_eval_shape(create), lambda x: hasattr(x, "shape"))[1]
 
 
 @jax.jit
 def train_step(state: dict[str, Any], step: int) -> tuple[dict[str, Any], jax.Array]:
-    """One step towards a sine."""
+    """Makes one training step towards a sine."""
     x = jax.random.uniform(jax.random.fold_in(jax.random.key(1), step), (64, 1), maxval=3)
 
     def loss_of(params: eqx.nn.MLP) -> jax.Array:
@@ -50,7 +50,7 @@ def train_step(state: dict[str, Any], step: int) -> tuple[dict[str, Any], jax.Ar
 
 
 def train(run: Path, steps: int) -> dict[str, Any]:
-    """Trains to that step, from where the run is."""
+    """Trains to the given step, starting from the newest step of the run."""
     save, keep = jaxckpt.SavePolicy(every_steps=10), jaxckpt.KeepPolicy(last=2)
     with jaxckpt.CheckpointManager(run, save=save, keep=keep) as manager:
         state, start = manager.restore_or(init)
@@ -62,7 +62,7 @@ def train(run: Path, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Trains at once, and in two parts, and compares."""
+    """Trains in one go and in two parts, and compares the results."""
     with tempfile.TemporaryDirectory() as folder:
         whole = train(Path(folder, "whole"), 40)
         train(Path(folder, "parts"), 20)

@@ -1,9 +1,9 @@
-"""A training loop whose options, those of its checkpoints too, are absl flags.
+"""A training loop whose options, including those of its checkpoints, are absl flags.
 
     python examples/flags.py --config=configs/train.py --config.checkpoint.directory=DIR \\
         --config.checkpoint.keep.last=2
 
-Started again with more --config.steps, it goes on where it was.
+Started again with more --config.steps, it resumes where it was.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONFIG = config_flags.DEFINE_config_file("config", default="configs/train.py")
 
 @jax.jit
 def init() -> dict[str, jax.Array]:
-    """A line through nothing."""
+    """Starts with a line through the origin with slope 0."""
     return {"slope": jnp.zeros(()), "offset": jnp.zeros(())}
 
 
@@ -30,7 +30,7 @@ def init() -> dict[str, jax.Array]:
 def train_step(
     params: dict[str, jax.Array], step: int, rate: float
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """One step of gradient descent towards y = 3x - 1."""
+    """Makes one step of gradient descent towards y = 3x - 1."""
     x = jax.random.uniform(jax.random.fold_in(jax.random.key(0), step), (32,))
 
     def loss_of(params: dict[str, jax.Array]) -> jax.Array:
@@ -41,7 +41,7 @@ def train_step(
 
 
 def main(argv: Sequence[str]) -> None:
-    """Trains."""
+    """Trains as the flags say."""
     config = CONFIG.value
     with jaxckpt.CheckpointManager.from_config(config.checkpoint) as manager:
         params, start = manager.restore_or(init)

@@ -1,4 +1,4 @@
-"""Flax linen and optax: a `TrainState` that is stopped half-way goes on with the same bits.
+"""Flax linen and optax: a `TrainState` stopped half-way resumes with the same bits.
 
 python examples/flax_linen.py
 """
@@ -31,14 +31,14 @@ MODEL, OPTIMIZER = Mlp(), optax.adamw(1e-2)
 
 @jax.jit
 def init() -> TrainState:
-    """The first state; where there is a checkpoint it is traced for the shapes, and never run."""
+    """Makes the first state; if there is a checkpoint, it is only traced for the shapes."""
     params = MODEL.init(jax.random.key(0), jnp.zeros((1, 1)))["params"]
     return TrainState.create(apply_fn=MODEL.apply, params=params, tx=OPTIMIZER)
 
 
 @jax.jit
 def train_step(state: TrainState) -> tuple[TrainState, jax.Array]:
-    """One step towards a sine; its data follow from `state.step`, which is saved with the rest."""
+    """Makes one step towards a sine; the data depend only on `state.step`, which is saved too."""
     x = jax.random.uniform(jax.random.fold_in(jax.random.key(1), state.step), (64, 1), maxval=3)
 
     def loss_of(params: dict[str, jax.Array]) -> jax.Array:
@@ -49,7 +49,7 @@ def train_step(state: TrainState) -> tuple[TrainState, jax.Array]:
 
 
 def train(run: Path, steps: int) -> TrainState:
-    """Trains to that step, from where the run is."""
+    """Trains to the given step, starting from the newest step of the run."""
     save, keep = jaxckpt.SavePolicy(every_steps=10), jaxckpt.KeepPolicy(last=2)
     with jaxckpt.CheckpointManager(run, save=save, keep=keep) as manager:
         state, start = manager.restore_or(init)
@@ -61,7 +61,7 @@ def train(run: Path, steps: int) -> TrainState:
 
 
 def main() -> None:
-    """Trains at once, and in two parts, and compares."""
+    """Trains in one go and in two parts, and compares the results."""
     with tempfile.TemporaryDirectory() as folder:
         whole = train(Path(folder, "whole"), 40)
         train(Path(folder, "parts"), 20)

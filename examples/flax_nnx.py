@@ -1,4 +1,4 @@
-"""Flax nnx: modules, optimizer and dropout keys go on with the same bits, initialised once.
+"""Flax nnx: modules, optimizer and dropout keys resume with the same bits, initialised once.
 
 python examples/flax_nnx.py
 """
@@ -30,20 +30,20 @@ class Mlp(nnx.Module):
 
 
 def create() -> tuple[Mlp, nnx.Optimizer]:
-    """All that has a state."""
+    """Makes all objects that have a state."""
     model = Mlp(nnx.Rngs(0))
     return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
 
 
 @jax.jit
 def init() -> nnx.State:
-    """The first state; where there is a checkpoint it is traced for the shapes, and never run."""
+    """Makes the first state; if there is a checkpoint, it is only traced for the shapes."""
     return nnx.state(create())
 
 
 @nnx.jit
 def train_step(model: Mlp, optimizer: nnx.Optimizer, step: int) -> jax.Array:
-    """One step towards a sine."""
+    """Makes one training step towards a sine."""
     x = jax.random.uniform(jax.random.fold_in(jax.random.key(1), step), (64, 1), maxval=3)
     loss, gradients = nnx.value_and_grad(lambda model: jnp.mean((model(x) - jnp.sin(x)) ** 2))(
         model
@@ -53,8 +53,8 @@ def train_step(model: Mlp, optimizer: nnx.Optimizer, step: int) -> jax.Array:
 
 
 def train(run: Path, steps: int) -> nnx.State:
-    """Trains to that step, from where the run is."""
-    graph = nnx.graphdef(nnx.eval_shape(create))  # shapes, no arrays
+    """Trains to the given step, starting from the newest step of the run."""
+    graph = nnx.graphdef(nnx.eval_shape(create))  # only shapes, no arrays
     save, keep = jaxckpt.SavePolicy(every_steps=10), jaxckpt.KeepPolicy(last=2)
     with jaxckpt.CheckpointManager(run, save=save, keep=keep) as manager:
         state, start = manager.restore_or(init)
@@ -67,7 +67,7 @@ def train(run: Path, steps: int) -> nnx.State:
 
 
 def main() -> None:
-    """Trains at once, and in two parts, and compares."""
+    """Trains in one go and in two parts, and compares the results."""
     with tempfile.TemporaryDirectory() as folder:
         whole = train(Path(folder, "whole"), 40)
         train(Path(folder, "parts"), 20)

@@ -17,7 +17,7 @@ import jaxckpt
 
 
 def batches() -> grain.DatasetIterator:
-    """Shuffled batches of points on a line, for as long as they are asked for."""
+    """Returns an endless iterator over shuffled batches of points on a line."""
     points = np.linspace(0, 1, 1000, dtype=np.float32)
     data = grain.MapDataset.source(points).seed(0).shuffle().repeat().batch(32)
     return iter(data.to_iter_dataset())
@@ -25,7 +25,7 @@ def batches() -> grain.DatasetIterator:
 
 @jax.jit
 def init() -> dict[str, jax.Array]:
-    """A line through nothing."""
+    """Starts with a line through the origin with slope 0."""
     return {"slope": jnp.zeros(()), "offset": jnp.zeros(())}
 
 
@@ -33,7 +33,7 @@ def init() -> dict[str, jax.Array]:
 def train_step(
     params: dict[str, jax.Array], x: jax.Array
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """One step of gradient descent towards y = 3x - 1."""
+    """Makes one step of gradient descent towards y = 3x - 1."""
 
     def loss_of(params: dict[str, jax.Array]) -> jax.Array:
         return jnp.mean((params["slope"] * x + params["offset"] - (3 * x - 1)) ** 2)
@@ -43,11 +43,11 @@ def train_step(
 
 
 def train(run: Path, steps: int) -> dict[str, jax.Array]:
-    """Trains to that step, from where the run is."""
+    """Trains to the given step, starting from the newest step of the run."""
     data = batches()
     save, keep = jaxckpt.SavePolicy(every_steps=10), jaxckpt.KeepPolicy(last=2)
     with jaxckpt.CheckpointManager(run, save=save, keep=keep) as manager:
-        params, start = manager.restore_or(init, items={"data": data})  # `data` goes on in place
+        params, start = manager.restore_or(init, items={"data": data})  # restores `data` in place
         for step in range(start + 1, steps + 1):
             params, loss = train_step(params, next(data))
             manager.save(step, params, items={"data": data}, metrics={"loss": loss})
@@ -56,7 +56,7 @@ def train(run: Path, steps: int) -> dict[str, jax.Array]:
 
 
 def main() -> None:
-    """Trains at once, and in two parts, and compares."""
+    """Trains in one go and in two parts, and compares the results."""
     with tempfile.TemporaryDirectory() as folder:
         whole = train(Path(folder, "whole"), 40)
         train(Path(folder, "parts"), 20)

@@ -1,4 +1,4 @@
-"""LoRA: a base that is restored and never saved again, and adapters that are saved alone.
+"""LoRA: the base is restored and never saved again, and only the adapters are saved.
 
 python examples/lora.py
 """
@@ -17,12 +17,12 @@ import optax
 import jaxckpt
 
 OPTIMIZER = optax.adam(1e-2)
-ADAPTERS = "*/lora_*"  # leaves by their path
+ADAPTERS = "*/lora_*"  # matches leaf paths
 Params = dict[str, dict[str, jax.Array]]
 
 
 def create(rank: int = 4) -> Params:
-    """Two layers, a kernel and the two factors of an adapter in each."""
+    """Makes two layers, each with a kernel and the two factors of an adapter."""
     keys = jax.random.split(jax.random.key(0), 4)
     return {
         name: {
@@ -35,7 +35,7 @@ def create(rank: int = 4) -> Params:
 
 
 def part(params: Params, *, adapters: bool) -> Params:
-    """The adapters, or all but them."""
+    """Returns only the adapters, or everything but the adapters."""
     return {
         name: {leaf: x for leaf, x in layer.items() if leaf.startswith("lora_") == adapters}
         for name, layer in params.items()
@@ -50,7 +50,7 @@ def apply(params: Params, x: jax.Array) -> jax.Array:
 
 @jax.jit
 def train_step(state: dict[str, Any], base: Params, step: int) -> tuple[dict[str, Any], jax.Array]:
-    """One step of the adapters alone, towards reversing a vector."""
+    """Makes one step that changes only the adapters, towards reversing a vector."""
     x = jax.random.uniform(jax.random.fold_in(jax.random.key(1), step), (64, 64))
 
     def loss_of(adapters: Params) -> jax.Array:
@@ -66,7 +66,7 @@ def train_step(state: dict[str, Any], base: Params, step: int) -> tuple[dict[str
 
 
 def tune(base_path: Path, run: Path, steps: int) -> Params:
-    """Tunes to that step, from where the run is."""
+    """Tunes to the given step, starting from the newest step of the run."""
     base = jaxckpt.restore(base_path, part(jax.eval_shape(create), adapters=False))
 
     @jax.jit
@@ -84,7 +84,7 @@ def tune(base_path: Path, run: Path, steps: int) -> Params:
 
 
 def main() -> None:
-    """Tunes at once, and in two parts; puts base and adapters together; compares."""
+    """Tunes in one go and in two parts, combines base and adapters, and compares the results."""
     with tempfile.TemporaryDirectory() as folder:
         base, run = Path(folder, "base"), Path(folder, "parts")
         jaxckpt.save(base, part(create(), adapters=False))
@@ -93,14 +93,14 @@ def main() -> None:
         parts = tune(base, run, 40)
         assert jax.tree.all(jax.tree.map(np.array_equal, whole, parts))
 
-        # To serve it: what is skipped stays as it is in the target, and the adapters fill it.
+        # To serve it: skipped leaves keep the target's values, and the adapters then fill them.
         empty = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), jax.eval_shape(create))
         params = jaxckpt.restore(base, empty, skip=ADAPTERS)
         tuned = jaxckpt.restore(run, {"adapters": params}, only=f"adapters/{ADAPTERS}")["adapters"]
         assert jax.tree.all(jax.tree.map(np.array_equal, whole, tuned))
 
         adapters = jaxckpt.open(run)["adapters"]
-        print(f"a step has {adapters.size_bytes} bytes of adapters, and none of the base:")
+        print(f"a step has {adapters.size_bytes} bytes of adapters and nothing of the base:")
         print(adapters)
 
 

@@ -1,10 +1,11 @@
-"""A training loop that can be stopped at any time, and goes on where it was.
+"""A training loop that can be stopped at any time, and resumes where it was.
 
     python examples/preemptible.py --run DIR
     python examples/preemptible.py --run DIR --coordinator HOST:PORT --processes 2 --index 0
 
-On SIGTERM or SIGUSR1 it saves the step that it is at and ends with --requeue-code: start it again,
-and it goes on from there. With 0 it has finished. `slurm.sh` and `kubernetes.yaml` do so.
+On SIGTERM or SIGUSR1 it saves its current step and exits with --requeue-code; started again, it
+resumes at that step. When it has finished, it exits with 0. `slurm.sh` and `kubernetes.yaml`
+restart it in this way.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Params = dict[str, jax.Array]
 
 
 class Batches:
-    """Random points on a curve; which ones follows from how many batches were taken."""
+    """Random points on a curve, determined by the number of batches taken so far."""
 
     def __init__(self, sharding: NamedSharding) -> None:
         self.sharding, self.taken = sharding, 0
@@ -34,16 +35,16 @@ class Batches:
         return jax.make_array_from_callback(points.shape, self.sharding, lambda i: points[i])
 
     def get_state(self) -> dict[str, int]:
-        """What `save` stores."""
+        """Returns the state for `save` to store."""
         return {"taken": self.taken}
 
     def set_state(self, state: dict[str, int]) -> None:
-        """What `restore_or` calls."""
+        """Sets the state; called by `restore_or`."""
         self.taken = state["taken"]
 
 
 def init() -> Params:
-    """One hidden layer."""
+    """Makes the parameters of one hidden layer."""
     keys = jax.random.split(jax.random.key(0))
     return {"up": jax.random.normal(keys[0], (1, 32)), "down": jax.random.normal(keys[1], (32, 1))}
 
@@ -52,7 +53,7 @@ def init() -> Params:
 def train_step(
     params: dict[str, jax.Array], x: jax.Array
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """One step of gradient descent."""
+    """Makes one step of gradient descent."""
 
     def loss_of(params: dict[str, jax.Array]) -> jax.Array:
         return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] - jnp.sin(3 * x)) ** 2)
@@ -64,11 +65,11 @@ def train_step(
 def main() -> int:
     """Trains, and returns the exit status."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--run", required=True, help="directory of the checkpoints")
+    parser.add_argument("--run", required=True, help="directory for the checkpoints")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--save-every", type=int, default=100)
     parser.add_argument("--requeue-code", type=int, default=85)
-    parser.add_argument("--coordinator", help="HOST:PORT of process 0, if there are several")
+    parser.add_argument("--coordinator", help="HOST:PORT of process 0, for several processes")
     parser.add_argument("--processes", type=int)
     parser.add_argument("--index", type=int)
     args = parser.parse_args()
@@ -85,7 +86,7 @@ def main() -> int:
         while step < args.steps and not manager.reached_preemption(step):
             step += 1
             params, loss = train_step(params, next(batches))
-            loss = float(loss)  # in all: no process runs ahead, which CPU collectives do not bear
+            loss = float(loss)  # in every process: CPU collectives fail if one runs ahead
             if jax.process_index() == 0:
                 print(f"step {step}: loss {loss}", flush=True)
             manager.save(step, params, items={"batches": batches}, force=step == args.steps)

@@ -28,6 +28,9 @@ Words, one for each idea:
     whole       committed, and every file is there in its size; whether the bytes are the ones that
                 were written, `verify` says
     like        the tree that a restore takes its structure, dtypes and shardings from
+
+`jaxckpt.types` has the classes of what is returned and handed to callbacks, `jaxckpt.errors` those
+of all errors.
 """
 
 from __future__ import annotations
@@ -36,29 +39,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jaxckpt._core import notebook as _notebook
-from jaxckpt._version import __version__
+from jaxckpt._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from jaxckpt import errors as errors
+    from jaxckpt import types as types
     from jaxckpt._convert.convert import convert
     from jaxckpt._convert.safetensors import export_safetensors, import_safetensors
-    from jaxckpt._inspect.diff import DiffReport, LeafDiff, diff
+    from jaxckpt._inspect.diff import diff
     from jaxckpt._inspect.open import Checkpoint, open  # jaxckpt.open is its name
-    from jaxckpt._inspect.statistics import LeafStatistics
-    from jaxckpt._inspect.verify import VerifyReport, verify
-    from jaxckpt._progress.timing import Progress, Timing
-    from jaxckpt._restore.match import RestoreReport
+    from jaxckpt._inspect.verify import verify
     from jaxckpt._restore.restore import restore
     from jaxckpt._run.fork import fork
     from jaxckpt._run.manager import CheckpointManager
-    from jaxckpt._run.retention import KeepPolicy, StepInfo
-    from jaxckpt._run.schedule import Decision, SavePolicy
+    from jaxckpt._run.retention import KeepPolicy
+    from jaxckpt._run.schedule import SavePolicy
     from jaxckpt._save.save import SaveHandle, save, save_async
     from jaxckpt.errors import (
         CheckpointError,
         CheckpointNotFound,
         CheckpointTimeout,
         CorruptCheckpoint,
-        Difference,
         ProcessesDisagree,
         SaveFailed,
         StepExists,
@@ -69,37 +70,27 @@ if TYPE_CHECKING:
 
 # Where each public name is defined. Importing jaxckpt imports none of it, nor jax, nor TensorStore.
 _HOME = {
-    "fork": "_run.fork",
-    "convert": "_convert.convert",
-    "diff": "_inspect.diff",
-    "DiffReport": "_inspect.diff",
-    "LeafDiff": "_inspect.diff",
-    "LeafStatistics": "_inspect.statistics",
-    "export_safetensors": "_convert.safetensors",
-    "import_safetensors": "_convert.safetensors",
     "CheckpointManager": "_run.manager",
     "SavePolicy": "_run.schedule",
-    "Decision": "_run.schedule",
     "KeepPolicy": "_run.retention",
-    "StepInfo": "_run.retention",
+    "convert": "_convert.convert",
+    "diff": "_inspect.diff",
+    "export_safetensors": "_convert.safetensors",
+    "import_safetensors": "_convert.safetensors",
+    "fork": "_run.fork",
+    "open": "_inspect.open",
+    "Checkpoint": "_inspect.open",
     "restore": "_restore.restore",
     "save": "_save.save",
     "save_async": "_save.save",
     "SaveHandle": "_save.save",
-    "Progress": "_progress.timing",
-    "Timing": "_progress.timing",
-    "RestoreReport": "_restore.match",
     "verify": "_inspect.verify",
-    "VerifyReport": "_inspect.verify",
-    "open": "_inspect.open",
-    "Checkpoint": "_inspect.open",
     **dict.fromkeys(
         (
             "CheckpointError",
             "CheckpointNotFound",
             "CheckpointTimeout",
             "CorruptCheckpoint",
-            "Difference",
             "ProcessesDisagree",
             "SaveFailed",
             "StepExists",
@@ -110,6 +101,7 @@ _HOME = {
         "errors",
     ),
 }
+_MODULES = ("errors", "types")
 
 __all__ = [
     "Checkpoint",
@@ -118,26 +110,15 @@ __all__ = [
     "CheckpointNotFound",
     "CheckpointTimeout",
     "CorruptCheckpoint",
-    "Decision",
-    "DiffReport",
-    "Difference",
     "KeepPolicy",
-    "LeafDiff",
-    "LeafStatistics",
     "ProcessesDisagree",
-    "Progress",
-    "RestoreReport",
     "SaveFailed",
     "SaveHandle",
     "SavePolicy",
     "StepExists",
-    "StepInfo",
-    "Timing",
     "TreeMismatch",
     "UnsupportedFormat",
     "UnsupportedLeaf",
-    "VerifyReport",
-    "__version__",
     "convert",
     "diff",
     "export_safetensors",
@@ -168,6 +149,8 @@ _notebook.register("manager", _draw_manager)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -177,4 +160,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, *_MODULES, "__version__"]

@@ -1,7 +1,7 @@
-"""What can go wrong, as types. Each is also the built-in that a caller would expect to catch.
+"""The errors of jaxckpt. Each is also the built-in error that a caller would expect to catch.
 
 A class exists here only if a caller would handle it differently from the others. Wrong arguments
-(an unknown option, a negative count) are plain `TypeError` and `ValueError`.
+(an unknown option, a negative count) raise plain `TypeError` and `ValueError`.
 """
 
 from __future__ import annotations
@@ -11,45 +11,45 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-# What a path answers that is not there, or is not what it should be. Every other code is about the
-# storage or the process: an I/O error, no permission, too many open files.
+# Codes for a path that is missing or of the wrong type. Every other code concerns the storage or
+# the process: an I/O error, no permission, too many open files.
 _OF_WHAT_IS_STORED: Final = frozenset(
     {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG}
 )
 
 
 def is_io_failure(error: BaseException) -> bool:
-    """Whether something could not be read just now, which says nothing of what is stored there.
+    """Returns whether a read failed for a reason that does not concern the stored data.
 
-    Such an error reaches the user as it is, an OSError: nothing is taken for damaged because of it.
+    Such an error reaches the user unchanged, as an OSError; it is never treated as corruption.
     """
     number = error.errno if isinstance(error, OSError) else None
     return number is not None and number not in _OF_WHAT_IS_STORED
 
 
 class CheckpointError(Exception):
-    """The base of every error that is about a checkpoint rather than about an argument."""
+    """The base of every error about a checkpoint, as opposed to an argument."""
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
-    """There is no committed checkpoint where one was asked for."""
+    """No committed checkpoint exists at the given place."""
 
 
 class StepExists(CheckpointError, FileExistsError):
-    """Something is already there, and replacing it was not asked for."""
+    """The path already exists, and replacing it was not requested."""
 
 
 class UnsupportedLeaf(CheckpointError, ValueError):
-    """A leaf, or a name, that a checkpoint cannot hold. Raised before anything is written."""
+    """A checkpoint cannot hold a leaf or its name. Raised before anything is written."""
 
 
 class UnsupportedFormat(CheckpointError, ValueError):
-    """A checkpoint of a kind, or a version, that this release does not read or write."""
+    """The checkpoint has a format or a version that this release does not read or write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One leaf in which the wanted and the saved tree differ; `None` where a side has no leaf."""
+    """A leaf that differs between the wanted and the saved tree; `None` if a side lacks it."""
 
     leaf: str
     wanted: str | None
@@ -61,7 +61,7 @@ class Difference:
 
 
 class TreeMismatch(CheckpointError, ValueError):
-    """The tree that was asked for does not fit the one that was saved.
+    """The requested tree does not fit the saved tree.
 
     Attributes:
         differences: Every leaf that differs, not only the first.
@@ -73,11 +73,11 @@ class TreeMismatch(CheckpointError, ValueError):
 
 
 class CorruptCheckpoint(CheckpointError, OSError):
-    """Stored bytes are missing, damaged, or do not say what a checkpoint says.
+    """Stored bytes are missing, damaged or invalid.
 
     Attributes:
-        leaf: Path of the leaf whose data is bad, or None.
-        file: The file that is bad, or None.
+        leaf: Path of the leaf with bad data, or None.
+        file: The bad file, or None.
     """
 
     def __init__(self, message: str, *, leaf: str | None = None, file: str | None = None) -> None:
@@ -87,14 +87,17 @@ class CorruptCheckpoint(CheckpointError, OSError):
 
 
 class SaveFailed(CheckpointError, RuntimeError):
-    """A save failed; what is there is whole, as a rule what was there before. Has the cause."""
+    """The save failed. A checkpoint at the path is complete, normally the previous one.
+
+    The cause is chained.
+    """
 
 
 class ProcessesDisagree(CheckpointError, RuntimeError):
-    """The processes of a job did not do the same thing, or some of them failed.
+    """The processes of a job did not all do the same, or some of them failed.
 
     Attributes:
-        failures: What each process that failed said, by process index.
+        failures: The error message of each failed process, by process index.
     """
 
     def __init__(self, message: str, failures: Mapping[int, str] | None = None) -> None:
@@ -103,7 +106,7 @@ class ProcessesDisagree(CheckpointError, RuntimeError):
 
 
 class CheckpointTimeout(CheckpointError, TimeoutError):
-    """A wait ran out of time.
+    """A wait timed out.
 
     Attributes:
         missing: Indices of the processes that did not arrive.

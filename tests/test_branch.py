@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt import CheckpointManager, CheckpointNotFound, CorruptCheckpoint, StepExists
 from jaxckpt.format import names
-from jaxckpt.testing.strategies import same
+from tests.strategies import same
 
 # Orbax warns about each restore without a target.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")

@@ -19,14 +19,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxckpt
 from jaxckpt._core import box as _box
 from jaxckpt._disk import chunks as _chunks
-from jaxckpt._disk import find as _discovery
-from jaxckpt._disk import native as _item
 from jaxckpt._disk import reader as _reader
+from jaxckpt._disk.find import find, open_tree
+from jaxckpt._disk.regions import LeafRead
 from jaxckpt.format import arrays
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, PLAIN_DTYPES, dtype_of
 from jaxckpt.storage import _arrays, locate
-from jaxckpt.testing import simulate, strategies
-from jaxckpt.testing.strategies import jax_holds, random_bits, same, to_jax
+from jaxckpt.testing import simulate
+from tests import strategies
+from tests.strategies import jax_holds, random_bits, same, to_jax
 
 LAWS = settings(
     deadline=None,
@@ -72,13 +73,13 @@ def sharded(values, sizes, spec):
 
 def item_at(path, storage=None):
     found, where = locate(path)
-    return _item.read_item(_discovery.find(storage or found, where), "state")
+    return open_tree(find(storage or found, where), "state")
 
 
 def reading(item, wanted=None, boxes=None, *, dtype="f4", budget_bytes=1 << 20):
     leaves = {leaf.text: leaf for leaf in item.tree.leaves}
     reads = [
-        _reader.LeafRead(
+        LeafRead(
             leaf=leaves[name],
             boxes=tuple(boxes or [_box.whole(leaves[name].shape)]),
             dtype=np.dtype(dtype),

@@ -15,7 +15,7 @@ from jaxckpt.format import arrays, names
 from jaxckpt.format.tree import StoredArray
 from jaxckpt.storage import LocalStorage, _arrays, locate
 from jaxckpt.testing import FailingStorage
-from jaxckpt.testing.strategies import random_bits, same
+from tests.strategies import random_bits, same
 from tests.test_bad_input import rewrite_record
 from tests.test_chunks import UNIT_BYTES, item_at, values_of
 

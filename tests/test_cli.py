@@ -348,13 +348,13 @@ def test_convert_copies_a_part_in_another_dtype(root, command):
     assert list(jaxckpt.open(target)) == ["params/dense/b", "params/dense/w"]
 
 
-def test_convert_writes_zarr_2_in_plain_files(root):
+def test_convert_writes_plain_files(root):
     """And what it wrote has the same values."""
     target = root.parent / "plain"
 
-    assert cli("convert", root, target, "--zarr", "2", "--no-ocdbt")[0] == 0
+    assert cli("convert", root, target, "--no-ocdbt")[0] == 0
 
-    assert list(target.rglob(".zarray"))
+    assert list(target.rglob("zarr.json"))
     assert cli("diff", root, target)[0] == 0
 
 

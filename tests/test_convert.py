@@ -37,22 +37,20 @@ from jaxckpt import (
     UnsupportedLeaf,
 )
 from jaxckpt._convert.source import _in_order, of_checkpoint, plain_root
-from jaxckpt._convert.target import DiskLayout, chunked, run_shape, widened, write_checkpoint
+from jaxckpt._convert.target import chunked, run_shape, widened, write_checkpoint
 from jaxckpt.format import names, step
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, dtype_of
 from jaxckpt.format.tree import NAMED, SEQUENCE, Leaf, StoredArray
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import CrashingStorage, SimulatedCrash
-from jaxckpt.testing.strategies import same, trees
 from tests.golden import compare
 from tests.golden.fixture import Golden, golden_names
+from tests.strategies import same, trees
 
 # Orbax warns about each restore without a target.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 
 ROOT = Path(__file__).parents[1]
-LAYOUTS = [(3, True), (3, False), (2, True), (2, False)]
-OTHERS = LAYOUTS[1:]
 # One of each kind of layout and of release; all of them are read in `test_reads_orbax`.
 SAMPLES = [name for name in golden_names() if "item-kinds" not in name]
 FEW = [
@@ -191,16 +189,13 @@ def test_a_sample_of_orbax_becomes_ours(golden: Golden, tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ocdbt", [True, False])
 @pytest.mark.parametrize("name", SAMPLES)
-def test_every_sample_of_orbax_becomes_any_layout(golden: Golden, tmp_path, name, layout):
-    """76 samples of eight releases and of Flax, in four layouts."""
+def test_every_sample_of_orbax_becomes_any_layout(golden: Golden, tmp_path, name, ocdbt):
+    """76 samples of eight releases and of Flax, in a database and in plain files."""
     sample = golden(name)
-    zarr, ocdbt = layout
 
-    jaxckpt.convert(
-        sample.path, tmp_path / "copy", item=sample.about.get("item"), zarr=zarr, ocdbt=ocdbt
-    )
+    jaxckpt.convert(sample.path, tmp_path / "copy", item=sample.about.get("item"), ocdbt=ocdbt)
 
     assert jaxckpt.verify(tmp_path / "copy").ok
     assert compare.problems(sample, jaxckpt.restore(tmp_path / "copy")) == []
@@ -310,62 +305,56 @@ def test_a_cast_is_that_of_numpy(tmp_path, name):
     assert same(jaxckpt.restore(tmp_path / "back"), {"w": wanted.astype(np.float32)})
 
 
-# --- older layouts -------------------------------------------------------------------------------
+# --- plain files ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(AS_BYTES_DTYPES))
-@pytest.mark.parametrize(("zarr", "ocdbt"), OTHERS)
-def test_dtypes_that_older_layouts_have_no_word_for_are_refused(tmp_path, zarr, ocdbt, name):
+def test_dtypes_that_zarr_lacks_are_refused_for_plain_files(tmp_path, name):
     """They would come back as other numbers: the bytes that they are."""
     jaxckpt.save(tmp_path / "saved", {"good": np.ones(2), "bad": np.ones(2, dtype_of(name))})
 
     with pytest.raises(UnsupportedLeaf, match=f"bad: has dtype {name}") as caught:
-        jaxckpt.convert(tmp_path / "saved", tmp_path / "old", zarr=zarr, ocdbt=ocdbt)
+        jaxckpt.convert(tmp_path / "saved", tmp_path / "plain", ocdbt=False)
 
     assert "good" not in str(caught.value)
     assert os.listdir(tmp_path) == ["saved"]
 
 
-@pytest.mark.parametrize(("zarr", "ocdbt"), OTHERS)
-def test_older_layouts_are_read_by_both(saved, tree, tmp_path, zarr, ocdbt):
+def test_plain_files_are_read_by_both(saved, tree, tmp_path):
     """jaxckpt restores the types that Orbax has words for, and `verify` checks every file."""
-    jaxckpt.convert(saved, tmp_path / "old", zarr=zarr, ocdbt=ocdbt)
+    plain = tmp_path / "plain"
+    jaxckpt.convert(saved, plain, ocdbt=False)
 
-    got = jaxckpt.restore(tmp_path / "old")
+    got = jaxckpt.restore(plain)
     for part in ("params", "opt", "key", "tuple"):
         assert same(got[part], tree[part]), part
     assert got["numbers"] == tree["numbers"]
-    report = jaxckpt.verify(tmp_path / "old")
+    report = jaxckpt.verify(plain)
     assert (report.ok, report.unchecked) == (True, ()), report
-    theirs = ocp.PyTreeCheckpointer().restore(tmp_path / "old" / "state")
+    theirs = ocp.PyTreeCheckpointer().restore(plain / "state")
     assert np.array_equal(theirs["params"]["w"], tree["params"]["w"])
     assert theirs["text"]["plain"] == "a"
-    item = set(os.listdir(tmp_path / "old" / "state"))
-    assert (names.OCDBT_MANIFEST in item) == ocdbt
-    metadata = json.loads((tmp_path / "old" / "state" / names.TREE_METADATA).read_bytes())
-    assert (metadata["use_zarr3"], metadata["use_ocdbt"]) == (zarr == 3, ocdbt)
-    if not ocdbt:
-        assert (
-            tmp_path / "old/state/params.w" / (names.ZARR3 if zarr == 3 else names.ZARR2)
-        ).is_file()
+    assert names.OCDBT_MANIFEST not in os.listdir(plain / "state")
+    metadata = json.loads((plain / "state" / names.TREE_METADATA).read_bytes())
+    assert (metadata["use_zarr3"], metadata["use_ocdbt"]) == (True, False)
+    assert (plain / "state/params.w" / names.ZARR3).is_file()
 
 
-@pytest.mark.parametrize(("zarr", "ocdbt"), LAYOUTS)
+@pytest.mark.parametrize("ocdbt", [True, False])
 @pytest.mark.parametrize("tree", [np.arange(6.0).reshape(2, 3), 7, None, "text"])
-def test_a_tree_that_is_one_leaf_has_every_layout(tmp_path, tree, zarr, ocdbt):
+def test_a_tree_that_is_one_leaf_has_every_layout(tmp_path, tree, ocdbt):
     """Its array has no name, and may have no dimensions, or there is none."""
     jaxckpt.save(tmp_path / "saved", tree)
-    jaxckpt.convert(tmp_path / "saved", tmp_path / "copy", zarr=zarr, ocdbt=ocdbt)
+    jaxckpt.convert(tmp_path / "saved", tmp_path / "copy", ocdbt=ocdbt)
 
     assert same(jaxckpt.restore(tmp_path / "copy"), tree)
     assert jaxckpt.verify(tmp_path / "copy").ok
 
 
-@pytest.mark.parametrize(("zarr", "ocdbt"), OTHERS)
-def test_an_older_layout_comes_back(saved, tree, tmp_path, zarr, ocdbt):
-    """Its copy has checksums again."""
-    jaxckpt.convert(saved, tmp_path / "old", zarr=zarr, ocdbt=ocdbt, only=["params", "opt", "key"])
-    jaxckpt.convert(tmp_path / "old", tmp_path / "new")
+def test_plain_files_come_back(saved, tree, tmp_path):
+    """Their copy is a database with checksums again."""
+    jaxckpt.convert(saved, tmp_path / "plain", ocdbt=False, only=["params", "opt", "key"])
+    jaxckpt.convert(tmp_path / "plain", tmp_path / "new")
 
     report = jaxckpt.verify(tmp_path / "new")
     assert (report.ok, report.unchecked) == (True, ())
@@ -373,13 +362,28 @@ def test_an_older_layout_comes_back(saved, tree, tmp_path, zarr, ocdbt):
     assert same(got, {part: tree[part] for part in ("params", "opt", "key")})
 
 
+@pytest.mark.parametrize("zarr3", [True, False])
 @pytest.mark.parametrize("ocdbt", [True, False])
+def test_each_layout_of_orbax_becomes_ours(tmp_path, mesh, zarr3, ocdbt):
+    """zarr 2 and 3, in a database and in plain files: the copy has checksums."""
+    tree = {"w": sharded(np.arange(64.0).reshape(8, 8), mesh, P("x", "y")), "n": [jnp.ones(3), 7]}
+    handler = ocp.PyTreeCheckpointHandler(use_zarr3=zarr3, use_ocdbt=ocdbt)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(tmp_path / "orbax", tree)
+
+    jaxckpt.convert(tmp_path / "orbax", tmp_path / "copy")
+
+    report = jaxckpt.verify(tmp_path / "copy")
+    assert (report.ok, report.unchecked) == (True, ())
+    assert same(jaxckpt.restore(tmp_path / "copy"), tree)
+
+
 @pytest.mark.parametrize("damage", ["gone", "shorter", "other"])
-def test_damage_of_an_older_layout_is_found(tmp_path, damage, ocdbt):
+def test_damage_of_plain_files_is_found(tmp_path, damage):
     """By the record, which has the size and the digest of every file."""
     jaxckpt.save(tmp_path / "saved", {"w": np.arange(5000.0)})
-    jaxckpt.convert(tmp_path / "saved", tmp_path / "old", zarr=2, ocdbt=ocdbt)
-    files = (tmp_path / "old" / "state" / ("d" if ocdbt else "w")).iterdir()
+    jaxckpt.convert(tmp_path / "saved", tmp_path / "old", ocdbt=False)
+    files = [file for file in (tmp_path / "old" / "state" / "w").rglob("*") if file.is_file()]
     largest = max(files, key=lambda file: file.stat().st_size)
     data = largest.read_bytes()
     largest.unlink()
@@ -388,6 +392,8 @@ def test_damage_of_an_older_layout_is_found(tmp_path, damage, ocdbt):
 
     report = jaxckpt.verify(tmp_path / "old")
     assert [problem for problem in report.problems if problem.file == str(largest)], report
+    with pytest.raises(CorruptCheckpoint):
+        jaxckpt.restore(tmp_path / "old")
 
 
 def test_a_file_without_a_digest_is_not_called_checked(tmp_path):
@@ -447,7 +453,6 @@ def test_a_damaged_source_makes_no_copy(saved, tmp_path):
 def test_wrong_arguments_are_told_before_anything_is_made(saved, tmp_path):
     """As the built-ins that they are."""
     for wrong, options in [
-        ("zarr must be 2 or 3", {"zarr": 1}),
         ("no floating-point dtype", {"dtype": "int32"}),
         ("no floating-point dtype", {"dtype": "float7"}),
         ("matches no leaf", {"only": "missing"}),
@@ -500,19 +505,18 @@ def test_a_placeholder_of_orbax_cannot_be_copied(tmp_path):
 # --- crashes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("zarr", "ocdbt"), [(3, True), (2, False)])
+@pytest.mark.parametrize("ocdbt", [True, False])
 @pytest.mark.parametrize("torn", [False, True])
-def test_a_crash_leaves_all_or_nothing(ram_path, zarr, ocdbt, torn):
+def test_a_crash_leaves_all_or_nothing(ram_path, ocdbt, torn):
     """After any number of steps: the next copy succeeds, and leaves nothing else behind."""
     jaxckpt.save(ram_path / "saved", {"w": np.arange(1000.0), "n": 1})
-    layout = DiskLayout(zarr=zarr, ocdbt=ocdbt)
     target = ram_path / "to" / "copy"
 
     def copy(storage, *, overwrite=False):
         source = of_checkpoint(
             ram_path / "saved", item=None, only=None, skip=None, dtype=None, by="convert"
         )
-        write_checkpoint(storage, str(target), source, layout, overwrite=overwrite)
+        write_checkpoint(storage, str(target), source, ocdbt=ocdbt, overwrite=overwrite)
 
     after, crashed = 0, True
     while crashed:
@@ -541,13 +545,7 @@ def test_a_source_that_is_replaced_meanwhile_makes_no_copy(tmp_path):
     jaxckpt.save(tmp_path / "saved", {"w": np.zeros(3)}, overwrite=True)
 
     with pytest.raises((CheckpointNotFound, CorruptCheckpoint, SaveFailed)):
-        write_checkpoint(
-            LocalStorage(),
-            str(tmp_path / "copy"),
-            source,
-            DiskLayout(zarr=3, ocdbt=True),
-            overwrite=False,
-        )
+        write_checkpoint(LocalStorage(), str(tmp_path / "copy"), source, overwrite=False)
     assert os.listdir(tmp_path) == ["saved"]
 
 
@@ -626,13 +624,7 @@ def test_a_source_that_was_replaced_is_not_called_damaged(tmp_path):
     jaxckpt.save(tmp_path / "saved", {"w": np.zeros(3)}, overwrite=True)
 
     with pytest.raises(CheckpointNotFound, match="was replaced or deleted"):
-        write_checkpoint(
-            LocalStorage(),
-            str(tmp_path / "copy"),
-            source,
-            DiskLayout(zarr=3, ocdbt=True),
-            overwrite=False,
-        )
+        write_checkpoint(LocalStorage(), str(tmp_path / "copy"), source, overwrite=False)
 
     assert os.listdir(tmp_path) == ["saved"]
 

@@ -16,13 +16,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt._disk.find import find
-from jaxckpt._disk.native import read_item
+from jaxckpt._disk.find import find, open_tree
 from jaxckpt._inspect.diff import compare_block, compare_items
 from jaxckpt._inspect.value_stream import as_numbers
 from jaxckpt.storage import locate
-from jaxckpt.testing.strategies import host_arrays, random_bits, trees
 from tests.golden.fixture import Golden, golden_names
+from tests.strategies import host_arrays, random_bits, trees
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
@@ -358,7 +357,7 @@ def test_memory_is_bounded(ram_path, mesh):
     ones = np.ones((4096, 4096), np.float32)  # 64 MiB
     for name, spec in (("a", P(("x", "y"))), ("b", P(None, ("x", "y")))):
         jaxckpt.save(ram_path / name, {"w": jax.device_put(ones, NamedSharding(mesh, spec))})
-    a, b = (read_item(find(*locate(ram_path / name)), "state") for name in "ab")
+    a, b = (open_tree(find(*locate(ram_path / name)), "state") for name in "ab")
 
     tracemalloc.start()
     report = compare_items(a, b, budget_bytes=16 << 20)

@@ -136,7 +136,7 @@ def test_the_page_about_orbax_has_every_option_of_its_manager() -> None:
 
     assert options - first_cells() == set()
     page = (ROOT / "docs" / "orbax.md").read_text("utf-8")
-    assert f"`CheckpointManagerOptions` has {len(options)}." in page
+    assert f"`CheckpointManagerOptions` has {len(options)} options." in page
 
 
 def test_the_page_about_orbax_has_every_method_of_its_managers() -> None:
@@ -175,11 +175,12 @@ def test_the_page_about_orbax_has_every_policy() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    """Each name of `jaxckpt.__all__` has a heading, once, and nothing else has."""
+    """Each name of `jaxckpt` and of its types has a heading, once, and nothing else has."""
     pages = [page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md")]
-    found = re.findall(r"^::: jaxckpt\.(\w+)$", "\n".join(pages), re.MULTILINE)
+    found = re.findall(r"^::: jaxckpt\.((?:types\.|errors\.)?\w+)$", "\n".join(pages), re.MULTILINE)
+    types = {f"types.{name}" for name in jaxckpt.types.__all__}
 
-    assert sorted(found) == sorted(set(jaxckpt.__all__) - {"__version__"})
+    assert sorted(found) == sorted({*jaxckpt.__all__, *types, "errors.Difference"})
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)

@@ -15,7 +15,7 @@ from jaxckpt.format.arrays import PLAIN_DTYPES, STORABLE_DTYPES, dtype_of
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.step import FileFacts, Record, StepMetadata
 from jaxckpt.format.tree import Leaf, StoredArray
-from jaxckpt.testing.strategies import random_bits
+from tests.strategies import random_bits
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=100)
 
@@ -74,11 +74,11 @@ def test_json_of_too_many_parts_is_neither_parsed_nor_written(monkeypatch):
         ((), (), None, None),
         ((1 << 20,), (1,), None, None),
         ((1 << 14, 1 << 14), (1 << 14, 1 << 14), (16, 16), None),
-        ((1 << 22,), (1,), None, "of them; at most"),
+        ((1 << 22,), (1,), None, "chunks, the limit is"),
         ((1 << 33,), (1 << 36,), (1 << 12,), None),
-        ((16,), (1 << 40,), (1 << 10,), "of them; at most"),
-        ((16,), (1 << 32,), None, "bytes each; at most"),
-        ((1 << 40,), (1 << 40,), None, "bytes each; at most"),
+        ((16,), (1 << 40,), (1 << 10,), "chunks, the limit is"),
+        ((16,), (1 << 32,), None, "bytes per chunk, the limit"),
+        ((1 << 40,), (1 << 40,), None, "bytes per chunk, the limit"),
     ],
 )
 def test_arrays_of_others_have_limits(shape, chunk, inner, problem):
@@ -97,7 +97,7 @@ def test_json_that_is_too_large_is_not_parsed(monkeypatch):
     """The limit comes before the parser."""
     monkeypatch.setattr(jsontext, "MAX_BYTES", 10)
 
-    with pytest.raises(CorruptCheckpoint, match="at most 10"):
+    with pytest.raises(CorruptCheckpoint, match="the limit is 10"):
         jsontext.loads(b"[" + b" " * 20 + b"]", file="f")
 
 

@@ -24,8 +24,9 @@ from jaxckpt import UnsupportedLeaf
 from jaxckpt._save import tree_plan as _layout
 from jaxckpt._save.tree_plan import _MAX_KEPT, layout_of
 from jaxckpt.multihost import current
-from jaxckpt.testing import simulate, strategies
-from jaxckpt.testing.strategies import Pair, Struct, same
+from jaxckpt.testing import simulate
+from tests import strategies
+from tests.strategies import Pair, Struct, same
 
 LAWS = settings(
     deadline=None,

@@ -47,7 +47,7 @@ from jaxckpt.format.step import FileFacts, decode_record, digest, encode_record
 from jaxckpt.multihost import Single
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import FailingStorage, simulate
-from jaxckpt.testing.strategies import same
+from tests.strategies import same
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 READ_ONLY = OSError(errno.EROFS, "Read-only file system")

@@ -31,11 +31,11 @@ from jaxckpt import (
     SaveFailed,
     SavePolicy,
     StepExists,
-    StepInfo,
 )
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, is_temporary_file
 from jaxckpt.testing import CrashingStorage, FailingStorage, SimulatedCrash
+from jaxckpt.types import StepInfo
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 # The handlers of signals are those of the test run.

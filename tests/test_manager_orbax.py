@@ -23,7 +23,7 @@ from jaxckpt import (
 )
 from jaxckpt.format import names
 from jaxckpt.testing import simulate
-from jaxckpt.testing.strategies import same
+from tests.strategies import same
 
 ocp = pytest.importorskip("orbax.checkpoint")
 from orbax.checkpoint import v1  # noqa: E402

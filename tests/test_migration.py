@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxckpt import KeepPolicy, SavePolicy, StepInfo
+from jaxckpt import KeepPolicy, SavePolicy
 from jaxckpt._run.schedule import Costs, Schedule
+from jaxckpt.types import StepInfo
 
 ocp = pytest.importorskip("orbax.checkpoint")
 from orbax.checkpoint import v1  # noqa: E402

@@ -59,5 +59,21 @@ def test_all_is_what_is_public() -> None:
     for name in jaxckpt.__all__:
         assert getattr(jaxckpt, name) is not None
 
-    assert {*jaxckpt._HOME, "__version__"} == set(jaxckpt.__all__)
+    assert set(jaxckpt._HOME) == set(jaxckpt.__all__)
     assert jaxckpt.__all__ == sorted(jaxckpt.__all__)
+
+
+def test_the_top_is_small():
+    """At most 25 names; what they return is in `jaxckpt.types`, and `__version__` is no export."""
+    assert len(jaxckpt.__all__) <= 25
+    assert not set(jaxckpt.__all__) & set(jaxckpt.types.__all__)
+    assert jaxckpt.__version__
+
+
+def test_a_type_is_public_where_it_is_defined():
+    """Each name of `jaxckpt.types` is documented and of that module; no other module defines it."""
+    for name in jaxckpt.types.__all__:
+        value = getattr(jaxckpt.types, name)
+        assert name == "OnProgress" or value.__doc__
+        assert name == "OnProgress" or value.__module__ == "jaxckpt.types"
+    assert jaxckpt.types.__all__ == sorted(jaxckpt.types.__all__)

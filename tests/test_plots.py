@@ -18,10 +18,10 @@ import matplotlib.pyplot as plt
 
 import jaxckpt
 from jaxckpt import KeepPolicy
-from jaxckpt._progress.meter import Timing
 from jaxckpt._run.overview import RunOverview, StepOverview, overview
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.integrations import _palette, plots
+from jaxckpt.types import Timing
 
 LOSSES = {1: 0.5, 2: 0.1, 3: 0.4, 4: 0.3}
 
@@ -287,7 +287,7 @@ def test_a_mesh_that_cannot_be_is_refused(tmp_path):
 
     jaxckpt.save(tmp_path / "a", {"w": np.ones(3)})
     lie = SavedSharding(axis_names=("x",), axis_sizes=(10**15,), spec=("x",))
-    leaf = replace(jaxckpt.open(tmp_path / "a").leaves["w"], layout=lie)
+    leaf = replace(jaxckpt.open(tmp_path / "a").leaves["w"], saved_sharding=lie)
 
     with pytest.raises(ValueError, match="too large"):
         plots.sharding(leaf)

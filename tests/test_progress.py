@@ -20,16 +20,16 @@ import pytest
 
 import jaxckpt
 from jaxckpt._core import box as _box
-from jaxckpt._disk import find as _discovery
-from jaxckpt._disk.native import read_item
-from jaxckpt._disk.reader import LeafRead, read_leaves
+from jaxckpt._disk.find import find, open_tree
+from jaxckpt._disk.reader import read_leaves
+from jaxckpt._disk.regions import LeafRead
 from jaxckpt._progress import bar as _bar
 from jaxckpt._progress.meter import Meter, display
-from jaxckpt._progress.timing import Progress, Timing
 from jaxckpt.errors import SaveFailed
 from jaxckpt.integrations import metrics
 from jaxckpt.storage import locate
 from jaxckpt.testing import simulate
+from jaxckpt.types import Progress, Timing
 
 STATE = {"w": np.arange(4096, dtype=np.float32), "n": 3}
 BYTES = 4 * 4096 + 8
@@ -62,10 +62,10 @@ def test_a_save_and_a_restore_end_with_all_their_bytes(tmp_path):
 def test_bytes_grow_while_a_restore_reads(tmp_path):
     """They are counted as they come, within one array too."""
     jaxckpt.save(tmp_path / "a", {"w": np.zeros((64, 1 << 20), np.uint8)})
-    item = _discovery.find(*locate(tmp_path / "a"))
+    item = find(*locate(tmp_path / "a"))
     counts = []
 
-    tree = read_item(item, "state")
+    tree = open_tree(item, "state")
     leaf = tree.tree.leaves[0]
     reads = [LeafRead(leaf=leaf, boxes=(_box.whole(leaf.shape),), dtype=np.dtype(np.uint8))]
     for _ in read_leaves(tree, reads, budget_bytes=1 << 30, landed=counts.append):
@@ -254,7 +254,7 @@ def test_the_phases_of_a_save_stay_with_the_step(tmp_path):
     """Its record has them, up to the commit."""
     jaxckpt.save(tmp_path / "a", STATE)
 
-    record = _discovery.find(*locate(tmp_path / "a")).record
+    record = find(*locate(tmp_path / "a")).record
 
     assert set(record.phases) == {"snapshot", "wait", "write", "meet"}
 
@@ -308,7 +308,7 @@ def test_the_profiler_of_jax_shows_the_phases(tmp_path):
 _PROGRAM = """
 import sys
 from jaxckpt._progress.meter import display
-from jaxckpt._progress.timing import Progress
+from jaxckpt.types import Progress
 
 show = display(None, 0)
 print("bar" if show else "none", file=sys.stderr)

@@ -21,11 +21,13 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt import TreeMismatch
 from jaxckpt._disk import reader as _reader
+from jaxckpt._disk import regions as _regions
+from jaxckpt._disk.regions import LeafRead
 from jaxckpt._restore import restore as _restore
 from jaxckpt.format.arrays import MAX_UNIT_BYTES
 from jaxckpt.storage import LocalStorage, _arrays
-from jaxckpt.testing import strategies
-from jaxckpt.testing.strategies import same
+from tests import strategies
+from tests.strategies import same
 
 LAWS = settings(
     deadline=None,
@@ -287,22 +289,21 @@ def test_no_chunk_is_read_twice_or_for_nothing(data):
 @pytest.mark.parametrize("casts", [False, True])
 def test_memory_in_flight_is_bounded(tmp_path, monkeypatch, casts):
     """With a budget for three leaves no more than three are under way at once."""
-    from jaxckpt._disk import find as _discovery
-    from jaxckpt._disk import native as _item
+    from jaxckpt._disk.find import find, open_tree
     from jaxckpt.storage import locate
 
     tree = {f"{i:02}": np.full((8, 512), i, np.float32) for i in range(30)}
     jaxckpt.save(tmp_path / "x", tree)
     storage, path = locate(tmp_path / "x")
-    item = _item.read_item(_discovery.find(storage, path), "state")
+    item = open_tree(find(storage, path), "state")
     dtype = np.dtype(np.float16 if casts else np.float32)
     wanted = [
-        _reader.LeafRead(leaf=leaf, boxes=(jaxckpt._core.box.whole((8, 512)),), dtype=dtype)
+        LeafRead(leaf=leaf, boxes=(jaxckpt._core.box.whole((8, 512)),), dtype=dtype)
         for leaf in item.tree.leaves
     ]
     budget = 3 * 2 * wanted[0].total_bytes
     alive, peak, done = 0, 0, 0
-    empty = _reader.empty
+    empty = _regions.empty
 
     def counted(shape, dtype):
         nonlocal alive, peak
@@ -310,7 +311,7 @@ def test_memory_in_flight_is_bounded(tmp_path, monkeypatch, casts):
         peak = max(peak, alive - done)
         return empty(shape, dtype)
 
-    monkeypatch.setattr(_reader, "empty", counted)
+    monkeypatch.setattr(_regions, "empty", counted)
 
     for i, buffers in enumerate(_reader.read_leaves(item, wanted, budget_bytes=budget)):
         done += 1

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxckpt import KeepPolicy, StepInfo
+from jaxckpt import KeepPolicy
+from jaxckpt.types import StepInfo
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=300)
 NOW_S = 100.0

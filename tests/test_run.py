@@ -31,7 +31,7 @@ from jaxckpt.format.step import Record
 from jaxckpt.storage import LocalStorage, MemoryStorage
 from jaxckpt.testing import CrashingStorage, FailingStorage, SimulatedCrash
 from jaxckpt.testing._storage import MUTATING_VERBS
-from jaxckpt.testing.strategies import host_arrays
+from tests.strategies import host_arrays
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=100)
 TOKEN = "0123456789abcdef"

@@ -34,15 +34,14 @@ from jaxckpt import (
     UnsupportedLeaf,
 )
 from jaxckpt._convert.safetensors import _of_files
-from jaxckpt._convert.target import DiskLayout, write_checkpoint
+from jaxckpt._convert.target import write_checkpoint
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.safetensors import MAX_HEADER_BYTES, WORDS
 from jaxckpt.storage import LocalStorage, MemoryStorage, is_temporary_file
 from jaxckpt.storage._large import LargeFile
-from jaxckpt.testing.strategies import random_bits, same
+from tests.strategies import random_bits, same
 
 ROOT = Path(__file__).parents[1]
-CURRENT = DiskLayout(zarr=3, ocdbt=True)
 # Those that the numpy loader of the reference implementation knows.
 LOADABLE = [name for name in WORDS if not name.startswith("float8")]
 
@@ -250,7 +249,7 @@ def test_names_that_collide_are_refused(tmp_path):
     jaxckpt.save(tmp_path / "bare", np.ones(2))
     jaxckpt.save(tmp_path / "nothing", {"a": None})
 
-    with pytest.raises(UnsupportedLeaf, match="no name of a tensor"):
+    with pytest.raises(UnsupportedLeaf, match="cannot name a tensor"):
         jaxckpt.export_safetensors(tmp_path / "bare", tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedLeaf, match="nothing to export"):
         jaxckpt.export_safetensors(tmp_path / "nothing", tmp_path / "model.safetensors")
@@ -474,7 +473,7 @@ def test_a_file_without_a_header_is_refused(tmp_path, data):
     """Before as much is allocated as it says."""
     (tmp_path / "bad.safetensors").write_bytes(data)
 
-    with pytest.raises(CorruptCheckpoint, match="no safetensors file"):
+    with pytest.raises(CorruptCheckpoint, match="safetensors file"):
         jaxckpt.import_safetensors(tmp_path / "bad.safetensors", tmp_path / "ours")
 
 
@@ -484,7 +483,7 @@ def test_a_header_that_is_too_long_is_not_read(tmp_path):
     file.write_bytes((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
     os.truncate(file, MAX_HEADER_BYTES + 100)
 
-    with pytest.raises(CorruptCheckpoint, match="no safetensors file"):
+    with pytest.raises(CorruptCheckpoint, match="safetensors file"):
         jaxckpt.import_safetensors(file, tmp_path / "ours")
 
 
@@ -615,7 +614,7 @@ def test_a_file_that_changes_meanwhile_makes_no_checkpoint(tmp_path, more):
     os.truncate(file, file.stat().st_size + more)
 
     with pytest.raises((CorruptCheckpoint, SaveFailed), match=str(file)):
-        write_checkpoint(LocalStorage(), str(tmp_path / "ours"), source, CURRENT, overwrite=False)
+        write_checkpoint(LocalStorage(), str(tmp_path / "ours"), source, overwrite=False)
     assert os.listdir(tmp_path) == ["in.safetensors"]
 
 

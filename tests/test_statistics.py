@@ -21,12 +21,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._core.box import whole
-from jaxckpt._disk.find import find
-from jaxckpt._disk.native import read_item
+from jaxckpt._disk.find import find, open_tree
 from jaxckpt._inspect.statistics import statistics
 from jaxckpt._inspect.value_stream import Data, Moments, as_numbers, boxes_of
 from jaxckpt.storage import locate
-from jaxckpt.testing.strategies import host_arrays, random_bits, shapes
+from tests.strategies import host_arrays, random_bits, shapes
 
 ROOT = Path(__file__).parents[1]
 
@@ -177,7 +176,7 @@ def test_memory_is_bounded(ram_path, mesh):
         np.ones((8, 2 << 20), np.float32), NamedSharding(mesh, P(("x", "y")))
     )  # 64 MiB, in chunks of 8
     jaxckpt.save(ram_path / "a", {"w": array})
-    item = read_item(find(*locate(ram_path / "a")), "state")
+    item = open_tree(find(*locate(ram_path / "a")), "state")
 
     tracemalloc.start()
     told = statistics(item, item.tree.leaves, budget_bytes=16 << 20)

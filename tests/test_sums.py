@@ -157,7 +157,7 @@ def test_verify_names_each_leaf(swapped):
 def test_without_the_table_it_would_pass(swapped, monkeypatch):
     """A control: the chunks' own checksums do not tell."""
     monkeypatch.setattr(_sums.ChunkSums, "of", lambda self, leaf: None)
-    monkeypatch.setattr("jaxckpt._disk.reader.refuse_others", lambda *of: None)
+    monkeypatch.setattr("jaxckpt._disk.regions.refuse_others", lambda *of: None)
 
     got = jaxckpt.restore(swapped, as_numpy=True)
 

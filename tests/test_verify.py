@@ -22,7 +22,7 @@ from jaxckpt._inspect import verify as _verify
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import names
 from jaxckpt.format.tree import StoredArray
-from jaxckpt.testing.strategies import same
+from tests.strategies import same
 
 
 def sample_tree():

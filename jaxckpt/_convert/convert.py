@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint of any kind becomes one of the layout that is asked for."""
+"""`convert`: copies a checkpoint of any kind into a new one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from jaxckpt._convert.source import floating, of_checkpoint
-from jaxckpt._convert.target import DiskLayout, write_checkpoint
+from jaxckpt._convert.target import write_checkpoint
 from jaxckpt._core.select import Globs
 from jaxckpt.storage import locate
 
@@ -19,17 +19,16 @@ def convert(
     only: Globs = None,
     skip: Globs = None,
     dtype: Any = None,  # whatever numpy takes for a dtype
-    zarr: int = 3,
     ocdbt: bool = True,
     overwrite: bool = False,
 ) -> None:
     """Copies a tree, or a part of it, from any checkpoint into a new one.
 
     As it comes it is what `save` writes: types, shardings, chunks and custom metadata of the source
-    are kept as far as it says them, and every chunk is checked whenever it is read. `zarr=2` and
-    `ocdbt=False` are for releases of Orbax that know no better: damage of such a copy is found by
-    `verify` alone, and of what Orbax has no word for the types are lost: numpy scalars, bytes,
-    complex numbers. Dtypes that zarr lacks, such as `uint4`, are refused there.
+    are kept as far as it says them, and every chunk is checked whenever it is read. With
+    `ocdbt=False` each array is a directory of plain zarr v3 files, for zarr-python and the like.
+    Leaves for which Orbax has no word lose their type there: numpy scalars, bytes, complex numbers.
+    Dtypes that zarr lacks, such as `uint4`, and names that cannot be directories are refused.
 
     The values go through in pieces: host memory of about 300 MiB suffices for any size, but that a
     chunk which another writer made larger is read as a whole. No devices are used; in a job of
@@ -44,7 +43,6 @@ def convert(
         item: Which item, if the checkpoint has several trees.
         only, skip: Globs over leaf paths; a container's name means all in it.
         dtype: For all floating-point arrays; Python numbers stay as they are.
-        zarr: Version of the array format: 3, or 2.
         ocdbt: Whether the arrays are in one database, or each in a directory of plain files.
         overwrite: Whether to replace a checkpoint at `dst`, in one step.
 
@@ -64,10 +62,7 @@ def convert(
         ...     jaxckpt.restore(f"{folder}/weights")
         {'params': {'w': array([1., 1.], dtype=float16)}}
     """
-    if zarr not in (2, 3):
-        raise ValueError(f"zarr must be 2 or 3, not {zarr!r}")
-    layout = DiskLayout(zarr=zarr, ocdbt=ocdbt)
     leaves = of_checkpoint(
         src, item=item, only=only, skip=skip, dtype=floating(dtype), by="convert"
     )
-    write_checkpoint(*locate(dst), leaves, layout, overwrite=overwrite)
+    write_checkpoint(*locate(dst), leaves, ocdbt=ocdbt, overwrite=overwrite)

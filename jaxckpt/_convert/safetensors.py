@@ -26,7 +26,6 @@ from jaxckpt._convert.source import (
     with_dtype,
 )
 from jaxckpt._convert.target import (
-    DiskLayout,
     clipped,
     parts_of,
     run_shape,
@@ -340,7 +339,7 @@ def import_safetensors(
     if not isinstance(storage, LocalStorage):
         raise UnsupportedFormat(f"{path}: safetensors files are read and written locally only")
     source = _of_files(storage, file, floating(dtype))
-    write_checkpoint(*locate(dst), source, DiskLayout(zarr=3, ocdbt=True), overwrite=overwrite)
+    write_checkpoint(*locate(dst), source, overwrite=overwrite)
 
 
 def _of_files(storage: Storage, file: str, dtype: str | None) -> Leaves:

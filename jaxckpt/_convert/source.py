@@ -19,11 +19,12 @@ import numpy as np
 from jaxckpt._core.box import Box
 from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._core.text import counted
-from jaxckpt._disk import find as _discovery
 from jaxckpt._disk.chunks import copy
-from jaxckpt._disk.native import Item, read_item
-from jaxckpt._disk.reader import LeafRead, read_leaves
-from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat, UnsupportedLeaf
+from jaxckpt._disk.find import at_rest, open_tree
+from jaxckpt._disk.native import Item, check_current
+from jaxckpt._disk.reader import read_leaves
+from jaxckpt._disk.regions import LeafRead
+from jaxckpt.errors import CorruptCheckpoint, UnsupportedLeaf
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import (
@@ -137,15 +138,8 @@ def of_checkpoint(
     """
     storage, where = locate(src)
 
-    def read() -> Item:
-        found = _discovery.find(storage, where)
-        name = _discovery.choose_item(found, item)
-        if _discovery.json_file(storage, found.items[name]) is not None:
-            raise UnsupportedFormat(f"item {name!r} of {found.path} is JSON, and no tree")
-        return read_item(found, name)
-
-    saved = _discovery.consistently(storage, where, read)
-    found = saved.checkpoint
+    saved = at_rest(storage, where, partial(open_tree, name=item))
+    found = saved.found
     check_globs(only, skip, [leaf.path for leaf in saved.tree.leaves], place=found.path)
     selected = selector(only, skip)
     chosen = [leaf for leaf in saved.tree.leaves if selected(leaf.path)]
@@ -169,8 +163,8 @@ def of_checkpoint(
         tree=tree,
         shardings=_shardings(saved, sources, tree.leaves),
         read=partial(_read_current, saved, sources, tree.leaves, held),
-        check=partial(_discovery.check_current, found),
-        custom_metadata=found.step.custom_metadata or {},
+        check=partial(check_current, found),
+        custom_metadata=found.metadata.custom_metadata or {},
         lineage={
             "by": by,
             "path": found.path,
@@ -380,7 +374,7 @@ def _read_current(
     try:
         yield from _read(saved, sources, copies, held, parts)
     except CorruptCheckpoint:
-        _discovery.check_current(saved.checkpoint)  # what was replaced is not damaged
+        check_current(saved.found)  # what was replaced is not damaged
         raise
 
 

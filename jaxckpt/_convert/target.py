@@ -1,9 +1,9 @@
-"""Writes a tree that comes as a stream into a new checkpoint, in the layout that is asked for.
+"""Writes a tree that comes as a stream into a new checkpoint: in one database, or in plain files.
 
-That of `save` (zarr v3 in a database) has the very bytes that `save` writes, checksums and all; the
-others are what older releases of Orbax read: of those the record has the digest of every file. The
-tree comes in parts and goes in batches, so that the memory this takes depends on neither. A
-transaction of the database holds all that is put into it: each batch is one of its own, and the
+In a database (OCDBT) it has the very bytes that `save` writes, checksums and all. In plain files
+each array is a directory that any reader of zarr v3 opens, and the record has the digest of every
+file. The tree comes in parts and goes in batches, so that the memory this takes depends on neither.
+A transaction of the database holds all that is put into it: each batch is one of its own, and the
 last of them is not what makes the checkpoint. That is the commit, as with `save`: until then its
 name is temporary.
 """
@@ -16,7 +16,7 @@ import posixpath
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -25,9 +25,10 @@ from jaxckpt._convert.source import Leaves, Part, Values, read_with_parts
 from jaxckpt._core import box as _box
 from jaxckpt._core.box import Box
 from jaxckpt._core.plan import SavePlan, Write
+from jaxckpt._core.text import counted
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.checksums import starts_of
-from jaxckpt._disk.find import key_folder
+from jaxckpt._disk.foreign import key_folder
 from jaxckpt._disk.writer import is_direct, metadata_files, plan_requests, write_arrays
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, names, step, tree
@@ -48,30 +49,16 @@ _LEAST_INNER_BYTES: Final = 1 << 20
 _MOST_CHUNKS: Final = 1 << 18
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskLayout:
-    """How the arrays of an item lie on disk.
-
-    Attributes:
-        zarr: Version of the format, 2 or 3.
-        ocdbt: Whether they are in a database; else in plain files.
-    """
-
-    zarr: int
-    ocdbt: bool
-
-    @property
-    def is_ours(self) -> bool:
-        return self.zarr == 3 and self.ocdbt
-
-
 def write_checkpoint(
-    storage: Storage, path: str, source: Leaves, layout: DiskLayout, *, overwrite: bool
+    storage: Storage, path: str, source: Leaves, *, overwrite: bool, ocdbt: bool = True
 ) -> None:
     """Makes a committed checkpoint of one item of what comes from `source`.
 
+    Args:
+        ocdbt: Whether its arrays are in one database; if not, in plain files.
+
     Raises:
-        UnsupportedLeaf: leaves that the layout cannot hold; nothing was written.
+        UnsupportedLeaf: leaves that plain files cannot hold; nothing was written.
         StepExists: something is at `path`.
         SaveFailed: the checkpoint was not committed; the cause is chained.
         CorruptCheckpoint: the source is damaged; nothing was made.
@@ -79,25 +66,23 @@ def write_checkpoint(
     start, started_ns = time.monotonic(), time.time_ns()
     if names.is_reserved(posixpath.basename(path)):
         raise ValueError(f"{path}: names like this are those of checkpoints in the making")
-    goal = _goal(source.tree, layout)
-    if not layout.is_ours:
-        _check_dtypes(goal.leaves, path)
-    if not layout.ocdbt:
-        _check_plain_names(goal.leaves, path)
+    goal = _goal(source.tree, ocdbt=ocdbt)
+    if not ocdbt:
+        _check_plain(goal.leaves, path)
     transaction = None
     try:
         transaction = _transaction.begin(storage, path, overwrite=overwrite)
         item = f"{transaction.work}/{names.STATE_ITEM}"
         storage.make_dir(item)
-        writer: _Writer = (_Ours if layout.is_ours else _Others)(storage, item, goal, layout)
+        writer: _Writer = (_Database if ocdbt else _PlainFiles)(storage, item, goal)
         total_bytes = _copy(source, goal, writer)
         source.check()
         files = {
             f"{names.STATE_ITEM}/{name}": data
-            for name, data in (_tree_files(goal, source, layout) | writer.files()).items()
+            for name, data in (_tree_files(goal, source, ocdbt=ocdbt) | writer.files()).items()
         }
         digests = _write_files(storage, transaction.work, files, source, started_ns)
-        if not layout.is_ours:
+        if not ocdbt:
             digests |= _digests(storage, transaction.work)
         transaction.commit(digests, lineage=source.lineage)
     except BaseException as error:
@@ -111,10 +96,10 @@ def write_checkpoint(
 # --- how each array will lie -----------------------------------------------------------------
 
 
-def _goal(copied: Tree, layout: DiskLayout) -> Tree:
+def _goal(copied: Tree, *, ocdbt: bool) -> Tree:
     """The tree with its arrays as they will lie."""
     leaves = tuple(
-        replace(leaf, stored=chunked(leaf.array, inner=layout.is_ours)) if leaf.has_array else leaf
+        replace(leaf, stored=chunked(leaf.array, inner=ocdbt)) if leaf.has_array else leaf
         for leaf in copied.leaves
     )
     for leaf in leaves:
@@ -122,9 +107,7 @@ def _goal(copied: Tree, layout: DiskLayout) -> Tree:
             tree.check_grid(leaf.array, where=leaf.text, file="the copy")
             arrays.check_leaf(leaf, leaf.array, file="the copy")
     has_arrays = any(leaf.has_array for leaf in leaves)
-    return replace(
-        copied, leaves=leaves, zarr_version=layout.zarr, uses_ocdbt=layout.ocdbt and has_arrays
-    )
+    return replace(copied, leaves=leaves, uses_ocdbt=ocdbt and has_arrays)
 
 
 def chunked(stored: StoredArray, *, inner: bool) -> StoredArray:
@@ -217,36 +200,28 @@ def parts_of(leaf: int, shape: tuple[int, ...], tile_shape: Sequence[int]) -> It
             yield Part(leaf=leaf, box=box)
 
 
-def _check_dtypes(leaves: Sequence[Leaf], path: str) -> None:
-    """Refuses leaves whose values would come back as other numbers."""
+def _check_plain(leaves: Sequence[Leaf], path: str) -> None:
+    """Refuses leaves that would come back as other numbers, be other files, or lie elsewhere."""
     bad = [
-        f"  {leaf.text}: has dtype {leaf.dtype}"
+        f"  {leaf.text}: {problem}"
         for leaf in leaves
-        if leaf.kind != "key" and leaf.dtype in arrays.AS_BYTES_DTYPES
+        if leaf.has_array and (problem := _plain_problem(leaf)) is not None
     ]
     if bad:
         raise UnsupportedLeaf(
-            f"{path}: {len(bad)} leaves have dtypes that only zarr=3, ocdbt=True can say, and "
-            "nothing was written:\n" + "\n".join(bad[:50]) + "\nLeave them out with skip=[...], or "
-            "cast those of floating point with dtype=..."
-        )
-
-
-def _check_plain_names(leaves: Sequence[Leaf], path: str) -> None:
-    """Refuses leaves whose directories would be other files, or somewhere else."""
-    bad = [
-        f"  {leaf.text}: a directory called {leaf.name!r}"
-        for leaf in leaves
-        if leaf.has_array
-        and leaf.path
-        and ("/" in leaf.name or leaf.name in ("", ".", "..") or _means_more(leaf.name))
-    ]
-    if bad:
-        raise UnsupportedLeaf(
-            f"{path}: {len(bad)} leaves cannot be plain files, and nothing was written:\n"
+            f"{path}: {counted(len(bad), 'leaf')} cannot be plain files, and nothing was written:\n"
             + "\n".join(bad[:50])
-            + "\nRename the keys, leave them out with skip=[...], or use ocdbt=True."
+            + "\nLeave them out (skip), rename the keys, or cast floating-point ones (dtype)."
         )
+
+
+def _plain_problem(leaf: Leaf) -> str | None:
+    if leaf.kind != "key" and leaf.dtype in arrays.AS_BYTES_DTYPES:
+        return f"has dtype {leaf.dtype}, which zarr lacks"
+    is_plain = "/" not in leaf.name and leaf.name not in ("", ".", "..")
+    if leaf.path and not (is_plain and not _means_more(leaf.name)):
+        return f"needs a directory called {leaf.name!r}"
+    return None
 
 
 def _means_more(name: str) -> bool:
@@ -316,11 +291,10 @@ class _Batch:
         return chunks
 
 
-class _Ours:
+class _Database:
     """Writes what `save` writes."""
 
-    def __init__(self, storage: Storage, item: str, goal: Tree, layout: DiskLayout) -> None:
-        del layout
+    def __init__(self, storage: Storage, item: str, goal: Tree) -> None:
         leaves = [leaf for leaf in goal.leaves if leaf.has_array]
         self._storage, self._item = storage, item
         self._prefixes = [leaf.prefix for leaf in leaves]
@@ -363,9 +337,10 @@ class _Ours:
         if not self._stored:
             return {}
         assert self._known.all()  # each chunk was put
+        manifest = f"{self._item}/{names.OCDBT_MANIFEST}"
         return {
             names.CHUNK_SUMS: self._sums.astype("<u4").tobytes(),
-            names.OCDBT_MANIFEST: _manifest(self._storage, self._item),
+            names.OCDBT_MANIFEST: self._storage.read(manifest, max_bytes=1 << 30),
         }
 
 
@@ -378,65 +353,45 @@ def _padded(values: Values, stored: StoredArray) -> Values:
     return chunk
 
 
-class _Others:
-    """Writes the layouts of older releases of Orbax, all of it by TensorStore."""
+class _PlainFiles:
+    """Writes each array into a directory of its own, all of it by TensorStore."""
 
-    def __init__(self, storage: Storage, item: str, goal: Tree, layout: DiskLayout) -> None:
-        self._storage, self._item, self._layout = storage, item, layout
-        described = arrays.zarr3_metadata if layout.zarr == 3 else arrays.zarr2_metadata
-        self._arrays = [
-            (leaf.prefix, described(leaf.array)) for leaf in goal.leaves if leaf.has_array
-        ]
-        self._batch = _Batch()
-        if self._arrays:
-            writer = self._writer()
-            for prefix, metadata in self._arrays:
-                writer.create_array(prefix, metadata)
-            writer.commit()
-
-    def _writer(self) -> Any:  # a `Writer` of storage._arrays
+    def __init__(self, storage: Storage, item: str, goal: Tree) -> None:
         from jaxckpt.storage._arrays import Writer
 
-        spec = self._storage.kvstore(self._item)
-        return Writer(spec, database=self._layout.ocdbt, zarr_version=self._layout.zarr)
+        self._writer = Writer(storage.kvstore(item), database=False)
+        self._arrays = [
+            (leaf.prefix, arrays.zarr3_metadata(leaf.array))
+            for leaf in goal.leaves
+            if leaf.has_array
+        ]
+        self._batch = _Batch()
+        for prefix, metadata in self._arrays:
+            self._writer.create_array(prefix, metadata)
 
     def put(self, array: int, box: Box, values: Values) -> None:
         if self._batch.add(array, box, values):
             self.flush()
 
     def flush(self) -> None:
-        chunks = self._batch.take()
-        if not chunks:
-            return
-        writer = self._writer()
         opened: dict[int, Any] = {}
-        try:
-            for array, box, values in chunks:
-                if array not in opened:
-                    opened[array] = writer.array(*self._arrays[array])
-                writer.write(opened[array], box.slices, values)
-            writer.commit()
-        except BaseException:
-            writer.abort()
-            raise
+        for array, box, values in self._batch.take():
+            if array not in opened:
+                opened[array] = self._writer.array(*self._arrays[array])
+            self._writer.write(opened[array], box.slices, values)
+        self._writer.commit()
 
     def files(self) -> dict[str, bytes]:
-        if not (self._arrays and self._layout.ocdbt):
-            return {}
-        return {names.OCDBT_MANIFEST: _manifest(self._storage, self._item)}
-
-
-def _manifest(storage: Storage, item: str) -> bytes:
-    return storage.read(f"{item}/{names.OCDBT_MANIFEST}", max_bytes=1 << 30)
+        return {}
 
 
 # --- metadata --------------------------------------------------------------------------------
 
 
-def _tree_files(goal: Tree, source: Leaves, layout: DiskLayout) -> dict[str, bytes]:
+def _tree_files(goal: Tree, source: Leaves, *, ocdbt: bool) -> dict[str, bytes]:
     """The metadata files of the tree, by name in the item."""
     files = metadata_files(goal, source.shardings)
-    if not layout.is_ours:
+    if not ocdbt:
         described = replace(goal, leaves=tuple(map(_as_orbax_has_it, goal.leaves)))
         files[names.TREE_METADATA] = tree.encode(described)
     return files
@@ -452,13 +407,10 @@ def _as_orbax_has_it(leaf: Leaf) -> Leaf:
 
 def _digests(storage: Storage, work: str) -> dict[str, str]:
     """Of all files: what is in them has no checksums."""
-    sizes = {
-        name: storage.size(f"{work}/{name}") for name in _transaction.files_below(storage, work)
-    }
     return {
-        name: step.digest(storage.read(f"{work}/{name}", max_bytes=size))
-        for name, size in sizes.items()
-        if size <= _MOST_FILE_BYTES
+        name: step.digest(storage.read(f"{work}/{name}", max_bytes=entry.size))
+        for name, entry in _transaction.files_below(storage, work).items()
+        if entry.size <= _MOST_FILE_BYTES
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The indices `start <= i < stop` of an array, one pair for each dimension.
+    """The indices `start <= i < stop` of an array, one pair per dimension.
 
     Example:
         >>> Box((0, 2), (4, 6)).intersect(Box((2, 0), (8, 3)))
@@ -36,13 +36,13 @@ class Box:
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The indices in both boxes, or None where they share none."""
+        """Returns the indices in both boxes, or None if they share none."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def within(self, outer: Box) -> tuple[Any, ...]:
-        """Where this box lies inside `outer`: an index that gives a view, also of a 0-d array."""
+        """Returns this box as an index into `outer` that gives a view, even of a 0-d array."""
         inside = (
             slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start, strict=True)
         )
@@ -50,12 +50,12 @@ class Box:
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box of a whole array."""
+    """Returns the box of a whole array."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def from_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """The box of a tuple of slices as `jax.Shard.index` gives it."""
+    """Returns the box of a tuple of slices like `jax.Shard.index`."""
     return Box(
         tuple([s.start or 0 for s in index]),
         tuple([n if s.stop is None else s.stop for s, n in zip(index, shape, strict=True)]),
@@ -63,7 +63,7 @@ def from_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 
 def tile(box: Box, tile_shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Box]]:
-    """The tiles of a regular grid from the origin that touch `box`: grid index, uncut tile."""
+    """Yields the tiles of a regular grid that touch `box`: grid index and uncut tile."""
     ranges = [
         range(a // t, -(-b // t)) for a, b, t in zip(box.start, box.stop, tile_shape, strict=True)
     ]
@@ -73,7 +73,7 @@ def tile(box: Box, tile_shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...],
 
 
 def hull(boxes: Sequence[Box]) -> Box:
-    """The smallest box that holds all of `boxes` (at least one)."""
+    """Returns the smallest box that contains all of `boxes` (at least one)."""
     return Box(
         tuple(map(min, zip(*(b.start for b in boxes), strict=True))) if boxes[0].start else (),
         tuple(map(max, zip(*(b.stop for b in boxes), strict=True))) if boxes[0].stop else (),

@@ -1,7 +1,7 @@
-"""Who writes which chunk, and what is read for which shard. Frozen data from pure functions.
+"""Plans which process writes which chunk, and which chunks each shard reads.
 
-Every process computes the plan of a save from the same shapes and shardings, so the processes agree
-without exchanging it, and it can be tested for any number of them.
+Every process computes the plan of a save from the same shapes and shardings. So the processes agree
+without communication, and tests can plan for any number of processes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from jaxckpt.format.tree import StoredArray
 if TYPE_CHECKING:
     import jax
 
-# Below this a slice costs its writer more in requests than the balance gains.
+# Smaller slices cost more in requests than they gain in balance.
 MIN_SLICE_BYTES: Final = 1 << 20
 _MAX_KEPT_CHUNKS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The processes that hold a shard, ascending. Hashed once: there may be thousands."""
+    """The processes that hold a shard, ascending. The hash is cached: there may be thousands."""
 
     processes: tuple[int, ...]
     _hash: int = field(init=False, repr=False, compare=False)
@@ -43,9 +43,9 @@ class Group:
 
 
 class Grid:
-    """Who holds which shard, for all arrays that are cut into as many shards alike.
+    """The holders of each shard, for all arrays cut into the same number of shards.
 
-    What one process asks costs what that process holds, not what the job holds.
+    Queries for one process cost time in proportion to that process's shards, not the job's.
 
     Args:
         holders: By the shard's index in the grid of shards.
@@ -58,41 +58,36 @@ class Grid:
                 mine.setdefault(process, []).append((index, group))
         self._mine = mine
         counts = {len(group.processes) for group in holders.values()}
-        self.copies: Final = counts.pop() if len(counts) == 1 else None  # None: they differ
-        self.only: Final = next(iter(mine)) if len(mine) == 1 else None  # the process that has all
+        self.copies: Final = counts.pop() if len(counts) == 1 else None  # None if they differ
+        self.only: Final = next(iter(mine)) if len(mine) == 1 else None  # the only process
 
     def of(self, process: int) -> Sequence[tuple[tuple[int, ...], Group]]:
-        """The shards that a process holds, in order."""
+        """Returns the shards that a process holds, in order."""
         return self._mine.get(process, ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where the shards of one array are.
-
-    Attributes:
-        shard_shape: All shards have this shape.
-        grid: Who holds which.
-    """
+    """The shards of one array, which all have `shard_shape`, and their holders."""
 
     shard_shape: tuple[int, ...]
     grid: Grid
 
     def box(self, index: tuple[int, ...]) -> Box:
-        """The shard at an index of the grid."""
+        """Returns the shard at an index of the grid."""
         start = tuple(map(operator.mul, index, self.shard_shape))
         return Box(start, tuple(map(operator.add, start, self.shard_shape)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArraySpec:
-    """What a plan needs to know of one array.
+    """The facts about one array that a plan depends on.
 
     Attributes:
         shape: Global.
         dtype: As stored, TensorStore's name.
-        itemsize: Bytes for each element.
-        placement: None for a value of the host, which process 0 writes.
+        itemsize: Bytes per element.
+        placement: None for a value on the host, which process 0 writes.
     """
 
     shape: tuple[int, ...]
@@ -108,7 +103,7 @@ class Write:
     Attributes:
         array: Index of the array in the plan.
         box: The chunk, in the global array.
-        shard: The shard that holds it, in the global array.
+        shard: The shard that contains it, in the global array.
     """
 
     array: int
@@ -118,7 +113,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """How a tree is stored, and which chunks of it this process writes.
+    """The storage layout of a tree, and the chunks that this process writes.
 
     Attributes:
         stored: One for each array.
@@ -135,12 +130,12 @@ class SavePlan:
 def placement_of(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], process_of: Callable[[Any], int]
 ) -> Placement:
-    """The shards of an array of `shape` under `sharding`, and who holds them."""
+    """Returns the shards of an array of `shape` under `sharding`, and their holders."""
     from jax.sharding import NamedSharding
 
     shard_shape = sharding.shard_shape(shape)
-    # On a mesh it depends only on how often each dimension is cut: thousands of devices are asked
-    # once for all shapes.
+    # On a mesh the holders depend only on the number of shards per dimension, so the devices (maybe
+    # thousands) are queried once for all shapes.
     counts = tuple(n // part if part else 0 for n, part in zip(shape, shard_shape, strict=True))
     if isinstance(sharding, NamedSharding) and 0 not in counts:
         return Placement(shard_shape=shard_shape, grid=_grid_of(sharding, counts, process_of))
@@ -163,10 +158,10 @@ def _grid_of(
 def plan_save(arrays: Sequence[ArraySpec], *, process: int) -> SavePlan:
     """Decides how each array is chunked and which chunks this process writes.
 
-    Every element belongs to exactly one chunk, and every chunk to exactly one process. A chunk is a
-    device shard. Where R processes replicate the shards of an array, each writes 1/R of every shard
-    if a dimension divides by R and the slice has at least `MIN_SLICE_BYTES`; else whole shards go
-    to whichever of the holders has the fewest bytes so far.
+    Every element belongs to exactly one chunk, and every chunk to exactly one process. A chunk is
+    a device shard. If R processes replicate the shards of an array, each writes 1/R of every shard,
+    provided that a dimension divides by R and the slice has at least `MIN_SLICE_BYTES`; otherwise
+    each whole shard goes to the holder with the fewest bytes so far.
 
     Args:
         arrays: In tree order, the same on every process.
@@ -185,7 +180,7 @@ def plan_save(arrays: Sequence[ArraySpec], *, process: int) -> SavePlan:
             chunk_shape, owned = array.shape, _host_chunks(array, process)
         else:
             chunk_shape, owned = _device_chunks(array, array.placement, process, loads)
-        # zarr has no chunk of size zero; an empty array has none at all.
+        # zarr forbids chunks of size zero; an empty array has no chunks.
         chunk_shape = tuple(max(1, n) for n in chunk_shape)
         stored.append(
             StoredArray(
@@ -201,7 +196,7 @@ def plan_save(arrays: Sequence[ArraySpec], *, process: int) -> SavePlan:
 
 
 class _Loads:
-    """Which of several processes has the fewest bytes, for each group that shares shards."""
+    """Picks the process with the fewest bytes, for each group that shares shards."""
 
     def __init__(self) -> None:
         self._heaps: dict[Group, list[tuple[int, int]]] = {}
@@ -245,7 +240,7 @@ def _device_chunks(
 
 
 def _slicing(placement: Placement, shard_bytes: int) -> tuple[int, int]:
-    """The axis to cut and the number of slices; one slice where cutting is no use."""
+    """Returns the axis to cut and the number of slices; one slice if cutting does not help."""
     parts = placement.grid.copies or 1
     if parts == 1 or shard_bytes // parts < MIN_SLICE_BYTES:
         return 0, 1
@@ -267,14 +262,14 @@ def _slice(box: Box, axis: int, part: int, parts: int) -> Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRead:
-    """One stored chunk to read whole, and where its values go.
+    """One stored chunk to read whole, and the destinations of its values.
 
     Attributes:
         index: In the grid of chunks.
-        parts: For each target that needs some of it: the index of the target, where in the target
-            those values go, and where in the chunk they are.
+        parts: For each target that needs some of the chunk: the index of the target, the place of
+            the values in the target, and their place in the chunk.
         count: Elements of the chunk.
-        is_whole: Whether one target takes all of it.
+        is_whole: Whether one target takes all of the chunk.
     """
 
     index: tuple[int, ...]
@@ -284,7 +279,7 @@ class ChunkRead:
 
 
 def count_chunks(chunk_shape: Sequence[int], targets: Sequence[Box]) -> int:
-    """How many chunks each target touches, in all.
+    """Returns the number of chunks each target touches, summed over the targets.
 
     Example:
         >>> count_chunks((4,), [Box((2,), (6,)), Box((0,), (1,))])
@@ -300,13 +295,13 @@ def count_chunks(chunk_shape: Sequence[int], targets: Sequence[Box]) -> int:
 
 
 def plan_chunks(chunk_shape: tuple[int, ...], targets: tuple[Box, ...]) -> tuple[ChunkRead, ...]:
-    """Covers `targets` with whole chunks, each of them once.
+    """Covers `targets` with whole chunks, each chunk once.
 
     Example:
         >>> [read.index for read in plan_chunks((4,), (Box((2,), (6,)),))]
         [(0,), (1,)]
     """
-    # Thousands of small arrays are alike. The plan of a large one is used once.
+    # Thousands of small arrays share a plan, so it is cached. A large array's plan is used once.
     few = count_chunks(chunk_shape, targets) <= _MAX_KEPT_CHUNKS
     return (_plan_few if few else _plan_chunks)(chunk_shape, targets)
 
@@ -338,7 +333,7 @@ _plan_few: Final = lru_cache(maxsize=1 << 10)(_plan_chunks)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """One region of a stored array to read, once, and where its values go.
+    """One region of a stored array to read once, and the destinations of its values.
 
     Attributes:
         box: In the global array.
@@ -352,8 +347,8 @@ class Read:
 def plan_reads(stored: StoredArray, itemsize: int, targets: Sequence[Box]) -> list[Read]:
     """Covers `targets`, which do not overlap, with reads of about `MAX_UNIT_BYTES` at most.
 
-    No stored unit (chunk or inner chunk) is touched by two reads: what is read once may have to be
-    divided among several targets.
+    No two reads touch the same stored unit (chunk or inner chunk), so one read may have to be split
+    among several targets.
 
     Example:
         >>> stored = StoredArray(shape=(4,), dtype="int8", chunk_shape=(4,))
@@ -382,13 +377,13 @@ def plan_reads(stored: StoredArray, itemsize: int, targets: Sequence[Box]) -> li
 
 
 def _unit_bounds(start: int, stop: int, unit: int, size: int) -> tuple[int, ...]:
-    """The unit bounds at, below and above both ends of a range."""
+    """Returns the unit bounds below and above both ends of a range."""
     ends = [n for end in (start, stop) for n in (end // unit * unit, -(-end // unit) * unit)]
     return tuple(min(n, size) for n in ends)
 
 
 def _cells(cuts: Sequence[Sequence[int]], target: Box) -> list[Box]:
-    """The boxes between neighbouring cuts that touch `target`."""
+    """Returns the boxes between neighbouring cuts that touch `target`."""
     ranges = []
     for dim, start, stop in zip(cuts, target.start, target.stop, strict=True):
         ranges.append([(a, b) for a, b in pairwise(dim) if a < stop and start < b])
@@ -400,7 +395,7 @@ def _cells(cuts: Sequence[Sequence[int]], target: Box) -> list[Box]:
 def _pieces(
     box: Box, parts: Sequence[tuple[int, Box]], unit: Sequence[int], itemsize: int
 ) -> list[Read]:
-    """Cuts a region that several targets need into reads of whole units."""
+    """Splits a region that several targets need into reads of whole units."""
     tile_shape = list(unit)
     for axis in reversed(range(len(tile_shape))):
         room = MAX_UNIT_BYTES // (math.prod(tile_shape) * itemsize)

@@ -1,11 +1,11 @@
 """Pytrees as flat lists of named leaves, and back.
 
-`flatten` takes a tree apart for a save: a `Leaf` of `format.tree` and a value for each leaf, and
-the containers as data. `rebuild` puts it together again without a target.
+`flatten` takes a tree apart for a save: a `format.tree.Leaf` and a value for each leaf, and the
+containers as data. `rebuild` puts it together again without a target.
 
 A container class is rebuilt only if it belongs to a library on the list below. The library is
-imported by the name that stands here; the name in the file is then looked up among the classes
-that exist, and it must be a namedtuple or a registered pytree node. Nothing else happens to it.
+imported by its name in the list; the class name in the file is then looked up among existing
+classes, and the class must be a namedtuple or a registered pytree node. Nothing else is run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jaxckpt.format.tree import (
     path_text,
 )
 
-# Where a class may come from, and what to import so that it exists. First match wins.
+# The allowed prefixes of a class's module, and the package to import. First match wins.
 _LIBRARIES: Final = (
     ("optax", "optax"),
     ("flax.nnx", "flax.nnx"),
@@ -55,7 +55,7 @@ _NUMBERS: Final = (bool, int, float, complex)
 _NUMBER_OF: Final = {number.__name__: number for number in _NUMBERS}
 SCALARS: Final = (*_NUMBERS, str, bytes)
 
-# Not by way of what a subclass may have made of `str()`.
+# A subclass may override `str()`, so call the base class.
 _CONVERT: Final[dict[type, Callable[[Any], object]]] = {
     str: str.__str__,
     int: int.__int__,
@@ -72,8 +72,8 @@ class Flat:
     """A tree taken apart.
 
     Attributes:
-        leaves: In the order of `jax.tree_util`, empty containers included; not yet `stored`.
-        values: For each leaf the array that is to be stored (jax or numpy), or None.
+        leaves: In the order of `jax.tree_util`, empty containers included; without `stored`.
+        values: The array to store for each leaf (jax or numpy), or None.
         root: The containers; None if the tree is one leaf.
     """
 
@@ -86,13 +86,13 @@ def flatten(tree: object) -> Flat:
     """Takes a tree apart for a save.
 
     Raises:
-        UnsupportedLeaf: leaves that cannot be stored, or names that collide; all are named.
+        UnsupportedLeaf: leaves cannot be stored, or names collide; the message lists all of them.
     """
     try:
         pairs, treedef = tree_util.tree_flatten_with_path(tree, is_leaf=is_empty)
     except (ValueError, TypeError) as error:
         raise UnsupportedLeaf(
-            f"jax cannot flatten this tree: {error}. Keys of one dict must be of one type."
+            f"jax cannot flatten this tree: {error}. All keys of a dict must have the same type."
         ) from error
     paths = [key_path(keys) for keys, _ in pairs]
     leaves, values, problems = [], [], []
@@ -109,18 +109,18 @@ def flatten(tree: object) -> Flat:
     problems += name_problems(paths)
     if problems:
         raise UnsupportedLeaf(
-            f"{len(problems)} leaves cannot be saved, and nothing was written:\n"
+            f"{len(problems)} leaves cannot be saved; nothing was written:\n"
             + "\n".join(problems[:50])
             + "\nLeave them out of the tree, or convert them to arrays."
         )
     if not leaves:
-        raise UnsupportedLeaf("the tree has no leaves and no containers; there is nothing to save")
+        raise UnsupportedLeaf("nothing to save: the tree has no leaves and no containers")
     root = None if tree_util.treedef_is_leaf(treedef) else _describe_node(treedef, iter(pairs), 0)
     return Flat(leaves=tuple(leaves), values=tuple(values), root=root)
 
 
 def is_empty(node: object) -> bool:
-    """Whether a node has no children: jax drops those, a checkpoint keeps them as leaves."""
+    """Returns whether a node has no children: jax drops it, a checkpoint keeps it as a leaf."""
     if node is None:
         return True
     if type(node) in (dict, list, tuple):
@@ -132,7 +132,7 @@ def is_empty(node: object) -> bool:
 
 
 def _one_level(node: object) -> tuple[list[object], Any] | None:
-    """The children and static data of a registered node, None for a leaf."""
+    """Returns the children and static data of a registered node, or None for a leaf."""
     try:
         level = tree_util.default_registry.flatten_one_level(node)
     except ValueError:
@@ -141,7 +141,7 @@ def _one_level(node: object) -> tuple[list[object], Any] | None:
 
 
 def key_path(keys: Sequence[object]) -> Path:
-    """The names of a key path of `jax.tree_util`."""
+    """Returns the names in a key path of `jax.tree_util`."""
     return tuple(map(_key_name, keys))
 
 
@@ -150,7 +150,7 @@ def _key_name(key: object) -> str:
         if hasattr(key, attribute):
             key = getattr(key, attribute)
             break
-    # An enum of str prints as something else.
+    # `str()` of a str enum is not its value.
     return str.__str__(key) if isinstance(key, str) else str(key)
 
 
@@ -164,10 +164,10 @@ def _describe(value: object, path: Path, key_types: tuple[int, ...]) -> Leaf:
         return Leaf(path=path, key_types=key_types, kind=kind, **facts)
 
     if isinstance(value, Tracer):
-        raise TypeError("is traced; call save outside of jit, grad, vmap and the like")
+        raise TypeError("is a tracer; call save outside jit, grad and vmap")
     if isinstance(value, jax.Array):
         if value.is_deleted():
-            raise ValueError("has been deleted or donated; save it before the step that donates it")
+            raise ValueError("was deleted or donated; save it before the call that donates it")
         if is_key_dtype(value.dtype):
             impl = str(jax.random.key_impl(value))
             return leaf("key", dtype=value.dtype.name, shape=value.shape, key_impl=impl)
@@ -177,8 +177,8 @@ def _describe(value: object, path: Path, key_types: tuple[int, ...]) -> Leaf:
     if isinstance(value, np.ndarray):
         return leaf("numpy", dtype=_check_dtype(value.dtype), shape=value.shape)
     if isinstance(value, str):
-        value.encode()  # half a surrogate pair raises here
-        # Orbax finds the text by a JSON pointer, in which a bare `~` has another meaning.
+        value.encode()  # raises on an unpaired surrogate
+        # Orbax finds the text by a JSON pointer, where a bare `~` is an escape.
         if any("~" in name for name in path):
             return leaf("str", dtype="uint8", shape=())
         return leaf("str", value=str.__str__(value))
@@ -206,7 +206,7 @@ def _describe(value: object, path: Path, key_types: tuple[int, ...]) -> Leaf:
 
 
 def stored_value(kind: str, value: Any) -> jax.Array | np.ndarray[Any, Any]:
-    """The array that is stored for a leaf that has one."""
+    """Returns the array that is stored for a leaf."""
     if kind in ("array", "numpy"):
         return value
     if kind == "key":
@@ -223,12 +223,12 @@ def stored_value(kind: str, value: Any) -> jax.Array | np.ndarray[Any, Any]:
 def _check_dtype(dtype: Any) -> str:  # numpy's and jax's dtypes share no type
     name = np.dtype(dtype).name
     if name not in STORABLE_DTYPES | AS_BYTES_DTYPES:
-        raise TypeError(f"has dtype {dtype}, which zarr cannot hold")
+        raise TypeError(f"has dtype {dtype}, which zarr cannot store")
     return name
 
 
 def _digits(value: int) -> str:
-    # Python's own limit on text that becomes an int: a longer one could not be read back.
+    # Python's limit on parsing ints: a longer int could not be read back.
     if value.bit_length() > 4 * MAX_DIGITS or len(text := str(value).lstrip("-")) > MAX_DIGITS:
         raise ValueError(f"is an int of more than {MAX_DIGITS} digits")
     return f"-{text}" if value < 0 else text
@@ -236,7 +236,7 @@ def _digits(value: int) -> str:
 
 @cache
 def is_key_dtype(dtype: Any) -> bool:  # numpy's and jax's dtypes share no type
-    """Whether a dtype is that of a typed PRNG key."""
+    """Returns whether a dtype is that of typed PRNG keys."""
     return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
@@ -244,7 +244,7 @@ def is_key_dtype(dtype: Any) -> bool:  # numpy's and jax's dtypes share no type
 
 
 def _describe_node(treedef: Any, pairs: Iterator[tuple[Any, object]], depth: int) -> Node | None:
-    """The containers of `treedef`, consuming one of `pairs` for each leaf in it."""
+    """Returns the containers of `treedef`, consuming one of `pairs` per leaf."""
     return _walk(treedef, pairs, depth)[0]
 
 
@@ -287,7 +287,7 @@ def _class_node(cls: type, names: tuple[str, ...], level: tuple[list[object], An
 
 
 def _encode_key(key: object) -> object:
-    """A dict key as JSON; one that JSON has no word for becomes its text."""
+    """Returns a dict key as JSON; a key that JSON cannot represent becomes its text."""
     key = _as_base(key)
     if isinstance(key, np.integer):
         return int(key)
@@ -305,9 +305,9 @@ def _encode_keys(keys: Iterable[object]) -> tuple[object, ...]:
 
 
 def _as_base(value: object) -> object:
-    """Of an instance of a subclass of str, int, ... what it is equal to; an enum stays one.
+    """Converts an instance of a subclass of str, int, ... to its base, except enums.
 
-    jax takes the two for the same key, and so must we.
+    jax treats the two as the same key, and so must we.
     """
     for base, convert in _CONVERT.items():
         if isinstance(value, base) and type(value) is not bool and not isinstance(value, Enum):
@@ -324,8 +324,8 @@ def _decode_key(key: object) -> object:
 
 
 def _encode_static(value: object) -> object:
-    """Static data of a node as JSON; raises TypeError for anything that is not plain data."""
-    if not hasattr(value, "_fields"):  # a namedtuple is more than a tuple to whoever gets it back
+    """Returns the static data of a node as JSON; raises TypeError for anything but plain data."""
+    if not hasattr(value, "_fields"):  # a namedtuple must not come back as a tuple
         value = _as_base(value)
     if value is None:
         return ["none"]
@@ -351,7 +351,7 @@ def _decode_static(value: Any) -> Any:  # JSON
 
 
 def _find_class(module: str, name: str) -> type | None:
-    """A class of a library on the list, None if it is not on it, not installed or not there."""
+    """Returns a class of a library on the list, or None if not allowed, installed or found."""
     for prefix, package in _LIBRARIES:
         if module == prefix or module.startswith(prefix + "."):
             try:
@@ -366,7 +366,7 @@ def _find_class(module: str, name: str) -> type | None:
 
 
 def _build_class(node: Node, children: Sequence[object]) -> object:
-    """An instance of a registered class, or ABSENT where it cannot be rebuilt safely."""
+    """Returns an instance of a registered class, or ABSENT if it cannot be rebuilt safely."""
     cls = _find_class(*node.cls) if node.cls is not None else None
     if cls is None:
         return ABSENT
@@ -382,17 +382,17 @@ def _build_class(node: Node, children: Sequence[object]) -> object:
             tree_util.default_registry, (cls, _decode_static(node.aux)), [leaf] * len(children)
         )
         return treedef.unflatten(children)
-    except Exception:  # the class changed since: plain containers then
+    except Exception:  # the class has changed since the save: use plain containers
         return ABSENT
 
 
 def rebuild(tree: Tree, values: Mapping[Path, object]) -> object:
-    """Puts restored leaves together, with the types that were recorded where that is safe.
+    """Puts restored leaves together, with the recorded types where that is safe.
 
     Args:
         tree: As saved.
-        values: By path. Leaves that are not there are left out, and the containers that lack some
-            of their children come back as dicts.
+        values: By path. Missing leaves are left out, and a container that lacks a child becomes
+            a dict.
     """
     if tree.typed:
         built = _rebuild_node(tree.root, (), values)
@@ -402,7 +402,7 @@ def rebuild(tree: Tree, values: Mapping[Path, object]) -> object:
 
 
 def rebuild_named(leaves: Mapping[Path, object]) -> object:
-    """Nested dicts of renamed leaves."""
+    """Returns renamed leaves as nested dicts."""
     return leaves[()] if () in leaves else _nest(leaves)
 
 
@@ -440,13 +440,13 @@ def _are_indices(names: Sequence[str]) -> bool:
 
 
 def _rebuild_plain(leaves: Sequence[Leaf], values: Mapping[Path, object]) -> object:
-    """Lists and dicts, from the key types alone."""
+    """Returns lists and dicts, from the key types alone."""
     kinds: dict[Path, int] = {}
     for leaf in leaves:
         for depth, kind in enumerate(leaf.key_types):
             if kinds.setdefault(leaf.path[:depth], kind) != kind:
                 raise CorruptCheckpoint(
-                    f"{path_text(leaf.path[:depth])} is a list to one leaf and a dict to another",
+                    f"{path_text(leaf.path[:depth])} is a list for one leaf and a dict for another",
                     leaf=leaf.text,
                 )
     if len(leaves) == 1 and not leaves[0].path:
@@ -462,15 +462,15 @@ def _nest(values: Mapping[Path, object]) -> dict[str, Any]:
         for name in path[:-1]:
             node = node.setdefault(name, _Nested())
             if not isinstance(node, _Nested):
-                raise CorruptCheckpoint(f"{path_text(path)} lies below another leaf")
+                raise CorruptCheckpoint(f"{path_text(path)} is below another leaf")
         if not path or path[-1] in node:
-            raise CorruptCheckpoint(f"{path_text(path)} lies above another leaf")
+            raise CorruptCheckpoint(f"{path_text(path)} is above another leaf")
         node[path[-1]] = value
     return top
 
 
 class _Nested(dict[str, Any]):
-    """A dict that `_nest` made, told apart from one that is a leaf's value."""
+    """A dict made by `_nest`, as opposed to a leaf whose value is a dict."""
 
 
 def _listed(node: object, path: Path, kinds: Mapping[Path, int]) -> object:
@@ -485,7 +485,7 @@ def _listed(node: object, path: Path, kinds: Mapping[Path, int]) -> object:
 
 
 def empty_value(leaf: Leaf) -> object:
-    """The empty container that a leaf of kind "empty" stands for."""
+    """Returns the empty container of a leaf of kind "empty"."""
     if leaf.container is not None and leaf.container.type == "odict":
         return OrderedDict()
     if leaf.container is not None:

@@ -1,4 +1,4 @@
-"""Which leaves of a tree are meant: the globs `only` and `skip` over leaf paths."""
+"""Selects leaves of a tree by the globs `only` and `skip` over leaf paths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Globs = str | Sequence[str] | None
 
 
 def selector(only: Globs, skip: Globs) -> Callable[[Path], bool]:
-    """Whether a path is one of those meant. A container's name means all in it.
+    """Returns a predicate for the selected paths. A container's name selects everything in it.
 
     Example:
         >>> list(filter(selector("params", "*/b"), [("params", "w"), ("params", "b"), ("step",)]))
@@ -25,22 +25,14 @@ def selector(only: Globs, skip: Globs) -> Callable[[Path], bool]:
 
 
 def check_globs(only: Globs, skip: Globs, paths: Sequence[Path], *, place: str) -> None:
-    """Refuses globs that mean nothing.
-
-    Args:
-        paths: All that there are.
-        place: Where they are, for the error.
-
-    Raises:
-        ValueError: `only` or `skip` means none of them.
-    """
+    """Raises ValueError if `only` or `skip` matches none of `paths`, all leaves of `place`."""
     for option, globs in (("only", only), ("skip", skip)):
         if globs is not None and not any(_is_any(globs, path) for path in paths):
             raise ValueError(f"{option}={globs!r} matches no leaf. {some_paths(paths, place)}")
 
 
 def some_paths(paths: Sequence[Path], place: str) -> str:
-    """The first of them in words, for an error."""
+    """Returns a phrase that names the first paths, for an error."""
     return f"{place} has {', '.join(path_text(path) for path in paths[:20])}" + (
         ", ..." if len(paths) > 20 else ""
     )

@@ -1,4 +1,4 @@
-"""Parts of messages: sizes, how many of something, and the name that was probably meant."""
+"""Formats sizes and counts for messages, and suggests names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def size_text(size_bytes: float) -> str:
-    """A number of bytes, to three digits.
+    """Returns a number of bytes, to three digits.
 
     Example:
         >>> size_text(999_600)
@@ -21,7 +21,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """A number of things.
+    """Returns a count with its noun.
 
     Example:
         >>> counted(1, "leaf"), counted(2000, "leaf"), counted(0, "step")

@@ -1,4 +1,4 @@
-"""Device to host and back. The only module that touches device buffers."""
+"""Copies between devices and the host. The only module that touches device buffers."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from jaxckpt._core.box import Box
 from jaxckpt._core.plan import SavePlan
 from jaxckpt.format.arrays import dtype_of
 
-if TYPE_CHECKING:  # imported where it is used: who reads to the host alone needs none
+if TYPE_CHECKING:  # imported where it is used: reading to the host works without jax
     import jax
 
-# XLA's CPU client uses a host buffer in place if it is aligned like this, and copies it if not.
+# XLA's CPU client uses an aligned host buffer in place and copies any other.
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One shard that this process writes, or writes a part of.
+    """One shard of which this process writes all or a part.
 
     Attributes:
         array: Index of the array in the plan.
         shard: In the global array.
-        position: Among the array's addressable shards; None for a value of the host.
-        is_host_memory: Whether the shard is memory of the host already: there is nothing to copy.
+        position: Among the array's addressable shards; None for a value on the host.
+        is_host_memory: Whether the shard is in host memory already and needs no copy.
         dtype: As stored.
     """
 
@@ -45,7 +45,7 @@ class Source:
 def sources_of(
     values: Sequence[jax.Array | np.ndarray[Any, Any]], plan: SavePlan
 ) -> tuple[Source, ...]:
-    """The distinct shards of a plan's writes; the same for all arrays that are sharded alike."""
+    """Returns the distinct shards of a plan's writes."""
     import jax
 
     alike: dict[tuple[Any, tuple[int, ...]], tuple[dict[Box, int], bool]] = {}
@@ -70,11 +70,11 @@ def sources_of(
 def stage(
     values: Sequence[jax.Array | np.ndarray[Any, Any]], sources: Sequence[Source], *, copy: bool
 ) -> list[np.ndarray[Any, Any]]:
-    """Brings to the host what this process writes: an array for each source.
+    """Copies the shards that this process writes to the host: one array per source.
 
-    Waits until the arrays are computed. When it returns, jax arrays may be donated or deleted: on
-    CPU the snapshot refers to their buffers, which jax then leaves alone; from other devices the
-    values are copied.
+    Waits until the arrays are computed. After the return, jax arrays may be donated or deleted: on
+    CPU the snapshot refers to their buffers, which jax then leaves alone; values on other devices
+    are copied.
 
     Args:
         copy: Whether numpy arrays may change before the snapshot is written.
@@ -85,7 +85,7 @@ def stage(
         else values[source.array].addressable_data(source.position)  # pyright: ignore
         for source in sources
     ]
-    # All copies are under way before the first is waited for.
+    # Start all copies before waiting for the first.
     for source, shard in zip(sources, shards, strict=True):
         if not source.is_host_memory:
             shard.copy_to_host_async()
@@ -97,21 +97,21 @@ def stage(
 
 
 def _positions(value: jax.Array) -> tuple[dict[Box, int], bool]:
-    """Where each distinct shard is in `addressable_shards`, and whether it is host memory."""
+    """Maps each shard to its place in `addressable_shards`; also, whether all are on CPU."""
     shards = value.addressable_shards
     positions = {_box.from_index(shard.index, value.shape): i for i, shard in enumerate(shards)}
     return positions, all(shard.device.platform == "cpu" for shard in shards)
 
 
 def _as_stored(host: np.ndarray[Any, Any], stored: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """The values in the dtype and byte order that is stored; dtypes zarr lacks go as bytes."""
+    """Converts to the stored dtype and byte order; dtypes that zarr lacks become bytes."""
     if not host.dtype.isnative:
         return host.astype(stored)
     return np.ascontiguousarray(host).view(stored).reshape(host.shape)
 
 
 def empty(shapes: Sequence[Sequence[int]], dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
-    """Uninitialised host memory that jax can use in place, for the shards of one array."""
+    """Returns uninitialised host memory that jax can use in place, for the shards of one array."""
     if len(shapes) == 1:  # most small arrays
         size = math.prod(shapes[0]) * dtype.itemsize
         raw = np.empty(size + _ALIGNMENT, np.uint8)
@@ -130,7 +130,7 @@ def empty(shapes: Sequence[Sequence[int]], dtype: np.dtype[Any]) -> list[np.ndar
 
 @lru_cache(maxsize=1 << 14)
 def boxes_here(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    """The distinct shards that this process's devices hold."""
+    """Returns the distinct shards on this process's devices."""
     indices = sharding.addressable_devices_indices_map(shape).values()
     return tuple(dict.fromkeys(_box.from_index(index or (), shape) for index in indices))
 
@@ -141,13 +141,13 @@ def to_device(
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
 ) -> jax.Array:
-    """Makes a jax.Array of the shards that this process holds. The buffers must not change after.
+    """Makes a jax.Array of this process's shards, inside `placing`.
 
-    Inside `placing`.
+    The buffers must not change afterwards.
     """
     import jax
 
-    if not buffers:  # all of it is on devices of other processes
+    if not buffers:  # all shards are on devices of other processes
         return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
     return jax.make_array_from_callback(
         shape, sharding, lambda index: buffers[_box.from_index(index or (), shape)], dtype
@@ -155,7 +155,7 @@ def to_device(
 
 
 def to_default_device(values: np.ndarray[Any, Any]) -> jax.Array:
-    """Makes an uncommitted jax.Array. Inside `placing`."""
+    """Makes an uncommitted jax.Array, inside `placing`."""
     import jax
 
     return jax.device_put(values)
@@ -163,9 +163,9 @@ def to_default_device(values: np.ndarray[Any, Any]) -> jax.Array:
 
 @contextlib.contextmanager
 def placing() -> Iterator[None]:
-    """While arrays go to devices: entering it takes as long as to place a small one.
+    """Wraps transfers to devices; entering it costs as much as placing a small array.
 
-    A 64-bit array stays one even where `jax_enable_x64` is off: values are never rounded.
+    Keeps 64-bit arrays even if `jax_enable_x64` is off: values are never rounded.
     """
     import jax
 

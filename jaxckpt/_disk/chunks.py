@@ -83,9 +83,8 @@ class Failures:
             error.add_note(f"That was leaf {leaf.text}.")
         self._of.setdefault(id(leaf), error)
 
-    def raise_of(self, leaf: Leaf) -> None:
-        if error := self._of.get(id(leaf)):
-            raise error
+    def get(self, leaf: Leaf) -> Exception | None:
+        return self._of.get(id(leaf))
 
 
 def plan_leaf(

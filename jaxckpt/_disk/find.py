@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a path means, and reads the small files at its top.
+"""Finds the checkpoint that a path means, and opens its items.
 
 A path may mean five things, told apart by what lies there:
 
@@ -7,6 +7,9 @@ A path may mean five things, told apart by what lies there:
     a run's root      directories (or Flax files) whose names end in a step number
     a Flax file       `checkpoint_<step>`, msgpack
     nothing of these  an error that says what was found
+
+Each directory is listed once, each small file read once. A checkpoint that was replaced meanwhile
+is noticed when something does not fit (see `native`), and only then looked for again.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ import logging
 import os
 import posixpath
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeVar, cast
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final, TypeVar
 
+from jaxckpt._disk import foreign, native
+from jaxckpt._disk.native import Entries, Found, Item, JsonItem
 from jaxckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -26,8 +31,8 @@ from jaxckpt.errors import (
     UnsupportedFormat,
     is_io_failure,
 )
-from jaxckpt.format import jsontext, names, step
-from jaxckpt.format.step import Record, StepMetadata
+from jaxckpt.format import jsontext, names, step, tree
+from jaxckpt.format.step import StepMetadata
 from jaxckpt.storage import Storage
 
 _logger = logging.getLogger("jaxckpt")
@@ -47,68 +52,45 @@ _CHECKPOINT_MARKS: Final = frozenset(
     }
 )
 
-# A directory that is called like a step and has one of these is one that Orbax committed.
-_STEP_MARKS: Final = (
-    names.CHECKPOINT_METADATA,
-    names.COMMIT_MARKER,
-    names.TREE_METADATA,
-    names.LEGACY_TREE,
-)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """One committed checkpoint, found but for its items unread.
-
-    Attributes:
-        storage, path: Where it is. A flat checkpoint is its own only item.
-        items: Paths of the items by name; a flat one is called "".
-        step: What `_CHECKPOINT_METADATA` says; empty if there is none.
-        record: Our own record, or None for what another program wrote.
-        deleting: The item that Orbax has begun to delete; it is none of `items`.
-    """
-
-    storage: Storage
-    path: str
-    items: Mapping[str, str]
-    step: StepMetadata = field(default_factory=StepMetadata)
-    record: Record | None = None
-    deleting: str | None = None
-
-
-def consistently(storage: Storage, path: str, read: Callable[[], T]) -> T:
-    """Reads a checkpoint as it was at one time: again, if it was replaced in the meantime.
+def at_rest(storage: Storage, path: str, read: Callable[[Found], T]) -> T:
+    """Finds a checkpoint and reads it; starts again where it was replaced in the meantime.
 
     Raises:
         CheckpointNotFound: it was replaced each time, or is gone.
+        Others: whatever `find` and `read` raise about a checkpoint that is still there.
     """
+    seen: object = None
     for _ in range(_TRIES):
-        before = _generation(storage, path)
+        found, problem = None, None
         try:
-            result, problem = read(), None
+            found = find(storage, path)
+            return read(found)
         except (CheckpointError, FileNotFoundError) as error:
-            result, problem = None, error
-        if _generation(storage, path) != before:
-            continue
+            problem = error
+        before, seen = seen, _generation(storage, path)
         try:
-            if isinstance(problem, CheckpointError):
-                raise problem
-            if problem is not None:
-                gone = f"{path} went while it was being read: {problem}"
-                raise CheckpointNotFound(gone) from problem
+            if native.is_current(found) if found is not None else seen == before:
+                raise _about(problem, path)
         finally:
             # Else the error and this call refer to each other, and what was read stays in memory.
-            del problem
-        return cast("T", result)
+            del problem, found
     raise CheckpointNotFound(
         f"{path} was replaced {_TRIES} times while it was being read. Read it when it is at rest."
     )
 
 
+def _about(problem: CheckpointError | FileNotFoundError, path: str) -> Exception:
+    if isinstance(problem, CheckpointError):
+        return problem
+    gone = CheckpointNotFound(f"{path} went while it was being read: {problem}")
+    gone.__cause__ = problem
+    return gone
+
+
 def _generation(storage: Storage, path: str) -> tuple[str | None, ...]:
     """Changes when a checkpoint of ours at `path`, or around it, or newest in it, is replaced."""
-    if storage.scheme == "file":
-        path = os.path.realpath(path)
+    path = real(storage, path)
     inside = storage.names(path) if storage.kind(path) == "dir" else []
     places = [
         path,
@@ -116,7 +98,8 @@ def _generation(storage: Storage, path: str) -> tuple[str | None, ...]:
         _sibling(path, names.replacement(posixpath.basename(path))),
     ]
     if names.RECORD not in inside:
-        places += [f"{path}/{name}" for name in _steps(storage, path, inside)[:1]]
+        entries = storage.entries(path) if inside else {}
+        places += [f"{path}/{name}" for name in _steps(entries)[:1]]
     return (*places, *(_record_digest(storage, place) for place in places))
 
 
@@ -129,143 +112,155 @@ def _record_digest(storage: Storage, path: str) -> str | None:
         return None
 
 
-def check_current(checkpoint: Checkpoint) -> None:
-    """Raises CheckpointNotFound if another checkpoint is now where this one was found."""
-    record = checkpoint.record
-    if record is not None and _record_digest(checkpoint.storage, checkpoint.path) != record.digest:
-        raise CheckpointNotFound(
-            f"{checkpoint.path} was replaced or deleted since it was opened. Open it again."
-        )
+def real(storage: Storage, path: str) -> str:
+    """Returns the path that a link to a checkpoint means: users keep links to the newest step.
+
+    Inside a checkpoint no link is followed.
+    """
+    return os.path.realpath(path) if storage.scheme == "file" else path
 
 
-def check_sizes(checkpoint: Checkpoint) -> None:
-    """Raises CorruptCheckpoint if a file that we wrote is missing, or of another size."""
-    files = checkpoint.record.files if checkpoint.record is not None else {}
-    for name, facts in files.items():
-        file = f"{checkpoint.path}/{name}"
-        kind = checkpoint.storage.kind(file)
-        size = checkpoint.storage.size(file) if kind == "file" else None
-        if size != facts.size:
-            found = f"has {size} bytes" if kind == "file" else "is missing"
-            raise CorruptCheckpoint(f"{file} {found} of {facts.size}", file=file)
-
-
-def find(storage: Storage, path: str) -> Checkpoint:
+def find(storage: Storage, path: str) -> Found:
     """Finds the checkpoint that a path means; for a run's root, its newest good step.
 
     Raises:
         CheckpointNotFound: there is none, or it is not committed.
         CorruptCheckpoint: its own metadata files are damaged.
     """
-    if storage.scheme == "file":
-        # Users keep links to the newest step. Inside a checkpoint no link is followed.
-        path = os.path.realpath(path)
-    name = posixpath.basename(path)
+    path = real(storage, path)
+    entries = _list(storage, path)
+    if entries is None:
+        replacement = _sibling(path, names.replacement(posixpath.basename(path)))
+        entries = _list(storage, replacement)
+        if entries is None:
+            return _no_directory(storage, path)
+        path = replacement
+    if names.TREE_METADATA in entries or _CHECKPOINT_MARKS.isdisjoint(entries):
+        return _find_around(storage, path, entries)
+    return read_found(storage, path, entries)
+
+
+def _list(storage: Storage, path: str) -> Entries | None:
+    try:
+        return storage.entries(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _no_directory(storage: Storage, path: str) -> Found:
     kind = storage.kind(path)
-    if kind is None and storage.kind(other := _sibling(path, names.replacement(name))) == "dir":
-        path, kind = other, "dir"
-    if kind is None:
-        raise CheckpointNotFound(f"{path}: there is nothing. {_neighbours(storage, path)}")
+    if kind == "file" and path.endswith((".safetensors", ".npz", ".pt", ".pkl")):
+        raise UnsupportedFormat(f"{path} is neither a checkpoint directory nor a Flax msgpack file")
     if kind == "file":
-        return _flax_file(storage, path)
-    if kind != "dir":
-        raise CheckpointNotFound(f"{path} is neither a directory nor a regular file")
-    if names.is_temporary(name):
-        raise CheckpointNotFound(
-            f"{path} was never committed: a save of it is under way, or died. "
-            f"{_neighbours(storage, path)}"
-        )
-    return _directory(storage, path)
+        return Found(storage=storage, path=path, items={"": path}, is_file=True)
+    if kind is None:
+        near = _neighbours(storage, path)
+        raise CheckpointNotFound(f"{path}: no such file or directory. {near}")
+    raise CheckpointNotFound(f"{path} is neither a directory nor a regular file")
 
 
-def _directory(storage: Storage, path: str) -> Checkpoint:
-    inside = storage.names(path)
-    if names.TREE_METADATA in inside or not _is_checkpoint(inside):
-        around = _item_of_checkpoint(storage, path)
-        if around is not None:
-            return around
-    if _is_checkpoint(inside):
-        return read_checkpoint(storage, path, inside)
-    if names.TREE_METADATA in inside or storage.kind(f"{path}/{names.LEGACY_TREE}") == "file":
-        return _flat(storage, path)
-    steps = _steps(storage, path, inside)
-    if steps:
-        return _newest_good(storage, path, steps)
-    items = _items(storage, path, inside)
-    if any(json_file(storage, item) is None for item in items.values()):
-        return Checkpoint(storage=storage, path=path, items=items)
-    is_array = any(is_plain_array(storage, f"{path}/{name}") for name in inside)
-    if is_array or _is_item(storage, path):
-        return _flat(storage, path)
-    found = ", ".join(inside[:8]) + (", ..." if len(inside) > 8 else "")
-    raise CheckpointNotFound(
-        f"{path} is no checkpoint, no item of one and no run: it holds {found or 'nothing'}. "
-        f"{_neighbours(storage, path)}"
-    )
-
-
-def _is_checkpoint(inside: Sequence[str]) -> bool:
-    return not _CHECKPOINT_MARKS.isdisjoint(inside)
-
-
-def read_checkpoint(storage: Storage, path: str, inside: Sequence[str] | None = None) -> Checkpoint:
-    """Reads the top files of a checkpoint directory.
+def read_found(storage: Storage, path: str, entries: Entries) -> Found:
+    """Reads the small files at the top of a checkpoint's directory.
 
     Raises:
         CheckpointNotFound: it is not committed.
         CorruptCheckpoint: a file in it is damaged.
     """
-    inside = storage.names(path) if inside is None else inside
-    record = None
-    if names.WRITER in inside or names.RECORD in inside:
-        if names.COMMIT_MARKER not in inside:
-            raise CheckpointNotFound(
-                f"{path} is not committed: {names.COMMIT_MARKER} is missing. A save of it is under "
-                "way, or died, or it is being deleted."
-            )
-        record_file = f"{path}/{names.RECORD}"
-        if names.RECORD not in inside:
-            raise CorruptCheckpoint(f"{record_file} is missing", file=record_file)
-        data = storage.read(record_file, max_bytes=step.MAX_RECORD_BYTES)
-        record = step.decode_record(data, file=record_file)
-        refuse_holes(storage, record, path, path, inside)
-    metadata = StepMetadata()
-    if names.CHECKPOINT_METADATA in inside:
-        file = f"{path}/{names.CHECKPOINT_METADATA}"
-        data = read_checked(storage, path, names.CHECKPOINT_METADATA, record)
-        metadata = step.decode(data, file=file)
-    deleting = None
-    if names.DELETION_RECORD in inside:
+    found = Found(storage=storage, path=path, listings={path: entries})
+    if names.WRITER in entries or names.RECORD in entries:
+        found = _read_record(found, entries)
+    name = posixpath.basename(path)
+    if (found.record is None or found.record.name != name) and names.is_temporary(name):
+        raise _uncommitted(storage, path)
+    found.refuse_holes(path)
+    metadata, deleting = StepMetadata(), None
+    if names.CHECKPOINT_METADATA in entries:
+        data = found.read(path, names.CHECKPOINT_METADATA)
+        metadata = step.decode(data, file=f"{path}/{names.CHECKPOINT_METADATA}")
+    if names.DELETION_RECORD in entries:
         file = f"{path}/{names.DELETION_RECORD}"
         deleting = step.decode_deletion(storage.read(file, max_bytes=jsontext.MAX_BYTES), file=file)
-    items = _items(storage, path, inside)
-    if names.TREE_METADATA in inside:
-        items = {"": path}
+    items = _items(found, entries)
     if not items:
-        raise CorruptCheckpoint(f"{path}: a checkpoint without items: it holds {inside}", file=path)
-    return Checkpoint(
-        storage=storage,
-        path=path,
-        items={name: where for name, where in items.items() if name != deleting},
-        step=metadata,
-        record=record,
-        deleting=deleting,
+        what = f"{path}: a checkpoint without items: it holds {sorted(entries)}"
+        raise CorruptCheckpoint(what, file=path)
+    items.pop(deleting or "/", None)
+    return replace(found, items=items, metadata=metadata, deleting=deleting)
+
+
+def _read_record(found: Found, entries: Entries) -> Found:
+    if names.COMMIT_MARKER not in entries:
+        raise CheckpointNotFound(
+            f"{found.path} is not committed: {names.COMMIT_MARKER} is missing. A save of it is "
+            "under way, or died, or it is being deleted."
+        )
+    file = f"{found.path}/{names.RECORD}"
+    if names.RECORD not in entries:
+        raise CorruptCheckpoint(f"{file} is missing", file=file)
+    data = found.storage.read(file, max_bytes=step.MAX_RECORD_BYTES)
+    return replace(found, record=step.decode_record(data, file=file))
+
+
+def _items(found: Found, entries: Entries) -> dict[str, str]:
+    if names.TREE_METADATA in entries:
+        return {"": found.path}
+    recorded = found.contents(found.path) if found.record is not None else {}
+    items = {name: f"{found.path}/{name}" for name, kind in recorded.items() if kind == "dir"}
+    others = {name: entry for name, entry in entries.items() if name not in recorded}
+    return items | foreign.find_items(found, found.path, others)
+
+
+def _uncommitted(storage: Storage, path: str) -> CheckpointNotFound:
+    return CheckpointNotFound(
+        f"{path} was never committed: a save of it is under way, or died. "
+        f"{_neighbours(storage, path)}"
     )
 
 
-def _item_of_checkpoint(storage: Storage, path: str) -> Checkpoint | None:
-    """The checkpoint that the directory is an item of, with that item alone; None if it is not."""
+# --- what is no checkpoint of itself ---------------------------------------------------------
+
+
+def _find_around(storage: Storage, path: str, entries: Entries) -> Found:
+    """Finds what a directory belongs to that is an item, a run's root or an old checkpoint."""
+    if names.is_temporary(posixpath.basename(path)):
+        raise _uncommitted(storage, path)
+    around = _checkpoint_around(storage, path)
+    if around is not None:
+        return around
+    if not _CHECKPOINT_MARKS.isdisjoint(entries):
+        return read_found(storage, path, entries)
+    found = Found(storage=storage, path=path, listings={path: entries})
+    legacy = entries.get(names.LEGACY_TREE)
+    if names.TREE_METADATA in entries or (legacy is not None and legacy.kind == "file"):
+        return replace(found, items={"": path})
+    if steps := _steps(entries):
+        return _newest_good(storage, path, steps)
+    items = foreign.find_items(found, path, entries)
+    if any(foreign.json_name(found, item) is None for item in items.values()):
+        return replace(found, items=items)
+    if foreign.is_item(found, path) or foreign.array_names(found, path):
+        return replace(found, items={"": path})
+    shown = ", ".join(sorted(entries)[:8]) + (", ..." if len(entries) > 8 else "")
+    raise CheckpointNotFound(
+        f"{path} is neither a checkpoint, nor an item of one, nor a run: it holds "
+        f"{shown or 'nothing'}. {_neighbours(storage, path)}"
+    )
+
+
+def _checkpoint_around(storage: Storage, path: str) -> Found | None:
+    """Returns the checkpoint that a directory is an item of, with that item alone."""
     parent, name = posixpath.split(path)
     if names.is_temporary(posixpath.basename(parent)):
         raise CheckpointNotFound(
             f"{path} is in a checkpoint that was never committed: its save is under way, or died"
         )
-    if not any(storage.kind(f"{parent}/{mark}") == "file" for mark in _CHECKPOINT_MARKS):
+    entries = _list(storage, parent) or {}
+    if not any(entry.kind == "file" and n in _CHECKPOINT_MARKS for n, entry in entries.items()):
         return None
     try:
-        around = read_checkpoint(storage, parent)
+        around = read_found(storage, parent, entries)
     except CorruptCheckpoint:
-        if storage.kind(f"{parent}/{names.RECORD}") is not None:
+        if names.RECORD in entries:
             raise
         # Orbax does not make these files durable; the item itself may well be whole.
         return None
@@ -274,88 +269,50 @@ def _item_of_checkpoint(storage: Storage, path: str) -> Checkpoint | None:
     return replace(around, items={name: path}) if name in around.items else None
 
 
-def _being_deleted(checkpoint: Checkpoint) -> CheckpointNotFound:
-    return CheckpointNotFound(
-        f"{checkpoint.path}: Orbax has begun to delete item {checkpoint.deleting!r}, and part of "
-        f"it may be gone ({names.DELETION_RECORD} is there). It has "
-        f"{', '.join(checkpoint.items) or 'no other item'}."
-    )
-
-
-def _flat(storage: Storage, path: str) -> Checkpoint:
-    return Checkpoint(storage=storage, path=path, items={"": path})
-
-
-def _flax_file(storage: Storage, path: str) -> Checkpoint:
-    if path.endswith((".safetensors", ".npz", ".pt", ".pkl")):
-        raise UnsupportedFormat(f"{path} is no checkpoint directory, and no Flax msgpack file")
-    return Checkpoint(storage=storage, path=path, items={"": path})
-
-
-def _items(storage: Storage, path: str, inside: Sequence[str]) -> dict[str, str]:
-    return {
-        name: f"{path}/{name}"
-        for name in inside
-        if not names.is_temporary(name)
-        and storage.kind(f"{path}/{name}") == "dir"
-        and _is_item(storage, f"{path}/{name}")
-    }
-
-
-def has_items(storage: Storage, path: str, inside: Sequence[str]) -> bool:
-    """Whether a directory holds items, as a checkpoint does that says nothing of itself."""
-    return bool(_items(storage, path, inside))
-
-
 def looks_committed(storage: Storage, path: str) -> bool:
-    """Whether a directory that is called like a step is a committed one, by its names alone."""
-    inside = storage.names(path)
-    if names.RECORD in inside or names.WRITER in inside:
-        return names.RECORD in inside and names.COMMIT_MARKER in inside
-    if not inside:
-        return False
-    return any(mark in inside for mark in _STEP_MARKS) or has_items(storage, path, inside)
+    """Returns whether a directory that is called like a step is a committed one, by its names."""
+    entries = storage.entries(path)
+    if names.RECORD in entries or names.WRITER in entries:
+        return names.RECORD in entries and names.COMMIT_MARKER in entries
+    if not _STEP_MARKS.isdisjoint(entries):
+        return True
+    found = Found(storage=storage, path=path, listings={path: entries})
+    return bool(foreign.find_items(found, path, entries))
 
 
-def _is_item(storage: Storage, path: str) -> bool:
-    inside = storage.names(path)
-    marks = {names.TREE_METADATA, names.LEGACY_TREE, names.OCDBT_MANIFEST}
-    is_tree = key_folder(inside) is not None or not marks.isdisjoint(inside)
-    return is_tree or _json_file_in(storage, path, inside) is not None
+# A directory that is called like a step and has one of these is one that Orbax committed.
+_STEP_MARKS: Final = frozenset(
+    {names.CHECKPOINT_METADATA, names.COMMIT_MARKER, names.TREE_METADATA, names.LEGACY_TREE}
+)
 
 
-def _steps(storage: Storage, path: str, inside: Sequence[str]) -> list[str]:
-    """What looks like a step of a run, newest first."""
+def _steps(entries: Entries) -> list[str]:
+    """Returns what looks like a step of a run, newest first."""
     found = []
-    for name in inside:
-        kind = storage.kind(f"{path}/{name}")
+    for name, entry in entries.items():
         number = _STEP.fullmatch(name)
-        if kind == "dir" and number and not names.is_temporary(name):
+        if entry.kind == "dir" and number and not names.is_temporary(name):
             found.append((float(number[1]), name))
-        elif kind == "file" and (flax := names.flax_step(name)) is not None:
+        elif entry.kind == "file" and (flax := names.flax_step(name)) is not None:
             found.append((flax, name))
     return [name for _, name in sorted(found, reverse=True)]
 
 
-def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Checkpoint:
+def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Found:
     problems = []
     for name in steps:
         try:
-            checkpoint = find(storage, f"{path}/{name}")
+            found = find(storage, f"{path}/{name}")
+            if posixpath.dirname(found.path) != path:
+                problems.append(f"{name}: it is a run of its own, not a step")
+                continue
+            native.check_sizes(found)
         except CheckpointError as error:
-            problems.append(f"{name}: {error}")
-            continue
-        if posixpath.dirname(checkpoint.path) != path:
-            problems.append(f"{name}: it is a run of its own, not a step")
-            continue
-        try:
-            check_sizes(checkpoint)
-        except CorruptCheckpoint as error:
             problems.append(f"{name}: {error}")
             continue
         for problem in problems:
             _logger.warning("skipped a step of %s: %s", path, problem)
-        return checkpoint
+        return found
     raise CheckpointNotFound(
         f"{path}: none of its {len(steps)} steps can be read:\n  " + "\n  ".join(problems[:10])
     )
@@ -373,130 +330,73 @@ def _neighbours(storage: Storage, path: str) -> str:
     return f"{parent} holds: {', '.join(near[:8]) or 'nothing'}{', ...' if len(near) > 8 else ''}."
 
 
-def choose_item(checkpoint: Checkpoint, item: str | None) -> str:
-    """The name of the item to restore: the one asked for, the only tree, `state`, or `default`."""
-    storage, items = checkpoint.storage, checkpoint.items
-    if checkpoint.deleting is not None and (item == checkpoint.deleting or not items):
-        raise _being_deleted(checkpoint)
+# --- items -----------------------------------------------------------------------------------
+
+
+def open_item(found: Found, name: str | None = None) -> Item | JsonItem:
+    """Reads everything about an item but its array data; a JSON item is read whole.
+
+    Args:
+        name: If None, the only tree, `state`, or `default`.
+
+    Raises:
+        CheckpointNotFound: there is no such item, or several and none was named.
+        CorruptCheckpoint: a metadata file is missing or damaged; it is named.
+        UnsupportedFormat: something newer wrote it.
+    """
+    name = choose_item(found, name)
+    path = found.items[name]
+    if found.is_file:
+        return foreign.read_flax(found, name)
+    inside = found.contents(path)
+    if (file := foreign.json_name(found, path)) is not None:
+        value = jsontext.loads(found.read(path, file), file=f"{path}/{file}")
+        return JsonItem(found=found, name=name, value=value)
+    if names.TREE_METADATA not in inside:
+        return foreign.read_item(found, name)
+    file = f"{path}/{names.TREE_METADATA}"
+    saved = tree.decode(found.read(path, names.TREE_METADATA), file=file)
+    if native.is_native(found, path, saved):
+        return native.read_tree(found, name, saved)
+    return foreign.read_tree(found, name, saved)
+
+
+def open_tree(found: Found, name: str | None = None) -> Item:
+    """Opens an item that must be a tree; UnsupportedFormat if it is JSON."""
+    item = open_item(found, name)
+    if isinstance(item, JsonItem):
+        raise UnsupportedFormat(f"item {item.name!r} of {found.path} is JSON, not a tree")
+    return item
+
+
+def choose_item(found: Found, item: str | None) -> str:
+    """Returns the name of the item to read: the given one, the only tree, `state`, or `default`."""
+    items = found.items
+    if found.deleting is not None and (item == found.deleting or not items):
+        raise _being_deleted(found)
     if item is not None:
         if item not in items:
-            _refuse_lost(checkpoint, item)
             raise CheckpointNotFound(
-                f"{checkpoint.path} has no item {item!r}; it has {', '.join(items)}"
+                f"{found.path} has no item {item!r}; it has {', '.join(items)}"
             )
         return item
-    trees = [
-        name
-        for name, path in items.items()
-        if name != names.METRICS_ITEM and json_file(storage, path) is None
-    ]
-    if len(trees) > 1:
-        trees = [name for name in trees if not _is_random_key(storage, items[name])]
-    if len(items) == 1 or len(trees) == 1:
-        return next(iter(trees or items))
+    if len(items) == 1:
+        return next(iter(items))
+    trees = foreign.find_trees(found)
+    if len(trees) == 1:
+        return trees[0]
     for name in (names.STATE_ITEM, names.DEFAULT_ITEM):
         if name in trees:
             return name
     raise CheckpointNotFound(
-        f"{checkpoint.path} has several items, and none is called {names.STATE_ITEM!r}: "
-        f"{', '.join(items)}. Say which: restore(path, item=...)."
+        f"{found.path} has several items, and none is called {names.STATE_ITEM!r}: "
+        f"{', '.join(items)}. Name one: restore(path, item=...)."
     )
 
 
-def _refuse_lost(checkpoint: Checkpoint, item: str) -> None:
-    """Refuses an item of our record that is none any more, since a file of it is missing."""
-    storage, path, record = checkpoint.storage, checkpoint.path, checkpoint.record
-    if record is not None and any(file.startswith(f"{item}/") for file in record.files):
-        place = f"{path}/{item}"
-        refuse_holes(storage, record, path, place, storage.names(place))
-
-
-def _is_random_key(storage: Storage, path: str) -> bool:
-    return storage.kind(path) == "dir" and key_folder(storage.names(path)) is not None
-
-
-def json_file(storage: Storage, path: str) -> str | None:
-    """The file of a JSON item, None if the item is a tree."""
-    if storage.kind(path) == "file":
-        return None
-    inside = storage.names(path)
-    if names.TREE_METADATA in inside or names.LEGACY_TREE in inside or key_folder(inside):
-        return None
-    return _json_file_in(storage, path, inside)
-
-
-def _json_file_in(storage: Storage, path: str, inside: Collection[str]) -> str | None:
-    # In a run's root there may be a directory of such a name.
-    files = [f"{path}/{name}" for name in names.JSON_ITEM_FILES if name in inside]
-    # Grain's own handler for Orbax writes nothing but these.
-    files += [f"{path}/{name}" for name in inside if names.process_count(name) is not None]
-    return next((file for file in files if storage.kind(file) == "file"), None)
-
-
-def read_json_item(checkpoint: Checkpoint, file: str) -> Any:  # JSON
-    """The value of a JSON item."""
-    relative = posixpath.relpath(file, checkpoint.path)
-    data = read_checked(checkpoint.storage, checkpoint.path, relative, checkpoint.record)
-    return jsontext.loads(data, file=file)
-
-
-def key_folder(inside: Collection[str]) -> str | None:
-    """The data of an item that is a random key, which Orbax keeps in a directory of its own."""
-    return next((n for n in (names.JAX_KEY_ITEM, names.NUMPY_KEY_ITEM) if n in inside), None)
-
-
-def is_plain_array(storage: Storage, path: str) -> bool:
-    return storage.kind(path) == "dir" and any(
-        storage.kind(f"{path}/{key}") == "file" for key in (names.ZARR2, names.ZARR3)
+def _being_deleted(found: Found) -> CheckpointNotFound:
+    return CheckpointNotFound(
+        f"{found.path}: Orbax has begun to delete item {found.deleting!r}, and part of it may be "
+        f"gone ({names.DELETION_RECORD} is there). It has "
+        f"{', '.join(found.items) or 'no other item'}."
     )
-
-
-def refuse_holes(
-    storage: Storage, record: Record | None, base: str, path: str, inside: Collection[str]
-) -> None:
-    """Refuses a directory that lacks an entry of our record: it may change what the others mean."""
-    prefix = "" if path == base else posixpath.relpath(path, base) + "/"
-    wanted = {}
-    for file in record.files if record is not None else ():
-        if file.startswith(prefix):
-            name, below, _ = file.removeprefix(prefix).partition("/")
-            wanted[name] = "dir" if below else "file"
-    for name, kind in wanted.items():
-        place = f"{path}/{name}"
-        if name not in inside:
-            raise CorruptCheckpoint(f"{place} is missing. Restore an older checkpoint.", file=place)
-        # What is no directory would be no item, and one that is a link would lead elsewhere.
-        if storage.kind(place) != kind:
-            what = "directory" if kind == "dir" else "regular file"
-            raise CorruptCheckpoint(
-                f"{place} is not the {what} that was written there. A checkpoint has no links "
-                "inside; `cp -rL` makes a copy without them.",
-                file=place,
-            )
-
-
-def read_checked(storage: Storage, base: str, relative: str, record: Record | None) -> bytes:
-    """Reads a small file of a checkpoint, and compares it with our record if there is one."""
-    file = f"{base}/{relative}"
-    facts = None if record is None else record.files.get(relative)
-    try:
-        if facts is None:
-            return storage.read(file, max_bytes=jsontext.MAX_BYTES)
-        # Before it is read: what became larger may be larger than the memory.
-        size, data = storage.size(file), b""
-        if size == facts.size:
-            data = storage.read(file, max_bytes=min(size, jsontext.MAX_BYTES))
-    except FileNotFoundError as error:
-        raise CorruptCheckpoint(f"{file} is missing", file=file) from error
-    if facts.size != size or facts.sha256 not in (None, step.digest(data)):
-        raise CorruptCheckpoint(
-            f"{file} is damaged: {size} bytes that differ from the {facts.size} that were "
-            "written. Restore an older checkpoint.",
-            file=file,
-        )
-    return data
-
-
-def read_part(checkpoint: Checkpoint, path: str, name: str) -> bytes:
-    relative = posixpath.relpath(f"{path}/{name}", checkpoint.path)
-    return read_checked(checkpoint.storage, checkpoint.path, relative, checkpoint.record)

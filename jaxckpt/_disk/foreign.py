@@ -1,7 +1,8 @@
-"""Trees of which `_METADATA` says nothing, or not all: Orbax before 0.5.16, and Flax's own files.
+"""Reads items that others wrote: every release of Orbax, Flax, bare zarr arrays, random keys.
 
-Such a tree, or the values in it that are small, is a msgpack file; still older ones have nothing
-but the names of their arrays.
+Where `_METADATA` does not describe the arrays, their own metadata do. Before Orbax 0.5.16 the tree,
+or the values in it that are small, is a msgpack file; still older items have nothing but the names
+of their arrays.
 """
 
 from __future__ import annotations
@@ -12,49 +13,353 @@ from typing import Any, Final
 
 import numpy as np
 
-from jaxckpt._disk.find import is_plain_array
+from jaxckpt._disk.native import Entries, Found, Item, check_data_files, make_item, with_texts
 from jaxckpt.errors import CorruptCheckpoint
-from jaxckpt.format import jsontext, msgpack, names, step, tree
+from jaxckpt.format import arrays, jsontext, msgpack, names, step, tree
+from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Tree
-from jaxckpt.storage import Storage
 
-MAX_BYTES: Final = 64 << 30
-# Whoever writes one of these writes `_METADATA` too.
+_MAX_BYTES: Final = 64 << 30
+_KEY: Final = "threefry2x32"
+# A writer of one of these writes `_METADATA` too.
 _SINCE_TREE_METADATA: Final = frozenset(
     {names.OCDBT_MANIFEST, names.SHARDING, names.STRINGS, names.ARRAY_METADATAS}
 )
+_TREE_MARKS: Final = frozenset({names.TREE_METADATA, names.LEGACY_TREE, names.OCDBT_MANIFEST})
 
 
-def _tree(storage: Storage, path: str, inside: set[str]) -> Any:  # any tree
-    file = f"{path}/{names.LEGACY_TREE}"
-    if names.LEGACY_TREE not in inside or storage.kind(file) != "file":
+# --- which directories are items -------------------------------------------------------------
+
+
+def find_items(found: Found, path: str, entries: Entries) -> dict[str, str]:
+    """Returns the directories among `entries` that are items, by name."""
+    return {
+        name: f"{path}/{name}"
+        for name, entry in sorted(entries.items())
+        if entry.kind == "dir" and not names.is_temporary(name) and is_item(found, f"{path}/{name}")
+    }
+
+
+def is_item(found: Found, path: str) -> bool:
+    """Returns whether a directory holds what an item of a checkpoint holds."""
+    inside = found.contents(path)
+    is_tree = key_folder(inside) is not None or not _TREE_MARKS.isdisjoint(inside)
+    return is_tree or json_name(found, path) is not None
+
+
+def find_trees(found: Found) -> list[str]:
+    """Returns the items that are trees; random keys are only where there is no other tree."""
+    trees = [
+        name
+        for name, path in found.items.items()
+        if name != names.METRICS_ITEM and json_name(found, path) is None
+    ]
+    if len(trees) < 2:
+        return trees
+    return [name for name in trees if key_folder(found.contents(found.items[name])) is None]
+
+
+def json_name(found: Found, path: str) -> str | None:
+    """Returns the name of the file of a JSON item; None if the item is a tree."""
+    inside = found.contents(path)
+    if names.TREE_METADATA in inside or names.LEGACY_TREE in inside or key_folder(inside):
         return None
-    return msgpack.decode(storage.read(file, max_bytes=MAX_BYTES), file=file)
+    # Grain's own handler for Orbax writes nothing but a file for each process.
+    files = [*names.JSON_ITEM_FILES, *(n for n in inside if names.process_count(n) is not None)]
+    # In a run's root there may be a directory of such a name.
+    return next((name for name in files if inside.get(name) == "file"), None)
 
 
-def leaves(data: bytes, *, file: str) -> list[Leaf]:
-    """The leaves of a msgpack file; a small value is in its leaf, a large one in an array."""
-    return _leaves_of(msgpack.decode(data, file=file), (), ())
+def key_folder(inside: Sequence[str] | Mapping[str, object]) -> str | None:
+    """Returns the directory in which Orbax keeps the data of an item that is a random key."""
+    return next((n for n in (names.JAX_KEY_ITEM, names.NUMPY_KEY_ITEM) if n in inside), None)
 
 
-def values(storage: Storage, path: str, inside: set[str]) -> dict[tuple[str, ...], Any]:
-    """The values that lie in the msgpack file itself, by path."""
-    leaves = _leaves_of(_tree(storage, path, inside), (), ())
-    return {leaf.path: leaf.value for leaf in leaves if leaf.value is not None}
+def array_names(found: Found, path: str) -> list[str]:
+    """Returns the directories that are zarr arrays in plain files."""
+    return sorted(
+        name
+        for name, entry in found.entries(path).items()
+        if entry.kind == "dir" and _zarr_of(found, f"{path}/{name}") is not None
+    )
+
+
+def _zarr_of(found: Found, path: str) -> int | None:
+    inside = found.entries(path)
+    for version, key in ((3, names.ZARR3), (2, names.ZARR2)):
+        if key in inside and inside[key].kind == "file":
+            return version
+    return None
+
+
+# --- items -----------------------------------------------------------------------------------
+
+
+def read_tree(found: Found, name: str, saved: Tree) -> Item:
+    """Completes a tree of which `_METADATA` does not say everything."""
+    path = found.items[name]
+    found.refuse_holes(path)
+    check_data_files(found, path)
+    database = names.OCDBT_MANIFEST in found.entries(path)
+    if saved.uses_ocdbt and not database and any(leaf.has_array for leaf in saved.leaves):
+        file = f"{path}/{names.OCDBT_MANIFEST}"
+        raise CorruptCheckpoint(f"{file} is missing, and with it every array", file=file)
+    saved = with_texts(found, path, _with_values(found, path, saved))
+    database = database and saved.uses_ocdbt is not False
+    item = _complete(make_item(found, name, saved, database=database, ours=False))
+    return _bare(item) if _is_array_item(found, name) else item
+
+
+def read_item(found: Found, name: str) -> Item:
+    """Reads an item without `_METADATA`."""
+    path = found.items[name]
+    if (folder := key_folder(found.contents(path))) is not None:
+        return _read_random_key(found, name, folder)
+    item = _read_nameless(found, name)
+    return _bare(item) if _is_array_item(found, name) or _looks_bare(item) else item
+
+
+def read_flax(found: Found, name: str) -> Item:
+    """Reads a file of `flax.training.checkpoints`; arrays of several hosts lie beside it."""
+    file = found.items[name]
+    raw = msgpack.decode(found.storage.read(file, max_bytes=_MAX_BYTES), file=file)
+    saved = Tree(
+        leaves=tuple(_leaves_of(raw, (), ())), zarr_version=2, uses_ocdbt=False, fill_missing=True
+    )
+    beside = replace(found, items={name: f"{file}_gda"})
+    return _complete(make_item(beside, name, saved, database=False, ours=False))
+
+
+def _is_array_item(found: Found, name: str) -> bool:
+    return step.is_array_handler(found.metadata.handlers.get(name, ""))
+
+
+def _read_nameless(found: Found, name: str) -> Item:
+    path = found.items[name]
+    found.refuse_holes(path)
+    check_data_files(found, path)
+    database = names.OCDBT_MANIFEST in found.entries(path)
+    saved = _find_tree(found, path, database)
+    item = make_item(found, name, saved, database=database, ours=False)
+    return _complete(replace(item, tree=_with_kinds(saved, item.read_shardings())))
+
+
+def _read_random_key(found: Found, name: str, folder: str) -> Item:
+    """Reads an item of JaxRandomKeySave or NumpyRandomKeySave: the data, and what it is of."""
+    path = found.items[name]
+    data = f"{path}/{folder}"
+    if found.contents(path).get(folder) != "dir":
+        raise CorruptCheckpoint(f"{data} is not a directory", file=data)
+    inner = replace(found, items={name: data})
+    if names.TREE_METADATA in found.contents(data):
+        file = f"{data}/{names.TREE_METADATA}"
+        saved = tree.decode(found.read(data, names.TREE_METADATA), file=file)
+        item = read_tree(inner, name, saved)
+    else:
+        item = _read_nameless(inner, name)
+    file = names.key_facts(folder)
+    is_typed = step.decode_key_facts(_read_below(found, path, file), file=f"{path}/{file}")
+    return _jax_key(item, is_typed) if folder == names.JAX_KEY_ITEM else _numpy_key(item, is_typed)
+
+
+def _read_below(found: Found, path: str, file: str) -> bytes:
+    folder, _, name = f"{path}/{file}".rpartition("/")
+    return found.read(folder, name)
+
+
+def _jax_key(item: Item, is_typed: bool) -> Item:
+    item = _bare(item)
+    leaf = item.tree.leaves[0]
+    # The implementation is not recorded. Of those that jax has, only the default has two words.
+    if is_typed and leaf.stored is not None and leaf.shape[-1:] == (2,):
+        leaf = replace(leaf, kind="key", dtype=f"key<{_KEY}>", key_impl=_KEY, shape=leaf.shape[:-1])
+    return replace(item, tree=replace(item.tree, leaves=(leaf,)))
+
+
+def _numpy_key(item: Item, is_tuple: bool) -> Item:
+    if not is_tuple:
+        return item
+    children = tuple(leaf.path[0] for leaf in item.tree.leaves)
+    root = tree.Node(type="tuple", names=children, children=(None,) * len(children))
+    return replace(item, tree=replace(item.tree, root=root, typed=True))
+
+
+def _looks_bare(item: Item) -> bool:
+    """Returns whether ArraySave wrote an item before there were files that say so."""
+    if len(item.tree.leaves) != 1 or item.database:
+        return False
+    leaf = item.tree.leaves[0]
+    name = names.ARRAY_ITEM_LEAF if leaf.value is None else names.ARRAY_ITEM_VALUE
+    return leaf.path == (name,)
+
+
+def _bare(item: Item) -> Item:
+    """Returns the item as a tree that is one leaf."""
+    if len(item.tree.leaves) != 1:
+        raise CorruptCheckpoint(f"{item.path} should be one array", file=item.path)
+    leaf = item.tree.leaves[0]
+    bare = replace(leaf, path=(), key_types=(), alias=leaf.name)
+    return replace(item, tree=replace(item.tree, leaves=(bare,), root=None, typed=True))
+
+
+def _with_kinds(saved: Tree, shardings: Mapping[str, SavedSharding]) -> Tree:
+    """Makes arrays of jax of those that have a recorded sharding, where the tree has no kinds."""
+    leaves = tuple(
+        replace(leaf, kind="array") if leaf.has_array and leaf.name in shardings else leaf
+        for leaf in saved.leaves
+    )
+    return replace(saved, leaves=leaves)
+
+
+# --- what the arrays' own metadata say -------------------------------------------------------
+
+
+def _complete(item: Item) -> Item:
+    """Adds to each leaf what only the arrays' own metadata, and `array_metadatas`, say."""
+    from jaxckpt.storage._arrays import Reader, data_errors, value_of
+
+    found, path, saved = item.found, item.path, item.tree
+    described = names.TREE_METADATA in found.entries(path)
+    impls = _read_key_impls(found, path)
+    wanted = [leaf for leaf in saved.leaves if leaf.has_array]
+    metadata: dict[str, bytes | None] = {}
+    key = arrays.metadata_key(saved.zarr_version)
+    if wanted:
+        # The oldest checkpoints have texts in the leaves' directories, beside a database too.
+        if not (item.database and described):
+            for leaf in wanted:
+                _refuse_escape(leaf, found, path)
+        with data_errors(path, None):
+            reader = Reader(found.storage.kvstore(path), database=item.database)
+            reads = {leaf.name: reader.get(leaf.prefix + key) for leaf in wanted}
+            metadata = {name: value_of(read.result()) for name, read in reads.items()}
+    texts: dict[str, str] = {}
+    if not described and None in metadata.values():
+        texts = _very_old_strings(found, path, [leaf.name for leaf in wanted])
+    leaves = [
+        leaf
+        if not leaf.has_array
+        else replace(leaf, kind="str", value=texts[leaf.name])
+        if metadata[leaf.name] is None and leaf.name in texts
+        else _complete_leaf(leaf, metadata[leaf.name], impls.get(leaf.name), item, key)
+        for leaf in saved.leaves
+    ]
+    return replace(item, tree=replace(saved, leaves=tuple(leaves)))
+
+
+def _complete_leaf(leaf: Leaf, data: bytes | None, impl: str | None, item: Item, key: str) -> Leaf:
+    file = f"{item.path}/{leaf.prefix}{key}"
+    if data is None:
+        raise CorruptCheckpoint(
+            f"{file}: leaf {leaf.text} is listed in the tree, but its array is missing",
+            leaf=leaf.text,
+            file=file,
+        )
+    try:
+        stored = arrays.decode_metadata(data, item.tree.zarr_version, leaf=leaf.text, file=file)
+    except CorruptCheckpoint as error:
+        raise CorruptCheckpoint(f"leaf {leaf.text}: {error}", leaf=leaf.text, file=file) from error
+    arrays.check_foreign(stored, leaf=leaf.text, file=file)
+    kind, shape = leaf.kind, stored.shape
+    if impl is not None and kind == "array" and shape:
+        return replace(
+            leaf, kind="key", dtype=f"key<{impl}>", shape=shape[:-1], key_impl=impl, stored=stored
+        )
+    if kind == "generic":
+        # Orbax gives scalars back as Python's, whatever they were.
+        kind = _python_kind(np.dtype(arrays.dtype_of(stored.dtype)))
+    return replace(leaf, kind=kind, dtype=stored.dtype, shape=shape, stored=stored)
+
+
+def _python_kind(dtype: np.dtype[Any]) -> tree.Kind:
+    kinds: dict[str, tree.Kind] = {"b": "bool", "i": "int", "u": "int", "c": "complex"}
+    return kinds.get(dtype.kind, "float")
+
+
+def _refuse_escape(leaf: Leaf, found: Found, path: str) -> None:
+    """Refuses a leaf whose plain files lie elsewhere, or are links; TensorStore follows links."""
+    parts = leaf.name.split("/")
+    if ".." in parts or leaf.name.startswith("/") or "\0" in leaf.name:
+        raise CorruptCheckpoint(
+            f"{path}: leaf {leaf.text} points outside the checkpoint", leaf=leaf.text, file=path
+        )
+    folder = path
+    for part in parts if leaf.name else ():
+        _refuse_link(leaf, found, folder, part)
+        folder = f"{folder}/{part}"
+        if part not in found.entries(folder.rpartition("/")[0]):
+            return
+    below = [folder]
+    while below:
+        folder = below.pop()
+        for name, entry in found.entries(folder).items():
+            _refuse_link(leaf, found, folder, name)
+            if entry.kind == "dir" and leaf.name:
+                below.append(f"{folder}/{name}")
+
+
+def _refuse_link(leaf: Leaf, found: Found, folder: str, name: str) -> None:
+    entry = found.entries(folder).get(name)
+    if entry is not None and entry.kind == "other":
+        place = f"{folder}/{name}"
+        raise CorruptCheckpoint(
+            f"{place} is a link or a special file; a checkpoint has none",
+            leaf=leaf.text,
+            file=place,
+        )
+
+
+def _read_key_impls(found: Found, path: str) -> dict[str, str]:
+    impls: dict[str, str] = {}
+    folder = f"{path}/{names.ARRAY_METADATAS}"
+    entry = found.entries(path).get(names.ARRAY_METADATAS)
+    for name in found.entries(folder) if entry is not None and entry.kind == "dir" else ():
+        if name.startswith("process_"):
+            data = found.storage.read(f"{folder}/{name}", max_bytes=jsontext.MAX_BYTES)
+            impls |= step.decode_key_impls(data, file=f"{folder}/{name}")
+    return impls
+
+
+# --- trees in msgpack, and of names alone ----------------------------------------------------
+
+
+def _msgpack_tree(found: Found, path: str) -> Any:  # any tree
+    file = f"{path}/{names.LEGACY_TREE}"
+    entry = found.entries(path).get(names.LEGACY_TREE)
+    if entry is None or entry.kind != "file":
+        return None
+    return msgpack.decode(found.storage.read(file, max_bytes=_MAX_BYTES), file=file)
+
+
+def _with_values(found: Found, path: str, saved: Tree) -> Tree:
+    """Puts the values of the msgpack file into their leaves."""
+    inline = _leaves_of(_msgpack_tree(found, path), (), ())
+    values = {leaf.path: leaf.value for leaf in inline if leaf.value is not None}
+    leaves = []
+    for leaf in saved.leaves:
+        value = values.get(leaf.path)
+        if value is not None and leaf.kind != "empty":
+            leaf = _with_value(leaf, value)
+        elif leaf.kind == "absent":
+            file = f"{path}/{names.LEGACY_TREE}"
+            raise CorruptCheckpoint(
+                f"{path}: the value of leaf {leaf.text} should be in {names.LEGACY_TREE}",
+                leaf=leaf.text,
+                file=file,
+            )
+        leaves.append(leaf)
+    return replace(saved, leaves=tuple(leaves))
 
 
 def _leaves_of(node: Any, path: tuple[str, ...], kinds: tuple[int, ...]) -> list[Leaf]:
-    if isinstance(node, Mapping) and node:
+    """Returns the leaves of a msgpack tree; a small value is in its leaf, a large one an array."""
+    if isinstance(node, (Mapping, list)) and node:
+        is_dict = isinstance(node, Mapping)
+        kind = tree.NAMED if is_dict else tree.SEQUENCE
         return [
             leaf
-            for key, child in node.items()
-            for leaf in _leaves_of(child, (*path, str(key)), (*kinds, tree.NAMED))
-        ]
-    if isinstance(node, list) and node:
-        return [
-            leaf
-            for i, child in enumerate(node)
-            for leaf in _leaves_of(child, (*path, str(i)), (*kinds, tree.SEQUENCE))
+            for key, child in (node.items() if is_dict else enumerate(node))
+            for leaf in _leaves_of(child, (*path, str(key)), (*kinds, kind))
         ]
     leaf = Leaf(path=path, key_types=kinds, kind="empty", dtype="None")
     if node is None or isinstance(node, (Mapping, list)):
@@ -65,37 +370,36 @@ def _leaves_of(node: Any, path: tuple[str, ...], kinds: tuple[int, ...]) -> list
         return [replace(leaf, kind="numpy", dtype="", alias=alias)]
     if isinstance(node, msgpack.FlaxArrayPlaceholder):
         return [replace(leaf, kind="numpy", dtype="", alias=node.path)]
-    return [with_value(replace(leaf, kind="absent", dtype=""), node)]
+    return [_with_value(replace(leaf, kind="absent", dtype=""), node)]
 
 
-def with_value(leaf: Leaf, value: Any) -> Leaf:  # a leaf of a msgpack tree
-    """A leaf whose value the metadata holds."""
+def _with_value(leaf: Leaf, value: Any) -> Leaf:  # a leaf of a msgpack tree
     if isinstance(value, (str, bytes)):
         return replace(leaf, kind="str" if isinstance(value, str) else "bytes", value=value)
     array = np.asarray(value)
     kind = leaf.kind
     if kind in ("absent", "generic"):
-        # What Orbax called it if it said so, else what msgpack made of it.
+        # What Orbax called it, else what msgpack made of it.
         kind = tree.kind_of(leaf.dtype) if leaf.dtype else "numpy"
         if kind == "generic" or not isinstance(value, (np.ndarray, np.generic)):
-            number = array.dtype.kind
-            kind = {"b": "bool", "i": "int", "u": "int", "c": "complex"}.get(number, "float")
+            kind = _python_kind(array.dtype)
     return replace(leaf, kind=kind, dtype=array.dtype.name, shape=array.shape, value=array)
 
 
-def read_tree(storage: Storage, path: str, inside: set[str], database: bool) -> Tree:
-    """An item without `_METADATA`: the msgpack file says the tree, else the names of the arrays."""
-    raw = _tree(storage, path, inside)
+def _find_tree(found: Found, path: str, database: bool) -> Tree:
+    """Returns the tree of an item without `_METADATA`: by the msgpack file, else by its arrays."""
+    raw = _msgpack_tree(found, path)
     if raw is not None:
         leaves = _leaves_of(raw, (), ())
     else:
-        found = _array_names(storage, path, inside, database)
+        named = _array_names(found, path, database)
         leaves = [
             Leaf(path=parts, key_types=(tree.NAMED,) * len(parts), kind="numpy")
-            for parts in (tuple(name.split(".")) for name in found)
+            for parts in (tuple(name.split(".")) for name in named)
         ]
-        # What has these files once had the other too, and without it part of the tree is unknown.
-        if not _SINCE_TREE_METADATA.isdisjoint(inside) and found != [names.ARRAY_ITEM_LEAF]:
+        # An item with these files once had the other too; without it part of the tree is unknown.
+        has_newer = not _SINCE_TREE_METADATA.isdisjoint(found.entries(path))
+        if has_newer and named != [names.ARRAY_ITEM_LEAF]:
             leaves = []
     if not leaves:
         file = f"{path}/{names.TREE_METADATA}"
@@ -103,38 +407,41 @@ def read_tree(storage: Storage, path: str, inside: set[str], database: bool) -> 
             f"{file} is missing, and nothing else says what the tree was", file=file
         )
     probe = next((leaf for leaf in leaves if leaf.has_array), None)
-    version = 2 if probe is None else _zarr_version(storage, path, probe, database)
+    version = 2 if probe is None else _zarr_version(found, path, probe, database)
     return Tree(leaves=tuple(leaves), zarr_version=version, uses_ocdbt=database, fill_missing=True)
 
 
-def _array_names(storage: Storage, path: str, inside: set[str], database: bool) -> list[str]:
+def _array_names(found: Found, path: str, database: bool) -> list[str]:
     if not database:
-        return sorted(name for name in inside if is_plain_array(storage, f"{path}/{name}"))
+        return array_names(found, path)
     from jaxckpt.storage._arrays import Reader, data_errors
 
     with data_errors(path, None):
-        keys = Reader(storage.kvstore(path), database=True).keys()
+        keys = Reader(found.storage.kvstore(path), database=True).keys()
     ends = (f"/{names.ZARR2}", f"/{names.ZARR3}")
     return [key.rpartition("/")[0] for key in keys if key.endswith(ends)]
 
 
-def _zarr_version(storage: Storage, path: str, leaf: Leaf, database: bool) -> int:
+def _zarr_version(found: Found, path: str, leaf: Leaf, database: bool) -> int:
     if not database:
-        return 3 if storage.kind(f"{path}/{leaf.name}/{names.ZARR3}") == "file" else 2
+        return _zarr_of(found, f"{path}/{leaf.name}") or 2
     from jaxckpt.storage._arrays import Reader, data_errors, value_of
 
     with data_errors(path, None):
-        read = Reader(storage.kvstore(path), database=True).get(f"{leaf.prefix}{names.ZARR3}")
+        read = Reader(found.storage.kvstore(path), database=True).get(f"{leaf.prefix}{names.ZARR3}")
         return 2 if value_of(read.result()) is None else 3
 
 
-def very_old_strings(storage: Storage, path: str, leaf_names: Sequence[str]) -> dict[str, str]:
-    """The texts of Orbax 0.3: all in one file, which lies in the directory of one of the leaves."""
+def _very_old_strings(found: Found, path: str, leaf_names: Sequence[str]) -> dict[str, str]:
+    """Returns the texts of Orbax 0.3: all in one file, in the directory of one of the leaves."""
     texts: dict[str, str] = {}
     for name in leaf_names:
-        file = f"{path}/{name}/{names.STRINGS}"
-        if storage.kind(file) == "file":
-            data = storage.read(file, max_bytes=jsontext.MAX_BYTES)
-            found = step.decode_strings(data, file=file)
-            texts |= {k: step.find_string(found, k, file=file) for k in leaf_names if k in found}
+        entry = found.entries(f"{path}/{name}").get(names.STRINGS)
+        if entry is not None and entry.kind == "file":
+            file = f"{path}/{name}/{names.STRINGS}"
+            data = found.storage.read(file, max_bytes=jsontext.MAX_BYTES)
+            strings = step.decode_strings(data, file=file)
+            texts |= {
+                k: step.find_string(strings, k, file=file) for k in leaf_names if k in strings
+            }
     return texts

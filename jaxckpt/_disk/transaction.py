@@ -44,7 +44,7 @@ from jaxckpt._version import __version__
 from jaxckpt.errors import CheckpointError, SaveFailed, StepExists, UnsupportedFormat
 from jaxckpt.format import names, step
 from jaxckpt.format.step import FileFacts, Record
-from jaxckpt.storage import Hold, Storage, is_temporary_file
+from jaxckpt.storage import Entry, Hold, Storage, is_temporary_file
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -80,10 +80,10 @@ class Transaction:
     committed: bool = False
 
     def claim(self) -> None:
-        """Says whose the work is, and locks that.
+        """Writes our token into the work directory, and locks it.
 
         Raises:
-            SaveFailed: another writer was faster, or took this one for dead just now.
+            SaveFailed: another writer was faster, or took this writer for dead just now.
         """
         writer = f"{self.work}/{names.WRITER}"
         mine = self.storage.create(writer, self.token.encode())
@@ -113,18 +113,10 @@ class Transaction:
             SaveFailed: another writer took over.
             StepExists: something came to be at the path meanwhile.
         """
-        sizes = {
-            path: self.storage.size(f"{self.work}/{path}")
-            for path in files_below(self.storage, self.work)
-            if path != names.WRITER
-        }
-        facts = {
-            path: FileFacts(size=size, sha256=digests.get(path)) for path, size in sizes.items()
-        }
         record = Record(
             writer=f"jaxckpt {__version__}",
             token=self.token,
-            files=facts,
+            files=self._facts(digests),
             name=posixpath.basename(self.path),
             lineage=lineage,
             phases=phases or {},
@@ -147,9 +139,7 @@ class Transaction:
             if old is not None:
                 _discard(self.storage, old)
         except OSError as error:
-            _logger.warning(
-                "%s is saved, but what it replaced is still there: %s", self.path, error
-            )
+            _warn(self.path, f"it is saved, but the one that it replaced is still there: {error}")
         self.release()
 
     def abort(self) -> None:
@@ -161,13 +151,24 @@ class Transaction:
             if not self.committed and self._owner() in mine:
                 _delete(self.storage, self.work)
         except OSError as error:
-            _logger.warning("could not remove %s: %s. The next save of it will.", self.work, error)
+            _warn(self.work, f"it cannot be removed: {error}. The next save removes it.")
         self.release()
 
     def release(self) -> None:
-        """Lets go of the lock that says that this writer lives."""
+        """Lets go of the lock that shows that this writer lives."""
         if self.hold is not None:
             self.hold.release()
+
+    def _facts(self, digests: Mapping[str, str]) -> dict[str, FileFacts]:
+        files = files_below(self.storage, self.work)
+        for path, entry in files.items():
+            if entry.kind != "file":
+                self.storage.size(f"{self.work}/{path}")  # raises an error that names it
+        return {
+            path: FileFacts(size=entry.size, sha256=digests.get(path))
+            for path, entry in files.items()
+            if path != names.WRITER
+        }
 
     def _check_still_ours(self) -> None:
         owner = self._owner()
@@ -179,7 +180,7 @@ class Transaction:
             )
 
     def _owner(self) -> str | None:
-        """The token of whose the work is; None if it was taken away."""
+        """Returns the current writer's token; None if the work directory was taken away."""
         try:
             file = f"{self.work}/{names.WRITER}"
             return self.storage.read(file, max_bytes=1 << 10).decode("ascii", "replace")
@@ -214,7 +215,7 @@ def begin(
     """Starts a checkpoint at `path`. Process 0 only.
 
     Args:
-        token: The one that all processes know, who may have begun to write; None: a new one.
+        token: Known to all processes, which may have begun to write. If None, a new one is made.
         fence: Raises if this writer may no longer commit anything here.
 
     Raises:
@@ -224,9 +225,10 @@ def begin(
         fence()  # before anything is written, which may take long
     # The other processes may have begun to write this attempt already.
     spare = work_of(storage, path, token) if token else None
-    recover(storage, path, spare=spare, fenced=fence is not None)
-    check_target(storage, path, overwrite=overwrite)
-    storage.make_dir(posixpath.dirname(path))
+    around = recover(storage, path, spare=spare, fenced=fence is not None)
+    check_target(storage, path, around, overwrite=overwrite)
+    if around is None:
+        storage.make_dir(posixpath.dirname(path))
     for _ in range(_TRIES if token is None else 1):
         attempt = token or secrets.token_hex(8)
         work = work_of(storage, path, attempt)
@@ -260,7 +262,7 @@ def remove_work(storage: Storage, path: str) -> None:
 
 
 def work_of(storage: Storage, path: str, token: str) -> str:
-    """Where the attempt of this token writes."""
+    """Returns the directory that the attempt of this token writes."""
     if not storage.atomic_rename:
         return path
     return _beside(path, names.temporary(posixpath.basename(path), token))
@@ -271,18 +273,33 @@ def discard_work(storage: Storage, path: str, token: str) -> None:
     try:
         storage.delete(work_of(storage, path, token))
     except OSError as error:
-        _logger.warning("could not remove what is left of a save of %s: %s", path, error)
+        _warn(path, f"the rest of a save of it cannot be removed: {error}")
 
 
-def check_target(storage: Storage, path: str, *, overwrite: bool) -> None:
-    """Raises StepExists if a checkpoint may not be put at `path`."""
-    around = posixpath.dirname(path)
-    if storage.kind(around) == "dir" and not _MARKS.isdisjoint(storage.names(around)):
-        raise StepExists(f"{path} would lie inside the checkpoint {around}. Save beside it.")
-    kind = storage.kind(path)
-    if kind is None or (not storage.atomic_rename and _is_leftover(storage, path)):
+def listing(storage: Storage, folder: str) -> dict[str, Entry] | None:
+    """Returns the entries of a directory; None if there is no directory."""
+    try:
+        return storage.entries(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def check_target(
+    storage: Storage, path: str, around: Mapping[str, Entry] | None, *, overwrite: bool
+) -> None:
+    """Raises StepExists if a checkpoint may not be put at `path`.
+
+    Args:
+        around: The listing of the directory that `path` is in.
+    """
+    parent, name = posixpath.split(path)
+    if around is None:
         return
-    if kind != "dir":
+    if not _MARKS.isdisjoint(around):
+        raise StepExists(f"{path} would lie inside the checkpoint {parent}. Save beside it.")
+    if name not in around or (not storage.atomic_rename and _is_leftover(storage, path)):
+        return
+    if (kind := around[name].kind) != "dir":
         raise StepExists(f"{path} is a {'file' if kind == 'file' else 'link or special file'}")
     inside = set(storage.names(path))
     if _MARKS.isdisjoint(inside):
@@ -306,7 +323,7 @@ def check_target(storage: Storage, path: str, *, overwrite: bool) -> None:
 
 
 def _foreign(storage: Storage, path: str, inside: set[str]) -> set[str]:
-    """What a checkpoint directory holds beside the one tree that `save` would replace."""
+    """Returns the names in a checkpoint beside the one tree that `save` would replace."""
     if names.RECORD in inside:
         data = storage.read(f"{path}/{names.RECORD}", max_bytes=step.MAX_RECORD_BYTES)
         record = step.decode_record(data, file=f"{path}/{names.RECORD}")
@@ -322,32 +339,40 @@ def _foreign(storage: Storage, path: str, inside: set[str]) -> set[str]:
     return {name for name in inside - known if not is_temporary_file(name)}
 
 
-def recover(storage: Storage, path: str, *, spare: str | None = None, fenced: bool = False) -> None:
+def recover(
+    storage: Storage, path: str, *, spare: str | None = None, fenced: bool = False
+) -> dict[str, Entry] | None:
     """Finishes or removes what a crash left of a save, a replacement or a deletion of `path`.
 
     Args:
-        spare: What is not touched.
-        fenced: Whether nobody else may write here: then what others write goes though they live.
+        spare: A directory that is not touched.
+        fenced: Whether nobody else may write here: then the work of others goes though they live.
+
+    Returns:
+        The listing of the directory that `path` is in, where only temporary names may have gone
+        since; None if there is no directory.
     """
     parent, name = posixpath.split(path)
+    around = listing(storage, parent)
+    if around is None:
+        return None
     if not storage.atomic_rename:
-        if _is_leftover(storage, path):
+        if name in around and _is_leftover(storage, path):
             _remove_leftover(storage, path)
-        return
-    if storage.kind(parent) != "dir":
-        return
-    entries = storage.names(parent)
-    replacement = _beside(path, names.replacement(name))
-    if _is_whole(storage, replacement):
-        _logger.warning("finishing a replacement of %s that was interrupted", path)
-        _put_in_place(storage, path, replacement)
-        entries = storage.names(parent)
-    for entry in entries:
+            around = listing(storage, parent)
+        return around
+    replacement = names.replacement(name)
+    if replacement in around and _is_whole(storage, _beside(path, replacement)):
+        _warn(path, "finishing a replacement of it that was interrupted")
+        _put_in_place(storage, path, _beside(path, replacement))
+        around = storage.entries(parent)
+    for entry in around:
         if names.is_ours_temporary(entry, name) and f"{parent}/{entry}" != spare:
             if fenced:
                 remove_work(storage, f"{parent}/{entry}")
             else:
                 _remove_leftover(storage, f"{parent}/{entry}")
+    return around
 
 
 def remove(storage: Storage, path: str) -> None:
@@ -378,7 +403,7 @@ def _remove_leftover(storage: Storage, path: str) -> None:
     with contextlib.suppress(FileNotFoundError):  # its writer, or another, was quicker
         if _may_be_written(storage, path):
             return
-        _logger.warning("removing %s, left by a save or a deletion that was interrupted", path)
+        _warn(path, "removing it, left by a save or a deletion that was interrupted")
         _discard(storage, path)
 
 
@@ -392,21 +417,21 @@ def _may_be_written(storage: Storage, path: str) -> bool:
         if not storage.atomic_rename:
             # Left alone it would block this name for ever. A writer that lives will notice.
             return False
-        _logger.warning(
-            "%s: cannot tell whether its writer lives (no file locks here); left alone. "
-            "Remove it if no job is saving there.",
+        _warn(
             path,
+            "left alone: there are no file locks here, so its writer may live. Remove it if no "
+            "job is saving there.",
         )
         return True
     if hold is None:
-        _logger.warning("%s: another writer is at work there; left alone", path)
+        _warn(path, "another writer is at work there; left alone")
         return True
     hold.release()
     return False
 
 
 def _put_in_place(storage: Storage, path: str, replacement: str) -> str | None:
-    """Steps 8b and 8c; returns where the checkpoint is now that was at `path`, if there was one."""
+    """Does steps 8b and 8c; returns the new place of the checkpoint that was at `path`, if any."""
     doomed = None
     if storage.kind(path) is not None:
         doomed = _beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
@@ -416,7 +441,7 @@ def _put_in_place(storage: Storage, path: str, replacement: str) -> str | None:
 
 
 def _is_leftover(storage: Storage, path: str) -> bool:
-    """Where there is no atomic rename: whether a save or a deletion at `path` did not end."""
+    """Returns whether a save or a deletion at `path` did not end, where nothing is renamed."""
     return storage.kind(f"{path}/{names.COMMIT_MARKER}") is None and any(
         storage.kind(f"{path}/{name}") == "file" for name in _OURS
     )
@@ -432,39 +457,39 @@ def _beside(path: str, name: str) -> str:
     return posixpath.join(posixpath.dirname(path), name)
 
 
-def files_below(storage: Storage, root: str) -> list[str]:
-    """The paths below `root` of all that is no directory, but for files that are being written."""
-    found, folders = [], [""]
+def files_below(storage: Storage, root: str) -> dict[str, Entry]:
+    """Returns all below `root` that is no directory, by path in order; no file being written."""
+    found, folders = {}, [""]
     while folders:
         folder = folders.pop()
-        for name in storage.names(f"{root}/{folder}".rstrip("/")):
+        for name, entry in storage.entries(f"{root}/{folder}".rstrip("/")).items():
             path = f"{folder}/{name}".lstrip("/")
-            if storage.kind(f"{root}/{path}") == "dir":
+            if entry.kind == "dir":
                 folders.append(path)
             elif not is_temporary_file(name):
-                found.append(path)
-    return sorted(found)
+                found[path] = entry
+    return dict(sorted(found.items()))
 
 
 def bytes_below(storage: Storage, root: str) -> int:
-    """The size of all files below `root`, those that are being written too; for a display."""
+    """Returns the size of all files below `root`, those being written too; for a display."""
     total, folders = 0, [root]
     while folders:
         folder = folders.pop()
-        try:
-            for name in storage.names(folder):
-                path = f"{folder}/{name}"
-                if storage.kind(path) == "dir":
-                    folders.append(path)
-                else:
-                    total += storage.size(path)
-        except OSError:  # it comes into being, or goes
-            continue
+        with contextlib.suppress(OSError):  # it is being made or deleted
+            for name, entry in storage.entries(folder).items():
+                total += entry.size
+                if entry.kind == "dir":
+                    folders.append(f"{folder}/{name}")
     return total
 
 
+def _warn(path: str, text: str) -> None:
+    _logger.warning("%s: %s", path, text)
+
+
 def raise_save_error(path: str, error: BaseException) -> NoReturn:
-    """Raises what a failed save raises: errors of ours as they are, others inside SaveFailed."""
+    """Raises the error of a failed save: one of ours as it is, others inside SaveFailed."""
     if isinstance(error, CheckpointError) or not isinstance(error, Exception):
         raise error
     raise SaveFailed(

@@ -14,13 +14,14 @@ from jaxckpt._core.box import Box
 from jaxckpt._core.plan import SavePlan
 from jaxckpt._disk.checksums import starts_of, stored_sums, units_in
 from jaxckpt.errors import SaveFailed, UnsupportedLeaf
-from jaxckpt.format import jsontext, names, sharding, step, tree
+from jaxckpt.format import names, sharding, step, tree
 from jaxckpt.format.arrays import (
     CRC_BYTES,
     PLAIN_DTYPES,
     chunk_key,
     dtype_of,
     encode_chunk,
+    encode_zarr3,
     metadata_key,
     zarr3_metadata,
 )
@@ -40,11 +41,6 @@ def is_direct(stored: StoredArray) -> bool:
     if stored.inner_shape is not None or stored.dtype not in PLAIN_DTYPES:
         return False
     return math.prod(stored.chunk_shape) * dtype_of(stored.dtype).itemsize <= _MAX_DIRECT_BYTES
-
-
-@lru_cache(maxsize=1 << 12)
-def _encode(stored: StoredArray) -> bytes:
-    return jsontext.dumps(zarr3_metadata(stored))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +82,7 @@ def plan_requests(
     starts = list(starts_of(plan.stored))
     for i, (prefix, stored) in enumerate(zip(prefixes, plan.stored, strict=True)):
         if is_direct(stored):
-            described.append((prefix + metadata_key(3), _encode(stored)))
+            described.append((prefix + metadata_key(3), encode_zarr3(stored)))
         else:
             arrays[i] = prefix, stored
     for write in plan.writes:

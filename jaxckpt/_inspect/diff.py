@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import tee
 from typing import Final, final
 
@@ -14,9 +15,8 @@ import numpy as np
 
 from jaxckpt._core.box import Box
 from jaxckpt._core.select import Globs, check_globs, selector
-from jaxckpt._core.text import counted
-from jaxckpt._disk import find as _discovery
-from jaxckpt._disk.native import Item, read_item
+from jaxckpt._disk.find import at_rest, open_tree
+from jaxckpt._disk.native import Found, Item
 from jaxckpt._inspect.value_stream import (
     BUDGET_BYTES,
     Data,
@@ -30,96 +30,14 @@ from jaxckpt._inspect.value_stream import (
     read_values,
 )
 from jaxckpt.format.tree import Leaf, Path, path_text
-from jaxckpt.storage import Storage, locate
+from jaxckpt.storage import locate
+from jaxckpt.types import DiffReport, LeafDiff
 
 _MAX_LINES: Final = 200
 _MAX_TEXT: Final = 40
 _EMPTY: Final = {"None": "None", "Dict": "{}", "List": "[]", "Tuple": "()"}
 # Up to here float64 tells neighbouring integers apart.
 _EXACT: Final = float(1 << 53)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeafDiff:
-    """One leaf that both checkpoints have, and in which they differ.
-
-    What is about the values is None where they were not compared: not asked for, not of one shape,
-    or no numbers. Of a PRNG key it is about its data.
-
-    Attributes:
-        path: Of the leaf.
-        a, b: What each has: dtype and shape, or the text itself if it is short.
-        size: How many values `a` has.
-        differing: How many differ by more than `atol + rtol * abs(b)`, or of which one is NaN.
-        max_abs: The largest difference; NaN is left out.
-        max_rel: The largest one relative to `abs(b)`; infinite where a zero became something else.
-        norm_a, norm_b, norm_diff: Roots of the sums of squares: of each side's finite values, and
-            of the finite differences.
-        nan_a, nan_b: How many NaNs each has.
-    """
-
-    path: str
-    a: str
-    b: str
-    size: int
-    differing: int | None = None
-    max_abs: float | None = None
-    max_rel: float | None = None
-    norm_a: float | None = None
-    norm_b: float | None = None
-    norm_diff: float | None = None
-    nan_a: int | None = None
-    nan_b: int | None = None
-
-    def __str__(self) -> str:
-        what = self.a if self.a == self.b else f"{self.a} -> {self.b}"
-        text = f"{self.path or '(the tree itself)'}  {what}"
-        if self.differing is None:
-            return text
-        text += f": {self.differing} of {self.size} differ"
-        if self.max_abs is None:
-            return text
-        if self.norm_diff == 0 and self.differing:
-            return f"{text}, none by a finite number; NaN {self.nan_a} -> {self.nan_b}"
-        text += f", at most by {self.max_abs:.3g} ({self.max_rel:.3g} relative)"
-        text += f"; norm {self.norm_a:.6g} -> {self.norm_b:.6g}, of the difference "
-        text += f"{self.norm_diff:.3g}"
-        return text + (f"; NaN {self.nan_a} -> {self.nan_b}" if self.nan_a or self.nan_b else "")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiffReport:
-    """In what two trees differ. Its text is a line for each difference.
-
-    Attributes:
-        a, b: The checkpoints.
-        only_a, only_b: Paths of the leaves that one of them lacks.
-        changed: The leaves that both have, and that differ.
-        same: How many leaves do not.
-    """
-
-    a: str
-    b: str
-    only_a: tuple[str, ...]
-    only_b: tuple[str, ...]
-    changed: tuple[LeafDiff, ...]
-    same: int
-
-    @property
-    def equal(self) -> bool:
-        """Whether they do not differ at all."""
-        return not (self.only_a or self.only_b or self.changed)
-
-    def __str__(self) -> str:
-        lines = [f"- {path or '(the tree itself)'}" for path in self.only_a]
-        lines += [f"+ {path or '(the tree itself)'}" for path in self.only_b]
-        lines += [f"! {leaf}" for leaf in self.changed]
-        count = len(lines)
-        if count > _MAX_LINES:
-            lines[_MAX_LINES:] = [f"... and {count - _MAX_LINES} more"]
-        told = "equal" if self.equal else f"{count} differ"
-        same = f"{counted(self.same, 'leaf')} the same"
-        return "\n".join([f"{self.a} -> {self.b}: {told}, {same}", *lines])
 
 
 def diff(
@@ -169,21 +87,11 @@ def diff(
         raise ValueError(f"rtol and atol must be 0 or more, not {rtol!r} and {atol!r}")
     (storage_a, at_a), (storage_b, at_b) = locate(a), locate(b)
 
-    def compare() -> DiffReport:
-        pair = _open(storage_a, at_a, item), _open(storage_b, at_b, item)
+    def compare(found_a: Found, found_b: Found) -> DiffReport:
+        pair = open_tree(found_a, item), open_tree(found_b, item)
         return compare_items(*pair, only=only, skip=skip, values=values, rtol=rtol, atol=atol)
 
-    return _discovery.consistently(
-        storage_a, at_a, lambda: _discovery.consistently(storage_b, at_b, compare)
-    )
-
-
-def _open(storage: Storage, where: str, item: str | None) -> Item:
-    found = _discovery.find(storage, where)
-    name = _discovery.choose_item(found, item)
-    if _discovery.json_file(storage, found.items[name]) is not None:
-        raise ValueError(f"item {name!r} of {found.path} is JSON, and no tree; compare what it is")
-    return read_item(found, name)
+    return at_rest(storage_a, at_a, lambda a: at_rest(storage_b, at_b, partial(compare, a)))
 
 
 def compare_items(

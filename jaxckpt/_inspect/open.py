@@ -5,51 +5,21 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, final
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, final
 
 from jaxckpt._core import notebook
 from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._core.text import counted, size_text
-from jaxckpt._disk import find as _discovery
-from jaxckpt._disk.native import Item, read_item, subtree
+from jaxckpt._disk.find import at_rest, open_item
+from jaxckpt._disk.native import Found, Item, JsonItem, subtree, while_current
 from jaxckpt.format.arrays import dtype_of
-from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Node, Path, parse_path, path_text
 from jaxckpt.storage import locate
-
-if TYPE_CHECKING:
-    from jaxckpt._inspect.statistics import LeafStatistics
+from jaxckpt.types import LeafInfo, LeafStatistics
 
 _MAX_LINES: Final = 200
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeafInfo:
-    """What is known of one leaf without reading it.
-
-    Attributes:
-        path: Its keys joined with `/`.
-        kind: "array" (jax), "numpy", "key", "int", "str", "empty", ...
-        dtype: By name; "" where there is none.
-        shape: Of the leaf.
-        sharding: How it was laid out when it was saved, in words, or None.
-        size_bytes: Of its values on disk, uncompressed.
-        layout: What `sharding` says, as data.
-    """
-
-    path: str
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    sharding: str | None
-    size_bytes: int
-    layout: SavedSharding | None = None
-
-    def __str__(self) -> str:
-        dims = "[" + ",".join(map(str, self.shape)) + "]"
-        text = self.kind if self.kind in ("str", "bytes", "empty", "int") else f"{self.dtype}{dims}"
-        return f"{text}  {self.sharding}" if self.sharding else text
 
 
 @final
@@ -67,15 +37,15 @@ class Checkpoint:
         leaves: By path, in tree order.
     """
 
-    def __init__(
-        self, found: _discovery.Checkpoint, item: str, tree: Item | None, below: Path = ()
-    ) -> None:
+    def __init__(self, found: Found, opened: Item | JsonItem, below: Path = ()) -> None:
+        tree = opened if isinstance(opened, Item) else None
+        self._opened = opened
         self._tree = tree
         self._below = below
         self.path = found.path
-        self.item = item
+        self.item = opened.name
         self.items = tuple(found.items)
-        self.custom_metadata: Mapping[str, Any] = dict(found.step.custom_metadata or {})
+        self.custom_metadata: Mapping[str, Any] = dict(found.metadata.custom_metadata or {})
         self.lineage: Mapping[str, Any] = dict(found.record.lineage if found.record else {})
         self.leaves: Mapping[str, LeafInfo] = (
             {} if tree is None else {leaf.text: _info(tree, leaf) for leaf in tree.tree.leaves}
@@ -97,7 +67,7 @@ class Checkpoint:
             raise KeyError(f"item {self.item!r} of {self.path} is no tree")
         names = parse_path(path)
         part = subtree(self._tree, names)
-        return Checkpoint(self._found, self.item, part, (*self._below, *names))
+        return Checkpoint(self._found, part, (*self._below, *names))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.leaves)
@@ -107,18 +77,16 @@ class Checkpoint:
 
     def restore(self, like: Any = None, **options: Any) -> Any:  # any pytree
         """Reads this part. Takes what `jaxckpt.restore` takes, but for `path` and `item`."""
-        from jaxckpt._restore.restore import restore_from
+        from jaxckpt._restore.restore import RestoreRequest, Source, restore_from
 
-        def load() -> Any:  # an Item, or JSON
-            _discovery.check_current(self._found)
-            if self._tree is not None:
-                return self._tree
-            file = _discovery.json_file(self._found.storage, self._found.items[self.item])
-            return None if file is None else _discovery.read_json_item(self._found, file)
-
+        source = Source(
+            where=self.path,
+            within=partial(while_current, self._found),
+            open=lambda _: self._opened,
+        )
         target = [like]
         del like  # so that its arrays are free once the caller has let go of them
-        return restore_from(load, self._found.storage, self.path, target, **options)
+        return restore_from(source, target, RestoreRequest(**options))
 
     def statistics(self, *, only: Globs = None, skip: Globs = None) -> Mapping[str, LeafStatistics]:
         """Reads this part, and describes the values of each leaf that holds numbers.
@@ -142,11 +110,7 @@ class Checkpoint:
         chosen = selector(only, skip)
         leaves = [leaf for leaf in tree.tree.leaves if chosen(leaf.path)]
 
-        def read() -> Mapping[str, LeafStatistics]:
-            _discovery.check_current(found)
-            return statistics(tree, leaves)
-
-        return _discovery.consistently(found.storage, found.path, read)
+        return while_current(found, lambda _: statistics(tree, leaves))
 
     def __repr__(self) -> str:
         return "\n".join(_lines(self))
@@ -176,13 +140,11 @@ def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint
     """
     storage, where = locate(path)
 
-    def read() -> Checkpoint:
-        found = _discovery.find(storage, where)
-        name = _discovery.choose_item(found, item)
-        is_json = _discovery.json_file(storage, found.items[name]) is not None
-        return Checkpoint(found, name, None if is_json else read_item(found, name))
+    return at_rest(storage, where, partial(_open, item=item))
 
-    return _discovery.consistently(storage, where, read)
+
+def _open(found: Found, *, item: str | None) -> Checkpoint:
+    return Checkpoint(found, open_item(found, item))
 
 
 def _info(item: Item, leaf: Leaf) -> LeafInfo:
@@ -201,7 +163,7 @@ def _info(item: Item, leaf: Leaf) -> LeafInfo:
         shape=leaf.shape,
         sharding=None if sharding is None else str(sharding),
         size_bytes=size,
-        layout=sharding,
+        saved_sharding=sharding,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import tee
 from typing import Any, final
 
@@ -25,50 +24,7 @@ from jaxckpt._inspect.value_stream import (
     read_values,
 )
 from jaxckpt.format.tree import Leaf
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeafStatistics:
-    """What the values of one leaf are like.
-
-    NaN and infinities are counted, and left out of everything else. Complex numbers are described
-    by their magnitudes, PRNG keys by their data.
-
-    Attributes:
-        path: Of the leaf.
-        size: How many values there are.
-        min, max: Of the finite values, integers exactly; None where there is none.
-        mean, std: Of the finite values, as numpy has them in float64; None where there is none.
-        norm: The root of the sum of the squares of the finite values.
-        nan, inf, zeros: How many there are of each.
-
-    Example:
-        >>> import tempfile, numpy as np, jaxckpt
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     jaxckpt.save(f"{folder}/a", {"w": np.array([3.0, -4.0, 0.0, np.nan])})
-        ...     print(jaxckpt.open(f"{folder}/a").statistics()["w"])
-        w: 4 values, -4 to 3, mean -0.333333, std 2.86744, norm 5, 1 zero, 1 NaN
-    """
-
-    path: str
-    size: int
-    min: float | None
-    max: float | None
-    mean: float | None
-    std: float | None
-    norm: float
-    nan: int
-    inf: int
-    zeros: int
-
-    def __str__(self) -> str:
-        parts = [f"{self.size} value{'' if self.size == 1 else 's'}"]
-        if self.min is not None:
-            parts += [f"{self.min:g} to {self.max:g}", f"mean {self.mean:g}", f"std {self.std:g}"]
-        parts.append(f"norm {self.norm:g}")
-        counts = {"zero": self.zeros, "NaN": self.nan, "infinite": self.inf}
-        parts += [f"{count} {word}" for word, count in counts.items() if count]
-        return f"{self.path or '(the tree itself)'}: {', '.join(parts)}"
+from jaxckpt.types import LeafStatistics
 
 
 def statistics(

@@ -18,7 +18,8 @@ import numpy as np
 from jaxckpt._core import box as _box
 from jaxckpt._core.box import Box
 from jaxckpt._disk.native import Item
-from jaxckpt._disk.reader import LeafRead, read_leaves
+from jaxckpt._disk.reader import read_leaves
+from jaxckpt._disk.regions import LeafRead
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, MAX_UNIT_BYTES, dtype_of
 from jaxckpt.format.tree import Leaf
 

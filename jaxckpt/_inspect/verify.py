@@ -3,90 +3,30 @@
 from __future__ import annotations
 
 import os
-import posixpath
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Final
 
 from jaxckpt._core import box as _box
 from jaxckpt._core.box import Box
 from jaxckpt._core.plan import plan_reads
-from jaxckpt._core.text import counted, size_text
-from jaxckpt._disk import find as _discovery
-from jaxckpt._disk.native import Item, read_item
-from jaxckpt._disk.reader import LeafRead, read_leaves
-from jaxckpt._disk.transaction import files_below
+from jaxckpt._disk.find import find, open_item
+from jaxckpt._disk.native import Found, Item, JsonItem, file_problem, is_current
+from jaxckpt._disk.reader import read_leaves
+from jaxckpt._disk.regions import LeafRead
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.step import FileFacts
 from jaxckpt.format.tree import StoredArray
-from jaxckpt.storage import Storage, locate
+from jaxckpt.storage import Storage, is_temporary_file, locate
+from jaxckpt.types import Problem, VerifyReport
 
+_TRIES: Final = 20
 _BUDGET_BYTES: Final = 256 << 20
 # What others wrote has as many chunks as its metadata say, whether they are there or not.
 _READS_AT_ONCE: Final = 1 << 10
 _CHUNKS_AT_ONCE: Final = 1 << 12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """One thing that is wrong.
-
-    Attributes:
-        file: It is about, if one.
-        leaf: Whose data it is, if one's.
-        message: What it is.
-        unreadable: Whether the storage failed to read it, so that nothing is known of what it
-            holds. Everything else is damage.
-    """
-
-    file: str | None
-    leaf: str | None
-    message: str
-    unreadable: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
-    """What `verify` found.
-
-    Attributes:
-        path: Of the checkpoint.
-        problems: Everything that is wrong.
-        unchecked: What was read but carries no checksum to compare with, and files that nobody
-            listed, each in words.
-        files, leaves, size_bytes: How much was read: files compared with the record, leaves, and
-            their values, uncompressed.
-    """
-
-    path: str
-    problems: tuple[Problem, ...]
-    unchecked: tuple[str, ...]
-    files: int
-    leaves: int
-    size_bytes: int
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.problems
-
-    @property
-    def damaged(self) -> bool:
-        """Whether something was read that is not what was written, or is missing."""
-        return any(not problem.unreadable for problem in self.problems)
-
-    def __str__(self) -> str:
-        state = "good" if self.ok else f"BAD, {counted(len(self.problems), 'problem')}"
-        lines = [
-            f"{self.path}: {state}. Read {counted(self.files, 'file')} and "
-            f"{counted(self.leaves, 'leaf')}, {size_text(self.size_bytes)}."
-        ]
-        lines += [f"  bad: {problem.message}" for problem in self.problems]
-        lines += [f"  unchecked: {what}" for what in self.unchecked]
-        return "\n".join(lines)
 
 
 def verify(path: str | os.PathLike[str]) -> VerifyReport:
@@ -107,99 +47,109 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
 
 def verify_in(storage: Storage, where: str) -> VerifyReport:
     """`verify`, of a place in a storage."""
-    return _discovery.consistently(storage, where, lambda: _verify(storage, where))
+    before = None
+    for _ in range(_TRIES):
+        found, report = _verify(storage, where)
+        # A checkpoint that was replaced meanwhile looks damaged.
+        is_settled = report == before if found is None else is_current(found)
+        if report.ok or is_settled:
+            return report
+        before = report
+    raise CheckpointNotFound(
+        f"{where} was replaced {_TRIES} times while it was being read. Read it when it is at rest."
+    )
 
 
-def _verify(storage: Storage, where: str) -> VerifyReport:
+def _verify(storage: Storage, where: str) -> tuple[Found | None, VerifyReport]:
     problems: list[Problem] = []
     unchecked: list[str] = []
     try:
-        checkpoint = _discovery.find(storage, where)
+        found = find(storage, where)
     except OSError as error:
         if isinstance(error, CheckpointNotFound):
             raise
-        return _report(where, [_problem(error)], [], 0, 0, 0)
-    files = _check_files(checkpoint, problems, unchecked)
+        return None, _report(where, [_problem(error)], [], 0, 0, 0)
+    files = _check_files(found, problems, unchecked)
     leaves = size = 0
-    for name, item_path in checkpoint.items.items():
+    for name in found.items:
         try:
-            file = _discovery.json_file(storage, item_path)
-            if file is not None:
-                _discovery.read_json_item(checkpoint, file)
-                continue
-            item = read_item(checkpoint, name)
+            item = open_item(found, name)
         except CheckpointNotFound:
             raise
         except (CheckpointError, OSError) as error:
             problems.append(_problem(error))
             continue
+        if isinstance(item, JsonItem):
+            continue
         leaves += len(item.tree.leaves)
         read_bytes = _read_all(item, problems)
         size += read_bytes
-        if not item.ours and read_bytes and not _has_digests(checkpoint, item_path):
+        if not item.ours and read_bytes and not _has_digests(item):
             unchecked.append(f"{item.path}: its arrays carry no checksum that is known to be there")
-    return _report(checkpoint.path, problems, unchecked, files, leaves, size)
+    return found, _report(found.path, problems, unchecked, files, leaves, size)
 
 
-def _check_files(
-    checkpoint: _discovery.Checkpoint, problems: list[Problem], unchecked: list[str]
-) -> int:
+def _check_files(found: Found, problems: list[Problem], unchecked: list[str]) -> int:
     """Compares every file with the record, and looks for files that it does not list."""
-    storage, record = checkpoint.storage, checkpoint.record
-    if record is None:
-        unchecked.append(f"{checkpoint.path}: no {names.RECORD}: its metadata has no checksums")
+    if found.record is None:
+        unchecked.append(f"{found.path}: no {names.RECORD}: its metadata has no checksums")
         return 0
-    folders: dict[str, str | None] = {}
-    for path, facts in record.files.items():
-        file = f"{checkpoint.path}/{path}"
-        folder = posixpath.dirname(path)
+    for name, facts in found.record.files.items():
         try:
-            if folder not in folders:
-                folders[folder] = _folder_problem(storage, checkpoint.path, folder)
-            message = folders[folder] or _file_problem(storage, file, facts)
+            message = _file_problem(found, name, facts)
         except OSError as error:
             problems.append(_problem(error))
         else:
             if message is not None:
-                problems.append(Problem(file=file, leaf=None, message=message))
-    known = {*record.files, names.RECORD, names.COMMIT_MARKER, names.WRITER, names.PINNED}
+                problems.append(Problem(file=f"{found.path}/{name}", leaf=None, message=message))
+    known = {*found.record.files, names.RECORD, names.COMMIT_MARKER, names.WRITER, names.PINNED}
     try:
         unchecked += [
-            f"{checkpoint.path}/{path} is no part of the checkpoint"
-            for path in files_below(storage, checkpoint.path)
-            if path not in known
+            f"{found.path}/{name} is not part of the checkpoint"
+            for name in _files_below(found)
+            if name not in known
         ]
     except OSError as error:
         problems.append(_problem(error))
-    return len(record.files)
+    return len(found.record.files)
 
 
-def _has_digests(checkpoint: _discovery.Checkpoint, item_path: str) -> bool:
-    """Whether the record has that of every file of an item, data files too."""
-    prefix = posixpath.relpath(item_path, checkpoint.path) + "/"
-    recorded = checkpoint.record.files if checkpoint.record is not None else {}
-    files = [facts for name, facts in recorded.items() if name.startswith(prefix)]
+def _has_digests(item: Item) -> bool:
+    """Returns whether the record has the digest of every file of an item, data files too."""
+    files = item.found.recorded(item.path).values()
     return bool(files) and all(facts.sha256 is not None for facts in files)
 
 
-def _folder_problem(storage: Storage, base: str, folder: str) -> str | None:
-    """What leads elsewhere on the way to a file, though what is there may be the same."""
-    for parent in accumulate(folder.split("/"), "{}/{}".format):
-        if parent and storage.kind(place := f"{base}/{parent}") != "dir":
-            return f"{place} is not the directory that was written there"
-    return None
-
-
-def _file_problem(storage: Storage, file: str, facts: FileFacts) -> str | None:
-    if storage.kind(file) != "file":
-        return f"{file} is missing"
-    if (size := storage.size(file)) != facts.size:
-        return f"{file} has {size} bytes, {facts.size} were written"
+def _file_problem(found: Found, name: str, facts: FileFacts) -> str | None:
+    """Returns what is wrong with a file, or with a directory on the way to it."""
+    file = f"{found.path}/{name}"
+    # What leads elsewhere is bad, though the file there may be the same.
+    for folder in list(accumulate(name.split("/"), "{}/{}".format))[:-1]:
+        parent, _, base = f"{found.path}/{folder}".rpartition("/")
+        entry = found.entries(parent).get(base)
+        if entry is None or entry.kind != "dir":
+            return f"{found.path}/{folder} is not the directory that was written there"
+    if problem := file_problem(found, name, facts):
+        return f"{file} {problem}"
     if facts.sha256 is not None:
-        data = storage.read(file, max_bytes=jsontext.MAX_BYTES)
+        data = found.storage.read(file, max_bytes=jsontext.MAX_BYTES)
         if step.digest(data) != facts.sha256:
             return f"{file} is damaged: its SHA-256 differs"
     return None
+
+
+def _files_below(found: Found) -> list[str]:
+    """Returns the paths of all that is no directory, but for files that are being written."""
+    files, folders = [], [found.path]
+    while folders:
+        folder = folders.pop()
+        for name, entry in found.entries(folder).items():
+            path = f"{folder}/{name}"
+            if entry.kind == "dir":
+                folders.append(path)
+            elif not is_temporary_file(name):
+                files.append(path.removeprefix(f"{found.path}/"))
+    return sorted(files)
 
 
 def _read_all(item: Item, problems: list[Problem]) -> int:
@@ -207,7 +157,7 @@ def _read_all(item: Item, problems: list[Problem]) -> int:
     size = 0
     bad: set[str] = set()
 
-    def failed(read: LeafRead, error: OSError) -> None:
+    def failed(read: LeafRead, error: Exception) -> None:
         if read.leaf.text not in bad:  # of one that is read in pieces the first
             bad.add(read.leaf.text)
             problems.append(_problem(error))
@@ -254,7 +204,7 @@ def _parts(stored: StoredArray) -> Iterator[Box]:
             yield part
 
 
-def _problem(error: CheckpointError | OSError) -> Problem:
+def _problem(error: Exception) -> Problem:
     file = getattr(error, "file", None) or getattr(error, "filename", None)
     return Problem(
         file=file,

@@ -7,7 +7,7 @@ import posixpath
 import sys
 from typing import Any, Final, final
 
-from jaxckpt._progress.timing import Progress
+from jaxckpt.types import Progress
 
 # What is over sooner shows nothing.
 _SHORT_S: Final = 1.5

@@ -1,4 +1,4 @@
-"""Measures a save or a restore while it runs, and tells who watches; see `_timing`."""
+"""Measures a save or a restore while it runs, and tells who watches; see `jaxckpt.types`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
-from jaxckpt._progress.timing import PHASES, Kind, OnProgress, Progress, Timing
 from jaxckpt.errors import CheckpointError
+from jaxckpt.types import PHASES, Kind, OnProgress, Progress, Timing
 
 # How often a display is told.
 _TICK_S: Final = 0.25

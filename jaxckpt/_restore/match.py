@@ -6,7 +6,7 @@ All that does not fit is found before anything is read, and told at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -15,14 +15,48 @@ import numpy as np
 from jax import tree_util
 
 from jaxckpt._core.pytree import SCALARS, is_empty, is_key_dtype, key_path
-from jaxckpt._core.select import check_globs, selector, some_paths
-from jaxckpt._progress.timing import Timing
+from jaxckpt._core.select import Globs, check_globs, selector, some_paths
 from jaxckpt.errors import Difference, TreeMismatch
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.tree import Kind, Leaf, Path, parse_path, path_text
+from jaxckpt.types import OnProgress, RestoreReport
 
 # Kinds whose values are numbers in an array.
 _NUMERIC: Final = frozenset({"array", "numpy", "generic", "int", "float", "complex", "bool"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreRequest:
+    """How a tree is to be restored; the fields are the arguments of `jaxckpt.restore`.
+
+    Attributes:
+        timeout_s: For the other processes.
+    """
+
+    mesh: jax.sharding.Mesh | None = None
+    shardings: Any = None  # a tree of shardings, or a function
+    dtype: Any = None  # whatever numpy takes for a dtype
+    as_numpy: bool = False
+    only: Globs = None
+    skip: Globs = None
+    rename: Mapping[str, str] | None = None
+    missing: Literal["error", "keep"] = "error"
+    extra: Literal["error", "ignore"] = "error"
+    report: Callable[[RestoreReport], None] | None = None
+    budget_bytes: int = 1 << 30
+    on_progress: OnProgress | None = None
+    timeout_s: float = 1200.0
+
+    def __post_init__(self) -> None:
+        if self.missing not in ("error", "keep"):
+            raise ValueError(f"missing must be 'error' or 'keep', not {self.missing!r}")
+        if self.extra not in ("error", "ignore"):
+            raise ValueError(f"extra must be 'error' or 'ignore', not {self.extra!r}")
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether leaves of `like` may be returned in place of saved ones."""
+        return self.missing == "keep" or self.only is not None or self.skip is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,33 +87,12 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One leaf to restore: from which saved leaf, and as what (None: as it was saved)."""
+class LeafMatch:
+    """One leaf to restore: the saved leaf, and what is wanted of it; None: as it was saved."""
 
     path: Path
     saved: Leaf
     wanted: Wanted | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreReport:
-    """What a restore did, as paths of leaves; given to `restore(report=...)`.
-
-    Attributes:
-        loaded: Restored.
-        missing: In `like`, not in the checkpoint: kept as they were in `like`.
-        extra: In the checkpoint, not in `like`: not read.
-        cast: Restored with another dtype: path -> (saved, restored).
-        renamed: saved path -> wanted path.
-        timing: How long it took, by phase.
-    """
-
-    loaded: tuple[str, ...]
-    missing: tuple[str, ...]
-    extra: tuple[str, ...]
-    cast: Mapping[str, tuple[str, str]]
-    renamed: Mapping[str, str]
-    timing: Timing | None = None
 
 
 def describe(
@@ -140,9 +153,14 @@ def _want(value: object, path: Path) -> Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """How a target, or no target, lines up with what was saved."""
+    """How a target, or no target, lines up with what was saved.
 
-    requests: tuple[Request, ...]
+    Attributes:
+        leaves: To be restored.
+        kept: Values of `like` by path that are returned as they are.
+    """
+
+    leaves: tuple[LeafMatch, ...]
     kept: Mapping[Path, object]
     report: RestoreReport
 
@@ -150,73 +168,71 @@ class Match:
 def match(
     saved: Sequence[Leaf],
     wanted: Sequence[Wanted] | None,
+    request: RestoreRequest,
     *,
     place: str,
-    only: str | Sequence[str] | None,
-    skip: str | Sequence[str] | None,
-    rename: Mapping[str, str] | None,
-    missing: Literal["error", "keep"],
-    extra: Literal["error", "ignore"],
 ) -> Match:
     """Decides which saved leaf becomes which wanted one.
 
     Raises:
         TreeMismatch: with every difference, not only the first.
     """
-    names, renamed = _rename(saved, rename)
-    selected = selector(only, skip)
-    by_path = {path: leaf for path, leaf in zip(names, saved, strict=True) if selected(path)}
-    all_paths = [*names, *(want.path for want in wanted or ())]
-    check_globs(only, skip, all_paths, place=place)
-    if rename and not renamed:
-        raise ValueError(f"rename={rename!r} matches no leaf. {some_paths(names, place)}")
+    names, renamed = [leaf.path for leaf in saved], {}
+    if request.rename:
+        names, renamed = _rename(saved, request.rename, place)
+    by_path = dict(zip(names, saved, strict=True))
+    selected: Callable[[Path], bool] | None = None
+    if request.only is not None or request.skip is not None:
+        selected = selector(request.only, request.skip)
+        all_paths = [*names, *(want.path for want in wanted or ())]
+        check_globs(request.only, request.skip, all_paths, place=place)
+        by_path = {path: leaf for path, leaf in by_path.items() if selected(path)}
     if wanted is None:
-        requests = tuple(Request(path=p, saved=s, wanted=None) for p, s in by_path.items())
-        report = _report(requests, (), (), renamed)
-        return Match(requests=requests, kept={}, report=report)
-    requests, kept, lost, valueless, differences = [], {}, [], [], []
+        leaves = tuple(LeafMatch(path=p, saved=s, wanted=None) for p, s in by_path.items())
+        return Match(leaves=leaves, kept={}, report=_report(leaves, (), (), renamed))
+    leaves, kept, lost, differences = [], {}, [], []
     for want in wanted:
         leaf = by_path.pop(want.path, None)
-        if (
-            want.kind == "ellipsis"
-            or not selected(want.path)
-            or (want.kind == "empty" and (leaf is None or leaf.kind == "empty"))
-        ):
+        is_skipped = selected is not None and not selected(want.path)
+        is_empty = want.kind == "empty" and (leaf is None or leaf.kind == "empty")
+        if want.kind == "ellipsis" or is_skipped or is_empty:
             kept[want.path] = want.value
         elif leaf is None:
-            lost.append(path_text(want.path))
+            lost.append(want)
             kept[want.path] = want.value
-            if missing == "error":
-                differences.append(
-                    Difference(leaf=path_text(want.path), wanted=str(want), saved=None)
-                )
-            elif isinstance(want.value, jax.ShapeDtypeStruct):
-                valueless.append(path_text(want.path))
-        elif problem := _misfit(want, leaf):
-            differences.append(
-                Difference(leaf=path_text(want.path), wanted=str(want), saved=problem)
-            )
+        elif _fits(want, leaf):
+            leaves.append(LeafMatch(path=want.path, saved=leaf, wanted=want))
         else:
-            requests.append(Request(path=want.path, saved=leaf, wanted=want))
+            differences.append(_difference(want, leaf))
     left = [leaf for leaf in by_path.values() if leaf.kind != "empty"]
-    if extra == "error":
-        differences += [Difference(leaf=s.text, wanted=None, saved=_saved_text(s)) for s in left]
+    if request.missing == "error":
+        differences += [_difference(want, None) for want in lost]
+    if request.extra == "error":
+        differences += [_difference(None, leaf) for leaf in left]
     if differences:
         raise TreeMismatch(_mismatch_text(differences, place), differences)
+    valueless = [w.path for w in lost if isinstance(w.value, jax.ShapeDtypeStruct)]
     if valueless:
         raise TypeError(
-            f"like: {place} has none of {', '.join(valueless[:50])}, and missing='keep' needs "
-            f"arrays there, not a jax.ShapeDtypeStruct"
+            f"like: {place} has none of {', '.join(map(path_text, valueless[:50]))}, and "
+            "missing='keep' needs arrays there, not a jax.ShapeDtypeStruct"
         )
-    report = _report(requests, lost, [leaf.text for leaf in left], renamed)
-    return Match(requests=tuple(requests), kept=kept, report=report)
+    missing = [path_text(want.path) for want in lost]
+    report = _report(leaves, missing, [leaf.text for leaf in left], renamed)
+    return Match(leaves=tuple(leaves), kept=kept, report=report)
+
+
+def _difference(want: Wanted | None, leaf: Leaf | None) -> Difference:
+    saved = None
+    if leaf is not None:
+        saved = describe(leaf.kind, leaf.dtype, leaf.shape, leaf.key_impl)
+    path = want.path if want is not None else leaf.path if leaf is not None else ()
+    return Difference(leaf=path_text(path), wanted=None if want is None else str(want), saved=saved)
 
 
 def _rename(
-    saved: Sequence[Leaf], rename: Mapping[str, str] | None
+    saved: Sequence[Leaf], rename: Mapping[str, str], place: str
 ) -> tuple[list[Path], dict[str, str]]:
-    if not rename:
-        return [leaf.path for leaf in saved], {}
     paths, renamed = [], {}
     for leaf in saved:
         text = leaf.text
@@ -232,34 +248,29 @@ def _rename(
     if len(set(paths)) != len(paths):
         twice = sorted({path_text(path) for path in paths if paths.count(path) > 1})
         raise ValueError(f"rename gives several leaves the name {', '.join(twice)}")
+    if not renamed:
+        raise ValueError(f"rename={rename!r} matches no leaf. {some_paths(paths, place)}")
     return paths, renamed
 
 
-def _saved_text(leaf: Leaf) -> str:
-    return describe(leaf.kind, leaf.dtype, leaf.shape, leaf.key_impl)
-
-
-def _misfit(want: Wanted, leaf: Leaf) -> str | None:
-    """What is saved, if it cannot become what is wanted."""
-    saved = _saved_text(leaf)
+def _fits(want: Wanted, leaf: Leaf) -> bool:
+    """Returns whether a saved leaf can become what is wanted."""
     if want.kind in ("str", "bytes", "empty") or leaf.kind in ("str", "bytes", "empty", "ellipsis"):
-        return None if want.kind == leaf.kind else saved
+        return want.kind == leaf.kind
     if want.kind == "key":
         if leaf.kind == "key":
-            same = leaf.shape == want.shape and leaf.key_impl == want.key_impl
-            return None if same else saved
+            return leaf.shape == want.shape and leaf.key_impl == want.key_impl
         # Saved as plain uint32: by jax.random.PRNGKey, or by an Orbax that lost the type.
         width = jax.random.key_data(jax.random.key(0, impl=want.key_impl)).shape
-        fits = leaf.dtype == "uint32" and leaf.shape == (*want.shape, *width)
-        return None if fits else saved
+        return leaf.dtype == "uint32" and leaf.shape == (*want.shape, *width)
     if leaf.kind == "key":
         stored = leaf.stored.shape if leaf.stored else ()
-        return None if want.dtype == np.uint32 and want.shape == stored else saved
+        return want.dtype == np.uint32 and want.shape == stored
     if leaf.kind not in _NUMERIC or leaf.shape != want.shape:
-        return saved
+        return False
     if leaf.value is not None and leaf.kind == "int":
-        return None if want.kind == "int" else saved
-    return None if _casts(dtype_of(leaf.dtype), want) else saved
+        return want.kind == "int"
+    return _casts(dtype_of(leaf.dtype), want)
 
 
 def _casts(saved: np.dtype[Any], want: Wanted) -> bool:
@@ -289,15 +300,15 @@ def _mismatch_text(differences: Sequence[Difference], place: str) -> str:
 
 
 def _report(
-    requests: Sequence[Request],
-    lost: Sequence[str],
-    left: Sequence[str],
+    leaves: Sequence[LeafMatch],
+    missing: Sequence[str],
+    extra: Sequence[str],
     renamed: Mapping[str, str],
 ) -> RestoreReport:
     return RestoreReport(
-        loaded=tuple(path_text(r.path) for r in requests),
-        missing=tuple(lost),
-        extra=tuple(left),
+        loaded=tuple(path_text(leaf.path) for leaf in leaves),
+        missing=tuple(missing),
+        extra=tuple(extra),
         cast={},  # not decided yet
         renamed=renamed,
     )

@@ -1,11 +1,11 @@
-"""Where restored arrays go: which sharding each leaf gets on the devices that are here."""
+"""What becomes of each saved leaf, and which sharding it gets on the devices that are here."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -19,13 +19,124 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
+from jaxckpt._core.box import Box, whole
 from jaxckpt._core.pytree import key_path
-from jaxckpt._restore.match import Wanted
+from jaxckpt._core.transfer import boxes_here
+from jaxckpt._restore.match import LeafMatch, RestoreRequest, Wanted, describe
+from jaxckpt.errors import Difference, TreeMismatch
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.sharding import SavedSharding
-from jaxckpt.format.tree import Leaf, Path, path_text
+from jaxckpt.format.tree import Kind, Leaf, Path, path_text
 
-_logger = logging.getLogger("jaxckpt")
+_ARRAY_KINDS: Final = ("array", "numpy", "generic")
+
+
+# --- what to make of each leaf ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafPlan:
+    """One leaf: where its values come from, and what to make of them.
+
+    Attributes:
+        path: In the tree that comes back.
+        saved, wanted: The saved leaf, and what the target wants; None: the leaf as it was saved.
+        kind: What comes back.
+        dtype: Of the array that comes back.
+        sharding: Of a jax array; None: the default device, uncommitted.
+        boxes: The parts of the stored array that this process needs.
+    """
+
+    path: Path
+    saved: Leaf
+    wanted: Wanted | None
+    kind: Kind
+    dtype: np.dtype[Any] | None
+    sharding: Sharding | None = None
+    boxes: tuple[Box, ...] = ()
+
+
+def plan_leaves(
+    leaves: Sequence[LeafMatch], placer: Placer, request: RestoreRequest, *, place: str
+) -> list[LeafPlan]:
+    """Decides for every leaf before anything is read.
+
+    Raises:
+        TreeMismatch: shardings do not fit; every one is listed.
+        ValueError: `shardings` names what is not there.
+    """
+    placer.check_names([leaf.path for leaf in leaves])
+    plans, differences = [], []
+    for leaf in leaves:
+        planned = _plan_leaf(leaf, placer, request)
+        (differences if isinstance(planned, Difference) else plans).append(planned)
+    if differences:
+        raise TreeMismatch(
+            f"{len(differences)} leaves of {place} cannot be split as asked:\n"
+            + "\n".join(f"  {difference}" for difference in differences[:200])
+            + "\nGive them a sharding whose mesh axes divide their shape.",
+            differences,
+        )
+    return plans
+
+
+def _plan_leaf(leaf: LeafMatch, placer: Placer, request: RestoreRequest) -> LeafPlan | Difference:
+    saved, wanted = leaf.saved, leaf.wanted
+    kind: Kind = saved.kind if wanted is None else wanted.kind
+    if kind == "numpy" and wanted is None:
+        chosen = placer.chosen(leaf.path, saved.shape, dtype_of(saved.dtype))
+        kind = "numpy" if chosen is None else "array"
+    if kind == "array" and request.as_numpy:
+        kind = "numpy"
+    shape = saved.shape
+    if saved.kind == "key" and kind in ("array", "numpy"):
+        shape = saved.array.shape
+    elif saved.kind != "key" and kind == "key" and wanted is not None:
+        shape = wanted.shape
+    out = _out_dtype(saved, wanted, request.dtype if kind in _ARRAY_KINDS else None)
+    plan = LeafPlan(path=leaf.path, saved=saved, wanted=wanted, kind=kind, dtype=out)
+    if kind not in ("array", "key"):
+        return plan if saved.stored is None else replace(plan, boxes=(whole(saved.stored.shape),))
+    data_shape = saved.shape if saved.stored is None else saved.stored.shape
+    sharding = None
+    if not request.as_numpy:
+        sharding = placer.place(leaf.path, saved.name, shape, out, wanted)
+    if sharding is None:
+        return replace(plan, boxes=(whole(data_shape),))
+    try:
+        sharding.shard_shape(shape)
+        of_data = sharding if kind == "array" else key_data_sharding(sharding, len(shape))
+        return replace(plan, sharding=sharding, boxes=boxes_here(of_data, data_shape))
+    except (ValueError, IndexError):
+        found = describe(saved.kind, saved.dtype, shape, saved.key_impl)
+        return Difference(leaf=path_text(leaf.path), wanted=str(sharding), saved=found)
+
+
+def _out_dtype(saved: Leaf, wanted: Wanted | None, dtype: Any) -> np.dtype[Any] | None:
+    is_wide_int = saved.kind == "int" and isinstance(saved.value, str)
+    if saved.kind in ("str", "bytes", "empty", "ellipsis", "key") or is_wide_int:
+        return None
+    if wanted is not None and wanted.kind == "key":
+        return None
+    out = dtype_of(saved.dtype) if wanted is None or wanted.dtype is None else wanted.dtype
+    if dtype is not None and jax.numpy.issubdtype(out, np.floating):
+        return np.dtype(dtype)
+    return out
+
+
+def key_data_sharding(sharding: Sharding, rank: int) -> Sharding:
+    """Returns the sharding of a key array's data: a further dimension, which is never split."""
+    if isinstance(sharding, NamedSharding):
+        spec = PartitionSpec(*sharding.spec[:rank])
+        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    devices: set[Any] = sharding.device_set
+    if len(devices) == 1:
+        return sharding
+    by_id = sorted(devices, key=lambda device: device.id)
+    return NamedSharding(Mesh(np.asarray(by_id), ("devices",)), PartitionSpec())
+
+
+# --- shardings -------------------------------------------------------------------------------
 
 
 class Placer:
@@ -38,7 +149,10 @@ class Placer:
             position if it has as many axes as the saved mesh.
         shardings: A sharding or PartitionSpec (of `mesh`) for all leaves, a tree of them (a
             container's applies to all in it), or `fn(path, shape, dtype)`.
-        saved: Gives what is recorded, by leaf name; asked only if the rest does not say enough.
+        saved: Returns the recorded shardings by leaf name; called only if the rest is not enough.
+
+    Attributes:
+        replicated: Paths of arrays that were saved in shards and are whole along some axis here.
     """
 
     def __init__(
@@ -51,8 +165,22 @@ class Placer:
         self._mesh = mesh
         self._saved = saved
         self._meshes: dict[SavedSharding, Mesh | None] = {}
-        self._named, self._chosen = _chooser(shardings)
-        self._replicated: dict[str, None] = {}
+        self._named: Sequence[Path] = ()
+        self._choose: Callable[[Path, tuple[int, ...], Any], Any] | None = None
+        if shardings is not None:
+            self._named, self._choose = _chooser(shardings)
+        self.replicated: dict[str, None] = {}
+
+    def check_names(self, paths: Sequence[Path]) -> None:
+        """Refuses a tree of shardings that names what is not there."""
+        known = {path[:depth] for path in paths for depth in range(len(path) + 1)}
+        unknown = [path_text(path) for path in self._named if path not in known]
+        if unknown:
+            raise ValueError(f"shardings: there is no leaf or container {', '.join(unknown)}")
+
+    def chosen(self, path: Path, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Returns what the caller's `shardings` say about a leaf, or None."""
+        return None if self._choose is None else self._choose(path, shape, dtype)
 
     def place(
         self,
@@ -62,18 +190,11 @@ class Placer:
         dtype: Any,
         wanted: Wanted | None,
     ) -> Sharding | None:
-        """The sharding of the leaf at `path`, called `name` in the checkpoint."""
-        chosen = self._chosen(path, shape, dtype)
-        if isinstance(chosen, PartitionSpec):
-            if self._mesh is None:
-                raise TypeError(
-                    f"shardings: {path_text(path)} gets a PartitionSpec, which needs mesh="
-                )
-            chosen = NamedSharding(self._mesh, chosen)
-        if chosen is not None:
-            if not isinstance(chosen, Sharding):
-                raise TypeError(f"shardings: {path_text(path)} gets {chosen!r}, not a sharding")
-            return self._concrete(chosen, name, path)
+        """Returns the sharding of the leaf at `path`, called `name` in the checkpoint."""
+        if self._choose is not None:
+            chosen = self._choose(path, shape, dtype)
+            if chosen is not None:
+                return self._asked(chosen, name, path)
         if self._mesh is not None:
             return self._on_mesh(self._mesh, self._saved().get(name), shape, path)
         if wanted is not None and (wanted.sharding is not None or wanted.uncommitted):
@@ -86,8 +207,19 @@ class Placer:
         mesh = self._mesh_like(saved)
         return None if mesh is None else self._on_mesh(mesh, saved, shape, path)
 
+    def _asked(self, chosen: Any, name: str, path: Path) -> Sharding | None:
+        if isinstance(chosen, PartitionSpec):
+            if self._mesh is None:
+                raise TypeError(
+                    f"shardings: {path_text(path)} gets a PartitionSpec, which needs mesh="
+                )
+            return NamedSharding(self._mesh, chosen)
+        if not isinstance(chosen, Sharding):
+            raise TypeError(f"shardings: {path_text(path)} gets {chosen!r}, not a sharding")
+        return self._concrete(chosen, name, path)
+
     def _concrete(self, sharding: Sharding | None, name: str, path: Path) -> Sharding | None:
-        """A sharding on devices; `jax.eval_shape` gives ones that have only axes."""
+        """Returns a sharding on devices; `jax.eval_shape` makes ones that have only axes."""
         if not (isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)):
             return sharding
         abstract = sharding.mesh
@@ -105,28 +237,6 @@ class Placer:
             "mesh of these axes is given, set (jax.set_mesh) or saved. Give mesh=."
         )
 
-    def check_names(self, paths: Sequence[Path]) -> None:
-        """Refuses a tree of shardings that names what is not there."""
-        known = {path[:depth] for path in paths for depth in range(len(path) + 1)}
-        unknown = [path_text(path) for path in self._named if path not in known]
-        if unknown:
-            raise ValueError(f"shardings: there is no leaf or container {', '.join(unknown)}")
-
-    def is_asked(self, path: Path, saved: Leaf) -> bool:
-        """Whether the caller's `shardings` say something about a leaf."""
-        return self._chosen(path, saved.shape, dtype_of(saved.dtype)) is not None
-
-    def log_replicated(self, place: str) -> None:
-        """Says once which arrays are whole on every device although they were saved in shards."""
-        if self._replicated:
-            _logger.warning(
-                "%s: %d arrays could not be split as they were saved, and are replicated along "
-                "some axes on this mesh, %s among them",
-                place,
-                len(self._replicated),
-                next(iter(self._replicated)),
-            )
-
     def _on_mesh(
         self, mesh: Mesh, saved: SavedSharding | None, shape: tuple[int, ...], path: Path
     ) -> Sharding:
@@ -139,7 +249,7 @@ class Placer:
             here = [renamed[a] for a in names if a in renamed]
             parts = math.prod(mesh.shape[a] for a in here)
             if len(here) < len(names) or size % parts:
-                self._replicated[path_text(path)] = None
+                self.replicated[path_text(path)] = None
             spec.append(tuple(here) if here and size % parts == 0 else None)
         return NamedSharding(mesh, PartitionSpec(*[s[0] if s and len(s) == 1 else s for s in spec]))
 
@@ -156,9 +266,7 @@ class Placer:
 
 
 def _chooser(shardings: Any) -> tuple[Sequence[Path], Callable[[Path, tuple[int, ...], Any], Any]]:
-    """The paths that a tree of shardings names, and what `shardings` say of a leaf."""
-    if shardings is None:
-        return (), lambda path, shape, dtype: None
+    """Returns the paths that `shardings` name, and a function that chooses for one leaf."""
     if callable(shardings) and not isinstance(shardings, (Sharding, PartitionSpec)):
         return (), lambda path, shape, dtype: shardings(path_text(path), shape, dtype)
     pairs, _ = jax.tree_util.tree_flatten_with_path(
@@ -177,7 +285,7 @@ def _chooser(shardings: Any) -> tuple[Sequence[Path], Callable[[Path, tuple[int,
 
 
 def _own_device(saved: SavedSharding) -> Sharding | None:
-    """The device that an array had to itself, unless it is the one where arrays are made anyway."""
+    """Returns the device that an array had to itself, unless it is jax's default one."""
     devices = jax.local_devices()
     device = {str(d): d for d in devices}.get(saved.device, devices[0])
     if device == devices[0] or jax.process_count() > 1:
@@ -195,7 +303,7 @@ def _rename_axes(saved: SavedSharding, mesh: Mesh) -> dict[str, str]:
 
 
 def _mesh_here(saved: SavedSharding) -> Mesh | None:
-    """The saved mesh on the devices here; a smaller one of the same axes if there are too few.
+    """Returns the saved mesh on the devices here, or one of the same axes with fewer devices.
 
     In a job of several processes the mesh covers all devices, so that each process has its share.
     """

@@ -7,11 +7,10 @@ import posixpath
 from collections.abc import Sequence
 from typing import Any
 
-from jaxckpt._disk import find as _discovery
 from jaxckpt._disk import transaction as _transaction
-from jaxckpt._disk.find import Checkpoint
-from jaxckpt._disk.native import read_item
-from jaxckpt._disk.reader import refuse_swapped
+from jaxckpt._disk.find import find, open_item
+from jaxckpt._disk.native import Found, Item, check_current
+from jaxckpt._disk.regions import refuse_swapped
 from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StepExists
 from jaxckpt.format import names, run
@@ -56,7 +55,7 @@ def fork(
     other, root = locate(new_root)
     if other.scheme != storage.scheme:
         raise ValueError(f"{new_root} is in another storage than {src_step}: fork links files")
-    found = _discovery.find(storage, where)
+    found = find(storage, where)
     if steps := StepIndex(storage, root).steps():
         raise StepExists(f"{root} is a run that has steps already: {steps[-8:]}")
     path = f"{root}/{_name_of(found, step)}"
@@ -73,7 +72,7 @@ def fork(
     return path
 
 
-def _name_of(found: Checkpoint, step: int | None) -> str:
+def _name_of(found: Found, step: int | None) -> str:
     name = posixpath.basename(found.path)
     if step is not None:
         return run.StepNames().of(step)
@@ -82,7 +81,7 @@ def _name_of(found: Checkpoint, step: int | None) -> str:
     return name
 
 
-def _link(storage: Storage, found: Checkpoint, work: str) -> list[str]:
+def _link(storage: Storage, found: Found, work: str) -> list[str]:
     if storage.kind(found.path) != "dir":
         raise CheckpointNotFound(f"{found.path} is one file: restore it, and save it anew")
     files = [
@@ -99,7 +98,7 @@ def _link(storage: Storage, found: Checkpoint, work: str) -> list[str]:
     return files
 
 
-def _check_whole(storage: Storage, found: Checkpoint, work: str, files: Sequence[str]) -> None:
+def _check_whole(storage: Storage, found: Found, work: str, files: Sequence[str]) -> None:
     """Compares what was linked with the record, if there is one."""
     recorded = found.record.files if found.record is not None else {}
     for name, facts in recorded.items():
@@ -108,17 +107,18 @@ def _check_whole(storage: Storage, found: Checkpoint, work: str, files: Sequence
         if name not in files or storage.size(f"{work}/{name}") != facts.size:
             file = f"{found.path}/{name}"
             raise CorruptCheckpoint(f"{file} is missing, or not as it was written", file=file)
-    for name, path in found.items.items():
-        if recorded and _discovery.json_file(storage, path) is None:
-            refuse_swapped(read_item(found, name))
-    _discovery.check_current(found)
+    for name in found.items if recorded else ():
+        item = open_item(found, name)
+        if isinstance(item, Item):
+            refuse_swapped(item)
+    check_current(found)
 
 
-def _digests(found: Checkpoint) -> dict[str, str]:
+def _digests(found: Found) -> dict[str, str]:
     files = found.record.files if found.record is not None else {}
     return {name: facts.sha256 for name, facts in files.items() if facts.sha256 is not None}
 
 
-def _lineage(how: str, found: Checkpoint) -> dict[str, Any]:
+def _lineage(how: str, found: Found) -> dict[str, Any]:
     token = found.record.token if found.record is not None else None
     return {"by": how, "path": found.path, "token": token}

@@ -20,20 +20,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from jaxckpt._disk.find import (
-    Checkpoint,
-    check_sizes,
-    find,
-    looks_committed,
-    read_checkpoint,
-    read_part,
-)
-from jaxckpt._run.retention import StepInfo
+from jaxckpt._disk.find import find, looks_committed, read_found
+from jaxckpt._disk.native import Found, check_sizes
 from jaxckpt._save.turn import Turn
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.run import StepNames, guess_names, like_steps
 from jaxckpt.storage import Entry, Storage, is_temporary_file, locate
+from jaxckpt.types import StepInfo
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -292,38 +286,51 @@ class StepIndex:
         has_record = self.storage.kind(f"{path}/{names.RECORD}") is not None
         return f"{path}/{names.COMMIT_MARKER if has_record else names.RECORD}"
 
-    def check_whole(self, number: int) -> Checkpoint:
-        """Finds a step all of whose files are there in their recorded sizes. Reads no data.
+    def check_there(self, number: int) -> None:
+        """Refuses a step that is not committed; a step that is known as such is not looked at.
 
         Raises:
             CheckpointNotFound: there is no such step.
-            CorruptCheckpoint: the step is not whole.
+            CorruptCheckpoint: the step is torn.
         """
-        path = self.path(number)
-        if posixpath.basename(path) not in self._committed:
-            if (file := self.missing_file(number)) is not None:
-                raise CorruptCheckpoint(
-                    f"{file} is missing: the step is an incomplete copy, or was being deleted",
-                    file=file,
-                )
-            self.check_step(number)
-        try:
-            found = find_whole(self.storage, path)
-        except CheckpointNotFound:
-            self.check_step(number)  # names the other steps if this one is gone
-            raise
+        if posixpath.basename(self.path(number)) in self._committed:
+            return
+        if (file := self.missing_file(number)) is not None:
+            raise CorruptCheckpoint(
+                f"{file} is missing: the step is an incomplete copy, or was being deleted",
+                file=file,
+            )
+        self.check_step(number)
+
+    def check_found(self, number: int, found: Found) -> None:
+        """Checks that all files of a step have their recorded sizes; reads no data.
+
+        Raises:
+            CorruptCheckpoint: a file is missing, or has another size.
+        """
         saved_as = found.record.name if found.record is not None else ""
         if saved_as and (self.naming or StepNames()).step(saved_as) not in (None, number):
-            self.report(f"{path} was saved as {saved_as}: it was renamed, or is a copy of that")
+            self.report(f"{found.path} was saved as {saved_as}: it was renamed, or is a copy of it")
+        check_sizes(found)
+
+    def find_whole(self, number: int) -> Found:
+        """Finds a step that is there, with all its files.
+
+        Raises:
+            CheckpointNotFound, CorruptCheckpoint: as `check_there` and `check_found`.
+        """
+        self.check_there(number)
+        found = find(self.storage, self.path(number))
+        self.check_found(number, found)
         return found
 
     def is_whole(self, number: int) -> bool:
-        """Returns whether `check_whole` finds a step; reports a damaged one once."""
+        """Returns whether a step is whole; reports a damaged one once."""
         name = posixpath.basename(self.path(number))
         if name in self._whole:
             return True
         try:
-            self.check_whole(number)
+            self.find_whole(number)
         except CheckpointNotFound:
             return False
         except CorruptCheckpoint as error:
@@ -341,7 +348,8 @@ class StepIndex:
         when_s, metrics = time.time(), {}
         self.unknown.discard(number)
         try:
-            found = read_checkpoint(self.storage, self.path(number))
+            path = self.path(number)
+            found = read_found(self.storage, path, self.storage.entries(path))
             when_s = saved_s(found) or when_s
             metrics = metrics_of(found)
         except (CheckpointError, OSError) as error:
@@ -365,26 +373,19 @@ class StepIndex:
         self._infos.pop(number, None)
 
 
-def find_whole(storage: Storage, path: str) -> Checkpoint:
-    """Finds the checkpoint at a path, and compares the sizes of its files with the record."""
-    found = find(storage, path)
-    check_sizes(found)
-    return found
-
-
-def saved_s(found: Checkpoint) -> float | None:
+def saved_s(found: Found) -> float | None:
     """Returns when a checkpoint was saved, in seconds since 1970; None if it is not recorded."""
-    saved_ns = found.step.commit_ns or found.step.init_ns
+    saved_ns = found.metadata.commit_ns or found.metadata.init_ns
     return None if saved_ns is None else saved_ns / 1e9
 
 
-def metrics_of(found: Checkpoint) -> dict[str, Any]:
+def metrics_of(found: Found) -> dict[str, Any]:
     """Reads the metrics of a step; empty if it has none."""
     item = f"{found.path}/{names.METRICS_ITEM}"
     file = f"{item}/{names.METRICS_FILE}"
-    if found.storage.kind(file) != "file":
+    if found.contents(item).get(names.METRICS_FILE) != "file":
         return {}
-    metrics = jsontext.loads(read_part(found, item, names.METRICS_FILE), file=file)
+    metrics = jsontext.loads(found.read(item, names.METRICS_FILE), file=file)
     return metrics if isinstance(metrics, dict) else {}
 
 

@@ -14,8 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from jaxckpt._disk import find as _discovery
-from jaxckpt._disk.find import Checkpoint
+from jaxckpt._disk.native import Found
 from jaxckpt._save.snapshot import FileItem, Item, take_tree
 from jaxckpt.errors import CorruptCheckpoint, TreeMismatch, UnsupportedLeaf
 from jaxckpt.format import jsontext, names, typed_json
@@ -152,28 +151,30 @@ def _json_text(state: object) -> bytes | None:
     return state
 
 
-def read_states(checkpoint: Checkpoint, name: str) -> list[Any] | None:
+def read_states(checkpoint: Found, name: str) -> list[Any] | None:
     """The states of an item in all processes that saved it; None if it is no such item."""
-    storage, path = checkpoint.storage, checkpoint.items[name]
-    inside = storage.names(path) if storage.kind(path) == "dir" else []
+    path = checkpoint.items[name]
+    inside = checkpoint.contents(path)
     counts = {count for file in inside if (count := names.process_count(file)) is not None}
     if not counts:
         return None
     count = max(counts)
     missing = [i for i in range(count) if names.process_file(i, count) not in inside]
     if len(counts) > 1 or missing:
-        raise CorruptCheckpoint(f"{path} should hold {count} states, it has {inside}", file=path)
+        raise CorruptCheckpoint(
+            f"{path} should hold {count} states, it has {sorted(inside)}", file=path
+        )
     form = "grain"
     if names.JSON_ITEM_FILE in inside:
         file = f"{path}/{names.JSON_ITEM_FILE}"
-        data = _discovery.read_part(checkpoint, path, names.JSON_ITEM_FILE)
+        data = checkpoint.read(path, names.JSON_ITEM_FILE)
         said = jsontext.expect(jsontext.loads(data, file=file), dict, "the file", file=file)
         form = said.get("form", form)
     return [_read_state(checkpoint, path, names.process_file(i, count), form) for i in range(count)]
 
 
-def _read_state(checkpoint: Checkpoint, path: str, name: str, form: str) -> Any:  # JSON
-    data = _discovery.read_part(checkpoint, path, name)
+def _read_state(checkpoint: Found, path: str, name: str, form: str) -> Any:  # JSON
+    data = checkpoint.read(path, name)
     value = jsontext.loads(data, file=f"{path}/{name}")
     if form == "json":
         return typed_json.decode(value, file=f"{path}/{name}")
@@ -212,7 +213,7 @@ def state_for(
     return state
 
 
-def check_present(checkpoint: Checkpoint, items: Mapping[str, object]) -> None:
+def check_present(checkpoint: Found, items: Mapping[str, object]) -> None:
     """Raises TreeMismatch if a step lacks an item."""
     for name in items:
         if name not in checkpoint.items:

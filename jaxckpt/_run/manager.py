@@ -23,8 +23,6 @@ from typing import Any, ClassVar, Final, Literal, Self, final
 from jaxckpt._core import notebook
 from jaxckpt._disk.find import find
 from jaxckpt._inspect import open as inspection
-from jaxckpt._inspect.verify import VerifyReport
-from jaxckpt._progress.timing import OnProgress, Timing
 from jaxckpt._run.config import manager_arguments
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex, check_root
@@ -33,12 +31,13 @@ from jaxckpt._run.owner import Ownership
 from jaxckpt._run.resume import Resume, StateReading, read_everything, shapes_of, watch
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.saver import Saver, raise_first
-from jaxckpt._run.schedule import Decision, SavePolicy, check_count, check_seconds
+from jaxckpt._run.schedule import SavePolicy, check_count, check_seconds
 from jaxckpt._run.scrub import scrub
 from jaxckpt._save.save import SaveHandle
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Json, current, lead, text_of
 from jaxckpt.storage import locate
+from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
 _MAX_TIMINGS: Final = 1000
 
@@ -498,7 +497,7 @@ class CheckpointManager:
         """What was given to `save` as such."""
         self._begin_call()
         found = find(self._index.storage, self._index.check_step(step))
-        return dict(found.step.custom_metadata or {})
+        return dict(found.metadata.custom_metadata or {})
 
     def _url(self, path: str) -> str:
         scheme = self._index.storage.scheme

@@ -14,21 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from jaxckpt._disk.find import Checkpoint, read_checkpoint
-from jaxckpt._run.index import (
-    Listing,
-    StepIndex,
-    existing_root,
-    find_whole,
-    metrics_of,
-    saved_s,
-    shown,
-)
+from jaxckpt._disk.find import find, read_found
+from jaxckpt._disk.native import Found
+from jaxckpt._run.index import Listing, StepIndex, existing_root, metrics_of, saved_s, shown
 from jaxckpt._run.owner import read_owner
-from jaxckpt._run.retention import KeepPolicy, StepInfo
+from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.errors import CheckpointError, CheckpointNotFound
 from jaxckpt.format import names
 from jaxckpt.storage import Storage, is_temporary_file
+from jaxckpt.types import StepInfo
 
 # On a file system over a network each request takes as long as its answer needs to come back.
 _AT_ONCE: Final = 8
@@ -159,7 +153,7 @@ def _look(index: StepIndex, listing: Listing, name: str, number: int) -> StepOve
     except (CheckpointError, OSError) as error:
         problem = str(error)
         with contextlib.suppress(CheckpointError, OSError):
-            found = read_checkpoint(index.storage, path)
+            found = read_found(index.storage, path, index.storage.entries(path))
     if found is not None:
         facts |= _recorded(found, is_file=listing.entries[name].kind == "file")
         try:
@@ -186,24 +180,24 @@ def _size(storage: Storage, path: str, listing: Listing) -> dict[str, Any]:
     return {"size_bytes": sum(files.values()), "files": len(files), "pinned": pinned}
 
 
-def _find(index: StepIndex, listing: Listing, name: str, number: int) -> Checkpoint:
+def _find(index: StepIndex, listing: Listing, name: str, number: int) -> Found:
     path = f"{index.root}/{name}"
     if listing.entries[name].kind == "file":
-        return find_whole(index.storage, path)
+        return find(index.storage, path)
     if index.state(listing, number) is None:
         inside = shown(index.storage.names(path))
         raise CheckpointNotFound(f"{path} is not a committed step: it holds {inside}")
-    return index.check_whole(number)
+    return index.find_whole(number)
 
 
-def _recorded(found: Checkpoint, *, is_file: bool) -> dict[str, Any]:
+def _recorded(found: Found, *, is_file: bool) -> dict[str, Any]:
     """Returns what a checkpoint records about itself."""
     record = found.record
     return {
         "saved_s": saved_s(found),
         "writer": record.writer if record is not None else "flax" if is_file else "orbax",
         "lineage": dict(record.lineage if record is not None else {}),
-        "custom_metadata": dict(found.step.custom_metadata or {}),
+        "custom_metadata": dict(found.metadata.custom_metadata or {}),
         "items": tuple(found.items),
         "phases": dict(record.phases if record is not None else {}),
     }

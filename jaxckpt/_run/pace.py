@@ -7,8 +7,9 @@ import time
 from dataclasses import asdict, replace
 from typing import Any, final
 
-from jaxckpt._run.schedule import Costs, Decision, SavePolicy, Schedule
+from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
 from jaxckpt.multihost import Processes
+from jaxckpt.types import Decision
 
 _logger = logging.getLogger("jaxckpt")
 

@@ -6,21 +6,23 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar, final
 
 import jax
 
-from jaxckpt._disk.find import Checkpoint, choose_item, json_file, read_json_item
-from jaxckpt._disk.native import read_item
+from jaxckpt._disk.find import at_rest, open_item
+from jaxckpt._disk.native import Found
 from jaxckpt._progress.meter import Meter
-from jaxckpt._restore.restore import restore_from
+from jaxckpt._restore.match import RestoreRequest
+from jaxckpt._restore.restore import Source, restore_from
 from jaxckpt._run import items as _items
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
-from jaxckpt._run.retention import KeepPolicy, StepInfo
+from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -28,6 +30,7 @@ from jaxckpt.errors import (
     ProcessesDisagree,
 )
 from jaxckpt.multihost import Processes, lead, meet
+from jaxckpt.types import StepInfo
 
 T = TypeVar("T")
 
@@ -124,12 +127,9 @@ class Resume:
         """
         value, error = None, None
         try:
-            if self.writes:
+            with nullcontext(True) if self.writes else self.leases.hold(step) as there:
+                self._check_held(step, there=there)
                 value = read()
-            else:
-                with self.leases.hold(step) as there:
-                    self._check_there(step, there=there)
-                    value = read()
         except Exception as caught:  # reported to the others, then judged
             error = caught
         mark = next((m for m, kind in _DAMAGE.items() if isinstance(error, kind)), "")
@@ -143,10 +143,9 @@ class Resume:
             error = self._other_failed(step, problem) if "corrupt" in met.marks.values() else None
         return _Attempt(step=step, value=value, problem=problem, error=error)
 
-    def _check_there(self, step: int, *, there: bool) -> None:
-        """Raises what a reader must know about a step that it cannot hold."""
+    def _check_held(self, step: int, *, there: bool) -> None:
+        self.index.check_there(step)
         if not there:
-            self.index.check_whole(step)
             raise CheckpointNotFound(f"{self.index.path(step)} is being deleted")
 
     def _other_failed(self, step: int, problem: str) -> CheckpointError:
@@ -199,7 +198,8 @@ class StateReading:
         """Reads nothing yet.
 
         Args:
-            like, options: Arguments of `restore_from`.
+            like: The wanted tree.
+            options: Fields of `RestoreRequest`.
             objects: The objects that are to take their states, by item.
 
         Raises:
@@ -210,27 +210,24 @@ class StateReading:
         self._processes = processes
         self._like = like
         self._objects = objects
-        self._options = options
+        self._request = RestoreRequest(**options)
         self._states: dict[str, Any] = {}
 
     def of(self, step: int) -> Callable[[], Any]:
         """Returns what reads the state of a step."""
-        path = self._index.path(step)
-        self.meter = Meter("restore", path, step=step)
-        load = partial(self._load, step)
-        target = [self._like]
-        options = {"meter": self.meter, **self._options}
-        return partial(restore_from, load, self._index.storage, path, target, **options)
+        source = _source(self._index, step, partial(self._open, step))
+        self.meter = Meter("restore", source.where, step=step)
+        return partial(restore_from, source, [self._like], self._request, meter=self.meter)
 
-    def _load(self, step: int) -> Any:  # an Item
-        found = self._index.check_whole(step)
+    def _open(self, step: int, found: Found) -> Any:  # an Item
+        self._index.check_found(step, found)
         _items.check_present(found, self._objects)
         for name, value in self._objects.items():
             states = _items.read_states(found, name)
             self._states[name] = _items.state_for(
                 value, states, name=name, path=found.path, processes=self._processes
             )
-        return read_item(found, choose_item(found, None))
+        return open_item(found)
 
     def set_objects(self) -> None:
         """Sets the states of the step that was read last."""
@@ -240,21 +237,26 @@ class StateReading:
 
 def read_everything(index: StepIndex, step: int, *, timeout_s: float) -> dict[str, Any]:
     """Reads every item of a step: trees, JSON, and lists of the states of objects."""
+    request = RestoreRequest(timeout_s=timeout_s)
 
-    def read(load: Callable[[], Any]) -> Any:
-        path = index.path(step)
-        return restore_from(load, index.storage, path, [None], timeout_s=timeout_s)
+    def names_of(found: Found) -> list[str]:
+        index.check_found(step, found)
+        return [*found.items]
 
-    found = read(lambda: [*index.check_whole(step).items])
-    return {name: read(lambda n=name: _item_of(index.check_whole(step), n)) for name in found}
+    def item(name: str, found: Found) -> Any:  # an Item, or the value of the item
+        index.check_found(step, found)
+        states = _items.read_states(found, name)
+        return open_item(found, name) if states is None else states
+
+    def read(open_: Callable[[Found], Any]) -> Any:
+        return restore_from(_source(index, step, open_), [None], request)
+
+    return {name: read(partial(item, name)) for name in read(names_of)}
 
 
-def _item_of(found: Checkpoint, name: str) -> Any:  # an Item, or the value of the item
-    states = _items.read_states(found, name)
-    if states is not None:
-        return states
-    file = json_file(found.storage, found.items[name])
-    return read_item(found, name) if file is None else read_json_item(found, file)
+def _source(index: StepIndex, step: int, open_: Callable[[Found], Any]) -> Source:
+    path = index.path(step)
+    return Source(where=path, within=partial(at_rest, index.storage, path), open=open_)
 
 
 def watch(index: StepIndex, leases: Leases, timeout_s: float, after: int | None) -> Iterator[int]:

@@ -4,27 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from jaxckpt._run.schedule import check_callable, check_count, check_seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInfo:
-    """What is known of a committed step.
-
-    Attributes:
-        step: Its number.
-        saved_s: Wall clock of its commit, in seconds since 1970.
-        metrics: What was given to `save`.
-        pinned: Whether it was pinned.
-    """
-
-    step: int
-    saved_s: float
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    pinned: bool = False
+from jaxckpt.types import StepInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

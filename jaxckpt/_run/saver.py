@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Final, final
 
 from jaxckpt._progress.meter import Meter, Watch, display
-from jaxckpt._progress.timing import OnProgress, Timing
 from jaxckpt._run import items as _items
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
@@ -18,8 +17,8 @@ from jaxckpt._run.owner import Ownership
 from jaxckpt._run.pace import Pace
 from jaxckpt._run.preemption import Preemption
 from jaxckpt._run.queue import Pending, SaveQueue
-from jaxckpt._run.retention import KeepPolicy, StepInfo
-from jaxckpt._run.schedule import Decision, SavePolicy
+from jaxckpt._run.retention import KeepPolicy
+from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._save.job import SaveJob
 from jaxckpt._save.save import SaveHandle, check_metadata
 from jaxckpt._save.snapshot import Item, take_tree
@@ -27,6 +26,7 @@ from jaxckpt.errors import StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import MAX_STEP
 from jaxckpt.multihost import Processes, text_of
+from jaxckpt.types import Decision, OnProgress, StepInfo, Timing
 
 _PREEMPTION: Final = "preemption"
 

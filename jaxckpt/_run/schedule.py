@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from jaxckpt.types import Decision
+
 FIRST_GUESS: Final = 8
 
 
@@ -149,15 +151,6 @@ class Costs:
             )
             intervals.append(max(best, self.save_s or 0.0))
         return min(intervals)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """Whether a step is saved, and why, or why not."""
-
-    step: int
-    save: bool
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jaxckpt._inspect.verify import Problem, VerifyReport, verify_in
+from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt.errors import CheckpointNotFound, is_io_failure
 from jaxckpt.multihost import Processes, lead
+from jaxckpt.types import Problem, VerifyReport
 
 
 def scrub(

@@ -14,13 +14,13 @@ from weakref import WeakKeyDictionary
 
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._progress.meter import Meter, Watch, display
-from jaxckpt._progress.timing import OnProgress, Timing
 from jaxckpt._save.job import SaveJob, take_part
 from jaxckpt._save.snapshot import take_tree
 from jaxckpt.errors import CheckpointTimeout
 from jaxckpt.format import jsontext, names
 from jaxckpt.multihost import Processes, current
 from jaxckpt.storage import Storage, locate
+from jaxckpt.types import OnProgress, Timing
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -189,7 +189,7 @@ def prepare(
         storage, where = locate(path)
         _check_name(where)
         metadata = check_metadata(custom_metadata)
-        if processes.count == 1:
+        if processes.count == 1 and copy:  # else it is checked soon enough when the save begins
             _check_target(storage, where, overwrite)
         watch = Watch(Meter("save", where), display(on_progress, processes.index))
         with watch.ended_by_error(), watch.meter.phase("snapshot"):
@@ -211,7 +211,8 @@ def prepare(
 
 def _check_target(storage: Storage, path: str, overwrite: bool) -> None:
     try:
-        _transaction.check_target(storage, path, overwrite=overwrite)
+        around = _transaction.listing(storage, posixpath.dirname(path))
+        _transaction.check_target(storage, path, around, overwrite=overwrite)
     except OSError as error:  # also one of a place where nobody may even look
         _transaction.raise_save_error(path, error)
 

@@ -139,17 +139,15 @@ class TreeItem:
     ) -> dict[str, bytes]:
         """Process 0, when all have written: merges the databases; returns the metadata files."""
         item = f"{work}/{self.name}"
-        storage.make_dir(item)
         writers = [i for i, one in enumerate(said) if one["bytes"] or i == 0]
         if processes.count > 1 and self.layout.plan.stored:
             merge(storage, item, writers)
         files = dict(self.layout.files)
         if any("/" in name for name in files):
             storage.make_dir(f"{item}/{names.ARRAY_METADATAS}")
+        elif not self.layout.plan.stored:  # nobody wrote there
+            storage.make_dir(item)
         if self.layout.plan.stored:
-            manifest = f"{item}/{names.OCDBT_MANIFEST}"
-            if storage.kind(manifest) != "file":
-                raise SaveFailed(f"{manifest} is missing: the arrays went somewhere else")
             files[names.CHUNK_SUMS] = self._chunk_sums(storage, item, writers)
         return files
 
@@ -171,6 +169,11 @@ class TreeItem:
         if processes.count > 1:
             files.append(f"{names.process_database(0)}/{names.OCDBT_MANIFEST}")
         found = _values(storage, f"{work}/{self.name}", [names.OCDBT_MANIFEST, *files])
+        if found[names.OCDBT_MANIFEST] is None:
+            raise SaveFailed(
+                f"{work}/{self.name}/{names.OCDBT_MANIFEST} is missing: the arrays went somewhere "
+                "else"
+            )
         return {file: data for file, data in found.items() if data is not None}
 
 
@@ -182,6 +185,8 @@ def _values(storage: Storage, folder: str, files: Sequence[str]) -> dict[str, by
     """Small files below a directory of our own, read side by side; None for what is not there."""
     from jaxckpt.storage._arrays import Reader, value_of
 
+    if not files:
+        return {}
     reader = Reader(storage.kvstore(folder), database=False)
     reads = [reader.get(file) for file in files]
     return {file: value_of(read.result()) for file, read in zip(files, reads, strict=True)}

@@ -12,9 +12,8 @@ from jaxckpt.cli import _options, _output
 from jaxckpt.cli._output import Styled
 
 if TYPE_CHECKING:
-    from jaxckpt._inspect.diff import DiffReport
-    from jaxckpt._inspect.verify import VerifyReport
     from jaxckpt._run.deletion import Deletion
+    from jaxckpt.types import DiffReport, VerifyReport
 
 
 @click.command()

@@ -15,9 +15,10 @@ from jaxckpt.cli import _options, _output
 from jaxckpt.cli._output import Styled
 
 if TYPE_CHECKING:
-    from jaxckpt._inspect.open import Checkpoint, LeafInfo
+    from jaxckpt._inspect.open import Checkpoint
     from jaxckpt._run.overview import RunOverview, StepOverview
     from jaxckpt.cli._space import Part, Space
+    from jaxckpt.types import LeafInfo
 
 Row = list[str | Styled]
 _MAX_BRANCHES: Final = 12
@@ -164,11 +165,7 @@ def _writer(ckpt: Checkpoint) -> str | None:
 
 
 def _json_value(ckpt: Checkpoint) -> Any:  # JSON, or None if the item is none
-    from jaxckpt._disk import find as _discovery
-
-    found = ckpt._found
-    file = _discovery.json_file(found.storage, found.items[ckpt.item])
-    return None if file is None else _discovery.read_json_item(found, file)
+    return getattr(ckpt._opened, "value", None)  # a JsonItem's
 
 
 def _checkpoint_facts(

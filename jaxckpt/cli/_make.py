@@ -18,7 +18,6 @@ _SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 @_options.item
 @_options.selection
 @_options.dtype
-@click.option("--zarr", type=click.Choice(["2", "3"]), default="3", help="Version of zarr; else 3.")
 @click.option("--ocdbt/--no-ocdbt", default=True, help="One database, the default, or plain files.")
 @_options.overwrite
 @_options.yes
@@ -30,13 +29,12 @@ def convert(
     only: tuple[str, ...],
     skip: tuple[str, ...],
     dtype: str | None,
-    zarr: str,
     ocdbt: bool,
     overwrite: bool,
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Copy a checkpoint into another layout, dtype, or a part of it. Also called `cp`.
+    """Copy a checkpoint, or a part of it, in another dtype if wanted. Also called `cp`.
 
     SRC is anything that jaxckpt reads: checkpoints of its own, of Orbax, of Flax. Orbax reads
     the copy, too.
@@ -49,7 +47,6 @@ def convert(
         dst,
         item=item,
         dtype=dtype,
-        zarr=int(zarr),
         ocdbt=ocdbt,
         overwrite=overwrite,
         **_options.chosen(only, skip),

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxckpt._disk import find as _discovery
+from jaxckpt._disk.find import find
+from jaxckpt._disk.native import Found
 from jaxckpt._inspect import open as inspection
 from jaxckpt._run.overview import overview
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, UnsupportedFormat
@@ -103,10 +104,10 @@ def space(path: str) -> Space:
     )
 
 
-def _found(where: str) -> _discovery.Checkpoint | None:
+def _found(where: str) -> Found | None:
     storage, path = locate(where)
     try:
-        return _discovery.find(storage, path)
+        return find(storage, path)
     except CheckpointNotFound:
         return None
 

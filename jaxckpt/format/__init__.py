@@ -1,12 +1,15 @@
-"""Every file name and JSON key of a checkpoint, Orbax's and ours, is spelled in this package.
+"""Spells every file name and JSON key of a checkpoint, Orbax's and ours.
 
-Nothing here reads or writes a file: these modules turn bytes into frozen values and back.
+These modules turn bytes into frozen values and back; nothing here reads or writes a file.
 
-    names       file and directory names; what is temporary, what is committed
-    jsontext    JSON with limits on size and depth
-    tree        `_METADATA`: the tree and its leaves, and the types of its containers
-    sharding    `_sharding`: how each jax.Array was laid out over devices
-    arrays      zarr array metadata, and the bytes of one small chunk
-    step        `_CHECKPOINT_METADATA`, and our own record of a checkpoint's files
-    msgpack     what Orbax before 0.5.16 and `flax.training.checkpoints` wrote
+    names        file and directory names, and which of them are temporary or reserved
+    jsontext     JSON with limits on size and depth
+    tree         `_METADATA`: the tree, its leaves and its container types
+    sharding     `_sharding`: how each jax.Array was laid out over devices
+    arrays       zarr array metadata, and the bytes of one small chunk
+    step         `_CHECKPOINT_METADATA`, and our own record of a checkpoint's files
+    run          the small files in the root of a run
+    msgpack      the format of Orbax before 0.5.16 and of `flax.training.checkpoints`
+    safetensors  safetensors headers and indexes
+    typed_json   Python values as JSON, for data iterator states
 """

@@ -1,9 +1,9 @@
 """Zarr array metadata, and the bytes of one chunk.
 
-We write zarr v3: little-endian bytes, row-major, uncompressed, each chunk followed by its CRC-32C
-(the `crc32c` codec of the zarr v3 specification). A chunk larger than `MAX_UNIT_BYTES` is stored as
-`sharding_indexed`: inner chunks, each with its own checksum, so that reads, checks and memory go in
-pieces. We read what Orbax wrote: v2 and v3, whatever codecs TensorStore knows.
+We write zarr v3: little-endian, row-major, uncompressed, each chunk followed by its CRC-32C (the
+`crc32c` codec of the specification). A chunk larger than `MAX_UNIT_BYTES` is stored as
+`sharding_indexed`, as inner chunks with a checksum each, so that reading, checking and memory use
+are bounded. We read v2 and v3 written by Orbax, with any codec that TensorStore knows.
 """
 
 from __future__ import annotations
@@ -26,45 +26,41 @@ MAX_UNIT_BYTES: Final = 32 << 20
 CRC_BYTES: Final = 4
 # A chunk is a device shard or a slice of one, and no job has that many devices.
 _MAX_CHUNKS: Final = 1 << 20
-# A prime dimension can make inner chunks small, but not so small on average.
+# A prime dimension can make inner chunks small, but not smaller than this on average.
 _SMALLEST_INNER_BYTES: Final = 16 << 10
 _MAX_INNER: Final = 1 << 10
-# Small values may lie in the nodes of the OCDBT tree, which are packed. No writer of ours puts one
-# of this size there; leave room for one that will.
+# Small values may be stored in the nodes of the OCDBT tree, which are compressed. jaxckpt never
+# stores a value of this size there; the limit leaves room for a later release.
 _PACKABLE_BYTES: Final = 64 << 10
-# For what others wrote. A chunk is what one device holds of an array, or part of that.
+# For other writers. A chunk is one device's part of an array, or smaller.
 _MAX_CHUNK_BYTES: Final = 256 << 30
 _LARGE_BYTES: Final = 1 << 30
 _MAX_PADDING: Final = 64
-# Beyond a chunk for each device they are of some size.
+# Arrays with more than one chunk per device have chunks of at least this size.
 _SMALL_BYTES: Final = 1 << 10
 _MAX_FOREIGN_CHUNKS: Final = 10**8
-# What zstd can make of zeros.
+# The compression ratio of zstd on zeros.
 _MAX_RATIO: Final = 1 << 14
 
-# By TensorStore's names: what its zarr v3 driver stores, and what numpy holds in the same bytes.
+# TensorStore's names of the dtypes that its zarr v3 driver stores in the same bytes as numpy.
 PLAIN_DTYPES: Final = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 "
     "complex64 complex128 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e4m3b11fnuz "
     "float8_e5m2 float8_e5m2fnuz float8_e3m4 float8_e8m0fnu".split()
 )
-# Four and two bits in a byte each; how the spare bits are set is TensorStore's business.
+# Four or two bits, each value in its own byte; TensorStore decides how the spare bits are set.
 PACKED_DTYPES: Final = frozenset("int4 int2 float4_e2m1fn".split())
 STORABLE_DTYPES: Final = PLAIN_DTYPES | PACKED_DTYPES
 _SCALAR_KINDS: Final = frozenset("generic int float complex bool".split())
-# jax has these and zarr does not: stored as the uint8 they occupy.
+# Known to jax but not to zarr: stored as the uint8 they occupy.
 AS_BYTES_DTYPES: Final = frozenset("uint4 uint2 float8_e4m3 float6_e2m3fn float6_e3m2fn".split())
 
 
 @cache
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The numpy dtype of one of the names above.
-
-    Raises:
-        ValueError: the name is none of them.
-    """
+    """Returns the numpy dtype of a name listed above; any other name is a ValueError."""
     if name not in STORABLE_DTYPES | AS_BYTES_DTYPES:
-        raise ValueError(f"{name!r} is no dtype that a checkpoint holds")
+        raise ValueError(f"dtype {name!r} cannot be stored in a checkpoint")
     if hasattr(np, name) and name != "bool":
         return np.dtype(name)
     import ml_dtypes
@@ -75,9 +71,9 @@ def dtype_of(name: str) -> np.dtype[Any]:
 def inner_shape(chunk_shape: Sequence[int], itemsize: int) -> tuple[int, ...] | None:
     """Splits a chunk into equal inner chunks of at most `MAX_UNIT_BYTES`.
 
-    None if it is small, or if its sides have only divisors that would make tiny pieces of it.
-    Splits as few dimensions as it can, the first ones first, so that an inner chunk is one run of
-    the chunk's memory.
+    Returns None if the chunk is small, or if its sides only have divisors that give tiny pieces.
+    Splits as few dimensions as possible, the first ones first, so that an inner chunk is contiguous
+    in the chunk's memory.
 
     Example:
         >>> inner_shape((65536, 4096), 4)
@@ -91,7 +87,7 @@ def inner_shape(chunk_shape: Sequence[int], itemsize: int) -> tuple[int, ...] | 
         for axis, dim in enumerate(shape):
             parts = _smallest_divisor(dim, at_least=math.ceil(size / MAX_UNIT_BYTES))
             choices.append((size // parts, -axis, parts))
-        # Pieces that are much too small cost more than a split of a later axis.
+        # Pieces that are far too small cost more than splitting a later axis.
         good = [c for c in choices if MAX_UNIT_BYTES // 16 <= c[0] <= MAX_UNIT_BYTES]
         _, axis, parts = max(good, key=lambda c: c[1]) if good else _closest(choices)
         shape[-axis] //= parts
@@ -104,7 +100,7 @@ def _closest(choices: list[tuple[int, int, int]]) -> tuple[int, int, int]:
 
 
 def _smallest_divisor(n: int, *, at_least: int) -> int:
-    """The smallest divisor of `n` that is `at_least` that large; `n` itself if none is."""
+    """Returns the smallest divisor of `n` that is at least `at_least`, or `n`."""
     best = n
     for small in range(1, math.isqrt(n) + 1):
         if n % small == 0:
@@ -116,7 +112,7 @@ def _smallest_divisor(n: int, *, at_least: int) -> int:
 
 @lru_cache(maxsize=1 << 12)
 def zarr3_metadata(stored: StoredArray) -> dict[str, Any]:
-    """The `zarr.json` of an array that we write."""
+    """Returns the `zarr.json` of an array that we write."""
     little = {"name": "bytes", "configuration": {"endian": "little"}}
     codecs: list[Any] = [little, {"name": "crc32c"}]
     if stored.inner_shape is not None:
@@ -145,21 +141,10 @@ def zarr3_metadata(stored: StoredArray) -> dict[str, Any]:
     }
 
 
-def zarr2_metadata(stored: StoredArray) -> dict[str, Any]:
-    """The `.zarray` of an array for releases of Orbax that know no zarr v3: without checksums."""
-    dtype = dtype_of(stored.dtype)
-    return {
-        "zarr_format": 2,
-        "shape": list(stored.shape),
-        "chunks": list(stored.chunk_shape),
-        # What numpy has no code for is called by its name, as TensorStore has it.
-        "dtype": dtype.newbyteorder("<").str if hasattr(np, stored.dtype) else stored.dtype,
-        "compressor": None,
-        "fill_value": None,
-        "filters": None,
-        "order": "C",
-        "dimension_separator": ".",
-    }
+@lru_cache(maxsize=1 << 12)
+def encode_zarr3(stored: StoredArray) -> bytes:
+    """Returns the bytes of that `zarr.json`."""
+    return jsontext.dumps(zarr3_metadata(stored))
 
 
 def _zero(dtype: str) -> object:
@@ -171,21 +156,17 @@ def _zero(dtype: str) -> object:
 
 
 def metadata_key(zarr_version: int) -> str:
-    """The key, under an array's prefix, that holds its metadata."""
+    """Returns the key of an array's metadata, relative to the array's prefix."""
     return names.ZARR3 if zarr_version == 3 else names.ZARR2
 
 
 def chunk_key(index: Sequence[int]) -> str:
-    """The key of a chunk under an array's prefix, as we write it (zarr v3, default encoding)."""
+    """Returns the key of a chunk relative to the array's prefix (zarr v3, default encoding)."""
     return "/".join(["c", *map(str, index)])
 
 
 def decode_metadata(data: bytes, zarr_version: int, *, leaf: str, file: str) -> StoredArray:
-    """Reads `zarr.json` or `.zarray`.
-
-    Raises:
-        CorruptCheckpoint: it does not describe an array that a leaf can be.
-    """
+    """Decodes `zarr.json` or `.zarray`; raises CorruptCheckpoint if no leaf can be stored so."""
     fields = expect(jsontext.loads(data, file=file), dict, f"{leaf}: array metadata", file=file)
     shape = expect_shape(fields.get("shape"), f"{leaf}: shape", file=file)
     inner, has_fill = None, True
@@ -201,7 +182,7 @@ def decode_metadata(data: bytes, zarr_version: int, *, leaf: str, file: str) -> 
         inner = _inner_of(fields.get("codecs"), leaf, file)
     if dtype not in STORABLE_DTYPES:
         raise CorruptCheckpoint(
-            f"{file}: {leaf}: no leaf has the dtype {dtype!r}", leaf=leaf, file=file
+            f"{file}: {leaf}: unsupported dtype {dtype!r}", leaf=leaf, file=file
         )
     stored = StoredArray(
         shape=shape, dtype=dtype, chunk_shape=chunks, inner_shape=inner, has_fill=has_fill
@@ -210,7 +191,7 @@ def decode_metadata(data: bytes, zarr_version: int, *, leaf: str, file: str) -> 
     return stored
 
 
-# What a save makes of a Python value.
+# The dtypes in which a save stores Python values.
 _PYTHON_DTYPES: Final = {
     "int": ("int64", "uint64"),
     "float": ("float64",),
@@ -220,28 +201,24 @@ _PYTHON_DTYPES: Final = {
 
 
 def check_leaf(leaf: Leaf, stored: StoredArray, *, file: str) -> None:
-    """Refuses a leaf of ours whose kind, dtype and array no save brings together.
-
-    Raises:
-        CorruptCheckpoint: what is wrong; `file` is the place to name.
-    """
+    """Raises CorruptCheckpoint if saves never combine the leaf's kind and dtype with its array."""
     if problem := _leaf_problem(leaf, stored):
         raise CorruptCheckpoint(f"{file}: leaf {leaf.text}: {problem}", leaf=leaf.text, file=file)
 
 
 def _leaf_problem(leaf: Leaf, stored: StoredArray) -> str | None:
     if stored.dtype not in STORABLE_DTYPES:
-        return f"no array is stored as {stored.dtype!r}"
+        return f"unsupported array dtype {stored.dtype!r}"
     is_as_bytes = leaf.dtype in AS_BYTES_DTYPES and stored.dtype == "uint8"
     if leaf.kind != "key" and leaf.dtype != stored.dtype and not is_as_bytes:
-        return f"{leaf.dtype!r} is not stored as {stored.dtype!r}"
+        return f"dtype {leaf.dtype!r} is never stored as {stored.dtype!r}"
     if leaf.dtype not in _PYTHON_DTYPES.get(leaf.kind, (leaf.dtype,)):
-        return f"no Python {leaf.kind} is stored as {leaf.dtype}"
+        return f"a Python {leaf.kind} is never stored as {leaf.dtype}"
     rank = {"str": 1, "bytes": 1}.get(leaf.kind, 0 if leaf.kind in _SCALAR_KINDS else None)
     if rank is not None and len(stored.shape) != rank:
-        return f"a {leaf.kind} is not stored in an array of shape {stored.shape}"
+        return f"a {leaf.kind} is never stored in an array of shape {stored.shape}"
     if leaf.kind in ("str", "bytes") and stored.dtype != "uint8":
-        return f"a {leaf.kind} is not stored as {stored.dtype}"
+        return f"a {leaf.kind} is never stored as {stored.dtype}"
     depth = len(leaf.shape)
     if leaf.kind == "key" and (
         leaf.key_impl is None
@@ -249,13 +226,16 @@ def _leaf_problem(leaf: Leaf, stored: StoredArray) -> str | None:
         or len(stored.shape) == depth
         or not stored.dtype.startswith("uint")
     ):
-        return f"{stored.dtype}{list(stored.shape)} is no data of PRNG keys {list(leaf.shape)}"
+        return (
+            f"{stored.dtype}{list(stored.shape)} cannot be the data of PRNG keys of shape "
+            f"{list(leaf.shape)}"
+        )
     if _count(stored.shape, stored.chunk_shape) > _MAX_CHUNKS:
-        return f"its array has more than {_MAX_CHUNKS} chunks"
+        return f"the array has more than {_MAX_CHUNKS} chunks"
     if stored.inner_shape is not None:
         size = math.prod(stored.shape) * dtype_of(stored.dtype).itemsize
         if _count(stored.shape, stored.inner_shape) > _MAX_INNER + size // _SMALLEST_INNER_BYTES:
-            return f"its array of {size} bytes has inner chunks of shape {stored.inner_shape}"
+            return f"inner chunks of shape {stored.inner_shape} are too small for {size} bytes"
     return None
 
 
@@ -264,69 +244,63 @@ def _count(shape: Sequence[int], tile_shape: Sequence[int]) -> int:
 
 
 def check_foreign(stored: StoredArray, *, leaf: str, file: str) -> None:
-    """Refuses an array of another writer that nobody saves, and that TensorStore would die of.
+    """Raises CorruptCheckpoint for an array of another writer that would crash TensorStore.
 
-    It makes a whole chunk in memory before it looks at what is there, and keeps something for each
-    chunk of a read; when it finds no memory it ends the process.
-
-    Raises:
-        CorruptCheckpoint: what is wrong; `file` is the place to name.
+    TensorStore allocates a whole chunk before it looks at the stored data, keeps an object for each
+    chunk of a read, and ends the process when it runs out of memory.
     """
     itemsize = dtype_of(stored.dtype).itemsize
     size = math.prod(stored.shape) * itemsize
     chunk_bytes = math.prod(stored.unit_shape) * itemsize
-    # The index of one chunk lists all that are inside it.
+    # The index of a chunk lists all its inner chunks.
     inside = math.prod(stored.chunk_shape) // math.prod(stored.unit_shape)
     count = max(inside, _count(stored.shape, stored.unit_shape))
-    # Edges may stick out, but the writers that we know take the shape of a shard.
+    # A chunk may extend past the array, but known writers use the shape of a shard.
     most_bytes = max(_LARGE_BYTES, min(_MAX_CHUNK_BYTES, _MAX_PADDING * size))
     most_chunks = _MAX_CHUNKS + min(size // _SMALL_BYTES, _MAX_FOREIGN_CHUNKS)
     what = f"{file}: leaf {leaf}: {stored.dtype}{list(stored.shape)} in chunks of shape"
     if chunk_bytes > most_bytes:
         raise CorruptCheckpoint(
-            f"{what} {stored.unit_shape}, which take {chunk_bytes} bytes each; at most "
-            f"{most_bytes} are read",
+            f"{what} {stored.unit_shape}: {chunk_bytes} bytes per chunk, the limit is {most_bytes}",
             leaf=leaf,
             file=file,
         )
     if count > most_chunks:
         raise CorruptCheckpoint(
-            f"{what} {stored.unit_shape}, {count} of them; at most {most_chunks} are read",
+            f"{what} {stored.unit_shape}: {count} chunks, the limit is {most_chunks}",
             leaf=leaf,
             file=file,
         )
 
 
 def check_total(leaves: Sequence[tuple[Leaf, StoredArray]], *, data_bytes: int, file: str) -> None:
-    """Refuses arrays that are larger than the data files that should hold them.
+    """Raises CorruptCheckpoint if the arrays are larger than the data files that should hold them.
 
-    Only for what we write, which is not compressed but for values small enough to lie in the nodes
-    of the database. Whoever believes the tree would allocate memory before the data is missed.
-
-    Raises:
-        CorruptCheckpoint: the leaf with which they are too large; `file` is the place to name.
+    Without this check, a damaged tree makes a reader allocate memory before it notices that the
+    data is missing. Only for checkpoints of jaxckpt, which compresses only values small enough
+    for the nodes of the database.
     """
     raw = packed = 0
     for leaf, stored in leaves:
         itemsize = dtype_of(stored.dtype).itemsize
         size = math.prod(stored.shape) * itemsize
         if stored.dtype in PACKED_DTYPES:
-            size //= 4  # at least: two bits each
+            size //= 4  # the lower bound: two bits each
         if math.prod(stored.chunk_shape) * itemsize > _PACKABLE_BYTES:
             raw += size
         else:
             packed += size
         if raw > data_bytes or packed > data_bytes * _MAX_RATIO:
             raise CorruptCheckpoint(
-                f"{file}: leaf {leaf.text}: {stored.dtype}{list(stored.shape)} takes {size} bytes; "
-                f"the data files have {data_bytes} in all",
+                f"{file}: leaf {leaf.text}: {stored.dtype}{list(stored.shape)} needs {size} bytes, "
+                f"but all data files together have {data_bytes}",
                 leaf=leaf.text,
                 file=file,
             )
 
 
 def has_our_codecs(data: bytes, *, file: str) -> bool:
-    """Whether the metadata of an array, which are sound, name the codecs that we write."""
+    """Returns whether valid array metadata names the codecs that we write."""
     codecs = jsontext.loads(data, file=file)["codecs"]
     if len(codecs) == 1 and _is_sharding(codecs[0]):
         inner = codecs[0]["configuration"]
@@ -376,40 +350,40 @@ def _zarr2_dtype(value: object, leaf: str, file: str) -> str:
 
 
 def encode_chunk(values: np.ndarray[Any, Any]) -> bytes:
-    """A chunk as our `zarr3_metadata` describes it, for the dtypes of `PLAIN_DTYPES`."""
+    """Encodes a chunk as `zarr3_metadata` describes it, for the dtypes in `PLAIN_DTYPES`."""
     data = values.tobytes()
     return data + google_crc32c.value(data).to_bytes(CRC_BYTES, "little")
 
 
 def checksum(data: np.ndarray[Any, Any]) -> int:
-    """The CRC-32C of an array's bytes, which lie in a row."""
+    """Returns the CRC-32C of a contiguous array."""
     return google_crc32c.value(data)
 
 
-# An inner chunk that was not stored.
+# The index entry of an inner chunk that was not stored.
 _NOT_STORED: Final = (1 << 64) - 1
 
 
 def index_bytes(stored: StoredArray) -> int:
-    """The size of the index at the end of a chunk that has inner chunks."""
+    """Returns the size of the index at the end of a chunk that has inner chunks."""
     return 16 * math.prod(stored.chunk_shape) // math.prod(stored.unit_shape) + CRC_BYTES
 
 
 def decode_index(data: np.ndarray[Any, Any], limit: int) -> list[tuple[int, int]]:
-    """Offset and size of each inner chunk, in order (`sharding_indexed` of zarr v3).
+    """Returns offset and size of each inner chunk, in order (`sharding_indexed` of zarr v3).
 
     Args:
         data: uint8[index_bytes].
-        limit: They all lie before that offset.
+        limit: The offset before which all inner chunks must end.
 
     Raises:
-        ValueError: the checksum differs, one is not stored, or lies elsewhere.
+        ValueError: the checksum differs, or an inner chunk is missing or out of bounds.
     """
     body, crc = data[:-CRC_BYTES], int.from_bytes(data[-CRC_BYTES:].tobytes(), "little")
     if (found := checksum(body)) != crc:
-        raise ValueError(f"checksum mismatch in its index: stored {crc:#010x}, {found:#010x}")
+        raise ValueError(f"index checksum mismatch: stored {crc:#010x}, computed {found:#010x}")
     places = [(offset, size) for offset, size in body.view("<u8").reshape(-1, 2).tolist()]
     for offset, size in places:
         if offset == _NOT_STORED or offset + size > limit:
-            raise ValueError(f"an inner chunk of {size} bytes at {offset} is not in its chunk")
+            raise ValueError(f"inner chunk at offset {offset}, {size} bytes, is out of bounds")
     return places

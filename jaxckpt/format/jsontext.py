@@ -1,4 +1,4 @@
-"""JSON from files that nobody vouches for: limits before parsing, one error type after it."""
+"""JSON from untrusted files: limits before parsing, one error type after it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, Final, TypeVar
 
 from jaxckpt.errors import CorruptCheckpoint
 
-# A tree of a million leaves takes about 400 MB of `_METADATA`; nothing honest is larger.
+# A tree of a million leaves takes about 400 MB of `_METADATA`.
 MAX_BYTES: Final = 512 << 20
 MAX_DEPTH: Final = 200
 _CONTAINERS: Final = (dict, list, tuple)
-# Each takes far more memory than its two bytes in the file. In a tree there are about eleven for
-# each leaf, of 35 bytes each; a file may have these many, and beyond them one for 32 bytes.
+# A container takes far more memory than its two bytes in the file. A tree has about eleven for each
+# leaf, of 35 bytes each. A file may have `_MAX_DENSE`, plus one for every 32 bytes.
 _MAX_DENSE: Final = 4 << 20
 _BYTES_FOR_EACH: Final = 32
 
-# What a JSON value begins with.
+# The beginning of a JSON value.
 _START: Final = re.compile(rb'[ \t\r\n]*+[{\["\-0-9tfnNI]')
-# So many containers at once, and over what is in strings: a match for each would take seconds.
+# Matches 64 containers at once and skips strings: one match per container would take seconds.
 _AT_ONCE: Final = 64
 _CONTAINERS_IN_TEXT: Final = re.compile(
     rb'(?:[^"{\[]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{\[]*+)*+[{\[]){%d}+' % _AT_ONCE, re.DOTALL
@@ -32,8 +32,8 @@ def loads(data: bytes, *, file: str) -> Any:  # callers check each value with `e
     """Parses one JSON value.
 
     Raises:
-        CorruptCheckpoint: not UTF-8 JSON, nested deeper than `MAX_DEPTH`, larger than
-            `MAX_BYTES`, or more than there is memory for. `file` is the place to name.
+        CorruptCheckpoint: the data is not UTF-8 JSON, nested deeper than `MAX_DEPTH`, larger than
+            `MAX_BYTES`, or does not fit in memory. `file` appears in the message.
     """
     if problem := _size_problem(data):
         raise CorruptCheckpoint(f"{file}: {problem}", file=file)
@@ -46,17 +46,17 @@ def loads(data: bytes, *, file: str) -> Any:  # callers check each value with `e
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{file}: not JSON: {error}", file=file) from error
     except MemoryError:
-        pass  # and what was made so far is let go of
+        pass  # leaving the handler frees the partial result
     raise CorruptCheckpoint(
-        f"{file}: {len(data)} bytes of JSON take more memory than there is", file=file
+        f"{file}: not enough memory to parse {len(data)} bytes of JSON", file=file
     )
 
 
 def _parse(data: bytes, file: str) -> Any:  # JSON
-    # As text: of bytes, the parser would guess the encoding.
+    # Decoded first: given bytes, the parser would guess the encoding.
     value = json.loads(data.decode())
     if b"\\ud" in data or b"\\uD" in data:
-        # Half of a surrogate pair is no text; nothing later expects one.
+        # Encoding fails on an unpaired surrogate, which later code does not expect.
         dumps(value, allow_nan=True)
     _check_depth(value, file)
     return value
@@ -66,7 +66,7 @@ def dumps(value: object, *, allow_nan: bool = False) -> bytes:
     """Encodes a JSON value as one line of UTF-8.
 
     Raises:
-        ValueError: `loads` would refuse it, or it is no JSON (NaN, unless allowed).
+        ValueError: `loads` would refuse the result, or the value is not JSON (NaN, unless allowed).
     """
     try:
         text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=allow_nan)
@@ -80,22 +80,24 @@ def dumps(value: object, *, allow_nan: bool = False) -> bytes:
 
 
 def expect(value: Any, kind: type[T], what: str, *, file: str) -> T:
-    """Returns `value` if it is of the wanted JSON type (bool is no int here)."""
+    """Returns `value` if it has the wanted JSON type (a bool does not count as an int)."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise CorruptCheckpoint(
-            f"{file}: {what} should be {kind.__name__}, found {_short(value)}", file=file
+            f"{file}: {what} must be {kind.__name__}, got {_short(value)}", file=file
         )
     return value
 
 
 def expect_shape(value: object, what: str, *, file: str) -> tuple[int, ...]:
-    """Returns a tuple of non-negative ints, as the JSON list of a shape."""
+    """Returns the JSON list of a shape as a tuple of non-negative ints."""
     dims = tuple(expect(value, list, what, file=file))
     for dim in dims:
         if expect(dim, int, what, file=file) < 0 or dim >= 1 << 62:
-            raise CorruptCheckpoint(f"{file}: {what} has an impossible size {dim}", file=file)
+            raise CorruptCheckpoint(f"{file}: {what} has an invalid dimension {dim}", file=file)
     if len(dims) > 32:
-        raise CorruptCheckpoint(f"{file}: {what} has {len(dims)} dimensions, at most 32", file=file)
+        raise CorruptCheckpoint(
+            f"{file}: {what} must have at most 32 dimensions, got {len(dims)}", file=file
+        )
     return dims
 
 
@@ -106,18 +108,18 @@ def _short(value: object) -> str:
 
 def _size_problem(data: bytes) -> str | None:
     if len(data) > MAX_BYTES:
-        return f"{len(data)} bytes of JSON; at most {MAX_BYTES} are read"
+        return f"{len(data)} bytes of JSON, the limit is {MAX_BYTES}"
     most = _MAX_DENSE + len(data) // _BYTES_FOR_EACH
-    # First with those that are in strings: that is quick, and mostly enough.
+    # The quick count includes brackets in strings; only if it is too high, count exactly.
     if data.count(b"{") + data.count(b"[") > most and _has_more_containers(data, most):
-        return f"{len(data)} bytes of JSON with more than {most} objects and lists"
+        return f"more than {most} objects and lists in {len(data)} bytes of JSON"
     return None
 
 
 def _has_more_containers(data: bytes, most: int) -> bool:
     end = 0
     for _ in range(most // _AT_ONCE + 1):
-        # Not with a search, which would go on inside a string.
+        # `match`, not `search`: a search could start inside a string.
         found = _CONTAINERS_IN_TEXT.match(data, end)
         if found is None:
             return False

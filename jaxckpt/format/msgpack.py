@@ -1,17 +1,17 @@
 """Decodes the msgpack trees of Flax and of Orbax before 0.5.16 into plain Python and numpy.
 
-Two kinds of file hold one: Flax's `checkpoint_<step>`, which is the whole checkpoint, and
-`checkpoint` in an old Orbax item, which is the tree with small values in place and a
-`Placeholder` where the value is an array stored beside it.
+Two kinds of file hold such a tree: Flax's `checkpoint_<step>`, which is the whole checkpoint, and
+`checkpoint` in an old Orbax item, with small values in place and a `Placeholder` for each array
+that is stored beside the file.
 
     array            ext 1    msgpack [shape, dtype name, C-order bytes]
     complex          ext 2    msgpack [real, imaginary]
     numpy scalar     ext 3    as ext 1, of shape ()
-    tuple            ext 4    msgpack array; comes back as a list, as Orbax restores tuples
+    tuple            ext 4    msgpack array; returned as a list, as Orbax restores tuples
     array > 1 GiB    map      {"__msgpack_chunked_array__": true, "shape": {"0": n}, "chunks": {…}}
 
-The bytes are not trusted. Whatever they say, `decode` returns a tree or raises; the memory it
-takes is bounded by their length, and no name in them is ever looked up in a module.
+The bytes are not trusted: `decode` returns a tree or raises, its memory use is bounded by their
+length, and no name in them is ever looked up in a module.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ML_NAMES: Final = [
     "float6_e3m2fn", "float4_e2m1fn", "int2", "int4", "uint2", "uint4",
 ]
 # fmt: on
-# An older ml_dtypes lacks some of these; an array of such a type is then of an unknown one.
+# An older ml_dtypes lacks some of these; their arrays then have an unknown dtype.
 _DTYPES: Final[Mapping[bytes, np.dtype[Any]]] = {
     **{name.encode(): np.dtype(name) for name in _NUMPY_NAMES},
     **{
@@ -65,14 +65,14 @@ _DTYPES: Final[Mapping[bytes, np.dtype[Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """Stands for the zarr array of this name, stored in the item beside the msgpack file."""
+    """Stands for a zarr array stored in the item beside the msgpack file."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class FlaxArrayPlaceholder:
-    """Stands for the zarr array at this path in `<checkpoint file>_gda/`, of a multi-host Flax."""
+    """Stands for the zarr array `path` in `<checkpoint file>_gda/`, written by multi-host Flax."""
 
     path: str
 
@@ -85,15 +85,15 @@ Tree: TypeAlias = dict[str | int, "Tree"] | list["Tree"] | Leaf
 def decode(data: bytes, *, file: str | None = None) -> Tree:
     """Decodes one msgpack checkpoint file.
 
-    Dict keys are strings, or ints where the writer had ints. Arrays have the dtype and shape they
-    were saved with, and are read-only; chunked arrays are joined.
+    Dict keys are strings, or ints if the writer used ints. Arrays are read-only and keep their
+    dtype and shape; chunked arrays are joined.
 
     Args:
-        data: The file, whole.
-        file: What to call it in an error.
+        data: The whole file.
+        file: The file's name for error messages.
 
     Raises:
-        CorruptCheckpoint: the bytes are cut short, damaged, or not such a tree.
+        CorruptCheckpoint: the bytes are truncated, damaged, or not such a tree.
         UnsupportedFormat: the msgpack package is not installed.
 
     Example:
@@ -104,7 +104,7 @@ def decode(data: bytes, *, file: str | None = None) -> Tree:
 
 
 class _Decoder:
-    """One call of `decode`: the library, and the name of the file for its errors."""
+    """Holds the msgpack library and the file's name for errors, for one call of `decode`."""
 
     def __init__(self, file: str | None) -> None:
         self._file = file
@@ -115,16 +115,16 @@ class _Decoder:
 
     def _corrupt(self, what: str) -> CorruptCheckpoint:
         return CorruptCheckpoint(
-            f"{self._file or 'a msgpack checkpoint'} is damaged, or is no checkpoint: {what}.\n"
+            f"{self._file or 'a msgpack checkpoint'} is damaged or not a checkpoint: {what}.\n"
             "Restore an earlier step, or another copy of this file.",
             file=self._file,
         )
 
     def _unpack(self, data: bytes, *, depth: int, raw: bool = False) -> Any:
-        """The objects of `data`, with extension types decoded but strings and dicts as stored.
+        """Unpacks `data`: extension types are decoded, strings and dicts stay as stored.
 
-        The library refuses a container that claims more elements than there are bytes, and one
-        nested too deep for its own stack. `depth` counts the extensions around these bytes.
+        The library refuses containers that claim more elements than there are bytes or that are
+        nested too deep for its stack. `depth` counts the extensions around these bytes.
         """
         if depth > _MAX_TUPLES:
             raise self._corrupt(f"tuples nested more than {_MAX_TUPLES} deep")
@@ -144,7 +144,7 @@ class _Decoder:
     def _dict(self, pairs: Sequence[tuple[Any, Any]]) -> dict[str | int, Any]:
         for key, _ in pairs:
             if type(key) not in (str, int):
-                raise self._corrupt(f"a key is of type {type(key).__name__}, not a string")
+                raise self._corrupt(f"a key must be a string, got {type(key).__name__}")
         found = dict(pairs)
         if len(found) != len(pairs):
             raise self._corrupt("a key occurs twice")
@@ -166,7 +166,7 @@ class _Decoder:
         if code == _EXT_TUPLE:
             elements = self._unpack(payload, depth=depth)
             if not isinstance(elements, list):
-                raise self._corrupt("a tuple is not a list of elements")
+                raise self._corrupt("a tuple is not stored as a list")
             return elements
         raise self._corrupt(f"unknown extension type {code}")
 
@@ -175,32 +175,32 @@ class _Decoder:
             case [list() as shape, bytes() as name, bytes() as content]:
                 pass
             case _:
-                raise self._corrupt("an array is not a shape, a dtype and its bytes")
+                raise self._corrupt("an array must have a shape, a dtype and its bytes")
         dtype = _DTYPES.get(name)
         if dtype is None:
             raise self._corrupt(f"unknown dtype {name[:40]!r}")
         size = self._size(shape)
         if size * dtype.itemsize != len(content):
             raise self._corrupt(
-                f"an array of {size} {dtype.name} takes {size * dtype.itemsize} bytes, "
-                f"and there are {len(content)}"
+                f"an array of {size} {dtype.name} needs {size * dtype.itemsize} bytes, "
+                f"got {len(content)}"
             )
         return self._reshape(np.frombuffer(content, dtype), shape)
 
     def _size(self, shape: Sequence[Any]) -> int:
-        """Number of elements: as Python ints, so it cannot wrap round to something small."""
+        """Returns the number of elements as a Python int, which cannot overflow."""
         if len(shape) > _MAX_RANK or not all(type(n) is int and n >= 0 for n in shape):
-            raise self._corrupt(f"an array's shape is not a list of up to {_MAX_RANK} sizes")
+            raise self._corrupt(f"an array's shape must be a list of up to {_MAX_RANK} sizes")
         return prod(shape)
 
     def _reshape(self, flat: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         try:
             return flat.reshape(tuple(shape))
         except (ValueError, OverflowError) as error:  # too many dimensions, or (0, 2**70)
-            raise self._corrupt(f"numpy has no such shape: {error}") from error
+            raise self._corrupt(f"shape not supported by numpy: {error}") from error
 
     def _finish(self, node: Any, *, depth: int) -> Tree:
-        """The tree with placeholders recognised, chunked arrays joined, depth and types checked."""
+        """Decodes placeholders, joins chunked arrays, and checks depth and types."""
         if depth > _MAX_DEPTH:
             raise self._corrupt(f"nested more than {_MAX_DEPTH} deep")
         if isinstance(node, dict):
@@ -215,7 +215,7 @@ class _Decoder:
             node, bool | int | float | complex | bytes | np.ndarray | np.generic
         ):
             return node
-        raise self._corrupt(f"a value of type {type(node).__name__}")  # a msgpack timestamp
+        raise self._corrupt(f"unsupported type {type(node).__name__}")  # a msgpack timestamp
 
     def _string(self, text: str) -> str | Placeholder | FlaxArrayPlaceholder:
         for prefix in _PLACEHOLDERS:
@@ -226,16 +226,16 @@ class _Decoder:
         return text
 
     def _inside(self, name: str) -> str:
-        """A name of an array beside the file. It becomes a path, so it must not lead elsewhere."""
+        """Returns an array name that is used as a path, after checking that it stays inside."""
         if name.startswith("/") or ".." in name.split("/") or "\0" in name:
-            raise self._corrupt(f"the array name {name[:80]!r} leads out of the checkpoint")
+            raise self._corrupt(f"the array name {name[:80]!r} points outside the checkpoint")
         return name
 
     def _join(self, node: Mapping[str | int, Any]) -> np.ndarray:
         shape = self._numbered(node.get("shape"))
         chunks = self._numbered(node.get("chunks"))
         if not chunks or not all(isinstance(c, np.ndarray) and c.ndim == 1 for c in chunks):
-            raise self._corrupt("the chunks of an array are not arrays of one dimension")
+            raise self._corrupt("the chunks of an array must be one-dimensional arrays")
         if any(chunk.dtype != chunks[0].dtype for chunk in chunks):
             raise self._corrupt("the chunks of an array differ in dtype")
         size = self._size(shape)
@@ -246,7 +246,7 @@ class _Decoder:
         return self._reshape(joined, shape)
 
     def _numbered(self, node: Any) -> list[Any]:
-        """The values of `{"0": a, "1": b}` in order: how Flax writes a tuple."""
+        """Returns the values of `{"0": a, "1": b}` in order: Flax writes tuples like that."""
         keys = [str(i) for i in range(len(node))] if isinstance(node, dict) else None
         if keys is None or set(keys) != set(node):
             raise self._corrupt('a chunked array lacks its numbered "shape" or "chunks"')
@@ -258,6 +258,6 @@ def _import_msgpack(file: str | None) -> Any:
         return importlib.import_module("msgpack")
     except ImportError as error:
         raise UnsupportedFormat(
-            f"{file or 'this checkpoint'} is in the msgpack format of Flax and of old Orbax.\n"
-            "To read it: pip install jaxckpt[legacy]"
+            f"{file or 'this checkpoint'} is in the msgpack format of Flax and old Orbax.\n"
+            "To read it, run: pip install jaxckpt[legacy]"
         ) from error

@@ -1,10 +1,10 @@
-"""A run's root: the names of its steps, and the small files beside them.
+"""The root of a run: the names of its steps, and the small files beside them.
 
     _jaxckpt.owner          {"token", "host", "pid", "opened_ns", "keep": {"last": 3, ...}}
     _jaxckpt.doomed         {"steps": [directory names]}
     _jaxckpt.lease-<token>  {"step": directory name, "expires_ns"}
 
-All are JSON. Times are the wall clock, ns since 1970.
+All are JSON. Times are wall clock, ns since 1970.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxckpt.format import jsontext, names
 from jaxckpt.format.jsontext import expect
 
 MAX_BYTES: Final = 1 << 20
-# More digits are no step number but a date or a hash.
+# A longer number is a date or a hash, not a step.
 _MAX_DIGITS: Final = 18
 MAX_STEP: Final = 10**_MAX_DIGITS - 1
 _STEP: Final = re.compile(rf"(?:(.*)_)?(\d{{1,{_MAX_DIGITS}}})", re.DOTALL)
@@ -26,13 +26,13 @@ _STEP: Final = re.compile(rf"(?:(.*)_)?(\d{{1,{_MAX_DIGITS}}})", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepNames:
-    """How a run calls the directories of its steps: `[<prefix>_]<step>`, zero-padded or not.
+    """The naming scheme of a run's step directories: `[<prefix>_]<step>`, zero-padded or not.
 
-    Orbax calls the two `step_prefix` and `step_format_fixed_length`.
+    Orbax calls the two fields `step_prefix` and `step_format_fixed_length`.
 
     Attributes:
         prefix: Without the `_`.
-        digits: The shortest that a number is; longer ones are written in full.
+        digits: The minimum number of digits; longer numbers are written in full.
 
     Example:
         >>> names = StepNames(prefix="ckpt", digits=6)
@@ -45,20 +45,20 @@ class StepNames:
 
     def __post_init__(self) -> None:
         if self.prefix is not None and not isinstance(self.prefix, str):
-            raise TypeError(f"step_prefix must be text, not {self.prefix!r}")
+            raise TypeError(f"step_prefix must be a str, got {self.prefix!r}")
         name = self.of(0)
         if names.is_reserved(name) or any(mark in name for mark in "/\\\0"):
-            raise ValueError(f"steps cannot be called {name!r}, as step_prefix wants")
+            raise ValueError(f"step_prefix {self.prefix!r} gives invalid step names ({name!r})")
         if self.digits is not None and self.digits > _MAX_DIGITS:
-            raise ValueError(f"step_digits must be at most {_MAX_DIGITS}, not {self.digits}")
+            raise ValueError(f"step_digits must be at most {_MAX_DIGITS}, got {self.digits}")
 
     def of(self, step: int) -> str:
-        """The name of a step."""
+        """Returns the name of a step."""
         number = f"{step:0{self.digits or 1}d}"
         return number if self.prefix is None else f"{self.prefix}_{number}"
 
     def step(self, name: str) -> int | None:
-        """The step of a name; None if it is not one that `of` gives."""
+        """Returns the step of a name, or None if `of` never returns the name."""
         match = _STEP.fullmatch(name)
         if match is None or match[1] != self.prefix:
             return None
@@ -67,7 +67,7 @@ class StepNames:
 
 
 def like_steps(entries: Sequence[str]) -> list[str]:
-    """The entries that are called like a step of some run; plain numbers, then high ones first."""
+    """Returns the entries named like a step of any run: plain numbers first, then highest first."""
     found = []
     for entry in entries:
         match = _STEP.fullmatch(entry)
@@ -77,14 +77,14 @@ def like_steps(entries: Sequence[str]) -> list[str]:
 
 
 def guess_names(name: str, entries: Sequence[str]) -> StepNames:
-    """How steps are called in a run that has one of this name."""
+    """Infers a run's naming scheme from the name of one step and the other entries."""
     match = _STEP.fullmatch(name)
     prefix = match[1] if match is not None else None
     others = [other for entry in entries if (other := _STEP.fullmatch(entry)) is not None]
     if match is not None and match[2].startswith("0") and match[2] != "0":
         return StepNames(prefix=prefix, digits=len(match[2]))
-    # Of 0099 and 12345 the second does not show that numbers are padded, and of 100 and 0099 the
-    # second belongs to no run that has the first.
+    # 12345 does not show that numbers are padded, 0099 beside it does; but 0099 cannot be in the
+    # same run as 100.
     most = len(match[2]) if match is not None else 0
     widths = [
         len(other[2])
@@ -96,11 +96,11 @@ def guess_names(name: str, entries: Sequence[str]) -> StepNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """The job that may commit to a run: the one that opened it last.
+    """The job that may commit to a run: the last one to open it.
 
     Attributes:
         token: Unique to that opening.
-        keep: What its policy keeps, by the fields of `KeepPolicy`; functions are left out.
+        keep: The fields of its `KeepPolicy`, without functions.
     """
 
     token: str
@@ -111,7 +111,7 @@ class Owner:
 
 
 def encode_owner(owner: Owner) -> bytes:
-    """The bytes of `_jaxckpt.owner`."""
+    """Encodes `_jaxckpt.owner`."""
     return jsontext.dumps(
         {
             "token": owner.token,
@@ -124,7 +124,7 @@ def encode_owner(owner: Owner) -> bytes:
 
 
 def decode_owner(data: bytes, *, file: str) -> Owner:
-    """Reads `_jaxckpt.owner`; CorruptCheckpoint if it does not say what such a file says."""
+    """Decodes `_jaxckpt.owner`; raises CorruptCheckpoint if it is malformed."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     return Owner(
         token=expect(top.get("token"), str, "'token'", file=file),
@@ -136,12 +136,12 @@ def decode_owner(data: bytes, *, file: str) -> Owner:
 
 
 def encode_doomed(steps: Sequence[str]) -> bytes:
-    """The bytes of `_jaxckpt.doomed`."""
+    """Encodes `_jaxckpt.doomed`."""
     return jsontext.dumps({"steps": list(steps)})
 
 
 def decode_doomed(data: bytes, *, file: str) -> list[str]:
-    """Reads `_jaxckpt.doomed`."""
+    """Decodes `_jaxckpt.doomed`."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     steps = expect(top.get("steps"), list, "'steps'", file=file)
     return [expect(step, str, "a step", file=file) for step in steps]
@@ -149,19 +149,17 @@ def decode_doomed(data: bytes, *, file: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """That a reader reads a step, by the name of its directory, until some time."""
+    """A reader's claim on a step, by directory name, until a point in time."""
 
     step: str
     expires_ns: int
 
 
 def encode_lease(lease: Lease) -> bytes:
-    """The bytes of a lease."""
     return jsontext.dumps({"step": lease.step, "expires_ns": lease.expires_ns})
 
 
 def decode_lease(data: bytes, *, file: str) -> Lease:
-    """Reads a lease."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     return Lease(
         step=expect(top.get("step"), str, "'step'", file=file),

@@ -1,15 +1,15 @@
-"""Safetensors files: a header of JSON, then the bytes of the tensors, and an index of several.
+"""Safetensors files: a JSON header followed by the bytes of the tensors, and an index of several.
 
-    8 bytes        how long the header is, little-endian
+    8 bytes        length of the header, little-endian
     header         {"name": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, ...,
                     "__metadata__": {"key": "text"}}
     data           row-major and little-endian; offsets count from here
 
 A large model is several such files, `model-00001-of-00003.safetensors` and so on, and
-`model.safetensors.index.json`, which says in which of them each tensor is.
+`model.safetensors.index.json`, which maps each tensor to its file.
 
-A header is believed only if its tensors fill the data exactly, without holes and overlaps: so the
-size of the file bounds all that is allocated because of it.
+A header is accepted only if its tensors fill the data exactly, without gaps or overlaps, so the
+size of the file bounds every allocation.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from jaxckpt.format.jsontext import expect, expect_shape
 SUFFIX: Final = ".safetensors"
 INDEX_SUFFIX: Final = ".safetensors.index.json"
 LENGTH_BYTES: Final = 8
-# What the reference implementation reads.
+# The limit of the reference implementation.
 MAX_HEADER_BYTES: Final = 100_000_000
 _METADATA: Final = "__metadata__"
 _SHARD: Final = re.compile(r"-\d{5,}-of-\d{5,}")
 
-# Its words for our dtypes.
+# The safetensors name of each dtype.
 WORDS: Final[Mapping[str, str]] = {
     "bool": "BOOL",
     "int8": "I8",
@@ -56,12 +56,7 @@ _DTYPES: Final = {word: dtype for dtype, word in WORDS.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """One tensor of a file.
-
-    Attributes:
-        dtype: Our name for it.
-        offset: Of its bytes, from the beginning of the file.
-    """
+    """One tensor of a file; `offset` counts from the beginning of the file."""
 
     name: str
     dtype: str
@@ -75,7 +70,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a file says of itself.
+    """The header of a file.
 
     Attributes:
         data: The bytes before the tensors: length and JSON.
@@ -92,24 +87,27 @@ class Header:
 
 
 def lay_out(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> Header:
-    """A file of tensors, given as name, dtype and shape.
+    """Lays out a file of tensors, given as name, dtype and shape.
 
     Raises:
-        ValueError: the header would be longer than any reader takes.
+        ValueError: the header would exceed the limit of the reference implementation.
     """
-    # Some readers take views of a file: each tensor is aligned if the large dtypes come first.
+    # Some readers map the file: every tensor is aligned if the large dtypes come first.
     order = sorted(tensors, key=lambda tensor: -dtype_of(tensor[1]).itemsize)
     end, entries, placed = 0, {}, []
     for name, dtype, shape in order:
         start, end = end, end + math.prod(shape) * dtype_of(dtype).itemsize
         entries[name] = {"dtype": WORDS[dtype], "shape": shape, "data_offsets": [start, end]}
         placed.append((name, dtype, shape, start))
-    # Readers of models want to know whose layout it is; all have the same, and all know this word.
+    # Model readers want to know the framework's layout; all are the same, and all accept "pt".
     metadata = {"format": "pt"}
     text = jsontext.dumps({_METADATA: metadata, **entries})
     text += b" " * (-len(text) % LENGTH_BYTES)
     if len(text) > MAX_HEADER_BYTES:
-        raise ValueError(f"{len(tensors)} tensors take a header of {len(text)} bytes")
+        raise ValueError(
+            f"the header of {len(tensors)} tensors must have at most {MAX_HEADER_BYTES} bytes, "
+            f"got {len(text)}"
+        )
     begin = LENGTH_BYTES + len(text)
     return Header(
         tensors=tuple(
@@ -123,12 +121,12 @@ def lay_out(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> Header:
 
 
 def name_problems(names: Iterable[str]) -> list[str]:
-    """What keeps names out of a file, a line for each."""
-    return [f"  {name!r} is no name of a tensor" for name in names if name in ("", _METADATA)]
+    """Returns a line for each name that a file cannot hold."""
+    return [f"  {name!r} cannot name a tensor" for name in names if name in ("", _METADATA)]
 
 
 def shard_names(stem: str, count: int) -> list[str]:
-    """The files of a model in so many parts.
+    """Returns the file names of a model in `count` parts.
 
     Example:
         >>> shard_names("model", 2)
@@ -140,14 +138,14 @@ def shard_names(stem: str, count: int) -> list[str]:
 
 
 def is_shard(name: str, stem: str) -> bool:
-    """Whether a file is called as a part of the model `stem`."""
+    """Returns whether a file is named like a part of the model `stem`."""
     if not (name.startswith(stem) and name.endswith(SUFFIX)):
         return False
     return _SHARD.fullmatch(name[len(stem) : -len(SUFFIX)]) is not None
 
 
 def encode_index(files: Mapping[str, str], total_bytes: int) -> bytes:
-    """The bytes of the index: the file of each tensor."""
+    """Encodes the index: the file of each tensor."""
     return jsontext.dumps({"metadata": {"total_size": total_bytes}, "weight_map": dict(files)})
 
 
@@ -155,26 +153,26 @@ def encode_index(files: Mapping[str, str], total_bytes: int) -> bytes:
 
 
 def header_bytes(data: bytes, size: int, *, file: str) -> int:
-    """How long the JSON is, by the first bytes of a file of `size` bytes.
+    """Returns the length of the JSON, from the first bytes of a file of `size` bytes.
 
     Raises:
-        CorruptCheckpoint: no header is that long, or the file is shorter.
+        CorruptCheckpoint: the length is over the limit or exceeds the file.
     """
     length = int.from_bytes(data, "little")
     if length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES) or length < 2:
         raise CorruptCheckpoint(
-            f"{file}: no safetensors file: a header of {length} bytes in a file of {size}",
+            f"{file}: not a safetensors file: a header of {length} bytes in a file of {size}",
             file=file,
         )
     return length
 
 
 def decode_header(text: bytes, size: int, *, file: str) -> Header:
-    """Reads the JSON of a header, in a file of `size` bytes.
+    """Decodes the JSON header of a file of `size` bytes.
 
     Raises:
-        CorruptCheckpoint: it does not say what a header says, or not of a file of this size.
-        UnsupportedFormat: a tensor has a dtype that jax has no word for.
+        CorruptCheckpoint: the header is malformed, or does not fit a file of this size.
+        UnsupportedFormat: a tensor has a dtype that jax lacks.
     """
     top = expect(jsontext.loads(text, file=file), dict, "the header", file=file)
     metadata = expect(top.pop(_METADATA, None) or {}, dict, repr(_METADATA), file=file)
@@ -186,14 +184,14 @@ def decode_header(text: bytes, size: int, *, file: str) -> Header:
     end = begin
     for tensor in tensors:
         if tensor.offset != end:
-            what = "overlaps another one" if tensor.offset < end else "comes after a hole"
+            what = "overlaps another tensor" if tensor.offset < end else "comes after a gap"
             raise CorruptCheckpoint(
                 f"{file}: tensor {tensor.name!r} {what}", leaf=tensor.name, file=file
             )
         end += tensor.size_bytes
     if end != size:
         raise CorruptCheckpoint(
-            f"{file}: its tensors end at byte {end}, the file has {size}", file=file
+            f"{file}: the tensors end at byte {end}, but the file has {size} bytes", file=file
         )
     return Header(tensors=tuple(tensors), metadata=metadata, data=b"", size_bytes=size)
 
@@ -206,14 +204,14 @@ def _decode_tensor(name: str, entry: Any, begin: int, file: str) -> Tensor:  # J
     offsets = expect_shape(fields.get("data_offsets"), f"{where}: data_offsets", file=file)
     if word not in _DTYPES:
         raise UnsupportedFormat(
-            f"{file}: {where} has dtype {word!r}; those that are read: {', '.join(_DTYPES)}"
+            f"{file}: {where} has dtype {word!r}, must be one of {', '.join(_DTYPES)}"
         )
     start, end = offsets if len(offsets) == 2 else (0, -1)
     tensor = Tensor(name=name, dtype=_DTYPES[word], shape=shape, offset=begin + start)
     if end - start != tensor.size_bytes:
         raise CorruptCheckpoint(
-            f"{file}: {where}: {word}{list(shape)} takes {tensor.size_bytes} bytes, its offsets "
-            f"are {list(offsets)}",
+            f"{file}: {where}: {word}{list(shape)} needs {tensor.size_bytes} bytes, but its "
+            f"offsets are {list(offsets)}",
             leaf=name,
             file=file,
         )
@@ -221,10 +219,10 @@ def _decode_tensor(name: str, entry: Any, begin: int, file: str) -> Tensor:  # J
 
 
 def decode_index(data: bytes, *, file: str) -> dict[str, set[str]]:
-    """Reads an index: the tensors of each file, all of which lie beside the index.
+    """Decodes an index: the tensors of each file.
 
     Raises:
-        CorruptCheckpoint: it does not say what an index says, or names a file elsewhere.
+        CorruptCheckpoint: the index is malformed, or names a file in another directory.
     """
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     files: dict[str, set[str]] = {}
@@ -232,8 +230,8 @@ def decode_index(data: bytes, *, file: str) -> dict[str, set[str]]:
         shard = expect(name, str, f"the file of tensor {tensor!r}", file=file)
         if "/" in shard or "\\" in shard or "\0" in shard or not shard.endswith(SUFFIX):
             raise CorruptCheckpoint(
-                f"{file}: tensor {tensor!r} would be in {shard!r}, which is no safetensors file "
-                "beside it",
+                f"{file}: tensor {tensor!r}: expected a safetensors file beside the index, "
+                f"got {shard!r}",
                 file=file,
             )
         files.setdefault(shard, set()).add(tensor)

@@ -12,21 +12,21 @@ from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import jsontext
 from jaxckpt.format.jsontext import expect, expect_shape
 
-# 10,000 leaves on a mesh of 128 devices take as much; on one of 4,096 they would take 600 MB.
+# 10,000 leaves on a mesh of 128 devices take this much; with 4,096 devices they would take 600 MB.
 _MAX_BYTES: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedSharding:
-    """A `NamedSharding` as data; a single-device one has no axes.
+    """A `NamedSharding` as data; a single-device sharding has no axes.
 
     Attributes:
         axis_names: Of the mesh.
         axis_sizes: Of the mesh.
         axis_types: "Auto", "Explicit" or "Manual" for each axis; empty if not recorded.
-        spec: For each dimension: None, an axis name, or several.
+        spec: For each dimension, None or an axis name or several.
         device_ids: Of the mesh, flattened; empty if not recorded.
-        device: `str()` of the one device of an array without a mesh.
+        device: The `str()` of the device of an array without a mesh.
     """
 
     axis_names: tuple[str, ...] = ()
@@ -49,11 +49,11 @@ class SavedSharding:
 
 
 def encode(shardings: Mapping[str, SavedSharding]) -> bytes:
-    """The bytes of `_sharding`, by leaf name.
+    """Encodes `_sharding`, by leaf name.
 
-    A reader of Orbax fails on a file that lacks a jax.Array leaf, so there is an entry for each;
-    and each entry names the devices of its mesh. Where those are so many that the file would be
-    large, they are left out: a reader takes `jax.devices()` in their order then.
+    Orbax fails on a file that lacks a jax.Array leaf, so every leaf has an entry, and every entry
+    lists the devices of its mesh. If this made the file large, the devices are left out; readers
+    then take `jax.devices()` in order.
     """
     texts = {sharding: json.dumps(_to_json(sharding)) for sharding in set(shardings.values())}
     if sum(len(texts[sharding]) for sharding in shardings.values()) > _MAX_BYTES:
@@ -68,11 +68,7 @@ def encode(shardings: Mapping[str, SavedSharding]) -> bytes:
 
 
 def decode(data: bytes, *, file: str) -> dict[str, SavedSharding]:
-    """Reads `_sharding` of any Orbax release, or ours; entries of unknown kinds are left out.
-
-    Raises:
-        CorruptCheckpoint: it does not say what such a file says.
-    """
+    """Decodes `_sharding` of any Orbax release, or ours; skips entries of unknown kinds."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     parsed: dict[str, SavedSharding | None] = {}
     shardings = {}
@@ -80,7 +76,7 @@ def decode(data: bytes, *, file: str) -> dict[str, SavedSharding]:
         try:
             name = base64.urlsafe_b64decode(key.encode()).decode()
         except ValueError as error:
-            raise CorruptCheckpoint(f"{file}: {key!r} is no base64 name", file=file) from error
+            raise CorruptCheckpoint(f"{file}: key {key!r} is not base64", file=file) from error
         if not isinstance(text, str) or not text:
             continue
         if text not in parsed:
@@ -111,7 +107,7 @@ def _to_json(sharding: SavedSharding) -> dict[str, object]:
 def _from_json(value: object, file: str) -> SavedSharding | None:
     fields = expect(value, dict, "a sharding", file=file)
     if fields.get("sharding_type") == "SingleDeviceSharding":
-        # jax before 0.10 had another word for the devices of a CPU.
+        # jax before 0.10 named CPU devices differently.
         device = str(fields.get("device_str", "")).replace("TFRT_CPU_", "cpu:")
         return SavedSharding(device=device)
     if fields.get("sharding_type") != "NamedSharding":
@@ -124,7 +120,7 @@ def _from_json(value: object, file: str) -> SavedSharding | None:
     used = [a for axes in spec for a in (axes if isinstance(axes, list) else [axes]) if a]
     if len(set(names)) < len(names) or len({*map(str, used)}) < len(used) or 0 in sizes:
         raise CorruptCheckpoint(
-            f"{file}: no sharding has the spec {spec} on the axes {names} of sizes {sizes}",
+            f"{file}: invalid sharding: spec {spec} on axes {names} of sizes {sizes}",
             file=file,
         )
     types = fields.get("axis_types") or []
@@ -146,12 +142,12 @@ def _axes(axes: object, names: list[str], file: str) -> str | tuple[str, ...] | 
     if isinstance(axes, list) and all(isinstance(a, str) and a in names for a in axes):
         return tuple(axes)
     raise CorruptCheckpoint(
-        f"{file}: partition spec {axes!r} is not of the axes {names}", file=file
+        f"{file}: partition spec {axes!r} does not name the mesh axes {names}", file=file
     )
 
 
 def _ids(device_mesh: object) -> list[int]:
-    """Flattens the nested lists of `{"id": n}`; whatever else is there counts as not recorded."""
+    """Flattens the nested lists of `{"id": n}`; returns [] if there is anything else."""
     stack: list[object] = [device_mesh.get("mesh")] if isinstance(device_mesh, dict) else []
     ids = []
     while stack:

@@ -1,15 +1,15 @@
 """The files at the top of a checkpoint: Orbax's `_CHECKPOINT_METADATA`, and our own record.
 
-The record, `_jaxckpt.json`, is two lines. The first is JSON:
+The record, `_jaxckpt.json`, has two lines. The first is JSON:
 
     {"version": 1, "writer": "jaxckpt 0.1.0", "token": ..., "name": "1000", "lineage": ...,
      "phases": {"snapshot": 0.01, "write": 1.2, ...},
      "files": {"state/_METADATA": {"bytes": 1234, "sha256": ...},
                "state/d/5c1f...": {"bytes": 99}}}
 
-The second is the SHA-256 of the first, in hex. Every file of the checkpoint is listed by its path
-inside it, except the record and `commit_success.txt`. A data file has no SHA-256: each chunk in it
-carries a checksum, and those of all chunks are in a file that has one.
+The second is the SHA-256 of the first, in hex. The record lists every file of the checkpoint except
+itself and `commit_success.txt`. Data files have no SHA-256: each chunk carries a checksum, and a
+file with a SHA-256 lists the checksums of all chunks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from jaxckpt.format import jsontext
 from jaxckpt.format.jsontext import expect
 
 VERSION: Final = 1
-# Of `_jaxckpt.json`. For each process of a job there are a few files, of 120 bytes or so each.
+# The limit of `_jaxckpt.json`. Each process writes a few files, with about 120 bytes here for each.
 MAX_RECORD_BYTES: Final = 256 << 20
 
-# Handler strings that every entry point of Orbax, v0 and v1, accepts.
+# Handler strings accepted by every entry point of Orbax, v0 and v1.
 PYTREE_HANDLER: Final = (
     "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 )
@@ -36,12 +36,12 @@ JSON_HANDLER: Final = "orbax.checkpoint._src.handlers.json_checkpoint_handler.Js
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetadata:
-    """What `_CHECKPOINT_METADATA` says.
+    """The contents of `_CHECKPOINT_METADATA`.
 
     Attributes:
         handlers: Orbax's handler string by item name; empty if not recorded.
         init_ns, commit_ns: Wall clock of the start and the commit, ns since 1970, or None.
-        custom_metadata: The caller's, JSON.
+        custom_metadata: The caller's JSON.
     """
 
     handlers: Mapping[str, str] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class StepMetadata:
 
 
 def encode(step: StepMetadata) -> bytes:
-    """The bytes of `_CHECKPOINT_METADATA`. Orbax refuses any further key."""
+    """Encodes `_CHECKPOINT_METADATA`. Orbax refuses further keys."""
     return jsontext.dumps(
         {
             "item_handlers": dict(step.handlers),
@@ -65,7 +65,7 @@ def encode(step: StepMetadata) -> bytes:
 
 
 def decode(data: bytes, *, file: str) -> StepMetadata:
-    """Reads `_CHECKPOINT_METADATA` of any Orbax release, or ours."""
+    """Decodes `_CHECKPOINT_METADATA` of any Orbax release, or ours."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     handlers = top.get("item_handlers")
     times = [top.get("init_timestamp_nsecs"), top.get("commit_timestamp_nsecs")]
@@ -74,7 +74,7 @@ def decode(data: bytes, *, file: str) -> StepMetadata:
     )
     custom = top.get("custom_metadata")
     return StepMetadata(
-        # A flat checkpoint has one string there, for an item without a name.
+        # A flat checkpoint has one string here, for an unnamed item.
         handlers={k: str(v) for k, v in handlers.items()} if isinstance(handlers, dict) else {},
         init_ns=init_ns,
         commit_ns=commit_ns,
@@ -85,30 +85,25 @@ def decode(data: bytes, *, file: str) -> StepMetadata:
 
 
 def is_array_handler(handler: str) -> bool:
-    """Whether an item of this handler is one array, not a tree."""
+    """Returns whether an item of this handler is one array, not a tree."""
     return handler.endswith(".ArrayCheckpointHandler")
 
 
 def decode_deletion(data: bytes, *, file: str) -> str:
-    """Reads `_CHECKPOINT_DELETION`: the name of the item that Orbax has begun to delete."""
+    """Decodes `_CHECKPOINT_DELETION`: the name of the item that Orbax has begun to delete."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     return expect(top.get("checkpointable_name"), str, "'checkpointable_name'", file=file)
 
 
 def decode_key_facts(data: bytes, *, file: str) -> bool:
-    """Whether a random key item of Orbax is a typed jax key, or a legacy tuple of numpy's."""
+    """Returns whether Orbax's random key item is a jax key (typed or legacy), not numpy's."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     return top.get("typed") is True or top.get("legacy") is True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFacts:
-    """What the record knows of one file.
-
-    Attributes:
-        size: In bytes.
-        sha256: Of a metadata file.
-    """
+    """A file's size in bytes and, for a metadata file, its SHA-256."""
 
     size: int
     sha256: str | None = None
@@ -116,16 +111,16 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What `_jaxckpt.json` says.
+    """The contents of `_jaxckpt.json`.
 
     Attributes:
         writer: Program and version.
         token: Unique to the attempt that wrote the checkpoint.
         files: By path inside the checkpoint.
-        name: Of the directory that it was saved as; "" if an earlier jaxckpt wrote it.
-        lineage: Where the values came from, if from another checkpoint.
-        phases: Seconds of the save by phase, up to the commit; see `jaxckpt.Timing`.
-        digest: Of the file, once it was read.
+        name: The directory name it was saved under; "" if an earlier jaxckpt wrote it.
+        lineage: The source of the values, if they come from another checkpoint.
+        phases: Seconds of the save by phase, up to the commit; see `jaxckpt.types.Timing`.
+        digest: Of the file, once read.
     """
 
     writer: str
@@ -138,7 +133,7 @@ class Record:
 
 
 def encode_record(record: Record) -> bytes:
-    """The bytes of `_jaxckpt.json`."""
+    """Encodes `_jaxckpt.json`."""
     body = jsontext.dumps(
         {
             "version": VERSION,
@@ -157,15 +152,15 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_record(data: bytes, *, file: str) -> Record:
-    """Reads `_jaxckpt.json`.
+    """Decodes `_jaxckpt.json`.
 
     Raises:
-        CorruptCheckpoint: its digest differs, or it does not say what such a file says.
+        CorruptCheckpoint: its digest differs, or it is malformed.
         UnsupportedFormat: a newer jaxckpt wrote it.
     """
     body, _, rest = data.partition(b"\n")
     if digest(body).encode() != rest.strip():
-        raise CorruptCheckpoint(f"{file}: damaged: its digest differs", file=file)
+        raise CorruptCheckpoint(f"{file}: damaged: SHA-256 mismatch", file=file)
     top = expect(jsontext.loads(body, file=file), dict, "the file", file=file)
     version = expect(top.get("version"), int, "'version'", file=file)
     if version > VERSION:
@@ -177,7 +172,7 @@ def decode_record(data: bytes, *, file: str) -> Record:
     for path, facts in expect(top.get("files"), dict, "'files'", file=file).items():
         entry = expect(facts, dict, path, file=file)
         if path.startswith("/") or not {"", ".", ".."}.isdisjoint(path.split("/")) or "\0" in path:
-            raise CorruptCheckpoint(f"{file}: {path!r} is no file of a checkpoint", file=file)
+            raise CorruptCheckpoint(f"{file}: invalid file path {path!r}", file=file)
         sha256 = entry.get("sha256")
         files[path] = FileFacts(
             size=expect(entry.get("bytes"), int, f"{path}: 'bytes'", file=file),
@@ -198,7 +193,7 @@ def decode_record(data: bytes, *, file: str) -> Record:
 
 
 def digest(data: bytes) -> str:
-    """SHA-256 in hex."""
+    """Returns the SHA-256 in hex."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -206,10 +201,10 @@ def digest(data: bytes) -> str:
 
 
 def encode_strings(strings: Mapping[str, str]) -> bytes:
-    """The bytes of `_strings.json`: Orbax finds a leaf at the JSON pointer `/` + its name.
+    """Encodes `_strings.json`: Orbax finds a leaf at the JSON pointer `/` + its name.
 
     Raises:
-        ValueError: two names cannot both be reached (`a`, `a/b`).
+        ValueError: one name is a parent of another (`a`, `a/b`).
     """
     top: dict[str, Any] = {}
     for name, text in strings.items():
@@ -218,20 +213,20 @@ def encode_strings(strings: Mapping[str, str]) -> bytes:
         for part in parents:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                raise ValueError(f"{name!r} lies below another str leaf")
+                raise ValueError(f"str leaf {name!r} is below another str leaf")
         if last in node:
-            raise ValueError(f"{name!r} lies above another str leaf")
+            raise ValueError(f"str leaf {name!r} is above another str leaf")
         node[last] = text
     return jsontext.dumps(top)
 
 
 def decode_strings(data: bytes, *, file: str) -> Mapping[str, Any]:
-    """Reads `_strings.json`; look names up with `find_string`."""
+    """Decodes `_strings.json`; look up names with `find_string`."""
     return expect(jsontext.loads(data, file=file), dict, "the file", file=file)
 
 
 def find_string(strings: Mapping[str, Any], name: str, *, file: str) -> str:
-    """The text of the leaf `name`, by JSON pointer or as one key."""
+    """Returns the text of the leaf `name`, found by JSON pointer or as one key."""
     node: Any = strings
     for part in [name] if name in strings else name.split("/"):
         node = node.get(part) if isinstance(node, Mapping) else None
@@ -243,7 +238,7 @@ def find_string(strings: Mapping[str, Any], name: str, *, file: str) -> str:
 def encode_array_metadatas(
     arrays: Mapping[str, tuple[tuple[int, ...], str | None]],
 ) -> bytes:
-    """The bytes of `array_metadatas/process_0`: chunk shape and PRNG implementation by name."""
+    """Encodes `array_metadatas/process_0`: chunk shape and PRNG implementation by name."""
     return jsontext.dumps(
         {
             "array_metadatas": [
@@ -262,7 +257,7 @@ def encode_array_metadatas(
 
 
 def decode_key_impls(data: bytes, *, file: str) -> dict[str, str]:
-    """Reads the PRNG implementation of each typed key out of one `array_metadatas` file."""
+    """Returns the PRNG implementation of each typed key in one `array_metadatas` file."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     impls = {}
     for entry in expect(top.get("array_metadatas"), list, "'array_metadatas'", file=file):

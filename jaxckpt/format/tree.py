@@ -1,10 +1,10 @@
-"""`_METADATA`: which leaves a tree has, what kind each is, and what its containers were.
+"""`_METADATA`: the leaves of a tree, the kind of each, and the containers around them.
 
-Orbax's part is a list of leaves (and of empty containers) with the names on the way to each; from
-it alone a tuple comes back as a list, an optax state as a dict, the key 0 as "0". Ours adds, under
-keys that Orbax ignores, what each leaf was (`_OURS` in `value_metadata`) and the containers
-(`_OURS` at the top), as data: classes are named, never run, and only those on the allow-list of
-`jaxckpt._core.pytree` are looked up.
+Orbax's part lists the leaves (and empty containers) with the names on the way to each; from it
+alone a tuple comes back as a list, an optax state as a dict, the key 0 as "0". Under keys that
+Orbax ignores, we add the kind of each leaf (`_OURS` in `value_metadata`) and the containers
+(`_OURS` at the top). Both are data: classes are named, never run, and only classes on the
+allow-list of `jaxckpt._core.pytree` are looked up.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _OURS: Final = "jaxckpt"
 SEQUENCE: Final = 1  # key_type: an index of a list or tuple
 NAMED: Final = 2  # key_type: a dict key or an attribute
 
-# The containers of a tree take two levels of JSON each, and a reader takes `jsontext.MAX_DEPTH`.
+# Each container takes two levels of JSON, and readers accept `jsontext.MAX_DEPTH`.
 MAX_LEVELS: Final = 90
-_MAX_NAME_BYTES: Final = 16 << 10  # a key of the database has at most 64 kB
+_MAX_NAME_BYTES: Final = 16 << 10  # database keys have at most 64 kB
 
-# Of an int that no array holds and is stored as text: Python reads no longer one.
+# The longest int that Python parses. Ints too large for an array are stored as text.
 MAX_DIGITS: Final = 4300
 
 Path = tuple[str, ...]
@@ -37,10 +37,10 @@ Kind = Literal[
     "array", "key", "numpy", "generic", "int", "float", "complex", "bool", "str", "bytes",
     "empty", "ellipsis", "absent",
 ]  # fmt: skip
-"""What comes back: a jax.Array, a typed PRNG key, a numpy array, a numpy scalar, a Python value,
-an empty container (or None), `...`. "absent" marks an array whose data was never stored."""
+"""The type to restore: a jax.Array, a typed PRNG key, a numpy array or scalar, a Python value, an
+empty container (or None), `...`. "absent" marks an array whose data was never stored."""
 
-# The words of Orbax for each kind; readers of Orbax refuse any other word.
+# Orbax's names; Orbax refuses any other name.
 _ORBAX_KIND: Final[dict[str, Kind]] = {
     "jax.Array": "array",
     "np.ndarray": "numpy",
@@ -54,20 +54,20 @@ _ORBAX_KIND: Final[dict[str, Kind]] = {
     "placeholder": "ellipsis",
 }
 _STORED_KINDS: Final = tuple("array key numpy generic int float complex bool str bytes".split())
-_TEXT_KINDS: Final = ("str", "int")  # of which some are text in the metadata, and no array
+_TEXT_KINDS: Final = ("str", "int")  # may be stored as text in the metadata, without an array
 _ARRAY_TYPES: Final = ("jax.Array", "np.ndarray", "scalar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredArray:
-    """How the values of one leaf lie on disk.
+    """The layout of one leaf's values on disk.
 
     Attributes:
         shape: Of the zarr array.
-        dtype: Name of the zarr array's dtype (`bfloat16`, `int4`: TensorStore's names).
-        chunk_shape: The stored chunks are a regular grid of this shape.
-        inner_shape: The chunks inside a chunk (`sharding_indexed`), or None.
-        has_fill: Whether the array says what a chunk that is not there would hold.
+        dtype: TensorStore's name of the zarr array's dtype (`bfloat16`, `int4`).
+        chunk_shape: The stored chunks form a regular grid of this shape.
+        inner_shape: The shape of the chunks inside a chunk (`sharding_indexed`), or None.
+        has_fill: Whether the array defines a fill value for missing chunks.
     """
 
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class StoredArray:
 
     @property
     def unit_shape(self) -> tuple[int, ...]:
-        """The smallest part that is read and checked on its own."""
+        """The shape of the smallest part that can be read and checked on its own."""
         return self.inner_shape or self.chunk_shape
 
 
@@ -87,16 +87,16 @@ class Leaf:
     """One leaf of a saved tree, or one empty container.
 
     Attributes:
-        path: The names on the way to it, `str()` of each key.
+        path: The names on the way to the leaf, `str()` of each key.
         key_types: `SEQUENCE` or `NAMED` for each name.
-        kind: What comes back when no target says otherwise.
-        dtype: Name of the leaf's dtype; the word for an empty container ("None", "Dict", ...).
+        kind: The type to restore unless `like` overrides it.
+        dtype: The leaf's dtype; for an empty container, Orbax's name ("None", "Dict", ...).
         shape: Of the leaf (not of the key data of a PRNG key).
-        key_impl: Name of the PRNG implementation of a typed key.
-        stored: How it lies on disk; None if it holds no array, or if the array must be asked.
-        value: The value itself where the metadata holds it (str, legacy aggregates).
-        container: Class of an empty container that is none of Python's own.
-        alias: What the leaf is called on disk, if that is not its path joined with dots.
+        key_impl: The PRNG implementation of a typed key.
+        stored: The array on disk; None if there is none, or if only its own metadata describes it.
+        value: The value itself if the metadata holds it (str, legacy aggregates).
+        container: The class of an empty container that is not built in.
+        alias: The leaf's name on disk, if it differs from the path joined with dots.
     """
 
     path: Path
@@ -112,33 +112,33 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """What Orbax calls the leaf: its zarr prefix, and its key in the other files."""
+        """Orbax's name of the leaf: its zarr prefix, and its key in the other files."""
         return ".".join(self.path) if self.alias is None else self.alias
 
     @property
     def prefix(self) -> str:
-        """What the keys of its array start with; the array of a bare leaf has no prefix."""
+        """The prefix of the array's keys; empty for a bare leaf."""
         return f"{self.name}/" if self.name else ""
 
     @property
     def array(self) -> StoredArray:
-        """How its array lies on disk; `CorruptCheckpoint` if it has none."""
+        """The array on disk; raises CorruptCheckpoint if there is none."""
         if self.stored is None:
             raise CorruptCheckpoint(f"leaf {self.text} has no array", leaf=self.text)
         return self.stored
 
     @property
     def has_array(self) -> bool:
-        """Whether its values are in a zarr array."""
+        """Whether the values are in a zarr array."""
         return self.kind not in ("empty", "ellipsis", "absent") and self.value is None
 
     @property
     def text(self) -> str:
-        """Its path as users write it."""
+        """The path as users write it."""
         return path_text(self.path)
 
     def at(self, path: Path, key_types: tuple[int, ...]) -> Leaf:
-        """The same leaf in another place."""
+        """Returns the same leaf at another path."""
         return Leaf(
             path=path,
             key_types=key_types,
@@ -159,10 +159,10 @@ class Node:
     Attributes:
         type: "dict", "list", "tuple", "odict", or "class" for a registered one.
         names: The name of each child in `Leaf.path`.
-        keys: The dict keys themselves where they are no str; None where `names` are the keys.
-        children: A node, or None where the child is a leaf.
+        keys: The dict keys; None if they are the strings in `names`.
+        children: A node, or None if the child is a leaf.
         cls: Module and qualified name of a registered class.
-        aux: Its static data as JSON (see `_core.pytree`), None where it could not be recorded.
+        aux: Its static data as JSON (see `_core.pytree`); None if not recorded.
     """
 
     type: Literal["dict", "list", "tuple", "odict", "class"]
@@ -175,15 +175,15 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """What `_METADATA` says: the leaves in order, and the containers if they were recorded.
+    """The contents of `_METADATA`: the leaves in order, and the containers if recorded.
 
     Attributes:
-        root: The containers, or None (bare leaf, or not recorded: then the key types say).
+        root: The containers; None for a bare leaf, or if only the key types were recorded.
         typed: Whether `root` was recorded. A bare leaf has `typed` and no `root`.
         zarr_version: 2 or 3, for every array of the item.
-        uses_ocdbt: Whether the arrays are in a database; None: look.
-        fill_missing: Whether a chunk that is not there means the fill value.
-        custom_metadata: What the caller of Orbax attached to the item.
+        uses_ocdbt: Whether the arrays are in a database; None if not recorded.
+        fill_missing: Whether a missing chunk means the fill value.
+        custom_metadata: The item's custom metadata, set by the caller of Orbax.
     """
 
     leaves: tuple[Leaf, ...]
@@ -206,7 +206,7 @@ def path_text(path: Sequence[str]) -> str:
 
 
 def parse_path(path: str | Sequence[object]) -> Path:
-    """The names of a path as users write it: text, or a tuple of keys.
+    """Returns the names of a path that users give as text or as a tuple of keys.
 
     Example:
         >>> parse_path("params/a~1b/0"), parse_path(("opt", 0))
@@ -220,7 +220,7 @@ def parse_path(path: str | Sequence[object]) -> Path:
 
 
 def name_problems(paths: Sequence[Path]) -> list[str]:
-    """What keeps leaves of these paths out of one checkpoint, a line for each."""
+    """Returns a line for each path that cannot be stored in one checkpoint with the others."""
     first: dict[str, Path] = {}
     problems = []
     for path in paths:
@@ -228,7 +228,7 @@ def name_problems(paths: Sequence[Path]) -> list[str]:
         other = first.setdefault(name, path)
         if other is not path:
             problems.append(
-                f"  {path_text(path)}: on disk it would be called {name!r}, and so would "
+                f"  {path_text(path)}: would have the same name on disk, {name!r}, as "
                 f"{path_text(other)}; rename one of the keys"
             )
         if len(path) > MAX_LEVELS:
@@ -236,7 +236,7 @@ def name_problems(paths: Sequence[Path]) -> list[str]:
         if len(name.encode(errors="replace")) > _MAX_NAME_BYTES:
             problems.append(f"  {path_text(path)[:80]}...: longer than {_MAX_NAME_BYTES} bytes")
         if not name.isprintable() and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in name):
-            problems.append(f"  {path!r}: a key holds a NUL or half of a surrogate pair")
+            problems.append(f"  {path!r}: a key contains a NUL or an unpaired surrogate")
     return problems
 
 
@@ -244,7 +244,7 @@ def name_problems(paths: Sequence[Path]) -> list[str]:
 
 
 def encode(tree: Tree) -> bytes:
-    """The bytes of `_METADATA`, in the order of the leaves: older Orbax readers depend on it."""
+    """Encodes `_METADATA` in the order of the leaves: older Orbax readers depend on it."""
     entries = {
         repr(leaf.path): {
             "key_metadata": [
@@ -269,12 +269,12 @@ def encode(tree: Tree) -> bytes:
 
 
 def kind_of(value_type: str) -> Kind:
-    """Our word for one of Orbax's."""
+    """Returns our kind for a `value_type` of Orbax."""
     return _ORBAX_KIND[value_type]
 
 
 def orbax_value_type(leaf: Leaf) -> str:
-    """The word of Orbax for a leaf; what Orbax has no word for is an array to it."""
+    """Returns Orbax's `value_type` for a leaf; types unknown to Orbax are arrays to it."""
     if leaf.kind == "empty":
         return leaf.dtype if leaf.dtype in _ORBAX_KIND else "None"
     if leaf.value is not None:
@@ -332,11 +332,11 @@ def _encode_node(node: Node | None) -> object:
 
 
 def decode(data: bytes, *, file: str) -> Tree:
-    """Reads `_METADATA`, of any Orbax release or ours.
+    """Decodes `_METADATA` of any Orbax release, or ours.
 
     Raises:
-        CorruptCheckpoint: it does not say what such a file says.
-        UnsupportedFormat: a newer jaxckpt wrote it, or a leaf is of a kind we do not know.
+        CorruptCheckpoint: the file is malformed.
+        UnsupportedFormat: a newer jaxckpt wrote it, or a leaf is of an unknown kind.
     """
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     entries = expect(top.get("tree_metadata"), dict, "'tree_metadata'", file=file)
@@ -384,12 +384,12 @@ def decode(data: bytes, *, file: str) -> Tree:
 
 
 def _check_containers(root: Node | None, leaves: Sequence[Leaf], file: str) -> None:
-    """Refuses containers that do not hold exactly the leaves: some would be lost in silence."""
+    """Refuses containers that do not match the leaves: some leaves would be lost silently."""
     in_tree, listed = set(_leaf_paths(root, ())), {leaf.path for leaf in leaves}
     if in_tree != listed:
         odd = sorted(path_text(path) for path in in_tree ^ listed)
         raise CorruptCheckpoint(
-            f"{file}: the containers and the list of leaves differ in {', '.join(odd[:8])}",
+            f"{file}: the containers and the list of leaves differ: {', '.join(odd[:8])}",
             leaf=odd[0],
             file=file,
         )
@@ -404,7 +404,7 @@ def _leaf_paths(node: Node | None, path: Path) -> Iterator[Path]:
 
 
 def _decode_leaf(entry: object, alike: dict[str, Leaf], file: str) -> Leaf:
-    """Reads an entry; `alike` holds a leaf for each value that was read, by its text."""
+    """Decodes an entry; `alike` caches the leaf of each distinct value by its text."""
     fields = expect(entry, dict, "an entry of 'tree_metadata'", file=file)
     keys = expect(fields.get("key_metadata"), list, "'key_metadata'", file=file)
     path, key_types = [], []
@@ -422,13 +422,13 @@ def _decode_leaf(entry: object, alike: dict[str, Leaf], file: str) -> Leaf:
 
 
 def _decode_value(value: object, where: str, file: str) -> Leaf:
-    """A leaf without its path."""
+    """Decodes a leaf without its path."""
     fields = expect(value, dict, f"{where}: 'value_metadata'", file=file)
     value_type = expect(fields.get("value_type"), str, f"{where}: 'value_type'", file=file)
     if value_type not in _ORBAX_KIND:
         raise UnsupportedFormat(
-            f"{file}: leaf {where} is of type {value_type!r}, which is none of Orbax's "
-            f"({', '.join(_ORBAX_KIND)}). It was written by something newer."
+            f"{file}: leaf {where} has the unknown type {value_type!r}, written by a newer "
+            f"release (known: {', '.join(_ORBAX_KIND)}). Upgrade jaxckpt to read it."
         )
     kind = _ORBAX_KIND[value_type]
     ours = expect(fields.get(_OURS, {}), dict, f"{where}: {_OURS!r}", file=file)
@@ -473,7 +473,7 @@ def _decode_ours(kind: Kind, ours: Mapping[str, Any], where: str, file: str) -> 
 
 
 def check_grid(stored: StoredArray, *, where: str, file: str) -> None:
-    """Refuses a chunk grid that no writer makes: a wrong rank, empty chunks, an absurd size."""
+    """Refuses an invalid chunk grid: wrong rank, empty chunks, an absurd size."""
     grids = [stored.chunk_shape] + ([stored.inner_shape] if stored.inner_shape else [])
     for grid in grids:
         if len(grid) != len(stored.shape) or any(n < 1 for n in grid):
@@ -491,10 +491,10 @@ def check_grid(stored: StoredArray, *, where: str, file: str) -> None:
             leaf=where,
             file=file,
         )
-    # Without the zeros: numpy multiplies all others, too.
+    # Without the zeros, because numpy also multiplies only the other dimensions.
     if math.prod(n or 1 for n in stored.shape) >= 1 << 58:
         raise CorruptCheckpoint(
-            f"{file}: {where}: shape {stored.shape} has more elements than any disk holds",
+            f"{file}: {where}: shape {stored.shape} has too many elements",
             leaf=where,
             file=file,
         )
@@ -521,7 +521,7 @@ def _decode_node(value: object, file: str) -> Node:
     if cls is not None:
         parts = expect(cls, list, "'class'", file=file)
         if len(parts) != 2 or not all(isinstance(part, str) for part in parts):
-            raise CorruptCheckpoint(f"{file}: 'class' should be a module and a name", file=file)
+            raise CorruptCheckpoint(f"{file}: 'class' must be a module and a name", file=file)
         cls = (parts[0], parts[1])
     return Node(
         type=node_type,
@@ -540,11 +540,11 @@ def _check_key(key: object, file: str) -> None:
         for part in expect(key.get("tuple"), list, "a key", file=file):
             _check_key(part, file)
     elif key is not None and not isinstance(key, (str, int, float)):
-        raise CorruptCheckpoint(f"{file}: {key!r} is no key of a dict", file=file)
+        raise CorruptCheckpoint(f"{file}: invalid dict key {key!r}", file=file)
 
 
 def _decode_rich(value: object, file: str) -> Node | None:
-    """Orbax's experimental `value_metadata_tree`: tuples and namedtuples, told apart."""
+    """Decodes Orbax's experimental `value_metadata_tree`, which knows tuples and namedtuples."""
     if isinstance(value, list):
         children = tuple(_decode_rich(child, file) for child in value)
         return Node(type="list", names=_indices(children), children=children) if children else None

@@ -1,11 +1,11 @@
-"""Python values as JSON and back: the states of data iterators.
+"""Python values as JSON and back, for the states of data iterators.
 
-A value that JSON gives back as it was is that JSON. Of the others, each is an object with one key:
+A value that JSON restores exactly is written as it is; any other value as an object with one key:
 
     {"$tuple": [...]}   {"$dict": [[key, value], ...]}   {"$bytes": base64}   {"$int": "digits"}
     {"$array": [dtype, shape, base64]}
 
-A dict that has only one of these keys is written as "$dict" too.
+A dict whose only key is one of these is also written as "$dict".
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.jsontext import expect, expect_shape
 
 _TAGS: Final = ("$tuple", "$dict", "$bytes", "$int", "$array")
-# Other programs read numbers of JSON as 64-bit.
+# Other programs read JSON numbers as 64-bit.
 _MAX_INT: Final = 1 << 63
 
 
 def is_json(value: object) -> bool:
-    """Whether JSON gives a value back as it was."""
+    """Returns whether JSON restores the value exactly."""
     if value is None or isinstance(value, (bool, str, float)) or type(value) is int:
         return type(value) in (type(None), bool, str, float, int)
     if type(value) is list:
@@ -38,11 +38,7 @@ def is_json(value: object) -> bool:
 
 
 def encode(value: object) -> Any:  # JSON
-    """The value as JSON.
-
-    Raises:
-        TypeError: it holds something else; it is named.
-    """
+    """Returns the value as JSON; raises TypeError, naming the type, if it has no form in JSON."""
     if value is None or type(value) in (bool, str, float):
         return value
     if type(value) is int:
@@ -59,15 +55,15 @@ def encode(value: object) -> Any:  # JSON
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         data = np.asarray(value)
-        dtype_of(data.dtype.name)  # one that can be read again
+        dtype_of(data.dtype.name)  # raises if it could not be read again
         data = data.astype(data.dtype.newbyteorder("="), copy=False)
         text = base64.b64encode(data.tobytes()).decode()
         return {"$array": [data.dtype.name, list(data.shape), text]}
-    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} has no form in JSON")
+    raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} has no JSON form")
 
 
 def decode(value: Any, *, file: str) -> Any:  # JSON
-    """Undoes `encode`; CorruptCheckpoint if it is not what that writes."""
+    """Undoes `encode`; raises CorruptCheckpoint for anything that `encode` does not write."""
     if isinstance(value, list):
         return [decode(child, file=file) for child in value]
     if not isinstance(value, dict):
@@ -102,7 +98,7 @@ def _array(inner: Any, file: str) -> np.ndarray[Any, Any]:
     data = base64.b64decode(text, validate=True)
     dims = expect_shape(shape, "a shape", file=file)
     if math.prod(dims) * dtype.itemsize != len(data):
-        raise ValueError(f"{len(data)} bytes for {name}{list(dims)}")
+        raise ValueError(f"{name}{list(dims)} does not fit {len(data)} bytes")
     return np.frombuffer(data, dtype).reshape(dims).copy()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jaxckpt._progress.timing import Timing
+from jaxckpt.types import Timing
 
 OnCommit = Callable[[Timing], None]
 
@@ -19,7 +19,7 @@ def scalars(timing: Timing) -> dict[str, float]:
     """One number for each fact, by a name for dashboards.
 
     Example:
-        >>> from jaxckpt import Timing
+        >>> from jaxckpt.types import Timing
         >>> timing = Timing(
         ...     kind="save", path="/run/7", step=7, total_bytes=10**9, seconds=2.0,
         ...     phases={"snapshot": 0.1, "write": 1.9},

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Final
 
 from jaxckpt._core.text import size_text
 from jaxckpt._inspect import open as inspection
-from jaxckpt._inspect.open import LeafInfo
 from jaxckpt._run.overview import RunOverview, overview
 from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.format.tree import parse_path, path_text
 from jaxckpt.integrations import _steps, _svg
 from jaxckpt.integrations._html import block, count, escape, facts
+from jaxckpt.types import LeafInfo, LeafStatistics
 
 if TYPE_CHECKING:  # a checkpoint that is only looked at needs neither jax nor TensorStore
-    from jaxckpt._inspect.statistics import LeafStatistics
     from jaxckpt._run.manager import CheckpointManager
 
 # Rows of one level, of all, and those that are open at first.
@@ -141,7 +140,9 @@ def tree_head(ckpt: inspection.Checkpoint) -> str:
 
 
 def _meshes(ckpt: inspection.Checkpoint) -> set[str]:
-    layouts = {leaf.layout for leaf in ckpt.leaves.values() if leaf.layout is not None}
+    layouts = {
+        leaf.saved_sharding for leaf in ckpt.leaves.values() if leaf.saved_sharding is not None
+    }
     axes = [zip(one.axis_names, one.axis_sizes, strict=True) for one in layouts if one.axis_names]
     return {", ".join(f"{name}={size}" for name, size in mesh) for mesh in axes}
 
@@ -240,11 +241,11 @@ def _leaf_row(
     words = f'{escape(leaf.dtype)}<span class="jc-faint">[{escape(dims)}]</span>'
     words = words if is_array else escape(leaf.kind)
     layout, spec = "", ""
-    if leaf.layout is not None:
-        layout = _svg.layout(leaf.layout, leaf.shape)
-        sharding = str(leaf.layout)
+    if leaf.saved_sharding is not None:
+        layout = _svg.layout(leaf.saved_sharding, leaf.shape)
+        sharding = str(leaf.saved_sharding)
         # The head says which mesh, if there is but one.
-        is_short = one_mesh and not leaf.layout.is_single_device
+        is_short = one_mesh and not leaf.saved_sharding.is_single_device
         spec = escape(sharding.rpartition(" on (")[0] if is_short else sharding)
     return (
         f'<div class="jc-row" style="--d:{depth}"><span class="jc-name jc-mono">{escape(name)}'

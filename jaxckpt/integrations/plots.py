@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from jaxckpt._inspect.open import LeafInfo
-from jaxckpt._progress.meter import Timing
 from jaxckpt._run.overview import RunOverview, overview
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.integrations import _palette, _steps
+from jaxckpt.types import LeafInfo, Timing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -120,7 +119,7 @@ def timings(timings: Sequence[Timing], ax: Axes | None = None) -> Axes:
 
     Example:
         >>> import matplotlib, jaxckpt
-        >>> from jaxckpt._progress.meter import Timing
+        >>> from jaxckpt.types import Timing
         >>> matplotlib.use("agg")
         >>> phases = {"snapshot": 0.1, "write": 0.8, "commit": 0.1}
         >>> one = Timing(
@@ -261,9 +260,9 @@ def _boxes(
 ) -> tuple[dict[int, tuple[tuple[int, int], ...]], tuple[int, ...], str]:
     """By device the part that it holds, `[start, stop)` of each dimension; the shape; words."""
     if isinstance(of, LeafInfo):
-        if of.layout is None:
+        if of.saved_sharding is None:
             raise ValueError(f"the checkpoint does not say how {of.path!r} was divided")
-        return _saved_boxes(of.layout, of.shape), of.shape, of.sharding or ""
+        return _saved_boxes(of.saved_sharding, of.shape), of.shape, of.sharding or ""
     found = getattr(of, "sharding", of)
     shape = getattr(of, "shape", None) if found is not of else shape
     if not hasattr(found, "devices_indices_map"):

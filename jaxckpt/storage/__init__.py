@@ -1,7 +1,7 @@
-"""Where checkpoints are: one protocol, and what implements it.
+"""The storages that hold checkpoints: one protocol and its implementations.
 
-`locate` turns what a user wrote into a storage and a path in it. All other modules take both.
-TensorStore is imported only when a memory store is used, or `jaxckpt.storage._arrays` itself.
+`locate` turns a path or URL into a storage and a path in it; all other modules take both.
+TensorStore is imported only for memory stores, or with `jaxckpt.storage._arrays`.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ __all__ = [
 ]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-# What pathlib makes of a URL: Path("gs://bucket/run") is "gs:/bucket/run", a relative path.
+# pathlib turns the URL "gs://bucket/run" into "gs:/bucket/run", a relative path.
 _BROKEN_URL = re.compile(r"(az|file|gcs|gs|hdfs|hf|https?|memory|s3):/")
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """Finds the storage that a path or URL is in, and the absolute path in that storage.
+    """Returns the storage of a path or URL, and the absolute path in that storage.
 
-    A leading `~` means the home directory; `..` is taken off by name; links are not resolved. A
-    `file://` URL may hold %-escapes, a plain path holds none.
+    A leading `~` means the home directory; `..` is resolved by name; links are not resolved. Only a
+    `file://` URL may contain %-escapes.
 
     Args:
         path: A local path, `file:///...`, or `memory://name/...`.
 
     Raises:
-        ValueError: the path is empty, or has a NUL byte, a backslash or, as a URL, no name in it.
-        UnsupportedFormat: the URL is of a kind that jaxckpt has no storage for.
+        ValueError: the path is empty, contains NUL or a backslash, or is a URL without a name.
+        UnsupportedFormat: jaxckpt has no storage for the URL's scheme.
 
     Example:
         >>> locate("/runs/./vit//b16/")[1]
@@ -57,15 +57,15 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     """
     text = os.fspath(path)
     if not isinstance(text, str):
-        raise TypeError(f"the path must be a str or an os.PathLike of str, not {path!r}")
+        raise TypeError(f"path must be a str or an os.PathLike of str, got {path!r}")
     if not text or "\0" in text:
-        raise ValueError(f"the path is empty or holds a NUL byte: {text!r}")
+        raise ValueError(f"path must not be empty or contain a NUL byte, got {text!r}")
     if "\\" in text:
-        raise ValueError(f"the path holds a backslash, which TensorStore takes for a '/': {text!r}")
+        raise ValueError(f"path must not contain a backslash, got {text!r}")
     if _BROKEN_URL.match(text) and not _URL.match(text):
         raise UnsupportedFormat(
-            f"{text!r} is a URL that lost a '/', as URLs do in pathlib.Path. Give it as a str, or "
-            "as an etils.epath.Path."
+            f"{text!r} is a URL that lost a '/' in pathlib.Path. Pass it as a str or an "
+            "etils.epath.Path."
         )
     if not (url := _URL.match(text)):
         return LocalStorage(), _absolute(os.path.expanduser(text))
@@ -76,31 +76,31 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
             return _memory_storage(), _memory_url_path(text, url[2])
         case _:
             raise UnsupportedFormat(
-                f"{text!r}: jaxckpt does not support {url[1]}:// yet, nor any other object store. "
+                f"{text!r}: jaxckpt does not support {url[1]}:// or any other object store yet. "
                 "Save to a local or network file system, and copy committed checkpoints with the "
                 "store's own tool (gcloud storage rsync, aws s3 sync)."
             )
 
 
 def _absolute(path: str) -> str:
-    # POSIX lets a path that starts with exactly two slashes mean something else. Nobody does.
+    # POSIX allows two leading slashes to have a special meaning; no system here uses it.
     return "/" + os.path.abspath(path).lstrip("/")
 
 
 def _file_url_path(text: str, rest: str) -> str:
     host, slash, path = rest.partition("/")
     if host not in ("", "localhost") or not slash:
-        raise ValueError(f"{text!r} names no local file: wanted file:///absolute/path")
+        raise ValueError(f"{text!r} must have the form file:///absolute/path")
     path = unquote(path)
     if "\0" in path:
-        raise ValueError(f"the path holds a NUL byte: {text!r}")
+        raise ValueError(f"path must not contain a NUL byte, got {text!r}")
     return _absolute("/" + path)
 
 
 def _memory_url_path(text: str, rest: str) -> str:
     path = posixpath.normpath("/" + rest.lstrip("/"))
     if path == "/":
-        raise ValueError(f"{text!r} names no memory store: wanted memory://name or more")
+        raise ValueError(f"{text!r} must have the form memory://name/...")
     return path
 
 

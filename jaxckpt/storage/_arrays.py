@@ -1,7 +1,7 @@
 """The only module that imports tensorstore: one context, keys and arrays in a store.
 
-TensorStore is slow to import, so nothing that a person types on a command line (`ls`, `du`) gets
-here, and `jaxckpt.storage` imports this module only for memory stores and for arrays.
+TensorStore is slow to import. Interactive commands (`ls`, `du`) never reach this module, and
+`jaxckpt.storage` imports it only for memory stores and arrays.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure
 _context: ts.Context | None = None
 _context_lock = threading.Lock()  # guards _context
 
-# Nodes of an OCDBT tree are kept while it is read, by its reader: kept any longer, they would stand
-# for a tree that has since been replaced. Chunks, each read once, are not kept.
+# Each reader caches the nodes of its OCDBT tree; a longer-lived cache could hold nodes of a tree
+# that was replaced since. Chunks are read once and not cached.
 _NODES: Final = "cache_pool#ocdbt"
 _NODE_CACHE_BYTES: Final = 64 << 20
 
-# TensorStore's name for "no such key", which makes a conditional write create-if-absent. A read
-# of a missing key answers the same bytes; asking each time would cost a round trip.
+# TensorStore's generation of a missing key, which makes a conditional write create-if-absent.
+# Reading a missing key returns the same bytes, but costs a round trip.
 _MISSING_GENERATION = b"\x02"
 
 
 def context() -> ts.Context:
     """Returns the one TensorStore context of this process.
 
-    One, because a context per save leaks its cache, because OCDBT copies between two stores only
-    within one, and because stores of the `memory` driver live inside it. It caches nothing: a
+    It is shared because a context per save leaks its cache, OCDBT copies between two stores only
+    within one context, and stores of the `memory` driver live inside it. It caches nothing: a
     checkpoint is read once.
     """
     global _context
@@ -44,14 +44,15 @@ def context() -> ts.Context:
                 {
                     "cache_pool": {"total_bytes_limit": 0},
                     "file_io_concurrency": {"limit": 32},
-                    "data_copy_concurrency": {"limit": _usable_cores()},
+                    "data_copy_concurrency": {"limit": usable_cores()},
                 }
             )
         return _context
 
 
-def _usable_cores() -> int:
-    # sched_getaffinity sees taskset and cpusets; Python has it on Linux only.
+def usable_cores() -> int:
+    """Returns how many cores this process may use."""
+    # sched_getaffinity respects taskset and cpusets, but exists on Linux only.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -60,7 +61,7 @@ def _usable_cores() -> int:
 class Keys:
     """Byte strings by name, in any key-value store that TensorStore can open.
 
-    Each call waits for its own result. A key is a `str`; the store holds its UTF-8.
+    Each call waits for its result. A key is a `str`, stored as UTF-8.
 
     Args:
         spec: A TensorStore kvstore spec, such as `storage.kvstore(path)`.
@@ -80,82 +81,79 @@ class Keys:
         self._store = ts.KvStore.open(dict(spec), context=context()).result()
 
     def read(self, key: str) -> bytes | None:
-        """Returns the value, or None if there is no such key."""
+        """Returns the value, or None if the key does not exist."""
         got = self._store.read(key).result()
         return got.value if got.state == "value" else None
 
     def write(self, key: str, data: bytes) -> None:
-        """Stores the value, whatever was there."""
+        """Creates or replaces a value."""
         self._store.write(key, data).result()
 
     def create(self, key: str, data: bytes) -> bool:
-        """Stores the value if there is none, and returns whether it did.
+        """Creates a value unless the key exists; returns whether it did.
 
-        On a remote store, False can also mean that this very write was applied and its answer
-        lost. Where that matters, put something unique into `data` and read it back.
+        On a remote store, False can also mean that the write was applied but the response lost. If
+        that matters, make `data` unique and read it back.
         """
         stamp = self._store.write(key, data, if_equal=_MISSING_GENERATION).result()
         return stamp.generation != b""
 
     def list(self, prefix: str = "") -> list[str]:
-        """Returns every key that starts with `prefix`, whole and sorted."""
+        """Returns every key that starts with `prefix`, in full and sorted."""
         return sorted(key.decode() for key in self._store.list(_range(prefix)).result())
 
     def delete(self, prefix: str) -> None:
-        """Deletes every key that starts with `prefix`; a whole key is a prefix of itself."""
+        """Deletes every key that starts with `prefix`, including `prefix` itself."""
         self._store.delete_range(_range(prefix)).result()
 
     def delete_key(self, key: str) -> None:
-        """Deletes this key alone, if it is there."""
+        """Deletes this key only, if it exists."""
         self._store.write(key, None).result()
 
 
 def _range(prefix: str) -> ts.KvStore.KeyRange:
     start = prefix.encode()
-    # The first string after all those that start with `prefix`. UTF-8 has no byte 0xff to carry.
+    # The first string after all strings that start with `prefix`. UTF-8 has no byte 0xff to carry.
     stop = start[:-1] + bytes([start[-1] + 1]) if start else b""
     return ts.KvStore.KeyRange(start, stop)
 
 
 # --- arrays ----------------------------------------------------------------------------------
 
-# Values up to the first size live in the nodes of the OCDBT tree, under the node's own checksum. A
-# look-up takes time in proportion to the entries of a node: hence smaller ones than Orbax's 100 MB.
+# Values up to `max_inline_value_bytes` are stored in the tree's nodes, under the node's checksum.
+# The cost of a look-up grows with the node's size, so nodes are smaller than Orbax's 100 MB.
 _OCDBT_CONFIG: Final = {
     "max_inline_value_bytes": 4096,
     "max_decoded_node_bytes": 1_000_000,
     "manifest_kind": "single",
 }
-# A data file is flushed when it has this many bytes, which bounds the memory of a transaction.
+# A data file is flushed at this size, which bounds the memory of a transaction.
 _DATA_FILE_BYTES: Final = 64 << 20
 
 
 class Pending(Protocol):
-    """Something under way in TensorStore's threads."""
+    """An operation running in TensorStore's threads."""
 
     def result(self) -> Any:
-        """Waits, and raises what went wrong as ValueError or OSError."""
+        """Waits for the result; raises ValueError or OSError if the operation failed."""
         ...
 
 
 class Writer:
-    """Arrays and single values for one item: as a rule one atomic transaction on its database.
+    """Writes arrays and single values of one item, normally in one atomic database transaction.
 
-    Nothing can be read until `commit`, and then everything. TensorStore refers to the arrays it is
-    given until then; their owner must not change them.
+    Nothing is readable before `commit`, everything after it. Until then TensorStore refers to the
+    given arrays; their owner must not change them.
 
     Args:
         spec: The kvstore spec of the database's directory.
-        database: Whether it is an OCDBT database. If not, arrays are plain files, there at once.
-        zarr_version: Of the arrays.
+        database: Whether to write an OCDBT database. If not, arrays are plain files, readable at
+            once.
     """
 
-    def __init__(
-        self, spec: Mapping[str, Any], *, database: bool = True, zarr_version: int = 3
-    ) -> None:
+    def __init__(self, spec: Mapping[str, Any], *, database: bool = True) -> None:
         self._spec = _database(spec) if database else dict(spec)
         self._base = "" if database else self._spec.get("path", "")
-        self._driver = "zarr3" if zarr_version == 3 else "zarr"
         self._transaction = ts.Transaction(atomic=True) if database else None
         store = ts.KvStore.open(self._spec, context=context()).result()
         self._store = store.with_transaction(self._transaction) if database else store
@@ -166,27 +164,27 @@ class Writer:
         self._store[key] = data
 
     def create_array(self, prefix: str, metadata: Mapping[str, Any]) -> ts.TensorStore:
-        """Stores the metadata of an array, and returns it for `write`."""
+        """Stores the metadata of an array, and returns the array for `write`."""
         return _open_array(self._array(prefix, metadata), self._transaction, create=True)
 
     def array(self, prefix: str, metadata: Mapping[str, Any]) -> ts.TensorStore:
-        """Returns an array whose metadata another writer stores."""
+        """Returns an array whose metadata is stored by another writer."""
         return _open_array(
             self._array(prefix, metadata), self._transaction, open=True, assume_metadata=True
         )
 
     def _array(self, prefix: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
         kvstore = {**self._spec, "path": self._base + prefix}
-        return {"driver": self._driver, "kvstore": kvstore, "metadata": dict(metadata)}
+        return {"driver": "zarr3", "kvstore": kvstore, "metadata": dict(metadata)}
 
     def write(self, array: ts.TensorStore, where: tuple[slice, ...], values: Any) -> None:
-        """Stores values into part of an array."""
+        """Stores values into a part of an array."""
         self._pending.append(
             array[where].write(values, can_reference_source_data_indefinitely=True)
         )
 
     def commit(self) -> None:
-        """Writes everything, and returns when it is on disk."""
+        """Writes everything; after the return it is on disk."""
         if self._transaction is not None:
             self._transaction.commit_sync()
         for pending in self._pending:
@@ -194,7 +192,7 @@ class Writer:
         self._pending.clear()
 
     def abort(self) -> None:
-        """Drops everything that is not there yet."""
+        """Drops everything not yet written."""
         self._pending.clear()
         if self._transaction is not None:
             self._transaction.abort()
@@ -227,9 +225,9 @@ def _database(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_databases(parent: Mapping[str, Any], children: Sequence[Mapping[str, Any]]) -> None:
-    """Makes one OCDBT database of those that the processes wrote below its directory.
+    """Merges the OCDBT databases of several processes into one, in one atomic transaction.
 
-    Values stay where they are; the parent refers to them. One atomic transaction.
+    Values stay in place; the parent refers to them.
     """
     transaction = ts.Transaction(atomic=True)
     store = ts.KvStore.open(_database(parent), context=context()).result()
@@ -244,15 +242,15 @@ def merge_databases(parent: Mapping[str, Any], children: Sequence[Mapping[str, A
 
 
 class Reader:
-    """The arrays and values of one item: in an OCDBT database, or as plain files.
+    """Reads arrays and values of one item: in an OCDBT database, or as plain files.
 
     Args:
         spec: The kvstore spec of the item's directory.
-        database: Whether there is an OCDBT database in it.
+        database: Whether the directory contains an OCDBT database.
     """
 
     def __init__(self, spec: Mapping[str, Any], *, database: bool) -> None:
-        # A reader takes the configuration from the manifest: Orbax's has changed over time.
+        # The configuration comes from the manifest: Orbax's has changed over time.
         nodes = {"driver": "ocdbt", "base": dict(spec), "cache_pool": _NODES}
         self._spec = nodes if database else dict(spec)
         self._base = "" if database else self._spec.get("path", "")
@@ -261,15 +259,15 @@ class Reader:
         self._store = ts.KvStore.open(self._spec, context=self._context).result()
 
     def get(self, key: str, part: slice | None = None) -> Pending:
-        """Starts to read one value, or a part of its bytes; `value_of` takes it out."""
+        """Starts to read one value, or a part of its bytes; `value_of` extracts it."""
         return self._store.read(key, byte_range=part)
 
     def keys(self) -> list[str]:
-        """Every key, sorted."""
+        """Returns every key, sorted."""
         return sorted(key.decode() for key in self._store.list().result())
 
     def open(self, prefix: str, zarr_version: int, *, fill_missing: bool) -> Pending:
-        """Starts to open an array; the result goes into `read_into`."""
+        """Starts to open an array; the result is for `read_into`."""
         return ts.open(
             {
                 "driver": "zarr3" if zarr_version == 3 else "zarr",
@@ -285,33 +283,28 @@ class Reader:
 
 
 class Extent(NamedTuple):
-    """Where a value of a database lies.
-
-    Attributes:
-        file: Relative to the directory of the database.
-        offset, size: In bytes.
-    """
+    """The place of a database value: a file relative to the database, offset and size in bytes."""
 
     file: str
     offset: int
     size: int
 
 
-# As TensorStore prints a reference: kind, directory of the database that wrote it, file, offset,
-# size. We name directories of processes and TensorStore names files, so that no other is followed.
+# TensorStore's text form of a reference: kind, directory of the database that wrote it, file,
+# offset, size. The pattern admits only our directory names and TensorStore's file names.
 _REFERENCE: Final = re.compile(
     r"(value|btreenode):((?:ocdbt\.process_\d{1,9}/)?):(d/[0-9a-f]{32}):(\d{1,18}):(\d{1,18})"
 )
 
 
 def extents(spec: Mapping[str, Any], *, max_keys: int) -> dict[str, Extent | bytes] | None:
-    """Where each value of an OCDBT database lies; a small one lies in a node and is here already.
+    """Returns the place of each value of an OCDBT database by key, or a small value itself.
 
     Args:
-        max_keys: More than these are not looked through.
+        max_keys: The limit on keys.
 
     Returns:
-        By key; None if there are too many, or if only TensorStore can find them.
+        None if there are more keys, or if only TensorStore can find the values.
 
     Raises:
         ValueError, OSError: the tree is damaged.
@@ -334,7 +327,7 @@ def extents(spec: Mapping[str, Any], *, max_keys: int) -> dict[str, Extent | byt
         node: Any = ts.ocdbt.dump(base, location, context=context()).result()
         entries += len(node["entries"])
         if node["height"] != height or entries > 2 * max_keys:
-            raise ValueError(f"{location} is no node of this tree")
+            raise ValueError(f"{location} is not a node of this tree")
         for entry in node["entries"]:
             if height:
                 below = prefix + entry["subtree_common_prefix"]
@@ -353,17 +346,17 @@ def extents(spec: Mapping[str, Any], *, max_keys: int) -> dict[str, Extent | byt
 
 
 def value_of(read: Any) -> bytes | None:
-    """What `Reader.get` found, or None if there is no such key."""
+    """Returns the result of `Reader.get`, or None if the key does not exist."""
     return read.value if read.state == "value" else None
 
 
 def shape_of(array: ts.TensorStore) -> tuple[int, ...]:
-    """The shape of an opened array."""
+    """Returns the shape of an opened array."""
     return tuple(array.shape)
 
 
 def chunk_shape_of(array: ts.TensorStore) -> tuple[int, ...]:
-    """The smallest part of an opened array that is read on its own."""
+    """Returns the shape of the smallest part of an opened array that can be read on its own."""
     return tuple(n or 0 for n in array.chunk_layout.read_chunk.shape or ())
 
 
@@ -374,7 +367,7 @@ def read_into(
 ) -> list[Pending]:
     """Starts to read parts of an array, each into an array of its shape and dtype.
 
-    One batch: a chunk that several parts need is read, checked and decoded once.
+    Uses one batch: a chunk that several parts need is read, checked and decoded once.
     """
     with ts.Batch() as batch:
         return [
@@ -383,8 +376,8 @@ def read_into(
         ]
 
 
-class data_errors:  # reads as a verb: `with data_errors(path, leaf):`
-    """Turns what TensorStore raises about stored data into an error with its place."""
+class data_errors:  # lower case, as in `with data_errors(path, leaf):`
+    """Turns TensorStore's errors about stored data into errors that name file and leaf."""
 
     def __init__(self, path: str, leaf: str | None) -> None:
         self._path, self._leaf = path, leaf
@@ -398,10 +391,9 @@ class data_errors:  # reads as a verb: `with data_errors(path, leaf):`
 
 
 def data_error(error: Exception, path: str, leaf: str | None) -> OSError:
-    """What TensorStore raised about stored data, with its place.
+    """Returns TensorStore's error about stored data as an error that names file and leaf.
 
-    Returns:
-        `CorruptCheckpoint`, unless it is an I/O failure (see `is_io_failure`).
+    That is `CorruptCheckpoint`, unless it is an I/O failure (see `is_io_failure`).
     """
     file = _file_in(str(error), path)
     where = f"leaf {leaf}: " if leaf else ""
@@ -416,6 +408,6 @@ def data_error(error: Exception, path: str, leaf: str | None) -> OSError:
 
 
 def _file_in(message: str, path: str) -> str:
-    """The file that a message names, if it is one of the checkpoint's."""
+    """Returns the file of the checkpoint at `path` that a message names, or `path`."""
     found = re.search(re.escape(path) + r"[^\s\"':,\]]*", message)
     return found[0] if found else path

@@ -1,8 +1,8 @@
-"""A large file of the local file system: written in pieces, then named, all of it or nothing.
+"""A large local file: written in pieces, then named, all or nothing.
 
-1. make it under a temporary name, write the pieces     a temporary file
-2. `finish`: fsync it                                   a temporary file, whole
-3. `publish`: rename it to its name, fsync the parent   the file
+1. create it under a temporary name, write the pieces   a temporary file
+2. `finish`: fsync it                                   a complete temporary file
+3. `publish`: rename it, fsync the parent               the file
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from jaxckpt.storage._local import (
 
 @final
 class LargeFile:
-    """A file that is being written. A kill leaves one that `is_temporary_file` knows.
+    """A file being written. A killed process leaves one that `is_temporary_file` recognises.
 
     Args:
-        path: Where it will be, in a directory that is there.
+        path: The final path, in an existing directory.
     """
 
     def __init__(self, path: str) -> None:
@@ -37,7 +37,7 @@ class LargeFile:
             self._fd: int | None = os.open(self._temporary, flags, 0o666)
 
     def write(self, offset: int, data: Any) -> None:  # whatever has the buffer protocol
-        """Puts bytes where they belong."""
+        """Writes bytes at an offset."""
         assert self._fd is not None  # not after `finish`
         rest = memoryview(data)
         with _about(self._path):
@@ -46,7 +46,7 @@ class LargeFile:
                 rest, offset = rest[count:], offset + count
 
     def finish(self) -> None:
-        """Makes the bytes durable; nothing more can be written."""
+        """Makes the bytes durable and closes the file."""
         fd, self._fd = self._fd, None
         if fd is not None:
             with _about(self._path):
@@ -56,14 +56,14 @@ class LargeFile:
                     os.close(fd)
 
     def publish(self, *, replace: bool) -> None:
-        """Gives the file its name, durably; `FileExistsError` if something has it."""
+        """Gives the file its name, durably; raises `FileExistsError` if the name is taken."""
         self.finish()
         with _about(self._path):
             if replace:
                 os.replace(self._temporary, self._path)
             elif not self._take_name():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-            with contextlib.suppress(FileNotFoundError):  # the second name, where it was linked
+            with contextlib.suppress(FileNotFoundError):  # remains if the name was linked
                 os.unlink(self._temporary)
             _sync_parent(self._path)
 
@@ -71,14 +71,14 @@ class LargeFile:
         try:
             return _give_new_name(self._temporary, self._path)
         except _CannotLinkError:
-            # Two steps, so another process can come between them: the file system has no better.
+            # Not atomic, but this file system has nothing better.
             if os.path.lexists(self._path):
                 return False
             os.rename(self._temporary, self._path)
             return True
 
     def discard(self) -> None:
-        """Removes what has no name yet. Never raises."""
+        """Removes an unpublished file. Never raises."""
         fd, self._fd = self._fd, None
         with contextlib.suppress(OSError):
             if fd is not None:

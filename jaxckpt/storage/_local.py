@@ -1,15 +1,15 @@
-"""Checkpoints in a file system: every change durable, no link followed, no half-written file.
+"""Local checkpoints: every change durable, no link followed, no half-written file.
 
-A change of a name is durable once its directory is synced; the bytes of a file once the file is.
-So a file comes to its name in this order, and a crash after each line leaves:
+A change of a name is durable once its directory is synced, the bytes of a file once the file is. A
+file is written in this order, and a crash after each line leaves:
 
 1. write the bytes under a temporary name     a temporary file, maybe part of the bytes
-2. fsync the file                             a temporary file, whole
-3. rename it to its name                      the old file or the new one, each whole
+2. fsync the file                             a complete temporary file
+3. rename it to its name                      the old file or the new one, complete
 4. fsync the directory                        the new file
 
 A temporary file is removed on any error. Only a kill or a power cut leaves one; `is_temporary_file`
-knows its name.
+recognises its name.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
 from jaxckpt.storage._protocol import Entry, Kind
 
 _TEMPORARY = ".jaxckpt-tmp-"
-_MOST_BUFFERS = 1024  # of one system call
+_MOST_BUFFERS = 1024  # per system call
 
 
 def is_temporary_file(name: str) -> bool:
-    """Whether a file of this name is being written by someone, or was left by a killed `write`."""
+    """Returns whether a file of this name is being written, or was left by a killed `write`."""
     return name.startswith(_TEMPORARY)
 
 
 def temporary_sibling(path: str) -> str:
-    """Returns a path beside `path`, free for all practical purposes, of a temporary name."""
-    # Not made from the name of `path`, which may be as long as a name can be.
+    """Returns an unused temporary path beside `path`."""
+    # Does not contain the name of `path`, which may have the maximum length already.
     return os.path.join(os.path.dirname(path), _TEMPORARY + os.urandom(8).hex())
 
 
 @final
 class LocalStorage:
-    """The file system of this machine, shared ones included. The promises are in `Storage`."""
+    """The local file system, mounted network file systems included; see `Storage`."""
 
     scheme = "file"
     atomic_rename = True
@@ -53,7 +53,7 @@ class LocalStorage:
     def read(self, path: str, *, max_bytes: int) -> bytes:
         with _about(path):
             _check_regular(os.lstat(path), path)
-            # O_NONBLOCK and the second check: what is there may have become a FIFO meanwhile.
+            # O_NONBLOCK and the second check, because the file may meanwhile have become a FIFO.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 status = os.fstat(fd)
@@ -63,8 +63,7 @@ class LocalStorage:
                 os.close(fd)
         if max(status.st_size, len(data)) > max_bytes:
             raise CorruptCheckpoint(
-                f"{path} is larger than a file of its kind can be: wanted at most {max_bytes} "
-                f"bytes, found {max(status.st_size, len(data))}.",
+                f"{path} must have at most {max_bytes} bytes, got {max(status.st_size, len(data))}",
                 file=path,
             )
         return data
@@ -128,7 +127,8 @@ class LocalStorage:
                 missing.append(path)
                 path = os.path.dirname(path)
             for directory in reversed(missing):
-                # One that another process made meanwhile may not be durable yet: sync it too.
+                # If another process makes the directory meanwhile, it may not be durable yet: sync
+                # it too.
                 try:
                     os.mkdir(directory)
                 except FileExistsError:
@@ -148,7 +148,7 @@ class LocalStorage:
                 return
         for directory, entries in _walk_up(path):
             for entry in entries:
-                # What is written right now syncs itself, and may be gone before we open it.
+                # `write` syncs its temporary files itself, and they may vanish before we open them.
                 if entry.is_file(follow_symlinks=False) and not is_temporary_file(entry.name):
                     with _about(entry.path):
                         _sync_file(entry.path)
@@ -158,8 +158,8 @@ class LocalStorage:
     def rename(self, src: str, dst: str) -> None:
         with _about(src, dst):
             if not _renameat2(src, dst, _RENAME_NOREPLACE):
-                # Two steps, so another process can come between them. Writers of one run do not
-                # rename to the same name: `hold` and the names of transactions see to that.
+                # Not atomic, but the writers of one run never rename to the same name: `hold` and
+                # the names of transactions prevent it.
                 if os.path.lexists(dst):
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
                 os.rename(src, dst)
@@ -197,13 +197,13 @@ class LocalStorage:
             _sync_parent(path)
 
     def hold(self, path: str) -> _LocalHold | None:
-        # Whoever had the lock may have deleted the file just now. A lock on what is no longer
-        # there excludes nobody, so try again with what is.
+        # The previous holder may just have deleted the file. A lock on a deleted file excludes
+        # nobody, so try again.
         while True:
             with _about(path), contextlib.ExitStack() as stack:
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
                 with contextlib.suppress(FileNotFoundError):
-                    _check_regular(os.lstat(path), path)  # to open a device can have effects
+                    _check_regular(os.lstat(path), path)  # opening a device can have side effects
                 fd = os.open(path, flags, 0o666)
                 stack.callback(os.close, fd)
                 _check_regular(os.fstat(fd), path)
@@ -218,15 +218,15 @@ class LocalStorage:
             path.encode()
         except UnicodeEncodeError as error:
             raise UnsupportedFormat(
-                f"{path!r} is no UTF-8, and TensorStore opens no such path; rename the directory"
+                f"{path!r} is not valid UTF-8, which TensorStore requires; rename the directory"
             ) from error
         return {"driver": "file", "path": path.rstrip("/") + "/"}
 
 
 # Locks
 
-# A forked child (a data-loading worker) inherits the descriptors and with them the locks, which
-# would then outlive the process that took them. So the child closes them: closing does not unlock.
+# A forked child (a data-loading worker) inherits the descriptors and their locks, which would then
+# outlive the process that took them. So the child closes them; closing does not unlock.
 _held: set[_LocalHold] = set()
 
 
@@ -276,7 +276,7 @@ def _is_same_file(fd: int, path: str) -> bool:
 
 
 class _CannotLinkError(Exception):
-    """A file system where a file gets no second name."""
+    """The file system does not support a second name for a file."""
 
 
 def _publish(path: str, data: bytes, give_name: Callable[[str], bool]) -> bool:
@@ -285,7 +285,7 @@ def _publish(path: str, data: bytes, give_name: Callable[[str], bool]) -> bool:
     try:
         published = give_name(temporary)
     finally:
-        # After a rename nothing is there; after an error, or a link, this is what must go.
+        # Remains after an error or a link, but not after a rename.
         with contextlib.suppress(OSError):
             os.unlink(temporary)
     if published:
@@ -315,7 +315,7 @@ def _give_new_name(temporary: str, path: str) -> bool:
             return True
         os.link(temporary, path, follow_symlinks=False)
     except FileExistsError:
-        # Over NFS the answer to a link that was made can be lost, and its repetition finds it.
+        # Over NFS the reply to a successful link can be lost, and the retry finds the file.
         return os.lstat(temporary).st_nlink == 2
     except OSError as error:
         if error.errno in (errno.EPERM, errno.EMLINK, *_UNSUPPORTED):
@@ -325,7 +325,7 @@ def _give_new_name(temporary: str, path: str) -> bool:
 
 
 def _create_in_place(path: str, data: bytes) -> bool:
-    # The last resort. A crash here can leave a part of the file, which a temporary file cannot.
+    # The last resort: a crash here can leave an incomplete file.
     try:
         _write_new(path, data)
     except FileExistsError:
@@ -335,7 +335,7 @@ def _create_in_place(path: str, data: bytes) -> bool:
 
 
 def _read_upto(fd: int, count: int) -> bytes:
-    # The size that the file system tells is a hint: the file may grow, and /proc tells none.
+    # The reported size is a hint: the file may grow, and /proc reports 0.
     blocks = []
     want = min(os.fstat(fd).st_size + 1, count)
     while want and (block := os.read(fd, want)):
@@ -352,14 +352,14 @@ def _fill(fd: int, offset: int, buffers: Sequence[Any]) -> None:
         while wanted:
             count = os.preadv(fd, some, offset)
             if not count:
-                raise EOFError(f"the file ends at byte {offset}, {wanted} more are wanted")
+                raise EOFError(f"the file ends at byte {offset}, expected {wanted} more bytes")
             wanted, offset = wanted - count, offset + count
-            if wanted:  # a large read may stop anywhere
+            if wanted:  # a large read may be short
                 some = _after(some, count)
 
 
 def _after(buffers: Sequence[Any], count: int) -> list[Any]:
-    """What is left of buffers without the first `count` bytes."""
+    """Returns the rest of the buffers after the first `count` bytes."""
     left = []
     for buffer in buffers:
         left.append(buffer[count:])
@@ -372,9 +372,9 @@ def _check_regular(status: os.stat_result, path: str) -> None:
         return
     hint = ""
     if stat.S_ISLNK(status.st_mode):
-        hint = " jaxckpt follows no links inside a checkpoint; `cp -rL` makes a copy without them."
+        hint = " jaxckpt does not follow links in a checkpoint; `cp -rL` makes a copy without them."
     raise CorruptCheckpoint(
-        f"{path} is not a regular file: its mode is {stat.filemode(status.st_mode)}.{hint}",
+        f"{path} is not a regular file (mode {stat.filemode(status.st_mode)}).{hint}",
         file=path,
     )
 
@@ -390,7 +390,7 @@ def _entry_of(entry: os.DirEntry[str]) -> Entry:
 
 
 def _walk_up(path: str) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
-    """Yields each directory under `path` with its entries, and `path` last. Follows no link."""
+    """Yields each directory under `path` with its entries, `path` last. Does not follow links."""
     with _about(path), os.scandir(path) as scan:
         entries = list(scan)
     for entry in entries:
@@ -400,7 +400,7 @@ def _walk_up(path: str) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
 
 
 def _delete_tree(path: str, name: str, parent_fd: int | None = None) -> None:
-    # By descriptor, so that a directory which becomes a link under our hands is not followed.
+    # By descriptor, so that a directory replaced by a link meanwhile is not followed.
     with _about(path), contextlib.suppress(FileNotFoundError):
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(name, flags, dir_fd=parent_fd)
@@ -420,7 +420,7 @@ def _delete_tree(path: str, name: str, parent_fd: int | None = None) -> None:
 
 
 def _unlink(name: str, parent_fd: int | None = None) -> None:
-    with contextlib.suppress(FileNotFoundError):  # another process may be deleting, too
+    with contextlib.suppress(FileNotFoundError):  # another process may be deleting too
         os.unlink(name, dir_fd=parent_fd)
 
 
@@ -443,7 +443,7 @@ def _sync_dir(path: str) -> None:
     try:
         _sync(fd)
     except OSError as error:
-        # Some network file systems refuse to sync a directory: there, nobody can do more.
+        # Some network file systems cannot sync a directory.
         if error.errno not in _UNSUPPORTED:
             raise
 
@@ -455,7 +455,7 @@ def _sync(fd: int) -> None:
         os.close(fd)
 
 
-# Names, in one step
+# Atomic renames
 
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
@@ -464,13 +464,13 @@ _LIBC_RENAMEAT2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 
 
 def _renameat2(src: str, dst: str, flags: int) -> bool:
-    """Renames; False, and no change, where libc, kernel or file system lack the call."""
+    """Renames; returns False without a change if libc, kernel or file system lack the call."""
     if _LIBC_RENAMEAT2 is None:
         return False
     at_fdcwd = -100
     src_bytes, dst_bytes = os.fsencode(src), os.fsencode(dst)
     if b"\0" in src_bytes + dst_bytes:
-        raise ValueError("embedded null byte")  # C would take what is before it for the name
+        raise ValueError("embedded null byte")  # C would cut the name there
     while _LIBC_RENAMEAT2(at_fdcwd, src_bytes, at_fdcwd, dst_bytes, flags):
         code = ctypes.get_errno()
         if code in _UNSUPPORTED:
@@ -482,7 +482,7 @@ def _renameat2(src: str, dst: str, flags: int) -> bool:
 
 @contextlib.contextmanager
 def _about(path: str, other: str | None = None) -> Iterator[None]:
-    """Puts the path that the caller knows into an OSError that names none, or a temporary."""
+    """Adds the caller's path to an OSError that names no path, or a temporary file."""
     try:
         yield
     except OSError as error:
@@ -494,7 +494,7 @@ def _about(path: str, other: str | None = None) -> Iterator[None]:
 
 
 def _is_telling(filename: object) -> bool:
-    # Neither a descriptor, nor a name relative to one, nor a temporary file.
+    # Not a descriptor, a name relative to one, or a temporary file.
     return (
         isinstance(filename, str)
         and os.path.isabs(filename)

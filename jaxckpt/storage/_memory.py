@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of this process, in a store that behaves as object stores do."""
+"""Checkpoints in the memory of this process, in a store that behaves like an object store."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jaxckpt.storage._protocol import Entry, Kind
 
 @final
 class MemoryStorage:
-    """Keys in TensorStore's memory store, which all threads of this process share.
+    """Keys in TensorStore's memory store, shared by all threads of this process.
 
-    As in an object store there is no rename, and a directory exists while it holds something.
+    As in an object store, nothing can be renamed, and a directory exists only while it has entries.
     """
 
     scheme = "memory"
@@ -28,9 +28,7 @@ class MemoryStorage:
         data = self._value(path)
         if len(data) > max_bytes:
             raise CorruptCheckpoint(
-                f"{path} is larger than a file of its kind can be: wanted at most {max_bytes} "
-                f"bytes, found {len(data)}.",
-                file=path,
+                f"{path} must have at most {max_bytes} bytes, got {len(data)}", file=path
             )
         return data
 
@@ -39,7 +37,7 @@ class MemoryStorage:
         for buffer in buffers:
             view = memoryview(buffer)
             if len(data) < len(view):
-                raise EOFError(f"{path}: the file ends {len(view) - len(data)} bytes too early")
+                raise EOFError(f"{path}: the file ends {len(view) - len(data)} bytes early")
             view[:], data = data[: len(view)], data[len(view) :]
 
     def write(self, path: str, data: bytes) -> None:
@@ -78,7 +76,7 @@ class MemoryStorage:
         pass
 
     def rename(self, src: str, dst: str) -> None:
-        raise io.UnsupportedOperation(errno.ENOTSUP, "a memory store has no rename", src, None, dst)
+        raise io.UnsupportedOperation(errno.ENOTSUP, "a memory store cannot rename", src, None, dst)
 
     def link(self, src: str, dst: str) -> bool:
         if not self.create(dst, self._value(src)):
@@ -101,7 +99,7 @@ class MemoryStorage:
         return _MemoryHold(path)
 
     def kvstore(self, path: str) -> dict[str, Any]:
-        # To be opened in `_arrays.context()`: what another context holds under the name is its own.
+        # For `_arrays.context()` only: every context has its own memory store.
         return {"driver": "memory", "path": _prefix(path)}
 
     def _value(self, path: str) -> bytes:

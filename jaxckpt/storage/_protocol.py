@@ -1,4 +1,4 @@
-"""What jaxckpt asks of a place that holds checkpoints."""
+"""The protocol between jaxckpt and a place for checkpoints."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ class Entry(NamedTuple):
 
 
 class Hold(Protocol):
-    """A lock that is held until `release`, or until the process that took it dies."""
+    """A lock held until `release`, or until the process that took it dies."""
 
     def release(self) -> None:
-        """Lets others have the lock. Calling it again does nothing."""
+        """Releases the lock. Calling it again does nothing."""
         ...
 
 
 class Storage(Protocol):
-    """Files and directories in one place: a file system, or something made to look like one.
+    """Files and directories in one place: a file system, or something with the same interface.
 
     A storage has no state. Every `path` is absolute and '/'-separated; `locate` makes one. Errors
-    are `OSError`s that carry the path. *Durable* means that a power cut after the return changes
-    nothing. Where directories exist only while something is in them (object stores), making one
-    does nothing and an empty one is not there.
+    are `OSError`s with the path. *Durable* means that a power cut after the return changes nothing.
+    Where directories exist only while they have entries (object stores), making one does nothing
+    and an empty one does not exist.
     """
 
     scheme: str  # "file", "memory"
     atomic_rename: bool  # False: a commit is a marker written last, not a rename
 
     def read(self, path: str, *, max_bytes: int) -> bytes:
-        """Returns a whole file; `CorruptCheckpoint` if it is larger, or no regular file."""
+        """Returns a whole file; raises `CorruptCheckpoint` if larger or not a regular file."""
         ...
 
     def read_into(
@@ -47,28 +47,28 @@ class Storage(Protocol):
     ) -> None:
         """Fills buffers, one after the other, with the bytes of a file from `offset` on.
 
-        Raises `EOFError` if the file ends before; `CorruptCheckpoint` if it is no regular file.
+        Raises `EOFError` if the file is too short, `CorruptCheckpoint` if it is not a regular file.
         """
         ...
 
     def write(self, path: str, data: bytes) -> None:
-        """Creates or replaces a file, in one step and durably. The directory must be there."""
+        """Creates or replaces a file, atomically and durably. The directory must exist."""
         ...
 
     def create(self, path: str, data: bytes) -> bool:
-        """Like `write`, but does nothing and returns False if something is there."""
+        """Like `write`, but does nothing and returns False if the path exists."""
         ...
 
     def kind(self, path: str) -> Kind | None:
-        """Says what is there, or None. A symbolic link is "other"."""
+        """Returns the kind of entry at `path`, or None. A symbolic link is "other"."""
         ...
 
     def size(self, path: str) -> int:
-        """Returns the bytes in a regular file; `CorruptCheckpoint` if it is no such file."""
+        """Returns a regular file's size in bytes; raises `CorruptCheckpoint` for other entries."""
         ...
 
     def names(self, path: str) -> list[str]:
-        """Returns the sorted names in a directory, or in the one that a link at `path` means."""
+        """Returns the sorted names in a directory, or in the directory that a link points to."""
         ...
 
     def entries(self, path: str) -> dict[str, Entry]:
@@ -80,44 +80,44 @@ class Storage(Protocol):
         ...
 
     def make_dir(self, path: str) -> None:
-        """Makes a directory and its missing parents durably; fine if it is there."""
+        """Makes a directory and its missing parents durably, unless it exists."""
         ...
 
     def make_new_dir(self, path: str) -> None:
-        """Makes a directory in its parent durably; `FileExistsError` if something is there."""
+        """Makes a directory durably; raises `FileExistsError` if the path exists."""
         ...
 
     def sync(self, path: str) -> None:
-        """Makes `path` and all files and directories under it durable. Follows no link."""
+        """Makes `path` and everything under it durable. Does not follow links."""
         ...
 
     def rename(self, src: str, dst: str) -> None:
-        """Renames in one step and durably; `FileExistsError` if something is at `dst`."""
+        """Renames atomically and durably; raises `FileExistsError` if `dst` exists."""
         ...
 
     def link(self, src: str, dst: str) -> bool:
-        """Makes the file `src` appear at `dst` too; `FileExistsError` if something is there.
+        """Makes the file `src` appear at `dst` too; raises `FileExistsError` if `dst` exists.
 
-        Returns True where it is one file under two names, False where it had to be copied. Durable
-        when the directory of `dst` is synced.
+        Returns True if both names are one file, False if it had to be copied. Durable once the
+        directory of `dst` is synced.
         """
         ...
 
     def exchange(self, a: str, b: str) -> bool:
-        """Swaps two names in one step and durably; False, and no change, where that cannot be."""
+        """Swaps two names atomically and durably; returns False without a change if impossible."""
         ...
 
     def delete(self, path: str) -> None:
-        """Deletes what is there and all under it, durably; fine if nothing is. Follows no link."""
+        """Deletes `path` and everything under it, durably, if it exists. Does not follow links."""
         ...
 
     def hold(self, path: str) -> Hold | None:
-        """Locks a file, made if absent; None if another has the lock, in any process or this one.
+        """Locks a file, creating it if missing; returns None if any process holds the lock.
 
-        Raises `io.UnsupportedOperation` (an OSError) where files cannot be locked.
+        Raises `io.UnsupportedOperation` (an OSError) if the storage cannot lock files.
         """
         ...
 
     def kvstore(self, path: str) -> dict[str, Any]:
-        """Returns the TensorStore kvstore spec of the directory `path`."""
+        """Returns the TensorStore kvstore spec of a directory."""
         ...

@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # what `_LAZY` says, for type checkers
-    from jaxckpt.testing._contract import StorageContract as StorageContract
     from jaxckpt.testing._processes import MemoryService as MemoryService
     from jaxckpt.testing._processes import ProcessKilled as ProcessKilled
     from jaxckpt.testing._processes import SimulatedProcesses as SimulatedProcesses
@@ -24,7 +23,6 @@ _LAZY = {
     "SimulatedCrash": "jaxckpt.testing._storage",
     "SimulatedProcesses": "jaxckpt.testing._processes",
     "SlowStorage": "jaxckpt.testing._storage",
-    "StorageContract": "jaxckpt.testing._contract",
     "simulate": "jaxckpt.testing._processes",
 }
 

@@ -42,13 +42,13 @@ class Row:
 
 ROWS = {
     "1": Row(
-        title="kill -9 at random moments of a run: the newest acknowledged step restores, every "
-        "listed one too, the next start needs no hand",
+        title="kill -9 at random moments of a run: the newest acknowledged step and every listed "
+        "step restore, and the next start recovers by itself",
         count=200,
-        orbax="200 of 200; a listed step does not restore in 8",
+        orbax="200 of 200; in 8 a listed step does not restore",
     ),
     "2": Row(
-        title="kill -9 at random while one path is replaced: the old or the new",
+        title="kill -9 at random while a path is replaced: the old or the new checkpoint is there",
         count=200,
         orbax="30 of 200 (v1: 14 of 80)",
     ),
@@ -56,22 +56,28 @@ ROWS = {
         title="kill -9 before every file change of save, retention, replacement, deletion, "
         "recovery",
         count=600,
-        orbax="101 of 102, 1 bricked, a listed step does not restore in 12; replacement 5 of 99",
+        orbax="101 of 102, 1 unusable, in 12 a listed step does not restore; replacement 5 of 99",
     ),
-    "4": Row(title="every write torn in half, then kill -9", count=60, orbax="20 of 20"),
+    "4": Row(
+        title="every write torn in half, then kill -9",
+        count=60,
+        orbax="20 of 20",
+    ),
     "5": Row(
-        title="EIO, ENOSPC, EROFS, EACCES, once and from there on, at every file event of save and "
-        "restore: a typed error or success, acknowledged steps intact, the retained set exact",
+        title="EIO, ENOSPC, EROFS, EACCES, once or from then on, at every file event of save and "
+        "restore: success or a typed error, acknowledged steps intact, exactly the steps that "
+        "the policy keeps",
         count=7000,
-        orbax="ENOSPC 102 of 102 intact; EIO bricks 1; the retained set is wrong in 97 of 101",
+        orbax="ENOSPC 102 of 102 intact; EIO makes 1 unusable; the wrong steps are kept in 97 of "
+        "101",
     ),
     "6": Row(
-        title="when a save is acknowledged no byte and no name waits in a cache",
+        title="when a save is acknowledged, no data and no file name is still only in a cache",
         count=16,
-        orbax="5 files and 6 names wait, each save",
+        orbax="5 files and 6 names unsynced in each save",
     ),
     "7": Row(
-        title="power cut after every change, replayed as ext4 and as strict POSIX may leave it",
+        title="a power cut after every change, replayed as ext4 and strict POSIX allow",
         count=700,
         orbax="0 of 18 and 0 of 18",
     ),
@@ -81,12 +87,15 @@ ROWS = {
         orbax="6 of 60, 8 of 48, 0 of 8",
         target="faults-root",
     ),
-    "9": Row(title="a disk that lies about fsync loses power: nothing silently wrong", count=100),
+    "9": Row(
+        title="a disk that lies about fsync loses power: nothing is silently wrong",
+        count=100,
+    ),
     "10": Row(
-        title="a disk that fills up, and has room again: the error says so, nothing is lost, it "
-        "goes on by itself with room for keep + 1.2 checkpoints",
+        title="a disk fills up and has room again: the error says so, nothing is lost, saving "
+        "resumes by itself with room for keep + 1.2 checkpoints",
         count=32,
-        orbax="24 of 24 intact; stuck for good with keep + 1.4 and + 1.9",
+        orbax="24 of 24 intact; stuck permanently with keep + 1.4 and + 1.9",
     ),
     "10r": Row(
         title="a full disk as in row 10, on a real tmpfs",
@@ -100,12 +109,13 @@ ROWS = {
         orbax="190 of 400 silently wrong",
     ),
     "12": Row(
-        title="files cut short, lengthened, swapped, doubled, missing, of another checkpoint",
+        title="files truncated, lengthened, swapped, duplicated, missing, or from another "
+        "checkpoint",
         count=400,
-        orbax="cut short: 150 of 150; the rest was not measured",
+        orbax="truncated: 150 of 150; the rest was not measured",
     ),
     "13": Row(
-        title="broken metadata: 400 mutations of its structure, and what hypothesis thinks of",
+        title="broken metadata: 400 mutations of its structure, and cases found by hypothesis",
         count=1800,
         orbax="157 errors of many types, 1 silently wrong",
     ),
@@ -113,21 +123,25 @@ ROWS = {
         title="hostile metadata: huge shapes, bombs, deep JSON, paths outside, links, FIFOs, "
         "devices",
         count=90,
-        orbax="size bombs kill it, 3 of 3; the rest passes",
+        orbax="size bombs kill it in 3 of 3; the rest passes",
     ),
-    "15": Row(title="no pickle, marshal, eval, exec or import on any way", count=90),
+    "15": Row(
+        title="no pickle, marshal, eval, exec or import anywhere",
+        count=90,
+    ),
     "16": Row(
-        title="trees whose names nearly collide: the same tree, or refused before a write",
+        title="trees whose names nearly collide: the same tree restores, or the save is refused "
+        "before it writes",
         count=1000,
         orbax="silent corruption",
     ),
     "17": Row(
-        title="stray entries in a run's root: reported, and saving goes on",
+        title="stray entries in a run's root are reported, and saving continues",
         count=100,
-        orbax="saving stops, and nothing says so",
+        orbax="saving stops without any message",
     ),
     "18": Row(
-        title="two writers of one run, and a zombie after a restart: one wins each step",
+        title="two writers of one run, and a zombie after a restart: each step has one winner",
         count=200,
         orbax="49 of 96 saves raise; 3 of 25 steps do not restore",
     ),
@@ -137,7 +151,7 @@ ROWS = {
         orbax="18 of 18 restore",
     ),
     "19r": Row(
-        title="hosts killed, stopped or cut off the network, three and four of them",
+        title="hosts killed, stopped or disconnected, with three and four hosts",
         count=27,
         orbax="18 of 18 restore",
         target="faults-root",
@@ -149,35 +163,54 @@ ROWS = {
         target="faults-root",
     ),
     "21": Row(
-        title="late processes, names used twice, recoverable mode, the death of process 0: an "
-        "error within the deadline",
+        title="late processes, reused names, recoverable mode, the death of process 0: an error "
+        "within the deadline",
         count=16,
         orbax="hangs for over 46 s",
     ),
     "22": Row(
-        title="SIGTERM at random moments, one and three processes, twice, with handlers of others",
+        title="SIGTERM at random moments, with one and three processes, sent twice, with other "
+        "handlers installed",
         count=75,
         orbax="one process: saves nothing",
     ),
-    "27": Row(title="values changed, donated, deleted just after the save returned", count=150),
+    "27": Row(
+        title="values changed, donated or deleted just after the save returned",
+        count=150,
+    ),
     "28": Row(
-        title="what is kept, compared with a model",
+        title="the steps that are kept, compared with a model",
         count=500,
-        orbax="wrong after 97 of 101 single EIO",
+        orbax="wrong after 97 of 101 single EIO errors",
     ),
     "29": Row(
-        title="save and restore within 1.3 times the state's memory", count=7, target="faults-root"
+        title="save and restore use at most 1.3 times the state's memory",
+        count=7,
+        target="faults-root",
     ),
-    "30": Row(title="clocks that jump by 400 days: order is by step", count=40, orbax="passes"),
-    "31": Row(title="Orbax reads what jaxckpt writes, and the other way round", count=200),
-    "32": Row(title="ckpt-chaos, a test program of others", count=25, orbax="25 of 25"),
+    "30": Row(
+        title="clocks jump by 400 days: steps stay ordered by number",
+        count=40,
+        orbax="passes",
+    ),
+    "31": Row(
+        title="Orbax reads what jaxckpt writes, and the reverse",
+        count=200,
+    ),
+    "32": Row(
+        title="ckpt-chaos, an independent test program",
+        count=25,
+        orbax="25 of 25",
+    ),
     "33": Row(
-        title="one run through random faults of all these kinds, for hours", count=1, target="soak"
+        title="one run exposed to random faults of all these kinds for hours",
+        count=1,
+        target="soak",
     ),
     "34": Row(
-        title="verify and scrub find every fault that was planted; damaged steps are set aside",
+        title="verify and scrub find every planted fault; damaged steps are set aside",
         count=60,
-        orbax="has neither",
+        orbax="has neither command",
     ),
 }
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import jaxckpt
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.storage import locate
-from jaxckpt.testing.strategies import same
+from tests.strategies import same
 
 _count = itertools.count()
 

@@ -22,7 +22,7 @@ def main(folder: Path) -> None:
     jaxckpt.import_safetensors(folder / "in.safetensors", there)
     jaxckpt.convert(there, there, overwrite=True)
     good = jaxckpt.verify(there).ok
-    jaxckpt.convert(there, there, zarr=2, ocdbt=False, overwrite=True)
+    jaxckpt.convert(there, there, ocdbt=False, overwrite=True)
     jaxckpt.export_safetensors(there, folder / "out.safetensors")
 
     # Not what `getrusage` tells, which is what the parent had, if that was more.

@@ -21,11 +21,11 @@ class StorageContract:
     there where directories are.
 
     Example:
-        >>> class TestMyStorage(StorageContract):
-        ...     @pytest.fixture
-        ...     def storage(self): return MyStorage()
-        ...     @pytest.fixture
-        ...     def root(self): return f"/test/{uuid.uuid4()}"  # doctest: +SKIP
+        class TestMyStorage(StorageContract):
+            @pytest.fixture
+            def storage(self): return MyStorage()
+            @pytest.fixture
+            def root(self): return f"/test/{uuid.uuid4()}"
     """
 
     def test_a_write_reads_back(self, storage: Storage, root: str) -> None:

@@ -1,0 +1,67 @@
+"""Names the leaf and the file when stored data cannot be read."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from jaxckpt._disk.native import Item
+from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure
+from jaxckpt.format.tree import Leaf
+
+# For a better message at most so many keys are looked through.
+_MOST_KEYS: Final = 1 << 20
+
+
+def blame(item: Item, leaf: Leaf | None, error: Exception) -> Exception:
+    """Returns an error of reading with its place: the leaf, and the file if it is known to be bad.
+
+    Returns:
+        CorruptCheckpoint if what is stored is bad; an OSError or MemoryError that says nothing
+        about what is stored as it is.
+    """
+    from jaxckpt.storage._arrays import data_error
+
+    text = leaf.text if leaf else None
+    is_ours = isinstance(error, CheckpointError) or not isinstance(error, (ValueError, OSError))
+    if not is_ours and not is_io_failure(error):
+        error = data_error(error, item.path, text)
+    if not isinstance(error, CorruptCheckpoint):
+        return error
+    known = error.file is not None and error.file.startswith(f"{item.path}/")  # pyright: ignore
+    file, problem = bad_file(item) or (not known and _damaged_file(item, str(error))) or (None, "")
+    if file is None:
+        return error
+    where = f"leaf {text}: " if text else ""
+    named = CorruptCheckpoint(
+        f"{where}{file} {problem}. Restore an older checkpoint. ({error})", leaf=text, file=file
+    )
+    named.__cause__ = error
+    return named
+
+
+def bad_file(item: Item) -> tuple[str, str] | None:
+    """Returns the first file of the record that is missing or has another size, looked at anew."""
+    found = item.found
+    for path, facts in found.record.files.items() if found.record else ():
+        file = f"{found.path}/{path}"
+        if found.storage.kind(file) is None:
+            return file, "is missing"
+        if (size := found.storage.size(file)) != facts.size:
+            return file, f"has {size} bytes, {facts.size} were written"
+    return None
+
+
+def _damaged_file(item: Item, message: str) -> tuple[str, str] | None:
+    """Returns the data file that holds the chunk which a message of TensorStore names."""
+    from jaxckpt.storage._arrays import Extent, extents
+
+    key = re.search(r'"([^"]*(?:/c(?:/\d+)*|[/.\d]+))"', message)
+    if key is None or not item.database:
+        return None
+    try:
+        spec = item.found.storage.kvstore(item.path)
+        extent = (extents(spec, max_keys=_MOST_KEYS) or {}).get(key[1])
+    except (ValueError, OSError):
+        return None
+    return (f"{item.path}/{extent.file}", "is damaged") if isinstance(extent, Extent) else None

@@ -1,0 +1,220 @@
+"""Reads one leaf of any layout: regions of it, which TensorStore reads, decodes and checks."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from jaxckpt._core.box import Box, whole
+from jaxckpt._core.plan import plan_chunks, plan_reads
+from jaxckpt._core.transfer import empty
+from jaxckpt._disk.checksums import stored_sums, units_in
+from jaxckpt._disk.chunks import another_chunk, copy
+from jaxckpt._disk.damage import blame
+from jaxckpt._disk.native import Item
+from jaxckpt.format.arrays import chunk_key, dtype_of
+from jaxckpt.format.tree import Leaf
+
+_LARGE_CHUNK_BYTES: Final = 1 << 30
+
+Buffers = dict[Box, np.ndarray[Any, Any]]
+# Takes a bad leaf and its error, and raises it or goes on.
+Failed = Callable[["LeafRead", Exception], None]
+# Takes a number of bytes that have been read, in the caller's thread.
+Landed = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafRead:
+    """One leaf to read.
+
+    Attributes:
+        boxes: The distinct parts wanted, in the global array.
+        dtype: Of the host buffers.
+        total_bytes: Of the buffers.
+    """
+
+    leaf: Leaf
+    boxes: tuple[Box, ...]
+    dtype: np.dtype[Any]
+    total_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = sum(box.size for box in self.boxes) * self.dtype.itemsize
+        object.__setattr__(self, "total_bytes", size)
+
+
+def make_buffers(item: Item, read: LeafRead) -> list[np.ndarray[Any, Any]]:
+    """Allocates memory for the parts of a leaf that are wanted."""
+    try:
+        return empty([box.shape for box in read.boxes], read.dtype)
+    except MemoryError as error:
+        raise MemoryError(
+            f"leaf {read.leaf.text} of {item.path}: this host has no memory for "
+            f"{read.total_bytes} bytes. Restore it in shards, or without that leaf."
+        ) from error
+
+
+# A read under way: how many bytes it needs beside the buffers, what to wait for, and what to do
+# with the result of each.
+_Task = tuple[int, Sequence[Any], Callable[[Any], None]]
+
+
+class Regions:
+    """One leaf whose regions are read within a window of memory."""
+
+    def __init__(self, item: Item, read: LeafRead, reader: Any, window_bytes: int) -> None:
+        self.reads = (read,)
+        self._item, self._read = item, read
+        self._stored = read.leaf.array
+        self._dtype = dtype_of(self._stored.dtype)
+        self._buffers: list[np.ndarray[Any, Any]] = []
+        self._tasks: Iterator[_Task] = iter(())
+        self._pending: deque[_Task] = deque()
+        self._window_bytes = window_bytes
+        self._under_way = 0  # bytes of what is pending
+        self._error: Exception | None = None
+        fill = item.tree.fill_missing and self._stored.has_fill
+        self._reader = reader
+        self._array = reader.open(read.leaf.prefix, item.tree.zarr_version, fill_missing=fill)
+
+    def start(self) -> None:
+        """Makes the buffers and starts to fill them; `finish` raises what goes wrong."""
+        try:
+            self._tasks = self._issue()
+            self._fill_window()
+        except (ValueError, OSError) as error:
+            self._error = error
+
+    def finish(self, failed: Failed, landed: Landed) -> Iterator[Buffers]:
+        """Waits until the buffers are full, and yields them; reports a bad leaf."""
+        try:
+            if self._error is not None:
+                raise self._error
+            self._wait(landed)
+        except (ValueError, OSError) as error:
+            failed(self._read, blame(self._item, self._read.leaf, error))
+            return
+        buffers, self._buffers = self._buffers, []
+        yield dict(zip(self._read.boxes, buffers, strict=True))
+
+    def drop(self) -> None:
+        """Lets go of the buffers."""
+        self._pending.clear()
+        self._buffers.clear()
+
+    def _wait(self, landed: Landed) -> None:
+        while self._pending:
+            size, pending, then = self._pending.popleft()
+            for one in pending:
+                then(one.result())
+            self._under_way -= size
+            landed(size * self._read.dtype.itemsize // self._dtype.itemsize)
+            self._fill_window()
+
+    def _fill_window(self) -> None:
+        """Starts reads while they fit into the window; at least one is always under way."""
+        while self._under_way < self._window_bytes or not self._pending:
+            task = next(self._tasks, None)
+            if task is None:
+                return
+            self._pending.append(task)
+            self._under_way += task[0]
+
+    def _issue(self) -> Iterator[_Task]:
+        from jaxckpt.storage._arrays import chunk_shape_of, read_into, shape_of
+
+        array = self._array.result()
+        if shape_of(array) != self._stored.shape:
+            raise ValueError(
+                f"the array has shape {shape_of(array)}, the tree says {self._stored.shape}"
+            )
+        if self._item.ours and chunk_shape_of(array) != self._stored.unit_shape:
+            raise ValueError(
+                f"the array has chunks of shape {chunk_shape_of(array)}, the tree says "
+                f"{self._stored.unit_shape}"
+            )
+        self._try_chunk()
+        refuse_others(self._item, self._reader, self._read.leaf, self._read.boxes)
+        self._buffers = make_buffers(self._item, self._read)
+        boxes = [box for box in self._read.boxes if box.size]
+        index = [i for i, box in enumerate(self._read.boxes) if box.size]
+        casts = self._dtype != self._read.dtype
+        if not casts and self._read.total_bytes <= self._window_bytes:
+            outs = [self._buffers[i] for i in index]
+            yield (
+                self._read.total_bytes,
+                read_into(array, [box.slices for box in boxes], outs),
+                _nothing,
+            )
+            return
+        for region in plan_reads(self._stored, self._dtype.itemsize, boxes):
+            parts = [(index[target], part) for target, part in region.parts]
+            size = region.box.size * self._dtype.itemsize
+            if not casts:
+                wheres = [part.slices for _, part in parts]
+                outs = [self._buffers[i][part.within(self._read.boxes[i])] for i, part in parts]
+                yield size, read_into(array, wheres, outs), _nothing
+                continue
+            # Not with TensorStore's own cast: it differs from numpy's for some dtypes of 8 bits.
+            temporary = np.empty(region.box.shape, self._dtype)
+            pending = read_into(array, [region.box.slices], [temporary])
+            yield size, pending, self._divider(temporary, region.box, parts)
+
+    def _try_chunk(self) -> None:
+        # TensorStore ends the process if it finds no memory for a chunk.
+        size = math.prod(self._stored.unit_shape) * self._dtype.itemsize
+        if size > _LARGE_CHUNK_BYTES:
+            try:
+                np.empty(size, np.uint8)
+            except MemoryError as error:
+                raise MemoryError(
+                    f"leaf {self._read.leaf.text} of {self._item.path}: this host has no memory "
+                    f"for one of its chunks, of {size} bytes"
+                ) from error
+
+    def _divider(
+        self, values: np.ndarray[Any, Any], box: Box, parts: Sequence[tuple[int, Box]]
+    ) -> Callable[[Any], None]:
+        def divide(_: Any) -> None:
+            for target, part in parts:
+                where = part.within(self._read.boxes[target])
+                copy(self._buffers[target][where], values[part.within(box)])
+
+        return divide
+
+
+def refuse_others(item: Item, reader: Any, leaf: Leaf, boxes: tuple[Box, ...]) -> None:
+    """Raises if a chunk is not the one that was written, by its checksum alone; reads no values."""
+    sums, stored = item.read_sums(), leaf.array
+    if sums is None:
+        return
+    wanted = sums.of(leaf).ravel()
+    chunks = {plan.index for plan in plan_chunks(stored.chunk_shape, boxes)}
+    asked = [(leaf.prefix, stored, index) for index in sorted(chunks)]
+    for (_, _, index), found in zip(asked, stored_sums(reader, asked), strict=True):
+        if wanted[units_in(stored, index)].tolist() != found:
+            raise another_chunk(leaf, leaf.prefix + chunk_key(index), item.path)
+
+
+def refuse_swapped(item: Item) -> None:
+    """Raises CorruptCheckpoint if any chunk of a tree is not the one that was written there."""
+    from jaxckpt.storage._arrays import Reader
+
+    leaf = None
+    try:
+        reader = Reader(item.found.storage.kvstore(item.path), database=item.database)
+        for leaf in item.tree.leaves:
+            if leaf.has_array:
+                refuse_others(item, reader, leaf, (whole(leaf.array.shape),))
+    except (ValueError, OSError) as error:
+        raise blame(item, leaf, error) from error
+
+
+def _nothing(_: Any) -> None:
+    """Does nothing: the values were read into their place."""
