@@ -21,7 +21,8 @@ from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._core.text import counted
 from jaxckpt._disk.chunks import copy
 from jaxckpt._disk.find import at_rest, open_tree
-from jaxckpt._disk.native import Item, check_current
+from jaxckpt._disk.found import check_current
+from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import read_leaves
 from jaxckpt._disk.regions import LeafRead
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedLeaf

@@ -28,7 +28,7 @@ from jaxckpt._core.plan import SavePlan, Write
 from jaxckpt._core.text import counted
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.checksums import starts_of
-from jaxckpt._disk.foreign import key_folder
+from jaxckpt._disk.found import key_folder
 from jaxckpt._disk.writer import is_direct, metadata_files, plan_requests, write_arrays
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, names, step, tree

@@ -20,10 +20,20 @@ import posixpath
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from jaxckpt._disk import foreign, native
-from jaxckpt._disk.native import Entries, Found, Item, JsonItem
+from jaxckpt._disk.found import (
+    Entries,
+    Found,
+    JsonItem,
+    array_names,
+    check_sizes,
+    find_items,
+    find_trees,
+    is_current,
+    is_item,
+    json_name,
+)
 from jaxckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -34,6 +44,9 @@ from jaxckpt.errors import (
 from jaxckpt.format import jsontext, names, step, tree
 from jaxckpt.format.step import StepMetadata
 from jaxckpt.storage import Storage
+
+if TYPE_CHECKING:
+    from jaxckpt._disk.native import Item
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -70,7 +83,7 @@ def at_rest(storage: Storage, path: str, read: Callable[[Found], T]) -> T:
             problem = error
         before, seen = seen, _generation(storage, path)
         try:
-            if native.is_current(found) if found is not None else seen == before:
+            if is_current(found) if found is not None else seen == before:
                 raise _about(problem, path)
         finally:
             # Else the error and this call refer to each other, and what was read stays in memory.
@@ -207,7 +220,7 @@ def _items(found: Found, entries: Entries) -> dict[str, str]:
     recorded = found.contents(found.path) if found.record is not None else {}
     items = {name: f"{found.path}/{name}" for name, kind in recorded.items() if kind == "dir"}
     others = {name: entry for name, entry in entries.items() if name not in recorded}
-    return items | foreign.find_items(found, found.path, others)
+    return items | find_items(found, found.path, others)
 
 
 def _uncommitted(storage: Storage, path: str) -> CheckpointNotFound:
@@ -235,10 +248,10 @@ def _find_around(storage: Storage, path: str, entries: Entries) -> Found:
         return replace(found, items={"": path})
     if steps := _steps(entries):
         return _newest_good(storage, path, steps)
-    items = foreign.find_items(found, path, entries)
-    if any(foreign.json_name(found, item) is None for item in items.values()):
+    items = find_items(found, path, entries)
+    if any(json_name(found, item) is None for item in items.values()):
         return replace(found, items=items)
-    if foreign.is_item(found, path) or foreign.array_names(found, path):
+    if is_item(found, path) or array_names(found, path):
         return replace(found, items={"": path})
     shown = ", ".join(sorted(entries)[:8]) + (", ..." if len(entries) > 8 else "")
     raise CheckpointNotFound(
@@ -277,7 +290,7 @@ def looks_committed(storage: Storage, path: str) -> bool:
     if not _STEP_MARKS.isdisjoint(entries):
         return True
     found = Found(storage=storage, path=path, listings={path: entries})
-    return bool(foreign.find_items(found, path, entries))
+    return bool(find_items(found, path, entries))
 
 
 # A directory that is called like a step and has one of these is one that Orbax committed.
@@ -306,7 +319,7 @@ def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Found:
             if posixpath.dirname(found.path) != path:
                 problems.append(f"{name}: it is a run of its own, not a step")
                 continue
-            native.check_sizes(found)
+            check_sizes(found)
         except CheckpointError as error:
             problems.append(f"{name}: {error}")
             continue
@@ -344,12 +357,14 @@ def open_item(found: Found, name: str | None = None) -> Item | JsonItem:
         CorruptCheckpoint: a metadata file is missing or damaged; it is named.
         UnsupportedFormat: something newer wrote it.
     """
+    from jaxckpt._disk import foreign, native  # which import numpy: a listing of steps needs none
+
     name = choose_item(found, name)
     path = found.items[name]
     if found.is_file:
         return foreign.read_flax(found, name)
     inside = found.contents(path)
-    if (file := foreign.json_name(found, path)) is not None:
+    if (file := json_name(found, path)) is not None:
         value = jsontext.loads(found.read(path, file), file=f"{path}/{file}")
         return JsonItem(found=found, name=name, value=value)
     if names.TREE_METADATA not in inside:
@@ -382,7 +397,7 @@ def choose_item(found: Found, item: str | None) -> str:
         return item
     if len(items) == 1:
         return next(iter(items))
-    trees = foreign.find_trees(found)
+    trees = find_trees(found)
     if len(trees) == 1:
         return trees[0]
     for name in (names.STATE_ITEM, names.DEFAULT_ITEM):

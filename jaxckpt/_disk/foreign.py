@@ -13,7 +13,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from jaxckpt._disk.native import Entries, Found, Item, check_data_files, make_item, with_texts
+from jaxckpt._disk.found import Found, array_names, key_folder, zarr_version
+from jaxckpt._disk.native import Item, check_data_files, make_item, with_texts
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import arrays, jsontext, msgpack, names, step, tree
 from jaxckpt.format.sharding import SavedSharding
@@ -25,71 +26,6 @@ _KEY: Final = "threefry2x32"
 _SINCE_TREE_METADATA: Final = frozenset(
     {names.OCDBT_MANIFEST, names.SHARDING, names.STRINGS, names.ARRAY_METADATAS}
 )
-_TREE_MARKS: Final = frozenset({names.TREE_METADATA, names.LEGACY_TREE, names.OCDBT_MANIFEST})
-
-
-# --- which directories are items -------------------------------------------------------------
-
-
-def find_items(found: Found, path: str, entries: Entries) -> dict[str, str]:
-    """Returns the directories among `entries` that are items, by name."""
-    return {
-        name: f"{path}/{name}"
-        for name, entry in sorted(entries.items())
-        if entry.kind == "dir" and not names.is_temporary(name) and is_item(found, f"{path}/{name}")
-    }
-
-
-def is_item(found: Found, path: str) -> bool:
-    """Returns whether a directory holds what an item of a checkpoint holds."""
-    inside = found.contents(path)
-    is_tree = key_folder(inside) is not None or not _TREE_MARKS.isdisjoint(inside)
-    return is_tree or json_name(found, path) is not None
-
-
-def find_trees(found: Found) -> list[str]:
-    """Returns the items that are trees; random keys are only where there is no other tree."""
-    trees = [
-        name
-        for name, path in found.items.items()
-        if name != names.METRICS_ITEM and json_name(found, path) is None
-    ]
-    if len(trees) < 2:
-        return trees
-    return [name for name in trees if key_folder(found.contents(found.items[name])) is None]
-
-
-def json_name(found: Found, path: str) -> str | None:
-    """Returns the name of the file of a JSON item; None if the item is a tree."""
-    inside = found.contents(path)
-    if names.TREE_METADATA in inside or names.LEGACY_TREE in inside or key_folder(inside):
-        return None
-    # Grain's own handler for Orbax writes nothing but a file for each process.
-    files = [*names.JSON_ITEM_FILES, *(n for n in inside if names.process_count(n) is not None)]
-    # In a run's root there may be a directory of such a name.
-    return next((name for name in files if inside.get(name) == "file"), None)
-
-
-def key_folder(inside: Sequence[str] | Mapping[str, object]) -> str | None:
-    """Returns the directory in which Orbax keeps the data of an item that is a random key."""
-    return next((n for n in (names.JAX_KEY_ITEM, names.NUMPY_KEY_ITEM) if n in inside), None)
-
-
-def array_names(found: Found, path: str) -> list[str]:
-    """Returns the directories that are zarr arrays in plain files."""
-    return sorted(
-        name
-        for name, entry in found.entries(path).items()
-        if entry.kind == "dir" and _zarr_of(found, f"{path}/{name}") is not None
-    )
-
-
-def _zarr_of(found: Found, path: str) -> int | None:
-    inside = found.entries(path)
-    for version, key in ((3, names.ZARR3), (2, names.ZARR2)):
-        if key in inside and inside[key].kind == "file":
-            return version
-    return None
 
 
 # --- items -----------------------------------------------------------------------------------
@@ -424,7 +360,7 @@ def _array_names(found: Found, path: str, database: bool) -> list[str]:
 
 def _zarr_version(found: Found, path: str, leaf: Leaf, database: bool) -> int:
     if not database:
-        return _zarr_of(found, f"{path}/{leaf.name}") or 2
+        return zarr_version(found, f"{path}/{leaf.name}") or 2
     from jaxckpt.storage._arrays import Reader, data_errors, value_of
 
     with data_errors(path, None):

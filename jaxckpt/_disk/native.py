@@ -1,177 +1,18 @@
-"""A checkpoint that was found, and the trees that jaxckpt wrote, checked against the record.
-
-The record has the size of every file and the digest of every small one, `_jaxckpt.sums` has the
-checksum of every chunk, and the record has its digest. So all that is read of a checkpoint of ours
-belongs to one save: where a file of another save came in between, a digest differs.
-"""
+"""Reads the trees that jaxckpt wrote: `_METADATA` describes them, and all is checked at once."""
 
 from __future__ import annotations
 
-import posixpath
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 from jaxckpt._disk.checksums import ChunkSums
-from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
-from jaxckpt.format import arrays, jsontext, names, sharding, step, tree
+from jaxckpt._disk.found import Found
+from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.format import arrays, names, sharding, step, tree
 from jaxckpt.format.sharding import SavedSharding
-from jaxckpt.format.step import FileFacts, Record, StepMetadata
 from jaxckpt.format.tree import Leaf, Path, Tree
-from jaxckpt.storage import Entry, Kind, Storage
-
-Entries = Mapping[str, Entry]
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """One committed checkpoint; its small files at the top have been read, its items have not.
-
-    Attributes:
-        storage, path: Where it is. A flat checkpoint is its own only item.
-        items: Paths of the items by name; a flat one is called "".
-        metadata: The contents of `_CHECKPOINT_METADATA`; empty if there is no such file.
-        record: Our own record, or None for what another program wrote.
-        deleting: The item that Orbax has begun to delete; `items` leaves it out.
-        is_file: Whether it is a Flax file, not a directory.
-        listings: Directories that were listed, by path; each is listed once.
-    """
-
-    storage: Storage
-    path: str
-    items: Mapping[str, str] = field(default_factory=dict)
-    metadata: StepMetadata = field(default_factory=StepMetadata)
-    record: Record | None = None
-    deleting: str | None = None
-    is_file: bool = False
-    listings: dict[str, Entries] = field(default_factory=dict, compare=False, repr=False)
-
-    def entries(self, folder: str) -> Entries:
-        """Returns what is in a directory of the checkpoint; empty if there is no such directory."""
-        if folder not in self.listings:
-            try:
-                self.listings[folder] = self.storage.entries(folder)
-            except (FileNotFoundError, NotADirectoryError):
-                self.listings[folder] = {}
-        return self.listings[folder]
-
-    def recorded(self, folder: str) -> dict[str, FileFacts]:
-        """Returns the files of the record below a directory, by their paths in it."""
-        files = self.record.files if self.record is not None else {}
-        if folder == self.path:
-            return dict(files)
-        prefix = f"{posixpath.relpath(folder, self.path)}/"
-        return {f.removeprefix(prefix): facts for f, facts in files.items() if f.startswith(prefix)}
-
-    def contents(self, folder: str) -> dict[str, Kind]:
-        """Returns what is, or should be, in a directory: by the record, else by its listing."""
-        if recorded := self.recorded(folder):
-            parts = [file.partition("/") for file in recorded]
-            return {name: "dir" if below else "file" for name, below, _ in parts}
-        return {name: entry.kind for name, entry in self.entries(folder).items()}
-
-    def refuse_holes(self, folder: str) -> None:
-        """Refuses a directory that lacks an entry of the record: that may change what others mean.
-
-        Raises:
-            CorruptCheckpoint: an entry is missing, or leads elsewhere.
-        """
-        there = self.entries(folder)
-        for name, kind in self.contents(folder).items() if self.record is not None else ():
-            place = f"{folder}/{name}"
-            if name not in there:
-                raise CorruptCheckpoint(
-                    f"{place} is missing. Restore an older checkpoint.", file=place
-                )
-            # A link in place of an item would lead elsewhere.
-            if there[name].kind != kind:
-                what = "directory" if kind == "dir" else "regular file"
-                raise CorruptCheckpoint(
-                    f"{place} is not the {what} that was written there. A checkpoint has no links "
-                    "inside; `cp -rL` makes a copy without them.",
-                    file=place,
-                )
-
-    def read(self, folder: str, name: str) -> bytes:
-        """Reads a small file, and compares it with the record if there is one.
-
-        Raises:
-            CorruptCheckpoint: it is missing, or differs from what was written.
-        """
-        file = f"{folder}/{name}"
-        facts = None if self.record is None else self.record.files.get(self._relative(file))
-        if facts is None:
-            return self.storage.read(file, max_bytes=jsontext.MAX_BYTES)
-        entry = self.entries(folder).get(name)
-        if entry is None:
-            raise CorruptCheckpoint(f"{file} is missing", file=file)
-        data = b""
-        if entry.size == facts.size:  # else it may be larger than the memory
-            data = self.storage.read(file, max_bytes=min(facts.size, jsontext.MAX_BYTES))
-        if len(data) != facts.size or facts.sha256 not in (None, step.digest(data)):
-            raise CorruptCheckpoint(
-                f"{file} is damaged: {entry.size} bytes that differ from the {facts.size} that "
-                "were written. Restore an older checkpoint.",
-                file=file,
-            )
-        return data
-
-    def _relative(self, file: str) -> str:
-        return posixpath.relpath(file, self.path)
-
-
-def check_current(found: Found) -> None:
-    """Raises CheckpointNotFound if another checkpoint is now where this one was found."""
-    if not is_current(found):
-        raise CheckpointNotFound(
-            f"{found.path} was replaced or deleted since it was opened. Open it again."
-        )
-
-
-def is_current(found: Found) -> bool:
-    """Returns whether the checkpoint is still there; of another program's only whether one is."""
-    file = f"{found.path}/{names.RECORD}"
-    try:
-        digest = step.digest(found.storage.read(file, max_bytes=step.MAX_RECORD_BYTES))
-    except (FileNotFoundError, NotADirectoryError):
-        return found.record is None and found.storage.kind(found.path) is not None
-    except CorruptCheckpoint:  # a link, say
-        return found.record is None
-    return found.record is not None and digest == found.record.digest
-
-
-def while_current(found: Found, read: Callable[[Found], T]) -> T:
-    """Reads a checkpoint that was found before.
-
-    Raises:
-        CheckpointNotFound: it was replaced or deleted in the meantime.
-    """
-    check_current(found)
-    try:
-        return read(found)
-    except (CorruptCheckpoint, FileNotFoundError):
-        check_current(found)
-        raise
-
-
-def check_sizes(found: Found) -> None:
-    """Raises CorruptCheckpoint if a file of the record is missing, or has another size."""
-    files = found.record.files if found.record is not None else {}
-    for name, facts in files.items():
-        if problem := file_problem(found, name, facts):
-            file = f"{found.path}/{name}"
-            raise CorruptCheckpoint(f"{file} {problem}", file=file)
-
-
-def file_problem(found: Found, name: str, facts: FileFacts) -> str | None:
-    """Returns what is wrong with a file of the record by the listing of its directory."""
-    folder, _, base = f"{found.path}/{name}".rpartition("/")
-    entry = found.entries(folder).get(base)
-    if entry is None or entry.kind != "file":
-        return "is missing"
-    return None if entry.size == facts.size else f"has {entry.size} bytes of {facts.size}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,15 +42,6 @@ class Item:
     def shardings(self) -> Mapping[str, SavedSharding]:
         """By leaf name, where recorded."""
         return self.read_shardings()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JsonItem:
-    """An item that is one JSON value."""
-
-    found: Found
-    name: str
-    value: Any
 
 
 def is_native(found: Found, path: str, saved: Tree) -> bool:

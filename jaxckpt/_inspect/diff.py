@@ -16,7 +16,8 @@ import numpy as np
 from jaxckpt._core.box import Box
 from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._disk.find import at_rest, open_tree
-from jaxckpt._disk.native import Found, Item
+from jaxckpt._disk.found import Found
+from jaxckpt._disk.native import Item
 from jaxckpt._inspect.value_stream import (
     BUDGET_BYTES,
     Data,

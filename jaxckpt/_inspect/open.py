@@ -13,7 +13,8 @@ from jaxckpt._core import notebook
 from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._core.text import counted, size_text
 from jaxckpt._disk.find import at_rest, open_item
-from jaxckpt._disk.native import Found, Item, JsonItem, subtree, while_current
+from jaxckpt._disk.found import Found, JsonItem, while_current
+from jaxckpt._disk.native import Item, subtree
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.tree import Leaf, Node, Path, parse_path, path_text
 from jaxckpt.storage import locate

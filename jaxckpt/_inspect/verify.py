@@ -11,7 +11,8 @@ from jaxckpt._core import box as _box
 from jaxckpt._core.box import Box
 from jaxckpt._core.plan import plan_reads
 from jaxckpt._disk.find import find, open_item
-from jaxckpt._disk.native import Found, Item, JsonItem, file_problem, is_current
+from jaxckpt._disk.found import Found, JsonItem, file_problem, is_current
+from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import read_leaves
 from jaxckpt._disk.regions import LeafRead
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure

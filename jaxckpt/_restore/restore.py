@@ -27,7 +27,8 @@ from jaxckpt._core import pytree
 from jaxckpt._core.box import Box, whole
 from jaxckpt._core.transfer import placing, to_default_device, to_device
 from jaxckpt._disk.find import at_rest, open_item
-from jaxckpt._disk.native import Found, Item, JsonItem
+from jaxckpt._disk.found import Found, JsonItem
+from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import read_leaves
 from jaxckpt._disk.regions import LeafRead
 from jaxckpt._progress.meter import Meter, Watch, display

@@ -9,7 +9,8 @@ from typing import Any
 
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.find import find, open_item
-from jaxckpt._disk.native import Found, Item, check_current
+from jaxckpt._disk.found import Found, check_current
+from jaxckpt._disk.native import Item
 from jaxckpt._disk.regions import refuse_swapped
 from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StepExists

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from jaxckpt._disk.find import find, looks_committed, read_found
-from jaxckpt._disk.native import Found, check_sizes
+from jaxckpt._disk.found import Found, check_sizes
 from jaxckpt._save.turn import Turn
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import jsontext, names

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from jaxckpt._disk.native import Found
+from jaxckpt._disk.found import Found
 from jaxckpt._save.snapshot import FileItem, Item, take_tree
 from jaxckpt.errors import CorruptCheckpoint, TreeMismatch, UnsupportedLeaf
 from jaxckpt.format import jsontext, names, typed_json

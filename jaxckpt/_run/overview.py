@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from jaxckpt._disk.find import find, read_found
-from jaxckpt._disk.native import Found
+from jaxckpt._disk.found import Found
 from jaxckpt._run.index import Listing, StepIndex, existing_root, metrics_of, saved_s, shown
 from jaxckpt._run.owner import read_owner
 from jaxckpt._run.retention import KeepPolicy

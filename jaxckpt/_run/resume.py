@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar, final
 import jax
 
 from jaxckpt._disk.find import at_rest, open_item
-from jaxckpt._disk.native import Found
+from jaxckpt._disk.found import Found
 from jaxckpt._progress.meter import Meter
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import Source, restore_from

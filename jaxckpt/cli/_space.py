@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxckpt._disk.find import find
-from jaxckpt._disk.native import Found
+from jaxckpt._disk.found import Found
 from jaxckpt._inspect import open as inspection
 from jaxckpt._run.overview import overview
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, UnsupportedFormat

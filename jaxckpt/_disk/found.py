@@ -1,0 +1,245 @@
+"""A checkpoint that was found: its listings, its record, and which of its entries are items.
+
+The record has the size of every file and the digest of every small one, `_jaxckpt.sums` has the
+checksum of every chunk, and the record has its digest. So all that is read of a checkpoint of ours
+belongs to one save: if a file of another save comes in between, a digest differs.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
+from jaxckpt.format import jsontext, names, step
+from jaxckpt.format.step import FileFacts, Record, StepMetadata
+from jaxckpt.storage import Entry, Kind, Storage
+
+Entries = Mapping[str, Entry]
+T = TypeVar("T")
+
+_TREE_MARKS: Final = frozenset({names.TREE_METADATA, names.LEGACY_TREE, names.OCDBT_MANIFEST})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One committed checkpoint; its small files at the top have been read, its items have not.
+
+    Attributes:
+        storage, path: Where it is. A flat checkpoint is its own only item.
+        items: Paths of the items by name; a flat one is called "".
+        metadata: The contents of `_CHECKPOINT_METADATA`; empty if there is no such file.
+        record: Our own record, or None for what another program wrote.
+        deleting: The item that Orbax has begun to delete; `items` leaves it out.
+        is_file: Whether it is a Flax file, not a directory.
+        listings: Directories that were listed, by path; each is listed once.
+    """
+
+    storage: Storage
+    path: str
+    items: Mapping[str, str] = field(default_factory=dict)
+    metadata: StepMetadata = field(default_factory=StepMetadata)
+    record: Record | None = None
+    deleting: str | None = None
+    is_file: bool = False
+    listings: dict[str, Entries] = field(default_factory=dict, compare=False, repr=False)
+
+    def entries(self, folder: str) -> Entries:
+        """Returns what is in a directory of the checkpoint; empty if there is no such directory."""
+        if folder not in self.listings:
+            try:
+                self.listings[folder] = self.storage.entries(folder)
+            except (FileNotFoundError, NotADirectoryError):
+                self.listings[folder] = {}
+        return self.listings[folder]
+
+    def recorded(self, folder: str) -> dict[str, FileFacts]:
+        """Returns the files of the record below a directory, by their paths in it."""
+        files = self.record.files if self.record is not None else {}
+        if folder == self.path:
+            return dict(files)
+        prefix = f"{posixpath.relpath(folder, self.path)}/"
+        return {f.removeprefix(prefix): facts for f, facts in files.items() if f.startswith(prefix)}
+
+    def contents(self, folder: str) -> dict[str, Kind]:
+        """Returns what is, or should be, in a directory: by the record, else by its listing."""
+        if recorded := self.recorded(folder):
+            parts = [file.partition("/") for file in recorded]
+            return {name: "dir" if below else "file" for name, below, _ in parts}
+        return {name: entry.kind for name, entry in self.entries(folder).items()}
+
+    def refuse_holes(self, folder: str) -> None:
+        """Refuses a directory that lacks an entry of the record: that may change what others mean.
+
+        Raises:
+            CorruptCheckpoint: an entry is missing, or leads elsewhere.
+        """
+        there = self.entries(folder)
+        for name, kind in self.contents(folder).items() if self.record is not None else ():
+            place = f"{folder}/{name}"
+            if name not in there:
+                raise CorruptCheckpoint(
+                    f"{place} is missing. Restore an older checkpoint.", file=place
+                )
+            # A link in place of an item would lead elsewhere.
+            if there[name].kind != kind:
+                what = "directory" if kind == "dir" else "regular file"
+                raise CorruptCheckpoint(
+                    f"{place} is not the {what} that was written there. A checkpoint has no links "
+                    "inside; `cp -rL` makes a copy without them.",
+                    file=place,
+                )
+
+    def read(self, folder: str, name: str) -> bytes:
+        """Reads a small file, and compares it with the record if there is one.
+
+        Raises:
+            CorruptCheckpoint: it is missing, or differs from what was written.
+        """
+        file = f"{folder}/{name}"
+        facts = None if self.record is None else self.record.files.get(self._relative(file))
+        if facts is None:
+            return self.storage.read(file, max_bytes=jsontext.MAX_BYTES)
+        entry = self.entries(folder).get(name)
+        if entry is None:
+            raise CorruptCheckpoint(f"{file} is missing", file=file)
+        data = b""
+        if entry.size == facts.size:  # else it may be larger than the memory
+            data = self.storage.read(file, max_bytes=min(facts.size, jsontext.MAX_BYTES))
+        if len(data) != facts.size or facts.sha256 not in (None, step.digest(data)):
+            raise CorruptCheckpoint(
+                f"{file} is damaged: {entry.size} bytes that differ from the {facts.size} that "
+                "were written. Restore an older checkpoint.",
+                file=file,
+            )
+        return data
+
+    def _relative(self, file: str) -> str:
+        return posixpath.relpath(file, self.path)
+
+
+def check_current(found: Found) -> None:
+    """Raises CheckpointNotFound if another checkpoint is now where this one was found."""
+    if not is_current(found):
+        raise CheckpointNotFound(
+            f"{found.path} was replaced or deleted since it was opened. Open it again."
+        )
+
+
+def is_current(found: Found) -> bool:
+    """Returns whether the checkpoint is still there; of another program's only whether one is."""
+    file = f"{found.path}/{names.RECORD}"
+    try:
+        digest = step.digest(found.storage.read(file, max_bytes=step.MAX_RECORD_BYTES))
+    except (FileNotFoundError, NotADirectoryError):
+        return found.record is None and found.storage.kind(found.path) is not None
+    except CorruptCheckpoint:  # a link, say
+        return found.record is None
+    return found.record is not None and digest == found.record.digest
+
+
+def while_current(found: Found, read: Callable[[Found], T]) -> T:
+    """Reads a checkpoint that was found before.
+
+    Raises:
+        CheckpointNotFound: it was replaced or deleted in the meantime.
+    """
+    check_current(found)
+    try:
+        return read(found)
+    except (CorruptCheckpoint, FileNotFoundError):
+        check_current(found)
+        raise
+
+
+def check_sizes(found: Found) -> None:
+    """Raises CorruptCheckpoint if a file of the record is missing, or has another size."""
+    files = found.record.files if found.record is not None else {}
+    for name, facts in files.items():
+        if problem := file_problem(found, name, facts):
+            file = f"{found.path}/{name}"
+            raise CorruptCheckpoint(f"{file} {problem}", file=file)
+
+
+def file_problem(found: Found, name: str, facts: FileFacts) -> str | None:
+    """Returns what is wrong with a file of the record by the listing of its directory."""
+    folder, _, base = f"{found.path}/{name}".rpartition("/")
+    entry = found.entries(folder).get(base)
+    if entry is None or entry.kind != "file":
+        return "is missing"
+    return None if entry.size == facts.size else f"has {entry.size} bytes of {facts.size}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonItem:
+    """An item that is one JSON value."""
+
+    found: Found
+    name: str
+    value: Any
+
+
+# --- which directories are items -------------------------------------------------------------
+
+
+def find_items(found: Found, path: str, entries: Entries) -> dict[str, str]:
+    """Returns the directories among `entries` that are items, by name."""
+    return {
+        name: f"{path}/{name}"
+        for name, entry in sorted(entries.items())
+        if entry.kind == "dir" and not names.is_temporary(name) and is_item(found, f"{path}/{name}")
+    }
+
+
+def is_item(found: Found, path: str) -> bool:
+    """Returns whether a directory holds what an item of a checkpoint holds."""
+    inside = found.contents(path)
+    is_tree = key_folder(inside) is not None or not _TREE_MARKS.isdisjoint(inside)
+    return is_tree or json_name(found, path) is not None
+
+
+def find_trees(found: Found) -> list[str]:
+    """Returns the items that are trees; random keys are only where there is no other tree."""
+    trees = [
+        name
+        for name, path in found.items.items()
+        if name != names.METRICS_ITEM and json_name(found, path) is None
+    ]
+    if len(trees) < 2:
+        return trees
+    return [name for name in trees if key_folder(found.contents(found.items[name])) is None]
+
+
+def json_name(found: Found, path: str) -> str | None:
+    """Returns the name of the file of a JSON item; None if the item is a tree."""
+    inside = found.contents(path)
+    if names.TREE_METADATA in inside or names.LEGACY_TREE in inside or key_folder(inside):
+        return None
+    # Grain's own handler for Orbax writes nothing but a file for each process.
+    files = [*names.JSON_ITEM_FILES, *(n for n in inside if names.process_count(n) is not None)]
+    # In a run's root there may be a directory of such a name.
+    return next((name for name in files if inside.get(name) == "file"), None)
+
+
+def key_folder(inside: Container[str]) -> str | None:
+    """Returns the directory in which Orbax keeps the data of an item that is a random key."""
+    return next((n for n in (names.JAX_KEY_ITEM, names.NUMPY_KEY_ITEM) if n in inside), None)
+
+
+def array_names(found: Found, path: str) -> list[str]:
+    """Returns the directories that are zarr arrays in plain files."""
+    return sorted(
+        name
+        for name, entry in found.entries(path).items()
+        if entry.kind == "dir" and zarr_version(found, f"{path}/{name}") is not None
+    )
+
+
+def zarr_version(found: Found, path: str) -> int | None:
+    inside = found.entries(path)
+    for version, key in ((3, names.ZARR3), (2, names.ZARR2)):
+        if key in inside and inside[key].kind == "file":
+            return version
+    return None
