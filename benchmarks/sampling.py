@@ -23,6 +23,7 @@ import jax
 import jaxckpt
 from benchmarks.report import Section, seconds
 from benchmarks.workloads import WORKLOADS, abstract, build, make_mesh
+from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import prepare
 
 _EVERY_S: Final = 0.001
@@ -49,16 +50,16 @@ def profile(scales: dict[str, float], *, root: Path, repeats: int) -> Section:
         for i in range(repeats + 1):
             with tempfile.TemporaryDirectory(dir=root, prefix="bench-") as folder:
                 path = f"{folder}/x"
-                job = sampled(
+                request = sampled(
                     "blocking",
                     lambda: prepare(path, tree, False, None, copy=True),  # noqa: B023
                 )
-                sampled("in the background", job.run)
+                sampled("in the background", SaveHandle(request).run)
                 restored = sampled(
                     "restore",
                     lambda: jax.block_until_ready(jaxckpt.restore(path, like)),  # noqa: B023
                 )
-                del restored, job
+                del restored, request
                 shutil.rmtree(path)
             if not i:  # the first plans, and warms up
                 found.clear()

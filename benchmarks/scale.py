@@ -81,7 +81,7 @@ def _plan(count: int, leaves: int) -> dict[str, float]:
     from jax.sharding import PartitionSpec as P
 
     from jaxckpt._core.plan import ArraySpec, placement_of, plan_save
-    from jaxckpt._save.tree_plan import Layout, _saved_sharding
+    from jaxckpt._save.tree_plan import TreePlan, _saved_sharding
     from jaxckpt.format.tree import NAMED, Leaf, Node, Tree
 
     mesh = Mesh(np.array(jax.devices()).reshape(count // 8, 8), ("fsdp", "tensor"))
@@ -109,7 +109,7 @@ def _plan(count: int, leaves: int) -> dict[str, float]:
     planned = time.perf_counter() - start
     names = [f"leaf_{i:05d}" for i in range(leaves)]
     start = time.perf_counter()
-    layout = Layout(
+    planned_tree = TreePlan(
         tree=Tree(
             leaves=tuple(
                 Leaf(
@@ -133,7 +133,7 @@ def _plan(count: int, leaves: int) -> dict[str, float]:
         plan=plan,
         sources=(),
     )
-    size = sum(map(len, layout.files.values()))
+    size = sum(map(len, planned_tree.files.values()))
     described = time.perf_counter() - start
     return {
         "plan": planned,

@@ -34,7 +34,7 @@ from jaxckpt._core import plan as _plan
 from jaxckpt._disk import chunks as _chunks
 from jaxckpt._disk import reader as _reader
 from jaxckpt._disk import writer as _writer
-from jaxckpt._save import tree_plan as _layout
+from jaxckpt._save import tree_plan as _tree_plan
 from jaxckpt.format import arrays
 from jaxckpt.multihost import current
 
@@ -50,7 +50,7 @@ def second_save(scales: dict[str, float], *, repeats: int) -> Section:
         tree = build(name, scale=scales[name], mesh=make_mesh(4, 2))
         first, second = [], []
         for _ in range(repeats + 1):
-            _forget_layouts()
+            _forget_plans()
             first.append(_time_planning(tree))
             second.append(_time_planning(jax.tree.map(lambda x: x, tree)))
         ratio, least, most = paired(second[1:], first[1:])
@@ -63,17 +63,17 @@ def second_save(scales: dict[str, float], *, repeats: int) -> Section:
 
 def _time_planning(tree: Any) -> float:
     start = time.perf_counter()
-    layout, _ = _layout.layout_of(tree, current())
-    _ = layout.requests, layout.files, layout.fingerprint
+    plan, _ = _tree_plan.plan_tree(tree, current())
+    _ = plan.writes, plan.files, plan.fingerprint
     return time.perf_counter() - start
 
 
-def _forget_layouts() -> None:
-    _layout._kept = ()
+def _forget_plans() -> None:
+    _tree_plan._kept = ()
     for cached in (
         _plan.placement_of,
         _plan._grid_of,
-        _layout._saved_sharding,
+        _tree_plan._saved_sharding,
         _writer.is_direct,
         arrays.encode_zarr3,
         arrays.zarr3_metadata,
@@ -219,8 +219,8 @@ def integrity(scales: dict[str, float], *, root: Path, repeats: int) -> Section:
 def _save_and_restore(tree: Any, like: Any, root: Path, *, checks: bool) -> tuple[float, float]:
     with tempfile.TemporaryDirectory(dir=root, prefix="bench-") as folder:
         with contextlib.nullcontext() if checks else _unchecked():
-            _forget_layouts()
-            _layout.layout_of(tree, current())
+            _forget_plans()
+            _tree_plan.plan_tree(tree, current())
             trim()
             start = time.perf_counter()
             jaxckpt.save(f"{folder}/x", tree)
@@ -254,10 +254,10 @@ def _unchecked() -> Iterator[None]:
     try:
         for module, name, value in patches:
             setattr(module, name, value)
-        _forget_layouts()
+        _forget_plans()
         yield
     finally:
-        _forget_layouts()
+        _forget_plans()
         for (module, name, _), value in zip(patches, kept, strict=True):
             setattr(module, name, value)
 

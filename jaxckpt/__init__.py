@@ -54,7 +54,8 @@ if TYPE_CHECKING:
     from jaxckpt._run.manager import CheckpointManager
     from jaxckpt._run.retention import KeepPolicy
     from jaxckpt._run.schedule import SavePolicy
-    from jaxckpt._save.save import SaveHandle, save, save_async
+    from jaxckpt._save.handle import SaveHandle
+    from jaxckpt._save.save import save, save_async
     from jaxckpt.errors import (
         CheckpointError,
         CheckpointNotFound,
@@ -83,7 +84,7 @@ _HOME = {
     "restore": "_restore.restore",
     "save": "_save.save",
     "save_async": "_save.save",
-    "SaveHandle": "_save.save",
+    "SaveHandle": "_save.handle",
     "verify": "_inspect.verify",
     **dict.fromkeys(
         (

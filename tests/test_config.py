@@ -70,7 +70,7 @@ def test_a_config_may_have_auto(make, ram_path):
     config = make({"directory": str(ram_path / "run"), "save": {"auto": auto, "at_steps": (9,)}})
 
     with CheckpointManager.from_config(config) as manager:
-        assert manager._saver.pace._schedule.policy == SavePolicy.auto(**auto, at_steps=(9,))
+        assert manager._saver.schedule.policy == SavePolicy.auto(**auto, at_steps=(9,))
 
 
 def test_a_config_may_hold_policies(ram_path):

@@ -94,7 +94,7 @@ def ownership(storage, root):
 
 def end_saves(manager):
     """Waits until the saves under way have ended, and asks for no error of theirs."""
-    manager._saver.queue.wait(manager._saver.queue.under_way(), 60)
+    manager._saver.wait(manager._saver.under_way(), 60)
 
 
 @pytest.fixture
@@ -324,7 +324,7 @@ def test_a_step_may_be_any_integer(tmp_path, processes):
         for wrong in ("3", 1.5, None):
             with pytest.raises(TypeError, match="a step is an int"):
                 manager.save(wrong, {})
-        with pytest.raises(ValueError, match="from 0 to"):
+        with pytest.raises(ValueError, match="between 0 and"):
             manager.save(-1, {})
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxckpt import KeepPolicy, SavePolicy
-from jaxckpt._run.schedule import Costs, Schedule
+from jaxckpt._run.schedule import Schedule
 from jaxckpt.types import StepInfo
 
 ocp = pytest.importorskip("orbax.checkpoint")
@@ -62,10 +62,10 @@ def orbax_saves(policy: Any, steps: list[int]) -> list[int]:
 def our_saves(policy: SavePolicy, steps: list[int]) -> list[int]:
     schedule, saved = Schedule(policy=policy), []
     for step in steps:
-        decision = schedule.decide(step, now_s=0.0, started_s=0.0, costs=Costs(), busy=False)
+        decision = schedule.decide(step, now_s=0.0, busy=False)
         if decision.save:
             saved.append(step)
-            schedule = schedule.saved(step, now_s=0.0, agreed=None)
+            schedule = schedule.saved(step, now_s=0.0)
     return saved
 
 

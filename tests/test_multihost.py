@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from jaxckpt.errors import CheckpointTimeout, ProcessesDisagree
-from jaxckpt.multihost import Distributed, Processes, Single, _service, current
+from jaxckpt.errors import CheckpointTimeout, ProcessesDisagree, StepExists
+from jaxckpt.multihost import Distributed, Processes, Single, _service, current, lead, meet
 from jaxckpt.testing import MemoryService, ProcessKilled, simulate
 from tests.multiprocess import JobFailed
 from tests.workers import multihost as worker
@@ -30,6 +30,55 @@ def test_one_process_obeys(law):
 def test_simulated_processes_obey(law):
     """Threads keep the same laws as processes."""
     simulate(4, worker.LAWS[law])
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize(
+    ("error", "others"),
+    [(StepExists("there"), "StepExists"), (ValueError("no"), "ProcessesDisagree")],
+)
+def test_where_process_0_leads_all_raise_if_it_fails(error, others):
+    """Process 0 its own error; the others the same one, if all would see the same on the disk."""
+
+    def fail():
+        raise error
+
+    def raised(us):
+        try:
+            lead(us, "name", fail, place="/run/1", timeout_s=60)
+        except Exception as caught:
+            return type(caught).__name__, str(caught), getattr(caught, "failures", None)
+
+    own, *heard = simulate(3, raised)
+
+    assert own[0] == type(error).__name__
+    assert heard[0] == heard[1]
+    assert heard[0][0] == others
+    if others == "ProcessesDisagree":
+        assert heard[0][1:] == ("/run/1: process 0 failed: ValueError: no", {0: "ValueError: no"})
+
+
+@pytest.mark.multihost
+def test_a_meeting_names_all_that_failed():
+    """The values of all are there; one that failed raises its own error, the others who and why."""
+
+    def report(us):
+        problem = KeyError(us.index) if us.index else None
+        met = meet(us, "name", us.index * 10, problem, timeout_s=60, mark="odd" * (us.index == 2))
+        with pytest.raises((KeyError, ProcessesDisagree)) as caught:
+            met.check(problem, "/run/1", "Try again.")
+        return met.values, met.marks, type(caught.value).__name__, str(caught.value)
+
+    first, *failed = simulate(3, report)
+
+    assert first[:3] == ([0, 10, 20], {1: "", 2: "odd"}, "ProcessesDisagree")
+    assert first[3].splitlines() == [
+        "/run/1:",
+        "  process 1: KeyError: 1",
+        "  process 2: KeyError: 2",
+        "Try again.",
+    ]
+    assert [kind for *_, kind, _ in failed] == ["KeyError", "KeyError"]
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -148,9 +197,9 @@ def test_a_service_that_is_gone_says_what_to_do():
         Distributed(index=index, count=2, service=_service._Service(Gone())) for index in (1, 0)
     )
 
-    for meet in (one.gather, zero.gather, one.agree, zero.agree):
+    for call in (one.gather, zero.gather, one.agree, zero.agree):
         with pytest.raises(ProcessesDisagree, match=r"Socket closed(.|\n)*restart") as caught:
-            meet("x", None, timeout_s=5)
+            call("x", None, timeout_s=5)
         assert caught.value.failures == {0: "UNAVAILABLE: Socket closed"}
 
 

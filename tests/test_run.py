@@ -20,14 +20,16 @@ from hypothesis import strategies as st
 
 import jaxckpt
 from jaxckpt import CheckpointNotFound, CorruptCheckpoint, SaveFailed
+from jaxckpt._progress.meter import Meter
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import LEASE_S, Leases
 from jaxckpt._run.owner import Ownership
-from jaxckpt._save.turn import Turn
+from jaxckpt._save.handle import SaveHandle, SaveRequest
 from jaxckpt.format import jsontext, names, run, step, typed_json
 from jaxckpt.format.run import Lease, Owner, StepNames
 from jaxckpt.format.step import Record
+from jaxckpt.multihost import Single
 from jaxckpt.storage import LocalStorage, MemoryStorage
 from jaxckpt.testing import CrashingStorage, FailingStorage, SimulatedCrash
 from jaxckpt.testing._storage import MUTATING_VERBS
@@ -664,8 +666,17 @@ def test_what_this_process_is_saving_is_not_cleared_up(disk):
     entry = f"5.orbax-checkpoint-tmp-jaxckpt-{TOKEN}"
     disk.write(f"{entry}/f")
 
-    with Turn(f"{disk.root}/5", 0):
-        disk.run().owner.open()
+    SaveHandle(
+        SaveRequest(
+            storage=disk.storage,
+            path=f"{disk.root}/5",
+            items=[],
+            processes=Single(),
+            name="save",
+            meter=Meter("save", f"{disk.root}/5"),
+        )
+    )
+    disk.run().owner.open()
 
     assert disk.entries() == {entry}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -52,9 +53,9 @@ def test_what_happens_after_the_call_is_not_saved(ram_path, mesh, donate):
 
 def test_a_failure_is_raised_each_time_it_is_asked_for(tmp_path):
     """The handle keeps it."""
-    job = prepare(tmp_path / "a", {"n": 1}, False, None, copy=True)
-    job.storage = FailingStorage(LocalStorage(), 3, OSError(28, "No space left on device"))
-    handle = start(job)
+    full = FailingStorage(LocalStorage(), 3, OSError(28, "No space left on device"))
+    request = prepare(tmp_path / "a", {"n": 1}, False, None, copy=True)
+    handle = start(replace(request, storage=full))
 
     for _ in range(3):
         with pytest.raises(SaveFailed, match="No space left"):
@@ -90,9 +91,9 @@ class Gate:
 
 def test_a_wait_may_end_before_the_save(tmp_path):
     """`timeout_s` is of the wait: the save goes on, and ends well."""
-    job = prepare(tmp_path / "a", {"n": 1}, False, None, copy=True)
-    job.storage = gate = Gate()
-    handle = start(job)
+    gate = Gate()
+    request = prepare(tmp_path / "a", {"n": 1}, False, None, copy=True)
+    handle = start(replace(request, storage=gate))
 
     with pytest.raises(CheckpointTimeout, match="goes on"):
         handle.result(timeout_s=0.01)
@@ -107,8 +108,8 @@ def test_a_wait_may_end_before_the_save(tmp_path):
 
 def test_saves_of_one_path_at_once(tmp_path):
     """One of many wins, and the others are told that something is there."""
-    jobs = [prepare(tmp_path / "a", {"n": n}, False, None, copy=True) for n in range(4)]
-    handles = [start(job) for job in jobs]
+    requests = [prepare(tmp_path / "a", {"n": n}, False, None, copy=True) for n in range(4)]
+    handles = [start(request) for request in requests]
     won = []
     for n, handle in enumerate(handles):
         try:

@@ -22,18 +22,17 @@ def run(policy, seconds, *, save_s=0.0, start_s=100.0):
 
     A save ends `save_s` after it began, in the background.
     """
-    schedule, saved, now_s, busy_until_s = Schedule(policy=policy), [], start_s, -math.inf
+    schedule, saved = Schedule(policy=policy, started_s=start_s), []
+    now_s, busy_until_s = start_s, -math.inf
     for step, step_s in enumerate(seconds, 1):
         now_s += step_s
-        decision = schedule.decide(
-            step, now_s=now_s, started_s=start_s, costs=Costs(), busy=now_s < busy_until_s
-        )
+        decision = schedule.decide(step, now_s=now_s, busy=now_s < busy_until_s)
         assert decision.step == step
         assert decision.reason
         if decision.save:
             saved.append(step)
             busy_until_s = now_s + save_s
-            schedule = schedule.saved(step, now_s=now_s, agreed=None)
+            schedule = schedule.saved(step, now_s=now_s)
     return saved
 
 
@@ -127,7 +126,7 @@ def test_a_step_may_be_zero():
     """Step 0 is divisible by everything."""
     schedule = Schedule(policy=SavePolicy(every_steps=1000))
 
-    decision = schedule.decide(0, now_s=0.0, started_s=0.0, costs=Costs(), busy=False)
+    decision = schedule.decide(0, now_s=0.0, busy=False)
 
     assert (decision.save, decision.reason) == (True, "every_steps=1000")
 
@@ -135,17 +134,17 @@ def test_a_step_may_be_zero():
 def test_a_decision_says_why():
     """The rule and its numbers, or what is not fulfilled."""
     policy = SavePolicy(every_steps=10, every_seconds=60)
-    schedule = Schedule(policy=policy).saved(10, now_s=100.0, agreed=None)
+    schedule = Schedule(policy=policy).saved(10, now_s=100.0)
 
     def reason(step, now_s):
-        decision = schedule.decide(step, now_s=now_s, started_s=0.0, costs=Costs(), busy=False)
+        decision = schedule.decide(step, now_s=now_s, busy=False)
         return decision.save, decision.reason
 
     assert reason(20, 101.0) == (True, "every_steps=10")
     assert reason(21, 160.0) == (True, "60 s since the save before")
     assert reason(21, 115.0) == (False, "15 of 60 s have passed since the save before")
     only_steps = Schedule(policy=SavePolicy(every_steps=10))
-    decision = only_steps.decide(7, now_s=0.0, started_s=0.0, costs=Costs(), busy=False)
+    decision = only_steps.decide(7, now_s=0.0, busy=False)
     assert decision.reason == "no rule of every_steps=10 names it"
 
 
@@ -210,14 +209,13 @@ def test_the_shortest_interval_counts():
 
 def test_auto_measures_first_and_then_waits():
     """The first call saves, to learn what that costs; the next is due after the interval."""
-    schedule = Schedule(policy=SavePolicy(job_mtbf_s=7200))
-    costs = Costs(blocked_s=1, save_s=10)
+    schedule = Schedule(policy=SavePolicy(job_mtbf_s=7200), costs=Costs(save_s=10))
 
     def saves(step, now_s):
-        return schedule.decide(step, now_s=now_s, started_s=0, costs=costs, busy=False).save
+        return schedule.decide(step, now_s=now_s, busy=False).save
 
     assert saves(1, 0.0)
-    schedule = schedule.saved(1, now_s=1000.0, agreed=None)
+    schedule = schedule.saved(1, now_s=1000.0, blocked_s=1)
     assert not saves(2, 1119.0)
     assert saves(2, 1121.0)
 
@@ -238,7 +236,15 @@ def run_together(policy, seconds, *, count=3, saves_of=(), costs=Costs()):  # no
     As the manager does: in each save process 0 tells its costs, and every process takes those of
     the save before into account. The clocks of the processes have nothing in common.
     """
-    schedules = [Schedule(policy=policy, processes=count) for _ in range(count)]
+    schedules = [
+        Schedule(
+            policy=policy,
+            processes=count,
+            started_s=-1e5 * index,
+            costs=Costs(save_s=float(index)),
+        )
+        for index in range(count)
+    ]
     saved, times_s, told, now_s = [], [], None, 50.0
     for step, step_s in enumerate(seconds, 1):
         now_s += step_s
@@ -246,8 +252,6 @@ def run_together(policy, seconds, *, count=3, saves_of=(), costs=Costs()):  # no
             schedule.decide(
                 step,
                 now_s=now_s * (index + 1) - 1e6 * index,
-                started_s=-1e5 * index,
-                costs=Costs(save_s=float(index)),
                 busy=bool((step + index) % 2),
             )
             for index, schedule in enumerate(schedules)

@@ -8,6 +8,7 @@ import shutil
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import pytest
 import jaxckpt
 from jaxckpt import CheckpointNotFound, SaveFailed, StepExists
 from jaxckpt._disk import transaction as _transaction
+from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import prepare
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, MemoryStorage
@@ -60,9 +62,8 @@ class World:
         return self.path if self.storage.atomic_rename else f"memory:/{self.path}"
 
     def job(self, storage, seed, *, overwrite=False):
-        job = prepare(self.url, tree(seed), overwrite, None, copy=False)
-        job.storage = storage
-        return job
+        request = prepare(self.url, tree(seed), overwrite, None, copy=False)
+        return SaveHandle(replace(request, storage=storage))
 
     def save(self, storage, seed, *, overwrite=False):
         self.job(storage, seed, overwrite=overwrite).run()

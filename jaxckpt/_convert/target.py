@@ -29,7 +29,7 @@ from jaxckpt._core.text import counted
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.checksums import starts_of
 from jaxckpt._disk.found import key_folder
-from jaxckpt._disk.writer import is_direct, metadata_files, plan_requests, write_arrays
+from jaxckpt._disk.writer import is_direct, metadata_files, plan_writes, write_arrays
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, names, step, tree
 from jaxckpt.format.step import StepMetadata
@@ -326,7 +326,7 @@ class _Database:
             total_bytes=0,
         )
         places = {(i - first, box): n for n, (i, box, _) in enumerate(chunks)}
-        requests = plan_requests(self._prefixes[first:last], plan, places)
+        requests = plan_writes(self._prefixes[first:last], plan, places)
         snapshot = [_padded(values, self._stored[i]) for i, _, values in chunks]
         sums = write_arrays(self._storage, self._item, requests, snapshot, describe=describe)
         if sums:

@@ -44,41 +44,40 @@ def is_direct(stored: StoredArray) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Requests:
-    """What one process asks of the database, but for the values.
+class WritePlan:
+    """The writes of one process to its database, without the values.
 
     Attributes:
         described: Key and bytes of the metadata of arrays whose chunks are direct.
         arrays: The others: prefix and how they lie, by index of the array in the plan.
         direct: For each direct chunk its key, and of which shard (by index of the source) it is
             which part; None for all of it.
-        written: For each other chunk its array, its place there, the shard and the part.
+        written: For each other chunk its array, its place and its index there, the shard and the
+            part.
         units: The numbers of the direct chunks among all chunks and inner chunks of the tree, and
             then of those in the others: see `_sums`.
-        indexes: Of the other chunks, in their arrays.
         unit_count: Of all chunks and inner chunks of the tree, whoever writes them.
     """
 
     described: tuple[tuple[str, bytes], ...]
     arrays: Mapping[int, tuple[str, StoredArray]]
     direct: tuple[tuple[str, int, tuple[Any, ...] | None], ...]
-    written: tuple[tuple[int, tuple[slice, ...], int, tuple[Any, ...] | None], ...]
+    written: tuple[tuple[int, tuple[slice, ...], tuple[int, ...], int, tuple[Any, ...] | None], ...]
     units: tuple[int, ...]
-    indexes: tuple[tuple[int, ...], ...]
     unit_count: int
 
 
-def plan_requests(
+def plan_writes(
     prefixes: Sequence[str], plan: SavePlan, sources: Mapping[tuple[int, Box], int]
-) -> Requests:
-    """What to ask of the database.
+) -> WritePlan:
+    """Works out the writes of this process to its database.
 
     Args:
         prefixes: Of each array's keys.
         sources: The index of each shard that the plan's writes are of.
     """
     described, arrays, direct, written = [], {}, [], []
-    direct_units, written_units, indexes = [], [], []
+    direct_units, written_units = [], []
     starts = list(starts_of(plan.stored))
     for i, (prefix, stored) in enumerate(zip(prefixes, plan.stored, strict=True)):
         if is_direct(stored):
@@ -92,19 +91,17 @@ def plan_requests(
         index = tuple(a // n for a, n in zip(write.box.start, stored.chunk_shape, strict=True))
         units = (first + unit for unit in units_in(stored, index))
         if write.array in arrays:
-            written.append((write.array, write.box.slices, source, part))
+            written.append((write.array, write.box.slices, index, source, part))
             written_units += units
-            indexes.append(index)
         else:
             direct.append((prefixes[write.array] + chunk_key(index), source, part))
             direct_units += units
-    return Requests(
+    return WritePlan(
         described=tuple(described),
         arrays=arrays,
         direct=tuple(direct),
         written=tuple(written),
         units=(*direct_units, *written_units),
-        indexes=tuple(indexes),
         unit_count=starts[-1],
     )
 
@@ -142,7 +139,7 @@ def texts_of(leaves: Sequence[Leaf]) -> bytes:
 def write_arrays(
     storage: Storage,
     database: str,
-    requests: Requests,
+    writes: WritePlan,
     snapshot: Sequence[np.ndarray[Any, Any]],
     *,
     describe: bool,
@@ -155,30 +152,30 @@ def write_arrays(
         describe: Whether to write the arrays' metadata too; one process does.
 
     Returns:
-        The checksum of each of `requests.units`.
+        The checksum of each of `writes.units`.
     """
     from jaxckpt.storage._arrays import Reader, Writer
 
-    has_metadata = describe and (requests.described or requests.arrays)
+    has_metadata = describe and (writes.described or writes.arrays)
     sums: list[int] = []
-    if not (requests.direct or requests.written or has_metadata):
+    if not (writes.direct or writes.written or has_metadata):
         return sums
     storage.make_dir(database)
     writer = Writer(storage.kvstore(database))
     try:
         opened = {}
         if describe:
-            for key, data in requests.described:
+            for key, data in writes.described:
                 writer.put(key, data)
-            for i, (prefix, stored) in requests.arrays.items():
+            for i, (prefix, stored) in writes.arrays.items():
                 opened[i] = writer.create_array(prefix, zarr3_metadata(stored))
-        for i, where, source, part in requests.written:
+        for i, where, _, source, part in writes.written:
             if i not in opened:
-                prefix, stored = requests.arrays[i]
+                prefix, stored = writes.arrays[i]
                 opened[i] = writer.array(prefix, zarr3_metadata(stored))
             values = snapshot[source]
             writer.write(opened[i], where, values if part is None else values[part])
-        for key, source, part in requests.direct:
+        for key, source, part in writes.direct:
             values = snapshot[source]
             data = encode_chunk(values if part is None else values[part])
             sums.append(int.from_bytes(data[-CRC_BYTES:], "little"))
@@ -187,20 +184,12 @@ def write_arrays(
     except BaseException:
         writer.abort()
         raise
-    if requests.written:
-        chunks = [
-            (*requests.arrays[write[0]], index)
-            for write, index in zip(requests.written, requests.indexes, strict=True)
-        ]
+    if writes.written:
+        chunks = [(*writes.arrays[i], index) for i, _, index, *_ in writes.written]
         reader = Reader(storage.kvstore(database), database=True)
         for of_chunk in stored_sums(reader, chunks):
             sums += of_chunk
     return sums
-
-
-def database_of(item_path: str, process: int, count: int) -> str:
-    """Where a process writes: its own database, or the only one."""
-    return item_path if count == 1 else f"{item_path}/{names.process_database(process)}"
 
 
 def merge(storage: Storage, item_path: str, writers: Sequence[int]) -> None:

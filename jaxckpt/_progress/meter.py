@@ -1,4 +1,4 @@
-"""Measures a save or a restore while it runs, and tells who watches; see `jaxckpt.types`."""
+"""Measures a save or a restore while it runs, and reports to whoever watches; see `types`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final, final
 from jaxckpt.errors import CheckpointError
 from jaxckpt.types import PHASES, Kind, OnProgress, Progress, Timing
 
-# How often a display is told.
+# How often a display is called.
 _TICK_S: Final = 0.25
 # For a callback that does not return; then its thread stays behind.
 _PATIENCE_S: Final = 5.0
@@ -20,15 +20,16 @@ _PATIENCE_S: Final = 5.0
 
 @final
 class Meter:
-    """Measures one save or restore, and tells who watches.
+    """Measures one save or restore.
 
     Attributes:
         phases: Seconds by phase, so far.
         total_bytes: To be written or read here.
-        done_bytes: Of those; or ask `measure`, if it is set.
-        measure: Says how many bytes are done, where nobody is told of each.
-        missing: Says who has not come, in the phase "meet".
+        done_bytes: Of those; or `measure` returns them, if it is set.
+        measure: Returns how many bytes are done, where nobody counts each.
+        missing: Returns the processes that have not come, in the phase "meet".
         slowest: See `Timing`.
+        error: Raised by the callback. It is not called again, and does not disturb the work.
     """
 
     def __init__(self, kind: Kind, path: str, *, step: int | None = None) -> None:
@@ -39,18 +40,54 @@ class Meter:
         self.missing: Callable[[], Sequence[int]] | None = None
         self.slowest: int | None = None
         self.step = step
+        self.error: BaseException | None = None
         self._kind: Kind = kind
         self._path = path
         self._start_s = self._last_s = time.monotonic()
         self._phase = ""
+        self._on_progress: OnProgress | None = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def watch(self, on_progress: OnProgress | None) -> None:
+        """Calls `on_progress` a few times a second, in a thread of its own, until `end`."""
+        self._on_progress = on_progress
+        if on_progress is not None:
+            self._thread = threading.Thread(
+                target=self._report_on, name="jaxckpt-progress", daemon=True
+            )
+            self._thread.start()
+
+    def end(self) -> None:
+        """Calls `on_progress` for the last time."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._ended.set()
+            thread.join(_PATIENCE_S)
+            if not thread.is_alive():
+                self._report(ended=True)
+
+    def _report_on(self) -> None:
+        while not self._ended.wait(_TICK_S):
+            self._report(ended=False)
+
+    def _report(self, *, ended: bool) -> None:
+        if self.error is None and self._on_progress is not None:
+            try:
+                self._on_progress(self.progress(ended=ended))
+            except BaseException as error:  # also `sys.exit`; raised when the work is done
+                self.error = error
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts what runs inside as a phase, which the profiler of JAX shows too."""
+        """Counts the time inside as a phase, which the profiler of JAX shows too."""
         self._phase = name
         before_s = time.monotonic()
+        # A process that has not imported jax does not profile it.
+        jax: Any = sys.modules.get("jax")
+        shown = jax.profiler.TraceAnnotation if jax else contextlib.nullcontext
         try:
-            with _annotation(f"jaxckpt {self._kind} {name}"):
+            with shown(f"jaxckpt {self._kind} {name}"):
                 yield
         finally:
             self._last_s = time.monotonic()
@@ -69,16 +106,16 @@ class Meter:
         self.phases[phase] = self.phases.get(phase, 0.0) + seconds
 
     def note_slowest(self, seconds: Sequence[float]) -> None:
-        """Takes note of how long each process took."""
+        """Records the process that took longest."""
         if len(seconds) > 1:
             self.slowest = max(range(len(seconds)), key=seconds.__getitem__)
 
     def landed(self, size_bytes: int) -> None:
-        """Takes note of bytes that are done."""
+        """Counts bytes that are done."""
         self.done_bytes += size_bytes
 
     def timing(self) -> Timing:
-        """What it took until now."""
+        """Returns the time that it took until now."""
         return Timing(
             kind=self._kind,
             path=self._path,
@@ -90,7 +127,7 @@ class Meter:
         )
 
     def progress(self, *, ended: bool = False) -> Progress:
-        """How far it is now."""
+        """Returns how far it is now."""
         phase, done_bytes, waiting_for = self._phase, self.done_bytes, ()
         if self.measure is not None and phase == "write":
             # Files are renamed while they are looked at.
@@ -98,7 +135,7 @@ class Meter:
         elif self._kind == "save" and phase in ("meet", "commit"):
             done_bytes = self.total_bytes
         if self.missing is not None and phase == "meet" and not ended:
-            with contextlib.suppress(CheckpointError):  # who waits for them raises it
+            with contextlib.suppress(CheckpointError):  # the wait for them raises it
                 waiting_for = tuple(self.missing())
         if phase != self._phase:  # the answer came too late
             waiting_for = ()
@@ -114,65 +151,12 @@ class Meter:
         )
 
 
-@final
-class Watch:
-    """Tells `on_progress` a few times a second, from a thread of its own, until `end`.
-
-    Attributes:
-        meter: How far it is.
-        error: What the callback raised. It is not called again, and does not disturb the work.
-    """
-
-    def __init__(self, meter: Meter, on_progress: OnProgress | None) -> None:
-        self.error: BaseException | None = None
-        self.meter = meter
-        self._on_progress = on_progress
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-        if on_progress is not None:
-            self._thread = threading.Thread(target=self._run, name="jaxckpt-progress", daemon=True)
-            self._thread.start()
-
-    @contextlib.contextmanager
-    def ended_by_error(self) -> Iterator[None]:
-        """Ends if what runs inside raises: then nothing more comes."""
-        try:
-            yield
-        except BaseException:
-            self.end()
-            raise
-
-    def end(self) -> None:
-        """Tells it for the last time."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._ended.set()
-            thread.join(_PATIENCE_S)
-            if not thread.is_alive():
-                self._tell(ended=True)
-
-    def _run(self) -> None:
-        while not self._ended.wait(_TICK_S):
-            self._tell(ended=False)
-
-    def _tell(self, *, ended: bool) -> None:
-        if self.error is None and self._on_progress is not None:
-            try:
-                self._on_progress(self.meter.progress(ended=ended))
-            except BaseException as error:  # also `sys.exit`; raised when the work is done
-                self.error = error
-
-
-def _annotation(name: str) -> contextlib.AbstractContextManager[Any]:
-    # Who has not imported jax does not profile it.
-    jax: Any = sys.modules.get("jax")
-    return contextlib.nullcontext() if jax is None else jax.profiler.TraceAnnotation(name)
-
-
 def display(on_progress: OnProgress | None, process: int) -> OnProgress | None:
-    """What is to be told: the caller's function, or a bar where someone sees it."""
+    """Returns what is to be called: the caller's function, or a bar where someone sees it."""
     if on_progress is not None or process != 0:
         return on_progress
-    from jaxckpt._progress import bar as _bar
+    if not sys.stderr.isatty() and "IPython" not in sys.modules:
+        return None
+    from jaxckpt._progress.bar import Bar, is_seen
 
-    return _bar.Bar() if _bar.is_seen() else None
+    return Bar() if is_seen() else None

@@ -31,7 +31,7 @@ from jaxckpt._disk.found import Found, JsonItem
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import read_leaves
 from jaxckpt._disk.regions import LeafRead
-from jaxckpt._progress.meter import Meter, Watch, display
+from jaxckpt._progress.meter import Meter, display
 from jaxckpt._restore.match import RestoreRequest, Wanted, flatten_like, match
 from jaxckpt._restore.placement import LeafPlan, Placer, key_data_sharding, plan_leaves
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
@@ -173,17 +173,17 @@ def restore_from(
     like = target.pop()
     meter = meter or Meter("restore", source.where)
     processes = current()
-    wanted, treedef, watch, read, problem = None, None, None, None, None
+    wanted, treedef, read, problem = None, None, None, None
     try:
         if like is not None:
             wanted, treedef = flatten_like(like, keep_values=request.keeps_values)
         # From here on nothing refers to the arrays of `like`: the caller may have let go of them.
         del like
-        watch = Watch(meter, display(request.on_progress, processes.index))
+        meter.watch(display(request.on_progress, processes.index))
         try:
             read = source.within(partial(_read, source, request, meter, wanted))
         finally:
-            watch.end()
+            meter.end()
     except Exception as error:  # told to the other processes, then raised
         problem = error
     try:
@@ -201,8 +201,8 @@ def restore_from(
     if request.report is not None:
         request.report(replace(read.report, timing=timing))
     _logger.info("%s", timing)
-    if watch is not None and watch.error is not None:
-        raise watch.error
+    if meter.error is not None:
+        raise meter.error
     if treedef is not None and wanted is not None:
         return treedef.unflatten([read.values[want.path] for want in wanted])
     if read.report.renamed:

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal
 
 from jaxckpt._disk.find import find, looks_committed, read_found
 from jaxckpt._disk.found import Found, check_sizes
-from jaxckpt._save.turn import Turn
+from jaxckpt._save.handle import is_under_way
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.run import StepNames, guess_names, like_steps
@@ -201,7 +201,7 @@ class StepIndex:
     def _check(self, listing: Listing, number: int) -> State | None:
         """Returns the state of a step, and reports one that is not committed."""
         path, state = f"{self.root}/{listing.steps[number]}", self.state(listing, number)
-        if state != "committed" and not Turn.is_under_way(path):
+        if state != "committed" and not is_under_way(path):
             self.report(f"{path} is not a committed step, and is left alone")
         return state
 

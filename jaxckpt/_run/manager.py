@@ -33,7 +33,7 @@ from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.saver import Saver, raise_first
 from jaxckpt._run.schedule import SavePolicy, check_count, check_seconds
 from jaxckpt._run.scrub import scrub
-from jaxckpt._save.save import SaveHandle
+from jaxckpt._save.handle import SaveHandle
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Json, current, lead, text_of
 from jaxckpt.storage import locate
@@ -245,7 +245,7 @@ class CheckpointManager:
     @property
     def decision(self) -> Decision | None:
         """Whether the step last asked about was saved, and why or why not."""
-        return self._saver.pace.decision
+        return self._saver.decision
 
     def save(
         self,
@@ -294,9 +294,9 @@ class CheckpointManager:
 
     def _begin_call(self) -> None:
         # `close` waits for `on_commit`, which may ask what there is.
-        if self._closed and not self._saver.queue.is_own_thread():
+        if self._closed and not self._saver.is_own_thread():
             raise ValueError(f"the manager of {self.directory} is closed")
-        raise_first(self._saver.queue.take_errors())
+        raise_first(self._saver.take_errors())
 
     def _check_writes(self) -> None:
         if self.mode == "r":
@@ -309,9 +309,9 @@ class CheckpointManager:
             CheckpointTimeout: they have not after `timeout_s`, or else the manager's.
             Whatever a save of them, or one before, failed with.
         """
-        pending = self._saver.queue.under_way()
-        self._saver.queue.wait(pending, self.timeout_s if timeout_s is None else timeout_s)
-        raise_first(self._saver.queue.take_errors())
+        pending = self._saver.under_way()
+        self._saver.wait(pending, self.timeout_s if timeout_s is None else timeout_s)
+        raise_first(self._saver.take_errors())
 
     def close(self) -> None:
         """Waits for the saves under way, and lets go of the run.
@@ -320,15 +320,15 @@ class CheckpointManager:
             Whatever a save failed with that nobody was told of.
         """
         self._shut(self.timeout_s)
-        raise_first(self._saver.queue.take_errors())  # also after another manager has closed it
+        raise_first(self._saver.take_errors())  # also after another manager has closed it
 
     def _shut(self, timeout_s: float) -> None:
         if self._closed:
             return
-        self._saver.queue.refuse_own_thread()
+        self._saver.refuse_own_thread()
         self._closed = True
         try:
-            self._saver.queue.stop(timeout_s)
+            self._saver.stop(timeout_s)
         finally:
             self._saver.preemption.close()
             self._owner.close()
@@ -409,7 +409,7 @@ class CheckpointManager:
         self.restored_step, state = found
         self._timings.append(reading.meter.timing())
         reading.set_objects()
-        self._saver.pace.restored(time.monotonic() - start_s)
+        self._saver.record(restore_s=time.monotonic() - start_s)
         if self.mode == "w" and self.restored_step != steps[0]:
             self._saver.floor = self._lead("newest", self._index.newest)  # some were set aside
         return state

@@ -21,7 +21,7 @@ from typing import Any, final
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._run.index import Listing, StepIndex, check_root
 from jaxckpt._run.leases import Leases
-from jaxckpt._save.turn import Turn
+from jaxckpt._save.handle import is_under_way
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Owner
@@ -182,7 +182,7 @@ class Ownership:
         if (name := names.replaced(entry)) is not None:
             _transaction.recover(index.storage, f"{index.root}/{name}")
         elif (name := names.ours_temporary(entry)) is not None:
-            if Turn.is_under_way(f"{index.root}/{name}"):
+            if is_under_way(f"{index.root}/{name}"):
                 return False
             if not names.is_deleting(entry):
                 index.warn(f"removing {path}, left by a save that did not end")

@@ -1,45 +1,49 @@
-"""The saving half of a manager: which calls save, what they take, what happens after a commit."""
+"""The saving half of a manager: which calls save, the background thread, what follows a commit."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import queue
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final, final
 
-from jaxckpt._progress.meter import Meter, Watch, display
+from jaxckpt._progress.meter import Meter, display
 from jaxckpt._run import items as _items
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.owner import Ownership
-from jaxckpt._run.pace import Pace
 from jaxckpt._run.preemption import Preemption
-from jaxckpt._run.queue import Pending, SaveQueue
 from jaxckpt._run.retention import KeepPolicy
-from jaxckpt._run.schedule import SavePolicy
-from jaxckpt._save.job import SaveJob
-from jaxckpt._save.save import SaveHandle, check_metadata
+from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
+from jaxckpt._save.handle import SaveHandle, SaveRequest
+from jaxckpt._save.save import check_metadata
 from jaxckpt._save.snapshot import Item, take_tree
-from jaxckpt.errors import StepExists
+from jaxckpt.errors import CheckpointTimeout, StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import MAX_STEP
 from jaxckpt.multihost import Processes, text_of
 from jaxckpt.types import Decision, OnProgress, StepInfo, Timing
+
+_logger = logging.getLogger("jaxckpt")
 
 _PREEMPTION: Final = "preemption"
 
 
 @final
 class Saver:
-    """Saves steps of a run, one after the other, in the background.
+    """Saves steps of a run in the background: one after the other, in one thread.
 
     Attributes:
-        pace: When.
-        queue: Those under way.
+        decision: Whether the step last asked about is saved, and why.
+        schedule: When it saves. Every process that makes the same calls gets the same answers.
         floor: The newest committed step that is known here.
-        session: What the names of attempts are made of; all processes have agreed on it.
+        session: Begins the names of attempts; all processes have agreed on it.
     """
 
     def __init__(
@@ -58,8 +62,10 @@ class Saver:
         on_commit: Callable[[Timing], None] | None,
         timings: deque[Timing],
     ) -> None:
-        self.pace = Pace(policy, processes)
-        self.queue = SaveQueue(index.root, self._after_save)
+        self.decision: Decision | None = None
+        self.schedule = Schedule(
+            policy=policy, processes=processes.count, started_s=time.monotonic()
+        )
         self.floor: int | None = None
         self.session = ""
         self.preemption = Preemption(processes, listens=listens and policy.on_preemption)
@@ -73,9 +79,52 @@ class Saver:
         self._on_progress = on_progress
         self._on_commit = on_commit
         self._timings = timings
+        self._by_rules: Decision | None = None
+        self._explained = False
         self._started = 0
-        self._latest: Pending | None = None
-        self._for_preemption: Pending | None = None
+        self._latest: SaveHandle | None = None
+        self._for_preemption: SaveHandle | None = None
+        self._metrics: dict[int, dict[str, Any]] = {}  # of steps, once their saves have read them
+        self._queue: queue.SimpleQueue[SaveHandle | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()  # guards `schedule` and the two below
+        self._under_way: list[SaveHandle] = []
+        self._errors: list[SaveHandle | BaseException] = []
+
+    # --- which calls save ------------------------------------------------------------------------
+
+    def decide(self, step: int, *, force: bool = False) -> Decision:
+        """Returns whether a step is saved: because the job ends, by force, or by a rule."""
+        if not 0 <= step <= MAX_STEP:
+            raise ValueError(f"step must be between 0 and {MAX_STEP}, got {step}")
+        if self.preemption.reached(step) and not self._is_saved_for_preemption():
+            self.decision = Decision(step=step, save=True, reason=_PREEMPTION)
+        elif force:
+            self.decision = Decision(step=step, save=True, reason="force")
+        else:
+            known = self._by_rules
+            # An answer holds until the step is saved, whatever the clock says by then.
+            if known is None or known.step != step or self.schedule.last_step == step:
+                busy = bool(self.under_way())
+                self._by_rules = self.schedule.decide(step, now_s=time.monotonic(), busy=busy)
+            self.decision = self._by_rules
+        assert self.decision is not None
+        return self.decision
+
+    def _is_saved_for_preemption(self) -> bool:
+        """Whether it is; one that failed is tried again, by all processes or by none."""
+        if self._for_preemption is None:
+            return False
+        self.wait([self._for_preemption], self._timeout_s)
+        return self._for_preemption.timing is not None
+
+    def record(self, **costs: float) -> None:
+        """Records what a save or a restore cost: fields of `Costs`."""
+        with self._changed:
+            measured = replace(self.schedule.costs, **costs)
+            self.schedule = replace(self.schedule, costs=measured)
+
+    # --- in the caller's thread ------------------------------------------------------------------
 
     def save(
         self,
@@ -90,102 +139,71 @@ class Saver:
         """`CheckpointManager.save`."""
         entered_s = time.monotonic()
         decision = self.decide(step, force=force)
-        errors = self.queue.take_errors()
+        errors = self.take_errors()
         if not decision.save:
             raise_first(errors)
             return None
-        problem, held, metadata, found = None, [], {}, {}
+        problem, held, metadata = None, [], {}
         # Not before: to ask where a step goes may list the root, and most calls save nothing.
         meter = Meter("save", self._index.path(step), step=step)
-        watch = Watch(meter, display(self._on_progress, self._processes.index))
+        meter.watch(display(self._on_progress, self._processes.index))
         try:
-            with watch.ended_by_error():
-                # Another process may not know of these yet, and saves: it must not wait for this.
-                raise_first(errors)
-                self._check_step(step)
-                metadata = check_metadata(custom_metadata)
-                held = self._take(state, items, metrics, step, found, meter)
-        except Exception as error:  # told to the others, then raised
-            if self._processes.count == 1:
+            # Another process may not know of these yet, and saves: it must not wait for this.
+            raise_first(errors)
+            self._check_step(step)
+            metadata = check_metadata(custom_metadata)
+            held = self._take(state, items, metrics, step, meter)
+        except BaseException as error:
+            meter.end()
+            if self._processes.count == 1 or not isinstance(error, Exception):
                 raise
-            problem = error
-        pending = self._start(
-            step, entered_s, held, metadata, found, problem, watch, skips=bool(errors)
-        )
-        if decision.reason == _PREEMPTION:
-            self._for_preemption = pending
-        if problem is not None:
-            raise problem
-        return pending.handle
-
-    def _start(
-        self,
-        step: int,
-        entered_s: float,
-        held: list[Item],
-        metadata: Mapping[str, Any],
-        metrics: dict[str, Any],
-        problem: Exception | None,
-        watch: Watch,
-        *,
-        skips: bool,
-    ) -> Pending:
-        """Hands a save to the thread; all processes keep the same account of it."""
-        told = None
-        if self.pace.needs_told and self._latest is not None:
-            # All must add up the same numbers, so wait where that save is still under way.
-            self.queue.wait([self._latest], self._timeout_s)
-            told = self._latest.job.told
-        tell = self.pace.saving(step, entered_s=entered_s, told=told)
+            problem = error  # reported to the others, then raised
+        self._move_on(step, entered_s)
         name = f"manager {self.session}/{self._started}"
         self._started += 1
-        job = SaveJob(
+        request = SaveRequest(
             storage=self._index.storage,
             path=self._index.path(step),
             items=held,
             processes=self._processes,
             name=name,
-            watch=watch,
+            meter=meter,
             custom_metadata=metadata,
             is_step=True,
             token=hashlib.sha256(name.encode()).hexdigest()[:16],
             fence=partial(self._owner.fence, step),
-            tell=tell,
+            note=asdict(self.schedule.costs),
             problem=problem,
-            skips=skips,
+            skips=bool(errors),
             timeout_s=self._timeout_s,
         )
-        self._latest = Pending(
-            step=step,
-            job=job,
-            handle=SaveHandle(job),
-            metrics=metrics,
-            size_bytes=job.size_bytes,
-            started_s=entered_s,
-        )
-        self.queue.put(self._latest)
-        return self._latest
+        self._latest = handle = SaveHandle(request)
+        self._put(handle)
+        if decision.reason == _PREEMPTION:
+            self._for_preemption = handle
+        if problem is not None:
+            raise problem
+        return handle
 
-    def decide(self, step: int, *, force: bool = False) -> Decision:
-        """Whether a step is saved: because the job ends, by force, or by a rule."""
-        if not 0 <= step <= MAX_STEP:
-            raise ValueError(f"a step is from 0 to {MAX_STEP}, not {step}")
-        if self.preemption.reached(step) and not self._is_saved_for_preemption():
-            return self.pace.must(step, _PREEMPTION)
-        if force:
-            return self.pace.must(step, "force")
-        return self.pace.decide(step, busy=bool(self.queue.under_way()))
-
-    def _is_saved_for_preemption(self) -> bool:
-        """Whether it is; one that failed is tried again, by all processes or by none."""
-        pending = self._for_preemption
-        if pending is None:
-            return False
-        self.queue.wait([pending], self._timeout_s)
-        return pending.committed
+    def _move_on(self, step: int, entered_s: float) -> None:
+        """Moves the schedule on to the next save; all processes keep the same account of it."""
+        agreed = None
+        if self.schedule.needs_agreement and self._latest is not None:
+            # All must add up the same numbers, so wait where that save is still under way.
+            self.wait([self._latest], self._timeout_s)
+            agreed = Costs(**self._latest.note) if self._latest.note is not None else None
+        now_s = time.monotonic()
+        with self._changed:
+            self.schedule = self.schedule.saved(
+                step, now_s=now_s, blocked_s=now_s - entered_s, agreed=agreed
+            )
+        if not self._explained and (text := self.schedule.explanation()) is not None:
+            self._explained = True
+            if self._processes.index == 0:
+                _logger.info("%s", text)
 
     def _check_step(self, step: int) -> None:
-        newest = [p.step for p in self.queue.under_way() if not p.refused]
+        newest = [handle.step or 0 for handle in self.under_way() if not handle.refused]
         floor = max([*newest, -1 if self.floor is None else self.floor])
         if step > floor:
             return
@@ -204,13 +222,11 @@ class Saver:
         items: Mapping[str, object],
         metrics: Mapping[str, Any] | None,
         step: int,
-        found: dict[str, Any],
         meter: Meter,
     ) -> list[Item]:
         """Brings everything to the host, when there is room for it."""
         _items.check_names(items)
-        expected = self._latest.size_bytes if self._latest is not None else 0
-        self.queue.wait_for_room(expected, self._budget_bytes, self._timeout_s)
+        self._wait_for_room(self._latest.size_bytes if self._latest is not None else 0)
         meter.waited()
         processes = self._processes
         with meter.phase("snapshot"):
@@ -223,23 +239,115 @@ class Saver:
                     f"step {step} has no metric {wanted!r}, which KeepPolicy ranks by; it has "
                     f"{', '.join(metrics) or 'none'}"
                 )
-            held.append(_items.take_metrics(metrics, found.update))
+            found = partial(self._metrics.__setitem__, step)
+            held.append(_items.take_metrics(metrics, found))
         return held
 
-    def _after_save(self, pending: Pending) -> None:
-        """Runs in the thread, after a commit."""
-        timing = pending.job.meter.timing()
+    # --- waiting ---------------------------------------------------------------------------------
+
+    def under_way(self) -> list[SaveHandle]:
+        """Returns the saves that have not ended, or what follows them has not."""
+        with self._changed:
+            return list(self._under_way)
+
+    def take_errors(self) -> list[BaseException]:
+        """Returns the errors of saves that nobody has heard of yet."""
+        with self._changed:
+            errors, self._errors = self._errors, []
+        found = [e.take_error() if isinstance(e, SaveHandle) else e for e in errors]
+        return [error for error in found if error is not None]
+
+    def is_own_thread(self) -> bool:
+        """Returns whether the thread that saves asks, such as `on_commit`."""
+        return threading.current_thread() is self._thread
+
+    def refuse_own_thread(self) -> None:
+        """Raises RuntimeError in the thread that saves, which would wait for itself."""
+        if self.is_own_thread():
+            raise RuntimeError(
+                f"{self._index.root}: on_commit cannot wait for saves, since they wait for it; do "
+                "this in the thread that calls `save`"
+            )
+
+    def wait(self, handles: Sequence[SaveHandle], timeout_s: float) -> None:
+        """Waits until these saves have ended, and what follows them; CheckpointTimeout if not."""
+        self._wait_until(lambda: not any(one in self._under_way for one in handles), timeout_s)
+
+    def _wait_for_room(self, size_bytes: int) -> None:
+        """Waits until so many bytes fit into the budget beside what is held; alone all fit."""
+
+        def has_room() -> bool:
+            held = sum(handle.size_bytes for handle in self._under_way)
+            return held == 0 or held + size_bytes <= self._budget_bytes
+
+        self._wait_until(
+            has_room,
+            self._timeout_s,
+            f", and their values leave no room in budget_bytes={self._budget_bytes}",
+        )
+
+    def _wait_until(self, over: Callable[[], bool], timeout_s: float, why: str = "") -> None:
+        with self._changed:
+            if over():
+                return
+            self.refuse_own_thread()
+            if not self._changed.wait_for(over, timeout_s):
+                steps = [handle.step for handle in self._under_way]
+                raise CheckpointTimeout(
+                    f"{self._index.root}: the saves of steps {steps} are still under way after "
+                    f"{timeout_s:g} s{why}; they go on"
+                )
+
+    def stop(self, timeout_s: float) -> None:
+        """Waits until all saves have ended, and ends the thread."""
+        self._queue.put(None)
+        self.wait(self.under_way(), timeout_s)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    # --- in the thread ---------------------------------------------------------------------------
+
+    def _put(self, handle: SaveHandle) -> None:
+        with self._changed:
+            self._under_way.append(handle)
+        self._queue.put(handle)
+        if self._thread is None:
+            # A daemon: a manager that nobody closed must not keep the interpreter alive.
+            name = f"jaxckpt-manager {self._index.root}"
+            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        while (handle := self._queue.get()) is not None:
+            error: SaveHandle | BaseException | None = None
+            try:
+                if handle.attempt():
+                    self._follow(handle)
+                elif not (handle.refused or handle.skipped):
+                    error = handle
+            except BaseException as failed:  # the top of a thread; stored, and raised by a call
+                error = failed
+            with self._changed:
+                if error is not None:
+                    self._errors.append(error)
+                self._under_way.remove(handle)
+                self._changed.notify_all()
+
+    def _follow(self, handle: SaveHandle) -> None:
+        """Does what follows a commit: records it, deletes steps, calls back."""
+        timing, step = handle.timing, handle.step
+        assert timing is not None  # it is committed
+        assert step is not None
         self._timings.append(timing)
-        self.floor = pending.step
-        self.pace.saved(time.monotonic() - pending.started_s)
+        self.floor = step
+        self.record(save_s=timing.seconds)
         if self._processes.index == 0:  # the others do not know the metrics that it wrote
-            info = StepInfo(step=pending.step, saved_s=time.time(), metrics=pending.metrics)
-            self._index.remember(info)
+            metrics = self._metrics.pop(step, {})
+            self._index.remember(StepInfo(step=step, saved_s=time.time(), metrics=metrics))
             self._delete_what_goes()
         if self._on_commit is not None:
             self._on_commit(timing)
-        if pending.job.watch.error is not None:
-            raise pending.job.watch.error
+        handle.raise_callback_error()
 
     def _delete_what_goes(self) -> None:
         if self._keep.has_rules:
@@ -250,7 +358,7 @@ class Saver:
             self._deletion.delete(n for n in steps if n not in kept and n not in unknown)
 
     def _info(self, step: int) -> StepInfo:
-        """What the policy looks at; of what is not in memory, only if it does look."""
+        """Returns what the policy looks at; of what is not in memory, only if it does look."""
         if self._keep.needs_facts:
             return self._index.info(step)
         return StepInfo(step=step, saved_s=0.0)

@@ -1,13 +1,13 @@
-"""When a run saves: the rules, and what they say of a step. Pure; clocks are arguments.
+"""When a run saves: the rules, and their answer for a step. Pure; clocks are arguments.
 
 Every process decides for itself, and all must decide alike, without talking at steps that do not
 save. So a rule is either a function of the step, or it goes by the clock, and then:
 
 - one process alone looks at its clock;
-- several turn the clock into a step number. In each save process 0 tells how long a step takes and
-  how far apart saves should be; every process adds that to the step of the next save. Until there
+- several turn the clock into a step number. In each save process 0 reports how long a step
+  takes and what saves cost; every process adds that to the step of the next save. Until there
   is a measurement, the second save comes `FIRST_GUESS` steps after the first, and each gap is at
-  most `FIRST_GUESS` times the one before: steps look short while jax only dispatches them.
+  most `FIRST_GUESS` times the gap before: steps look short while jax only dispatches them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class SavePolicy:
         The interval between saves is sqrt(2 · cost · (MTBF + restart)), by Young (1974) and Daly
         (2006): `cost` is how long a save holds training up and `restart` how long a restore takes,
         both as measured in this run, and MTBF that of the job. It is never shorter than a save
-        takes. One line of the log tells the interval and why.
+        takes. One line of the log has the interval and the reason.
 
         Args:
             mtbf_hours: Mean time between failures of one process (its host), in hours.
@@ -124,7 +124,7 @@ class SavePolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What process 0 has measured, in seconds; None: not yet.
+    """What a process has measured, in seconds; None if it has not yet.
 
     Attributes:
         step_s: One step of training, over the steps between the last two saves.
@@ -159,6 +159,9 @@ class Schedule:
 
     Attributes:
         processes: How many decide.
+        started_s: When the run began, by the monotonic clock of this process.
+        costs: As measured in this process.
+        agreed: As process 0 measured them; reported in a save, the same one in every process.
         last_step, last_s: Of the latest save of this run, and when it was; None before the first.
         next_step: By the clock, where several processes decide.
         gap: The longest between two saves so far, in steps.
@@ -166,19 +169,24 @@ class Schedule:
 
     policy: SavePolicy
     processes: int = 1
+    started_s: float = 0.0
+    costs: Costs = field(default_factory=Costs)
+    agreed: Costs | None = None
     last_step: int | None = None
     last_s: float | None = None
     next_step: int | None = None
     gap: int = field(default=1)
 
-    def decide(
-        self, step: int, *, now_s: float, started_s: float, costs: Costs, busy: bool
-    ) -> Decision:
-        """Says whether to save at this step.
+    @property
+    def needs_agreement(self) -> bool:
+        """Whether the next step by the clock follows from what process 0 measured."""
+        return self.policy.is_by_clock and self.processes > 1
+
+    def decide(self, step: int, *, now_s: float, busy: bool) -> Decision:
+        """Returns whether to save at this step, and why.
 
         Args:
-            now_s, started_s: The time, and when the run began, by one monotonic clock. Looked at by
-                a process that is alone.
+            now_s: The time by the clock of `started_s`. Looked at by a process that is alone.
             busy: Whether a save is under way. Looked at by a process that is alone.
         """
         reason = self.policy.matches(step)
@@ -187,21 +195,19 @@ class Schedule:
         if reason is None and self.policy.is_by_clock:
             if self.processes > 1:
                 return self._decide_together(step)
-            return self._decide_alone(step, now_s, started_s, costs, busy)
+            return self._decide_alone(step, now_s, busy)
         if reason is not None:
             return Decision(step=step, save=True, reason=reason)
         return Decision(step=step, save=False, reason=f"no rule of {self._rules()} names it")
 
-    def _decide_alone(
-        self, step: int, now_s: float, started_s: float, costs: Costs, busy: bool
-    ) -> Decision:
+    def _decide_alone(self, step: int, now_s: float, busy: bool) -> Decision:
         if self.policy.job_mtbf_s is not None and self.last_s is None:
             return Decision(step=step, save=True, reason="the first save measures what one costs")
         if self.policy.continuous and not busy:
             return Decision(step=step, save=True, reason="continuous: the save before has ended")
-        since_s = now_s - (started_s if self.last_s is None else self.last_s)
+        since_s = now_s - (self.started_s if self.last_s is None else self.last_s)
         others = replace(self.policy, continuous=None)
-        interval_s = costs.interval_s(others)
+        interval_s = self.costs.interval_s(others)
         if since_s >= interval_s:
             return Decision(step=step, save=True, reason=f"{since_s:.0f} s since the save before")
         if self.policy.continuous:
@@ -231,18 +237,45 @@ class Schedule:
         }
         return ", ".join(f"{name}={rule}" for name, rule in rules.items() if rule is not None)
 
-    def saved(self, step: int, *, now_s: float, agreed: Costs | None) -> Schedule:
-        """The schedule after a save at `step`.
+    def saved(
+        self, step: int, *, now_s: float, blocked_s: float = 0.0, agreed: Costs | None = None
+    ) -> Schedule:
+        """Returns the schedule after a save at `step` was handed on.
 
         Args:
-            agreed: What process 0 told in an earlier save, the same one in every process.
+            blocked_s: How long it held the caller up.
+            agreed: What process 0 reported in an earlier save; if None, what it did before.
         """
-        gap = self.gap if self.last_step is None else max(self.gap, step - self.last_step)
+        gap, step_s, agreed = self.gap, None, agreed or self.agreed
+        if self.last_step is not None and self.last_s is not None:
+            gap = max(self.gap, step - self.last_step)
+            if step > self.last_step:
+                step_s = (now_s - self.last_s) / (step - self.last_step)
         ahead = gap * FIRST_GUESS
         if agreed is not None and agreed.step_s:
             steps = agreed.interval_s(self.policy) / agreed.step_s
             ahead = max(1, math.floor(min(ahead, steps)))
-        return replace(self, last_step=step, last_s=now_s, next_step=step + ahead, gap=gap)
+        return replace(
+            self,
+            costs=replace(self.costs, step_s=step_s, blocked_s=blocked_s),
+            agreed=agreed,
+            last_step=step,
+            last_s=now_s,
+            next_step=step + ahead,
+            gap=gap,
+        )
+
+    def explanation(self) -> str | None:
+        """Returns by what interval `SavePolicy.auto` saves, and why, once that is measured."""
+        mtbf_s, costs = self.policy.job_mtbf_s, self.agreed if self.processes > 1 else self.costs
+        if mtbf_s is None or costs is None or costs.save_s is None:
+            return None
+        return (
+            f"saving every {costs.interval_s(self.policy):.0f} s: sqrt(2 * cost * (MTBF + restart))"
+            f" with a cost of {costs.blocked_s or 0.0:.3f} s, an MTBF of the job of "
+            f"{mtbf_s / 3600:.1f} h and a restart of {costs.restore_s or 0.0:.1f} s; a save takes "
+            f"{costs.save_s:.1f} s"
+        )
 
 
 # --- what the policies check of their fields ----------------------------------------------------

@@ -1,8 +1,8 @@
-"""What a save holds of the caller's values, and what becomes of each on disk.
+"""The caller's values on the host, and how each is written.
 
-A checkpoint is made of items. Each is one of two things here: a tree, whose arrays go into a
-database, or a few small files. Either has been brought to the host when it is made: from then on
-the caller may donate, delete or change what it was made of.
+A checkpoint is made of items. Here an item is a tree, whose arrays go into a database, or a few
+small files. Its values have been brought to the host when it is made: from then on the caller may
+donate, delete or change them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxckpt._core.transfer import stage
 from jaxckpt._disk.checksums import encode_share, merge_shares
-from jaxckpt._disk.writer import database_of, merge, write_arrays
-from jaxckpt._save.tree_plan import Layout, layout_of
+from jaxckpt._disk.writer import merge, write_arrays
+from jaxckpt._save.tree_plan import TreePlan, plan_tree
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import arrays, jsontext, names, step
 from jaxckpt.multihost import Json, Processes
@@ -29,8 +29,8 @@ class FileItem:
     """An item of a few small files.
 
     Attributes:
-        mine: What every process writes for itself, by file name.
-        shared: Makes what process 0 writes, by file name. Runs in the background.
+        mine: The files that this process writes, by name.
+        shared: Makes those that process 0 writes for all, by name. Runs in the background.
     """
 
     name: str
@@ -40,8 +40,13 @@ class FileItem:
 
     @property
     def size_bytes(self) -> int:
-        """What it holds in memory, about."""
+        """About how much memory its values take."""
         return sum(map(len, self.mine.values()))
+
+    def folder(self, work: str, processes: Processes) -> str:
+        """Returns the directory that this process writes."""
+        del processes
+        return f"{work}/{self.name}"
 
     def write(self, storage: Storage, work: str, processes: Processes) -> None:
         """Writes this process's files below the directory of the checkpoint."""
@@ -52,30 +57,26 @@ class FileItem:
             storage.write(f"{work}/{self.name}/{file}", data)
 
     def said(self) -> Json:
-        """What the processes compare."""
+        """Returns what the processes compare."""
         return {"item": "files"}
 
     def disagreement(self, said: Sequence[Any]) -> dict[int, str]:
-        """Why the processes' files do not belong together, by process."""
+        """Returns why the files do not belong together, by process: never a reason."""
         return {}
 
     def finish(
         self, storage: Storage, work: str, processes: Processes, said: Sequence[Any]
-    ) -> dict[str, bytes]:
-        """Process 0, when all have written: the files to add, by name in the item."""
-        del said, processes
-        storage.make_dir(f"{work}/{self.name}")
-        return dict(self.shared())
-
-    def read_back(self, storage: Storage, work: str, processes: Processes) -> dict[str, bytes]:
-        """Process 0: small files that others wrote, whose digests belong in the record."""
-        if not self.mine:
-            return {}
-        files = [names.process_file(i, processes.count) for i in range(processes.count)]
-        return {
-            file: storage.read(f"{work}/{self.name}/{file}", max_bytes=jsontext.MAX_BYTES)
-            for file in files
-        }
+    ) -> tuple[dict[str, bytes], dict[str, bytes]]:
+        """Returns the files to add, and those that the processes wrote, by name in the item."""
+        del said
+        folder, there = f"{work}/{self.name}", {}
+        if self.mine:
+            for i in range(processes.count):
+                file = names.process_file(i, processes.count)
+                there[file] = storage.read(f"{folder}/{file}", max_bytes=jsontext.MAX_BYTES)
+        else:
+            storage.make_dir(folder)
+        return dict(self.shared()), there
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,29 +84,34 @@ class TreeItem:
     """A pytree, of whose arrays this process writes its share.
 
     Attributes:
-        snapshot: The values of the layout's sources; None once they are written.
-        share: What process 0 has to say of its own chunks, for `_sums`.
+        snapshot: The values of the tree's sources; None once they are written.
+        share: The checksums of process 0's own chunks.
     """
 
     name: str
-    layout: Layout
+    tree: TreePlan
     snapshot: Sequence[np.ndarray[Any, Any]] | None
     share: bytes = b""
     handler: str = step.PYTREE_HANDLER
 
     @property
     def size_bytes(self) -> int:
-        """What it holds in memory, about."""
-        return self.layout.plan.total_bytes
+        """About how much memory its values take."""
+        return self.tree.plan.total_bytes
+
+    def folder(self, work: str, processes: Processes) -> str:
+        """Returns the directory of the database that this process writes."""
+        item = f"{work}/{self.name}"
+        return item if processes.count == 1 else f"{item}/{names.process_database(processes.index)}"
 
     def write(self, storage: Storage, work: str, processes: Processes) -> None:
         """Writes this process's share, and lets go of it."""
         assert self.snapshot is not None  # a save is run once
-        database = database_of(f"{work}/{self.name}", processes.index, processes.count)
+        database = self.folder(work, processes)
         snapshot, self.snapshot = self.snapshot, None
-        requests = self.layout.requests
-        sums = write_arrays(storage, database, requests, snapshot, describe=processes.index == 0)
-        share = encode_share(requests.units, sums)
+        writes = self.tree.writes
+        sums = write_arrays(storage, database, writes, snapshot, describe=processes.index == 0)
+        share = encode_share(writes.units, sums)
         if processes.index == 0:
             self.share = share
         elif share:
@@ -114,11 +120,11 @@ class TreeItem:
             storage.sync(database)
 
     def said(self) -> Json:
-        """What the processes compare."""
-        return {"item": "tree", "tree": self.layout.fingerprint, "bytes": self.size_bytes}
+        """Returns what the processes compare."""
+        return {"item": "tree", "tree": self.tree.fingerprint, "bytes": self.size_bytes}
 
     def disagreement(self, said: Sequence[Any]) -> dict[int, str]:
-        """Why the processes' trees are not one, by process."""
+        """Returns why the processes' trees are not one, by process."""
         failures = {
             i: "has another tree, other shapes or other shardings than process 0"
             for i, one in enumerate(said)
@@ -127,7 +133,7 @@ class TreeItem:
         # The processes agree on the shards, but maybe not on who has which.
         wanted = sum(
             math.prod(stored.shape) * arrays.dtype_of(stored.dtype).itemsize
-            for stored in self.layout.plan.stored
+            for stored in self.tree.plan.stored
         )
         written = sum(one["bytes"] for one in said)
         if not failures and written != wanted:
@@ -136,60 +142,50 @@ class TreeItem:
 
     def finish(
         self, storage: Storage, work: str, processes: Processes, said: Sequence[Any]
-    ) -> dict[str, bytes]:
-        """Process 0, when all have written: merges the databases; returns the metadata files."""
-        item = f"{work}/{self.name}"
-        writers = [i for i, one in enumerate(said) if one["bytes"] or i == 0]
-        if processes.count > 1 and self.layout.plan.stored:
-            merge(storage, item, writers)
-        files = dict(self.layout.files)
+    ) -> tuple[dict[str, bytes], dict[str, bytes]]:
+        """Merges the databases, when all processes have written.
+
+        Returns:
+            The files to add, and small files that the processes wrote, by name in the item.
+        """
+        item, files = f"{work}/{self.name}", dict(self.tree.files)
         if any("/" in name for name in files):
             storage.make_dir(f"{item}/{names.ARRAY_METADATAS}")
-        elif not self.layout.plan.stored:  # nobody wrote there
+        elif not self.tree.plan.stored:  # nobody wrote there
             storage.make_dir(item)
-        if self.layout.plan.stored:
-            files[names.CHUNK_SUMS] = self._chunk_sums(storage, item, writers)
-        return files
+        if not self.tree.plan.stored:
+            return files, {}
+        if processes.count > 1:
+            merge(storage, item, [i for i, one in enumerate(said) if one["bytes"] or i == 0])
+        there = _read_back(storage, item, processes.count)
+        shares = [data for name, data in there.items() if name.endswith(names.CHUNK_SUMS)]
+        files[names.CHUNK_SUMS] = self._chunk_sums(item, [self.share, *shares])
+        return files, there
 
-    def _chunk_sums(self, storage: Storage, item: str, writers: Sequence[int]) -> bytes:
-        count = self.layout.requests.unit_count
-        files = [f"{names.process_database(i)}/{names.CHUNK_SUMS}" for i in writers if i]
-        shares = _values(storage, item, files).values()
-        table = merge_shares([self.share, *(share or b"" for share in shares)], count)
+    def _chunk_sums(self, item: str, shares: Sequence[bytes]) -> bytes:
+        count = self.tree.writes.unit_count
+        table = merge_shares(shares, count)
         if table is None:
             raise SaveFailed(f"{item}: no process wrote some of the {count} chunks")
         return table
 
-    def read_back(self, storage: Storage, work: str, processes: Processes) -> dict[str, bytes]:
-        """Process 0: small files that others wrote, whose digests belong in the record."""
-        if not self.layout.plan.stored:
-            return {}
-        folders = [names.process_database(i) for i in range(1, processes.count)]
-        files = [f"{folder}/{name}" for folder in folders for name in _OF_PROCESS]
-        if processes.count > 1:
-            files.append(f"{names.process_database(0)}/{names.OCDBT_MANIFEST}")
-        found = _values(storage, f"{work}/{self.name}", [names.OCDBT_MANIFEST, *files])
-        if found[names.OCDBT_MANIFEST] is None:
-            raise SaveFailed(
-                f"{work}/{self.name}/{names.OCDBT_MANIFEST} is missing: the arrays went somewhere "
-                "else"
-            )
-        return {file: data for file, data in found.items() if data is not None}
 
-
-# What each process leaves in the directory of its database, beside data.
-_OF_PROCESS = (names.OCDBT_MANIFEST, names.CHUNK_SUMS)
-
-
-def _values(storage: Storage, folder: str, files: Sequence[str]) -> dict[str, bytes | None]:
-    """Small files below a directory of our own, read side by side; None for what is not there."""
+def _read_back(storage: Storage, item: str, count: int) -> dict[str, bytes]:
+    """Reads the small files that the processes wrote, side by side; by name in the item."""
     from jaxckpt.storage._arrays import Reader, value_of
 
-    if not files:
-        return {}
-    reader = Reader(storage.kvstore(folder), database=False)
+    files = [names.OCDBT_MANIFEST]
+    for i in range(count if count > 1 else 0):
+        folder = names.process_database(i)
+        files += [f"{folder}/{names.OCDBT_MANIFEST}", f"{folder}/{names.CHUNK_SUMS}"]
+    reader = Reader(storage.kvstore(item), database=False)
     reads = [reader.get(file) for file in files]
-    return {file: value_of(read.result()) for file, read in zip(files, reads, strict=True)}
+    found = {file: value_of(read.result()) for file, read in zip(files, reads, strict=True)}
+    if found[names.OCDBT_MANIFEST] is None:
+        raise SaveFailed(
+            f"{item}/{names.OCDBT_MANIFEST} is missing: the arrays went somewhere else"
+        )
+    return {file: data for file, data in found.items() if data is not None}
 
 
 Item = TreeItem | FileItem
@@ -204,5 +200,5 @@ def take_tree(name: str, value: object, processes: Processes, *, copy: bool) -> 
     Raises:
         UnsupportedLeaf: leaves cannot be stored; all are named.
     """
-    layout, values = layout_of(value, processes)
-    return TreeItem(name=name, layout=layout, snapshot=stage(values, layout.sources, copy=copy))
+    tree, values = plan_tree(value, processes)
+    return TreeItem(name=name, tree=tree, snapshot=stage(values, tree.sources, copy=copy))

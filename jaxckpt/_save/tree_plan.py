@@ -1,16 +1,17 @@
-"""How a tree lies on disk: worked out once from its structure, shapes and shardings, and kept.
+"""Plans how a tree is stored: once from its structure, shapes and shardings, and kept.
 
 A training loop saves the same tree again and again; only the values differ. What does not depend on
-them (names, plan, metadata files) is a `Layout`, and the last few are kept: to recognise a tree
-takes a fraction of the time that working it out takes. With a layout stays its tree's static data,
+them (names, plan, metadata files) is a `TreePlan`, and the last few are kept: to recognise a tree
+takes a fraction of the time that working it out takes. With a plan stays its tree's static data,
 as in the caches of `jax.jit`, but none of its arrays.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any, Final, Literal
 
@@ -21,7 +22,7 @@ from jax.core import Tracer
 from jaxckpt._core.plan import ArraySpec, SavePlan, placement_of, plan_save
 from jaxckpt._core.pytree import Flat, flatten, stored_value
 from jaxckpt._core.transfer import Source, sources_of
-from jaxckpt._disk.writer import Requests, metadata_files, plan_requests, texts_of
+from jaxckpt._disk.writer import WritePlan, metadata_files, plan_writes, texts_of
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, step
 from jaxckpt.format.sharding import SavedSharding
@@ -35,11 +36,11 @@ _MAX_KEPT: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """All that a save needs to know of a tree beside its values.
+class TreePlan:
+    """All that a save needs of a tree beside its values.
 
     Attributes:
-        tree: As `_METADATA` will say it.
+        tree: As `_METADATA` describes it.
         shardings: By leaf name.
         plan: Which chunks this process writes.
         sources: The shards that hold them.
@@ -51,11 +52,11 @@ class Layout:
     sources: tuple[Source, ...]
 
     @cached_property
-    def requests(self) -> Requests:
-        """What this process asks of the database."""
+    def writes(self) -> WritePlan:
+        """The writes of this process to the database, without the values."""
         prefixes = [leaf.prefix for leaf in self.tree.leaves if leaf.has_array]
         places = {(source.array, source.shard): i for i, source in enumerate(self.sources)}
-        return plan_requests(prefixes, self.plan, places)
+        return plan_writes(prefixes, self.plan, places)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -71,81 +72,56 @@ class Layout:
         return metadata_files(self.tree, self.shardings)
 
 
-def layout_of(value: object, processes: Processes) -> tuple[Layout, Sequence[Array]]:
-    """The layout of a tree, and its values: for each array of the plan the one that it stores.
+def plan_tree(value: object, processes: Processes) -> tuple[TreePlan, Sequence[Array]]:
+    """Returns the plan of a tree, and its values: one for each array of the plan.
 
     Raises:
         UnsupportedLeaf: leaves cannot be stored; all are named.
     """
     form = _form_of(value, processes)
-    if form is not None:
-        # Without the lock: the comparison may run the user's code.
-        kept = next((known for known in _kept if known.form == form), None)
-        if kept is not None:
-            _put_first(kept)
-            return kept.layout, kept.values(form.leaves)
+    if form is not None and (kept := _find(form)) is not None:
+        _put_first(kept)
+        return kept.planned, kept.values(form.leaves)
     flat = flatten(value)
     values = [v for v in flat.values if v is not None]
-    layout = _work_out(flat, values, processes)
+    planned = _work_out(flat, values, processes)
     if form is not None:
-        _keep(form, layout)
-    return layout, values
+        _keep(form, planned)
+    return planned, values
 
 
 # --- recognising a tree ----------------------------------------------------------------------
 
 
+@dataclass(slots=True, kw_only=True)
 class _Form:
-    """What a layout depends on. Equal forms have equal layouts; values are not compared.
+    """Everything that a plan depends on. Equal forms have equal plans; values are not compared.
 
-    Args:
+    Attributes:
+        facts: The type of each leaf, and what else decides how it is stored.
         keys: The keys on the way to each leaf. Static data may name them, and be changed in place.
+        text: Of the treedef, since treedefs with static data 1 and True are equal.
         leaves: As jax has them: without None and empty containers, which belong to the treedef.
-        facts: Of each leaf: its type and what else tells how it is stored.
     """
 
-    __hash__ = None  # pyright: ignore  # compared with a few others, never looked up
-
-    def __init__(
-        self,
-        keys: list[Any],
-        leaves: list[Any],
-        facts: list[Any],
-        treedef: Any,
-        processes: Processes,
-    ) -> None:
-        self.leaves, self._keys, self._facts = leaves, keys, facts
-        self._treedef, self._processes = treedef, processes
-        # Two treedefs are equal if their keys and static data are, and 1 == True.
-        self._text = str(treedef)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Form) or self._processes is not other._processes:
-            return False
-        try:
-            return (
-                self._facts == other._facts
-                and self._keys == other._keys
-                and self._text == other._text
-                and self._treedef == other._treedef
-            )
-        except Exception:  # static data that cannot be compared, such as arrays
-            return False
-
-    def forget_values(self) -> None:
-        self.leaves = []
+    processes: Processes
+    facts: list[Any]
+    keys: list[Any]
+    text: str
+    treedef: Any
+    leaves: list[Any] = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """A layout and how to recognise its trees.
+    """A plan and how to recognise its trees.
 
     Attributes:
         wanted: Of each array the index of its leaf in `_Form.leaves`, and its kind.
     """
 
     form: _Form
-    layout: Layout
+    planned: TreePlan
     wanted: tuple[tuple[int, str], ...]
 
     def values(self, leaves: Sequence[Any]) -> list[Array]:
@@ -159,11 +135,18 @@ _kept: tuple[_Kept, ...] = ()  # the latest first
 _lock = threading.Lock()  # for whoever replaces _kept
 
 
-def _keep(form: _Form, layout: Layout) -> None:
-    with_values = [leaf for leaf in layout.tree.leaves if leaf.kind != "empty"]
+def _find(form: _Form) -> _Kept | None:
+    for kept in _kept:  # without the lock: the comparison may run the user's code
+        with contextlib.suppress(Exception):  # static data that cannot be compared, such as arrays
+            if kept.form == form:
+                return kept
+    return None
+
+
+def _keep(form: _Form, planned: TreePlan) -> None:
+    with_values = [leaf for leaf in planned.tree.leaves if leaf.kind != "empty"]
     wanted = tuple((i, leaf.kind) for i, leaf in enumerate(with_values) if leaf.has_array)
-    form.forget_values()
-    _put_first(_Kept(form=form, layout=layout, wanted=wanted))
+    _put_first(_Kept(form=replace(form, leaves=[]), planned=planned, wanted=wanted))
 
 
 def _put_first(kept: _Kept) -> None:
@@ -175,20 +158,27 @@ def _put_first(kept: _Kept) -> None:
 
 
 def _form_of(value: object, processes: Processes) -> _Form | None:
-    """None for a tree with leaves that only `flatten` can judge."""
+    """Returns None for a tree with leaves that only `flatten` can judge."""
     try:
         pairs, treedef = jax.tree_util.tree_flatten_with_path(value)
         leaves = [leaf for _, leaf in pairs]
         facts = [_facts(leaf) for leaf in leaves]
         if None in facts:
             return None
-        return _Form([keys for keys, _ in pairs], leaves, facts, treedef, processes)
+        return _Form(
+            processes=processes,
+            facts=facts,
+            keys=[keys for keys, _ in pairs],
+            text=str(treedef),
+            treedef=treedef,
+            leaves=leaves,
+        )
     except Exception:  # `flatten` explains it, or there is nothing wrong but a `repr`
         return None
 
 
 def _facts(leaf: Any) -> object:
-    """All that a layout depends on, or None if that is more than can be told at a glance."""
+    """Returns all that a plan depends on, or None if it takes more than a glance."""
     cls = type(leaf)
     sort = _sort_of(cls)
     if sort == "device":
@@ -217,7 +207,7 @@ def _sort_of(cls: type) -> Literal["device", "host", "number", "text", "bytes"] 
 # --- working it out --------------------------------------------------------------------------
 
 
-def _work_out(flat: Flat, values: Sequence[Array], processes: Processes) -> Layout:
+def _work_out(flat: Flat, values: Sequence[Array], processes: Processes) -> TreePlan:
     texts_of(flat.leaves)  # at once, not in the background
     specs = [_spec(value, processes) for value in values]
     _check_process_0_sees([leaf for leaf in flat.leaves if leaf.has_array], specs)
@@ -226,7 +216,7 @@ def _work_out(flat: Flat, values: Sequence[Array], processes: Processes) -> Layo
     leaves = tuple(
         replace(leaf, stored=next(stored)) if leaf.has_array else leaf for leaf in flat.leaves
     )
-    return Layout(
+    return TreePlan(
         tree=Tree(leaves=leaves, root=flat.root, typed=True, uses_ocdbt=bool(plan.stored)),
         shardings=_shardings(flat),
         plan=plan,

@@ -71,7 +71,7 @@ def manager_html(manager: CheckpointManager) -> str:
         >>> [word in html for word in ("newest", "last 2", "loss")]
         [True, True, True]
     """
-    pending = manager._saver.queue.under_way()  # its own package; asking the manager may raise
+    pending = manager._saver.under_way()  # its own package; asking the manager may raise
     try:
         run = overview(manager._url(manager.directory))
     except CheckpointNotFound:
@@ -80,7 +80,7 @@ def manager_html(manager: CheckpointManager) -> str:
         run.steps,
         keep=manager.keep,
         now_s=time.time(),
-        under_way=[one.step for one in pending if not one.ended],
+        under_way=[one.step for one in pending if one.step is not None and not one.done()],
         committed=set(manager._index.steps()),
     )
     head = _title(manager.directory) + facts(

@@ -21,6 +21,35 @@ from jaxckpt.multihost._protocol import Json, Processes
 _SEEN_BY_ALL: Final = {error.__name__: error for error in (StepExists, UnsupportedFormat)}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """The reports of processes.
+
+    Attributes:
+        values: Of all, by index.
+        problems: Of those that failed, by index: the class of the error and its message.
+        marks: Of the same.
+    """
+
+    values: list[Any]  # JSON
+    problems: dict[int, str]
+    marks: dict[int, str]
+
+    def check(self, problem: BaseException | None, place: str, hint: str = "") -> None:
+        """Raises `problem`, which is this process's own, or else an error that names all others.
+
+        Args:
+            place: The beginning of the message.
+            hint: Its end.
+        """
+        if problem is not None:
+            raise problem
+        if list(self.problems) == [0]:
+            raise _failure_of_process_0(place, self.problems[0])
+        if self.problems:
+            raise disagreement(place, self.problems, hint)
+
+
 @dataclass(slots=True)
 class Lead:
     """The value of process 0: set by it inside `leading`, and known to all afterwards."""
@@ -44,10 +73,10 @@ def leading(processes: Processes, name: str, *, place: str, timeout_s: float) ->
         yield led
     except Exception as error:  # reported to the others, then raised
         problem = error
-    report = _report(led.value, problem)
-    told: Any = processes.agree(name, report, timeout_s=timeout_s)
-    led.value = told["value"]
-    _raise_first(problem, {0: told["problem"]}, place)
+    heard = processes.agree(name, _report(led.value, problem), timeout_s=timeout_s)
+    met = _met([heard])
+    led.value = met.values[0]
+    met.check(problem, place)
 
 
 def lead(
@@ -58,30 +87,6 @@ def lead(
         if processes.index == 0:
             led.value = do()
     return led.value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """The reports of all processes.
-
-    Attributes:
-        values: By process.
-        problems: Those that failed, by process, with the class of the error and its message.
-        marks: The marks of the same processes.
-    """
-
-    values: list[Any]  # JSON
-    problems: dict[int, str]
-    marks: dict[int, str]
-
-    def check(self, problem: BaseException | None, place: str, hint: str = "") -> None:
-        """Raises `problem`, which is this process's own, or else an error that names all others.
-
-        Args:
-            place: The beginning of the message.
-            hint: Its end.
-        """
-        _raise_first(problem, self.problems, place, hint)
 
 
 def meet(
@@ -100,11 +105,13 @@ def meet(
         problem: This process's error, if it failed. It is reported, not raised: see `check`.
         mark: One word about the problem, for those who judge it.
     """
-    report = _report(value, problem, mark)
-    told: list[Any] = processes.gather(name, report, timeout_s=timeout_s)
-    failed = {i: one for i, one in enumerate(told) if one["problem"] is not None}
+    return _met(processes.gather(name, _report(value, problem, mark), timeout_s=timeout_s))
+
+
+def _met(reports: list[Any]) -> Meeting:
+    failed = {i: one for i, one in enumerate(reports) if one["problem"] is not None}
     return Meeting(
-        values=[one["value"] for one in told],
+        values=[one["value"] for one in reports],
         problems={i: one["problem"] for i, one in failed.items()},
         marks={i: one["mark"] for i, one in failed.items()},
     )
@@ -123,18 +130,6 @@ def text_of(error: BaseException | None) -> str | None:
 
 def _report(value: Json, problem: BaseException | None, mark: str = "") -> Json:
     return {"problem": text_of(problem), "mark": mark, "value": value}
-
-
-def _raise_first(
-    own: BaseException | None, problems: Mapping[int, str | None], place: str, hint: str = ""
-) -> None:
-    if own is not None:
-        raise own
-    failed = {i: text for i, text in problems.items() if text is not None}
-    if list(failed) == [0]:
-        raise _failure_of_process_0(place, failed[0])
-    if failed:
-        raise disagreement(place, failed, hint)
 
 
 def _failure_of_process_0(place: str, text: str) -> CheckpointError:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import final
 
-from jaxckpt.multihost._protocol import Device, Json, decode, encode
+from jaxckpt.multihost._protocol import Device, Json
 
 
 @final
@@ -26,12 +27,12 @@ class Single:
     def gather(self, name: str, value: Json, *, timeout_s: float) -> list[Json]:
         """Returns `[value]`, as JSON gives it back."""
         del name, timeout_s
-        return [decode(encode(value))]
+        return [json.loads(json.dumps(value))]
 
     def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:
         """Returns `value`, as JSON gives it back."""
         del name, timeout_s
-        return decode(encode(value))
+        return json.loads(json.dumps(value))
 
     def missing(self, name: str) -> list[int]:
         """Nobody."""

@@ -149,7 +149,7 @@ def train(me, root, steps):
             state, total = train_step(state)
             before = len(rounds)
             due = manager.should_save(step)
-            asked += rounds[before:] if not manager._saver.queue.under_way() else []
+            asked += rounds[before:] if not manager._saver.under_way() else []
             metrics = {"score": -abs(step - BEST_AT), "total": total}
             handle = manager.save(step, state, items={"data": data}, metrics=metrics)
             assert due == (handle is not None)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 
 import numpy as np
 
 import jaxckpt
 from jaxckpt._core.plan import plan_save
 from jaxckpt._core.pytree import flatten
+from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import prepare
 from jaxckpt._save.tree_plan import _spec
 from jaxckpt.errors import CheckpointError
@@ -223,10 +225,9 @@ def said(act):
 
 
 def save_with(path, value, *, storage=None, timeout_s=60.0, overwrite=False):
-    job = prepare(path, value, overwrite, None, copy=False)
-    job.storage = storage or job.storage
-    job.timeout_s = timeout_s
-    job.run()
+    request = prepare(path, value, overwrite, None, copy=False)
+    storage = storage or request.storage
+    SaveHandle(replace(request, storage=storage, timeout_s=timeout_s)).run()
 
 
 def disagree(me, root):

@@ -1,4 +1,4 @@
-"""A tree that is saved again uses the layout that was kept, and only where it is the right one."""
+"""A tree that is saved again uses the plan that was kept, and only where it is the right one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt import UnsupportedLeaf
-from jaxckpt._save import tree_plan as _layout
-from jaxckpt._save.tree_plan import _MAX_KEPT, layout_of
+from jaxckpt._save import tree_plan
+from jaxckpt._save.tree_plan import _MAX_KEPT, plan_tree
 from jaxckpt.multihost import current
 from jaxckpt.testing import simulate
 from tests import strategies
@@ -39,9 +39,9 @@ LAWS = settings(
 @pytest.fixture(autouse=True)
 def nothing_is_kept():
     """Each test starts as a process does, and leaves nothing behind."""
-    _layout._kept = ()
+    tree_plan._kept = ()
     yield
-    _layout._kept = ()
+    tree_plan._kept = ()
 
 
 @pytest.fixture
@@ -57,18 +57,18 @@ def trip(ram_path):
     return save_and_restore
 
 
-def layout(tree):
-    return layout_of(tree, current())[0]
+def plan_of(tree):
+    return plan_tree(tree, current())[0]
 
 
 def anew(tree):
-    """The layout of a tree and its values, as if nothing had been saved before."""
-    kept = _layout._kept
-    _layout._kept = ()
+    """The plan of a tree and its values, as if nothing had been saved before."""
+    kept = tree_plan._kept
+    tree_plan._kept = ()
     try:
-        return layout_of(tree, current())
+        return plan_tree(tree, current())
     finally:
-        _layout._kept = kept
+        tree_plan._kept = kept
 
 
 def deleted(array):
@@ -76,16 +76,16 @@ def deleted(array):
     return array
 
 
-def facts(layout):
-    """All that a save takes from a layout."""
+def facts(plan):
+    """All that a save takes from a plan."""
     return (
-        layout.plan,
-        dict(layout.files),
-        layout.fingerprint,
-        layout.sources,
-        layout.requests,
-        repr(layout.tree),  # 1 == True
-        layout.shardings,
+        plan.plan,
+        dict(plan.files),
+        plan.fingerprint,
+        plan.sources,
+        plan.writes,
+        repr(plan.tree),  # 1 == True
+        plan.shardings,
     )
 
 
@@ -107,18 +107,18 @@ def state(i, mesh):
 
 
 def test_a_tree_saved_again_restores_its_new_values(trip, mesh):
-    """Each save of a tree uses the layout of the first, and stores the values that it is given."""
+    """Each save of a tree uses the plan of the first, and stores the values that it is given."""
     for i in range(4):
         assert same(trip(state(i, mesh)), state(i, mesh))
 
-    assert len(_layout._kept) == 1
+    assert len(tree_plan._kept) == 1
 
 
-def test_the_second_save_uses_the_layout_of_the_first(mesh):
-    """The layout is the same object, and the values are the new ones."""
-    first, _ = layout_of(state(1, mesh), current())
+def test_the_second_save_uses_the_plan_tree_the_first(mesh):
+    """The plan is the same object, and the values are the new ones."""
+    first, _ = plan_tree(state(1, mesh), current())
 
-    again, values = layout_of(state(2, mesh), current())
+    again, values = plan_tree(state(2, mesh), current())
 
     assert again is first
     assert same(values, anew(state(2, mesh))[1])
@@ -126,14 +126,14 @@ def test_the_second_save_uses_the_layout_of_the_first(mesh):
 
 @LAWS
 @given(tree=strategies.target_trees())
-def test_a_kept_layout_is_the_one_that_would_be_worked_out(tree):
-    """Any tree that can be saved is recognised, and its layout and values are those of anew."""
+def test_a_kept_plan_is_the_one_that_would_be_worked_out(tree):
+    """Any tree that can be saved is recognised, and its plan and values are those of anew."""
     try:
-        first = layout(tree)
+        first = plan_of(tree)
     except UnsupportedLeaf:
         return
 
-    kept, values = layout_of(tree, current())
+    kept, values = plan_tree(tree, current())
 
     fresh, fresh_values = anew(tree)
     assert kept is first
@@ -168,10 +168,10 @@ def confusable_nodes(children):
         st.recursive(st.sampled_from(CONFUSABLE), confusable_nodes, max_leaves=3), min_size=2
     )
 )
-def test_a_layout_does_not_depend_on_what_was_saved_before(trees):
-    """However alike the trees before it were, a tree's layout is the one worked out anew."""
+def test_a_plan_does_not_depend_on_what_was_saved_before(trees):
+    """However alike the trees before it were, a tree's plan is the one worked out anew."""
     for tree in trees:
-        found, values = layout_of(tree, current())
+        found, values = plan_tree(tree, current())
 
         fresh, fresh_values = anew(tree)
         assert facts(found) == facts(fresh)
@@ -207,11 +207,11 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("pair", CHANGES.values(), ids=CHANGES)
-def test_a_tree_that_changed_gets_another_layout(trip, pair):
+def test_a_tree_that_changed_gets_another_plan(trip, pair):
     """Either comes back as it is, after the other too."""
     before, after = ({"tree": tree, "z": 7} for tree in pair())
 
-    assert layout(before) is not layout(after)
+    assert plan_of(before) is not plan_of(after)
     for tree in (before, after, before):
         assert same(trip(tree), tree)
 
@@ -230,17 +230,17 @@ PLACEMENTS = {
 
 
 @pytest.mark.parametrize("shardings", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_an_array_that_moved_gets_another_layout(trip, make_mesh, shardings):
-    """Mesh, spec and device tell layouts apart, and the values are right under each."""
+def test_an_array_that_moved_gets_another_plan(trip, make_mesh, shardings):
+    """Mesh, spec and device tell plans apart, and the values are right under each."""
     w = np.arange(64, dtype=np.float32).reshape(8, 8)
     trees = [{"w": jax.device_put(w + i, s)} for i, s in enumerate(shardings(make_mesh))]
 
-    found = [layout(tree) for tree in trees]
+    found = [plan_of(tree) for tree in trees]
 
     assert len(set(map(id, found))) == len(trees)
     for i, tree in enumerate(trees):
         assert np.array_equal(trip(tree)["w"], w + i)
-        assert facts(layout(tree)) == facts(anew(tree)[0])
+        assert facts(plan_of(tree)) == facts(anew(tree)[0])
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_an_array_that_moved_gets_another_layout(trip, make_mesh, shardings):
     ids=repr,
 )
 def test_static_data_comes_back_as_it_was(trip, before, after):
-    """Static data of a node tells layouts apart, even where it is equal as 1 and True are."""
+    """Static data of a node tells plans apart, even where it is equal as 1 and True are."""
     for tree in (before, after, before):
         assert repr(trip(tree)) == repr(tree)
 
@@ -267,7 +267,7 @@ def test_static_data_that_cannot_be_compared_is_no_obstacle(trip, static):
 
 
 def test_static_data_changed_in_place_is_seen(trip):
-    """A layout holds static data as it was, also where the tree still refers to the object."""
+    """A plan holds static data as it was, also where the tree still refers to the object."""
     names = ["x"]
     tree = meta.Partitioned(5, names=names)  # pyright: ignore[reportArgumentType]
     trip(tree)
@@ -275,7 +275,7 @@ def test_static_data_changed_in_place_is_seen(trip):
     names.append("y")
 
     assert trip(tree).names == ["x", "y"]
-    assert facts(layout(tree)) == facts(anew(tree)[0])
+    assert facts(plan_of(tree)) == facts(anew(tree)[0])
 
 
 def test_classes_of_one_name_are_told_apart(trip):
@@ -311,7 +311,7 @@ def test_keys_that_differ_in_type_alone_are_told_apart(make, plain, like_it):
     """A key that equals and prints as another is recorded as if the other had not been saved."""
     for key in (plain, like_it, plain):
         tree = make({key: 5})
-        assert facts(layout(tree)) == facts(anew(tree)[0])
+        assert facts(plan_of(tree)) == facts(anew(tree)[0])
 
 
 class Names:
@@ -348,7 +348,7 @@ class Curious:
     seen: list[bool] = []  # noqa: RUF012  # of all instances
 
     def __eq__(self, other):
-        self.seen.append(_layout._lock.locked())
+        self.seen.append(tree_plan._lock.locked())
         return True
 
     def __repr__(self):
@@ -358,7 +358,7 @@ class Curious:
 def test_no_lock_is_held_while_static_data_is_compared():
     """Code of the user's, or a signal handler, that saves meanwhile does not wait for itself."""
     for _ in range(2):
-        layout(Struct(1, 2, name=Curious()))
+        plan_of(Struct(1, 2, name=Curious()))
 
     assert set(Curious.seen) == {False}
 
@@ -389,14 +389,14 @@ def test_a_traced_array_of_a_known_tree_is_refused_by_name(ram_path, transform):
 # --- what is kept ----------------------------------------------------------------------------
 
 
-def test_few_layouts_are_kept_and_those_are_the_last(trip):
-    """At most _MAX_KEPT; a tree whose layout is gone is worked out anew."""
+def test_few_plans_are_kept_and_those_are_the_last(trip):
+    """At most _MAX_KEPT; a tree whose plan is gone is worked out anew."""
     trees = [{"w": np.full(n, n)} for n in range(1, _MAX_KEPT + 3)]
-    found = [layout(tree) for tree in trees]
+    found = [plan_of(tree) for tree in trees]
 
-    assert len(_layout._kept) == _MAX_KEPT
-    assert layout(trees[-1]) is found[-1]
-    assert layout(trees[0]) is not found[0]
+    assert len(tree_plan._kept) == _MAX_KEPT
+    assert plan_of(trees[-1]) is found[-1]
+    assert plan_of(trees[0]) is not found[0]
     assert same([trip(tree) for tree in trees], trees)
 
 
@@ -405,17 +405,17 @@ def test_no_value_is_kept_alive():
     tree = {"host": np.ones(3), "device": jnp.ones(3), "key": jax.random.key(1)}
     alive = [weakref.ref(value) for value in tree.values()]
     for _ in range(2):
-        layout_of(tree, current())
+        plan_tree(tree, current())
 
     del tree
     gc.collect()
 
     assert [value() for value in alive] == [None] * 3
-    assert len(_layout._kept) == 1
+    assert len(tree_plan._kept) == 1
 
 
-def test_threads_share_layouts():
-    """Threads that save trees of several forms at once each get the right layout and values."""
+def test_threads_share_plans():
+    """Threads that save trees of several forms at once each get the right plan and values."""
     forms = range(1, _MAX_KEPT + 3)
     expected = {n: facts(anew({"w": np.zeros(n, int), "n": 0})[0]) for n in forms}
     start = threading.Barrier(4)
@@ -424,21 +424,21 @@ def test_threads_share_layouts():
         start.wait()
         for i in range(20):
             for n in forms:
-                found, (number, w) = layout_of({"w": np.full(n, i), "n": thread}, current())
+                found, (number, w) = plan_tree({"w": np.full(n, i), "n": thread}, current())
                 yield facts(found) == expected[n], number == thread, np.array_equal(w, [i] * n)
 
     with ThreadPoolExecutor(4) as pool:
         done = list(pool.map(lambda thread: list(save(thread)), range(4)))
 
     assert all(all(right) for thread in done for right in thread)
-    assert len(_layout._kept) == _MAX_KEPT
+    assert len(tree_plan._kept) == _MAX_KEPT
 
 
-def test_simulated_processes_do_not_share_layouts(ram_path, mesh):
+def test_simulated_processes_do_not_share_plans(ram_path, mesh):
     """Each writes its own share, of every save; another job's processes have others still."""
 
     def save(processes):
-        found = [layout_of(state(i, mesh), processes)[0] for i in range(2)]
+        found = [plan_tree(state(i, mesh), processes)[0] for i in range(2)]
         for i in range(2):
             jaxckpt.save(ram_path / f"{i}", state(i, mesh), overwrite=True)
         return found
