@@ -173,7 +173,9 @@ class StepIndex:
                 return
 
     def state(self, listing: Listing, number: int) -> State | None:
-        """Returns the state of a step; looks into its directory unless it is known as committed.
+        """Returns the state of a step; None if the listing has no directory of that name.
+
+        Looks into the directory, unless the step is known as committed.
 
         A torn step was written by jaxckpt and lacks its commit marker: an incomplete copy. Without
         an atomic rename it may be a save under way, and what is left of that is removed by the next

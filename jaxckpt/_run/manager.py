@@ -35,7 +35,7 @@ from jaxckpt._run.schedule import SavePolicy, check_count, check_seconds
 from jaxckpt._run.scrub import scrub
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Json, current, lead, text_of
+from jaxckpt.multihost import Json, current, lead, leading, text_of
 from jaxckpt.storage import locate
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
@@ -182,23 +182,25 @@ class CheckpointManager:
 
     def _open_run(self) -> Any:  # JSON
         """Opens the run in process 0; all processes learn of its newest step, and of the naming."""
-
-        def open_run() -> Json:
-            listing = self._owner.open()
-            self._index.note_strays(listing)
-            naming = self._index.naming
-            return {
-                "session": secrets.token_hex(8),
-                "newest": self._index.newest(listing),
-                "naming": None if naming is None else [naming.prefix, naming.digits],
-            }
-
+        name = f"manager {self.directory}/open"
         try:
-            opened = self._lead("open", open_run)
+            with leading(
+                self._processes, name, place=self.directory, timeout_s=self.timeout_s
+            ) as led:
+                if self._processes.index == 0:
+                    listing = self._owner.open()
+                    self._index.note_strays(listing)
+                    naming = self._index.naming
+                    led.value = {
+                        "session": secrets.token_hex(8),
+                        "newest": self._index.newest(listing),
+                        "naming": None if naming is None else [naming.prefix, naming.digits],
+                    }
         except BaseException:
             self._closed = True  # the next manager of this run has nothing to wait for
             self._owner.close()
             raise
+        opened = led.value
         if opened["naming"] is not None:
             prefix, digits = opened["naming"]
             self._index.naming = StepNames(prefix=prefix, digits=digits)

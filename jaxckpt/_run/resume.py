@@ -29,7 +29,7 @@ from jaxckpt.errors import (
     CorruptCheckpoint,
     ProcessesDisagree,
 )
-from jaxckpt.multihost import Processes, lead, meet
+from jaxckpt.multihost import Processes, leading, meet
 from jaxckpt.types import StepInfo
 
 T = TypeVar("T")
@@ -58,22 +58,20 @@ class Resume:
 
     def candidates(self, step: Any) -> list[int]:
         """Returns the steps to try for "latest", "best" or a number, in order."""
-        return lead(
-            self.processes,
-            f"manager {self.index.root}/steps",
-            lambda: self._ordered(step),
-            place=self.index.root,
-            timeout_s=self.timeout_s,
-        )
-
-    def _ordered(self, step: Any) -> list[int]:
-        if step == "latest":
-            return self.index.to_restore()
-        if step == "best":
-            return [info.step for info in self.ranked()]
-        number = operator.index(step)
-        self.index.check_step(number)
-        return [number]
+        root = self.index.root
+        with leading(
+            self.processes, f"manager {root}/steps", place=root, timeout_s=self.timeout_s
+        ) as led:
+            if self.processes.index != 0:
+                pass  # process 0 looks for all
+            elif step == "latest":
+                led.value = self.index.to_restore()
+            elif step == "best":
+                led.value = [info.step for info in self.ranked()]
+            else:
+                self.index.check_step(number := operator.index(step))
+                led.value = [number]
+        return led.value
 
     def ranked(self) -> list[StepInfo]:
         """Returns the steps by the metric of the policy, the best first."""
@@ -128,8 +126,11 @@ class Resume:
         value, error = None, None
         try:
             with nullcontext(True) if self.writes else self.leases.hold(step) as there:
-                self._check_held(step, there=there)
-                value = read()
+                self.index.check_there(step)
+                if there:
+                    value = read()
+                else:
+                    error = CheckpointNotFound(f"{self.index.path(step)} is being deleted")
         except Exception as caught:  # reported to the others, then judged
             error = caught
         mark = next((m for m, kind in _DAMAGE.items() if isinstance(error, kind)), "")
@@ -142,11 +143,6 @@ class Resume:
         if problem is not None and not mark:
             error = self._other_failed(step, problem) if "corrupt" in met.marks.values() else None
         return _Attempt(step=step, value=value, problem=problem, error=error)
-
-    def _check_held(self, step: int, *, there: bool) -> None:
-        self.index.check_there(step)
-        if not there:
-            raise CheckpointNotFound(f"{self.index.path(step)} is being deleted")
 
     def _other_failed(self, step: int, problem: str) -> CheckpointError:
         path = self.index.path(step)
@@ -221,7 +217,6 @@ class StateReading:
 
     def _open(self, step: int, found: Found) -> Any:  # an Item
         self._index.check_found(step, found)
-        _items.check_present(found, self._objects)
         for name, value in self._objects.items():
             states = _items.read_states(found, name)
             self._states[name] = _items.state_for(
