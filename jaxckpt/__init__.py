@@ -37,6 +37,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jaxckpt._core import notebook as _notebook
 from jaxckpt._version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -129,6 +130,22 @@ __all__ = [
     "save_async",
     "verify",
 ]
+
+
+def _draw_checkpoint(ckpt: Checkpoint) -> str:
+    from jaxckpt.integrations.notebook import checkpoint_html
+
+    return checkpoint_html(ckpt)
+
+
+def _draw_manager(manager: CheckpointManager) -> str:
+    from jaxckpt.integrations.notebook import manager_html
+
+    return manager_html(manager)
+
+
+_notebook.register("checkpoint", _draw_checkpoint)
+_notebook.register("manager", _draw_manager)
 
 
 def __getattr__(name: str) -> Any:

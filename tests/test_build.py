@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import resolve_name
 from pathlib import Path, PurePosixPath
@@ -46,17 +46,37 @@ def module_name(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imported_names(path: str, source: str) -> Iterator[str]:
-    """The full dotted name of everything that a file imports, in functions and for types too."""
-    package = (
-        module_name(path) if path.endswith("__init__.py") else module_name(path).rpartition(".")[0]
-    )
-    for node in ast.walk(ast.parse(source)):
+def package_of(path: str) -> str:
+    name = module_name(path)
+    return name if path.endswith("__init__.py") else name.rpartition(".")[0]
+
+
+def imported_names(path: str, source: str, modules: Collection[str]) -> Iterator[str]:
+    """The full dotted name of everything that a file imports, in functions and for types too.
+
+    A string counts as an import: if it is the name of a module, and, in a file that imports by
+    strings, if it is the end of such a name, as in a table of names and their homes.
+    """
+    tree, package = ast.parse(source), package_of(path)
+    nodes = [*ast.walk(tree)]
+    by_string = any(imports_by_string(node) for node in nodes)
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = resolve_name("." * node.level + (node.module or ""), package)
             yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            ends = (node.value, f"{package}.{node.value.lstrip('.')}" if by_string else "")
+            yield from (name for name in ends if "." in name and name in modules)
+
+
+def imports_by_string(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    function = node.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return name in ("import_module", "__import__")
 
 
 def imported_module(name: str, modules: Mapping[str, str]) -> str:
@@ -84,8 +104,9 @@ def find_problems(build: str, sources: Mapping[str, str]) -> list[str]:
 
     modules = {module_name(path): path for path in sources} | {"jaxckpt": "jaxckpt/__init__.py"}
     used: dict[str, set[str]] = {name: set() for name in targets}
+    imports: dict[str, set[str]] = {name: set() for name in modules}
     for path, source in sources.items():
-        for name in imported_names(path, source):
+        for name in imported_names(path, source, modules):
             if name.split(".")[0] == "tensorstore" and path != TENSORSTORE_MODULE:
                 problems.append(f"{path} imports tensorstore; only {TENSORSTORE_MODULE} may")
             if name.split(".")[0] != "jaxckpt":
@@ -94,13 +115,21 @@ def find_problems(build: str, sources: Mapping[str, str]) -> list[str]:
             if module == "jaxckpt":
                 problems.append(f"{path} imports {name} from the namespace; name its module")
                 continue
+            if module != module_name(path):
+                imports[module_name(path)].add(module)
             mine, theirs = owners[path], owners[modules[module]]
             if theirs != mine and theirs not in used.setdefault(mine, set()):
                 used[mine].add(theirs)
                 if mine in targets and theirs not in targets[mine].deps:
                     problems.append(f"{path} imports {module}: :{mine} does not name :{theirs}")
 
+    below: set[str] = set()
     for target in targets.values():
+        problems += [
+            f":{target.name} names :{dep}, which is not below it"
+            for dep in sorted(target.deps - below)
+        ]
+        below.add(target.name)
         problems += [
             f":{target.name} names :{dep} and does not import it"
             for dep in sorted(target.deps - used[target.name])
@@ -110,11 +139,16 @@ def find_problems(build: str, sources: Mapping[str, str]) -> list[str]:
             for pattern in target.srcs
             if not any(PurePosixPath(path).match(pattern) for path in sources)
         ]
+    problems += cycle("targets", {t.name: t.deps for t in targets.values()})
+    return problems + cycle("modules", imports)
+
+
+def cycle(what: str, graph: Mapping[str, set[str]]) -> list[str]:
     try:
-        graphlib.TopologicalSorter({t.name: t.deps for t in targets.values()}).prepare()
+        graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
-        problems.append(f"the targets form a cycle: {error.args[1]}")
-    return problems
+        return [f"the {what} form a cycle: {error.args[1]}"]
+    return []
 
 
 def test_build_names_exactly_the_real_imports() -> None:
@@ -153,6 +187,23 @@ def test_a_package_that_keeps_the_rules_has_no_problems() -> None:
         ({"jaxckpt/errors.py": "def f(): import jaxckpt.storage"}, ":low does not name :high"),
         ({"jaxckpt/errors.py": "if TYPE_CHECKING: from .storage import S"}, ":low does not name"),
         ({"jaxckpt/errors.py": "from jaxckpt import storage"}, ":low does not name :high"),
+        ({"jaxckpt/errors.py": "import_module('jaxckpt.storage')"}, ":low does not name :high"),
+        ({"jaxckpt/errors.py": "NAME = 'jaxckpt.storage._arrays'"}, ":low does not name :high"),
+        ({"jaxckpt/errors.py": "__import__('x'); HOME = {'S': 'storage'}"}, ":low does not name"),
+        (
+            {
+                "jaxckpt/storage/a.py": "def f(): from jaxckpt.storage import b",
+                "jaxckpt/storage/b.py": "from jaxckpt.storage.a import f",
+            },
+            "the modules form a cycle",
+        ),
+        (
+            {
+                "jaxckpt/storage/a.py": "importlib.import_module('.b', __package__)",
+                "jaxckpt/storage/b.py": "import jaxckpt.storage.a",
+            },
+            "the modules form a cycle",
+        ),
         ({"jaxckpt/storage/__init__.py": ""}, ":high names :low and does not import it"),
         ({"jaxckpt/storage/disk.py": "from jaxckpt import save"}, "from the namespace"),
         ({"jaxckpt/storage/disk.py": "import jaxckpt"}, "from the namespace"),
@@ -173,6 +224,10 @@ def test_a_planted_violation_is_found(planted: dict[str, str], problem: str) -> 
         (BUILD.replace('srcs = ["', 'srcs = ["jaxckpt/gone.py", "'), "matches no file"),
         (BUILD.replace("deps = []", 'deps = [":high"]'), "form a cycle"),
         (BUILD.replace('":low"', '":lwo"'), ":high does not name :low"),
+        (
+            "".join(reversed(BUILD.splitlines(keepends=True))),
+            ":high names :low, which is not below",
+        ),
     ],
 )
 def test_a_wrong_build_file_is_found(build: str, problem: str | None) -> None:

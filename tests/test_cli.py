@@ -80,7 +80,7 @@ def test_ls_as_json_has_all_facts(root):
     assert found["steps"][0]["metrics"] == {"loss": 0.3}
     assert found["steps"][0]["whole"] is True
     assert found["steps"][0]["items"] == ["config", "metrics", "state"]
-    assert found["strays"] == ["notes: no part of the run"]
+    assert found["strays"] == ["notes: not part of the run; left alone"]
 
 
 def test_metrics_that_json_has_no_word_for_are_texts(ram_path):

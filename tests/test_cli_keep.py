@@ -13,9 +13,8 @@ import pytest
 import jaxckpt
 from jaxckpt import CheckpointManager, SaveFailed
 from jaxckpt._run.overview import overview
-from jaxckpt._run.run import Run
 from jaxckpt.cli._keep import plan
-from jaxckpt.cli._owned import owned
+from jaxckpt.cli._owned import owned, run_at
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage
 from tests.commandline import cli, on_terminal, said_json
@@ -141,8 +140,8 @@ def test_rm_refuses_a_pinned_step(root):
 
 def test_rm_leaves_a_step_that_is_being_read(root):
     """The others go; the error says what stayed and why."""
-    reader = Run(storage=LocalStorage(), root=str(root))
-    with reader.leased(100):
+    reader = run_at(LocalStorage(), str(root)).leases
+    with reader.hold(100):
         code, _, err = cli("rm", root, 100, 200, "--yes")
 
     assert code == 2
@@ -332,8 +331,8 @@ def test_gc_counts_and_deletes_whole_steps_of_jaxckpt_only(root, golden):
 
 def test_gc_leaves_a_step_that_is_being_read(root):
     """And says so; the next gc may delete it."""
-    reader = Run(storage=LocalStorage(), root=str(root))
-    with reader.leased(300):
+    reader = run_at(LocalStorage(), str(root)).leases
+    with reader.hold(300):
         code, found = said_json("gc", root, "--last", 1, "--yes")
 
     assert code == 0

@@ -72,7 +72,7 @@ def test_a_run_works_with_a_config(ram_path, name, kind):
 def test_both_languages_say_the_same(name):
     """Every argument of the manager, and every rule."""
     config = runpy.run_path(str(CONFIGS / f"{name}.py"))["get_config"]()
-    said = manager_arguments(config["checkpoint"], {})
+    said = manager_arguments(CheckpointManager, config["checkpoint"], {})
     if name == "demo":
         gin.external_configurable(lambda **_: None, name="Config", module="demo")
 

@@ -169,7 +169,7 @@ def test_from_config_takes_manager_config(manager_config, ram_path):
         assert manager.all_steps() == [6, 8]
 
     assert manager.keep == KeepPolicy(last=2)
-    assert manager_arguments(config, {})["save"] == SavePolicy(every_steps=2)
+    assert manager_arguments(CheckpointManager, config, {})["save"] == SavePolicy(every_steps=2)
     assert (manager.timeout_s, manager.budget_bytes, manager.mode) == (60.0, 1 << 30, "w")
 
 
@@ -180,7 +180,7 @@ def test_manager_config_has_auto(manager_config, ram_path):
 
     CheckpointManager.from_config(config).close()
     wanted = SavePolicy.auto(mtbf_hours=100, processes=50)
-    assert manager_arguments(config, {})["save"] == wanted
+    assert manager_arguments(CheckpointManager, config, {})["save"] == wanted
 
 
 def test_manager_config_takes_functions(manager_config, ram_path):

@@ -39,7 +39,9 @@ from jaxckpt import (
     TreeMismatch,
     UnsupportedLeaf,
 )
-from jaxckpt._run.run import Run
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.leases import Leases
+from jaxckpt._run.owner import Ownership
 from jaxckpt.format import names
 from jaxckpt.format.step import FileFacts, decode_record, digest, encode_record
 from jaxckpt.multihost import Single
@@ -82,6 +84,12 @@ def settle(manager, processes):
     """Waits until no process saves or deletes any more."""
     manager.wait_until_finished()
     meet(processes)
+
+
+def ownership(storage, root):
+    """What another job has of a run."""
+    index = StepIndex(storage, str(root))
+    return Ownership(index, Leases(index))
 
 
 def end_saves(manager):
@@ -247,7 +255,7 @@ def test_how_often_processes_meet(tmp_path, state):
 def test_a_step_is_listed_once_it_is_committed(tmp_path, verb):
     """Until then no manager, and no reader, knows of it."""
     with CheckpointManager(tmp_path) as manager, CheckpointManager(tmp_path, mode="r") as reader:
-        manager._run.storage = gate = Gate(verb)
+        manager._index.storage = gate = Gate(verb)
         handle = manager.save(1, {"n": 1})
 
         before = manager.all_steps(), manager.latest_step(), reader.all_steps(), handle.done()
@@ -261,7 +269,7 @@ def test_a_step_is_listed_once_it_is_committed(tmp_path, verb):
 def test_a_save_does_not_wait_for_the_one_before(tmp_path):
     """As long as the values of both fit into the budget."""
     with CheckpointManager(tmp_path) as manager:
-        manager._run.storage = gate = Gate("sync")
+        manager._index.storage = gate = Gate("sync")
 
         handles = [manager.save(step, {"w": np.full(1000, step)}) for step in (1, 2, 3)]
         under_way = [handle.done() for handle in handles]
@@ -276,7 +284,7 @@ def test_a_save_does_not_wait_for_the_one_before(tmp_path):
 def test_a_save_waits_for_room_in_the_budget(tmp_path):
     """For at most `timeout_s`; a save alone may take more than the budget."""
     with CheckpointManager(tmp_path, budget_bytes=10_000, timeout_s=0.1) as manager:
-        manager._run.storage = gate = Gate("sync")
+        manager._index.storage = gate = Gate("sync")
         handle = manager.save(1, {"w": np.ones(1000)})
 
         with pytest.raises(CheckpointTimeout, match=r"steps \[1\].*budget_bytes=10000"):
@@ -291,7 +299,7 @@ def test_a_save_waits_for_room_in_the_budget(tmp_path):
 def test_a_wait_may_end_before_the_saves(tmp_path):
     """`wait_until_finished` names the saves in progress, and they continue."""
     with CheckpointManager(tmp_path) as manager:
-        manager._run.storage = gate = Gate("sync")
+        manager._index.storage = gate = Gate("sync")
         handle = manager.save(1, {"n": 1})
 
         with pytest.raises(CheckpointTimeout, match=r"steps \[1\].*go on"):
@@ -345,10 +353,10 @@ def test_a_failure_is_raised_by_the_next_call_once(tmp_path, call, processes):
     """Any failure is raised once in every process; the handle always raises it."""
     manager = CheckpointManager(tmp_path, save=SavePolicy(every_steps=3))
     if processes.index == 0:
-        manager._run.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
+        manager._index.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
     handle = manager.save(3, {"n": 3})
     end_saves(manager)
-    manager._run.storage = LocalStorage()
+    manager._index.storage = LocalStorage()
 
     with pytest.raises(FAILURES, match="No space left"):
         NEXT_CALLS[call](manager)
@@ -367,7 +375,7 @@ def test_a_failure_that_its_handle_told_is_not_told_again(tmp_path, processes):
     """Only the handle raises it again."""
     with CheckpointManager(tmp_path) as manager:
         if processes.index == 0:
-            manager._run.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
+            manager._index.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
         handle = manager.save(1, {"n": 1})
 
         for _ in range(2):
@@ -385,7 +393,7 @@ def test_leaving_the_block_raises_a_failure(tmp_path, processes):
     def fail(error=None):
         with CheckpointManager(tmp_path) as manager:
             if processes.index == 0:
-                manager._run.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
+                manager._index.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
             manager.save(1, {"n": 1})
             if error is not None:
                 raise error
@@ -404,7 +412,7 @@ def test_several_failures_are_raised_together(tmp_path, processes):
     full = FailingStorage(LocalStorage(), 0, FULL, once=False)
     gate = Gate("make_dir", full if processes.index == 0 else None)
     with CheckpointManager(tmp_path) as manager:
-        manager._run.storage = gate
+        manager._index.storage = gate
         manager.save(1, {"n": 1})
         manager.save(2, {"n": 2})
         meet(processes)  # before the first fails in any of them
@@ -425,10 +433,10 @@ def test_a_disk_that_was_full_has_room_again(tmp_path, state, processes):
         manager.save(1, state(1)).result()
         for step in (2, 3):
             if processes.index == 0:
-                manager._run.storage = FailingStorage(LocalStorage(), step, FULL, once=False)
+                manager._index.storage = FailingStorage(LocalStorage(), step, FULL, once=False)
             with pytest.raises(FAILURES):
                 manager.save(step, state(step)).result()
-            manager._run.storage = LocalStorage()
+            manager._index.storage = LocalStorage()
             settle(manager, processes)
             assert manager.all_steps() == [1]
             assert temporaries(tmp_path) == []
@@ -445,10 +453,10 @@ def test_a_step_that_failed_may_be_saved_again(tmp_path, processes):
     """The failed step does not exist, so saving it or an earlier one is not a step back."""
     with CheckpointManager(tmp_path) as manager:
         if processes.index == 0:
-            manager._run.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
+            manager._index.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
         with pytest.raises(FAILURES):
             manager.save(5, {"n": 5}).result()
-        manager._run.storage = LocalStorage()
+        manager._index.storage = LocalStorage()
 
         manager.save(5, {"n": 5}).result()
 
@@ -590,7 +598,7 @@ def test_a_root_that_cannot_be_written(tmp_path, error):
     storage = FailingStorage(LocalStorage(), 0, error, once=False)
 
     with pytest.raises(OSError, match=error.strerror) as caught:
-        Run(storage=storage, root=str(tmp_path / "run")).open_for_writing()
+        ownership(storage, tmp_path / "run").open()
 
     assert not (tmp_path / "run").exists()
     if isinstance(error, PermissionError):
@@ -673,15 +681,15 @@ def test_a_job_that_lost_the_run_cannot_commit(tmp_path, processes):
 def test_the_first_save_of_a_new_job_takes_the_run(tmp_path):
     """Merely opening a run takes nothing from a job that lives; saving there does."""
     with CheckpointManager(tmp_path) as manager:
-        other = Run(storage=LocalStorage(), root=str(tmp_path))
-        other.open_for_writing()
+        other = ownership(LocalStorage(), tmp_path)
+        other.open()
         manager.save(1, {"n": 1}).result()
         other.fence()
 
         with pytest.raises(SaveFailed, match=f"process {os.getpid()}"):
             manager.save(2, {"n": 2}).result()
 
-        assert "open for writing in a job that lives" in other.problems[0]
+        assert "open for writing in a job that lives" in other._index.problems[0]
         assert manager.all_steps() == [1]
         other.close()
 
@@ -1212,11 +1220,11 @@ def test_what_could_not_be_deleted_is_deleted_later(tmp_path):
                     raise OSError(errno.EBUSY, "Device or resource busy", src)
                 return self._inner.rename(src, dst)
 
-        manager._run.storage = Stuck("")
+        manager._index.storage = Stuck("")
         manager.save(2, {"n": 2})
         manager.wait_until_finished()
         kept, problems = manager.all_steps(), manager.problems
-        manager._run.storage = LocalStorage()
+        manager._index.storage = LocalStorage()
         manager.save(3, {"n": 3})
         manager.wait_until_finished()
 
@@ -1321,7 +1329,7 @@ def test_a_step_that_one_process_finds_damaged_is_set_aside(tmp_path, state, ind
             for step in (1, 2):
                 manager.save(step, state(step)).result()
             if processes.index == index:
-                manager._run.storage = BadSector(tmp_path / "2" / "state" / names.TREE_METADATA)
+                manager._index.storage = BadSector(tmp_path / "2" / "state" / names.TREE_METADATA)
 
             got, step = manager.restore_or(lambda: state(0))
             manager.save(2, state(22)).result()
@@ -1536,7 +1544,7 @@ def test_a_reader_writes_nothing(tmp_path, state):
     before = listing(tmp_path)
 
     with CheckpointManager(tmp_path, mode="r", keep=KeepPolicy(metric="loss")) as reader:
-        reader._run.storage = FailingStorage(LocalStorage(), 0, READ_ONLY, once=False)
+        reader._index.storage = FailingStorage(LocalStorage(), 0, READ_ONLY, once=False)
         assert same(reader.restore(), state(1))
         assert reader.restore_items()["vocab"] == ["a"]
         assert [*reader.watch(timeout_s=0.01)] == [1]
@@ -1751,7 +1759,7 @@ with jaxckpt.CheckpointManager(sys.argv[1]):
 def test_an_error_outlives_the_manager_that_came_after(tmp_path):
     """Closing the earlier one raises it, though the later one has closed that already."""
     manager = CheckpointManager(tmp_path)
-    manager._run.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
+    manager._index.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
     manager.save(1, {"n": 1})
     with CheckpointManager(tmp_path) as later:
         with pytest.raises(SaveFailed, match="No space left"):
@@ -1785,7 +1793,7 @@ def test_a_metric_that_is_changed_later_is_that_of_the_call(tmp_path):
     loss = np.array(1.0)
     gate = Gate("make_dir")
     with CheckpointManager(tmp_path) as manager:
-        manager._run.storage = gate
+        manager._index.storage = gate
         manager.save(1, {"n": 1}, metrics={"loss": loss})
         loss[...] = -1.0
         gate.open.set()
@@ -1863,9 +1871,9 @@ def test_a_step_that_is_not_due_does_not_look_at_the_disk(tmp_path):
     """Also before the first step of a run, when it is not known how steps are called."""
     with CheckpointManager(tmp_path / "run", save=SavePolicy(every_steps=100)) as manager:
         watched = FailingStorage(LocalStorage(), 0, OSError(5, "bad"), once=False, reads=True)
-        storage, manager._run.storage = manager._run.storage, watched
+        storage, manager._index.storage = manager._index.storage, watched
         for step in range(1, 100):
             assert manager.save(step, {"w": 1.0}) is None
-        manager._run.storage = storage
+        manager._index.storage = storage
 
     assert watched.events == []

@@ -122,7 +122,7 @@ class Runs(RuleBasedStateMachine):
 
     def use(self, storage):
         """Has the manager's next calls go through a storage that goes wrong."""
-        self.manager._run.storage = storage
+        self.manager._index.storage = storage
 
     def begin_save(self, gap, loss):
         """Starts a save; returns its handle and what the model will know of it."""
@@ -245,11 +245,11 @@ class Runs(RuleBasedStateMachine):
     @rule(keep=keeps, after=st.integers(0, 6), torn=st.booleans())
     def crash_while_opening(self, keep, after, torn):
         self.manager.close()
-        run = self.manager._run
-        run.storage, run.token = CrashingStorage(LocalStorage(), after, torn=torn), ""
+        owner = self.manager._owner
+        self.manager._index.storage = CrashingStorage(LocalStorage(), after, torn=torn)
         with suppress(SimulatedCrash):
-            run.open_for_writing()
-        run.close()
+            owner.open()
+        owner.close()
 
         self.open(keep)
         self.check_tidy()
@@ -428,7 +428,7 @@ def test_a_run_that_could_not_be_opened_opens_when_it_can_be(ram_path):
     with CheckpointManager(root, save=SAVE) as manager:
         manager.save(1, tree(1)).result(60)
 
-    assert manager._run.steps() == [1]
+    assert manager._index.steps() == [1]
 
 
 def test_a_reader_sees_the_metrics_of_a_step_that_was_saved_anew(ram_path):
@@ -458,7 +458,7 @@ def test_a_step_that_cannot_say_what_it_is_worth_stays(ram_path):
         manager.wait_until_finished()
 
         assert manager.all_steps() == [1, 4]
-        assert any("what step 1 says of itself cannot be read" in p for p in manager.problems)
+        assert any("the facts about step 1 cannot be read" in p for p in manager.problems)
 
 
 def test_an_error_of_the_policy_is_told(ram_path):
@@ -470,14 +470,14 @@ def test_an_error_of_the_policy_is_told(ram_path):
     with pytest.raises(KeyError, match="loss"):
         manager.close()
 
-    assert manager._run.steps() == [1]
+    assert manager._index.steps() == [1]
 
 
 def test_a_save_for_preemption_that_failed_is_tried_again(ram_path):
     """At the next step, while there is time."""
     policy = SavePolicy(every_steps=1000)
     with CheckpointManager(ram_path, save=policy) as manager:
-        manager._run.storage = FailingStorage(LocalStorage(), 3, FULL)
+        manager._index.storage = FailingStorage(LocalStorage(), 3, FULL)
         os.kill(os.getpid(), signal.SIGUSR1)
         with pytest.raises(SaveFailed):
             manager.save(1, tree(1)).result(60)

@@ -266,7 +266,7 @@ def test_a_manager_shows_what_is_under_way(tmp_path):
     """A save that has not ended is a mark of its own, and no row."""
     gate = threading.Event()
     with trained(tmp_path, KeepPolicy(), {1: {}}) as manager:
-        manager._run.storage = SlowStorage(LocalStorage(), verb_s=60, sleep=gate.wait)
+        manager._index.storage = SlowStorage(LocalStorage(), verb_s=60, sleep=gate.wait)
         manager.save(2, {"w": 1})
         html = manager_html(manager)
         gate.set()

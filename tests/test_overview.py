@@ -13,8 +13,8 @@ import pytest
 
 import jaxckpt
 from jaxckpt import CheckpointManager, CheckpointNotFound
+from jaxckpt._run.index import StepIndex
 from jaxckpt._run.overview import look, overview
-from jaxckpt._run.run import Run
 from jaxckpt.cli._owned import owned
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, locate
@@ -166,7 +166,7 @@ def test_what_else_lies_in_the_root_is_told(root):
         f"11.orbax-checkpoint-tmp-jaxckpt-{TOKEN}": "under way",
         f"3.orbax-checkpoint-tmp-deleting-{TOKEN}": "being deleted",
         "5.jaxckpt-committed": "about to take the place of 5",
-        "notes": "no part of the run",
+        "notes": "not part of the run",
     }
     for name in strays:
         (root / name).mkdir()
@@ -179,7 +179,7 @@ def test_what_else_lies_in_the_root_is_told(root):
     assert len(found.strays) == len(strays) + 1
     for name, words in strays.items():
         assert any(stray.startswith(f"{name}: ") and words in stray for stray in found.strays)
-    assert "12: called like a step, but no directory" in found.strays
+    assert "12: named like a step, but not a directory" in found.strays
 
 
 def test_a_step_under_another_name_is_told(root, caplog):
@@ -218,11 +218,12 @@ def test_a_root_that_may_not_be_written_is_shown(root):
 
 def test_a_step_that_goes_meanwhile_is_left_out(root):
     """It was listed, and is gone when it is looked at."""
-    run = Run(storage=LocalStorage(), root=str(root))
-    assert look(run, "7", 7).problem is None
+    index = StepIndex(LocalStorage(), str(root))
+    listing = index.listing()
+    assert look(index, listing, "7", 7).problem is None
     shutil.rmtree(root / "7")
 
-    assert look(run, "7", 7) is None
+    assert look(index, listing, "7", 7) is None
 
 
 def test_a_run_that_is_written_meanwhile_shows_whole_steps_only(ram_path):
@@ -246,7 +247,7 @@ def test_what_is_no_root_is_refused(root, ram_path):
     """A place where there is nothing, a file, a checkpoint."""
     (ram_path / "file").write_text("x")
 
-    with pytest.raises(CheckpointNotFound, match="there is nothing"):
+    with pytest.raises(CheckpointNotFound, match="no such file"):
         overview(ram_path / "none")
     with pytest.raises(NotADirectoryError, match="is a file"):
         overview(ram_path / "file")

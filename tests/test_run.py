@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 import jaxckpt
 from jaxckpt import CheckpointNotFound, CorruptCheckpoint, SaveFailed
 from jaxckpt._progress.meter import Meter
-from jaxckpt._run.leases import LEASE_S
-from jaxckpt._run.run import Run
+from jaxckpt._run.deletion import Deletion
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.leases import LEASE_S, Leases
+from jaxckpt._run.owner import Ownership
 from jaxckpt._save.handle import SaveHandle, SaveRequest
 from jaxckpt.format import jsontext, names, run, step, typed_json
 from jaxckpt.format.run import Lease, Owner, StepNames
@@ -291,6 +293,16 @@ def test_a_state_that_nobody_wrote_is_corrupt(value):
 # --- which steps there are -----------------------------------------------------------------------
 
 
+class Run:
+    """A run as one job has it."""
+
+    def __init__(self, storage, root, **fields):
+        self.index = StepIndex(storage, root, **fields)
+        self.leases = Leases(self.index)
+        self.deletion = Deletion(self.index, self.leases)
+        self.owner = Ownership(self.index, self.leases)
+
+
 class World:
     """A root in a storage; `run()` is what another job, or this one after a restart, sees of it."""
 
@@ -299,7 +311,7 @@ class World:
         storage.make_dir(root)
 
     def run(self, storage=None, **fields):
-        return Run(storage=storage or self.storage, root=self.root, **fields)
+        return Run(storage or self.storage, self.root, **fields)
 
     def write(self, path, data=b"1"):
         self.storage.make_dir(f"{self.root}/{path}".rpartition("/")[0])
@@ -370,9 +382,9 @@ def test_steps_of_every_name(world, entries, naming, steps, next_name):
 
     found = world.run(naming=naming)
 
-    assert found.steps() == steps
-    assert found.newest() == (steps[-1] if steps else None)
-    assert found.path(7) == f"{world.root}/{next_name}"
+    assert found.index.steps() == steps
+    assert found.index.newest() == (steps[-1] if steps else None)
+    assert found.index.path(7) == f"{world.root}/{next_name}"
 
 
 def test_what_is_no_committed_step_is_not_listed(disk):
@@ -387,11 +399,11 @@ def test_what_is_no_committed_step_is_not_listed(disk):
 
     found = disk.run()
 
-    assert found.steps() == [1, 5]
-    assert found.numbers() == [1, 2, 3, 4, 5, 6]
-    said = "\n".join(found.problems)
+    assert found.index.steps() == [1, 5]
+    assert [*found.index.listing().steps] == [1, 2, 3, 4, 5, 6]
+    said = "\n".join(found.index.problems)
     assert all(
-        f"{disk.root}/{entry} is no committed step" in said for entry in ("2", "3", "4", "6")
+        f"{disk.root}/{entry} is not a committed step" in said for entry in ("2", "3", "4", "6")
     )
 
 
@@ -402,17 +414,18 @@ def test_steps_of_orbax_are_listed(world):
     ):
         world.write(f"{number}/{mark}", b"{}")
 
-    assert world.run().steps() == [0, 1, 2, 3, 4]
+    assert world.run().index.steps() == [0, 1, 2, 3, 4]
 
 
 def test_a_root_that_is_not_there_has_no_steps(disk):
     """Nor has one that is a file; asking makes nothing."""
     for root in ("nothing", "file"):
         disk.write("file")
-        found = Run(storage=disk.storage, root=f"{disk.root}/{root}")
+        found = Run(disk.storage, f"{disk.root}/{root}")
 
-        assert (found.steps(), found.numbers(), found.newest()) == ([], [], None)
-        assert found.path(3) == f"{disk.root}/{root}/3"
+        assert (found.index.steps(), found.index.newest()) == ([], None)
+        assert found.index.listing().steps == {}
+        assert found.index.path(3) == f"{disk.root}/{root}/3"
         assert disk.entries() == {"file"}
 
 
@@ -422,11 +435,11 @@ def test_listing_looks_into_a_directory_once(disk):
     disk.storage.make_dir(f"{disk.root}/3")
     counting = FailingStorage(disk.storage, 10**9, OSError(errno.EIO, "no"), reads=True)
     found = disk.run(counting)
-    assert found.steps() == [1, 2]
+    assert found.index.steps() == [1, 2]
     before = len(counting.events)
     disk.add("3")
 
-    assert found.steps() == [1, 2, 3]
+    assert found.index.steps() == [1, 2, 3]
 
     assert all(f"{disk.root}/{number}" not in counting.events[before:] for number in ("1/", "2/"))
     assert [event for event in counting.events[before:] if event.endswith(("/1", "/2"))] == []
@@ -437,7 +450,7 @@ def test_a_step_that_is_not_there_is_not_found(world):
     world.add(*map(str, range(20)))
 
     with pytest.raises(CheckpointNotFound, match=r"no committed step 77.* newest of 20: 12, 13"):
-        world.run().check_step(77)
+        world.run().index.check_step(77)
 
 
 @pytest.mark.parametrize("kind", ["removed", "cut"])
@@ -447,11 +460,11 @@ def test_a_step_whose_files_are_not_all_there_is_not_whole(ram_path, caplog, kin
     with jaxckpt.CheckpointManager(root) as manager:
         manager.save(1, {"w": np.arange(70_000, dtype=np.float32), "s": "text"}, metrics={"x": 1})
     storage = LocalStorage()
-    found = Run(storage=storage, root=root)
+    found = Run(storage, root)
     record = step.decode_record(
         storage.read(f"{root}/1/{names.RECORD}", max_bytes=1 << 20), file="f"
     )
-    assert found.is_whole(1)
+    assert found.index.is_whole(1)
 
     for name in [*record.files, *([names.RECORD] if kind == "cut" else [])]:
         file = f"{root}/1/{name}"
@@ -459,16 +472,16 @@ def test_a_step_whose_files_are_not_all_there_is_not_whole(ram_path, caplog, kin
         storage.delete(file)
         if kind == "cut":
             storage.write(file, data[: len(data) // 2])
-        again = Run(storage=storage, root=root)
+        again = Run(storage, root)
         caplog.clear()
         wanted = kind == "cut" and not data  # an empty file cannot be cut
-        assert (again.is_whole(1), again.is_whole(1)) == (wanted, wanted), name
-        assert len(caplog.records) == len(again.problems) == (not wanted)
+        assert (again.index.is_whole(1), again.index.is_whole(1)) == (wanted, wanted), name
+        assert len(caplog.records) == len(again.index.problems) == (not wanted)
         storage.write(file, data)
 
-    assert Run(storage=storage, root=root).is_whole(1)
+    assert Run(storage, root).index.is_whole(1)
     storage.delete(f"{root}/1/{names.COMMIT_MARKER}")
-    assert not Run(storage=storage, root=root).is_whole(1)
+    assert not Run(storage, root).index.is_whole(1)
 
 
 # --- who may write -------------------------------------------------------------------------------
@@ -477,51 +490,51 @@ def test_a_step_whose_files_are_not_all_there_is_not_whole(ram_path, caplog, kin
 def test_a_run_that_is_opened_again_belongs_to_the_new_job(world):
     """The old job can no longer commit, and its error names the new one."""
     first, second = world.run(), world.run()
-    first.open_for_writing()
-    first.fence()
-    first.close()
+    first.owner.open()
+    first.owner.fence()
+    first.owner.close()
 
-    second.open_for_writing()
+    second.owner.open()
 
-    second.fence()
+    second.owner.fence()
     with pytest.raises(SaveFailed, match="another job"):
-        first.fence()
-    assert first.token != second.token
+        first.owner.fence()
+    assert first.owner.token != second.owner.token
 
 
 def test_a_run_of_a_job_that_lives_is_not_taken_by_opening_it(world):
     """The first save takes it; until then nothing of the other is touched."""
     first, second = world.run(), world.run()
-    first.open_for_writing()
+    first.owner.open()
     world.write("5.orbax-checkpoint-tmp-jaxckpt-" + TOKEN + "/f")
 
-    second.open_for_writing()
+    second.owner.open()
 
-    assert (second.token, len(second.problems)) == ("", 1)
-    assert "job that lives" in second.problems[0]
-    first.fence()
+    assert (second.owner.token, len(second.index.problems)) == ("", 1)
+    assert "job that lives" in second.index.problems[0]
+    first.owner.fence()
     assert world.entries() == {"5.orbax-checkpoint-tmp-jaxckpt-" + TOKEN}
 
-    second.fence()
+    second.owner.fence()
 
     with pytest.raises(SaveFailed):
-        first.fence()
-    second.fence()
+        first.owner.fence()
+    second.owner.fence()
     assert world.entries() == set()
 
 
 def test_a_job_that_was_opened_for_writing_ends_its_lock(world):
     """After `close`, also twice, the next one owns the run at once."""
     first = world.run()
-    first.open_for_writing()
-    first.close()
-    first.close()
+    first.owner.open()
+    first.owner.close()
+    first.owner.close()
 
     second = world.run()
-    second.open_for_writing()
+    second.owner.open()
 
-    assert second.token
-    assert second.problems == []
+    assert second.owner.token
+    assert second.index.problems == []
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"token": 5}', b"\xff" * 99])
@@ -530,29 +543,29 @@ def test_a_damaged_owner_is_written_anew(world, data):
     world.write(names.OWNER, data)
 
     found = world.run()
-    found.open_for_writing()
+    found.owner.open()
 
-    found.fence()
+    found.owner.fence()
 
 
 def test_a_crash_while_a_run_is_taken_leaves_one_owner(disk):
     """Or none that can commit; the next job needs no help."""
     for after in itertools.count():
         first = disk.run()
-        first.open_for_writing()
-        first.close()
+        first.owner.open()
+        first.owner.close()
         disk.write("5.orbax-checkpoint-tmp-jaxckpt-" + TOKEN + "/f")
         storage = CrashingStorage(disk.storage, after)
         died = False
         try:
-            disk.run(storage).open_for_writing()
+            disk.run(storage).owner.open()
         except SimulatedCrash:
             died = True
 
         again = disk.run()
-        again.open_for_writing()
-        again.fence()
-        again.close()
+        again.owner.open()
+        again.owner.fence()
+        again.owner.close()
         assert disk.entries() == set()
         if not died:
             break
@@ -565,11 +578,11 @@ def test_a_root_that_cannot_be_one(disk, kind):
     if kind == "file":
         disk.write("root")
         with pytest.raises(NotADirectoryError, match="is a file"):
-            Run(storage=disk.storage, root=f"{disk.root}/root").open_for_writing()
+            Run(disk.storage, f"{disk.root}/root").owner.open()
     else:
         disk.add("5")
         with pytest.raises(ValueError, match=f"{disk.root}\\?"):
-            Run(storage=disk.storage, root=f"{disk.root}/5").open_for_writing()
+            Run(disk.storage, f"{disk.root}/5").owner.open()
 
 
 def test_a_root_may_be_a_link(disk, ram_path):
@@ -577,10 +590,10 @@ def test_a_root_may_be_a_link(disk, ram_path):
     (ram_path / "link").symlink_to(disk.root)
     disk.add("3")
 
-    found = Run(storage=disk.storage, root=f"{ram_path}/link")
-    found.open_for_writing()
+    found = Run(disk.storage, f"{ram_path}/link")
+    found.owner.open()
 
-    assert found.steps() == [3]
+    assert found.index.steps() == [3]
 
 
 def test_a_root_that_cannot_be_written_says_how_to_read_it(disk):
@@ -588,10 +601,11 @@ def test_a_root_that_cannot_be_written_says_how_to_read_it(disk):
     denied = OSError(errno.EACCES, "Permission denied")
     disk.storage.make_dir(f"{disk.root}/there")
 
-    for root, at in (("new", 0), ("there", 2)):  # its making; its lock, after two looks at it
+    # Its making; where it is there, the first listing, its lock, its owner.
+    for root, at in (("new", 0), ("there", 0), ("there", 1), ("there", 2)):
         storage = FailingStorage(disk.storage, at, denied, once=False, reads=root == "there")
         with pytest.raises(PermissionError, match="mode='r'"):
-            Run(storage=storage, root=f"{disk.root}/{root}").open_for_writing()
+            Run(storage, f"{disk.root}/{root}").owner.open()
 
 
 # --- what is cleared up --------------------------------------------------------------------------
@@ -626,10 +640,10 @@ def test_opening_clears_up_what_earlier_jobs_left(disk):
     disk.write(names.lease("new"), there)
 
     found = disk.run()
-    found.open_for_writing()
+    found.owner.open()
 
     assert disk.entries() == {*FOREIGN, "1", "6", names.lease("new")}
-    assert found.steps() == [1, 6]
+    assert found.index.steps() == [1, 6]
     assert all(disk.storage.read(f"{disk.root}/{e}/f", max_bytes=9) == b"1" for e in FOREIGN)
 
 
@@ -640,7 +654,7 @@ def test_opening_finishes_a_replacement_that_was_interrupted(disk):
     disk.add("6.jaxckpt-committed")
     disk.write("6.jaxckpt-committed/new")
 
-    disk.run().open_for_writing()
+    disk.run().owner.open()
 
     assert disk.entries() == {"6"}
     assert "new" in disk.storage.names(f"{disk.root}/6")
@@ -662,7 +676,7 @@ def test_what_this_process_is_saving_is_not_cleared_up(disk):
             meter=Meter("save", f"{disk.root}/5"),
         )
     )
-    disk.run().open_for_writing()
+    disk.run().owner.open()
 
     assert disk.entries() == {entry}
 
@@ -673,7 +687,7 @@ def test_an_earlier_job_that_wakes_up_finds_its_work_gone(disk):
     disk.write(f"{entry}/{names.WRITER}", TOKEN.encode())
     hold = disk.storage.hold(f"{disk.root}/{entry}/{names.WRITER}")
 
-    disk.run().open_for_writing()
+    disk.run().owner.open()
 
     assert disk.entries() == set()
     hold.release()
@@ -685,9 +699,9 @@ def test_what_cannot_be_cleared_up_is_said(disk):
         disk.write(f"{entry}/f")
     once = FailingStorage(disk.storage, 1, OSError(errno.EIO, "no"))
     found = disk.run(once)
-    found.open_for_writing()
-    assert "cannot be removed" in found.problems[0]
-    found.fence()
+    found.owner.open()
+    assert "cannot be removed" in found.index.problems[0]
+    found.owner.fence()
 
 
 parts = st.sampled_from(
@@ -720,9 +734,9 @@ def test_what_others_wrote_is_never_removed(entries):
         disk.add("1", "2")
 
         found = disk.run(naming=StepNames())
-        found.open_for_writing()
-        found.delete([1, 5])
-        found.close()
+        found.owner.open()
+        found.deletion.delete([1, 5])
+        found.owner.close()
 
         assert disk.entries() == (entries - ours) | {"2"}
 
@@ -734,13 +748,13 @@ def test_a_step_is_deleted_and_nothing_is_left(world):
     """Its number is free, and the others stay."""
     world.add("1", "2", "3")
     found = world.run()
-    assert found.steps() == [1, 2, 3]
+    assert found.index.steps() == [1, 2, 3]
 
-    assert found.delete([1, 3]) == [1, 3]
+    assert found.deletion.delete([1, 3]) == [1, 3]
 
-    assert (found.steps(), world.run().steps()) == ([2], [2])
+    assert (found.index.steps(), world.run().index.steps()) == ([2], [2])
     assert world.entries() == {"2"}
-    assert found.problems == []
+    assert found.index.problems == []
 
 
 def test_pinned_steps_and_those_of_others_stay(world):
@@ -748,27 +762,27 @@ def test_pinned_steps_and_those_of_others_stay(world):
     world.add("1", "2")
     world.write("3/_CHECKPOINT_METADATA", b"{}")
     found = world.run()
-    found.pin(1)
+    found.deletion.pin(1)
 
-    assert found.delete([1, 2, 3]) == [2]
-    assert found.is_pinned(1)
-    assert "not written by jaxckpt" in found.problems[-1]
-    assert found.delete([1, 3], asked_for=True) == [3]
+    assert found.deletion.delete([1, 2, 3]) == [2]
+    assert found.deletion.is_pinned(1)
+    assert "not written by jaxckpt" in found.index.problems[-1]
+    assert found.deletion.delete([1, 3], asked_for=True) == [3]
 
-    found.unpin(1)
-    assert found.delete([1]) == [1]
+    found.deletion.unpin(1)
+    assert found.deletion.delete([1]) == [1]
 
 
 def test_a_step_that_somebody_else_deleted_is_gone(world):
     """This is not a problem."""
     world.add("1", "2")
     found = world.run()
-    assert found.steps() == [1, 2]
+    assert found.index.steps() == [1, 2]
     world.storage.delete(f"{world.root}/1")
 
-    found.delete([1])
+    found.deletion.delete([1])
 
-    assert found.steps() == [2]
+    assert found.index.steps() == [2]
     assert not world.storage.kind(f"{world.root}/1")
 
 
@@ -779,20 +793,20 @@ def test_a_crash_of_a_deletion_leaves_whole_steps_or_none(world, torn):
         world.add("1", "2", "3")
         died = False
         try:
-            world.run(CrashingStorage(world.storage, after, torn=torn)).delete([1, 2])
+            world.run(CrashingStorage(world.storage, after, torn=torn)).deletion.delete([1, 2])
         except SimulatedCrash:
             died = True
 
-        steps = world.run().steps()
+        steps = world.run().index.steps()
         assert 3 in steps
         assert all(world.is_whole(number) for number in steps)
         again = world.run()
-        again.open_for_writing()
-        again.delete([1, 2])
-        again.close()
+        again.owner.open()
+        again.deletion.delete([1, 2])
+        again.owner.close()
         left = {entry for entry in world.entries() if not entry.startswith(".jaxckpt-tmp-")}
         assert left <= ({"3"} if world.storage.atomic_rename else {"1", "2", "3"})
-        assert world.run().steps() == [3]
+        assert world.run().index.steps() == [3]
         for entry in world.entries():
             world.storage.delete(f"{world.root}/{entry}")
         if not died:
@@ -808,15 +822,15 @@ def test_an_error_at_any_verb_of_a_deletion_leaves_whole_steps_or_none(disk, rea
         storage = FailingStorage(disk.storage, at, OSError(errno.EIO, "no"), reads=reads)
         found = disk.run(storage, naming=StepNames())
 
-        gone = found.delete([1, 2])
+        gone = found.deletion.delete([1, 2])
 
-        steps = disk.run().steps()
+        steps = disk.run().index.steps()
         assert {1, 2, 3} - set(steps) >= set(gone)
         assert all(disk.is_whole(number) for number in steps)
         if storage.failed and gone != [1, 2]:
-            assert found.problems
-        disk.run(naming=StepNames()).delete([1, 2])
-        assert disk.run().steps() == [3]
+            assert found.index.problems
+        disk.run(naming=StepNames()).deletion.delete([1, 2])
+        assert disk.run().index.steps() == [3]
         assert disk.entries() <= {"3", names.DOOMED}
         if not storage.failed:
             break
@@ -935,11 +949,14 @@ def test_no_step_goes_while_a_reader_that_was_told_it_is_there_holds_it(world, s
         told.clear()
 
         def read():
-            lease = world.run(reading).leased(1)
+            lease = world.run(reading).leases.hold(1)
             told.append(lease.__enter__())
             told.append(lease)
 
-        return [read, lambda: told.insert(0, world.run(writing, naming=StepNames()).delete([1]))]
+        def delete():
+            told.insert(0, world.run(writing, naming=StepNames()).deletion.delete([1]))
+
+        return [read, delete]
 
     outcomes = set()
 
@@ -965,8 +982,8 @@ def test_a_step_that_was_pinned_stays(disk):
     def actions(pinning, writing):
         found.clear()
         return [
-            lambda: found.append(disk.run(pinning, naming=StepNames()).pin(1)),
-            lambda: disk.run(writing, naming=StepNames()).delete([1]),
+            lambda: found.append(disk.run(pinning, naming=StepNames()).deletion.pin(1)),
+            lambda: disk.run(writing, naming=StepNames()).deletion.delete([1]),
         ]
 
     def check(errors):
@@ -981,14 +998,14 @@ def test_a_reader_that_holds_a_step_may_lease_it_again(disk):
     """Also while a writer, that does not know of the lease yet, has named it as doomed."""
     disk.add("1", "2")
     reader = disk.run()
-    with reader.leased(1) as there:
+    with reader.leases.hold(1) as there:
         disk.write(names.DOOMED, run.encode_doomed(["1"]))
 
-        with reader.leased(1) as again, disk.run().leased(1) as other:
+        with reader.leases.hold(1) as again, disk.run().leases.hold(1) as other:
             assert (there, again, other) == (True, True, False)
-            reader.check_step(1)
+            reader.index.check_step(1)
 
-    with reader.leased(1) as there:
+    with reader.leases.hold(1) as there:
         assert not there
 
 
@@ -1001,9 +1018,9 @@ def test_a_lease_keeps_a_step_until_it_expires(world):
     world.write(names.lease("c"), b'{"step": 3}')
     found = world.run()
 
-    assert found.delete([1, 2, 3]) == [2, 3]
-    assert found.why_not(1) == "a reader holds it"
-    assert any("no lease" in problem for problem in found.problems)
+    assert found.deletion.delete([1, 2, 3]) == [2, 3]
+    assert found.deletion.why_not(1) == "a reader holds it"
+    assert any("not a lease" in problem for problem in found.index.problems)
 
 
 def test_a_lease_says_how_long(world):
@@ -1013,7 +1030,7 @@ def test_a_lease_says_how_long(world):
     found = world.run()
 
     def read():
-        with found.leased(1):
+        with found.leases.hold(1):
             (entry,) = filter(names.is_lease, world.entries())
             data = world.storage.read(f"{world.root}/{entry}", max_bytes=999)
             lease = run.decode_lease(data, file=entry)
@@ -1030,11 +1047,11 @@ def test_a_lease_says_how_long(world):
 def test_a_lease_that_cannot_be_read_keeps_all(disk):
     """Rather than delete what somebody may read."""
     disk.add("1", "2")
-    with disk.run().leased(1) as there:
+    with disk.run().leases.hold(1) as there:
         assert there
         for at in itertools.count():
             storage = FailingStorage(disk.storage, at, OSError(errno.EIO, "no"), reads=True)
-            disk.run(storage, naming=StepNames()).delete([1])
+            disk.run(storage, naming=StepNames()).deletion.delete([1])
             assert disk.is_whole("1")
             if not storage.failed:
                 break
@@ -1046,7 +1063,7 @@ def test_where_nothing_can_be_written_readers_have_no_lease(disk):
     disk.add("1")
     storage = FailingStorage(disk.storage, 0, OSError(errno.EROFS, "read-only"), once=False)
 
-    with disk.run(storage).leased(1) as there, disk.run(storage).leased(2) as other:
+    with disk.run(storage).leases.hold(1) as there, disk.run(storage).leases.hold(2) as other:
         assert (there, other) == (True, False)
 
     assert disk.entries() == {"1"}
@@ -1058,10 +1075,22 @@ def test_a_step_that_is_about_to_go_is_not_found(world):
     world.write(names.DOOMED, run.encode_doomed(["1"]))
     reader = world.run()
 
-    with reader.leased(1) as there:
+    with reader.leases.hold(1) as there:
         assert not there
+
+
+def test_a_reader_restores_no_step_that_is_about_to_go(ram_path):
+    """Though it is still there: its files may go at any moment."""
+    with jaxckpt.CheckpointManager(ram_path / "run") as manager:
+        manager.save(1, {"n": 1})
+    doomed = ram_path / "run" / names.DOOMED
+    doomed.write_bytes(run.encode_doomed(["1"]))
+
+    with jaxckpt.CheckpointManager(ram_path / "run", mode="r") as reader:
         with pytest.raises(CheckpointNotFound, match="being deleted"):
-            reader.check_whole(1)
+            reader.restore(step=1)
+        doomed.unlink()
+        assert reader.restore(step=1) == {"n": 1}
 
 
 # --- setting aside -------------------------------------------------------------------------------
@@ -1071,20 +1100,22 @@ def test_a_damaged_step_is_set_aside(disk):
     """It no longer counts as a step, nothing is deleted, and it is reported, also by later runs."""
     disk.add("1", "2")
     found = disk.run()
-    assert found.steps() == [1, 2]
+    assert found.index.steps() == [1, 2]
 
-    found.set_aside(2, "its chunk is torn")
+    found.deletion.set_aside(2, "its chunk is torn")
 
-    assert (found.steps(), disk.run().steps()) == ([1], [1])
-    assert "was set aside" in found.problems[-1]
-    assert "its chunk is torn" in found.problems[-1]
+    assert (found.index.steps(), disk.run().index.steps()) == ([1], [1])
+    assert "was set aside" in found.index.problems[-1]
+    assert "its chunk is torn" in found.index.problems[-1]
     (aside,) = disk.entries() - {"1"}
     assert names.is_set_aside(aside)
     assert disk.is_whole(aside)
     again = disk.run()
-    again.open_for_writing()
-    again.note_strays()
-    assert again.problems == [f"{disk.root}/{aside} was set aside earlier: it is damaged"]
+    again.owner.open()
+    again.index.note_strays(again.index.listing())
+    assert again.index.problems == [
+        f"{disk.root}/{aside}: a step that was set aside earlier, since it is damaged"
+    ]
     assert disk.entries() == {"1", aside}
 
 
@@ -1093,14 +1124,14 @@ def test_what_cannot_be_set_aside_is_reported(world):
     world.write("1/_CHECKPOINT_METADATA", b"{}")
     found = world.run()
 
-    found.set_aside(1, "why")
-    assert "is skipped: why" in found.problems[-1]
+    found.deletion.set_aside(1, "why")
+    assert "is skipped: why" in found.index.problems[-1]
 
     if not world.storage.atomic_rename:
         world.add("2")
-        found.set_aside(2, "why")
-        assert "cannot be set aside" in found.problems[-1]
-        assert found.steps() == [1, 2]
+        found.deletion.set_aside(2, "why")
+        assert "cannot be set aside" in found.index.problems[-1]
+        assert found.index.steps() == [1, 2]
 
 
 def test_strays_are_noted(disk):
@@ -1111,14 +1142,13 @@ def test_strays_are_noted(disk):
     disk.storage.make_dir(f"{disk.root}/3.orbax-checkpoint-tmp-99")
     disk.write("metadata/f")
     found = disk.run()
-    found.open_for_writing()
+    found.owner.open()
 
-    found.note_strays()
+    found.index.note_strays(found.index.listing())
 
-    said = {
-        problem.removeprefix(f"{disk.root}/").split(" ")[0]: problem for problem in found.problems
-    }
+    problems = found.index.problems
+    said = {problem.removeprefix(f"{disk.root}/").split(": ")[0]: problem for problem in problems}
     assert set(said) == {"2", "notes.txt", "3.orbax-checkpoint-tmp-99"}
-    assert "no directory" in said["2"]
+    assert "not a directory" in said["2"]
     assert "another writer" in said["3.orbax-checkpoint-tmp-99"]
     assert "left alone" in said["notes.txt"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -10,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, final
 
+from jaxckpt._core import notebook
 from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._core.text import counted, size_text
 from jaxckpt._disk.find import at_rest, open_item
@@ -120,9 +120,8 @@ class Checkpoint:
     def __repr__(self) -> str:
         return "\n".join(_lines(self))
 
-    def _repr_html_(self) -> str:
-        # By its name, at run time: notebooks are a layer above, and only they ask for this.
-        return importlib.import_module("jaxckpt.integrations.notebook").checkpoint_html(self)
+    def _repr_html_(self) -> str | None:
+        return notebook.html("checkpoint", self)
 
 
 def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxckpt._core.text import nearest
@@ -12,15 +12,18 @@ from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.schedule import SavePolicy
 
 
-def manager_arguments(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `CheckpointManager` that a config holds, its policies made.
+def manager_arguments(
+    manager: Callable[..., object], config: Any, overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the arguments of `CheckpointManager` that a config holds, its policies made.
+
+    Args:
+        manager: `CheckpointManager`, which has the names of the arguments.
 
     Raises:
-        TypeError: a name is none of theirs.
+        TypeError: a name is unknown.
     """
-    from jaxckpt._run.manager import CheckpointManager
-
-    parameters = list(inspect.signature(CheckpointManager.__init__).parameters)[1:]
+    parameters = list(inspect.signature(manager).parameters)
     arguments = {**_mapping(config, "the config"), **overrides}
     _check_names("the config", arguments, parameters)
     arguments = _given(arguments)
@@ -48,7 +51,7 @@ def _policy(name: str, policy: type[SavePolicy | KeepPolicy], fields: dict[str, 
 
 
 def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Without those that are None, which means the default."""
+    """Returns the arguments that are not None, which means the default."""
     return {name: value for name, value in arguments.items() if value is not None}
 
 

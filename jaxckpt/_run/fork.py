@@ -12,7 +12,7 @@ from jaxckpt._disk.find import find, open_item
 from jaxckpt._disk.found import Found, check_current
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.regions import refuse_swapped
-from jaxckpt._run.run import Run
+from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StepExists
 from jaxckpt.format import names, run
 from jaxckpt.storage import Storage, locate
@@ -57,9 +57,8 @@ def fork(
     if other.scheme != storage.scheme:
         raise ValueError(f"{new_root} is in another storage than {src_step}: fork links files")
     found = find(storage, where)
-    target = Run(storage=storage, root=root)
-    if target.newest() is not None:
-        raise StepExists(f"{root} is a run that has steps already: {target.steps()[-8:]}")
+    if steps := StepIndex(storage, root).steps():
+        raise StepExists(f"{root} is a run that has steps already: {steps[-8:]}")
     path = f"{root}/{_name_of(found, step)}"
     transaction = _transaction.begin(storage, path, overwrite=False)
     try:

@@ -36,6 +36,16 @@ def _methods(value: object) -> tuple[Callable[[], Any], Callable[[Any], Any]] | 
     return None
 
 
+def check_stateful(objects: Mapping[str, object]) -> None:
+    """Raises TypeError if an object cannot take a state."""
+    for name, value in objects.items():
+        if not is_stateful(value):
+            raise TypeError(
+                f"item {name!r} is restored in place, and {type(value).__name__} has neither "
+                "set_state nor load_state_dict. restore_items() returns what was saved."
+            )
+
+
 def set_state(value: object, state: Any) -> None:
     """Hands an object the state that it is to go on from."""
     methods = _methods(value)
@@ -143,6 +153,11 @@ def _json_text(state: object) -> bytes | None:
 
 def read_states(checkpoint: Found, name: str) -> list[Any] | None:
     """The states of an item in all processes that saved it; None if it is no such item."""
+    if name not in checkpoint.items:
+        raise TreeMismatch(
+            f"{checkpoint.path} has no item {name!r}; it has {', '.join(checkpoint.items)}. "
+            "Restore without it, or another step."
+        )
     path = checkpoint.items[name]
     inside = checkpoint.contents(path)
     counts = {count for file in inside if (count := names.process_count(file)) is not None}
@@ -201,16 +216,6 @@ def state_for(
         assert methods is not None
         return state[0] if isinstance(methods[0](), bytes) else state[1]
     return state
-
-
-def check_present(checkpoint: Found, items: Mapping[str, object]) -> None:
-    """Raises TreeMismatch if a step lacks an item."""
-    for name in items:
-        if name not in checkpoint.items:
-            raise TreeMismatch(
-                f"{checkpoint.path} has no item {name!r}; it has {', '.join(checkpoint.items)}. "
-                "Restore without it, or another step."
-            )
 
 
 def _short(value: object) -> str:

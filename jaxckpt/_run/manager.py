@@ -4,12 +4,11 @@ caller    decide, by rules that every process applies alike        _schedule
 caller    bring the values to the host                             _snapshot
           ------- save returns; training goes on -------
 thread    write, meet, commit                                      _job
-thread    delete what the policy does not keep                     _retention, _run
+thread    delete what the policy does not keep                     _retention, _deletion
 """
 
 from __future__ import annotations
 
-import importlib
 import operator
 import os
 import secrets
@@ -17,22 +16,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Final, Literal, Self, final
 
+from jaxckpt._core import notebook
 from jaxckpt._disk.find import find
 from jaxckpt._inspect import open as inspection
-from jaxckpt._run import resume as _resume
-from jaxckpt._run.resume import Resume
+from jaxckpt._run.config import manager_arguments
+from jaxckpt._run.deletion import Deletion
+from jaxckpt._run.index import StepIndex, check_root
+from jaxckpt._run.leases import Leases
+from jaxckpt._run.owner import Ownership
+from jaxckpt._run.resume import Resume, StateReading, read_everything, shapes_of, watch
 from jaxckpt._run.retention import KeepPolicy
-from jaxckpt._run.run import Run
 from jaxckpt._run.saver import Saver, raise_first
 from jaxckpt._run.schedule import SavePolicy, check_count, check_seconds
 from jaxckpt._run.scrub import scrub
 from jaxckpt._save.handle import SaveHandle
-from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Json, current, lead, text_of
+from jaxckpt.multihost import Json, current, lead, leading, text_of
 from jaxckpt.storage import locate
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
@@ -129,9 +132,14 @@ class CheckpointManager:
         self._on_progress = on_progress
         self._timings: deque[Timing] = deque(maxlen=_MAX_TIMINGS)
         self._processes = current()
-        self._run = Run(storage=storage, root=root, naming=naming, keep=keep.fields())
+        self._index = StepIndex(storage, root, naming=naming)
+        self._leases = Leases(self._index)
+        self._deletion = Deletion(self._index, self._leases)
+        self._owner = Ownership(self._index, self._leases, keep=keep.fields())
         self._resume = Resume(
-            run=self._run,
+            index=self._index,
+            leases=self._leases,
+            deletion=self._deletion,
             processes=self._processes,
             keep=keep,
             timeout_s=timeout_s,
@@ -142,10 +150,12 @@ class CheckpointManager:
             self._close_earlier()
             opened = self._open_run()
         else:
-            self._run.check_root()
+            check_root(storage, root)
             opened = {"session": "", "newest": None}
         self._saver = Saver(
-            self._run,
+            self._index,
+            self._owner,
+            self._deletion,
             self._processes,
             save,
             keep,
@@ -168,20 +178,33 @@ class CheckpointManager:
 
     @property
     def _key(self) -> tuple[str, str, int]:
-        return self._run.storage.scheme, self.directory, self._processes.index
+        return self._index.storage.scheme, self.directory, self._processes.index
 
     def _open_run(self) -> Any:  # JSON
-        def open_run() -> Json:
-            self._run.open_for_writing()
-            self._run.note_strays()
-            return {"session": secrets.token_hex(8), "newest": self._run.newest()}
-
+        """Opens the run in process 0; all processes learn of its newest step, and of the naming."""
+        name = f"manager {self.directory}/open"
         try:
-            return self._lead("open", open_run)
+            with leading(
+                self._processes, name, place=self.directory, timeout_s=self.timeout_s
+            ) as led:
+                if self._processes.index == 0:
+                    listing = self._owner.open()
+                    self._index.note_strays(listing)
+                    naming = self._index.naming
+                    led.value = {
+                        "session": secrets.token_hex(8),
+                        "newest": self._index.newest(listing),
+                        "naming": None if naming is None else [naming.prefix, naming.digits],
+                    }
         except BaseException:
             self._closed = True  # the next manager of this run has nothing to wait for
-            self._run.close()
+            self._owner.close()
             raise
+        opened = led.value
+        if opened["naming"] is not None:
+            prefix, digits = opened["naming"]
+            self._index.naming = StepNames(prefix=prefix, digits=digits)
+        return opened
 
     def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
         """Has process 0 do something; every process returns or raises."""
@@ -212,9 +235,7 @@ class CheckpointManager:
             Traceback (most recent call last):
             TypeError: keep has no field 'lats'. Did you mean 'last'?
         """
-        from jaxckpt._run.config import manager_arguments
-
-        return cls(**manager_arguments(config, overrides))
+        return cls(**manager_arguments(cls, config, overrides))
 
     # --- saving ----------------------------------------------------------------------------------
 
@@ -312,7 +333,7 @@ class CheckpointManager:
             self._saver.stop(timeout_s)
         finally:
             self._saver.preemption.close()
-            self._run.close()
+            self._owner.close()
             with CheckpointManager._open_lock:
                 if CheckpointManager._open.get(self._key) is self:
                     del CheckpointManager._open[self._key]
@@ -363,8 +384,37 @@ class CheckpointManager:
             TreeMismatch: `like`, or an item, does not fit.
         """
         self._begin_call()
+        start_s = time.monotonic()
         steps = self._resume.candidates(step)
-        return self._restore(steps, like, items, fallback and isinstance(step, str), options)
+        reading = self._reading(like, items, options)
+        found = self._resume.first_whole(
+            steps, reading.of, fallback=fallback and isinstance(step, str)
+        )
+        return self._go_on(steps, found, reading, start_s)
+
+    def _reading(
+        self, like: Any, items: Mapping[str, object] | None, options: Mapping[str, Any]
+    ) -> StateReading:
+        defaults = {
+            "budget_bytes": self.budget_bytes,
+            "on_progress": self._on_progress,
+            "timeout_s": self.timeout_s,
+        }
+        return StateReading(
+            self._index, self._processes, like, dict(items or {}), {**defaults, **options}
+        )
+
+    def _go_on(
+        self, steps: list[int], found: tuple[int, Any], reading: StateReading, start_s: float
+    ) -> Any:  # any pytree
+        """Hands out the state that was read, and goes on from its step."""
+        self.restored_step, state = found
+        self._timings.append(reading.meter.timing())
+        reading.set_objects()
+        self._saver.record(restore_s=time.monotonic() - start_s)
+        if self.mode == "w" and self.restored_step != steps[0]:
+            self._saver.floor = self._lead("newest", self._index.newest)  # some were set aside
+        return state
 
     def restore_or(
         self,
@@ -390,12 +440,13 @@ class CheckpointManager:
         self._begin_call()
         if not callable(init):
             raise TypeError(f"init must be a function that makes the first state, not {init!r}")
+        start_s = time.monotonic()
         steps = self._resume.candidates("latest")
         if not steps:
             return init(), 0
-        state = self._restore(steps, _resume.shapes_of(init), items, fallback, options)
-        assert self.restored_step is not None  # it was restored
-        return state, self.restored_step
+        reading = self._reading(shapes_of(init), items, options)
+        found = self._resume.first_whole(steps, reading.of, fallback=fallback)
+        return self._go_on(steps, found, reading, start_s), found[0]
 
     def restore_items(
         self, step: int | Literal["latest", "best"] = "latest", *, fallback: bool = True
@@ -407,81 +458,57 @@ class CheckpointManager:
         """
         self._begin_call()
         steps = self._resume.candidates(step)
-        _check_any(steps, self.directory)
-        self.restored_step, found = self._resume.items(
-            steps, fallback=fallback and isinstance(step, str)
+        self.restored_step, found = self._resume.first_whole(
+            steps,
+            lambda step: partial(read_everything, self._index, step, timeout_s=self.timeout_s),
+            fallback=fallback and isinstance(step, str),
         )
         return found
-
-    def _restore(
-        self,
-        steps: list[int],
-        like: Any,  # any pytree
-        items: Mapping[str, object] | None,
-        fallback: bool,
-        options: Mapping[str, Any],
-    ) -> Any:  # any pytree
-        _check_any(steps, self.directory)
-        start_s = time.monotonic()
-        number, state = self._resume.state(
-            steps,
-            like,
-            dict(items or {}),
-            {"budget_bytes": self.budget_bytes, "on_progress": self._on_progress, **options},
-            fallback=fallback,
-            took=self._timings.append,
-        )
-        self.restored_step = number
-        self._saver.record(restore_s=time.monotonic() - start_s)
-        if self.mode == "w" and number != steps[0]:
-            self._saver.floor = self._lead("newest", self._run.newest)  # less what was set aside
-        return state
 
     # --- what there is ---------------------------------------------------------------------------
 
     def all_steps(self) -> list[int]:
         """The committed steps, in order. Looks into the directory of each; reads no file."""
         self._begin_call()
-        return self._run.steps()
+        return self._index.steps()
 
     def latest_step(self) -> int | None:
         """The newest step that is whole as far as its metadata tell, or None."""
         self._begin_call()
-        return next((n for n in reversed(self._run.steps()) if self._run.is_whole(n)), None)
+        return next(filter(self._index.is_whole, self._index.newest_first()), None)
 
     def best_step(self) -> int | None:
         """The step with the best `metric` of `keep`, or None if no step has it."""
         self._begin_call()
-        return next(
-            (info.step for info in self._resume.ranked() if self._run.is_whole(info.step)), None
-        )
+        ranked = (info.step for info in self._resume.ranked())
+        return next(filter(self._index.is_whole, ranked), None)
 
     def metrics(self, step: int) -> dict[str, Any]:
         """The metrics of a step; empty if it has none."""
         self._begin_call()
         step = _as_int(step)
-        self._run.check_step(step)
-        return dict(self._run.info(step).metrics)
+        self._index.check_step(step)
+        return dict(self._index.info(step).metrics)
 
     def metadata(self, step: int) -> inspection.Checkpoint:
         """What a step holds: `jaxckpt.open` of it."""
         self._begin_call()
-        return inspection.open(self._url(self._run.check_step(step)))
+        return inspection.open(self._url(self._index.check_step(step)))
 
     def custom_metadata(self, step: int) -> dict[str, Any]:
         """What was given to `save` as such."""
         self._begin_call()
-        found = find(self._run.storage, self._run.check_step(step))
+        found = find(self._index.storage, self._index.check_step(step))
         return dict(found.metadata.custom_metadata or {})
 
     def _url(self, path: str) -> str:
-        scheme = self._run.storage.scheme
+        scheme = self._index.storage.scheme
         return path if scheme == "file" else f"{scheme}:/{path}"
 
     @property
     def problems(self) -> list[str]:
         """All that was skipped, left alone, set aside or could not be deleted, in words."""
-        return list(self._run.problems)
+        return list(self._index.problems)
 
     def scrub(self) -> dict[int, VerifyReport]:
         """Reads all of every step back, and compares it with its checksums.
@@ -498,10 +525,10 @@ class CheckpointManager:
         if self.mode == "w":
             self.wait_until_finished()
         reports = scrub(
-            self._run, self._processes, writes=self.mode == "w", timeout_s=self.timeout_s
+            self._deletion, self._processes, writes=self.mode == "w", timeout_s=self.timeout_s
         )
         if self.mode == "w" and not all(report.ok for report in reports.values()):
-            self._saver.floor = self._lead("newest", self._run.newest)  # less what was set aside
+            self._saver.floor = self._lead("newest", self._index.newest)  # some were set aside
         return reports
 
     @property
@@ -515,13 +542,13 @@ class CheckpointManager:
         """Keeps a step, whatever the policy says, until it is unpinned."""
         self._begin_call()
         self._check_writes()
-        self._lead("pin", lambda: self._run.pin(step))
+        self._lead("pin", lambda: self._deletion.pin(step))
 
     def unpin(self, step: int) -> None:
         """Leaves a step to the policy again."""
         self._begin_call()
         self._check_writes()
-        self._lead("unpin", lambda: self._run.unpin(step))
+        self._lead("unpin", lambda: self._deletion.unpin(step))
 
     def delete(self, step: int) -> None:
         """Deletes a step now. One that is pinned, or that a reader holds, is refused.
@@ -534,13 +561,13 @@ class CheckpointManager:
         self.wait_until_finished()
 
         def delete() -> Json:
-            path = self._run.check_step(step)
-            if self._run.is_pinned(step):
+            path = self._index.check_step(step)
+            if self._deletion.is_pinned(step):
                 raise ValueError(f"{path} is pinned; unpin it first")
-            self._run.fence()
-            if step not in self._run.delete([step], asked_for=True):
-                raise ValueError(f"{path} was not deleted: {self._run.why_not(step)}")
-            return self._run.newest()
+            self._owner.fence()
+            if step not in self._deletion.delete([step], asked_for=True):
+                raise ValueError(f"{path} was not deleted: {self._deletion.why_not(step)}")
+            return self._index.newest()
 
         self._saver.floor = self._lead("delete", delete)
 
@@ -577,19 +604,13 @@ class CheckpointManager:
             2 {'w': 2}
         """
         self._begin_call()
-        return _resume.watch(self._run, timeout_s, after)
+        return watch(self._index, self._leases, timeout_s, after)
 
     def __repr__(self) -> str:
         return f"<CheckpointManager {self.directory!r}, mode {self.mode!r}>"
 
-    def _repr_html_(self) -> str:
-        # By its name, at run time: notebooks are a layer above, and only they ask for this.
-        return importlib.import_module("jaxckpt.integrations.notebook").manager_html(self)
-
-
-def _check_any(steps: list[int], root: str) -> None:
-    if not steps:
-        raise CheckpointNotFound(f"{root} has no committed step to restore")
+    def _repr_html_(self) -> str | None:
+        return notebook.html("manager", self)
 
 
 def _as_int(step: Any) -> int:

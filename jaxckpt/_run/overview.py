@@ -14,22 +14,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from jaxckpt._disk import transaction as _transaction
-from jaxckpt._disk.find import find, looks_committed, read_found
+from jaxckpt._disk.find import find, read_found
 from jaxckpt._disk.found import Found
+from jaxckpt._run.index import Listing, StepIndex, existing_root, metrics_of, saved_s, shown
+from jaxckpt._run.owner import read_owner
 from jaxckpt._run.retention import KeepPolicy
-from jaxckpt._run.run import Run
-from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
-from jaxckpt.format import jsontext, names
-from jaxckpt.format.run import StepNames, guess_names, like_steps
-from jaxckpt.storage import Storage, is_temporary_file, locate
+from jaxckpt.errors import CheckpointError, CheckpointNotFound
+from jaxckpt.format import names
+from jaxckpt.storage import Storage, is_temporary_file
 from jaxckpt.types import StepInfo
 
-# On a file system over a network each question takes as long as an answer needs to come back.
+# On a file system over a network each request takes as long as its answer needs to come back.
 _AT_ONCE: Final = 8
-# A writer may delete all steps of one listing, when it has new ones.
-_LISTINGS: Final = 3
-_OF_ROOT: Final = (names.OWNER, names.DOOMED, names.LOCK, names.ROOT_METADATA)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,167 +105,99 @@ def overview(root: str | os.PathLike[str]) -> RunOverview:
         ...     [(step.step, step.metrics, step.problem) for step in overview(folder).steps]
         [(7, {'loss': 0.5}, None)]
     """
-    storage, where = locate(root)
-    run = Run(storage=storage, root=where, quiet=True)
-    run.check_root()
-    if storage.kind(where) is None:
-        raise CheckpointNotFound(f"{where}: there is nothing.")
-    if run.holds_checkpoint():
-        raise ValueError(
-            f"{where} is a checkpoint itself. A run is the directory around its steps: "
-            f"{posixpath.dirname(where)}?"
-        )
-    entries: list[str] = []
-    found: dict[str, int] = {}
-    steps: list[StepOverview] = []
-    for _ in range(_LISTINGS):
-        entries = storage.names(where)
-        run.naming = _naming(storage, where, entries)
-        found = _numbered(storage, where, run.naming, entries)
-        steps = _look_at(run, found)
-        if steps or not found:
-            break
-    strays = [words for name in entries if name not in found and (words := _stray(run, name))]
-    keep = _policy(run)
-    return RunOverview(path=where, steps=tuple(steps), strays=(*strays, *run.problems), keep=keep)
+    index = StepIndex(*existing_root(root), quiet=True)
+    listings = index.listings()
+    listing = next(listings)
+    steps = _look_at_all(index, listing)
+    while not steps and (later := next(listings, None)) is not None:
+        listing, steps = later, _look_at_all(index, later)
+    seen = {step.name for step in steps}
+    strays = [f"{name}: {text}" for name, text in listing.strays().items() if name not in seen]
+    keep = _policy(index)
+    return RunOverview(
+        path=index.root, steps=tuple(steps), strays=(*strays, *index.problems), keep=keep
+    )
 
 
-def _policy(run: Run) -> KeepPolicy | None:
-    owner = run.owner()
+def _policy(index: StepIndex) -> KeepPolicy | None:
+    owner = read_owner(index)
     try:
         return None if owner is None or not owner.keep else KeepPolicy(**owner.keep)
     except (TypeError, ValueError):  # a newer jaxckpt's
         return None
 
 
-def _look_at(run: Run, found: Mapping[str, int]) -> list[StepOverview]:
+def _look_at_all(index: StepIndex, listing: Listing) -> list[StepOverview]:
+    numbered = {**listing.directories(), **listing.flax_files()}
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="jaxckpt-overview") as pool:
-        looked = pool.map(lambda name: look(run, name, found[name]), found)
+        looked = pool.map(lambda name: look(index, listing, name, numbered[name]), numbered)
         steps = [step for step in looked if step is not None]
     return sorted(steps, key=lambda step: (step.step, step.name))
 
 
-def _naming(storage: Storage, root: str, entries: list[str]) -> StepNames:
-    """How the steps are called; unlike the run's own guess, it warns of nothing on the way."""
-    for name in like_steps(entries):
-        if _is_committed(storage, f"{root}/{name}"):
-            return guess_names(name, entries)
-    return StepNames()
-
-
-def _is_committed(storage: Storage, path: str) -> bool:
-    try:
-        return storage.kind(path) == "dir" and looks_committed(storage, path)
-    except FileNotFoundError:  # deleted just now
-        return False
-
-
-def _numbered(storage: Storage, root: str, naming: StepNames, entries: list[str]) -> dict[str, int]:
-    """The number of each entry that is a step: a directory, or a file of Flax's."""
-    found: dict[str, int] = {}
-    for name in entries:
-        number = naming.step(name)
-        flax = names.flax_step(name)
-        if number is not None and storage.kind(f"{root}/{name}") == "dir":
-            found[name] = number
-        elif flax is not None and flax.is_integer() and storage.kind(f"{root}/{name}") == "file":
-            found[name] = int(flax)
-    return found
-
-
-def look(run: Run, name: str, number: int) -> StepOverview | None:
-    """What is known of one entry of a root; None if it is gone."""
-    path = f"{run.root}/{name}"
-    step = _look(run, path, number)
+def look(index: StepIndex, listing: Listing, name: str, number: int) -> StepOverview | None:
+    """Describes one entry of a root; None if it is gone."""
+    step = _look(index, listing, name, number)
     if step.problem is not None:
-        # One that was deleted, or replaced, while it was looked at is not damaged.
-        step = _look(run, path, number)
-    return None if run.storage.kind(path) is None else step
+        # A step that was deleted, or replaced, while it was looked at is not damaged.
+        step = _look(index, listing, name, number)
+    return None if index.storage.kind(step.path) is None else step
 
 
-def _look(run: Run, path: str, number: int) -> StepOverview:
-    storage, found, problem = run.storage, None, None
+def _look(index: StepIndex, listing: Listing, name: str, number: int) -> StepOverview:
+    path, found, problem = f"{index.root}/{name}", None, None
     facts: dict[str, Any] = {}
     try:
-        facts["pinned"] = storage.kind(f"{path}/{names.PINNED}") is not None
-        facts["size_bytes"], facts["files"] = _size(storage, path)
-        found = _find(run, path, number)
+        facts |= _size(index.storage, path, listing)
+        found = _find(index, listing, name, number)
     except (CheckpointError, OSError) as error:
         problem = str(error)
         with contextlib.suppress(CheckpointError, OSError):
-            found = read_found(storage, path, storage.entries(path))
+            found = read_found(index.storage, path, index.storage.entries(path))
     if found is not None:
-        facts |= _said(found)
+        facts |= _recorded(found, is_file=listing.entries[name].kind == "file")
         try:
-            facts["metrics"] = _metrics(found)
+            facts["metrics"] = metrics_of(found)
         except (CheckpointError, OSError) as error:
             problem = problem or str(error)
-    return StepOverview(
-        step=number, path=path, name=posixpath.basename(path), problem=problem, **facts
-    )
+    return StepOverview(step=number, path=path, name=name, problem=problem, **facts)
 
 
-def _size(storage: Storage, path: str) -> tuple[int, int]:
-    if storage.kind(path) == "file":
-        return storage.size(path), 1
-    files = [f"{path}/{file}" for file in _transaction.files_below(storage, path)]
-    # A link, which no checkpoint has inside, has no size of its own.
-    return sum(storage.size(file) for file in files if storage.kind(file) == "file"), len(files)
+def _size(storage: Storage, path: str, listing: Listing) -> dict[str, Any]:
+    entry = listing.entries[posixpath.basename(path)]
+    if entry.kind == "file":
+        return {"size_bytes": entry.size, "files": 1}
+    files: dict[str, int] = {}
+    folders = [""]
+    while folders:
+        folder = folders.pop()
+        for name, inside in storage.entries(f"{path}/{folder}".rstrip("/")).items():
+            if inside.kind == "dir":
+                folders.append(f"{folder}{name}/")
+            elif not is_temporary_file(name):
+                files[f"{folder}{name}"] = inside.size
+    pinned = names.PINNED in files
+    return {"size_bytes": sum(files.values()), "files": len(files), "pinned": pinned}
 
 
-def _find(run: Run, path: str, number: int) -> Found:
-    if run.storage.kind(path) == "file":
-        return find(run.storage, path)
-    if looks_committed(run.storage, path):
-        return run.check_whole(number)
-    inside = run.storage.names(path)
-    if names.RECORD in inside or names.WRITER in inside:
-        missing = names.COMMIT_MARKER if names.RECORD in inside else names.RECORD
-        raise CorruptCheckpoint(
-            f"{path}/{missing} is missing: the step is an incomplete copy, or was being deleted"
-        )
-    shown = ", ".join(inside[:8]) + (", ..." if len(inside) > 8 else "")
-    raise CheckpointNotFound(f"{path} is no committed step: it holds {shown or 'nothing'}")
+def _find(index: StepIndex, listing: Listing, name: str, number: int) -> Found:
+    path = f"{index.root}/{name}"
+    if listing.entries[name].kind == "file":
+        return find(index.storage, path)
+    if index.state(listing, number) is None:
+        inside = shown(index.storage.names(path))
+        raise CheckpointNotFound(f"{path} is not a committed step: it holds {inside}")
+    return index.find_whole(number)
 
 
-def _said(found: Found) -> dict[str, Any]:
-    """What a checkpoint says of itself."""
-    saved_ns = found.metadata.commit_ns or found.metadata.init_ns
+def _recorded(found: Found, *, is_file: bool) -> dict[str, Any]:
+    """Returns what a checkpoint records about itself."""
     record = found.record
-    is_file = found.storage.kind(found.path) == "file"
     return {
-        "saved_s": None if saved_ns is None else saved_ns / 1e9,
+        "saved_s": saved_s(found),
         "writer": record.writer if record is not None else "flax" if is_file else "orbax",
         "lineage": dict(record.lineage if record is not None else {}),
         "custom_metadata": dict(found.metadata.custom_metadata or {}),
         "items": tuple(found.items),
         "phases": dict(record.phases if record is not None else {}),
     }
-
-
-def _metrics(found: Found) -> dict[str, Any]:
-    item = f"{found.path}/{names.METRICS_ITEM}"
-    if found.contents(item).get(names.METRICS_FILE) != "file":
-        return {}
-    file = f"{item}/{names.METRICS_FILE}"
-    metrics = jsontext.loads(found.read(item, names.METRICS_FILE), file=file)
-    return metrics if isinstance(metrics, dict) else {}
-
-
-def _stray(run: Run, name: str) -> str | None:
-    """What an entry of the root is that is no step; None if it belongs there."""
-    if name in _OF_ROOT or names.is_lease(name):
-        return None
-    if names.is_set_aside(name):
-        return f"{name}: a step that was set aside, since it is damaged"
-    if names.is_deleting(name):
-        return f"{name}: is being deleted, or a deletion of it was interrupted"
-    if names.is_temporary(name):
-        return f"{name}: a save that is under way, or was interrupted"
-    if (of := names.replaced(name)) is not None:
-        return f"{name}: committed, and about to take the place of {of}"
-    if is_temporary_file(name):
-        return f"{name}: a small file that is being written, or was when its writer died"
-    if run.naming is not None and run.naming.step(name) is not None:
-        return f"{name}: called like a step, but no directory"
-    return f"{name}: no part of the run"

@@ -1,4 +1,4 @@
-"""Reads a step of a run, and falls back to the one before if it turns out to be damaged."""
+"""Restores a step of a run, and falls back to the one before if it turns out to be damaged."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, final
 
 import jax
 
@@ -18,16 +19,18 @@ from jaxckpt._progress.meter import Meter
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import Source, restore_from
 from jaxckpt._run import items as _items
+from jaxckpt._run.deletion import Deletion
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.leases import Leases
 from jaxckpt._run.retention import KeepPolicy
-from jaxckpt._run.run import Run
 from jaxckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
     CorruptCheckpoint,
     ProcessesDisagree,
 )
-from jaxckpt.multihost import Processes, lead, meet
-from jaxckpt.types import StepInfo, Timing
+from jaxckpt.multihost import Processes, leading, meet
+from jaxckpt.types import StepInfo
 
 T = TypeVar("T")
 
@@ -38,222 +41,230 @@ _DAMAGE: Final = {"corrupt": CorruptCheckpoint, "absent": CheckpointNotFound}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Finds and reads steps of a run, the same ones in every process.
+    """Finds and restores steps of a run, the same ones in every process.
 
     Attributes:
-        keep: Says which steps are the best.
-        writes: Whether damaged steps are set aside; else steps are held while they are read.
+        keep: Ranks the steps.
+        writes: Whether damaged steps are set aside; else steps are leased while they are read.
     """
 
-    run: Run
+    index: StepIndex
+    leases: Leases
+    deletion: Deletion
     processes: Processes
     keep: KeepPolicy
     timeout_s: float
     writes: bool
 
     def candidates(self, step: Any) -> list[int]:
-        """The steps to try for "latest", "best" or a number, in order."""
-        name = f"manager {self.run.root}/steps"
-        return lead(
-            self.processes,
-            name,
-            lambda: self._ordered(step),
-            place=self.run.root,
-            timeout_s=self.timeout_s,
-        )
-
-    def _ordered(self, step: Any) -> list[int]:
-        if step == "latest":
-            return sorted({*self.run.steps(), *self.run.torn()}, reverse=True)
-        if step == "best":
-            return [info.step for info in self.ranked()]
-        number = operator.index(step)
-        self.run.check_step(number)
-        return [number]
+        """Returns the steps to try for "latest", "best" or a number, in order."""
+        root = self.index.root
+        with leading(
+            self.processes, f"manager {root}/steps", place=root, timeout_s=self.timeout_s
+        ) as led:
+            if self.processes.index != 0:
+                pass  # process 0 looks for all
+            elif step == "latest":
+                led.value = self.index.to_restore()
+            elif step == "best":
+                led.value = [info.step for info in self.ranked()]
+            else:
+                self.index.check_step(number := operator.index(step))
+                led.value = [number]
+        return led.value
 
     def ranked(self) -> list[StepInfo]:
-        """The steps by the metric of the policy, the best first."""
+        """Returns the steps by the metric of the policy, the best first."""
         if self.keep.metric is None:
             raise ValueError("no step is the best: KeepPolicy has no metric to rank by")
-        return self.keep.ranked(map(self.run.info, self.run.steps()))
-
-    def state(
-        self,
-        steps: Sequence[int],
-        like: Any,  # any pytree
-        objects: Mapping[str, object],
-        options: Mapping[str, Any],
-        *,
-        fallback: bool,
-        took: Callable[[Timing], None],
-    ) -> tuple[int, Any]:
-        """Restores the first whole step, and the objects in place; returns its number and state."""
-        for name, value in objects.items():
-            if not _items.is_stateful(value):
-                raise TypeError(
-                    f"item {name!r} is restored in place, and {type(value).__name__} has neither "
-                    "set_state nor load_state_dict. restore_items() returns what was saved."
-                )
-
-        def read(step: int) -> tuple[Any, dict[str, Any], Timing]:
-            meter = Meter("restore", self.run.path(step), step=step)
-            state, states = read_step(
-                self.run,
-                step,
-                like,
-                objects,
-                self.processes,
-                {"timeout_s": self.timeout_s, "meter": meter, **options},
-            )
-            return state, states, meter.timing()
-
-        step, (state, states, timing) = self.first_whole(steps, read, fallback=fallback)
-        took(timing)
-        for name, found in states.items():
-            _items.set_state(objects[name], found)
-        return step, state
-
-    def items(self, steps: Sequence[int], *, fallback: bool) -> tuple[int, dict[str, Any]]:
-        """Reads every item of the first whole step."""
-        return self.first_whole(
-            steps,
-            lambda step: read_everything(self.run, step, timeout_s=self.timeout_s),
-            fallback=fallback,
-        )
+        return self.keep.ranked(map(self.index.info, self.index.steps()))
 
     def first_whole(
-        self, steps: Sequence[int], read: Callable[[int], T], *, fallback: bool
+        self, steps: Sequence[int], reading: Callable[[int], Callable[[], T]], *, fallback: bool
     ) -> tuple[int, T]:
         """Reads the first step that is whole; every process reads the same one.
 
+        Args:
+            reading: Returns what reads a step.
+            fallback: Whether to go on to the next step when one is damaged.
+
+        Returns:
+            The step, and what was read.
+
         Raises:
-            CorruptCheckpoint, CheckpointNotFound: none is, or the first is not and that is all
-                there may be.
+            CorruptCheckpoint, CheckpointNotFound: none is whole, or the first is not and there is
+                no fallback.
             ProcessesDisagree: another process failed.
         """
-        damaged: list[tuple[int, Exception | None, str]] = []
+        if not steps:
+            raise CheckpointNotFound(f"{self.index.root} has no committed step to restore")
+        damaged: list[_Attempt] = []
         for step in steps:
-            outcome, result, error = self._try(step, read)
-            if outcome is not None:
-                outcome, result, error = self._try(step, read)  # to set aside, seen twice
-            if outcome is None:
+            attempt = self._try(step, reading(step))
+            if attempt.problem is not None:
+                attempt = self._try(step, reading(step))  # to be set aside, seen twice
+            if attempt.problem is None:
                 # Not before: a run without a whole step must not look like a new one.
-                for bad, why, text in damaged:
-                    self._skip(bad, why, text)
-                return step, result  # pyright: ignore[reportReturnType]  # no error, so a T
+                for failed in damaged:
+                    self._skip(failed)
+                return step, attempt.value
             if not fallback:
-                raise error or _other_failed(self.run.path(step), outcome)
-            damaged.append((step, error, outcome))
+                raise attempt.error or self._other_failed(step, attempt.problem)
+            damaged.append(attempt)
         raise CheckpointNotFound(
-            f"{self.run.root} has no step that can be restored. Of {len(steps)}:\n  "
-            + "\n  ".join(f"step {step}: {text}" for step, _, text in damaged[:10])
+            f"{self.index.root} has no step that can be restored. Of {len(damaged)}:\n  "
+            + "\n  ".join(f"step {failed.step}: {failed.problem}" for failed in damaged[:10])
             + "\nThey stay as they are. To start anew, use another directory or move them away."
         )
 
-    def _try(
-        self, step: int, read: Callable[[int], T]
-    ) -> tuple[str | None, T | None, Exception | None]:
-        """What is wrong with a step, in words that are the same in every process, or its value.
+    def _try(self, step: int, read: Callable[[], Any]) -> _Attempt:
+        """Reads a step in all processes, and agrees on what is wrong with it.
 
         Raises:
-            Exception: what this or another process failed with, if it is not about the step.
+            Exception: the error of this or another process that does not concern the step.
         """
-        result, error = None, None
+        value, error = None, None
         try:
-            result = self._read(step, read)
-        except Exception as caught:  # told to the others, then judged
+            with nullcontext(True) if self.writes else self.leases.hold(step) as there:
+                self.index.check_there(step)
+                if there:
+                    value = read()
+                else:
+                    error = CheckpointNotFound(f"{self.index.path(step)} is being deleted")
+        except Exception as caught:  # reported to the others, then judged
             error = caught
         mark = next((m for m, kind in _DAMAGE.items() if isinstance(error, kind)), "")
-        name = f"manager {self.run.root}/restored"
+        name = f"manager {self.index.root}/restored"
         met = meet(self.processes, name, None, error, timeout_s=self.timeout_s, mark=mark)
-        if not met.problems:
-            return None, result, None
-        if any(met.marks.values()):
-            first = next(met.problems[i] for i, mark in met.marks.items() if mark)
-            if not mark and "corrupt" in met.marks.values():
-                return first, None, _other_failed(self.run.path(step), first)
-            return first, None, error if mark else None
-        own = None if isinstance(error, ProcessesDisagree) else error
-        met.check(own, f"step {step} of {self.run.root} was not restored")
-        raise AssertionError  # `check` raises where there are problems
+        if met.problems and not any(met.marks.values()):
+            own = None if isinstance(error, ProcessesDisagree) else error
+            met.check(own, f"step {step} of {self.index.root} was not restored")
+        problem = next((met.problems[i] for i, found in met.marks.items() if found), None)
+        if problem is not None and not mark:
+            error = self._other_failed(step, problem) if "corrupt" in met.marks.values() else None
+        return _Attempt(step=step, value=value, problem=problem, error=error)
 
-    def _read(self, step: int, read: Callable[[int], T]) -> T:
-        if self.writes:
-            return read(step)
-        with self.run.leased(step):
-            return read(step)
+    def _other_failed(self, step: int, problem: str) -> CheckpointError:
+        path = self.index.path(step)
+        text = f"{path}: another process found it damaged: {problem}"
+        return CorruptCheckpoint(text, file=path)
 
-    def _skip(self, step: int, error: Exception | None, outcome: str) -> None:
+    def _skip(self, failed: _Attempt) -> None:
+        error, step = failed.error, failed.step
         if self.writes and self.processes.index == 0 and isinstance(error, CorruptCheckpoint):
-            self.run.set_aside(step, outcome, file=error.file)
+            self.deletion.set_aside(step, str(failed.problem), file=error.file)
         else:
-            self.run.report(f"step {step} cannot be restored, and is skipped: {outcome}")
+            self.index.report(f"step {step} cannot be restored, and is skipped: {failed.problem}")
 
 
-def _other_failed(path: str, outcome: str) -> CheckpointError:
-    return CorruptCheckpoint(f"{path}: another process found it damaged: {outcome}", file=path)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    """How reading a step went.
+
+    Attributes:
+        value: What this process has read.
+        problem: Why the step is damaged, in words that are the same in every process, or None.
+        error: The damage that this process raises.
+    """
+
+    step: int
+    value: Any
+    problem: str | None
+    error: Exception | None
 
 
-def read_step(
-    run: Run,
-    step: int,
-    like: Any,  # any pytree
-    items: Mapping[str, object],
-    processes: Processes,
-    options: dict[str, Any],
-) -> tuple[Any, dict[str, Any]]:
-    """The state of a step, and for each of `items` the state that its object is to go on from."""
-    path = run.path(step)
-    states: dict[str, Any] = {}
+@final
+class StateReading:
+    """Reads the state of a step, and the states that objects take.
 
-    def load(checkpoint: Found) -> Any:  # an Item
-        run.check_found(step, checkpoint)
-        _items.check_present(checkpoint, items)
-        for name, value in items.items():
-            found = _items.read_states(checkpoint, name)
-            states[name] = _items.state_for(value, found, name=name, path=path, processes=processes)
-        return open_item(checkpoint)
+    Attributes:
+        meter: Of the step that was read last.
+    """
 
-    target = [like]
-    del like  # so that its arrays are free once the caller has let go of them
-    meter = options.pop("meter")
-    source = Source(where=path, within=partial(at_rest, run.storage, path), open=load)
-    run.check_there(step)
-    return restore_from(source, target, RestoreRequest(**options), meter=meter), states
+    meter: Meter
+
+    def __init__(
+        self,
+        index: StepIndex,
+        processes: Processes,
+        like: Any,  # any pytree
+        objects: Mapping[str, object],
+        options: Mapping[str, Any],
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            like: The wanted tree.
+            options: Fields of `RestoreRequest`.
+            objects: The objects that are to take their states, by item.
+
+        Raises:
+            TypeError: an object cannot take a state.
+        """
+        _items.check_stateful(objects)
+        self._index = index
+        self._processes = processes
+        self._like = like
+        self._objects = objects
+        self._request = RestoreRequest(**options)
+        self._states: dict[str, Any] = {}
+
+    def of(self, step: int) -> Callable[[], Any]:
+        """Returns what reads the state of a step."""
+        source = _source(self._index, step, partial(self._open, step))
+        self.meter = Meter("restore", source.where, step=step)
+        return partial(restore_from, source, [self._like], self._request, meter=self.meter)
+
+    def _open(self, step: int, found: Found) -> Any:  # an Item
+        self._index.check_found(step, found)
+        for name, value in self._objects.items():
+            states = _items.read_states(found, name)
+            self._states[name] = _items.state_for(
+                value, states, name=name, path=found.path, processes=self._processes
+            )
+        return open_item(found)
+
+    def set_objects(self) -> None:
+        """Sets the states of the step that was read last."""
+        for name, state in self._states.items():
+            _items.set_state(self._objects[name], state)
 
 
-def read_everything(run: Run, step: int, *, timeout_s: float) -> dict[str, Any]:
-    """Every item of a step by name: trees, JSON, and lists of the states of data iterators."""
-    path = run.path(step)
+def read_everything(index: StepIndex, step: int, *, timeout_s: float) -> dict[str, Any]:
+    """Reads every item of a step: trees, JSON, and lists of the states of objects."""
+    request = RestoreRequest(timeout_s=timeout_s)
 
-    def names_of(checkpoint: Found) -> list[str]:
-        run.check_found(step, checkpoint)
-        return [*checkpoint.items]
+    def names_of(found: Found) -> list[str]:
+        index.check_found(step, found)
+        return [*found.items]
 
-    def item(name: str, checkpoint: Found) -> Any:  # an Item, or what it is already
-        run.check_found(step, checkpoint)
-        states = _items.read_states(checkpoint, name)
-        return open_item(checkpoint, name) if states is None else states
+    def item(name: str, found: Found) -> Any:  # an Item, or the value of the item
+        index.check_found(step, found)
+        states = _items.read_states(found, name)
+        return open_item(found, name) if states is None else states
 
-    def read(load: Callable[[Found], Any]) -> Any:
-        run.check_there(step)
-        source = Source(where=path, within=partial(at_rest, run.storage, path), open=load)
-        return restore_from(source, [None], RestoreRequest(timeout_s=timeout_s))
+    def read(open_: Callable[[Found], Any]) -> Any:
+        return restore_from(_source(index, step, open_), [None], request)
 
     return {name: read(partial(item, name)) for name in read(names_of)}
 
 
-def watch(run: Run, timeout_s: float, after: int | None) -> Iterator[int]:
-    """New committed steps as they come; each is leased while the caller is at it."""
+def _source(index: StepIndex, step: int, open_: Callable[[Found], Any]) -> Source:
+    path = index.path(step)
+    return Source(where=path, within=partial(at_rest, index.storage, path), open=open_)
+
+
+def watch(index: StepIndex, leases: Leases, timeout_s: float, after: int | None) -> Iterator[int]:
+    """Yields new committed steps as they come; each is leased while the caller uses it."""
     waiting = threading.Event()  # never set: a wait that signals interrupt
     last = after
     deadline_s = time.monotonic() + timeout_s
     while True:
-        steps = run.steps()
+        steps = index.steps()
         new = steps[-1:] if last is None else [n for n in steps if n > last]
         for step in new:
             last = step
-            with run.leased(step) as there:
+            with leases.hold(step) as there:
                 if there:
                     yield step
                     deadline_s = time.monotonic() + timeout_s
@@ -265,10 +276,10 @@ def watch(run: Run, timeout_s: float, after: int | None) -> Iterator[int]:
 
 
 def shapes_of(init: Callable[[], Any]) -> Any:  # any pytree
-    """What `init` returns, with shapes in place of arrays, without computing any.
+    """Returns what `init` returns, with shapes in place of arrays, without computing any.
 
-    Other values (Python numbers, str, numpy arrays) are as they are. Where `init` is jitted with
-    `out_shardings`, the shapes have those.
+    Other values (Python numbers, str, numpy arrays) stay as they are. Where `init` is jitted with
+    `out_shardings`, the shapes have those shardings.
     """
     others: list[object] = []
     treedefs: list[Any] = []
@@ -287,5 +298,5 @@ def shapes_of(init: Callable[[], Any]) -> Any:  # any pytree
 
 
 def _is_array(leaf: object) -> bool:
-    # Not those of numpy: they would come back as arrays of jax, of fewer bits.
+    # Not arrays of numpy: they would come back as arrays of jax, of fewer bits.
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))

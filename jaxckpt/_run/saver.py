@@ -15,14 +15,16 @@ from typing import Any, Final, final
 
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._run import items as _items
+from jaxckpt._run.deletion import Deletion
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.owner import Ownership
 from jaxckpt._run.preemption import Preemption
 from jaxckpt._run.retention import KeepPolicy
-from jaxckpt._run.run import Run
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
 from jaxckpt._save.handle import SaveHandle, SaveRequest
 from jaxckpt._save.save import check_metadata
 from jaxckpt._save.snapshot import Item, take_tree
-from jaxckpt.errors import CheckpointTimeout, SaveFailed, StepExists
+from jaxckpt.errors import CheckpointTimeout, StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import MAX_STEP
 from jaxckpt.multihost import Processes, text_of
@@ -46,7 +48,9 @@ class Saver:
 
     def __init__(
         self,
-        run: Run,
+        index: StepIndex,
+        owner: Ownership,
+        deletion: Deletion,
         processes: Processes,
         policy: SavePolicy,
         keep: KeepPolicy,
@@ -65,7 +69,9 @@ class Saver:
         self.floor: int | None = None
         self.session = ""
         self.preemption = Preemption(processes, listens=listens and policy.on_preemption)
-        self._run = run
+        self._index = index
+        self._owner = owner
+        self._deletion = deletion
         self._processes = processes
         self._keep = keep
         self._budget_bytes = budget_bytes
@@ -139,7 +145,7 @@ class Saver:
             return None
         problem, held, metadata = None, [], {}
         # Not before: to ask where a step goes may list the root, and most calls save nothing.
-        meter = Meter("save", self._run.path(step), step=step)
+        meter = Meter("save", self._index.path(step), step=step)
         meter.watch(display(self._on_progress, self._processes.index))
         try:
             # Another process may not know of these yet, and saves: it must not wait for this.
@@ -156,8 +162,8 @@ class Saver:
         name = f"manager {self.session}/{self._started}"
         self._started += 1
         request = SaveRequest(
-            storage=self._run.storage,
-            path=self._run.path(step),
+            storage=self._index.storage,
+            path=self._index.path(step),
             items=held,
             processes=self._processes,
             name=name,
@@ -165,7 +171,7 @@ class Saver:
             custom_metadata=metadata,
             is_step=True,
             token=hashlib.sha256(name.encode()).hexdigest()[:16],
-            fence=partial(self._fence, step),
+            fence=partial(self._owner.fence, step),
             note=asdict(self.schedule.costs),
             problem=problem,
             skips=bool(errors),
@@ -201,11 +207,11 @@ class Saver:
         floor = max([*newest, -1 if self.floor is None else self.floor])
         if step > floor:
             return
-        path = self._run.path(step)
-        if step == floor or step in self._run.numbers():
+        path = self._index.path(step)
+        if step == floor or step in self._index.listing().steps:
             raise StepExists(f"{path} is saved already, or being saved; it stays as it is")
         raise ValueError(
-            f"step {step} comes after step {floor}, the newest of {self._run.root}. To go on "
+            f"step {step} comes after step {floor}, the newest of {self._index.root}. To go on "
             f"from an earlier step, delete the later ones (manager.delete) or start a new run from "
             "it (jaxckpt.fork)."
         )
@@ -229,7 +235,7 @@ class Saver:
         if metrics is not None:
             wanted = self._keep.metric
             if wanted is not None and wanted not in metrics:
-                self._run.report(
+                self._index.report(
                     f"step {step} has no metric {wanted!r}, which KeepPolicy ranks by; it has "
                     f"{', '.join(metrics) or 'none'}"
                 )
@@ -259,7 +265,7 @@ class Saver:
         """Raises RuntimeError in the thread that saves, which would wait for itself."""
         if self.is_own_thread():
             raise RuntimeError(
-                f"{self._run.root}: on_commit cannot wait for saves, since they wait for it; do "
+                f"{self._index.root}: on_commit cannot wait for saves, since they wait for it; do "
                 "this in the thread that calls `save`"
             )
 
@@ -288,7 +294,7 @@ class Saver:
             if not self._changed.wait_for(over, timeout_s):
                 steps = [handle.step for handle in self._under_way]
                 raise CheckpointTimeout(
-                    f"{self._run.root}: the saves of steps {steps} are still under way after "
+                    f"{self._index.root}: the saves of steps {steps} are still under way after "
                     f"{timeout_s:g} s{why}; they go on"
                 )
 
@@ -307,7 +313,7 @@ class Saver:
         self._queue.put(handle)
         if self._thread is None:
             # A daemon: a manager that nobody closed must not keep the interpreter alive.
-            name = f"jaxckpt-manager {self._run.root}"
+            name = f"jaxckpt-manager {self._index.root}"
             self._thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._thread.start()
 
@@ -327,16 +333,6 @@ class Saver:
                 self._under_way.remove(handle)
                 self._changed.notify_all()
 
-    def _fence(self, step: int) -> None:
-        """Process 0: raises if another job owns the run, or has taken it further."""
-        self._run.fence()
-        newest, path = self._run.newest(), self._run.path(step)
-        if newest is not None and newest > step and self._run.storage.kind(path) is None:
-            raise SaveFailed(
-                f"{path}: another job has saved step {newest} since this one "
-                "opened the run. Let one job write a run, and restore before going on."
-            )
-
     def _follow(self, handle: SaveHandle) -> None:
         """Does what follows a commit: records it, deletes steps, calls back."""
         timing, step = handle.timing, handle.step
@@ -347,7 +343,7 @@ class Saver:
         self.record(save_s=timing.seconds)
         if self._processes.index == 0:  # the others do not know the metrics that it wrote
             metrics = self._metrics.pop(step, {})
-            self._run.remember(StepInfo(step=step, saved_s=time.time(), metrics=metrics))
+            self._index.remember(StepInfo(step=step, saved_s=time.time(), metrics=metrics))
             self._delete_what_goes()
         if self._on_commit is not None:
             self._on_commit(timing)
@@ -355,16 +351,16 @@ class Saver:
 
     def _delete_what_goes(self) -> None:
         if self._keep.has_rules:
-            steps = self._run.steps()
+            steps = self._index.steps()
             kept = self._keep.kept(map(self._info, steps), now_s=time.time())
             # What cannot be read now may be the best of all.
-            unknown = self._run.unknown if self._keep.needs_facts else set()
-            self._run.delete(step for step in steps if step not in kept and step not in unknown)
+            unknown = self._index.unknown if self._keep.needs_facts else set()
+            self._deletion.delete(n for n in steps if n not in kept and n not in unknown)
 
     def _info(self, step: int) -> StepInfo:
         """Returns what the policy looks at; of what is not in memory, only if it does look."""
         if self._keep.needs_facts:
-            return self._run.info(step)
+            return self._index.info(step)
         return StepInfo(step=step, saved_s=0.0)
 
 

@@ -234,6 +234,7 @@ class SaveHandle:
                 _logger.info("%s", self.timing)
         finally:
             request.items.clear()
+            self._problem = None  # so that an error that it raised is let go of with the call
             self._meter.end()
             self._left.set()
             with _latest_lock:

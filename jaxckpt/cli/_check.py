@@ -12,7 +12,7 @@ from jaxckpt.cli import _options, _output
 from jaxckpt.cli._output import Styled
 
 if TYPE_CHECKING:
-    from jaxckpt._run.run import Run
+    from jaxckpt._run.deletion import Deletion
     from jaxckpt.types import DiffReport, VerifyReport
 
 
@@ -110,15 +110,15 @@ def scrub(root: str, dry_run: bool, yes: bool, no_job: bool, as_json: bool) -> i
     Setting aside renames a step so that nothing restores it; nothing is deleted. Damaged steps
     written by other programs are only reported. Refused while a running job writes the run.
     """
-    from jaxckpt._run.run import Run
-    from jaxckpt.cli._owned import existing
+    from jaxckpt._run.index import existing_root
+    from jaxckpt.cli._owned import run_at
 
-    storage, where = existing(root)
-    run = Run(storage=storage, root=where, quiet=True)
+    storage, where = existing_root(root)
+    run = run_at(storage, where)
     reports = _read_all(run)
     damaged = [number for number, report in reports.items() if report.damaged]
     if not as_json:
-        _print_reports(run, reports)
+        _print_reports(where, reports)
     aside: list[int] = []
     if damaged and any(report.ok for report in reports.values()) and not dry_run:
         names = ", ".join(map(str, damaged))
@@ -132,22 +132,22 @@ def scrub(root: str, dry_run: bool, yes: bool, no_job: bool, as_json: bool) -> i
     return _code(*reports.values())
 
 
-def _read_all(run: Run) -> dict[int, VerifyReport]:
+def _read_all(run: Deletion) -> dict[int, VerifyReport]:
     """Checks each step and reports the damage that two reads find; shows progress on a terminal."""
     from jaxckpt._run import scrub as _scrub
 
-    numbers = sorted({*run.steps(), *run.torn()})
+    numbers = run.index.present()
     reports: dict[int, VerifyReport] = {}
     for i, number in enumerate(numbers, 1):
         if sys.stderr.isatty():
             _output.note(f"reading step {number} ({i} of {len(numbers)})")
-        report = _scrub.look(run, number)
+        report = _scrub.look(run.leases, number)
         if report is not None:  # None if the step was deleted meanwhile
             reports[number] = report
     return reports
 
 
-def _print_reports(run: Run, reports: dict[int, VerifyReport]) -> None:
+def _print_reports(root: str, reports: dict[int, VerifyReport]) -> None:
     rows: list[list[str | Styled]] = []
     for number, found in reports.items():
         state = Styled("good", "green") if found.ok else Styled("BAD", "bold red")
@@ -160,20 +160,21 @@ def _print_reports(run: Run, reports: dict[int, VerifyReport]) -> None:
         _output.print_table(
             ["step", "state", "read", "what"], rows, right=("step", "read"), fold="what"
         )
-    _output.echo(f"{run.root}: {counted(len(reports), 'step')} read")
+    _output.echo(f"{root}: {counted(len(reports), 'step')} read")
 
 
-def _set_aside(run: Run, numbers: list[int], *, no_job: bool, say: bool) -> list[int]:
+def _set_aside(run: Deletion, numbers: list[int], *, no_job: bool, say: bool) -> list[int]:
     """Checks the steps again, now that nothing else writes here, and sets them aside."""
     from jaxckpt._run import scrub as _scrub
     from jaxckpt.cli._owned import owned
 
-    with owned(run.storage, run.root, no_job=no_job) as owner:
-        looked = {number: _scrub.look(owner, number) for number in numbers}
-        before, known = set(owner.numbers()), len(owner.problems)
-        _scrub.set_aside(owner, {number: one for number, one in looked.items() if one is not None})
-        after = set(owner.numbers())
+    with owned(run.index.storage, run.index.root, no_job=no_job) as mine:
+        index = mine.index
+        looked = {number: _scrub.look(mine.leases, number) for number in numbers}
+        before, known = set(index.listing().steps), len(index.problems)
+        _scrub.set_aside(mine, {number: one for number, one in looked.items() if one is not None})
+        after = set(index.listing().steps)
         if say:
-            for problem in owner.problems[known:]:
+            for problem in index.problems[known:]:
                 _output.echo(problem)
     return sorted(before - after)

@@ -1,8 +1,8 @@
 """`pin`, `unpin`, `rm` and `gc`: keep and delete steps of a run.
 
 A pin is a file in its step, so it may be made while a job writes the run. Deletion uses the same
-code as a manager (`_run.Run`), and only while no job is running: steps that are pinned or being
-read stay, and a crash leaves complete steps or none.
+code as a manager (`_run.deletion`), and only while no job is running: steps that are pinned or
+being read stay, and a crash leaves complete steps or none.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from jaxckpt.cli._look import step_cells
 from jaxckpt.cli._output import Styled
 
 if TYPE_CHECKING:
+    from jaxckpt._run.deletion import Deletion
     from jaxckpt._run.overview import RunOverview, StepOverview
     from jaxckpt._run.retention import KeepPolicy
-    from jaxckpt._run.run import Run
 
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 def _complete_steps(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
     """Returns the steps of the run named before, for shell completion."""
-    from jaxckpt._run.run import Run
+    from jaxckpt.cli._owned import run_at
     from jaxckpt.storage import locate
 
     try:
-        storage, root = locate(context.params["path"])
-        numbers = Run(storage=storage, root=root, quiet=True).numbers()
+        numbers = run_at(*locate(context.params["path"])).index.listing().steps
     except (KeyError, OSError, ValueError):
         return []  # an error would be printed into the line being typed
     return [str(number) for number in numbers if str(number).startswith(incomplete)]
@@ -62,7 +61,7 @@ def pin(path: str, steps: tuple[int, ...], as_json: bool) -> None:
     """
     run, numbers = _target(path, steps)
     for number in numbers:
-        run.check_step(number)  # check all steps before pinning the first
+        run.index.check_step(number)  # check all steps before pinning the first
     for number in numbers:
         run.pin(number)
     _done(run, "pinned", numbers, as_json=as_json)
@@ -76,7 +75,7 @@ def unpin(path: str, steps: tuple[int, ...], as_json: bool) -> None:
     """Apply the keep policy to steps again."""
     run, numbers = _target(path, steps)
     for number in numbers:
-        run.check_step(number)
+        run.index.check_step(number)
     for number in numbers:
         run.unpin(number)
     _done(run, "unpinned", numbers, as_json=as_json)
@@ -102,32 +101,31 @@ def rm(
 
     run, numbers = _target(path, steps)
     for number in numbers:
-        run.check_step(number)
+        run.index.check_step(number)
+    root = run.index.root
     pinned = [number for number in numbers if run.is_pinned(number)]
     if pinned:
         raise ValueError(
-            f"{run.root}: cannot delete pinned steps: {_list(pinned)}. To unpin them, run: "
-            f"jaxckpt unpin {run.root} {' '.join(map(str, pinned))}"
+            f"{root}: cannot delete pinned steps: {_list(pinned)}. To unpin them, run: "
+            f"jaxckpt unpin {root} {' '.join(map(str, pinned))}"
         )
-    known = {step.step: step for step in overview(run.root).steps}
+    known = {step.step: step for step in overview(root).steps}
     doomed = [known[number] for number in numbers if number in known]
     if not as_json:
-        _print_doomed(run.root, doomed, list(known))
+        _print_doomed(root, doomed, list(known))
     gone: list[int] = []
     if not dry_run:
-        _output.confirm(f"Delete {counted(len(numbers), 'step')} of {run.root}?", yes=yes)
-        with owned(run.storage, run.root, no_job=no_job) as owner:
+        _output.confirm(f"Delete {counted(len(numbers), 'step')} of {root}?", yes=yes)
+        with owned(run.index.storage, root, no_job=no_job) as owner:
             gone = owner.delete(numbers, asked_for=True)
             stay = {n: _why_not(owner, n) for n in numbers if n not in gone}
         if stay:
             why = "; ".join(f"step {number}: {reason}" for number, reason in stay.items())
-            raise ValueError(f"{run.root}: deleted {_list(gone) or 'nothing'}. Not deleted: {why}")
+            raise ValueError(f"{root}: deleted {_list(gone) or 'nothing'}. Not deleted: {why}")
     if as_json:
-        _output.print_json(
-            {"path": run.root, "dry_run": dry_run, "delete": numbers, "deleted": gone}
-        )
+        _output.print_json({"path": root, "dry_run": dry_run, "delete": numbers, "deleted": gone})
     elif gone:
-        _output.echo(f"deleted {counted(len(gone), 'step')} of {run.root}: {_list(gone)}")
+        _output.echo(f"deleted {counted(len(gone), 'step')} of {root}: {_list(gone)}")
 
 
 def _print_doomed(root: str, doomed: Sequence[StepOverview], known: Sequence[int]) -> None:
@@ -153,35 +151,35 @@ def _is_ours(step: StepOverview) -> bool:
     return step.writer.startswith("jaxckpt")
 
 
-def _target(path: str, steps: Sequence[int]) -> tuple[Run, list[int]]:
+def _target(path: str, steps: Sequence[int]) -> tuple[Deletion, list[int]]:
     """Returns the run and the steps of a command, given a root and numbers or a step's path."""
-    from jaxckpt._run.run import Run
-    from jaxckpt.cli._owned import existing
+    from jaxckpt._run.index import existing_root
+    from jaxckpt.cli._owned import run_at
     from jaxckpt.storage import locate
 
     if steps:
-        storage, root = existing(path)
-        return Run(storage=storage, root=root, quiet=True), sorted(set(steps))
+        return run_at(*existing_root(path)), sorted(set(steps))
     storage, where = locate(path)
-    root = posixpath.dirname(where)
-    run = Run(storage=storage, root=root, quiet=True)
-    for number in run.numbers():
-        if run.path(number) == where:
+    root, name = posixpath.split(where)
+    run = run_at(storage, root)
+    for number, step in run.index.listing().steps.items():
+        if step == name:
             return run, [number]
     raise click.UsageError(
         f"{where} is not a step of a run. Name the steps, as in `jaxckpt pin {path} 1000`."
     )
 
 
-def _why_not(run: Run, number: int) -> str:
+def _why_not(run: Deletion, number: int) -> str:
     return "pinned meanwhile" if run.is_pinned(number) else run.why_not(number)
 
 
-def _done(run: Run, what: str, numbers: Sequence[int], *, as_json: bool) -> None:
+def _done(run: Deletion, what: str, numbers: Sequence[int], *, as_json: bool) -> None:
+    root = run.index.root
     if as_json:
-        _output.print_json({"path": run.root, what: list(numbers)})
+        _output.print_json({"path": root, what: list(numbers)})
     else:
-        _output.echo(f"{what} {counted(len(numbers), 'step')} of {run.root}: {_list(numbers)}")
+        _output.echo(f"{what} {counted(len(numbers), 'step')} of {root}: {_list(numbers)}")
 
 
 def _list(numbers: Sequence[int]) -> str:
@@ -253,9 +251,10 @@ def gc(
     steps being read, incomplete steps and steps of other programs always stay. Refused while a
     running job writes the run.
     """
+    from jaxckpt._run.index import existing_root
     from jaxckpt._run.overview import overview
     from jaxckpt._run.retention import KeepPolicy
-    from jaxckpt.cli._owned import existing, owned
+    from jaxckpt.cli._owned import owned
 
     policy = KeepPolicy(
         last=last,
@@ -267,7 +266,7 @@ def gc(
     )
     if not policy.has_rules:
         raise click.UsageError("Pass at least one rule for the steps to keep, such as --last 3.")
-    storage, where = existing(root)
+    storage, where = existing_root(root)
     found = overview(where)
     planned = plan(found, policy, now_s=time.time())
     if not as_json:

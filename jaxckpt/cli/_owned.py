@@ -6,64 +6,58 @@ import contextlib
 import io
 from collections.abc import Iterator
 
-from jaxckpt._run.run import Run
-from jaxckpt.errors import CheckpointNotFound, SaveFailed
+from jaxckpt._run.deletion import Deletion
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.leases import Leases
+from jaxckpt._run.owner import Ownership
+from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names
-from jaxckpt.storage import Storage, locate
+from jaxckpt.storage import Storage
 
 
-def existing(root: str) -> tuple[Storage, str]:
-    """Returns the storage and path of an existing run.
-
-    Raises:
-        CheckpointNotFound: no such directory.
-        NotADirectoryError, ValueError: it is not a directory, or is itself a checkpoint.
-    """
-    storage, where = locate(root)
-    run = Run(storage=storage, root=where)
-    run.check_root()
-    if storage.kind(where) is None:
-        raise CheckpointNotFound(f"{where}: no such file or directory")
-    if run.holds_checkpoint():
-        raise ValueError(f"{where} is a checkpoint; pass the run that contains it")
-    return storage, where
+def run_at(storage: Storage, root: str) -> Deletion:
+    """Returns a run as a command sees it; problems are recorded, and not logged."""
+    index = StepIndex(storage, root, quiet=True)
+    return Deletion(index, Leases(index))
 
 
 @contextlib.contextmanager
-def owned(storage: Storage, where: str, *, no_job: bool = False) -> Iterator[Run]:
-    """Owns a run, as a job does that opens it while no other job is running.
+def owned(storage: Storage, root: str, *, no_job: bool = False) -> Iterator[Deletion]:
+    """Owns a run for a moment, like a job that opens it when no other lives.
 
-    Also cleans up after an interrupted save or deletion, as every job does that opens a run.
+    What an interrupted save or deletion left there is cleared up, as by each job that opens it.
 
     Args:
-        storage, where: An existing root; see `existing`.
-        no_job: Asserts that no job writes the run, for file systems without locks.
+        storage, root: The place of a root that is there; see `existing_root`.
+        no_job: Whether the user says that no job writes the run, where the file system has no
+            locks to show it.
 
     Raises:
-        SaveFailed: a running job owns the run, or this is unknown; nothing was changed.
+        SaveFailed: a job that lives has the run, or that cannot be known; nothing was changed.
     """
     if not no_job:
-        _check_locks(storage, where)
-    run = Run(storage=storage, root=where, quiet=True)
-    run.open_for_writing()
+        _check_locks(storage, root)
+    run = run_at(storage, root)
+    owner = Ownership(run.index, run.leases)
+    owner.open()
     try:
-        if not run.token:
+        if not owner.token:
             raise SaveFailed(
-                f"{where} is in use by a running job: {run.who()}. Nothing was changed. Stop the "
+                f"{root} is in use by a running job: {owner.who()}. Nothing was changed. Stop the "
                 "job first, or use its CheckpointManager (delete, scrub, KeepPolicy)."
             )
-        run.fence()
+        owner.fence()
         yield run
     finally:
-        run.close()
+        owner.close()
 
 
-def _check_locks(storage: Storage, where: str) -> None:
+def _check_locks(storage: Storage, root: str) -> None:
     try:
-        hold = storage.hold(f"{where}/{names.LOCK}")
+        hold = storage.hold(f"{root}/{names.LOCK}")
     except io.UnsupportedOperation as error:
         raise SaveFailed(
-            f"{where}: this file system does not support locks, so a job that writes the run "
+            f"{root}: this file system does not support locks, so a job that writes the run "
             "cannot be detected. Nothing was changed. If there is none, pass --no-job."
         ) from error
     if hold is not None:

@@ -13,7 +13,6 @@ from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._inspect import open as inspection
 from jaxckpt._run.overview import overview
-from jaxckpt._run.run import Run
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, UnsupportedFormat
 from jaxckpt.format.tree import parse_path
 from jaxckpt.storage import locate
@@ -63,10 +62,10 @@ def space(path: str) -> Space:
     if storage.scheme != "file":
         raise UnsupportedFormat(f"{path}: du needs a path in a file system")
     where = os.path.realpath(where)
-    if storage.kind(where) is None:
-        raise CheckpointNotFound(f"{where}: no such file or directory")
-    run = Run(storage=storage, root=where)
-    steps = [] if run.holds_checkpoint() or os.path.isfile(where) else overview(where).steps
+    try:
+        steps = overview(where).steps
+    except (NotADirectoryError, ValueError):  # a Flax file, or a checkpoint
+        steps = ()
     if steps:
         parts = [_part(step.path, step.step, step.items) for step in steps]
     else:

@@ -83,7 +83,7 @@ def manager_html(manager: CheckpointManager) -> str:
         keep=manager.keep,
         now_s=time.time(),
         under_way=[one.step for one in pending if one.step is not None and not one.done()],
-        committed=set(manager._run.steps()),
+        committed=set(manager._index.steps()),
     )
     head = _title(manager.directory) + facts(
         [

@@ -185,7 +185,7 @@ def train_for_ever(root, *, hears=None, heeds=True):
         signal.signal(hears, handle)
     save, keep = jaxckpt.SavePolicy(every_steps=7), jaxckpt.KeepPolicy(last=3)
     with jaxckpt.CheckpointManager(root, save=save, keep=keep) as manager:
-        manager._run.storage = Telling(LocalStorage())
+        manager._index.storage = Telling(LocalStorage())
         _, step = manager.restore_or(lambda: tree(0))
         told = False
         while not (told and heeds):

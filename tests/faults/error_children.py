@@ -422,7 +422,7 @@ class MovingRestore(ManagerRestore):
             super().act()
         except OSError as error:
             disarm()
-            self.manager._run.set_aside(3, str(error))
+            self.manager._deletion.set_aside(3, str(error))
             raise
 
 

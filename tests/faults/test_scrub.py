@@ -12,7 +12,8 @@ import pytest
 
 import jaxckpt
 from jaxckpt._run import scrub as _scrub
-from jaxckpt._run.run import Run
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.leases import Leases
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import FailingStorage, simulate
@@ -238,12 +239,12 @@ def test_what_cannot_be_read_now_is_not_damaged(run):
     for n in range(10_000):
         failing = FailingStorage(LocalStorage(), n, OSError(errno.EIO, "bad"), reads=True)
         with jaxckpt.CheckpointManager(run) as manager:
-            manager._run.storage = failing
+            manager._index.storage = failing
             try:
                 outcomes.add(all(report.ok for report in manager.scrub().values()))
             except OSError as error:
                 outcomes.add(type(error))
-            manager._run.storage = LocalStorage()
+            manager._index.storage = LocalStorage()
             assert manager.all_steps() == [1, 2, 3]
         if not failing.failed:
             break
@@ -253,7 +254,7 @@ def test_what_cannot_be_read_now_is_not_damaged(run):
 
 def test_a_step_that_cannot_even_be_listed_is_one_report_of_many(run):
     """The other steps are verified all the same, and nothing is taken for damaged."""
-    seen = Run(storage=LocalStorage(), root=str(run))
+    seen = Leases(StepIndex(LocalStorage(), str(run)))
     seen.path(2)  # the names of steps are known by now
     seen.storage = FailingStorage(
         LocalStorage(), 0, OSError(errno.EIO, "bad"), once=False, reads=True

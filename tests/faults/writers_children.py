@@ -95,7 +95,7 @@ def write_and_sleep(root, writer, steps, at):
             os.kill(os.getpid(), signal.SIGSTOP)
 
     manager = jaxckpt.CheckpointManager(root)
-    manager._run.storage = Watched(LocalStorage(), before)
+    manager._index.storage = Watched(LocalStorage(), before)
     for step in steps:
         error = error_of(manager, step, tree_of(writer, step))
         say(step=step, error=kinds_of(error), text=str(error))

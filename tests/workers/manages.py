@@ -94,7 +94,7 @@ class Watched:
 
 
 def watch(manager, before):
-    manager._run.storage = Watched(LocalStorage(), before)
+    manager._index.storage = Watched(LocalStorage(), before)
 
 
 @contextlib.contextmanager
@@ -287,7 +287,7 @@ def fail_alone(me, root):
     words, left, known = {}, {}, set()
 
     def go_on_to(last, storage=None, leaf=None):
-        manager._run.storage = storage or LocalStorage()
+        manager._index.storage = storage or LocalStorage()
         while manager_at[0] < last:
             manager_at[0] += 1
             step = manager_at[0]

@@ -1,0 +1,126 @@
+"""Which steps of a run go: deleting, setting aside, and the pins that prevent it.
+
+To delete steps, a writer names them in `_jaxckpt.doomed`, looks for leases and pins, unpublishes
+each step that is free and removes its files. A crash in the middle leaves whole steps, or a name
+that no reader takes for a step and that the next deletion removes.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import secrets
+from collections.abc import Iterable
+from typing import final
+
+from jaxckpt._disk import transaction as _transaction
+from jaxckpt._run.index import StepIndex, is_ours
+from jaxckpt._run.leases import Leases
+from jaxckpt.errors import CheckpointNotFound
+from jaxckpt.format import names, run
+from jaxckpt.storage import is_temporary_file
+
+
+@final
+class Deletion:
+    """Takes steps out of a run, and pins steps that must stay."""
+
+    def __init__(self, index: StepIndex, leases: Leases) -> None:
+        self.index = index
+        self.leases = leases
+        self._failed = False  # to delete, since when a file may be left over
+
+    def delete(self, numbers: Iterable[int], *, asked_for: bool = False) -> list[int]:
+        """Deletes steps, except pinned ones and those that a reader holds; returns which went.
+
+        What cannot be deleted is reported, and stays or goes with the next call. Never raises.
+
+        Args:
+            asked_for: Whether the user asked for it, so that steps of other programs go too.
+        """
+        index, gone = self.index, []
+        try:
+            wanted = {posixpath.basename(index.path(n)): n for n in numbers}
+            self._finish_deletions()
+            if not wanted:
+                return []
+            doomed = f"{index.root}/{names.DOOMED}"
+            index.storage.write(doomed, run.encode_doomed(list(wanted)))
+            held = self.leases.held(index.entries())
+            for name, number in wanted.items():
+                if name not in held and self._delete_step(name, asked_for=asked_for):
+                    gone.append(number)
+            index.storage.delete(doomed)
+        except OSError as error:
+            self._failed = True
+            index.report(f"{index.root}: old steps cannot be deleted: {error}")
+        for number in gone:
+            index.forget(number)
+        return gone
+
+    def _finish_deletions(self) -> None:
+        for entry in self.index.entries():
+            begun = names.is_deleting(entry) and names.ours_temporary(entry) is not None
+            # A file that could not be written could not be removed either.
+            if begun or (self._failed and is_temporary_file(entry)):
+                self.index.storage.delete(f"{self.index.root}/{entry}")
+        self._failed = False
+
+    def _delete_step(self, name: str, *, asked_for: bool) -> bool:
+        storage, path = self.index.storage, f"{self.index.root}/{name}"
+        try:
+            inside = storage.names(path)
+            if names.PINNED in inside:
+                return False
+            if not asked_for and names.RECORD not in inside:
+                self.index.report(f"{path} was not written by jaxckpt: no policy deletes it")
+                return False
+            _transaction.remove(storage, path)
+        except FileNotFoundError:
+            return True  # somebody else did
+        except OSError as error:
+            self.index.report(f"{path} cannot be deleted: {error}. It is tried again.")
+            return storage.kind(path) is None
+        return True
+
+    def why_not(self, number: int) -> str:
+        """Describes why a step was not deleted."""
+        step = posixpath.basename(self.index.path(number))
+        if step in self.leases.held(self.index.entries()):
+            return "a reader holds it"
+        return self.index.problems[-1] if self.index.problems else "unknown"
+
+    def set_aside(self, number: int, why: str, *, file: str | None = None) -> None:
+        """Takes a damaged step out of the run; a step of another program is only skipped.
+
+        Args:
+            file: The damaged file. Only jaxckpt misses its own record.
+        """
+        index, path = self.index, self.index.path(number)
+        if file != f"{path}/{names.RECORD}" and not is_ours(index.storage, path):
+            index.report(f"step {number} is damaged, and is skipped: {why}")
+            return
+        aside = f"{index.root}/{names.set_aside(posixpath.basename(path), secrets.token_hex(4))}"
+        try:
+            index.storage.rename(path, aside)
+        except OSError as error:
+            index.report(f"step {number} is damaged, and cannot be set aside ({error}): {why}")
+            return
+        index.forget(number)
+        index.report(f"step {number} is damaged, and was set aside as {aside}: {why}")
+
+    def pin(self, number: int) -> None:
+        """Keeps a step whatever the policy says."""
+        path = self.index.check_step(number)
+        self.index.storage.write(f"{path}/{names.PINNED}", b"")
+        # A writer dooms a step before it looks for pins.
+        if not self.leases.is_staying(posixpath.basename(path)):
+            raise CheckpointNotFound(f"{path} is being deleted; it cannot be pinned any more")
+
+    def unpin(self, number: int) -> None:
+        """Undoes `pin`."""
+        self.index.storage.delete(f"{self.index.check_step(number)}/{names.PINNED}")
+
+    def is_pinned(self, number: int) -> bool:
+        """Returns whether a step is pinned, by anyone."""
+        path = self.index.path(number)
+        return self.index.storage.kind(f"{path}/{names.PINNED}") is not None

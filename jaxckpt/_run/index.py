@@ -1,0 +1,445 @@
+"""Which steps a run has, and what each of them records: the one answer for managers and commands.
+
+    <root>/<step>                            a step: committed, or torn, or still being written
+    <root>/<step>.orbax-checkpoint-tmp-...   a step that is being written or deleted
+    <root>/<step>.jaxckpt-bad-...            a step that was set aside because it is damaged
+    <root>/_jaxckpt.owner, .lock             see `owner`
+    <root>/_jaxckpt.doomed, .lease-...       see `leases` and `deletion`
+
+Every answer is made from one listing of the root, and from the directories of as few steps as it
+needs. Works on directories and small files only: no array is read, and jax is not imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import posixpath
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from jaxckpt._disk.find import find, looks_committed, read_found
+from jaxckpt._disk.found import Found, check_sizes
+from jaxckpt._save.handle import is_under_way
+from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
+from jaxckpt.format import jsontext, names
+from jaxckpt.format.run import StepNames, guess_names, like_steps
+from jaxckpt.storage import Entry, Storage, is_temporary_file, locate
+from jaxckpt.types import StepInfo
+
+_logger = logging.getLogger("jaxckpt")
+
+# A writer that has newer steps may delete all steps of one listing.
+_LISTINGS: Final = 3
+_CHECKPOINT_FILES: Final = frozenset(
+    {names.RECORD, names.CHECKPOINT_METADATA, names.TREE_METADATA, names.WRITER}
+)
+_ROOT_FILES: Final = frozenset({names.OWNER, names.DOOMED, names.LOCK, names.ROOT_METADATA})
+
+State = Literal["committed", "torn"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """The root of a run at one time.
+
+    Attributes:
+        entries: Everything in the root.
+        naming: How the steps are named.
+        steps: The names of the steps by number, in order, whatever is in them.
+    """
+
+    entries: Mapping[str, Entry]
+    naming: StepNames
+    steps: dict[int, str]
+
+    def directories(self) -> dict[str, int]:
+        """Returns the numbers of the directories that are named like steps."""
+        return {
+            name: number for number, name in self.steps.items() if self.entries[name].kind == "dir"
+        }
+
+    def flax_files(self) -> dict[str, int]:
+        """Returns the numbers of the files that Flax names like this; a manager leaves them."""
+        numbered = {
+            name: names.flax_step(name)
+            for name, entry in self.entries.items()
+            if entry.kind == "file"
+        }
+        return {name: int(n) for name, n in numbered.items() if n is not None and n.is_integer()}
+
+    def strays(self) -> dict[str, str]:
+        """Returns a description of each entry that is not a step and not a file of the run."""
+        described = {name: _describe(name, self) for name in self.entries}
+        return {name: text for name, text in described.items() if text is not None}
+
+
+def _describe(name: str, listing: Listing) -> str | None:
+    if name in _ROOT_FILES or names.is_lease(name):
+        return None
+    if names.is_set_aside(name):
+        return "a step that was set aside earlier, since it is damaged"
+    if names.is_deleting(name):
+        return "is being deleted, or a deletion of it was interrupted"
+    if names.is_temporary(name):
+        return "temporary: a save of another writer is under way, or was interrupted"
+    if (replaced := names.replaced(name)) is not None:
+        return f"committed, and about to take the place of {replaced}"
+    if is_temporary_file(name):
+        return "a small file that is being written, or was when its writer died"
+    if listing.naming.step(name) is None:
+        return "not part of the run; left alone"
+    if listing.entries[name].kind != "dir":
+        return "named like a step, but not a directory"
+    return None
+
+
+@dataclass(slots=True)
+class StepIndex:
+    """The steps of a run, as this process knows them.
+
+    Attributes:
+        naming: How the steps are named. If None, as the steps in the root are.
+        owned: Whether this process owns the run. Only the owner remembers what it has read of a
+            step, since it knows that nobody else saves that step anew.
+        quiet: Whether problems are only recorded, and not logged.
+        problems: Everything that was skipped, left alone, set aside or removed, in words.
+        unknown: Steps whose facts could not be read.
+    """
+
+    storage: Storage
+    root: str
+    naming: StepNames | None = None
+    owned: bool = False
+    quiet: bool = False
+    problems: list[str] = field(default_factory=list)
+    unknown: set[int] = field(default_factory=set)
+    _committed: set[str] = field(default_factory=set)
+    _whole: set[str] = field(default_factory=set)
+    _infos: dict[int, StepInfo] = field(default_factory=dict)
+
+    # --- problems ----------------------------------------------------------------------------
+
+    def report(self, problem: str) -> None:
+        """Records a problem, and logs it the first time."""
+        if problem not in self.problems:
+            self.problems.append(problem)
+            self.warn(problem)
+
+    def warn(self, text: str) -> None:
+        """Logs a warning. All warnings about a run come from here."""
+        if not self.quiet:
+            _logger.warning("%s", text)
+
+    def note_strays(self, listing: Listing) -> None:
+        """Records the entries of the root that do not belong to the run."""
+        for name, text in listing.strays().items():
+            if f"{self.root}/{name}: {text}" not in self.problems:
+                self.problems.append(f"{self.root}/{name}: {text}")
+
+    # --- which steps there are -----------------------------------------------------------------
+
+    def entries(self) -> dict[str, Entry]:
+        """Lists the root; empty if there is none."""
+        try:
+            return self.storage.entries(self.root)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+
+    def listing(self) -> Listing:
+        """Lists the root, and finds its steps by their names."""
+        entries = self.entries()
+        naming = self.naming or self._guess_naming(entries)
+        numbered = ((naming.step(name), name) for name in entries)
+        steps = sorted((number, name) for number, name in numbered if number is not None)
+        return Listing(entries=entries, naming=naming, steps=dict(steps))
+
+    def _guess_naming(self, entries: Mapping[str, Entry]) -> StepNames:
+        """Returns the naming of the first committed step, and keeps it: all are named alike."""
+        for name in like_steps(list(entries)):
+            if self._state_of(name, entries[name]) == "committed":
+                self.naming = guess_names(name, list(entries))
+                return self.naming
+        return StepNames()
+
+    def listings(self) -> Iterator[Listing]:
+        """Lists the root until the caller has found a step in it."""
+        for _ in range(_LISTINGS):
+            listing = self.listing()
+            yield listing
+            if not listing.steps:
+                return
+
+    def state(self, listing: Listing, number: int) -> State | None:
+        """Returns the state of a step; None if the listing has no directory of that name.
+
+        Looks into the directory, unless the step is known as committed.
+
+        A torn step was written by jaxckpt and lacks its commit marker: an incomplete copy. Without
+        an atomic rename it may be a save under way, and what is left of that is removed by the next
+        save there; so no step of such a storage is torn.
+        """
+        name = listing.steps.get(number)
+        return None if name is None else self._state_of(name, listing.entries[name])
+
+    def _state_of(self, name: str, entry: Entry) -> State | None:
+        if entry.kind != "dir":
+            return None
+        if name in self._committed:
+            return "committed"
+        path = f"{self.root}/{name}"
+        try:
+            if looks_committed(self.storage, path):
+                if self.storage.atomic_rename:  # else it may be deleted and saved anew in place
+                    self._committed.add(name)
+                return "committed"
+            is_torn = self.storage.atomic_rename and is_ours(self.storage, path)
+        except FileNotFoundError:  # deleted just now
+            return None
+        return "torn" if is_torn else None
+
+    def _check(self, listing: Listing, number: int) -> State | None:
+        """Returns the state of a step, and reports one that is not committed."""
+        path, state = f"{self.root}/{listing.steps[number]}", self.state(listing, number)
+        if state != "committed" and not is_under_way(path):
+            self.report(f"{path} is not a committed step, and is left alone")
+        return state
+
+    def newest_first(self) -> Iterator[int]:
+        """Yields the committed steps from the newest down; looks into one directory for each."""
+        for listing in self.listings():
+            found = False
+            for number in reversed(listing.steps):
+                if self._check(listing, number) == "committed":
+                    found = True
+                    yield number
+            if found:
+                return
+
+    def steps(self) -> list[int]:
+        """Returns the committed steps, in order."""
+        return sorted(self.newest_first())
+
+    def newest(self, listing: Listing | None = None) -> int | None:
+        """Returns the newest committed step, of a listing if there is one already."""
+        if listing is None:
+            return next(self.newest_first(), None)
+        numbers = reversed(listing.steps)
+        return next((n for n in numbers if self._check(listing, n) == "committed"), None)
+
+    def to_restore(self) -> list[int]:
+        """Returns the steps to try from the newest down, torn ones too.
+
+        Looks for the newest committed step; the steps below it are not looked into.
+        """
+        for listing in self.listings():
+            numbers, torn = [*reversed(listing.steps)], []
+            for i, number in enumerate(numbers):
+                state = self._check(listing, number)
+                if state == "committed":
+                    return [*torn, *numbers[i:]]
+                torn += [number] if state == "torn" else []
+            if torn:
+                return torn
+        return []
+
+    def present(self) -> list[int]:
+        """Returns the steps that are committed or torn, in order."""
+        for listing in self.listings():
+            if steps := [n for n in listing.steps if self._check(listing, n) is not None]:
+                return steps
+        return []
+
+    # --- one step ------------------------------------------------------------------------------
+
+    def path(self, number: int) -> str:
+        """Returns the directory of a step, whether it exists or not."""
+        naming = self.naming or self.listing().naming
+        return f"{self.root}/{naming.of(number)}"
+
+    def is_committed(self, number: int) -> bool:
+        """Returns whether a step is committed; a step that is known as such is not looked at."""
+        if posixpath.basename(self.path(number)) in self._committed:
+            return True
+        return self.state(self.listing(), number) == "committed"
+
+    def check_step(self, number: int) -> str:
+        """Returns the directory of a committed step.
+
+        Raises:
+            CheckpointNotFound: there is no such step; the newest ones are listed.
+        """
+        if self.state(self.listing(), number) != "committed":
+            steps = self.steps()
+            shown = ", ".join(map(str, steps[-8:])) or "none"
+            more = f"the newest of {len(steps)}: " if len(steps) > 8 else ""
+            raise CheckpointNotFound(
+                f"{self.root} has no committed step {number}. It has {more}{shown}."
+            )
+        return self.path(number)
+
+    def missing_file(self, number: int) -> str | None:
+        """Returns the file that a torn step lacks; None if the step is not torn."""
+        if self.state(self.listing(), number) != "torn":
+            return None
+        path = self.path(number)
+        has_record = self.storage.kind(f"{path}/{names.RECORD}") is not None
+        return f"{path}/{names.COMMIT_MARKER if has_record else names.RECORD}"
+
+    def check_there(self, number: int) -> None:
+        """Refuses a step that is not committed; a step that is known as such is not looked at.
+
+        Raises:
+            CheckpointNotFound: there is no such step.
+            CorruptCheckpoint: the step is torn.
+        """
+        if posixpath.basename(self.path(number)) in self._committed:
+            return
+        if (file := self.missing_file(number)) is not None:
+            raise CorruptCheckpoint(
+                f"{file} is missing: the step is an incomplete copy, or was being deleted",
+                file=file,
+            )
+        self.check_step(number)
+
+    def check_found(self, number: int, found: Found) -> None:
+        """Checks that all files of a step have their recorded sizes; reads no data.
+
+        Raises:
+            CorruptCheckpoint: a file is missing, or has another size.
+        """
+        saved_as = found.record.name if found.record is not None else ""
+        if saved_as and (self.naming or StepNames()).step(saved_as) not in (None, number):
+            self.report(f"{found.path} was saved as {saved_as}: it was renamed, or is a copy of it")
+        check_sizes(found)
+
+    def find_whole(self, number: int) -> Found:
+        """Finds a step that is there, with all its files.
+
+        Raises:
+            CheckpointNotFound, CorruptCheckpoint: as `check_there` and `check_found`.
+        """
+        self.check_there(number)
+        found = find(self.storage, self.path(number))
+        self.check_found(number, found)
+        return found
+
+    def is_whole(self, number: int) -> bool:
+        """Returns whether a step is whole; reports a damaged one once."""
+        name = posixpath.basename(self.path(number))
+        if name in self._whole:
+            return True
+        try:
+            self.find_whole(number)
+        except CheckpointNotFound:
+            return False
+        except CorruptCheckpoint as error:
+            self.report(f"step {number} is damaged, and is skipped: {error}")
+            return False
+        if self.owned:
+            self._whole.add(name)
+        return True
+
+    def info(self, number: int) -> StepInfo:
+        """Returns the facts that policies need, from the small files of the step or from memory."""
+        if number in self._infos:
+            return self._infos[number]
+        # A step that does not record when it was saved was saved before now.
+        when_s, metrics = time.time(), {}
+        self.unknown.discard(number)
+        try:
+            path = self.path(number)
+            found = read_found(self.storage, path, self.storage.entries(path))
+            when_s = saved_s(found) or when_s
+            metrics = metrics_of(found)
+        except (CheckpointError, OSError) as error:
+            self.report(f"the facts about step {number} cannot be read: {error}")
+            self.unknown.add(number)
+        info = StepInfo(step=number, saved_s=when_s, metrics=metrics)
+        if self.owned and number not in self.unknown:
+            self._infos[number] = info
+        return info
+
+    def remember(self, info: StepInfo) -> None:
+        """Records a step that this process itself has committed."""
+        self._infos[info.step] = info
+        self._committed.add(posixpath.basename(self.path(info.step)))
+
+    def forget(self, number: int) -> None:
+        """Drops all that is known of a step that is gone."""
+        name = posixpath.basename(self.path(number))
+        self._committed.discard(name)
+        self._whole.discard(name)
+        self._infos.pop(number, None)
+
+
+def saved_s(found: Found) -> float | None:
+    """Returns when a checkpoint was saved, in seconds since 1970; None if it is not recorded."""
+    saved_ns = found.metadata.commit_ns or found.metadata.init_ns
+    return None if saved_ns is None else saved_ns / 1e9
+
+
+def metrics_of(found: Found) -> dict[str, Any]:
+    """Reads the metrics of a step; empty if it has none."""
+    item = f"{found.path}/{names.METRICS_ITEM}"
+    file = f"{item}/{names.METRICS_FILE}"
+    if found.contents(item).get(names.METRICS_FILE) != "file":
+        return {}
+    metrics = jsontext.loads(found.read(item, names.METRICS_FILE), file=file)
+    return metrics if isinstance(metrics, dict) else {}
+
+
+def is_ours(storage: Storage, path: str) -> bool:
+    """Returns whether jaxckpt wrote, or began to write, what is in a directory."""
+    try:
+        inside = storage.entries(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    files = (inside.get(name) for name in (names.RECORD, names.WRITER))
+    return any(file is not None and file.kind == "file" for file in files)
+
+
+# --- the root --------------------------------------------------------------------------------
+
+
+def check_root(storage: Storage, root: str) -> bool:
+    """Returns whether the root of a run is there yet.
+
+    Raises:
+        NotADirectoryError: something else is there.
+        ValueError: the directory is a checkpoint itself.
+    """
+    try:
+        inside = storage.entries(root)
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError as error:
+        kind = storage.kind(root)
+        what = f"is a {kind}, not a directory" if kind else f"lies below a file ({error})"
+        raise NotADirectoryError(f"{root} {what}: it cannot hold a run") from error
+    if not _CHECKPOINT_FILES.isdisjoint(inside):
+        raise ValueError(
+            f"{root} is a checkpoint itself. A run is the directory around its steps: "
+            f"{posixpath.dirname(root)}?"
+        )
+    return True
+
+
+def existing_root(root: str | os.PathLike[str]) -> tuple[Storage, str]:
+    """Returns where the root of a run is.
+
+    Raises:
+        CheckpointNotFound: nothing is there.
+        NotADirectoryError, ValueError: it is not a directory, or a checkpoint itself.
+    """
+    storage, where = locate(root)
+    if not check_root(storage, where):
+        raise CheckpointNotFound(f"{where}: no such file or directory")
+    return storage, where
+
+
+def shown(found: Sequence[str]) -> str:
+    """Returns the first few names of many."""
+    return ", ".join(found[:8]) + (", ..." if len(found) > 8 else "") or "nothing"
