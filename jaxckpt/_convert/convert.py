@@ -1,4 +1,4 @@
-"""`convert`: copies a checkpoint of any kind into a new one."""
+"""Copies a checkpoint of any kind into a new checkpoint."""
 
 from __future__ import annotations
 
@@ -22,35 +22,34 @@ def convert(
     ocdbt: bool = True,
     overwrite: bool = False,
 ) -> None:
-    """Copies a tree, or a part of it, from any checkpoint into a new one.
+    """Copies a tree, or a part of it, from any checkpoint into a new checkpoint.
 
-    As it comes it is what `save` writes: types, shardings, chunks and custom metadata of the source
-    are kept as far as it says them, and every chunk is checked whenever it is read. With
-    `ocdbt=False` each array is a directory of plain zarr v3 files, for zarr-python and the like.
-    Leaves for which Orbax has no word lose their type there: numpy scalars, bytes, complex numbers.
-    Dtypes that zarr lacks, such as `uint4`, and names that cannot be directories are refused.
+    By default the copy is as `save` would write it: types, shardings, chunks and custom metadata of
+    the source are kept, and every chunk has a checksum. With `ocdbt=False` each array is a
+    directory of plain zarr v3 files, for zarr-python and others. There, types that Orbax lacks are
+    lost (numpy scalars, bytes, complex numbers), and dtypes that zarr lacks, such as `uint4`, and
+    names that cannot be directories are refused.
 
-    The values go through in pieces: host memory of about 300 MiB suffices for any size, but that a
-    chunk which another writer made larger is read as a whole. No devices are used; in a job of
-    several processes one of them calls it. One tree is copied, and becomes the item `state`: other
-    items of a step (metrics, iterators, further trees) are left out. `lineage` tells where it is
-    from.
+    The values are copied in pieces: about 300 MiB of host memory suffice for any size, unless
+    another writer made larger chunks. No devices are used; in a job of several processes, one
+    process calls it. Only one tree is copied, as the item `state`, without other items of a step
+    (metrics, iterators, further trees). Its `lineage` records the source.
 
     Args:
-        src: A checkpoint, an item of one, or a run's root (then its newest good step), by jaxckpt,
-            Orbax or Flax.
+        src: A checkpoint, one of its items, or a run's root (copies its newest good step), written
+            by jaxckpt, Orbax or Flax.
         dst: The new checkpoint.
-        item: Which item, if the checkpoint has several trees.
-        only, skip: Globs over leaf paths; a container's name means all in it.
-        dtype: For all floating-point arrays; Python numbers stay as they are.
+        item: Name of the item, if the checkpoint has several trees.
+        only, skip: Globs over leaf paths; the name of a container includes its leaves.
+        dtype: The new dtype of all floating-point arrays; Python numbers stay as they are.
         ocdbt: Whether the arrays are in one database, or each in a directory of plain files.
         overwrite: Whether to replace a checkpoint at `dst`, in one step.
 
     Raises:
         CheckpointNotFound: there is no committed checkpoint at `src`.
-        CorruptCheckpoint: it is damaged; nothing was made.
-        UnsupportedLeaf: leaves that cannot be copied; all are named, and nothing was written.
-        StepExists: something is at `dst`.
+        CorruptCheckpoint: the source is damaged; nothing was written.
+        UnsupportedLeaf: leaves cannot be copied; the error lists them, and nothing was written.
+        StepExists: `dst` exists.
         SaveFailed: the copy was not committed; the cause is chained.
 
     Example:

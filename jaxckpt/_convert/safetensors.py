@@ -1,4 +1,4 @@
-"""Safetensors files, out of a checkpoint and into one; in pieces, so that any size will do."""
+"""Exports and imports safetensors files, in pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -61,39 +61,39 @@ def export_safetensors(
     max_shard_bytes: int | None = None,
     overwrite: bool = False,
 ) -> str:
-    """Writes the arrays of a checkpoint to a safetensors file, or to several with an index.
+    """Writes the arrays of a checkpoint to a safetensors file, or to several files with an index.
 
-    A tensor is called by the keys of its leaf, joined with dots, as models of Hugging Face are:
-    `params/dense/kernel` is `params.dense.kernel`. Python numbers become tensors without
-    dimensions; None and empty containers are left out, and so are shardings and types of
-    containers. The file, or of several the index, gets its name last, when all is on disk; a kill
-    leaves files called `.jaxckpt-tmp-*`. Host memory of about 300 MiB suffices for any size. In a
-    job of several processes one calls it.
+    The name of a tensor joins the keys of its leaf with dots, as in models of Hugging Face:
+    `params/dense/kernel` becomes `params.dense.kernel`. Python numbers become tensors without
+    dimensions; None, empty containers, shardings and container types are left out. The file, or the
+    index of several, gets its name last, when everything is on disk; a kill leaves files named
+    `.jaxckpt-tmp-*`. About 300 MiB of host memory suffice for any size. In a job of several
+    processes, one process calls it.
 
     Args:
-        src: A checkpoint, an item of one, or a run's root (then its newest good step).
-        path: Of the file, `model.safetensors`; of several, they are called
-            `model-00001-of-00003.safetensors` and so on, and the index
+        src: A checkpoint, one of its items, or a run's root (exports its newest good step).
+        path: The file, `model.safetensors`. Several files are named
+            `model-00001-of-00003.safetensors` and so on, with the index
             `model.safetensors.index.json`.
-        item: Which item, if the checkpoint has several trees.
-        only, skip: Globs over leaf paths; a container's name means all in it.
-        dtype: For all floating-point arrays.
-        max_shard_bytes: How much a file holds at most; a larger tensor has one of its own. None:
-            all go into one.
-        overwrite: Whether to replace the files that are there, also if there were more or fewer.
-            One file is replaced in one step. Several cannot be: the old ones go when the new ones
-            are on disk, and a kill just then leaves neither.
+        item: Name of the item, if the checkpoint has several trees.
+        only, skip: Globs over leaf paths; the name of a container includes its leaves.
+        dtype: The new dtype of all floating-point arrays.
+        max_shard_bytes: Most bytes in one file; a larger tensor gets a file of its own. If None,
+            all tensors go into one file.
+        overwrite: Whether to replace existing files of this model, whatever their number. One file
+            is replaced in one step. Of several, the old files are deleted when the new ones are on
+            disk; a kill at that moment leaves neither.
 
     Returns:
-        The file, or the index, that a reader is to open.
+        The file to open: the only one, or the index.
 
     Raises:
         CheckpointNotFound: there is no committed checkpoint at `src`.
-        CorruptCheckpoint: it is damaged; nothing was made.
-        UnsupportedLeaf: leaves that safetensors cannot hold (text, PRNG keys, complex numbers), or
-            whose names collide; all are named, and nothing was written.
-        StepExists: such a file is there.
-        OSError: it cannot be written; nothing was made.
+        CorruptCheckpoint: the source is damaged; nothing was written.
+        UnsupportedLeaf: safetensors cannot store some leaves (text, PRNG keys, complex numbers), or
+            their names collide; the error lists them, and nothing was written.
+        StepExists: files of this model exist.
+        OSError: the files cannot be written; none were made.
 
     Example:
         >>> import tempfile, numpy as np, jaxckpt
@@ -105,8 +105,10 @@ def export_safetensors(
         {'params': {'w': array([1., 1.])}}
     """
     if max_shard_bytes is not None and max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes must be positive, not {max_shard_bytes}")
+        raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     model = _Model(*_local(path))
+    if not model.file.endswith(safetensors.SUFFIX):
+        raise ValueError(f"{path} must end in {safetensors.SUFFIX}")
     source = of_checkpoint(src, item=item, only=only, skip=skip, dtype=floating(dtype), by="export")
     _check_exportable(source)
     _check_free(model, overwrite)
@@ -135,7 +137,7 @@ class _Model:
         return f"{self.folder}/{self.stem}{safetensors.INDEX_SUFFIX}"
 
     def files(self) -> list[str]:
-        """Names of those that are there, the ones by which the others are found first."""
+        """Returns the names of existing files; first the index or the single file."""
         if self.storage.kind(self.folder) != "dir":
             return []
         tops = {posixpath.basename(self.index), posixpath.basename(self.file)}
@@ -150,18 +152,16 @@ class _Model:
 def _local(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     storage, file = locate(path)
     if not isinstance(storage, LocalStorage):
-        raise UnsupportedFormat(f"{path}: safetensors files are read and written locally only")
-    if not file.endswith(safetensors.SUFFIX):
-        raise ValueError(f"{path} should end in {safetensors.SUFFIX}")
+        raise UnsupportedFormat(f"{path}: safetensors files must be on a local file system")
     return storage, file
 
 
 def _check_free(model: _Model, overwrite: bool) -> list[str]:
-    """The files that are to be replaced; StepExists if they are not."""
+    """Returns the files to replace; StepExists if they must not be replaced."""
     old = model.files()
     if old and not overwrite:
         raise StepExists(
-            f"{model.folder} has {', '.join(old[:8])} already; set overwrite to replace that"
+            f"{model.folder} already has {', '.join(old[:8])}; set overwrite to replace them"
         )
     for name in old:
         if model.storage.kind(f"{model.folder}/{name}") == "dir":
@@ -174,9 +174,9 @@ def _check_exportable(source: Leaves) -> None:
     leaves = [leaf for leaf in source.tree.leaves if leaf.kind != "empty"]
     for leaf in leaves:
         if leaf.kind in ("str", "bytes", "key") or not leaf.has_array:
-            problems.append(f"  {leaf.text}: is a {leaf.kind}")
+            problems.append(f"  {leaf.text}: {leaf.kind}")
         elif leaf.dtype not in safetensors.WORDS:
-            problems.append(f"  {leaf.text}: has dtype {leaf.dtype}")
+            problems.append(f"  {leaf.text}: dtype {leaf.dtype}")
     problems += safetensors.name_problems(leaf.name for leaf in leaves)
     check_leaves(leaves, problems, source.place)
     if not leaves:
@@ -184,7 +184,7 @@ def _check_exportable(source: Leaves) -> None:
 
 
 def _shards(source: Leaves, most_bytes: int | None) -> list[list[int]]:
-    """Which leaves go into which file: in their order, as many as fit."""
+    """Returns the leaves of each file, in order, as many as fit."""
     shards: list[list[int]] = [[]]
     size = 0
     for i, leaf in enumerate(source.tree.leaves):
@@ -204,8 +204,8 @@ def _write_files(
 ) -> str:
     """Writes all files under temporary names, and then names them.
 
-    Before the first of several gets its name, what was there goes, what others are found by first:
-    a crash leaves files that no reader finds, and never some of each model.
+    If there are several, old files are deleted before the first new one gets its name, the index
+    first: a crash leaves files that no reader finds, and never a mixture of two models.
     """
     from jaxckpt.storage._large import LargeFile
 
@@ -227,7 +227,7 @@ def _write_files(
         for _, written in made:
             written.publish(replace=bool(old))
     except FileExistsError as error:
-        raise StepExists(f"{model.file} came to be while it was being written") from error
+        raise StepExists(f"{model.file} was created during the export") from error
     finally:
         for _, written in made:
             written.discard()
@@ -240,7 +240,7 @@ def _write_files(
     }
     total_bytes = sum(tensor.size_bytes for header in headers for tensor in header.tensors)
     if not storage.create(model.index, safetensors.encode_index(where, total_bytes)):
-        raise StepExists(f"{model.index} came to be while its files were being written")
+        raise StepExists(f"{model.index} was created during the export")
     return model.index
 
 
@@ -248,13 +248,13 @@ def _header(leaves: Sequence[Leaf]) -> Header:
     try:
         return safetensors.lay_out([(leaf.name, leaf.dtype, leaf.array.shape) for leaf in leaves])
     except ValueError as error:
-        raise UnsupportedLeaf(f"{error}: say max_shard_bytes") from error
+        raise UnsupportedLeaf(f"{error}. Set max_shard_bytes to write several files.") from error
 
 
 def _values(
     source: Leaves, shards: Collection[Sequence[int]]
 ) -> Generator[tuple[Part, Values], None, None]:
-    """The values of all files, each stored byte read once, in runs that are as long as can be."""
+    """Yields the values of all files in long runs; each stored byte is read once."""
 
     def parts() -> Iterator[Part]:
         for i in (i for of_file in shards for i in of_file):
@@ -278,13 +278,13 @@ def _write_file(
             part, some = next(values)
             left -= part.box.size
             _write_runs(file, offsets[leaf.name], leaf.array.shape, part, some)
-            del some  # so that it is free before the next one comes
+            del some  # so that its memory is free before the next part is read
     file.finish()
 
 
 def _write_runs(file: Any, base: int, shape: tuple[int, ...], part: Part, values: Values) -> None:
-    """Writes a part of an array, in each run of the file that it has."""
-    # The dimensions from `axis` on are taken whole, the one before it in one piece.
+    """Writes a part of an array, which consists of one or more runs of the file."""
+    # The part has all of the dimensions after `axis`, and one run of dimension `axis`.
     axis = len(shape)
     while axis and part.box.shape[axis - 1] == shape[axis - 1]:
         axis -= 1
@@ -310,34 +310,31 @@ def import_safetensors(
     dtype: Any = None,  # whatever numpy takes for a dtype
     overwrite: bool = False,
 ) -> None:
-    """Makes a checkpoint of a safetensors file, or of the files that an index names.
+    """Makes a checkpoint of a safetensors file, or of the files in an index.
 
-    The dots in the names of tensors make nested dicts: `model.layers.0.weight` is the leaf
-    `model/layers/0/weight`. Leaves are numpy arrays; `restore` puts them wherever its `like` says.
-    What a file says of itself is kept as custom metadata. All headers are checked before anything
-    is allocated or written: sizes, offsets, names, dtypes. Host memory of about 300 MiB suffices
-    for any size. In a job of several processes one calls it.
+    Dots in the names of tensors make nested dicts: `model.layers.0.weight` becomes the leaf
+    `model/layers/0/weight`. Leaves are numpy arrays, which `restore` can place with a `like`. The
+    metadata of the files becomes custom metadata. All headers (sizes, offsets, names, dtypes) are
+    checked before anything is allocated or written. About 300 MiB of host memory suffice for any
+    size. In a job of several processes, one process calls it.
 
     Args:
         path: `*.safetensors`, or `*.safetensors.index.json` with its files beside it.
         dst: The new checkpoint.
-        dtype: For all floating-point tensors.
+        dtype: The new dtype of all floating-point tensors.
         overwrite: Whether to replace a checkpoint at `dst`, in one step.
 
     Raises:
         CheckpointNotFound: there is no such file.
-        CorruptCheckpoint: a file does not say what such a file says, or is cut short.
-        UnsupportedFormat: a tensor has a dtype that jax has no word for.
-        UnsupportedLeaf: names that no tree has: a tensor `a` and a tensor `a.b`.
-        StepExists, SaveFailed: as `convert`.
+        CorruptCheckpoint: a file is malformed or truncated.
+        UnsupportedFormat: a tensor has a dtype that jax lacks.
+        UnsupportedLeaf: the names do not make a tree: a tensor `a` and a tensor `a.b`.
+        StepExists, SaveFailed: as for `convert`.
 
     Example:
         See `export_safetensors`.
     """
-    storage, file = locate(path)
-    if not isinstance(storage, LocalStorage):
-        raise UnsupportedFormat(f"{path}: safetensors files are read and written locally only")
-    source = _of_files(storage, file, floating(dtype))
+    source = _of_files(*_local(path), floating(dtype))
     write_checkpoint(*locate(dst), source, overwrite=overwrite)
 
 
@@ -352,17 +349,17 @@ def _of_files(storage: Storage, file: str, dtype: str | None) -> Leaves:
             headers[shard] = _read_header(storage, shard)
             if odd := tensors ^ {tensor.name for tensor in headers[shard].tensors}:
                 raise CorruptCheckpoint(
-                    f"{file}: {name} should hold other tensors than it does: {sorted(odd)[:8]}",
+                    f"{file}: the index and {name} disagree on its tensors: {sorted(odd)[:8]}",
                     file=shard,
                 )
     elif file.endswith(safetensors.SUFFIX):
         real = _real(storage, file)
         headers = {real: _read_header(storage, real)}
     else:
-        raise ValueError(f"{file} should end in {safetensors.SUFFIX} or {safetensors.INDEX_SUFFIX}")
+        raise ValueError(f"{file} must end in {safetensors.SUFFIX} or {safetensors.INDEX_SUFFIX}")
     places = [(tensor, shard) for shard, header in headers.items() for tensor in header.tensors]
     if not places:
-        raise UnsupportedFormat(f"{file} holds no tensors")
+        raise UnsupportedFormat(f"{file} contains no tensors")
     leaves = [_leaf(tensor, dtype) for tensor, _ in places]
     check_leaves(leaves, _nesting_problems(leaves), file)
     metadata: dict[str, str] = {}
@@ -380,17 +377,17 @@ def _of_files(storage: Storage, file: str, dtype: str | None) -> Leaves:
 
 
 def _real(storage: Storage, file: str) -> str:
-    # The files of a model hub's cache are links to where the bytes are.
+    # The files in a model hub's cache are links.
     real = os.path.realpath(file)
     if storage.kind(real) != "file":
-        raise CheckpointNotFound(f"{file} is no file")
+        raise CheckpointNotFound(f"{file}: no such file")
     return real
 
 
 def _read_header(storage: Storage, file: str) -> Header:
     size = storage.size(file)
     if size < safetensors.LENGTH_BYTES:
-        raise CorruptCheckpoint(f"{file}: no safetensors file: it has {size} bytes", file=file)
+        raise CorruptCheckpoint(f"{file} is too short for safetensors: {size} bytes", file=file)
     length = np.empty(safetensors.LENGTH_BYTES, np.uint8)
     storage.read_into(file, 0, [length])
     text = np.empty(safetensors.header_bytes(length.tobytes(), size, file=file), np.uint8)
@@ -401,7 +398,7 @@ def _read_header(storage: Storage, file: str) -> Header:
 def _check_unchanged(storage: Storage, headers: Mapping[str, Header]) -> None:
     for file, header in headers.items():
         if storage.size(file) != header.size_bytes:
-            raise SaveFailed(f"{file} was changed while it was being read")
+            raise SaveFailed(f"{file} was changed during the import")
 
 
 def _leaf(tensor: Tensor, dtype: str | None) -> Leaf:
@@ -443,12 +440,12 @@ def _read_parts(
         tensor, file = places[part.leaf]
         stored = dtype_of(tensor.dtype)
         out = np.empty(part.box.shape, stored)
-        # A chunk of the copy is one run of the file, so its first element says where it begins.
+        # A chunk of the copy is one run of the file, which begins at the chunk's first element.
         first = int(np.ravel_multi_index(part.box.start, tensor.shape)) if part.box.start else 0
         try:
             storage.read_into(
                 file, tensor.offset + first * stored.itemsize, [out.reshape(-1).view(np.uint8)]
             )
         except EOFError as error:
-            raise CorruptCheckpoint(f"{file} became shorter: {error}", file=file) from error
+            raise CorruptCheckpoint(f"{file} was truncated: {error}", file=file) from error
         yield as_stored(out, copies[part.leaf])

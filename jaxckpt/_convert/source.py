@@ -1,7 +1,6 @@
-"""A tree to be copied, as a stream: first its leaves, then their values in parts of bounded size.
+"""Reads a tree to copy as a stream: first its leaves, then their values in parts of bounded size.
 
-Where it comes from is one thing and where it goes another: a checkpoint of any kind and a
-safetensors file are read into `Leaves`, and are written from them.
+`Leaves` separates sources from targets: both are checkpoints of any kind or safetensors files.
 """
 
 from __future__ import annotations
@@ -43,57 +42,43 @@ from jaxckpt.storage import locate
 
 _BUDGET_BYTES: Final = 64 << 20
 _ARRAY_KINDS: Final = ("array", "numpy", "generic")
-# What a save makes of a Python number, where another writer may have made less of it.
+# The dtypes in which `save` stores Python numbers; other writers may use smaller ones.
 _PYTHON_DTYPES: Final = {"int": "int64", "float": "float64", "complex": "complex128"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A part of the array of one leaf.
+    """A part of the array of one leaf."""
 
-    Attributes:
-        leaf: Its index in the tree.
-    """
-
-    leaf: int
+    leaf: int  # its index in the tree
     box: Box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaves:
-    """A tree to be copied.
+    """A tree to copy."""
 
-    Attributes:
-        place: Where it comes from, for messages.
-        tree: As the copy will say it. What is `stored` of a leaf says in which parts it is best
-            read, and in what dtype it comes.
-        shardings: By name of the leaf; of all jax arrays, or of none.
-        read: Yields the values of parts, in their order.
-        check: Raises if the source was replaced since.
-        custom_metadata, lineage: For the copy.
-    """
-
-    place: str
-    tree: Tree
-    read: Callable[[Iterable[Part]], Generator[Values, None, None]]
-    check: Callable[[], None]
+    place: str  # the source, for messages
+    tree: Tree  # of the copy; `stored` of a leaf is the best layout and the dtype for reading it
+    read: Callable[[Iterable[Part]], Generator[Values, None, None]]  # yields the values in order
+    check: Callable[[], None]  # raises if the source was replaced in the meantime
     lineage: Mapping[str, Any]
-    shardings: Mapping[str, SavedSharding] = field(default_factory=dict)
+    shardings: Mapping[str, SavedSharding] = field(default_factory=dict)  # by name; all or none
     custom_metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_with_parts(
     source: Leaves, parts: Iterable[Part]
 ) -> Generator[tuple[Part, Values], None, None]:
-    """The parts with their values; both are made while they are read."""
+    """Yields parts with their values; parts are taken as their values are read."""
     parts, wanted = tee(parts)
     with closing(source.read(wanted)) as values:
         for part in parts:
-            yield part, next(values)  # in no variable, which would keep it while the next is read
+            yield part, next(values)  # a variable would keep it alive while the next one is read
 
 
 def floating(dtype: Any) -> str | None:  # whatever numpy takes for a dtype
-    """The name of a floating-point dtype; ValueError for another one.
+    """Returns the name of a floating-point dtype; ValueError for any other dtype.
 
     Example:
         >>> floating("bfloat16"), floating(np.float32)
@@ -101,7 +86,7 @@ def floating(dtype: Any) -> str | None:  # whatever numpy takes for a dtype
     """
     if dtype is None:
         return None
-    # Also by names that numpy has none for.
+    # A string may name a dtype that numpy lacks.
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if not _is_floating(name) or name not in STORABLE_DTYPES | AS_BYTES_DTYPES:
         raise ValueError(f"dtype {name!r} is not a floating-point dtype; only those are cast")
@@ -140,7 +125,7 @@ def of_checkpoint(
     chosen = [leaf for leaf in saved.tree.leaves if selected(leaf.path)]
     if not chosen:
         raise ValueError(f"only {only!r} and skip {skip!r} leave no leaf of {found.path}")
-    check_leaves(chosen, [], saved.path)  # first: they may be nested deeper than anything holds
+    check_leaves(chosen, [], saved.path)  # first: they may be nested too deeply to recurse
     root = _pruned(saved.tree.root, (), {leaf.path for leaf in chosen})[1]
     if not saved.tree.typed:
         root = plain_root(chosen)
@@ -169,7 +154,7 @@ def of_checkpoint(
 
 
 def check_leaves(leaves: Sequence[Leaf], problems: Sequence[str], place: str) -> None:
-    """Raises UnsupportedLeaf that tells all problems at once, also those of the leaves' names."""
+    """Raises UnsupportedLeaf with all problems, including those of the leaves' names."""
     found = [*problems, *name_problems([leaf.path for leaf in leaves])]
     if found:
         raise UnsupportedLeaf(
@@ -192,9 +177,9 @@ def _problems(leaves: Sequence[Leaf]) -> list[str]:
 
 
 def _pruned(node: Node | None, path: Path, chosen: set[Path]) -> tuple[bool, Node | None]:
-    """The containers of the leaves that were chosen, as `restore` makes them, and whether any was.
+    """Returns whether any leaf below is chosen, and the containers of the chosen leaves.
 
-    A list, tuple or class that lacks a child becomes a dict.
+    A list, tuple or class that lacks a child becomes a dict, as in `restore`.
     """
     if node is None:
         return path in chosen, None
@@ -225,17 +210,13 @@ def _pruned(node: Node | None, path: Path, chosen: set[Path]) -> tuple[bool, Nod
 
 
 def plain_root(leaves: Sequence[Leaf]) -> Node | None:
-    """Lists and dicts, from the key types alone.
-
-    Raises:
-        CorruptCheckpoint: the leaves are not of one tree.
-    """
+    """Returns lists and dicts by the key types alone; CorruptCheckpoint if they make no tree."""
     kinds: dict[Path, int] = {}
     top: dict[str, Any] = {}
     for leaf in leaves:
         for depth, kind in enumerate(leaf.key_types):
             if kinds.setdefault(leaf.path[:depth], kind) != kind:
-                raise _no_tree(leaf, leaf.path[:depth], "is a list to one and a dict to another")
+                raise _no_tree(leaf, leaf.path[:depth], "is a list for one leaf, a dict for others")
         node: Any = top
         for name in leaf.path[:-1]:
             node = node.setdefault(name, {})
@@ -268,7 +249,7 @@ def _plain_node(children: Mapping[str, Any], path: Path, kinds: Mapping[Path, in
 
 
 def _in_order(leaves: Sequence[Leaf], root: Node | None, place: str) -> list[Leaf]:
-    """The leaves in the order of their containers, with the key types of these."""
+    """Returns the leaves in the order of their containers, with the containers' key types."""
     by_path = {leaf.path: leaf for leaf in leaves}
     found = [
         replace(
@@ -279,11 +260,11 @@ def _in_order(leaves: Sequence[Leaf], root: Node | None, place: str) -> list[Lea
         if (leaf := by_path.get(path)) is not None
     ]
     if len(found) != len(leaves):
-        raise CorruptCheckpoint(f"{place}: its containers do not hold its leaves", file=place)
+        raise CorruptCheckpoint(f"{place}: its containers lack some of its leaves", file=place)
     return found
 
 
-# 0: as it was.
+# 0 keeps the type of the leaf.
 _KEY_TYPES: Final = {"list": SEQUENCE, "tuple": SEQUENCE, "dict": NAMED, "odict": NAMED, "class": 0}
 
 
@@ -300,7 +281,7 @@ def _walk(
 def _shardings(
     saved: Item, sources: Sequence[Leaf], copies: Sequence[Leaf]
 ) -> dict[str, SavedSharding]:
-    """None at all if one is not known: a reader of Orbax fails on a file that lacks one."""
+    """Returns all shardings, or none if one is unknown: Orbax fails on a file that lacks one."""
     recorded = saved.read_shardings()
     found = {
         copied.name: recorded.get(source.name)
@@ -310,7 +291,7 @@ def _shardings(
     known = {name: sharding for name, sharding in found.items() if sharding is not None}
     if len(known) < len(found):
         return {}
-    # What jax called CPU devices until 0.5; every Orbax knows it, only new ones know `cpu:0`.
+    # The name of CPU devices until jax 0.5; every Orbax knows it, only new releases know `cpu:0`.
     return {
         name: replace(sharding, device=sharding.device.replace("cpu:", "TFRT_CPU_"))
         for name, sharding in known.items()
@@ -321,20 +302,20 @@ def _shardings(
 
 
 def _held(leaf: Leaf) -> Values | None:
-    """The array of a leaf whose value the metadata hold, if the copy is to hold an array."""
+    """Returns the value of a leaf that is in the metadata here, but an array in the copy."""
     value = leaf.value
     if isinstance(value, np.ndarray):
         return value.astype(value.dtype.newbyteorder("="), copy=False)
     if isinstance(value, bytes):
         return np.frombuffer(value, np.uint8)
-    # Orbax finds the text by a JSON pointer, in which a bare `~` has another meaning.
+    # Orbax finds texts by a JSON pointer, in which a bare `~` is special.
     if isinstance(value, str) and leaf.kind == "str" and any("~" in name for name in leaf.path):
         return np.frombuffer(value.encode(), np.uint8)
     return None
 
 
 def _copied(leaf: Leaf, held: Values | None, dtype: str | None) -> Leaf:
-    """A leaf as the copy will have it; `stored` says in what parts and dtype it is read."""
+    """Returns the leaf of the copy; see `Leaves.tree`."""
     leaf = replace(leaf, alias=None)
     if held is not None:
         chunk_shape = tuple(max(1, n) for n in held.shape)
@@ -346,7 +327,7 @@ def _copied(leaf: Leaf, held: Values | None, dtype: str | None) -> Leaf:
 
 
 def with_dtype(leaf: Leaf, dtype: str | None) -> Leaf:
-    """A leaf that is to be read in this dtype if it is a floating-point array."""
+    """Returns the leaf, with another dtype if it is a floating-point array."""
     if not leaf.has_array:
         return leaf
     name = leaf.dtype
@@ -367,7 +348,6 @@ def _read(
     held: Mapping[int, Values],
     parts: Iterable[Part],
 ) -> Generator[Values, None, None]:
-    """Yields parts in the dtypes of the copies."""
 
     def request(part: Part) -> LeafRead | Values:
         if part.leaf in held:
@@ -384,12 +364,12 @@ def _read(
             for part in parts:
                 yield _copied_values(next(stream), sources[part.leaf], copies[part.leaf])
     except CorruptCheckpoint:
-        check_current(saved.found)  # what was replaced is not damaged
+        check_current(saved.found)  # it may have been replaced, which is not damage
         raise
 
 
 def _read_dtype(source: Leaf, wanted: Leaf) -> np.dtype[Any]:
-    """The reader casts, but not what is stored as the bytes of another dtype."""
+    """Returns the dtype to read; the reader cannot cast data stored as bytes of another dtype."""
     as_bytes = {source.dtype, wanted.dtype} & AS_BYTES_DTYPES
     return dtype_of(source.array.dtype if as_bytes else wanted.array.dtype)
 
@@ -401,7 +381,7 @@ def _copied_values(values: Values, source: Leaf, wanted: Leaf) -> Values:
 
 
 def as_stored(values: Values, wanted: Leaf) -> Values:
-    """The values in the dtype that is stored; one that zarr lacks as its bytes."""
+    """Returns values in the stored dtype; as bytes if zarr lacks their dtype."""
     stored = dtype_of(wanted.array.dtype)
     if wanted.kind != "key" and wanted.dtype in AS_BYTES_DTYPES:
         return _as(values, dtype_of(wanted.dtype)).view(stored)

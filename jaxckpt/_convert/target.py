@@ -1,11 +1,9 @@
-"""Writes a tree that comes as a stream into a new checkpoint: in one database, or in plain files.
+"""Writes a stream of leaves as a new checkpoint, in one database or in plain files.
 
-In a database (OCDBT) it has the very bytes that `save` writes, checksums and all. In plain files
+In a database (OCDBT) it has the same bytes that `save` writes, checksums included. In plain files,
 each array is a directory that any reader of zarr v3 opens, and the record has the digest of every
-file. The tree comes in parts and goes in batches, so that the memory this takes depends on neither.
-A transaction of the database holds all that is put into it: each batch is one of its own, and the
-last of them is not what makes the checkpoint. That is the commit, as with `save`: until then its
-name is temporary.
+file. A database transaction keeps its writes in memory, so each batch of chunks is one transaction.
+The checkpoint has a temporary name until the commit, as with `save`.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from jaxckpt._core.box import Box, cut, whole, widened
 from jaxckpt._core.plan import SavePlan, Write
 from jaxckpt._core.text import counted
 from jaxckpt._disk.checksums import starts_of
-from jaxckpt._disk.found import key_folder
-from jaxckpt._disk.transaction import begin, files_below, raise_save_error
+from jaxckpt._disk.found import files_in, key_folder
+from jaxckpt._disk.transaction import begin, raise_save_error
 from jaxckpt._disk.writer import is_direct, metadata_files, plan_writes, write_arrays
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, names, step, tree
@@ -37,13 +35,13 @@ from jaxckpt.storage import Storage
 
 _logger = logging.getLogger("jaxckpt")
 
-# A chunk is made in memory; one that is larger becomes several.
+# A chunk is made in memory; a larger one becomes several.
 _MOST_CHUNK_BYTES: Final = 128 << 20
 _BATCH_BYTES: Final = 64 << 20
-# A data file is read as a whole for its digest, here and by `verify`.
+# A data file is read into memory for its digest, here and by `verify`.
 _MOST_FILE_BYTES: Final = 256 << 20
 _BATCH_CHUNKS: Final = 1 << 12
-# Pieces that are smaller than this are worse than a chunk that is not cut.
+# Inner chunks smaller than this are worse than none.
 _LEAST_INNER_BYTES: Final = 1 << 20
 _MOST_CHUNKS: Final = 1 << 18
 
@@ -51,20 +49,20 @@ _MOST_CHUNKS: Final = 1 << 18
 def write_checkpoint(
     storage: Storage, path: str, source: Leaves, *, overwrite: bool, ocdbt: bool = True
 ) -> None:
-    """Makes a committed checkpoint of one item of what comes from `source`.
+    """Makes a committed checkpoint with one item from `source`.
 
     Args:
-        ocdbt: Whether its arrays are in one database; if not, in plain files.
+        ocdbt: Whether its arrays are in one database, or in plain files.
 
     Raises:
-        UnsupportedLeaf: leaves that plain files cannot hold; nothing was written.
-        StepExists: something is at `path`.
+        UnsupportedLeaf: plain files cannot store some leaves; nothing was written.
+        StepExists: `path` exists.
         SaveFailed: the checkpoint was not committed; the cause is chained.
-        CorruptCheckpoint: the source is damaged; nothing was made.
+        CorruptCheckpoint: the source is damaged; nothing was written.
     """
     start, started_ns = time.monotonic(), time.time_ns()
     if names.is_reserved(posixpath.basename(path)):
-        raise ValueError(f"{path}: names like this are those of checkpoints in the making")
+        raise ValueError(f"{path}: this name is reserved for temporary checkpoints")
     goal = _goal(source.tree, ocdbt=ocdbt)
     if not ocdbt:
         _check_plain(goal.leaves, path)
@@ -92,11 +90,11 @@ def write_checkpoint(
     _logger.info("copied %s to %s: %d bytes, %.2f s", source.place, path, total_bytes, seconds)
 
 
-# --- how each array will lie -----------------------------------------------------------------
+# --- the layout of each array ----------------------------------------------------------------
 
 
 def _goal(copied: Tree, *, ocdbt: bool) -> Tree:
-    """The tree with its arrays as they will lie."""
+    """Returns the tree with the layout of its arrays in the copy."""
     leaves = tuple(
         replace(leaf, stored=chunked(leaf.array, inner=ocdbt)) if leaf.has_array else leaf
         for leaf in copied.leaves
@@ -110,7 +108,7 @@ def _goal(copied: Tree, *, ocdbt: bool) -> Tree:
 
 
 def chunked(stored: StoredArray, *, inner: bool) -> StoredArray:
-    """How an array will lie: in the chunks that it has, unless they are very large or very many.
+    """Returns an array's layout: with its current chunks, unless they are very large or many.
 
     Example:
         >>> array = StoredArray(shape=(1 << 20, 64), dtype="float32", chunk_shape=(1 << 19, 64))
@@ -137,16 +135,16 @@ def chunked(stored: StoredArray, *, inner: bool) -> StoredArray:
 
 
 def clipped(tile_shape: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """The tile without what sticks out of an array of one tile; no dimension is 0."""
+    """Returns the tile, no larger than the array; no dimension is 0."""
     return tuple(max(1, min(t, n)) for t, n in zip(tile_shape, shape, strict=True))
 
 
 def _smaller(
     shape: tuple[int, ...], chunk_shape: tuple[int, ...], unit_shape: tuple[int, ...], itemsize: int
 ) -> tuple[int, ...]:
-    """Chunks that fit in memory, none of which needs parts of two units."""
+    """Returns the shape of chunks that fit in memory, and never need parts of two units."""
     if math.prod(unit_shape) * itemsize <= _MOST_CHUNK_BYTES:
-        # Units may be tiny, and to find one takes a look at all of them.
+        # Units may be tiny, and finding one takes a search of all of them.
         return enlarged(unit_shape, chunk_shape, itemsize, arrays.MAX_UNIT_BYTES)
     piece = run_shape(unit_shape, itemsize)
     is_one = unit_shape == shape
@@ -154,9 +152,9 @@ def _smaller(
 
 
 def run_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Pieces of an array of about `MAX_UNIT_BYTES` that are each one run of its memory.
+    """Returns the shape of pieces of about `MAX_UNIT_BYTES` that are each one run of memory.
 
-    Equal ones, if a divisor is near.
+    The pieces are equal if there is a divisor nearby.
 
     Example:
         >>> run_shape((3, 10_000_000), 4), run_shape((3, 10_000_019), 4)
@@ -180,17 +178,16 @@ def run_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 def enlarged(
     tile_shape: Sequence[int], shape: Sequence[int], itemsize: int, most_bytes: int
 ) -> tuple[int, ...]:
-    """The tile, repeated along the last dimensions first, up to a size."""
+    """Returns the tile, enlarged along the last dimensions first, up to a size."""
     return widened(tile_shape, shape, most_bytes // (math.prod(tile_shape) * itemsize))
 
 
 def parts_of(leaf: int, shape: tuple[int, ...], tile_shape: Sequence[int]) -> Iterator[Part]:
-    """An array in parts, in order."""
     return (Part(leaf=leaf, box=box) for box in cut(whole(shape), tile_shape))
 
 
 def _check_plain(leaves: Sequence[Leaf], path: str) -> None:
-    """Refuses leaves that would come back as other numbers, be other files, or lie elsewhere."""
+    """Raises UnsupportedLeaf for leaves that plain files would change or confuse."""
     bad = [
         f"  {leaf.text}: {problem}"
         for leaf in leaves
@@ -200,7 +197,7 @@ def _check_plain(leaves: Sequence[Leaf], path: str) -> None:
         raise UnsupportedLeaf(
             f"{path}: {counted(len(bad), 'leaf')} cannot be plain files, and nothing was written:\n"
             + "\n".join(bad[:50])
-            + "\nLeave them out (skip), rename the keys, or cast floating-point ones (dtype)."
+            + "\nLeave them out (skip), rename the keys, or cast floating-point leaves (dtype)."
         )
 
 
@@ -209,12 +206,12 @@ def _plain_problem(leaf: Leaf) -> str | None:
         return f"has dtype {leaf.dtype}, which zarr lacks"
     is_plain = "/" not in leaf.name and leaf.name not in ("", ".", "..")
     if leaf.path and not (is_plain and not _means_more(leaf.name)):
-        return f"needs a directory called {leaf.name!r}"
+        return f"needs a directory named {leaf.name!r}"
     return None
 
 
 def _means_more(name: str) -> bool:
-    """Whether an item with an entry of this name would be read as another one."""
+    """Returns whether an entry of this name would change the meaning of an item."""
     return names.is_part_of_tree(name) or key_folder([name]) is not None
 
 
@@ -225,27 +222,27 @@ class _Writer(Protocol):
     """Takes chunks in the order of the leaves."""
 
     def put(self, array: int, box: Box, values: Values) -> None:
-        """Writes a chunk of an array, sooner or later. The values must not change."""
+        """Writes a chunk of an array, now or later. The values must not change."""
         ...
 
     def flush(self) -> None:
-        """Writes what is still to be written."""
+        """Writes the remaining chunks."""
         ...
 
     def files(self) -> dict[str, bytes]:
-        """The metadata files, by name in the item, that tell about the chunks; some are there."""
+        """Returns the metadata files about the chunks, by name in the item; some exist already."""
         ...
 
 
 def _copy(source: Leaves, goal: Tree, writer: _Writer) -> int:
-    """Reads each stored byte once, and writes it; returns how many there were."""
+    """Reads each stored byte once, and writes it; returns the number of bytes."""
     with_array = [i for i, leaf in enumerate(goal.leaves) if leaf.has_array]
     numbers = {leaf: number for number, leaf in enumerate(with_array)}
 
     def parts() -> Iterator[Part]:
         for i in with_array:
             had, stored = source.tree.leaves[i].array, goal.leaves[i].array
-            # Whichever is larger is a multiple of the other.
+            # The larger shape is a multiple of the smaller one.
             unit_shape = clipped(had.unit_shape, had.shape)
             yield from parts_of(i, stored.shape, tuple(map(max, unit_shape, stored.chunk_shape)))
 
@@ -256,20 +253,20 @@ def _copy(source: Leaves, goal: Tree, writer: _Writer) -> int:
             for box in cut(part.box, chunk_shape):
                 writer.put(numbers[part.leaf], box, values[box.within(part.box)])
             total += values.nbytes
-            del values  # so that it is free before the next one comes
+            del values  # so that their memory is free before the next part is read
     writer.flush()
     return total
 
 
 class _Batch:
-    """Chunks to be written together."""
+    """Chunks to write together."""
 
     def __init__(self) -> None:
         self.chunks: list[tuple[int, Box, Values]] = []
         self._bytes = 0
 
     def add(self, array: int, box: Box, values: Values) -> bool:
-        """Returns whether it is enough."""
+        """Adds a chunk; returns whether the batch is full."""
         self.chunks.append((array, box, values))
         self._bytes += values.nbytes
         return self._bytes >= _BATCH_BYTES or len(self.chunks) >= _BATCH_CHUNKS
@@ -280,7 +277,7 @@ class _Batch:
 
 
 class _Database:
-    """Writes what `save` writes."""
+    """Writes the same database as `save`."""
 
     def __init__(self, storage: Storage, item: str, goal: Tree) -> None:
         leaves = [leaf for leaf in goal.leaves if leaf.has_array]
@@ -306,7 +303,7 @@ class _Database:
     def _write(
         self, first: int, last: int, chunks: Sequence[tuple[int, Box, Values]], *, describe: bool
     ) -> None:
-        """Writes chunks of the arrays from `first` to before `last`, and notes their checksums."""
+        """Writes chunks of the arrays `[first, last)`, and records their checksums."""
         stored = tuple(self._stored[first:last])
         plan = SavePlan(
             stored=stored,
@@ -333,7 +330,7 @@ class _Database:
 
 
 def _padded(values: Values, stored: StoredArray) -> Values:
-    """A chunk at the edge is stored whole; TensorStore sees to that where it writes."""
+    """Pads a chunk at the edge to its full shape, where TensorStore does not do it."""
     if values.shape == stored.chunk_shape or not is_direct(stored):
         return values
     chunk = np.zeros(stored.chunk_shape, values.dtype)
@@ -342,7 +339,7 @@ def _padded(values: Values, stored: StoredArray) -> Values:
 
 
 class _PlainFiles:
-    """Writes each array into a directory of its own, all of it by TensorStore."""
+    """Writes each array into a directory of its own, with TensorStore."""
 
     def __init__(self, storage: Storage, item: str, goal: Tree) -> None:
         from jaxckpt.storage._arrays import Writer
@@ -377,7 +374,6 @@ class _PlainFiles:
 
 
 def _tree_files(goal: Tree, source: Leaves, *, ocdbt: bool) -> dict[str, bytes]:
-    """The metadata files of the tree, by name in the item."""
     files = metadata_files(goal, source.shardings)
     if not ocdbt:
         described = replace(goal, leaves=tuple(map(_as_orbax_has_it, goal.leaves)))
@@ -386,7 +382,7 @@ def _tree_files(goal: Tree, source: Leaves, *, ocdbt: bool) -> dict[str, bytes]:
 
 
 def _as_orbax_has_it(leaf: Leaf) -> Leaf:
-    """A leaf without what we say of its array, which the array's own metadata say then."""
+    """Returns a leaf without our description of its array; the array's own metadata has it."""
     if not leaf.has_array:
         return leaf
     kind = tree.kind_of(tree.orbax_value_type(leaf))
@@ -394,10 +390,10 @@ def _as_orbax_has_it(leaf: Leaf) -> Leaf:
 
 
 def _digests(storage: Storage, work: str) -> dict[str, str]:
-    """Of all files: what is in them has no checksums."""
+    """Returns the digests of all files, since plain arrays have no checksums."""
     return {
         name: step.digest(storage.read(f"{work}/{name}", max_bytes=entry.size))
-        for name, entry in files_below(storage, work).items()
+        for name, entry in files_in(storage.entries, work).items()
         if entry.size <= _MOST_FILE_BYTES
     }
 

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record, StepMetadata
-from jaxckpt.storage import Entry, Kind, Storage
+from jaxckpt.storage import Entry, Kind, Storage, is_temporary_file
 
 Entries = Mapping[str, Entry]
 T = TypeVar("T")
@@ -106,6 +106,20 @@ def listing(storage: Storage, folder: str) -> dict[str, Entry] | None:
         return storage.entries(folder)
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def files_in(entries: Callable[[str], Entries], root: str) -> dict[str, Entry]:
+    """Returns the entries below `root` by sorted path, without directories and unfinished files."""
+    found, folders = {}, [""]
+    while folders:
+        folder = folders.pop()
+        for name, entry in entries(f"{root}/{folder}".rstrip("/")).items():
+            path = f"{folder}/{name}".lstrip("/")
+            if entry.kind == "dir":
+                folders.append(path)
+            elif not is_temporary_file(name):
+                found[path] = entry
+    return dict(sorted(found.items()))
 
 
 def beside(path: str, name: str) -> str:

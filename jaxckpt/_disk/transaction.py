@@ -40,7 +40,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from jaxckpt._disk.found import beside, listing
+from jaxckpt._disk.found import beside, files_in, listing
 from jaxckpt._version import __version__
 from jaxckpt.errors import CheckpointError, SaveFailed, StepExists, UnsupportedFormat
 from jaxckpt.format import names, step
@@ -156,7 +156,7 @@ class Transaction:
             self.hold.release()
 
     def _facts(self, digests: Mapping[str, str]) -> dict[str, FileFacts]:
-        files = files_below(self.storage, self.work)
+        files = files_in(self.storage.entries, self.work)
         for path, entry in files.items():
             if entry.kind != "file":
                 self.storage.size(f"{self.work}/{path}")  # raises an error that names it
@@ -431,20 +431,6 @@ def _is_whole(storage: Storage, path: str) -> bool:
     return all(
         storage.kind(f"{path}/{name}") == "file" for name in (names.RECORD, names.COMMIT_MARKER)
     )
-
-
-def files_below(storage: Storage, root: str) -> dict[str, Entry]:
-    """Returns the entries below `root` by sorted path, without directories and unfinished files."""
-    found, folders = {}, [""]
-    while folders:
-        folder = folders.pop()
-        for name, entry in storage.entries(f"{root}/{folder}".rstrip("/")).items():
-            path = f"{folder}/{name}".lstrip("/")
-            if entry.kind == "dir":
-                folders.append(path)
-            elif not is_temporary_file(name):
-                found[path] = entry
-    return dict(sorted(found.items()))
 
 
 def bytes_below(storage: Storage, root: str) -> int:

@@ -1,4 +1,4 @@
-"""`diff`: in what two checkpoints differ. Reads both as streams; needs no devices and no jax."""
+"""Compares two checkpoints, read as streams. Needs no devices and no jax."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from jaxckpt.types import DiffReport, LeafDiff
 _MAX_LINES: Final = 200
 _MAX_TEXT: Final = 40
 _EMPTY: Final = {"None": "None", "Dict": "{}", "List": "[]", "Tuple": "()"}
-# Up to here float64 tells neighbouring integers apart.
+# Up to here float64 distinguishes neighbouring integers.
 _EXACT: Final = float(1 << 53)
 
 
@@ -53,27 +53,27 @@ def diff(
     rtol: float = 0.0,
     atol: float = 0.0,
 ) -> DiffReport:
-    """Compares two checkpoints: their leaves, dtypes and shapes, and the values.
+    """Compares two checkpoints: their leaves, dtypes, shapes and values.
 
-    They may lie in different chunks and formats. A jax array, a numpy array and a Python number of
-    one dtype and shape are the same; so are 0.0 and -0.0, and NaNs in the same place. Where dtypes
-    differ the leaf has changed, and the values are compared as float64 or complex128; integers are
-    compared exactly.
+    Their chunks and formats may differ. A jax array, a numpy array and a Python number of one dtype
+    and shape are equal; so are 0.0 and -0.0, and NaNs in the same place. A leaf with another dtype
+    has changed; its values are compared as float64 or complex128, and integers exactly.
 
     Args:
-        a, b: Checkpoints, items of them, or runs' roots (then their newest good steps).
-        item: Which item, if there are several trees.
-        only, skip: Globs over leaf paths; a container's name means all in it.
-        values: Whether to read the values; else only what the metadata say is compared.
-        rtol, atol: Values are the same that are `numpy.isclose`.
+        a, b: Checkpoints, items of checkpoints, or runs' roots (compares their newest good steps).
+        item: Name of the item, if there are several trees.
+        only, skip: Globs over leaf paths; the name of a container includes its leaves.
+        values: Whether to compare values too, or only metadata.
+        rtol, atol: Tolerances, as of `numpy.isclose`.
 
     Returns:
-        A report. Making it takes at most 256 MiB of memory, or some chunks where those are larger.
+        A report. The comparison uses at most 256 MiB of memory, or a few chunks if they are larger.
 
     Raises:
         CheckpointNotFound: there is no committed checkpoint at `a` or `b`.
-        CorruptCheckpoint: stored data is missing or damaged; the leaf and the file are named.
-        ValueError: `only` or `skip` matches no leaf, or the item is no tree.
+        CorruptCheckpoint: stored data is missing or damaged; the error names leaf and file.
+        UnsupportedFormat: the item is not a tree.
+        ValueError: `only` or `skip` matches no leaf.
 
     Example:
         >>> import tempfile, numpy as np, jaxckpt
@@ -86,7 +86,7 @@ def diff(
         difference 2
     """
     if not (rtol >= 0 and atol >= 0):
-        raise ValueError(f"rtol and atol must be 0 or more, not {rtol!r} and {atol!r}")
+        raise ValueError(f"rtol and atol must be 0 or more, got {rtol!r} and {atol!r}")
     (storage_a, at_a), (storage_b, at_b) = locate(a), locate(b)
 
     def compare(found_a: Found, found_b: Found) -> DiffReport:
@@ -107,7 +107,7 @@ def compare_items(
     atol: float = 0.0,
     budget_bytes: int = BUDGET_BYTES,
 ) -> DiffReport:
-    """`diff`, of two trees whose metadata were read."""
+    """Compares two opened trees."""
     all_a = {leaf.path: leaf for leaf in a.tree.leaves}
     all_b = {leaf.path: leaf for leaf in b.tree.leaves}
     check_globs(only, skip, list(all_a | all_b), place=f"{a.path}, or {b.path},")
@@ -116,7 +116,7 @@ def compare_items(
     pairs = {path: _Pair(all_a[path], all_b[path], rtol=rtol, atol=atol) for path in both}
     if values:
         _read(a, b, pairs, budget_bytes)
-    changed = tuple(pair.tell() for pair in pairs.values() if pair.differs)
+    changed = tuple(pair.result() for pair in pairs.values() if pair.differs)
     return DiffReport(
         a=a.path,
         b=b.path,
@@ -128,7 +128,6 @@ def compare_items(
 
 
 def _read(a: Item, b: Item, pairs: Mapping[Path, _Pair], budget_bytes: int) -> None:
-    """Reads the values of both, box by box."""
     half = budget_bytes // 2
 
     def parts() -> Iterator[tuple[_Pair, Data, Data, Box]]:
@@ -152,15 +151,15 @@ def _read(a: Item, b: Item, pairs: Mapping[Path, _Pair], budget_bytes: int) -> N
 
 @final
 class _Pair:
-    """A leaf that both checkpoints have, and what is known so far of how it differs."""
+    """A leaf that both checkpoints have, and the differences found so far."""
 
     def __init__(self, a: Leaf, b: Leaf, *, rtol: float, atol: float) -> None:
         self.a, self.b = a, b
-        self.data: tuple[Data, Data] | None = None  # of values that can be compared
+        self.data: tuple[Data, Data] | None = None  # None if the values cannot be compared
         data_a, data_b = data_of(a), data_of(b)
         self._shapes = [None if data is None else data.shape for data in (data_a, data_b)]
         self._is_text = is_text(a)
-        # Texts are not compared with numbers, nor letter by letter if they are not of one length.
+        # Text is compared neither with numbers nor with text of another length.
         is_alike = self._is_text == is_text(b) and self._shapes[0] == self._shapes[1]
         if data_a is not None and data_b is not None and is_alike:
             self.data = data_a, data_b
@@ -168,21 +167,21 @@ class _Pair:
         self._differing: int | None = None
         self._max_abs = self._max_rel = 0.0
         self._nan_a = self._nan_b = 0
-        self._same = Moments()  # of the blocks that are the same bit by bit
+        self._same = Moments()  # of the blocks with equal bits
         self._others = Moments(), Moments(), Moments()  # of a, b and their differences
 
     @property
     def differs(self) -> bool:
-        """Whether they differ, as far as is known."""
-        is_said = _word(self.a) != _word(self.b) or self._shapes[0] != self._shapes[1]
-        return is_said or bool(self._differing)
+        """Whether a difference was found so far."""
+        types_differ = _type(self.a) != _type(self.b) or self._shapes[0] != self._shapes[1]
+        return types_differ or bool(self._differing)
 
     def begin(self) -> None:
-        """From here on the values are compared."""
+        """Starts the comparison of values."""
         self._differing = 0
 
     def add(self, a: Values, b: Values) -> None:
-        """Takes a block of both, in one dimension."""
+        """Compares a one-dimensional block of both."""
         is_same = a.dtype == b.dtype and np.array_equal(a.view(np.uint8), b.view(np.uint8))
         a, b = as_numbers(a), as_numbers(b)
         if is_same:
@@ -201,7 +200,7 @@ class _Pair:
         for moments, values in zip(self._others, (a, b, found.gaps), strict=True):
             moments.add(finite(values))
 
-    def tell(self) -> LeafDiff:
+    def result(self) -> LeafDiff:
         shape = self._shapes[0]
         diff = LeafDiff(
             path=self.a.text,
@@ -225,11 +224,11 @@ class _Pair:
         )
 
 
-# --- leaves in words -------------------------------------------------------------------------
+# --- leaves as text --------------------------------------------------------------------------
 
 
-def _word(leaf: Leaf) -> str:
-    """What must be the same for two leaves to be: jax or numpy is none of it."""
+def _type(leaf: Leaf) -> str:
+    """Returns the type of a leaf as text; jax and numpy arrays have the same."""
     dims = "[" + ",".join(map(str, leaf.shape)) + "]"
     if leaf.kind == "key":
         return f"key<{leaf.key_impl}>{dims}"
@@ -239,12 +238,12 @@ def _word(leaf: Leaf) -> str:
 
 
 def _shown(leaf: Leaf) -> str:
-    """The same, with the value of a short text."""
+    """Returns the type of a leaf, with the beginning of a text."""
     value = leaf.value
     if not isinstance(value, (str, bytes)):
-        return _word(leaf)
+        return _type(leaf)
     text = value if leaf.kind == "int" else repr(value)
-    return f"{_word(leaf)} {text if len(text) <= _MAX_TEXT else f'{text[:_MAX_TEXT]}...'}"
+    return f"{_type(leaf)} {text if len(text) <= _MAX_TEXT else f'{text[:_MAX_TEXT]}...'}"
 
 
 # --- values ----------------------------------------------------------------------------------
@@ -252,13 +251,9 @@ def _shown(leaf: Leaf) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """How two blocks of values differ; the fields are those of `LeafDiff`.
+    """The differences between two blocks of values; see also `LeafDiff`."""
 
-    Attributes:
-        gaps: float64[n], the differences; NaN where a value is NaN.
-    """
-
-    gaps: Values
+    gaps: Values  # float64[n], the differences; NaN if a value is NaN
     differing: int
     max_abs: float
     max_rel: float
@@ -267,7 +262,7 @@ class Compared:
 
 
 def compare_block(a: Values, b: Values, *, rtol: float, atol: float) -> Compared:
-    """Compares two blocks of one size.
+    """Compares two blocks of the same size.
 
     Example:
         >>> found = compare_block(np.array([1, 2]), np.array([1.0, 2.5]), rtol=0, atol=0)
@@ -284,14 +279,14 @@ def compare_block(a: Values, b: Values, *, rtol: float, atol: float) -> Compared
         same, gaps, sizes = a == b, np.abs(a - b), np.abs(b)
     gaps[same] = 0.0  # also of infinities
     nan_a, nan_b = np.isnan(a), np.isnan(b)
-    gaps[nan_a | nan_b] = np.nan  # also of complex numbers with one part that is infinite
+    gaps[nan_a | nan_b] = np.nan  # also of complex numbers with one infinite part
     found = _compared(gaps, sizes, same | (nan_a & nan_b), rtol=rtol, atol=atol)
     return replace(found, nan_a=int(np.count_nonzero(nan_a)), nan_b=int(np.count_nonzero(nan_b)))
 
 
 def _compared(gaps: Values, sizes: Values, same: Values, *, rtol: float, atol: float) -> Compared:
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        # As numpy.isclose has it.
+        # As in numpy.isclose.
         close = same | ((gaps <= atol + rtol * sizes) & np.isfinite(sizes))
         relative = np.where(gaps == 0, 0.0, gaps / sizes)
         relative[np.isnan(relative) & ~np.isnan(gaps)] = np.inf  # both are infinite
@@ -309,7 +304,7 @@ def _integer_gaps(a: Values, b: Values) -> Values:
     gaps = np.abs(a.astype(np.float64) - b.astype(np.float64))
     if max(a.dtype.itemsize, b.dtype.itemsize) < 8:
         return gaps
-    # Large integers that are near each other: exactly, modulo 2**64.
+    # Large neighbouring integers are subtracted exactly, modulo 2**64.
     up, down = a.astype(np.uint64), b.astype(np.uint64)
     exact = np.where(a >= b, up - down, down - up).astype(np.float64)
     return np.where(gaps < _EXACT, exact, gaps)

@@ -1,4 +1,4 @@
-"""`open`: what a checkpoint holds, from its metadata alone. Needs no devices and no jax."""
+"""Describes a checkpoint from its metadata alone. Needs no devices and no jax."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _MAX_LINES: Final = 200
 
 @final
 class Checkpoint:
-    """One tree of a committed checkpoint, or a part of one; made by `jaxckpt.open`.
+    """One tree of a committed checkpoint, or a part of the tree; made by `jaxckpt.open`.
 
-    `ckpt["params/layer_0"]` is that part of it, `ckpt.restore()` reads it, `print(ckpt)` shows it.
+    `ckpt["params/layer_0"]` returns a part, `ckpt.restore()` reads it, `print(ckpt)` shows it.
 
     Attributes:
         path: Directory of the checkpoint.
-        item: Name of the item that this is of; "" for a checkpoint that is its own only item.
+        item: Name of the item; "" for a checkpoint that is its own only item.
         items: Names of all items of the checkpoint.
-        custom_metadata: What was given to `save`.
-        lineage: Where it came from, if by `fork`, `convert` or `import_safetensors`.
-        leaves: By path, in tree order.
+        custom_metadata: The custom metadata passed to `save`.
+        lineage: The source, if `fork`, `convert` or `import_safetensors` made the checkpoint.
+        leaves: The leaves by path, in tree order.
     """
 
     def __init__(self, found: Found, opened: Item | JsonItem, below: Path = ()) -> None:
@@ -59,17 +59,17 @@ class Checkpoint:
 
     @property
     def size_bytes(self) -> int:
-        """Of all values, uncompressed."""
+        """Bytes of all values, uncompressed."""
         return sum(leaf.size_bytes for leaf in self.leaves.values())
 
     def __getitem__(self, path: str | tuple[object, ...]) -> Checkpoint:
-        """The part below a path: `"params/layer_0"`, or a tuple of keys.
+        """Returns the part below a path: `"params/layer_0"`, or a tuple of keys.
 
         Raises:
-            KeyError: nothing is there.
+            KeyError: the tree has no such path.
         """
         if self._tree is None:
-            raise KeyError(f"item {self.item!r} of {self.path} is no tree")
+            raise KeyError(f"item {self.item!r} of {self.path} is JSON, not a tree")
         names = parse_path(path)
         part = subtree(self._tree, names)
         return Checkpoint(self._found, part, (*self._below, *names))
@@ -81,7 +81,7 @@ class Checkpoint:
         return len(self.leaves)
 
     def restore(self, like: Any = None, **options: Any) -> Any:  # any pytree
-        """Reads this part. Takes what `jaxckpt.restore` takes, but for `path` and `item`."""
+        """Restores this part; the options are those of `jaxckpt.restore`."""
         from jaxckpt._restore.restore import RestoreRequest, Source, restore_from
 
         source = Source(
@@ -90,20 +90,20 @@ class Checkpoint:
             open=lambda _: self._opened,
         )
         target = [like]
-        del like  # so that its arrays are free once the caller has let go of them
+        del like  # so that `restore_from` can drop the last reference to its arrays
         return restore_from(source, target, RestoreRequest(**options))
 
     def statistics(self, *, only: Globs = None, skip: Globs = None) -> Mapping[str, LeafStatistics]:
-        """Reads this part, and describes the values of each leaf that holds numbers.
+        """Reads this part, and describes the values of each numeric leaf.
 
         Args:
-            only, skip: Globs over leaf paths; a container's name means all in it.
+            only, skip: Globs over leaf paths; the name of a container includes its leaves.
 
         Returns:
-            By path. It took at most 256 MiB of memory, or one chunk where that is larger.
+            Statistics by path. Uses at most 256 MiB of memory, or one chunk if it is larger.
 
         Raises:
-            CorruptCheckpoint: stored data is missing or damaged; the leaf and the file are named.
+            CorruptCheckpoint: stored data is missing or damaged; the error names leaf and file.
             ValueError: `only` or `skip` matches no leaf.
         """
         from jaxckpt._inspect.statistics import statistics
@@ -125,15 +125,15 @@ class Checkpoint:
 
 
 def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint:
-    """Opens a checkpoint: reads its metadata, and no array data.
+    """Opens a checkpoint: reads its metadata, but no array data.
 
     Args:
-        path: A checkpoint, one of its items, or a run's root (then its newest good step).
-        item: Which item, if the checkpoint has several trees.
+        path: A checkpoint, one of its items, or a run's root (opens its newest good step).
+        item: Name of the item, if the checkpoint has several trees.
 
     Raises:
         CheckpointNotFound: there is no committed checkpoint at `path`.
-        CorruptCheckpoint: its metadata is damaged; the file is named.
+        CorruptCheckpoint: its metadata is damaged; the error names the file.
 
     Example:
         >>> import tempfile, numpy as np, jaxckpt
@@ -153,7 +153,7 @@ def _open(found: Found, *, item: str | None) -> Checkpoint:
 
 
 def _info(leaf: Leaf, sharding: SavedSharding | None) -> LeafInfo:
-    if sharding is not None:  # that of a key is recorded with a further dimension, its data's
+    if sharding is not None:  # for a key, the record has one more dimension, of the key's data
         sharding = replace(sharding, spec=sharding.spec[: len(leaf.shape)])
     size = 0
     if leaf.stored is not None:

@@ -1,4 +1,4 @@
-"""`Checkpoint.statistics`: what the values of a checkpoint are like. Needs no jax."""
+"""Computes statistics of the values of a checkpoint. Needs no jax."""
 
 from __future__ import annotations
 
@@ -30,15 +30,19 @@ from jaxckpt.types import LeafStatistics
 def statistics(
     item: Item, leaves: Sequence[Leaf], *, budget_bytes: int = BUDGET_BYTES
 ) -> dict[str, LeafStatistics]:
-    """Describes those of the leaves that hold numbers, by path.
+    """Describes the numeric leaves, by path.
 
     Args:
-        budget_bytes: Of memory; a chunk that is larger is read alone.
+        budget_bytes: Memory to use; a larger chunk is read alone.
 
     Raises:
-        CorruptCheckpoint: stored data is missing or damaged; the leaf and the file are named.
+        CorruptCheckpoint: stored data is missing or damaged; the error names leaf and file.
     """
-    wanted = {leaf.text: (leaf, data) for leaf in leaves if (data := _numbers_of(leaf)) is not None}
+    wanted = {
+        leaf.text: (leaf, data)
+        for leaf in leaves
+        if not is_text(leaf) and (data := data_of(leaf)) is not None
+    }
     tallies = {path: _Tally() for path in wanted}
 
     def parts() -> Iterator[tuple[Leaf, Data, Box]]:
@@ -50,16 +54,12 @@ def statistics(
         for leaf, values in stream:
             for (block,) in blocks(values):
                 tallies[leaf.text].add(as_numbers(block))
-    return {path: tally.tell(path) for path, tally in tallies.items()}
-
-
-def _numbers_of(leaf: Leaf) -> Data | None:
-    return None if is_text(leaf) else data_of(leaf)
+    return {path: tally.result(path) for path, tally in tallies.items()}
 
 
 @final
 class _Tally:
-    """Statistics of one leaf in the making."""
+    """Accumulates the statistics of one leaf."""
 
     def __init__(self) -> None:
         self.size = self.nan = self.inf = self.zeros = 0
@@ -68,7 +68,7 @@ class _Tally:
         self.moments = Moments()
 
     def add(self, values: Values) -> None:
-        """Takes a block, as `as_numbers` gives it."""
+        """Adds a block of the values that `as_numbers` returns."""
         numbers = finite(values)
         self.size += values.size
         self.zeros += values.size - int(np.count_nonzero(values))
@@ -83,7 +83,7 @@ class _Tally:
             self.max = high if self.max is None else max(self.max, high)
             self.moments.add(numbers)
 
-    def tell(self, path: str) -> LeafStatistics:
+    def result(self, path: str) -> LeafStatistics:
         return LeafStatistics(
             path=path,
             size=self.size,

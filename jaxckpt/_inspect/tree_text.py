@@ -1,4 +1,4 @@
-"""The leaves of a checkpoint nested by their names, and the lines that show the nesting."""
+"""Nests the leaves of a checkpoint by their names, and shows the nesting as lines of text."""
 
 from __future__ import annotations
 
@@ -11,27 +11,21 @@ from jaxckpt.types import LeafInfo
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """The leaves and further branches below one name.
+    """The leaves and further branches below one name."""
 
-    Attributes:
-        children: By name, in tree order.
-        leaf_count, size_bytes: Of all leaves, at any depth.
-    """
-
-    children: dict[str, Branch | LeafInfo] = field(default_factory=dict)
-    leaf_count: int = 0
-    size_bytes: int = 0
+    children: dict[str, Branch | LeafInfo] = field(default_factory=dict)  # in tree order
+    leaf_count: int = 0  # at any depth
+    size_bytes: int = 0  # of all leaves, at any depth
 
 
 def nested(leaves: Iterable[LeafInfo]) -> Branch:
-    """Returns the branch of all leaves."""
     top = Branch()
     for leaf in leaves:
         *parents, last = parse_path(leaf.path) or ("(the tree itself)",)
         node = _count(top, leaf)
         for name in parents:
             below = node.children.setdefault(name, Branch())
-            if not isinstance(below, Branch):  # a name below a leaf: no format has one
+            if not isinstance(below, Branch):  # a leaf with children: no format has any
                 break
             node = _count(below, leaf)
         else:
@@ -48,11 +42,7 @@ def _count(node: Branch, leaf: LeafInfo) -> Branch:
 def lines(
     top: Branch, *, depth: int | None = None, indent: str = ""
 ) -> Iterator[tuple[str, LeafInfo | Branch, bool]]:
-    """Yields each name behind the lines that lead to it, its node, and whether it is folded.
-
-    Args:
-        depth: Branches this deep are folded. If None, no branch is.
-    """
+    """Yields each name with its tree lines, its node, and whether it is folded (at `depth`)."""
     for i, (name, node) in enumerate(top.children.items()):
         is_last = i == len(top.children) - 1
         is_folded = depth == 1 and isinstance(node, Branch)

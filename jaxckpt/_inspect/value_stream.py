@@ -1,7 +1,7 @@
-"""The values of saved leaves as a stream on the host, and sums over them. Needs no jax.
+"""Reads the values of saved leaves as a stream on the host, and sums over them. Needs no jax.
 
-Arrays are read in boxes of bounded size, and worked on in blocks that a cache holds, as float64,
-complex128 or the integers that they are.
+Arrays are read in boxes of bounded size, and processed in blocks that fit into a cache, as float64,
+complex128 or their own integer dtype.
 """
 
 from __future__ import annotations
@@ -30,22 +30,16 @@ _LARGEST: Final = float(np.finfo(np.float64).max)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """The array that a leaf is, or whose bytes it is.
-
-    Attributes:
-        dtype: Of the leaf; of a PRNG key that of its data.
-        unit_shape: Reading a part of one takes as long as reading all of it.
-        held: The values, where the metadata hold them.
-    """
+    """The array of a leaf, or the bytes of its text."""
 
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    unit_shape: tuple[int, ...]
-    held: Values | None = None
+    dtype: np.dtype[Any]  # of the leaf; for a PRNG key, of its data
+    unit_shape: tuple[int, ...]  # the smallest box that can be read
+    held: Values | None = None  # the values, if the metadata has them
 
 
 def data_of(leaf: Leaf) -> Data | None:
-    """The array of a leaf; None of an empty container, and of what was never stored."""
+    """Returns the array of a leaf; None for an empty container and a leaf without a value."""
     if leaf.has_array:
         stored = leaf.array
         is_other = leaf.kind != "key" and leaf.dtype in AS_BYTES_DTYPES
@@ -62,15 +56,15 @@ def data_of(leaf: Leaf) -> Data | None:
 
 
 def is_text(leaf: Leaf) -> bool:
-    """Whether a leaf holds characters or bytes rather than numbers."""
+    """Returns whether a leaf has characters or bytes, not numbers."""
     return leaf.kind in ("str", "bytes") or isinstance(leaf.value, (str, bytes))
 
 
 def boxes_of(arrays: Sequence[Data], *, budget_bytes: int) -> Iterator[Box]:
     """Cuts arrays of one shape into boxes to read together, each element once.
 
-    A box is made of whole units of each of the arrays if that does not make it large, else of those
-    of one: some units of the others are then read more than once.
+    A box consists of whole units of every array unless it becomes too large; then of whole units of
+    one array, and some units of the others are read more than once.
     """
     shape = arrays[0].shape
     itemsize = max(data.dtype.itemsize for data in arrays)
@@ -90,11 +84,7 @@ def boxes_of(arrays: Sequence[Data], *, budget_bytes: int) -> Iterator[Box]:
 def read_values(
     item: Item, parts: Iterable[tuple[Leaf, Data, Box]], *, budget_bytes: int
 ) -> Generator[tuple[Leaf, Values], None, None]:
-    """Yields the values of parts of leaves, in order.
-
-    Raises:
-        CorruptCheckpoint: stored data is missing or damaged; the leaf and the file are named.
-    """
+    """Yields the values of parts of leaves, in order."""
     parts, wanted = tee(parts)
     reads = (
         LeafRead(leaf=leaf, boxes=(box,), dtype=dtype_of(leaf.array.dtype))
@@ -108,14 +98,14 @@ def read_values(
 
 
 def blocks(*arrays: Values) -> Iterator[tuple[Values, ...]]:
-    """Runs of equal parts of arrays of one shape, each in one dimension."""
+    """Yields one-dimensional blocks of arrays of one shape, the same part of each."""
     flat = [array.reshape(-1) for array in arrays]
     for start in range(0, flat[0].size, _BLOCK_SIZE):
         yield tuple(array[start : start + _BLOCK_SIZE] for array in flat)
 
 
 def as_numbers(values: Values) -> Values:
-    """The values in a dtype that numpy calculates in, none of them changed.
+    """Returns the same values in a dtype that numpy can calculate with.
 
     Example:
         >>> import ml_dtypes
@@ -129,12 +119,12 @@ def as_numbers(values: Values) -> Values:
         return values.view(np.uint8)
     if "int" in values.dtype.name:
         return values.astype(np.int8)
-    with np.errstate(invalid="ignore"):  # of a NaN that signals
+    with np.errstate(invalid="ignore"):  # for signalling NaNs
         return values.astype(np.complex128 if kind == "c" else np.float64)
 
 
 def finite(values: Values) -> Values:
-    """Those of `as_numbers` that are neither NaN nor infinite, as float64; magnitudes of complex.
+    """Returns the finite values as float64; the magnitudes of complex numbers.
 
     Example:
         >>> finite(np.array([3 + 4j, np.nan])), finite(np.array([1, 2], np.int8))
@@ -146,17 +136,17 @@ def finite(values: Values) -> Values:
     if not is_finite.all():
         values = values[is_finite]
     if values.dtype.kind == "c":
-        with np.errstate(over="ignore"):  # of two parts that are both about as large as can be
+        with np.errstate(over="ignore"):  # if both parts are near the largest float64
             return np.minimum(np.abs(values), _LARGEST)
     return values
 
 
 @final
 class Moments:
-    """Mean, spread and norm of numbers that come in blocks, as if they came at once.
+    """Accumulates mean, spread and norm of numbers that come in blocks.
 
-    Blocks are merged as Chan, Golub and LeVeque do it. All is kept in units of a power of two as
-    large as the largest number, so that no square is too large or too small for a float64.
+    Blocks are merged by the method of Chan, Golub and LeVeque. The sums are kept in units of a
+    power of two near the largest number, so that squares neither overflow nor underflow.
     """
 
     def __init__(self) -> None:
@@ -164,7 +154,7 @@ class Moments:
         self._unit, self._mean, self._spread, self._squares = _TINIEST, 0.0, 0.0, 0.0
 
     def add(self, values: Values) -> None:
-        """Takes float64[n], all finite."""
+        """Adds float64[n], all finite."""
         if not values.size:
             return
         largest = float(np.abs(values).max())
@@ -187,15 +177,15 @@ class Moments:
 
     @property
     def mean(self) -> float | None:
-        """None of no numbers at all."""
+        """The mean; None without any numbers."""
         return self._mean * self._unit if self.count else None
 
     @property
     def std(self) -> float | None:
-        """Of all of them, not of a sample; None of no numbers at all."""
+        """The population standard deviation; None without any numbers."""
         return math.sqrt(self._spread / self.count) * self._unit if self.count else None
 
     @property
     def norm(self) -> float:
-        """The root of the sum of the squares."""
+        """The square root of the sum of squares."""
         return math.sqrt(self._squares) * self._unit

@@ -1,4 +1,4 @@
-"""`verify`: reads a whole checkpoint back and checks every checksum in it. Needs no devices."""
+"""Reads a whole checkpoint back, and checks every checksum in it. Needs no devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from jaxckpt._core.box import cut, whole, widened
 from jaxckpt._core.plan import plan_reads
 from jaxckpt._disk.find import find, open_item
-from jaxckpt._disk.found import Found, JsonItem, file_problem, is_current
+from jaxckpt._disk.found import Found, JsonItem, file_problem, files_in, is_current
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import read_leaves
 from jaxckpt._disk.regions import LeafRead
@@ -19,7 +19,7 @@ from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.step import FileFacts
-from jaxckpt.storage import Storage, is_temporary_file, locate
+from jaxckpt.storage import Storage, locate
 from jaxckpt.types import Problem, VerifyReport
 
 _TRIES: Final = 20
@@ -27,33 +27,34 @@ _BUDGET_BYTES: Final = 256 << 20
 
 
 def verify(path: str | os.PathLike[str]) -> VerifyReport:
-    """Reads all of a checkpoint and compares it with its checksums.
+    """Reads all of a checkpoint, and compares it with its checksums.
 
     Args:
-        path: A checkpoint, one of its items, or a run's root (then its newest good step).
+        path: A checkpoint, one of its items, or a run's root (verifies its newest good step).
 
     Returns:
-        A report; damage is in `.problems`, not raised.
+        A report. Damage is listed in `.problems`, not raised.
 
     Raises:
         CheckpointNotFound: there is no committed checkpoint at `path`.
-        UnsupportedFormat: it was written by something newer.
+        UnsupportedFormat: a newer program wrote it.
     """
     return verify_in(*locate(path))
 
 
 def verify_in(storage: Storage, where: str) -> VerifyReport:
-    """`verify`, of a place in a storage."""
+    """Verifies a checkpoint in a storage."""
     before = None
     for _ in range(_TRIES):
         found, report = _verify(storage, where)
-        # A checkpoint that was replaced meanwhile looks damaged.
+        # A checkpoint that was replaced in the meantime looks damaged.
         is_settled = report == before if found is None else is_current(found)
         if report.ok or is_settled:
             return report
         before = report
     raise CheckpointNotFound(
-        f"{where} was replaced {_TRIES} times while it was being read. Read it when it is at rest."
+        f"{where} was replaced {_TRIES} times while it was being read. Try again when no job is "
+        "replacing it."
     )
 
 
@@ -65,7 +66,8 @@ def _verify(storage: Storage, where: str) -> tuple[Found | None, VerifyReport]:
     except OSError as error:
         if isinstance(error, CheckpointNotFound):
             raise
-        return None, _report(where, [_problem(error)], [], 0, 0, 0)
+        problems.append(_problem(error))
+        return None, _report(where, problems, unchecked)
     files = _check_files(found, problems, unchecked)
     leaves = size = 0
     for name in found.items:
@@ -82,12 +84,12 @@ def _verify(storage: Storage, where: str) -> tuple[Found | None, VerifyReport]:
         read_bytes = _read_all(item, problems)
         size += read_bytes
         if not item.ours and read_bytes and not _has_digests(item):
-            unchecked.append(f"{item.path}: its arrays carry no checksum that is known to be there")
-    return found, _report(found.path, problems, unchecked, files, leaves, size)
+            unchecked.append(f"{item.path}: its arrays have no recorded checksums")
+    return found, _report(found.path, problems, unchecked, files=files, leaves=leaves, size=size)
 
 
 def _check_files(found: Found, problems: list[Problem], unchecked: list[str]) -> int:
-    """Compares every file with the record, and looks for files that it does not list."""
+    """Compares every file with the record, and looks for unrecorded files."""
     if found.record is None:
         unchecked.append(f"{found.path}: no {names.RECORD}: its metadata has no checksums")
         return 0
@@ -103,7 +105,7 @@ def _check_files(found: Found, problems: list[Problem], unchecked: list[str]) ->
     try:
         unchecked += [
             f"{found.path}/{name} is not part of the checkpoint"
-            for name in _files_below(found)
+            for name in files_in(found.entries, found.path)
             if name not in known
         ]
     except OSError as error:
@@ -112,15 +114,15 @@ def _check_files(found: Found, problems: list[Problem], unchecked: list[str]) ->
 
 
 def _has_digests(item: Item) -> bool:
-    """Returns whether the record has the digest of every file of an item, data files too."""
+    """Returns whether the record has a digest of every file of an item, data files included."""
     files = item.found.recorded(item.path).values()
     return bool(files) and all(facts.sha256 is not None for facts in files)
 
 
 def _file_problem(found: Found, name: str, facts: FileFacts) -> str | None:
-    """Returns what is wrong with a file, or with a directory on the way to it."""
+    """Returns what is wrong with a file, or with a directory on the way to it, if anything."""
     file = f"{found.path}/{name}"
-    # What leads elsewhere is bad, though the file there may be the same.
+    # A link in place of a directory is bad, though it may lead to the same file.
     for folder in list(accumulate(name.split("/"), "{}/{}".format))[:-1]:
         parent, _, base = f"{found.path}/{folder}".rpartition("/")
         entry = found.entries(parent).get(base)
@@ -135,27 +137,13 @@ def _file_problem(found: Found, name: str, facts: FileFacts) -> str | None:
     return None
 
 
-def _files_below(found: Found) -> list[str]:
-    """Returns the paths of all that is no directory, but for files that are being written."""
-    files, folders = [], [found.path]
-    while folders:
-        folder = folders.pop()
-        for name, entry in found.entries(folder).items():
-            path = f"{folder}/{name}"
-            if entry.kind == "dir":
-                folders.append(path)
-            elif not is_temporary_file(name):
-                files.append(path.removeprefix(f"{found.path}/"))
-    return sorted(files)
-
-
 def _read_all(item: Item, problems: list[Problem]) -> int:
-    """Reads everything; after a bad leaf goes on with the next. Says how many bytes that were."""
+    """Reads every leaf, also after a bad one; returns the number of bytes read."""
     size = 0
     bad: set[str] = set()
 
     def failed(read: LeafRead, error: Exception) -> None:
-        if read.leaf.text not in bad:  # of one that is read in pieces the first
+        if read.leaf.text not in bad:  # one problem for a leaf that is read in pieces
             bad.add(read.leaf.text)
             problems.append(_problem(error))
 
@@ -170,14 +158,14 @@ def _read_all(item: Item, problems: list[Problem]) -> int:
 
 
 def _reads(item: Item, bad: Collection[str]) -> Iterator[LeafRead]:
-    """Every stored byte once, in pieces of bounded size; no more of a leaf once it is bad."""
+    """Yields reads of every stored byte once, in pieces of bounded size, but not of bad leaves."""
     for leaf in item.tree.leaves:
         if not leaf.has_array:
             continue
         stored = leaf.array
         dtype = dtype_of(stored.dtype)
         everything = whole(stored.shape)
-        # A plan for so many chunks takes little memory.
+        # A plan for a limited number of chunks takes little memory.
         tile_shape = widened(stored.unit_shape, stored.shape, CHUNKS_AT_ONCE)
         for part in [everything] if item.ours else cut(everything, tile_shape):
             if not part.size or leaf.text in bad:
@@ -200,9 +188,10 @@ def _report(
     path: str,
     problems: Sequence[Problem],
     unchecked: Sequence[str],
-    files: int,
-    leaves: int,
-    size: int,
+    *,
+    files: int = 0,
+    leaves: int = 0,
+    size: int = 0,
 ) -> VerifyReport:
     return VerifyReport(
         path=path,

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.find import find, open_item
-from jaxckpt._disk.found import Found, check_current
+from jaxckpt._disk.found import Found, check_current, files_in
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.regions import refuse_swapped
 from jaxckpt._run.index import StepIndex
@@ -85,9 +85,7 @@ def _name_of(found: Found, step: int | None) -> str:
 def _link(storage: Storage, found: Found, work: str) -> list[str]:
     if storage.kind(found.path) != "dir":
         raise CheckpointNotFound(f"{found.path} is one file: restore it, and save it anew")
-    files = [
-        name for name in _transaction.files_below(storage, found.path) if name not in _NOT_COPIED
-    ]
+    files = [name for name in files_in(storage.entries, found.path) if name not in _NOT_COPIED]
     for name in files:
         storage.make_dir(posixpath.dirname(f"{work}/{name}"))
         if storage.kind(f"{found.path}/{name}") == "other":
