@@ -314,7 +314,7 @@ def test_wrong_arguments_of_an_export(saved, tmp_path):
     for options in ({"max_shard_bytes": 0}, {"dtype": "int8"}, {"only": "missing"}):
         with pytest.raises(ValueError, match=r"positive|floating|no leaf"):
             jaxckpt.export_safetensors(saved, tmp_path / "a.safetensors", **options)
-    with pytest.raises(ValueError, match="should end"):
+    with pytest.raises(ValueError, match="must end"):
         jaxckpt.export_safetensors(saved, tmp_path / "a.bin")
     with pytest.raises(UnsupportedFormat, match="locally"):
         jaxckpt.export_safetensors(saved, "memory://a/a.safetensors")
@@ -562,7 +562,7 @@ def test_what_jax_has_no_word_for_is_refused(tmp_path):
         jaxckpt.import_safetensors(odd, tmp_path / "ours")
     with pytest.raises(UnsupportedFormat, match="no tensors"):
         jaxckpt.import_safetensors(none, tmp_path / "ours")
-    with pytest.raises(ValueError, match="should end"):
+    with pytest.raises(ValueError, match="must end"):
         jaxckpt.import_safetensors(tmp_path / "a.bin", tmp_path / "ours")
     with pytest.raises(CheckpointNotFound):
         jaxckpt.import_safetensors(tmp_path / "missing.safetensors", tmp_path / "ours")

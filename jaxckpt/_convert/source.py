@@ -106,18 +106,18 @@ def of_checkpoint(
     dtype: str | None,
     by: str,
 ) -> Leaves:
-    """The tree of a checkpoint, or a part of it; `dtype` for all floating-point arrays.
+    """Opens the tree of a checkpoint, or a part of it, for copying.
 
     Args:
-        by: What is done with it, for the lineage.
+        dtype: The new dtype of all floating-point arrays.
+        by: The operation, for the lineage.
 
     Raises:
         CheckpointNotFound: there is no committed checkpoint at `src`.
-        CorruptCheckpoint: its metadata are damaged.
-        UnsupportedLeaf: a leaf that cannot be copied.
+        CorruptCheckpoint: its metadata is damaged.
+        UnsupportedLeaf: a leaf cannot be copied.
     """
     storage, where = locate(src)
-
     saved = at_rest(storage, where, partial(open_tree, name=item))
     found = saved.found
     check_globs(only, skip, [leaf.path for leaf in saved.tree.leaves], place=found.path)

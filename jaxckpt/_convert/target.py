@@ -24,14 +24,14 @@ from jaxckpt._core.box import Box, cut, whole, widened
 from jaxckpt._core.plan import SavePlan, Write
 from jaxckpt._core.text import counted
 from jaxckpt._disk.checksums import starts_of
-from jaxckpt._disk.found import files_in, key_folder
+from jaxckpt._disk.found import key_folder
 from jaxckpt._disk.transaction import begin, raise_save_error
 from jaxckpt._disk.writer import is_direct, metadata_files, plan_writes, write_arrays
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, names, step, tree
 from jaxckpt.format.step import StepMetadata
 from jaxckpt.format.tree import Leaf, StoredArray, Tree
-from jaxckpt.storage import Storage
+from jaxckpt.storage import Storage, files_in
 
 _logger = logging.getLogger("jaxckpt")
 

@@ -27,14 +27,12 @@ from jaxckpt._disk.found import (
     Found,
     JsonItem,
     array_names,
-    beside,
     check_sizes,
     find_items,
     find_trees,
     is_current,
     is_item,
     json_name,
-    listing,
 )
 from jaxckpt.errors import (
     CheckpointError,
@@ -45,7 +43,7 @@ from jaxckpt.errors import (
 )
 from jaxckpt.format import jsontext, names, step, tree
 from jaxckpt.format.step import StepMetadata
-from jaxckpt.storage import Storage
+from jaxckpt.storage import Storage, beside, listing
 
 if TYPE_CHECKING:
     from jaxckpt._disk.native import Item

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record, StepMetadata
-from jaxckpt.storage import Entry, Kind, Storage, is_temporary_file
+from jaxckpt.storage import Entry, Kind, Storage, listing
 
 Entries = Mapping[str, Entry]
 T = TypeVar("T")
@@ -98,33 +98,6 @@ class Found:
                 file=file,
             )
         return data
-
-
-def listing(storage: Storage, folder: str) -> dict[str, Entry] | None:
-    """Returns the entries of a directory; None if there is no such directory."""
-    try:
-        return storage.entries(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def files_in(entries: Callable[[str], Entries], root: str) -> dict[str, Entry]:
-    """Returns the entries below `root` by sorted path, without directories and unfinished files."""
-    found, folders = {}, [""]
-    while folders:
-        folder = folders.pop()
-        for name, entry in entries(f"{root}/{folder}".rstrip("/")).items():
-            path = f"{folder}/{name}".lstrip("/")
-            if entry.kind == "dir":
-                folders.append(path)
-            elif not is_temporary_file(name):
-                found[path] = entry
-    return dict(sorted(found.items()))
-
-
-def beside(path: str, name: str) -> str:
-    """Returns the path of `name` in the directory of `path`."""
-    return posixpath.join(posixpath.dirname(path), name)
 
 
 def check_current(found: Found) -> None:

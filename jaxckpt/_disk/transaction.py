@@ -40,12 +40,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from jaxckpt._disk.found import beside, files_in, listing
 from jaxckpt._version import __version__
 from jaxckpt.errors import CheckpointError, SaveFailed, StepExists, UnsupportedFormat
 from jaxckpt.format import names, step
 from jaxckpt.format.step import FileFacts, Record
-from jaxckpt.storage import Entry, Hold, Storage, is_temporary_file
+from jaxckpt.storage import (
+    Entry,
+    Hold,
+    Storage,
+    beside,
+    files_in,
+    is_temporary_file,
+    listing,
+)
 
 _logger = logging.getLogger("jaxckpt")
 

@@ -10,7 +10,7 @@ from typing import Final
 from jaxckpt._core.box import cut, whole, widened
 from jaxckpt._core.plan import plan_reads
 from jaxckpt._disk.find import find, open_item
-from jaxckpt._disk.found import Found, JsonItem, file_problem, files_in, is_current
+from jaxckpt._disk.found import Found, JsonItem, file_problem, is_current
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import read_leaves
 from jaxckpt._disk.regions import LeafRead
@@ -19,7 +19,7 @@ from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.step import FileFacts
-from jaxckpt.storage import Storage, locate
+from jaxckpt.storage import Storage, files_in, locate
 from jaxckpt.types import Problem, VerifyReport
 
 _TRIES: Final = 20

@@ -245,8 +245,8 @@ def _share(
     item = None if read is None else read.opened
     record = item.found.record if isinstance(item, Item) else None
     token = None if record is None else record.token
-    said = {"token": token, "seconds": meter.phases.get("read", 0.0)}
-    met = meet(processes, "restore", said, problem, timeout_s=timeout_s)
+    facts = {"token": token, "seconds": meter.phases.get("read", 0.0)}
+    met = meet(processes, "restore", facts, problem, timeout_s=timeout_s)
     meter.note_slowest([one["seconds"] for one in met.values])
     place = f"{where} was not restored"
     met.check(problem, place)

@@ -9,13 +9,13 @@ from typing import Any
 
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.find import find, open_item
-from jaxckpt._disk.found import Found, check_current, files_in
+from jaxckpt._disk.found import Found, check_current
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.regions import refuse_swapped
 from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StepExists
 from jaxckpt.format import names, run
-from jaxckpt.storage import Storage, locate
+from jaxckpt.storage import Storage, files_in, locate
 
 # Files about a checkpoint, not part of what is in it.
 _NOT_COPIED = (names.RECORD, names.COMMIT_MARKER, names.WRITER, names.PINNED)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -26,7 +27,10 @@ __all__ = [
     "LocalStorage",
     "MemoryStorage",
     "Storage",
+    "beside",
+    "files_in",
     "is_temporary_file",
+    "listing",
     "locate",
 ]
 
@@ -80,6 +84,33 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
                 "Save to a local or network file system, and copy committed checkpoints with the "
                 "store's own tool (gcloud storage rsync, aws s3 sync)."
             )
+
+
+def listing(storage: Storage, folder: str) -> dict[str, Entry] | None:
+    """Returns the entries of a directory; None if there is no such directory."""
+    try:
+        return storage.entries(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def files_in(entries: Callable[[str], Mapping[str, Entry]], root: str) -> dict[str, Entry]:
+    """Returns the entries below `root` by sorted path, without directories and unfinished files."""
+    found, folders = {}, [""]
+    while folders:
+        folder = folders.pop()
+        for name, entry in entries(f"{root}/{folder}".rstrip("/")).items():
+            path = f"{folder}/{name}".lstrip("/")
+            if entry.kind == "dir":
+                folders.append(path)
+            elif not is_temporary_file(name):
+                found[path] = entry
+    return dict(sorted(found.items()))
+
+
+def beside(path: str, name: str) -> str:
+    """Returns the path of `name` in the directory of `path`."""
+    return posixpath.join(posixpath.dirname(path), name)
 
 
 def _absolute(path: str) -> str:
