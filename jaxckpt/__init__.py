@@ -25,8 +25,7 @@ Words, one for each idea:
     plan        who writes, or reads, which chunk
     snapshot    the values of a save on the host
     transaction a checkpoint coming into being; commit makes it visible and durable at once
-    whole       committed, and every file is there in its size; whether the bytes are the ones that
-                were written, `verify` says
+    complete    committed, with every file present in its size; `verify` checks the bytes too
     like        the tree that a restore takes its structure, dtypes and shardings from
 
 `jaxckpt.types` has the classes of what is returned and handed to callbacks, `jaxckpt.errors` those

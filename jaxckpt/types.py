@@ -1,15 +1,15 @@
-"""The values that jaxckpt returns and hands to callbacks; importing them imports no jax.
+"""Defines the values that jaxckpt returns and passes to callbacks; does not import jax.
 
-The phases of `Progress` and `Timing`, in their order:
+The phases of `Progress` and `Timing`, in order:
 
-save      snapshot  bring the values to the host; the caller waits for this alone
-          wait      for room in memory, and for earlier saves
-          write     this process's share, until it is on disk
+save      snapshot  copy the values to the host; the caller waits only for this
+          wait      wait for free memory and for earlier saves
+          write     write this process's share to disk
           meet      wait for the slowest process
           commit    merge, describe, publish
-restore   find      metadata, and what goes where
+restore   find      read the metadata and plan the reads
           read      wait for data that is read in the background
-          place     make arrays of it
+          place     make arrays of the data
           meet      wait for the slowest process
 """
 
@@ -44,16 +44,18 @@ _MAX_LINES: Final = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a save or a restore is, in this process; given to `on_progress`.
+    """The progress of a save or a restore in this process; passed to `on_progress`.
 
     Attributes:
         kind: "save" or "restore".
-        path: Of the checkpoint.
-        phase: "snapshot", "wait", "write", "meet" or "commit"; "find", "read" or "meet".
-        done_bytes, total_bytes: Of the values that this process writes or reads, uncompressed.
-        seconds: Since it began.
-        waiting_for: In the phase "meet", the processes that have not come yet, by index.
-        ended: Whether this is the last that is told of it, well or not.
+        path: The checkpoint.
+        phase: For a save "snapshot", "wait", "write", "meet" or "commit"; for a restore "find",
+            "read" or "meet".
+        done_bytes, total_bytes: Bytes of the values that this process writes or reads,
+            uncompressed.
+        seconds: Time since the start.
+        waiting_for: In the phase "meet", the indices of the processes that are not there yet.
+        ended: Whether this is the last report, after success or failure.
     """
 
     kind: Kind
@@ -71,17 +73,17 @@ OnProgress = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """How long a save or a restore took in this process.
+    """The time that a save or a restore took in this process.
 
     Attributes:
         kind: "save" or "restore".
-        path: Of the checkpoint.
+        path: The checkpoint.
         step: Its number, if a manager saved or restored it.
-        total_bytes: What this process wrote or read of the values, uncompressed.
-        seconds: From the call to the commit, or to the tree.
-        phases: Seconds by phase. Of a save: snapshot, wait, write, meet, commit; of a restore:
-            find, read, place, meet. `snapshot` is what the training loop waits for.
-        slowest: Index of the process that took longest to write or read, of several.
+        total_bytes: Bytes of the values that this process wrote or read, uncompressed.
+        seconds: From the call to the commit, or to the return of the tree.
+        phases: Seconds by phase: snapshot, wait, write, meet and commit of a save; find, read,
+            place and meet of a restore. The training loop waits only for `snapshot`.
+        slowest: Index of the process that took longest to write or read, if there are several.
     """
 
     kind: Kind
@@ -94,7 +96,7 @@ class Timing:
 
     @property
     def gb_per_s(self) -> float:
-        """Of this process, in 10^9 bytes for each second; waiting for earlier saves is left out."""
+        """Throughput of this process in 10^9 bytes per second, without the phase "wait"."""
         seconds = self.seconds - self.phases.get("wait", 0.0)
         return self.total_bytes / 1e9 / seconds if seconds > 0 else 0.0
 
@@ -110,15 +112,15 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What a restore did, as paths of leaves; given to `restore(report=...)`.
+    """The paths of the leaves of a restore; passed to `restore(report=...)`.
 
     Attributes:
-        loaded: Restored.
-        missing: In `like`, not in the checkpoint: kept as they were in `like`.
-        extra: In the checkpoint, not in `like`: not read.
-        cast: Restored with another dtype: path -> (saved, restored).
-        renamed: saved path -> wanted path.
-        timing: How long it took, by phase.
+        loaded: Leaves that were restored.
+        missing: Leaves of `like` that are not in the checkpoint, and keep their values.
+        extra: Leaves of the checkpoint that are not in `like`, and were not read.
+        cast: The (saved, restored) dtypes of leaves restored with another dtype, by path.
+        renamed: The wanted path of each renamed leaf, by saved path.
+        timing: The time that the restore took.
     """
 
     loaded: tuple[str, ...]
@@ -131,17 +133,17 @@ class RestoreReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafInfo:
-    """What is known of one leaf without reading it.
+    """The metadata of one leaf.
 
     Attributes:
         path: Its keys joined with `/`.
         kind: "array" (jax), "numpy", "key", "int", "str", "empty", ...
-        dtype: By name; "" where there is none.
-        shape: Of the leaf.
-        sharding: How it was laid out when it was saved, in words, or None.
-        size_bytes: Of its values on disk, uncompressed.
+        dtype: Name of the dtype, or "".
+        shape: Shape of the leaf.
+        sharding: The sharding that it was saved with, in words, or None.
+        size_bytes: Bytes of its values on disk, uncompressed.
         saved_sharding: `sharding` as data.
-        container: Name of the class of an empty container, unless it is Python's own.
+        container: Name of the class of an empty container, unless it is built into Python.
     """
 
     path: str
@@ -155,7 +157,7 @@ class LeafInfo:
 
     @property
     def type_text(self) -> str:
-        """The type in a word: `float32[4,8]`, `str`, `{}`, `EmptyState()`."""
+        """The type as text: `float32[4,8]`, `str`, `{}`, `EmptyState()`."""
         if self.kind == "empty":
             word = {"Dict": "{}", "List": "[]", "Tuple": "()"}.get(self.dtype, self.dtype)
             return f"{self.container}()" if self.container else word
@@ -169,18 +171,18 @@ class LeafInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafStatistics:
-    """What the values of one leaf are like.
+    """Statistics of the values of one leaf.
 
-    NaN and infinities are counted, and left out of everything else. Complex numbers are described
-    by their magnitudes, PRNG keys by their data.
+    NaN and infinities are counted, and ignored otherwise. Complex numbers count by their
+    magnitudes, PRNG keys by their data.
 
     Attributes:
-        path: Of the leaf.
-        size: How many values there are.
-        min, max: Of the finite values, integers exactly; None where there is none.
-        mean, std: Of the finite values, as numpy has them in float64; None where there is none.
-        norm: The root of the sum of the squares of the finite values.
-        nan, inf, zeros: How many there are of each.
+        path: Path of the leaf.
+        size: Number of values.
+        min, max: Extremes of the finite values, exact for integers; None if there are none.
+        mean, std: Of the finite values, as numpy computes them in float64; None if there are none.
+        norm: The square root of the sum of squares of the finite values.
+        nan, inf, zeros: Number of NaNs, infinities and zeros.
 
     Example:
         >>> import tempfile, numpy as np, jaxckpt
@@ -213,14 +215,14 @@ class LeafStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing that is wrong.
+    """One problem of a checkpoint.
 
     Attributes:
-        file: It is about, if one.
-        leaf: Whose data it is, if one's.
-        message: What it is.
-        unreadable: Whether the storage failed to read it, so that nothing is known of what it
-            holds. Everything else is damage.
+        file: The file concerned, if any.
+        leaf: The leaf concerned, if any.
+        message: The problem in words.
+        unreadable: Whether the storage failed to read the data, whose state is therefore unknown.
+            Every other problem is damage.
     """
 
     file: str | None
@@ -231,15 +233,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
-        path: Of the checkpoint.
-        problems: Everything that is wrong.
-        unchecked: What was read but carries no checksum to compare with, and files that nobody
-            listed, each in words.
-        files, leaves, size_bytes: How much was read: files compared with the record, leaves, and
-            their values, uncompressed.
+        path: The checkpoint.
+        problems: All problems found.
+        unchecked: Descriptions of data without a checksum, and of files that are not recorded.
+        files, leaves, size_bytes: Number of files compared with the record, of leaves read, and of
+            bytes of their values, uncompressed.
     """
 
     path: str
@@ -251,12 +252,12 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no problems."""
         return not self.problems
 
     @property
     def damaged(self) -> bool:
-        """Whether something was read that is not what was written, or is missing."""
+        """Whether data is missing or differs from what was written."""
         return any(not problem.unreadable for problem in self.problems)
 
     def __str__(self) -> str:
@@ -272,21 +273,22 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafDiff:
-    """One leaf that both checkpoints have, and in which they differ.
+    """One leaf that both checkpoints have, with a difference.
 
-    What is about the values is None where they were not compared: not asked for, not of one shape,
-    or no numbers. Of a PRNG key it is about its data.
+    The fields about values are None if values were not compared: not requested, of another shape,
+    or not numbers. A PRNG key is compared by its data.
 
     Attributes:
-        path: Of the leaf.
-        a, b: What each has: dtype and shape, or the text itself if it is short.
-        size: How many values `a` has.
-        differing: How many differ by more than `atol + rtol * abs(b)`, or of which one is NaN.
-        max_abs: The largest difference; NaN is left out.
-        max_rel: The largest one relative to `abs(b)`; infinite where a zero became something else.
-        norm_a, norm_b, norm_diff: Roots of the sums of squares: of each side's finite values, and
-            of the finite differences.
-        nan_a, nan_b: How many NaNs each has.
+        path: Path of the leaf.
+        a, b: Dtype and shape of the leaf in each, or a short text itself.
+        size: Number of values in `a`.
+        differing: Number of values that differ by more than `atol + rtol * abs(b)`, or where only
+            one side is NaN.
+        max_abs: The largest difference, ignoring NaN.
+        max_rel: The largest difference relative to `abs(b)`; infinite if a zero is not zero in `a`.
+        norm_a, norm_b, norm_diff: Square roots of the sums of squares of each side's finite values,
+            and of the finite differences.
+        nan_a, nan_b: Number of NaNs in each.
     """
 
     path: str
@@ -320,13 +322,13 @@ class LeafDiff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffReport:
-    """In what two trees differ. Its text is a line for each difference.
+    """The differences between two trees; as text, one line for each.
 
     Attributes:
         a, b: The checkpoints.
-        only_a, only_b: Paths of the leaves that one of them lacks.
-        changed: The leaves that both have, and that differ.
-        same: How many leaves do not.
+        only_a, only_b: Paths of the leaves that only one of them has.
+        changed: The leaves that both have and that differ.
+        same: Number of leaves that do not differ.
     """
 
     a: str
@@ -338,7 +340,7 @@ class DiffReport:
 
     @property
     def equal(self) -> bool:
-        """Whether they do not differ at all."""
+        """Whether there are no differences."""
         return not (self.only_a or self.only_b or self.changed)
 
     def __str__(self) -> str:
@@ -348,14 +350,14 @@ class DiffReport:
         count = len(lines)
         if count > _MAX_LINES:
             lines[_MAX_LINES:] = [f"... and {count - _MAX_LINES} more"]
-        told = "equal" if self.equal else f"{count} differ"
+        result = "equal" if self.equal else f"{count} differ"
         same = f"{counted(self.same, 'leaf')} the same"
-        return "\n".join([f"{self.a} -> {self.b}: {told}, {same}", *lines])
+        return "\n".join([f"{self.a} -> {self.b}: {result}, {same}", *lines])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Whether a step is saved, and why, or why not."""
+    """Whether a step is saved, and the reason."""
 
     step: int
     save: bool
@@ -364,13 +366,13 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInfo:
-    """What is known of a committed step.
+    """The facts about a committed step.
 
     Attributes:
         step: Its number.
         saved_s: Wall clock of its commit, in seconds since 1970.
-        metrics: What was given to `save`.
-        pinned: Whether it was pinned.
+        metrics: The metrics passed to `save`.
+        pinned: Whether it is pinned.
     """
 
     step: int

@@ -134,7 +134,7 @@ def test_a_disk_that_fails(saved):
     bad = [found for found, _ in outcomes if isinstance(found, OSError)]
     good = [found for found, _ in outcomes if isinstance(found, list)]
     noted = "".join(note for error in bad for note in getattr(error, "__notes__", []))
-    assert all(f"That was leaf {name}." in noted for name in LEAVES)
+    assert all(f"while reading leaf {name}" in noted for name in LEAVES)
     assert any(isinstance(found, list) and failed for found, failed in outcomes)
     assert all(not isinstance(error, CorruptCheckpoint) for error in bad)
     assert all((error.errno, str(path) in error.filename) == (errno.EIO, True) for error in bad)

@@ -81,7 +81,7 @@ def test_shares_make_the_table():
 
 def test_a_table_of_another_size_is_refused():
     """It would shift what every leaf is compared with."""
-    with pytest.raises(jaxckpt.CorruptCheckpoint, match="has 5 bytes, 0 are wanted"):
+    with pytest.raises(jaxckpt.CorruptCheckpoint, match="has 5 bytes, expected 0"):
         ChunkSums([], b"12345", file="x")
 
 

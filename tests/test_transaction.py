@@ -249,11 +249,11 @@ def test_a_living_writer_is_left_alone(new_disk, caplog):
     first = _transaction.begin(world.storage, world.path, overwrite=False)
 
     world.save(world.storage, 2)
-    with pytest.raises(StepExists, match="came to be"):
+    with pytest.raises(StepExists, match="was created during the save"):
         first.commit({}, lineage={})
     first.abort()
 
-    assert "another writer is at work" in caplog.text
+    assert "another writer is saving there" in caplog.text
     world.check_next_save()
 
 

@@ -1,12 +1,11 @@
-"""The checksums of all chunks of an item in one file, of which the record has the digest.
+"""Keeps the checksums of all chunks of an item in one file, whose digest is in the record.
 
-A chunk ends with its own CRC-32C, and so fits wherever a chunk of its size is expected. That it is
-the one that was written there, and not that of another file, process or save, is told here: there
-is a uint32 for each, little-endian, in the order of the leaves, and of those of a leaf in C order.
-Where chunks have inner chunks it is those that are meant.
+A chunk ends with its own CRC-32C, so it passes wherever a chunk of its size is expected. The file
+shows whether it was written in that place, and not elsewhere or by another process or save. It has
+a little-endian uint32 for each chunk (or inner chunk): leaves in order, and each leaf in C order.
 
 Each of several processes leaves its share in its own database's directory, under the same name;
-process 0 makes the one file of them.
+process 0 merges the shares.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from jaxckpt.format.arrays import CRC_BYTES, chunk_key, decode_index, index_byte
 from jaxckpt.format.tree import Leaf, StoredArray
 
 _SUM: Final = np.dtype("<u4")
-_ANYWHERE: Final = 1 << 62  # in a chunk: how large it is TensorStore knows
+_ANYWHERE: Final = 1 << 62  # no limit on offsets: only TensorStore knows how large the chunk is
 
 Sums = np.ndarray[Any, np.dtype[np.uint32]]
 
 
 def grid_of(stored: StoredArray) -> tuple[int, ...]:
-    """How many chunks, or inner chunks, an array has along each dimension."""
+    """Returns the number of chunks, or inner chunks, along each dimension."""
     return tuple(-(-n // max(1, u)) for n, u in zip(stored.shape, stored.unit_shape, strict=True))
 
 
 def starts_of(arrays: Iterable[StoredArray]) -> Iterator[int]:
-    """Where the checksums of each array begin in the file; last, how many there are in all."""
+    """Yields the index of each array's first checksum in the file; last, their total number."""
     start = 0
     for stored in arrays:
         yield start
@@ -43,7 +42,7 @@ def starts_of(arrays: Iterable[StoredArray]) -> Iterator[int]:
 
 
 def units_in(stored: StoredArray, index: Sequence[int]) -> list[int]:
-    """The inner chunks of a chunk, or itself, by their numbers in the array, in C order."""
+    """Returns the numbers of a chunk's inner chunks in C order, or its own if it has none."""
     grid, units = grid_of(stored), [0]
     for n, at, chunk, unit in zip(grid, index, stored.chunk_shape, stored.unit_shape, strict=True):
         count = chunk // unit
@@ -55,12 +54,12 @@ def units_in(stored: StoredArray, index: Sequence[int]) -> list[int]:
 
 
 def encode_share(units: Sequence[int], sums: Sequence[int]) -> bytes:
-    """What one process tells process 0 of its chunks: their numbers, then their checksums."""
+    """Encodes the numbers of one process's chunks, then their checksums, for process 0."""
     return np.array([units, sums], _SUM).tobytes()
 
 
 def merge_shares(shares: Iterable[bytes], count: int) -> bytes | None:
-    """The bytes of the file for so many chunks; None if the processes told nothing of some."""
+    """Returns the bytes of the file for `count` chunks; None if the shares lack some."""
     table, known = np.zeros(count, _SUM), np.zeros(count, bool)
     for share in filter(None, shares):
         units, sums = np.frombuffer(share, _SUM).reshape(2, -1)
@@ -73,20 +72,20 @@ def merge_shares(shares: Iterable[bytes], count: int) -> bytes | None:
 
 @final
 class ChunkSums:
-    """What the chunks of an item should end with."""
+    """The checksums that the chunks of an item were written with."""
 
     def __init__(self, leaves: Sequence[Leaf], data: bytes, *, file: str) -> None:
         arrays = [leaf for leaf in leaves if leaf.has_array]
         *starts, count = starts_of(leaf.array for leaf in arrays)
         if len(data) != count * CRC_BYTES:
             raise CorruptCheckpoint(
-                f"{file} has {len(data)} bytes, {count * CRC_BYTES} are wanted", file=file
+                f"{file} has {len(data)} bytes, expected {count * CRC_BYTES}", file=file
             )
         self._starts = {leaf.prefix: start for leaf, start in zip(arrays, starts, strict=True)}
         self._sums = np.frombuffer(data, _SUM)
 
     def of(self, leaf: Leaf) -> Sums:
-        """Those of one leaf: uint32, in the shape of the grid of its chunks or inner chunks."""
+        """Returns the checksums of one leaf, in the shape of its grid of chunks or inner chunks."""
         grid = grid_of(leaf.array)
         start = self._starts[leaf.prefix]
         return self._sums[start : start + math.prod(grid)].reshape(grid)
@@ -96,16 +95,13 @@ def stored_sums(
     reader: Any,  # a `Reader` of storage._arrays
     chunks: Sequence[tuple[str, StoredArray, Sequence[int]]],
 ) -> list[list[int]]:
-    """What chunks end with, as they are stored; reads nothing else of them.
+    """Reads the checksum stored at the end of each chunk, or of each of its inner chunks.
 
     Args:
-        chunks: Prefix of the array's keys, how it lies, and the index of the chunk.
-
-    Returns:
-        For each chunk its checksum, or those of all its inner chunks.
+        chunks: The prefix of the array's keys, its storage layout, and the index of the chunk.
 
     Raises:
-        ValueError, OSError: one is missing or too short, or cannot be read.
+        ValueError, OSError: a chunk is missing or too short, or cannot be read.
     """
     tails = [
         reader.get(prefix + chunk_key(index), slice(-_tail_bytes(stored), None))

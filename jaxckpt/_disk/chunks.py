@@ -1,11 +1,11 @@
-"""Reads chunks that jaxckpt wrote from where they lie in a file into the memory where they stay.
+"""Reads chunks that jaxckpt wrote from their place in a file directly into the final memory.
 
-TensorStore would do: it reads every layout. But it reads a chunk into memory of its own, checks it
-while it copies it into more such memory, and copies it from there into ours; and fresh memory costs
-more than the copying. We know the layout, so a chunk that is one piece of one buffer goes there at
-once and is checked in place; another goes through memory of its size, to be divided or cast.
+TensorStore reads every layout, but it reads a chunk into memory of its own, checks it while copying
+it into more such memory, and copies it from there into ours; and fresh memory costs more than the
+copying. We know the layout, so a chunk that is one piece of one buffer is read into it and checked
+in place; any other goes through memory of its size, to be divided or cast.
 
-Where a chunk lies is told by the nodes of the OCDBT tree. What is in it is `format.arrays`.
+The nodes of the OCDBT tree record where a chunk lies; `format.arrays` describes its bytes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from jaxckpt._core.box import Box
 from jaxckpt._core.plan import ChunkRead, plan_chunks
 from jaxckpt._disk.checksums import Sums
+from jaxckpt._disk.damage import bad_leaf
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure
 from jaxckpt.format.arrays import (
     CRC_BYTES,
@@ -41,7 +42,7 @@ Buffer = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the bytes of a chunk begin that are followed by their checksum."""
+    """Where the bytes of a chunk begin; their checksum follows them."""
 
     file: str
     offset: int
@@ -49,27 +50,16 @@ class Place:
 
 @dataclass(slots=True)
 class ChunkJob:
-    """One chunk, or inner chunk, to read and check.
-
-    Attributes:
-        leaf: It belongs to.
-        key: In the database.
-        place: Of its bytes.
-        size: Of its values, in bytes.
-        out: The memory that it fills, as bytes; None: it is divided by `plan`.
-        plan: Which part of it goes where.
-        buffers: Of its leaf.
-        wanted: The checksum that it was written with, where that was recorded.
-    """
+    """One chunk, or inner chunk, to read and check."""
 
     leaf: Leaf
-    key: str
+    key: str  # in the database
     place: Place
-    size: int
-    out: Buffer | None
+    size: int  # bytes of its values
+    out: Buffer | None  # the memory that it fills, as bytes; None if `plan` divides it
     plan: ChunkRead
-    buffers: Sequence[Buffer]
-    wanted: int | None
+    buffers: Sequence[Buffer]  # of its leaf
+    wanted: int | None  # the checksum that it was written with, if recorded
 
 
 # The first error of each leaf, by `id` of the leaf.
@@ -79,7 +69,7 @@ Failures = dict[int, Exception]
 def note_failure(failures: Failures, leaf: Leaf, error: Exception) -> None:
     """Records the first error of a leaf; several threads read leaves."""
     if not isinstance(error, CheckpointError):  # which names the leaf itself
-        error.add_note(f"That was leaf {leaf.text}.")
+        error.add_note(f"while reading leaf {leaf.text}")
     failures.setdefault(id(leaf), error)
 
 
@@ -93,19 +83,18 @@ def plan_leaf(
     sums: Sums | None,
     path: str,
 ) -> Iterator[ChunkJob]:
-    """What to read for one leaf. Chunks that are here already are put in their places.
+    """Yields the reads for one leaf. Chunks that lie in a node are put in their places at once.
 
     Args:
-        boxes: The parts of the array that are wanted.
-        buffers: One for each of them.
-        find: The file, offset and size of the value of a key, or the value.
-        read_index: Reads so many bytes of a file from an offset.
+        boxes: The wanted parts of the array.
+        buffers: One for each box.
+        find: Returns the file, offset and size of the value of a key, or the value.
+        read_index: Reads bytes of a file, by offset and size.
         sums: The checksums that the chunks were written with, if recorded.
-        path: Of the item, for messages.
+        path: The item's path, for messages.
 
     Raises:
-        CorruptCheckpoint: a chunk is missing, or has another size than it should have, or another
-            checksum.
+        CorruptCheckpoint: a chunk is missing, or its size or checksum is wrong.
     """
     stored = leaf.array
     itemsize = dtype_of(stored.dtype).itemsize
@@ -118,7 +107,7 @@ def plan_leaf(
         key = leaf.prefix + chunk_key(index)
         extent = find(key)
         if extent is None:
-            raise _bad(leaf, f'{path}: "{key}"', "a chunk is missing")
+            raise bad_leaf(leaf, path, f'chunk "{key}" is missing')
         job = ChunkJob(
             leaf=leaf,
             key=key,
@@ -131,7 +120,7 @@ def plan_leaf(
         )
         if isinstance(extent, bytes):
             if inner_counts is not None:  # it would be far too large for a node
-                raise _bad(leaf, path, f'chunk "{key}" has no inner chunks')
+                raise bad_leaf(leaf, path, f'chunk "{key}" has no inner chunks')
             _take(job, extent, path)
             continue
         file, offset, size = extent
@@ -150,24 +139,23 @@ def plan_leaf(
 
 def _check_size(job: ChunkJob, size: int, file: str) -> None:
     if size != job.size + CRC_BYTES:
-        what = f'chunk "{job.key}" has {size} bytes, wanted {job.size + CRC_BYTES}'
-        raise _bad(job.leaf, file, what)
+        what = f'chunk "{job.key}" has {size} bytes, expected {job.size + CRC_BYTES}'
+        raise bad_leaf(job.leaf, file, what)
 
 
 def _take(job: ChunkJob, data: bytes, path: str) -> None:
-    """Puts a chunk that lay in a node into its place."""
     _check_size(job, len(data), path)
     values = np.frombuffer(data, np.uint8, job.size)
     wanted = int.from_bytes(data[job.size :], "little")
     if (found := checksum(values)) != wanted:
         raise _mismatch(job, path, wanted, found)
     if job.wanted not in (None, found):
-        raise _another(job, path)
+        raise another_chunk(job.leaf, job.key, path)
     _divide(job, values)
 
 
 def _inner_counts(stored: StoredArray) -> tuple[int, ...] | None:
-    """How many inner chunks a chunk has along each dimension."""
+    """Returns the number of inner chunks of a chunk along each dimension; None without them."""
     if stored.inner_shape is None:
         return None
     return tuple(n // i for n, i in zip(stored.chunk_shape, stored.inner_shape, strict=True))
@@ -184,18 +172,18 @@ def _read_places(
     path: str,
     key: str,
 ) -> list[tuple[int, int]]:
-    """Where the inner chunks are in their chunk, in order, and their sizes."""
+    """Returns the offset and size of each inner chunk in its chunk, in order."""
     length = index_bytes(stored)
     try:
-        # Of a chunk that is too small for its index: what lies before it, which is no index.
+        # If the chunk is too small for its index, this reads what lies before it: not an index.
         start = max(0, offset + size - length)
         return decode_index(read_index(file, start, length), size - length)
     except (ValueError, EOFError) as error:
-        raise _bad(leaf, f"{path}/{file}", f'chunk "{key}": {error}') from error
+        raise bad_leaf(leaf, f"{path}/{file}", f'chunk "{key}": {error}') from error
 
 
 def _whole_place(plan: ChunkRead, buffers: Sequence[Buffer], stored: StoredArray) -> Buffer | None:
-    """The memory that a chunk fills as it is, if there is such a place."""
+    """Returns the memory that a chunk fills without division or cast, if there is any."""
     if not plan.is_whole:
         return None
     [(target, where, _)] = plan.parts
@@ -208,7 +196,7 @@ def _whole_place(plan: ChunkRead, buffers: Sequence[Buffer], stored: StoredArray
 def start_reads(
     storage: Storage, path: str, jobs: Sequence[ChunkJob], executor: Executor, failures: Failures
 ) -> list[Future[None]]:
-    """Starts to read chunks, those that are adjacent in a file at once."""
+    """Starts to read chunks; chunks adjacent in a file are read together."""
     in_order = sorted(jobs, key=lambda job: (job.place.file, job.place.offset))
     return [_submit(executor, storage, path, run, failures) for run in _runs(in_order)]
 
@@ -247,21 +235,21 @@ def _read_run(storage: Storage, path: str, run: list[ChunkJob], failures: Failur
         both = [part for pair in zip(outs, crcs, strict=True) for part in pair]
         storage.read_into(f"{path}/{file}", offset, both)
     except (OSError, EOFError, MemoryError) as error:
-        if len(run) > 1:  # which of them is it?
+        if len(run) > 1:  # find the chunk that fails
             for job in run:
                 _read_run(storage, path, [job], failures)
         elif isinstance(error, MemoryError) or is_io_failure(error):
             note_failure(failures, run[0].leaf, error)
         else:
             what = f'chunk "{run[0].key}" cannot be read: {error}'
-            note_failure(failures, run[0].leaf, _bad(run[0].leaf, f"{path}/{file}", what))
+            note_failure(failures, run[0].leaf, bad_leaf(run[0].leaf, f"{path}/{file}", what))
         return
     stored = crcs.view("<u4").ravel().tolist()
     for job, out, wanted in zip(run, outs, stored, strict=True):
         if (found := checksum(out)) != wanted:
             note_failure(failures, job.leaf, _mismatch(job, f"{path}/{file}", wanted, found))
         elif job.wanted not in (None, found):
-            note_failure(failures, job.leaf, _another(job, f"{path}/{file}"))
+            note_failure(failures, job.leaf, another_chunk(job.leaf, job.key, f"{path}/{file}"))
         elif job.out is None:
             _divide(job, out)
 
@@ -274,19 +262,19 @@ def _divide(job: ChunkJob, data: Buffer) -> None:
 
 
 def copy(out: Buffer, values: Buffer) -> None:
-    """Copies, casting where the dtypes differ; overflow and NaN go as numpy has them go."""
+    """Copies, casting if the dtypes differ; overflow and NaN become what numpy makes of them."""
     if out.dtype == values.dtype:
         out[...] = values
         return
     with np.errstate(all="ignore"):
         try:
             out[...] = values.astype(out.dtype)
-        except TypeError:  # two ml_dtypes that know nothing of each other
+        except TypeError:  # numpy has no cast between some ml_dtypes
             out[...] = values.astype(np.float32).astype(out.dtype)
 
 
 def _mismatch(job: ChunkJob, file: str, stored: int, found: int) -> CorruptCheckpoint:
-    return _bad(
+    return bad_leaf(
         job.leaf,
         file,
         f'is damaged: checksum mismatch in chunk "{job.key}": stored {stored:#010x}, computed '
@@ -294,15 +282,7 @@ def _mismatch(job: ChunkJob, file: str, stored: int, found: int) -> CorruptCheck
     )
 
 
-def _another(job: ChunkJob, file: str) -> CorruptCheckpoint:
-    return another_chunk(job.leaf, job.key, file)
-
-
 def another_chunk(leaf: Leaf, key: str, file: str) -> CorruptCheckpoint:
-    """What a chunk is that is whole and is not the one that was written."""
+    """Returns the error for an undamaged chunk that belongs elsewhere."""
     what = f'chunk "{key}" is not the one that was written there. Restore an older checkpoint.'
-    return _bad(leaf, file, what)
-
-
-def _bad(leaf: Leaf, file: str, what: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(f"{file}: leaf {leaf.text}: {what}", leaf=leaf.text, file=file)
+    return bad_leaf(leaf, file, what)

@@ -9,16 +9,18 @@ from jaxckpt._disk.native import Item
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure
 from jaxckpt.format.tree import Leaf
 
-# For a better message at most so many keys are looked through.
+# At most this many keys are searched for the sake of a better message.
 _MOST_KEYS: Final = 1 << 20
 
 
-def blame(item: Item, leaf: Leaf | None, error: Exception) -> Exception:
-    """Returns an error of reading with its place: the leaf, and the file if it is known to be bad.
+def bad_leaf(leaf: Leaf, file: str, what: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(f"{file}: leaf {leaf.text}: {what}", leaf=leaf.text, file=file)
 
-    Returns:
-        CorruptCheckpoint if what is stored is bad; an OSError or MemoryError that says nothing
-        about what is stored as it is.
+
+def blame(item: Item, leaf: Leaf | None, error: Exception) -> Exception:
+    """Returns a CorruptCheckpoint that names the leaf, and the file if it is known to be bad.
+
+    An error that is no evidence of bad data, such as an OSError or MemoryError, is returned as is.
     """
     from jaxckpt.storage._arrays import data_error
 
@@ -41,19 +43,19 @@ def blame(item: Item, leaf: Leaf | None, error: Exception) -> Exception:
 
 
 def bad_file(item: Item) -> tuple[str, str] | None:
-    """Returns the first file of the record that is missing or has another size, looked at anew."""
+    """Returns the first file of the record that is now missing or has the wrong size."""
     found = item.found
     for path, facts in found.record.files.items() if found.record else ():
         file = f"{found.path}/{path}"
         if found.storage.kind(file) is None:
             return file, "is missing"
         if (size := found.storage.size(file)) != facts.size:
-            return file, f"has {size} bytes, {facts.size} were written"
+            return file, f"has {size} bytes, expected {facts.size}"
     return None
 
 
 def _damaged_file(item: Item, message: str) -> tuple[str, str] | None:
-    """Returns the data file that holds the chunk which a message of TensorStore names."""
+    """Returns the data file with the chunk that a TensorStore message names."""
     from jaxckpt.storage._arrays import Extent, extents
 
     key = re.search(r'"([^"]*(?:/c(?:/\d+)*|[/.\d]+))"', message)

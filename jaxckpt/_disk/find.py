@@ -1,15 +1,15 @@
 """Finds the checkpoint that a path means, and opens its items.
 
-A path may mean five things, told apart by what lies there:
+The contents of the path decide what it means:
 
     a checkpoint      `_CHECKPOINT_METADATA`, our record, or directories that are items
     an item           `_METADATA`, or a legacy `checkpoint` file, or nothing but zarr arrays
     a run's root      directories (or Flax files) whose names end in a step number
     a Flax file       `checkpoint_<step>`, msgpack
-    nothing of these  an error that says what was found
+    anything else     an error that lists what was found
 
-Each directory is listed once, each small file read once. A checkpoint that was replaced meanwhile
-is noticed when something does not fit (see `native`), and only then looked for again.
+Each directory is listed once and each small file read once. The search starts again only if
+something does not fit (see `found`) because the checkpoint was replaced in the meantime.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from jaxckpt._disk.found import (
     Found,
     JsonItem,
     array_names,
+    beside,
     check_sizes,
     find_items,
     find_trees,
     is_current,
     is_item,
     json_name,
+    listing,
 )
 from jaxckpt.errors import (
     CheckpointError,
@@ -52,7 +54,7 @@ _logger = logging.getLogger("jaxckpt")
 
 T = TypeVar("T")
 
-# How often a reader starts again because a checkpoint was replaced under it.
+# How often a read of a checkpoint that keeps being replaced starts again.
 _TRIES: Final = 20
 _STEP: Final = re.compile(r"(?:.*_)?(\d{1,18})$")
 _CHECKPOINT_MARKS: Final = frozenset(
@@ -67,11 +69,11 @@ _CHECKPOINT_MARKS: Final = frozenset(
 
 
 def at_rest(storage: Storage, path: str, read: Callable[[Found], T]) -> T:
-    """Finds a checkpoint and reads it; starts again where it was replaced in the meantime.
+    """Finds a checkpoint and reads it; starts again if it was replaced in the meantime.
 
     Raises:
-        CheckpointNotFound: it was replaced each time, or is gone.
-        Others: whatever `find` and `read` raise about a checkpoint that is still there.
+        CheckpointNotFound: it was replaced every time, or is gone.
+        Others: from `find` and `read`, about a checkpoint that is still there.
     """
     seen: object = None
     for _ in range(_TRIES):
@@ -86,30 +88,28 @@ def at_rest(storage: Storage, path: str, read: Callable[[Found], T]) -> T:
             if is_current(found) if found is not None else seen == before:
                 raise _about(problem, path)
         finally:
-            # Else the error and this call refer to each other, and what was read stays in memory.
+            # Otherwise the error and this frame form a cycle that keeps what was read in memory.
             del problem, found
     raise CheckpointNotFound(
-        f"{path} was replaced {_TRIES} times while it was being read. Read it when it is at rest."
+        f"{path} was replaced {_TRIES} times while it was being read. Try again when no job is "
+        "replacing it."
     )
 
 
 def _about(problem: CheckpointError | FileNotFoundError, path: str) -> Exception:
     if isinstance(problem, CheckpointError):
         return problem
-    gone = CheckpointNotFound(f"{path} went while it was being read: {problem}")
+    gone = CheckpointNotFound(f"{path} was deleted while it was being read: {problem}")
     gone.__cause__ = problem
     return gone
 
 
 def _generation(storage: Storage, path: str) -> tuple[str | None, ...]:
-    """Changes when a checkpoint of ours at `path`, or around it, or newest in it, is replaced."""
+    """Returns a value that changes if a checkpoint at, around or newest in `path` is replaced."""
     path = real(storage, path)
     inside = storage.names(path) if storage.kind(path) == "dir" else []
-    places = [
-        path,
-        posixpath.dirname(path),
-        _sibling(path, names.replacement(posixpath.basename(path))),
-    ]
+    replacement = beside(path, names.replacement(posixpath.basename(path)))
+    places = [path, posixpath.dirname(path), replacement]
     if names.RECORD not in inside:
         entries = storage.entries(path) if inside else {}
         places += [f"{path}/{name}" for name in _steps(entries)[:1]]
@@ -126,10 +126,7 @@ def _record_digest(storage: Storage, path: str) -> str | None:
 
 
 def real(storage: Storage, path: str) -> str:
-    """Returns the path that a link to a checkpoint means: users keep links to the newest step.
-
-    Inside a checkpoint no link is followed.
-    """
+    """Follows a link to a checkpoint, such as the newest step; never follows links inside."""
     return os.path.realpath(path) if storage.scheme == "file" else path
 
 
@@ -141,23 +138,16 @@ def find(storage: Storage, path: str) -> Found:
         CorruptCheckpoint: its own metadata files are damaged.
     """
     path = real(storage, path)
-    entries = _list(storage, path)
+    entries = listing(storage, path)
     if entries is None:
-        replacement = _sibling(path, names.replacement(posixpath.basename(path)))
-        entries = _list(storage, replacement)
+        replacement = beside(path, names.replacement(posixpath.basename(path)))
+        entries = listing(storage, replacement)
         if entries is None:
             return _no_directory(storage, path)
         path = replacement
     if names.TREE_METADATA in entries or _CHECKPOINT_MARKS.isdisjoint(entries):
         return _find_around(storage, path, entries)
     return read_found(storage, path, entries)
-
-
-def _list(storage: Storage, path: str) -> Entries | None:
-    try:
-        return storage.entries(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
 
 
 def _no_directory(storage: Storage, path: str) -> Found:
@@ -195,7 +185,7 @@ def read_found(storage: Storage, path: str, entries: Entries) -> Found:
         deleting = step.decode_deletion(storage.read(file, max_bytes=jsontext.MAX_BYTES), file=file)
     items = _items(found, entries)
     if not items:
-        what = f"{path}: a checkpoint without items: it holds {sorted(entries)}"
+        what = f"{path} is a checkpoint without items; it contains {', '.join(sorted(entries))}"
         raise CorruptCheckpoint(what, file=path)
     items.pop(deleting or "/", None)
     return replace(found, items=items, metadata=metadata, deleting=deleting)
@@ -204,8 +194,8 @@ def read_found(storage: Storage, path: str, entries: Entries) -> Found:
 def _read_record(found: Found, entries: Entries) -> Found:
     if names.COMMIT_MARKER not in entries:
         raise CheckpointNotFound(
-            f"{found.path} is not committed: {names.COMMIT_MARKER} is missing. A save of it is "
-            "under way, or died, or it is being deleted."
+            f"{found.path} is not committed: {names.COMMIT_MARKER} is missing. A save is in "
+            "progress or died, or the checkpoint is being deleted."
         )
     file = f"{found.path}/{names.RECORD}"
     if names.RECORD not in entries:
@@ -225,16 +215,14 @@ def _items(found: Found, entries: Entries) -> dict[str, str]:
 
 def _uncommitted(storage: Storage, path: str) -> CheckpointNotFound:
     return CheckpointNotFound(
-        f"{path} was never committed: a save of it is under way, or died. "
-        f"{_neighbours(storage, path)}"
+        f"{path} was never committed: its save is in progress or died. {_neighbours(storage, path)}"
     )
 
 
-# --- what is no checkpoint of itself ---------------------------------------------------------
+# --- items, runs and old checkpoints ---------------------------------------------------------
 
 
 def _find_around(storage: Storage, path: str, entries: Entries) -> Found:
-    """Finds what a directory belongs to that is an item, a run's root or an old checkpoint."""
     if names.is_temporary(posixpath.basename(path)):
         raise _uncommitted(storage, path)
     around = _checkpoint_around(storage, path)
@@ -255,19 +243,19 @@ def _find_around(storage: Storage, path: str, entries: Entries) -> Found:
         return replace(found, items={"": path})
     shown = ", ".join(sorted(entries)[:8]) + (", ..." if len(entries) > 8 else "")
     raise CheckpointNotFound(
-        f"{path} is neither a checkpoint, nor an item of one, nor a run: it holds "
+        f"{path} is not a checkpoint, an item of a checkpoint or a run; it contains "
         f"{shown or 'nothing'}. {_neighbours(storage, path)}"
     )
 
 
 def _checkpoint_around(storage: Storage, path: str) -> Found | None:
-    """Returns the checkpoint that a directory is an item of, with that item alone."""
+    """Returns the checkpoint of which a directory is an item, with only this item."""
     parent, name = posixpath.split(path)
     if names.is_temporary(posixpath.basename(parent)):
         raise CheckpointNotFound(
-            f"{path} is in a checkpoint that was never committed: its save is under way, or died"
+            f"{path} is in a checkpoint that was never committed: its save is in progress or died"
         )
-    entries = _list(storage, parent) or {}
+    entries = listing(storage, parent) or {}
     if not any(entry.kind == "file" and n in _CHECKPOINT_MARKS for n, entry in entries.items()):
         return None
     try:
@@ -275,7 +263,7 @@ def _checkpoint_around(storage: Storage, path: str) -> Found | None:
     except CorruptCheckpoint:
         if names.RECORD in entries:
             raise
-        # Orbax does not make these files durable; the item itself may well be whole.
+        # Orbax does not make these files durable; the item itself may well be complete.
         return None
     if name == around.deleting:
         raise _being_deleted(around)
@@ -283,7 +271,7 @@ def _checkpoint_around(storage: Storage, path: str) -> Found | None:
 
 
 def looks_committed(storage: Storage, path: str) -> bool:
-    """Returns whether a directory that is called like a step is a committed one, by its names."""
+    """Returns whether a directory named like a step is a committed checkpoint, by its listing."""
     entries = storage.entries(path)
     if names.RECORD in entries or names.WRITER in entries:
         return names.RECORD in entries and names.COMMIT_MARKER in entries
@@ -293,14 +281,14 @@ def looks_committed(storage: Storage, path: str) -> bool:
     return bool(find_items(found, path, entries))
 
 
-# A directory that is called like a step and has one of these is one that Orbax committed.
+# Orbax committed a directory that is named like a step and has one of these.
 _STEP_MARKS: Final = frozenset(
     {names.CHECKPOINT_METADATA, names.COMMIT_MARKER, names.TREE_METADATA, names.LEGACY_TREE}
 )
 
 
 def _steps(entries: Entries) -> list[str]:
-    """Returns what looks like a step of a run, newest first."""
+    """Returns the names that look like steps of a run, newest first."""
     found = []
     for name, entry in entries.items():
         number = _STEP.fullmatch(name)
@@ -317,7 +305,7 @@ def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Found:
         try:
             found = find(storage, f"{path}/{name}")
             if posixpath.dirname(found.path) != path:
-                problems.append(f"{name}: it is a run of its own, not a step")
+                problems.append(f"{name} is a run, not a step")
                 continue
             check_sizes(found)
         except CheckpointError as error:
@@ -331,33 +319,30 @@ def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Found:
     )
 
 
-def _sibling(path: str, name: str) -> str:
-    return posixpath.join(posixpath.dirname(path), name)
-
-
 def _neighbours(storage: Storage, path: str) -> str:
     parent = posixpath.dirname(path)
     if storage.kind(parent) != "dir":
-        return f"{parent} does not exist either."
+        return f"{parent} is not a directory."
     near = [name for name in storage.names(parent) if not names.is_temporary(name)]
-    return f"{parent} holds: {', '.join(near[:8]) or 'nothing'}{', ...' if len(near) > 8 else ''}."
+    shown = ", ".join(near[:8]) + (", ..." if len(near) > 8 else "")
+    return f"{parent} contains {shown or 'nothing'}."
 
 
 # --- items -----------------------------------------------------------------------------------
 
 
 def open_item(found: Found, name: str | None = None) -> Item | JsonItem:
-    """Reads everything about an item but its array data; a JSON item is read whole.
+    """Reads everything about an item but its array data; a JSON item is read completely.
 
     Args:
         name: If None, the only tree, `state`, or `default`.
 
     Raises:
-        CheckpointNotFound: there is no such item, or several and none was named.
-        CorruptCheckpoint: a metadata file is missing or damaged; it is named.
-        UnsupportedFormat: something newer wrote it.
+        CheckpointNotFound: there is no such item, or there are several and `name` is None.
+        CorruptCheckpoint: a metadata file is missing or damaged; the error names it.
+        UnsupportedFormat: a newer program wrote it.
     """
-    from jaxckpt._disk import foreign, native  # which import numpy: a listing of steps needs none
+    from jaxckpt._disk import foreign, native  # these import numpy; listing steps does without
 
     name = choose_item(found, name)
     path = found.items[name]
@@ -392,7 +377,7 @@ def choose_item(found: Found, item: str | None) -> str:
     if item is not None:
         if item not in items:
             raise CheckpointNotFound(
-                f"{found.path} has no item {item!r}; it has {', '.join(items)}"
+                f"{found.path} has no item {item!r}; its items are {', '.join(items)}"
             )
         return item
     if len(items) == 1:
@@ -404,14 +389,14 @@ def choose_item(found: Found, item: str | None) -> str:
         if name in trees:
             return name
     raise CheckpointNotFound(
-        f"{found.path} has several items, and none is called {names.STATE_ITEM!r}: "
-        f"{', '.join(items)}. Name one of them (item)."
+        f"{found.path} has several items, none named {names.STATE_ITEM!r}: {', '.join(items)}. "
+        "Choose one with `item`."
     )
 
 
 def _being_deleted(found: Found) -> CheckpointNotFound:
     return CheckpointNotFound(
-        f"{found.path}: Orbax has begun to delete item {found.deleting!r}, and part of it may be "
-        f"gone ({names.DELETION_RECORD} is there). It has "
-        f"{', '.join(found.items) or 'no other item'}."
+        f"{found.path}: Orbax has begun to delete item {found.deleting!r} "
+        f"({names.DELETION_RECORD} exists), so part of it may be gone. Other items: "
+        f"{', '.join(found.items) or 'none'}."
     )

@@ -1,20 +1,28 @@
-"""Reads items that others wrote: every release of Orbax, Flax, bare zarr arrays, random keys.
+"""Reads items of other writers: every release of Orbax, Flax, bare zarr arrays, random keys.
 
-Where `_METADATA` does not describe the arrays, their own metadata do. Before Orbax 0.5.16 the tree,
-or the values in it that are small, is a msgpack file; still older items have nothing but the names
-of their arrays.
+If `_METADATA` does not describe the arrays, their own metadata does. Before Orbax 0.5.16 a msgpack
+file has the tree, or its small values; still older items have only the names of their arrays.
 """
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
+from jaxckpt._disk.damage import bad_leaf
 from jaxckpt._disk.found import Found, array_names, key_folder, zarr_version
-from jaxckpt._disk.native import Item, check_data_files, make_item, with_texts
+from jaxckpt._disk.native import (
+    Item,
+    check_data_files,
+    make_item,
+    missing_database,
+    special_file,
+    with_texts,
+)
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import arrays, jsontext, msgpack, names, step, tree
 from jaxckpt.format.sharding import SavedSharding
@@ -22,7 +30,7 @@ from jaxckpt.format.tree import Leaf, Tree
 
 _MAX_BYTES: Final = 64 << 30
 _KEY: Final = "threefry2x32"
-# A writer of one of these writes `_METADATA` too.
+# Writers of these files write `_METADATA` too.
 _SINCE_TREE_METADATA: Final = frozenset(
     {names.OCDBT_MANIFEST, names.SHARDING, names.STRINGS, names.ARRAY_METADATAS}
 )
@@ -32,14 +40,13 @@ _SINCE_TREE_METADATA: Final = frozenset(
 
 
 def read_tree(found: Found, name: str, saved: Tree) -> Item:
-    """Completes a tree of which `_METADATA` does not say everything."""
+    """Completes a tree that `_METADATA` describes only in part."""
     path = found.items[name]
     found.refuse_holes(path)
     check_data_files(found, path)
     database = names.OCDBT_MANIFEST in found.entries(path)
     if saved.uses_ocdbt and not database and any(leaf.has_array for leaf in saved.leaves):
-        file = f"{path}/{names.OCDBT_MANIFEST}"
-        raise CorruptCheckpoint(f"{file} is missing, and with it every array", file=file)
+        raise missing_database(path)
     saved = with_texts(found, path, _with_values(found, path, saved))
     database = database and saved.uses_ocdbt is not False
     item = _complete(make_item(found, name, saved, database=database, ours=False))
@@ -56,7 +63,7 @@ def read_item(found: Found, name: str) -> Item:
 
 
 def read_flax(found: Found, name: str) -> Item:
-    """Reads a file of `flax.training.checkpoints`; arrays of several hosts lie beside it."""
+    """Reads a file of `flax.training.checkpoints`; arrays of multi-host jobs lie beside it."""
     file = found.items[name]
     raw = msgpack.decode(found.storage.read(file, max_bytes=_MAX_BYTES), file=file)
     saved = Tree(
@@ -81,7 +88,7 @@ def _read_nameless(found: Found, name: str) -> Item:
 
 
 def _read_random_key(found: Found, name: str, folder: str) -> Item:
-    """Reads an item of JaxRandomKeySave or NumpyRandomKeySave: the data, and what it is of."""
+    """Reads an item of JaxRandomKeySave or NumpyRandomKeySave."""
     path = found.items[name]
     data = f"{path}/{folder}"
     if found.contents(path).get(folder) != "dir":
@@ -93,20 +100,15 @@ def _read_random_key(found: Found, name: str, folder: str) -> Item:
         item = read_tree(inner, name, saved)
     else:
         item = _read_nameless(inner, name)
-    file = names.key_facts(folder)
-    is_typed = step.decode_key_facts(_read_below(found, path, file), file=f"{path}/{file}")
+    file = f"{path}/{names.key_facts(folder)}"
+    is_typed = step.decode_key_facts(found.read(*posixpath.split(file)), file=file)
     return _jax_key(item, is_typed) if folder == names.JAX_KEY_ITEM else _numpy_key(item, is_typed)
-
-
-def _read_below(found: Found, path: str, file: str) -> bytes:
-    folder, _, name = f"{path}/{file}".rpartition("/")
-    return found.read(folder, name)
 
 
 def _jax_key(item: Item, is_typed: bool) -> Item:
     item = _bare(item)
     leaf = item.tree.leaves[0]
-    # The implementation is not recorded. Of those that jax has, only the default has two words.
+    # The implementation is not recorded. In jax only the default one has two words.
     if is_typed and leaf.stored is not None and leaf.shape[-1:] == (2,):
         leaf = replace(leaf, kind="key", dtype=f"key<{_KEY}>", key_impl=_KEY, shape=leaf.shape[:-1])
     return replace(item, tree=replace(item.tree, leaves=(leaf,)))
@@ -121,7 +123,7 @@ def _numpy_key(item: Item, is_tuple: bool) -> Item:
 
 
 def _looks_bare(item: Item) -> bool:
-    """Returns whether ArraySave wrote an item before there were files that say so."""
+    """Returns whether an early ArraySave, which left no other sign, wrote an item."""
     if len(item.tree.leaves) != 1 or item.database:
         return False
     leaf = item.tree.leaves[0]
@@ -139,7 +141,7 @@ def _bare(item: Item) -> Item:
 
 
 def _with_kinds(saved: Tree, shardings: Mapping[str, SavedSharding]) -> Tree:
-    """Makes arrays of jax of those that have a recorded sharding, where the tree has no kinds."""
+    """Marks arrays with a recorded sharding as jax arrays, for a tree without kinds."""
     leaves = tuple(
         replace(leaf, kind="array") if leaf.has_array and leaf.name in shardings else leaf
         for leaf in saved.leaves
@@ -147,11 +149,11 @@ def _with_kinds(saved: Tree, shardings: Mapping[str, SavedSharding]) -> Tree:
     return replace(saved, leaves=leaves)
 
 
-# --- what the arrays' own metadata say -------------------------------------------------------
+# --- the arrays' own metadata ----------------------------------------------------------------
 
 
 def _complete(item: Item) -> Item:
-    """Adds to each leaf what only the arrays' own metadata, and `array_metadatas`, say."""
+    """Completes each leaf from its array's own metadata and `array_metadatas`."""
     from jaxckpt.storage._arrays import Reader, data_errors, value_of
 
     found, path, saved = item.found, item.path, item.tree
@@ -186,11 +188,7 @@ def _complete(item: Item) -> Item:
 def _complete_leaf(leaf: Leaf, data: bytes | None, impl: str | None, item: Item, key: str) -> Leaf:
     file = f"{item.path}/{leaf.prefix}{key}"
     if data is None:
-        raise CorruptCheckpoint(
-            f"{file}: leaf {leaf.text} is listed in the tree, but its array is missing",
-            leaf=leaf.text,
-            file=file,
-        )
+        raise bad_leaf(leaf, file, "the tree lists it, but its array is missing")
     try:
         stored = arrays.decode_metadata(data, item.tree.zarr_version, leaf=leaf.text, file=file)
     except CorruptCheckpoint as error:
@@ -202,7 +200,7 @@ def _complete_leaf(leaf: Leaf, data: bytes | None, impl: str | None, item: Item,
             leaf, kind="key", dtype=f"key<{impl}>", shape=shape[:-1], key_impl=impl, stored=stored
         )
     if kind == "generic":
-        # Orbax gives scalars back as Python's, whatever they were.
+        # Orbax restores every scalar as a Python number.
         kind = _python_kind(np.dtype(arrays.dtype_of(stored.dtype)))
     return replace(leaf, kind=kind, dtype=stored.dtype, shape=shape, stored=stored)
 
@@ -213,12 +211,10 @@ def _python_kind(dtype: np.dtype[Any]) -> tree.Kind:
 
 
 def _refuse_escape(leaf: Leaf, found: Found, path: str) -> None:
-    """Refuses a leaf whose plain files lie elsewhere, or are links; TensorStore follows links."""
+    """Refuses a leaf whose files lie elsewhere or are links; TensorStore follows links."""
     parts = leaf.name.split("/")
     if ".." in parts or leaf.name.startswith("/") or "\0" in leaf.name:
-        raise CorruptCheckpoint(
-            f"{path}: leaf {leaf.text} points outside the checkpoint", leaf=leaf.text, file=path
-        )
+        raise bad_leaf(leaf, path, "its name points outside the checkpoint")
     folder = path
     for part in parts if leaf.name else ():
         _refuse_link(leaf, found, folder, part)
@@ -237,12 +233,7 @@ def _refuse_escape(leaf: Leaf, found: Found, path: str) -> None:
 def _refuse_link(leaf: Leaf, found: Found, folder: str, name: str) -> None:
     entry = found.entries(folder).get(name)
     if entry is not None and entry.kind == "other":
-        place = f"{folder}/{name}"
-        raise CorruptCheckpoint(
-            f"{place} is a link or a special file; a checkpoint has none",
-            leaf=leaf.text,
-            file=place,
-        )
+        raise special_file(f"{folder}/{name}", leaf.text)
 
 
 def _read_key_impls(found: Found, path: str) -> dict[str, str]:
@@ -256,7 +247,7 @@ def _read_key_impls(found: Found, path: str) -> dict[str, str]:
     return impls
 
 
-# --- trees in msgpack, and of names alone ----------------------------------------------------
+# --- trees in msgpack, or known only by the names of their arrays ----------------------------
 
 
 def _msgpack_tree(found: Found, path: str) -> Any:  # any tree
@@ -277,18 +268,13 @@ def _with_values(found: Found, path: str, saved: Tree) -> Tree:
         if value is not None and leaf.kind != "empty":
             leaf = _with_value(leaf, value)
         elif leaf.kind == "absent":
-            file = f"{path}/{names.LEGACY_TREE}"
-            raise CorruptCheckpoint(
-                f"{path}: the value of leaf {leaf.text} should be in {names.LEGACY_TREE}",
-                leaf=leaf.text,
-                file=file,
-            )
+            raise bad_leaf(leaf, f"{path}/{names.LEGACY_TREE}", "its value should be here")
         leaves.append(leaf)
     return replace(saved, leaves=tuple(leaves))
 
 
 def _leaves_of(node: Any, path: tuple[str, ...], kinds: tuple[int, ...]) -> list[Leaf]:
-    """Returns the leaves of a msgpack tree; a small value is in its leaf, a large one an array."""
+    """Returns the leaves of a msgpack tree; small values are in their leaves, others are arrays."""
     if isinstance(node, (Mapping, list)) and node:
         is_dict = isinstance(node, Mapping)
         kind = tree.NAMED if is_dict else tree.SEQUENCE
@@ -315,7 +301,7 @@ def _with_value(leaf: Leaf, value: Any) -> Leaf:  # a leaf of a msgpack tree
     array = np.asarray(value)
     kind = leaf.kind
     if kind in ("absent", "generic"):
-        # What Orbax called it, else what msgpack made of it.
+        # The kind that Orbax recorded, else the kind of the msgpack value.
         kind = tree.kind_of(leaf.dtype) if leaf.dtype else "numpy"
         if kind == "generic" or not isinstance(value, (np.ndarray, np.generic)):
             kind = _python_kind(array.dtype)
@@ -323,7 +309,7 @@ def _with_value(leaf: Leaf, value: Any) -> Leaf:  # a leaf of a msgpack tree
 
 
 def _find_tree(found: Found, path: str, database: bool) -> Tree:
-    """Returns the tree of an item without `_METADATA`: by the msgpack file, else by its arrays."""
+    """Returns the tree of an item without `_METADATA`, from its msgpack file or else its arrays."""
     raw = _msgpack_tree(found, path)
     if raw is not None:
         leaves = _leaves_of(raw, (), ())
@@ -333,14 +319,14 @@ def _find_tree(found: Found, path: str, database: bool) -> Tree:
             Leaf(path=parts, key_types=(tree.NAMED,) * len(parts), kind="numpy")
             for parts in (tuple(name.split(".")) for name in named)
         ]
-        # An item with these files once had the other too; without it part of the tree is unknown.
+        # An item with these files once had `_METADATA` too; without it, part of the tree is lost.
         has_newer = not _SINCE_TREE_METADATA.isdisjoint(found.entries(path))
         if has_newer and named != [names.ARRAY_ITEM_LEAF]:
             leaves = []
     if not leaves:
         file = f"{path}/{names.TREE_METADATA}"
         raise CorruptCheckpoint(
-            f"{file} is missing, and nothing else says what the tree was", file=file
+            f"{file} is missing, and no other file describes the tree", file=file
         )
     probe = next((leaf for leaf in leaves if leaf.has_array), None)
     version = 2 if probe is None else _zarr_version(found, path, probe, database)
@@ -369,7 +355,7 @@ def _zarr_version(found: Found, path: str, leaf: Leaf, database: bool) -> int:
 
 
 def _very_old_strings(found: Found, path: str, leaf_names: Sequence[str]) -> dict[str, str]:
-    """Returns the texts of Orbax 0.3: all in one file, in the directory of one of the leaves."""
+    """Returns the texts of Orbax 0.3, which keeps all of them in the directory of one leaf."""
     texts: dict[str, str] = {}
     for name in leaf_names:
         entry = found.entries(f"{path}/{name}").get(names.STRINGS)

@@ -1,8 +1,8 @@
-"""A checkpoint that was found: its listings, its record, and which of its entries are items.
+"""Describes a checkpoint that was found: its listings, its record, and which entries are items.
 
-The record has the size of every file and the digest of every small one, `_jaxckpt.sums` has the
-checksum of every chunk, and the record has its digest. So all that is read of a checkpoint of ours
-belongs to one save: if a file of another save comes in between, a digest differs.
+The record has the size of every file and the digest of every small file, among them
+`_jaxckpt.sums`, which has the checksum of every chunk. So everything read from one of our
+checkpoints belongs to one save: a file of another save has another digest.
 """
 
 from __future__ import annotations
@@ -25,38 +25,25 @@ _TREE_MARKS: Final = frozenset({names.TREE_METADATA, names.LEGACY_TREE, names.OC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """One committed checkpoint; its small files at the top have been read, its items have not.
-
-    Attributes:
-        storage, path: Where it is. A flat checkpoint is its own only item.
-        items: Paths of the items by name; a flat one is called "".
-        metadata: The contents of `_CHECKPOINT_METADATA`; empty if there is no such file.
-        record: Our own record, or None for what another program wrote.
-        deleting: The item that Orbax has begun to delete; `items` leaves it out.
-        is_file: Whether it is a Flax file, not a directory.
-        listings: Directories that were listed, by path; each is listed once.
-    """
+    """One committed checkpoint; its small files at the top have been read, its items have not."""
 
     storage: Storage
     path: str
-    items: Mapping[str, str] = field(default_factory=dict)
-    metadata: StepMetadata = field(default_factory=StepMetadata)
-    record: Record | None = None
-    deleting: str | None = None
-    is_file: bool = False
+    items: Mapping[str, str] = field(default_factory=dict)  # paths by name; a flat tree is ""
+    metadata: StepMetadata = field(default_factory=StepMetadata)  # empty if there is no such file
+    record: Record | None = None  # None if another program wrote the checkpoint
+    deleting: str | None = None  # the item that Orbax has begun to delete; not in `items`
+    is_file: bool = False  # a Flax file, not a directory
     listings: dict[str, Entries] = field(default_factory=dict, compare=False, repr=False)
 
     def entries(self, folder: str) -> Entries:
-        """Returns what is in a directory of the checkpoint; empty if there is no such directory."""
+        """Returns the entries of a directory, listed once; empty if there is no such directory."""
         if folder not in self.listings:
-            try:
-                self.listings[folder] = self.storage.entries(folder)
-            except (FileNotFoundError, NotADirectoryError):
-                self.listings[folder] = {}
+            self.listings[folder] = listing(self.storage, folder) or {}
         return self.listings[folder]
 
     def recorded(self, folder: str) -> dict[str, FileFacts]:
-        """Returns the files of the record below a directory, by their paths in it."""
+        """Returns the recorded files below a directory, by their paths in it."""
         files = self.record.files if self.record is not None else {}
         if folder == self.path:
             return dict(files)
@@ -64,17 +51,16 @@ class Found:
         return {f.removeprefix(prefix): facts for f, facts in files.items() if f.startswith(prefix)}
 
     def contents(self, folder: str) -> dict[str, Kind]:
-        """Returns what is, or should be, in a directory: by the record, else by its listing."""
+        """Returns the kind of each entry of a directory, by the record or else by its listing."""
         if recorded := self.recorded(folder):
             parts = [file.partition("/") for file in recorded]
             return {name: "dir" if below else "file" for name, below, _ in parts}
         return {name: entry.kind for name, entry in self.entries(folder).items()}
 
     def refuse_holes(self, folder: str) -> None:
-        """Refuses a directory that lacks an entry of the record: that may change what others mean.
+        """Raises CorruptCheckpoint if a recorded entry of a directory is missing or a link.
 
-        Raises:
-            CorruptCheckpoint: an entry is missing, or leads elsewhere.
+        A missing entry may change the meaning of others.
         """
         there = self.entries(folder)
         for name, kind in self.contents(folder).items() if self.record is not None else ():
@@ -87,17 +73,13 @@ class Found:
             if there[name].kind != kind:
                 what = "directory" if kind == "dir" else "regular file"
                 raise CorruptCheckpoint(
-                    f"{place} is not the {what} that was written there. A checkpoint has no links "
-                    "inside; `cp -rL` makes a copy without them.",
+                    f"{place} is not the {what} that was written there. A checkpoint contains no "
+                    "links; `cp -rL` makes a copy without them.",
                     file=place,
                 )
 
     def read(self, folder: str, name: str) -> bytes:
-        """Reads a small file, and compares it with the record if there is one.
-
-        Raises:
-            CorruptCheckpoint: it is missing, or differs from what was written.
-        """
+        """Reads a small file; CorruptCheckpoint if it is missing or differs from the record."""
         file = f"{folder}/{name}"
         relative = posixpath.relpath(file, self.path)
         facts = None if self.record is None else self.record.files.get(relative)
@@ -107,19 +89,32 @@ class Found:
         if entry is None:
             raise CorruptCheckpoint(f"{file} is missing", file=file)
         data = b""
-        if entry.size == facts.size:  # else it may be larger than the memory
+        if entry.size == facts.size:  # otherwise it may be larger than memory
             data = self.storage.read(file, max_bytes=min(facts.size, jsontext.MAX_BYTES))
         if len(data) != facts.size or facts.sha256 not in (None, step.digest(data)):
             raise CorruptCheckpoint(
-                f"{file} is damaged: {entry.size} bytes that differ from the {facts.size} that "
+                f"{file} is damaged: its {entry.size} bytes differ from the {facts.size} that "
                 "were written. Restore an older checkpoint.",
                 file=file,
             )
         return data
 
 
+def listing(storage: Storage, folder: str) -> dict[str, Entry] | None:
+    """Returns the entries of a directory; None if there is no such directory."""
+    try:
+        return storage.entries(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def beside(path: str, name: str) -> str:
+    """Returns the path of `name` in the directory of `path`."""
+    return posixpath.join(posixpath.dirname(path), name)
+
+
 def check_current(found: Found) -> None:
-    """Raises CheckpointNotFound if another checkpoint is now where this one was found."""
+    """Raises CheckpointNotFound if the checkpoint was replaced or deleted."""
     if not is_current(found):
         raise CheckpointNotFound(
             f"{found.path} was replaced or deleted since it was opened. Open it again."
@@ -127,23 +122,19 @@ def check_current(found: Found) -> None:
 
 
 def is_current(found: Found) -> bool:
-    """Returns whether the checkpoint is still there; of another program's only whether one is."""
+    """Returns whether the same checkpoint is still there, or any if another program wrote it."""
     file = f"{found.path}/{names.RECORD}"
     try:
         digest = step.digest(found.storage.read(file, max_bytes=step.MAX_RECORD_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return found.record is None and found.storage.kind(found.path) is not None
-    except CorruptCheckpoint:  # a link, say
+    except CorruptCheckpoint:  # such as a link
         return found.record is None
     return found.record is not None and digest == found.record.digest
 
 
 def while_current(found: Found, read: Callable[[Found], T]) -> T:
-    """Reads a checkpoint that was found before.
-
-    Raises:
-        CheckpointNotFound: it was replaced or deleted in the meantime.
-    """
+    """Reads a checkpoint found earlier; CheckpointNotFound if it was replaced or deleted since."""
     check_current(found)
     try:
         return read(found)
@@ -153,7 +144,7 @@ def while_current(found: Found, read: Callable[[Found], T]) -> T:
 
 
 def check_sizes(found: Found) -> None:
-    """Raises CorruptCheckpoint if a file of the record is missing, or has another size."""
+    """Raises CorruptCheckpoint if a recorded file is missing or has the wrong size."""
     files = found.record.files if found.record is not None else {}
     for name, facts in files.items():
         if problem := file_problem(found, name, facts):
@@ -162,12 +153,12 @@ def check_sizes(found: Found) -> None:
 
 
 def file_problem(found: Found, name: str, facts: FileFacts) -> str | None:
-    """Returns what is wrong with a file of the record by the listing of its directory."""
+    """Returns what the listing shows to be wrong with a recorded file, if anything."""
     folder, _, base = f"{found.path}/{name}".rpartition("/")
     entry = found.entries(folder).get(base)
     if entry is None or entry.kind != "file":
         return "is missing"
-    return None if entry.size == facts.size else f"has {entry.size} bytes of {facts.size}"
+    return None if entry.size == facts.size else f"has {entry.size} bytes, expected {facts.size}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,14 +183,14 @@ def find_items(found: Found, path: str, entries: Entries) -> dict[str, str]:
 
 
 def is_item(found: Found, path: str) -> bool:
-    """Returns whether a directory holds what an item of a checkpoint holds."""
+    """Returns whether a directory has the files of a tree or of a JSON item."""
     inside = found.contents(path)
     is_tree = key_folder(inside) is not None or not _TREE_MARKS.isdisjoint(inside)
     return is_tree or json_name(found, path) is not None
 
 
 def find_trees(found: Found) -> list[str]:
-    """Returns the items that are trees; random keys are only where there is no other tree."""
+    """Returns the items that are trees; random keys count only if there is no other tree."""
     trees = [
         name
         for name, path in found.items.items()
@@ -217,12 +208,12 @@ def json_name(found: Found, path: str) -> str | None:
         return None
     # Grain's own handler for Orbax writes nothing but a file for each process.
     files = [*names.JSON_ITEM_FILES, *(n for n in inside if names.process_count(n) is not None)]
-    # In a run's root there may be a directory of such a name.
+    # A run's root may have a directory of such a name.
     return next((name for name in files if inside.get(name) == "file"), None)
 
 
 def key_folder(inside: Container[str]) -> str | None:
-    """Returns the directory in which Orbax keeps the data of an item that is a random key."""
+    """Returns the directory in which Orbax keeps the data of a random key."""
     return next((n for n in (names.JAX_KEY_ITEM, names.NUMPY_KEY_ITEM) if n in inside), None)
 
 

@@ -1,4 +1,4 @@
-"""Reads the trees that jaxckpt wrote: `_METADATA` describes them, and all is checked at once."""
+"""Reads the trees that jaxckpt wrote, which `_METADATA` describes completely."""
 
 from __future__ import annotations
 
@@ -17,26 +17,16 @@ from jaxckpt.format.tree import Leaf, Path, Tree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One pytree, its metadata read.
+    """One pytree, its metadata read."""
 
-    Attributes:
-        found: The checkpoint that it belongs to.
-        name, path: Of the item.
-        tree: Every leaf with its shape, dtype and chunks.
-        read_shardings: Reads the shardings by leaf name, once; a caller with its own needs none.
-        read_sums: Reads the checksums of all chunks, once; None where they were not recorded.
-        database: Whether its arrays are in an OCDBT database; else in plain files.
-        ours: Whether chunks have the bytes that `format.arrays` writes.
-    """
-
-    found: Found
+    found: Found  # the checkpoint that it belongs to
     name: str
     path: str
-    tree: Tree
-    read_shardings: Callable[[], Mapping[str, SavedSharding]]
-    read_sums: Callable[[], ChunkSums | None]
-    database: bool
-    ours: bool
+    tree: Tree  # every leaf with its shape, dtype and chunks
+    read_shardings: Callable[[], Mapping[str, SavedSharding]]  # by leaf name; reads once
+    read_sums: Callable[[], ChunkSums | None]  # None if not recorded; reads once
+    database: bool  # its arrays are in an OCDBT database, not in plain files
+    ours: bool  # chunks have the bytes that `format.arrays` writes
 
 
 def is_native(found: Found, path: str, saved: Tree) -> bool:
@@ -50,11 +40,7 @@ _VALUE_KINDS = ("str", "int", "empty", "ellipsis")
 
 
 def read_tree(found: Found, name: str, saved: Tree) -> Item:
-    """Completes a tree that jaxckpt wrote; checks all of it before anything is allocated.
-
-    Raises:
-        CorruptCheckpoint: a file is missing or damaged; it is named.
-    """
+    """Completes a tree that jaxckpt wrote, and checks it before memory is allocated for it."""
     path = found.items[name]
     found.refuse_holes(path)
     if found.record is None and found.path != path:
@@ -68,7 +54,7 @@ def read_tree(found: Found, name: str, saved: Tree) -> Item:
 
 
 def make_item(found: Found, name: str, saved: Tree, *, database: bool, ours: bool) -> Item:
-    """Makes an item whose shardings and checksums are read when they are first asked for."""
+    """Makes an item whose shardings and checksums are read on first use."""
     path = found.items[name]
     return Item(
         found=found,
@@ -104,23 +90,13 @@ def with_texts(found: Found, path: str, saved: Tree) -> Tree:
 
 
 def check_data_files(found: Found, path: str) -> int:
-    """Refuses links among the files of an item: TensorStore opens data files, and follows links.
-
-    Returns:
-        The bytes in all files of the item.
-
-    Raises:
-        CorruptCheckpoint: there is a link or a special file.
-    """
+    """Returns the total size of an item's files; refuses links, which TensorStore would follow."""
     total, folders = 0, [path]
     while folders:
         folder = folders.pop()
         for name, (kind, size) in found.entries(folder).items():
             if kind == "other":
-                raise CorruptCheckpoint(
-                    f"{folder}/{name} is a link or a special file; a checkpoint has none",
-                    file=f"{folder}/{name}",
-                )
+                raise special_file(f"{folder}/{name}")
             total += size
             is_data = name == names.OCDBT_DATA or name.startswith(names.OCDBT_PROCESS)
             if is_data and kind != "dir":
@@ -131,21 +107,30 @@ def check_data_files(found: Found, path: str) -> int:
     return total
 
 
+def special_file(file: str, leaf: str | None = None) -> CorruptCheckpoint:
+    what = f"{file} is a link or a special file; a checkpoint contains none"
+    return CorruptCheckpoint(what, leaf=leaf, file=file)
+
+
+def missing_database(path: str) -> CorruptCheckpoint:
+    file = f"{path}/{names.OCDBT_MANIFEST}"
+    return CorruptCheckpoint(f"{file} is missing, and with it every array", file=file)
+
+
 def _check_arrays(found: Found, path: str, saved: Tree, data_bytes: int, database: bool) -> None:
     file = f"{path}/{names.TREE_METADATA}"
     on_disk = [(leaf, leaf.array) for leaf in saved.leaves if leaf.has_array]
     for leaf, stored in on_disk:
         arrays.check_leaf(leaf, stored, file=file)
-    # A lost file is noticed by the leaves that were in it; a record that lies must not have memory
-    # allocated, so the sizes count no more than a host can spare.
+    # Recorded sizes count too: a lost file is reported with the leaves in it, which come later. But
+    # a false record must not cause allocations, so they count only up to a limit.
     recorded = sum(facts.size for facts in found.recorded(path).values())
     most_bytes = max(data_bytes, min(recorded, 16 * data_bytes + (1 << 30)))
     arrays.check_total(on_disk, data_bytes=most_bytes, file=file)
     if on_disk and not (saved.uses_ocdbt and saved.zarr_version == 3 and not saved.fill_missing):
-        raise CorruptCheckpoint(f"{file}: jaxckpt writes no arrays of this kind", file=file)
+        raise CorruptCheckpoint(f"{file}: jaxckpt does not write arrays of this kind", file=file)
     if on_disk and not database:
-        manifest = f"{path}/{names.OCDBT_MANIFEST}"
-        raise CorruptCheckpoint(f"{manifest} is missing, and with it every array", file=manifest)
+        raise missing_database(path)
 
 
 def _read_shardings(found: Found, path: str) -> dict[str, SavedSharding]:
@@ -163,11 +148,7 @@ def _read_sums(found: Found, path: str, saved: Tree) -> ChunkSums | None:
 
 
 def subtree(item: Item, path: Path) -> Item:
-    """Returns the part of a tree below `path`, as an item of its own; a leaf is a tree of one.
-
-    Raises:
-        KeyError: nothing is there.
-    """
+    """Returns the part of a tree below `path` as an item; KeyError if nothing is there."""
     depth = len(path)
     leaves: tuple[Leaf, ...] = tuple(
         replace(leaf, path=leaf.path[depth:], key_types=leaf.key_types[depth:], alias=leaf.name)

@@ -1,9 +1,8 @@
 """Reads the parts of stored arrays that the shards of this process need, within a budget.
 
-What we wrote is read by `chunks`, leaves that are small and next to each other at once. Anything
-else is read by TensorStore (`regions`), one leaf at a time: what Orbax wrote, dtypes of less than a
-byte, and a few leaves of a checkpoint that has far more (to find them, it does not look at all
-others).
+`chunks` reads our own arrays, small adjacent leaves together. TensorStore (`regions`) reads
+everything else, one leaf at a time: arrays of Orbax, dtypes of less than a byte, and a few leaves
+of a checkpoint that has far more, since it finds them without a look at all others.
 """
 
 from __future__ import annotations
@@ -19,9 +18,17 @@ import numpy as np
 from jaxckpt._core.plan import count_chunks
 from jaxckpt._disk.checksums import ChunkSums
 from jaxckpt._disk.chunks import Failures, note_failure, plan_leaf, start_reads
-from jaxckpt._disk.damage import blame
+from jaxckpt._disk.damage import bad_leaf, blame
 from jaxckpt._disk.native import Item
-from jaxckpt._disk.regions import Buffers, Failed, Landed, LeafRead, Regions, make_buffers
+from jaxckpt._disk.regions import (
+    Buffers,
+    Failed,
+    Landed,
+    LeafRead,
+    Regions,
+    make_buffers,
+    open_reader,
+)
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint
 from jaxckpt.format.arrays import (
     MAX_UNIT_BYTES,
@@ -33,14 +40,14 @@ from jaxckpt.format.arrays import (
 )
 from jaxckpt.format.tree import Leaf, StoredArray
 
-# How many arrays to open ahead of the one that is read.
+# How many arrays to open ahead of the one being read.
 _OPEN_AHEAD: Final = 64
-# What may be under way of one leaf beside its buffers, as a part of the budget.
+# The share of the budget for one leaf's reads in flight, beside its buffers.
 _WINDOW: Final = 0.25
 # Small leaves are read together up to these limits.
 _BATCH_BYTES: Final = 16 << 20
 _BATCH_LEAVES: Final = 1024
-# To look through the whole database pays if this part of its keys is wanted.
+# Listing the whole database pays if at least this share of its keys is wanted.
 _WORTH_LOOKING: Final = 1 / 16
 _MAX_THREADS: Final = 16
 
@@ -55,18 +62,18 @@ def read_leaves(
 ) -> Generator[Buffers, None, None]:
     """Yields the buffers of each leaf by box, in order.
 
-    Leaves are read ahead of the one that is yielded while what they take fits into the budget:
-    their buffers, and as much again for what TensorStore holds or what has to be cast or divided,
-    up to a part of the budget. One that is larger is read alone, in pieces: then the budget is for
-    what it takes beside its buffers. The first bad leaf raises when its turn comes.
+    Leaves are read ahead while they fit into the budget: their buffers, and as much again, up to a
+    share of the budget, for what TensorStore holds or what is cast or divided. A larger leaf is
+    read alone, in pieces, and the budget is for the memory it takes beside its buffers. The first
+    bad leaf raises when its turn comes.
 
     Args:
-        failed: Is called with a bad leaf and its error instead; the next ones are read.
-        landed: Is called, in the caller's thread, with every few bytes that have been read.
+        failed: Called with a bad leaf and its error instead of raising; later leaves are read.
+        landed: Called in the caller's thread with the number of bytes read since the last call.
 
     Raises:
-        CorruptCheckpoint: stored data is missing or damaged; the leaf and the file are named.
-        OSError: it cannot be read now.
+        CorruptCheckpoint: stored data is missing or damaged; the error names leaf and file.
+        OSError: the storage fails to read it.
     """
     if not reads:
         return
@@ -93,7 +100,7 @@ def read_leaves(
             started.popleft()
     finally:
         executor.shutdown(cancel_futures=True)
-        # An error refers to the calls that it went through, and they to what they hold.
+        # An error's traceback refers to the frames it passed, and they refer to the buffers.
         for _, batch in started:
             batch.drop()
 
@@ -113,15 +120,15 @@ class _Batch(Protocol):
     def reads(self) -> Sequence[LeafRead]: ...
 
     def start(self) -> None:
-        """Makes the buffers and starts to fill them; `finish` reports what goes wrong."""
+        """Makes the buffers and starts to fill them; `finish` reports errors."""
         ...
 
     def finish(self, failed: Failed, landed: Landed) -> Iterator[Buffers]:
-        """Waits, and yields the buffers of each good leaf."""
+        """Waits for the reads, and yields the buffers of each good leaf."""
         ...
 
     def drop(self) -> None:
-        """Lets go of the buffers."""
+        """Releases the buffers."""
         ...
 
 
@@ -137,19 +144,13 @@ def _batches(
             if extents is not None and group[0].leaf.array.dtype in PLAIN_DTYPES:
                 ahead.append(_Chunks(item, group, extents, sums, executor))
             else:
-                reader = reader or _reader(item)
+                reader = reader or open_reader(item)
                 ahead.append(Regions(item, group[0], reader, window_bytes))
             if len(ahead) > _OPEN_AHEAD:
                 yield ahead.popleft()
         yield from ahead
     except (ValueError, OSError) as error:
         raise blame(item, None, error) from error
-
-
-def _reader(item: Item) -> Any:  # a `Reader` of storage._arrays
-    from jaxckpt.storage._arrays import Reader
-
-    return Reader(item.found.storage.kvstore(item.path), database=item.database)
 
 
 def _grouped(
@@ -173,7 +174,7 @@ def _grouped(
 
 
 def _extents(item: Item, reads: Sequence[LeafRead]) -> Mapping[str, Any] | None:
-    """Finds where the values of the database lie; None if not ours, or not worth looking."""
+    """Returns where the values of the database lie; None if it is foreign or too large to list."""
     from jaxckpt.storage._arrays import extents
 
     if not (item.ours and item.database):
@@ -232,33 +233,30 @@ class _Chunks:
         self._under_way = start_reads(storage, path, jobs, self._executor, self._failures)
 
     def _check_described(self, leaf: Leaf) -> None:
-        """Compares the array's own metadata, by which Orbax goes, with what the tree says."""
+        """Compares the array's own metadata, which Orbax uses, with the tree."""
         key = leaf.prefix + metadata_key(3)
         data = self._extents.get(key)
         if data == encode_zarr3(leaf.array) or _describes(data, leaf.array):
             return
         file = f'{self._item.path}: "{key}"'
-        what = f"{file}: leaf {leaf.text}"
         if not isinstance(data, bytes):
-            problem = f"{what}: its array metadata is missing"
-            raise CorruptCheckpoint(problem, leaf=leaf.text, file=file)
+            raise bad_leaf(leaf, file, "its array metadata is missing")
         try:
             described = decode_metadata(data, 3, leaf=leaf.text, file=file)
         except CorruptCheckpoint as error:
             problem = f"leaf {leaf.text}: {error}"
             raise CorruptCheckpoint(problem, leaf=leaf.text, file=file) from error
         if not has_our_codecs(data, file=file):
-            problem = f"{what}: jaxckpt writes no such codecs"
-            raise CorruptCheckpoint(problem, leaf=leaf.text, file=file)
+            raise bad_leaf(leaf, file, "jaxckpt does not write these codecs")
         if described != leaf.array:
-            problem = f"{what}: its array metadata say {described}, the tree says {leaf.array}"
-            raise CorruptCheckpoint(problem, leaf=leaf.text, file=file)
+            problem = f"its array metadata has {described}, the tree has {leaf.array}"
+            raise bad_leaf(leaf, file, problem)
 
     def finish(self, failed: Failed, landed: Landed) -> Iterator[Buffers]:
         size = sum(read.total_bytes for read in self.reads)
         for i, one in enumerate(self._under_way):
             one.result()
-            part = size // (len(self._under_way) - i)  # about: they differ little
+            part = size // (len(self._under_way) - i)  # an estimate: they differ little
             landed(part)
             size -= part
         self._under_way.clear()
@@ -274,9 +272,9 @@ class _Chunks:
         self._buffers.clear()
 
 
-@lru_cache(maxsize=1 << 10)  # most arrays are like others
+@lru_cache(maxsize=1 << 10)  # many arrays have the same metadata
 def _describes(data: object, stored: StoredArray) -> bool:
-    """Returns whether metadata that TensorStore wrote for us describe an array."""
+    """Returns whether metadata that TensorStore wrote for us describes an array."""
     try:
         return (
             isinstance(data, bytes)

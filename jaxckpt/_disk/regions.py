@@ -1,4 +1,4 @@
-"""Reads one leaf of any layout: regions of it, which TensorStore reads, decodes and checks."""
+"""Reads one leaf of any layout, region by region, with TensorStore."""
 
 from __future__ import annotations
 
@@ -24,26 +24,18 @@ _LARGE_CHUNK_BYTES: Final = 1 << 30
 
 Values = np.ndarray[Any, Any]
 Buffers = dict[Box, Values]
-# Takes a bad leaf and its error, and raises it or goes on.
-Failed = Callable[["LeafRead", Exception], None]
-# Takes a number of bytes that have been read, in the caller's thread.
-Landed = Callable[[int], None]
+Failed = Callable[["LeafRead", Exception], None]  # raises the error of a bad leaf, or goes on
+Landed = Callable[[int], None]  # takes a number of bytes read, in the caller's thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafRead:
-    """One leaf to read.
-
-    Attributes:
-        boxes: The distinct parts wanted, in the global array.
-        dtype: Of the host buffers.
-        total_bytes: Of the buffers.
-    """
+    """One leaf to read."""
 
     leaf: Leaf
-    boxes: tuple[Box, ...]
-    dtype: np.dtype[Any]
-    total_bytes: int = field(init=False)
+    boxes: tuple[Box, ...]  # the distinct parts wanted, in the global array
+    dtype: np.dtype[Any]  # of the host buffers
+    total_bytes: int = field(init=False)  # of the buffers
 
     def __post_init__(self) -> None:
         size = sum(box.size for box in self.boxes) * self.dtype.itemsize
@@ -51,18 +43,17 @@ class LeafRead:
 
 
 def make_buffers(item: Item, read: LeafRead) -> list[np.ndarray[Any, Any]]:
-    """Allocates memory for the parts of a leaf that are wanted."""
+    """Allocates memory for the wanted parts of a leaf."""
     try:
         return empty([box.shape for box in read.boxes], read.dtype)
     except MemoryError as error:
         raise MemoryError(
-            f"leaf {read.leaf.text} of {item.path}: this host has no memory for "
-            f"{read.total_bytes} bytes. Restore it in shards, or without that leaf."
+            f"leaf {read.leaf.text} of {item.path}: this host cannot allocate "
+            f"{read.total_bytes} bytes. Restore it in shards, or skip this leaf."
         ) from error
 
 
-# A read under way: how many bytes it needs beside the buffers, what to wait for, and what to do
-# with the result of each.
+# A read in flight: its bytes beside the buffers, the futures, and a function for each result.
 _Task = tuple[int, Sequence[Any], Callable[[Any], None]]
 
 
@@ -78,14 +69,13 @@ class Regions:
         self._tasks: Iterator[_Task] = iter(())
         self._pending: deque[_Task] = deque()
         self._window_bytes = window_bytes
-        self._under_way = 0  # bytes of what is pending
+        self._under_way = 0  # bytes of `_pending`
         self._error: Exception | None = None
         fill = item.tree.fill_missing and self._stored.has_fill
         self._reader = reader
         self._array = reader.open(read.leaf.prefix, item.tree.zarr_version, fill_missing=fill)
 
     def start(self) -> None:
-        """Makes the buffers and starts to fill them; `finish` raises what goes wrong."""
         try:
             self._tasks = self._issue()
             self._fill_window()
@@ -93,7 +83,6 @@ class Regions:
             self._error = error
 
     def finish(self, failed: Failed, landed: Landed) -> Iterator[Buffers]:
-        """Waits until the buffers are full, and yields them; reports a bad leaf."""
         try:
             if self._error is not None:
                 raise self._error
@@ -105,7 +94,6 @@ class Regions:
         yield dict(zip(self._read.boxes, buffers, strict=True))
 
     def drop(self) -> None:
-        """Lets go of the buffers."""
         self._pending.clear()
         self._buffers.clear()
 
@@ -119,7 +107,7 @@ class Regions:
             self._fill_window()
 
     def _fill_window(self) -> None:
-        """Starts reads while they fit into the window; at least one is always under way."""
+        """Starts reads while they fit into the window; at least one is always in flight."""
         while self._under_way < self._window_bytes or not self._pending:
             task = next(self._tasks, None)
             if task is None:
@@ -133,11 +121,11 @@ class Regions:
         array = self._array.result()
         if shape_of(array) != self._stored.shape:
             raise ValueError(
-                f"the array has shape {shape_of(array)}, the tree says {self._stored.shape}"
+                f"the array has shape {shape_of(array)}, the tree has {self._stored.shape}"
             )
         if self._item.ours and chunk_shape_of(array) != self._stored.unit_shape:
             raise ValueError(
-                f"the array has chunks of shape {chunk_shape_of(array)}, the tree says "
+                f"the array has chunks of shape {chunk_shape_of(array)}, the tree has "
                 f"{self._stored.unit_shape}"
             )
         self._try_chunk()
@@ -162,21 +150,21 @@ class Regions:
                 outs = [self._buffers[i][part.within(self._read.boxes[i])] for i, part in parts]
                 yield size, read_into(array, wheres, outs), _nothing
                 continue
-            # Not with TensorStore's own cast: it differs from numpy's for some dtypes of 8 bits.
+            # TensorStore's own cast differs from numpy's for some 8-bit dtypes.
             temporary = np.empty(region.box.shape, self._dtype)
             pending = read_into(array, [region.box.slices], [temporary])
             yield size, pending, self._divider(temporary, region.box, parts)
 
     def _try_chunk(self) -> None:
-        # TensorStore ends the process if it finds no memory for a chunk.
+        # TensorStore aborts the process if it cannot allocate a chunk.
         size = math.prod(self._stored.unit_shape) * self._dtype.itemsize
         if size > _LARGE_CHUNK_BYTES:
             try:
                 np.empty(size, np.uint8)
             except MemoryError as error:
                 raise MemoryError(
-                    f"leaf {self._read.leaf.text} of {self._item.path}: this host has no memory "
-                    f"for one of its chunks, of {size} bytes"
+                    f"leaf {self._read.leaf.text} of {self._item.path}: this host cannot allocate "
+                    f"one of its chunks, {size} bytes"
                 ) from error
 
     def _divider(
@@ -190,8 +178,14 @@ class Regions:
         return divide
 
 
+def open_reader(item: Item) -> Any:  # a `Reader` of storage._arrays
+    from jaxckpt.storage._arrays import Reader
+
+    return Reader(item.found.storage.kvstore(item.path), database=item.database)
+
+
 def refuse_others(item: Item, reader: Any, leaf: Leaf, boxes: tuple[Box, ...]) -> None:
-    """Raises if a chunk is not the one that was written, by its checksum alone; reads no values."""
+    """Raises if a chunk's stored checksum is not the recorded one; reads no values."""
     sums, stored = item.read_sums(), leaf.array
     if sums is None:
         return
@@ -205,11 +199,9 @@ def refuse_others(item: Item, reader: Any, leaf: Leaf, boxes: tuple[Box, ...]) -
 
 def refuse_swapped(item: Item) -> None:
     """Raises CorruptCheckpoint if any chunk of a tree is not the one that was written there."""
-    from jaxckpt.storage._arrays import Reader
-
     leaf = None
     try:
-        reader = Reader(item.found.storage.kvstore(item.path), database=item.database)
+        reader = open_reader(item)
         for leaf in item.tree.leaves:
             if leaf.has_array:
                 refuse_others(item, reader, leaf, (whole(leaf.array.shape),))
@@ -218,4 +210,4 @@ def refuse_swapped(item: Item) -> None:
 
 
 def _nothing(_: Any) -> None:
-    """Does nothing: the values were read into their place."""
+    pass

@@ -1,4 +1,4 @@
-"""Reads values that come and go as a stream, of which nobody knows the length beforehand."""
+"""Reads the values of an item as a stream of unknown length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import read_leaves
 from jaxckpt._disk.regions import LeafRead
 
-# Another writer's array has as many chunks as its metadata say, whether they are there or not.
+# A foreign array has as many chunks as its metadata claims, whether they exist or not.
 CHUNKS_AT_ONCE: Final = 1 << 12
 _READS_AT_ONCE: Final = 1 << 10
 
@@ -27,11 +27,11 @@ def read_stream(
     """Yields the values of parts of leaves, in order.
 
     Args:
-        parts: Each one box of a leaf, or the values themselves, if the metadata hold them.
+        parts: Reads of one box of a leaf, or the values themselves if the metadata has them.
 
     Raises:
-        CorruptCheckpoint: stored data is missing or damaged; the leaf and the file are named.
-        OSError: it cannot be read now.
+        CorruptCheckpoint: stored data is missing or damaged; the error names leaf and file.
+        OSError: the storage fails to read it.
     """
     for some in in_turns(item, parts):
         reads = [part for part in some if isinstance(part, LeafRead)]
@@ -41,11 +41,8 @@ def read_stream(
 
 
 def in_turns(item: Item, parts: Iterable[_T]) -> Iterator[list[_T]]:
-    """Divides a stream of parts of an item into lists to read at once.
-
-    Finding where our own chunks lie takes time, so all of them are read at once.
-    """
-    most = None if item.ours else _READS_AT_ONCE
+    """Divides a stream of parts of an item into lists to read together."""
+    most = None if item.ours else _READS_AT_ONCE  # finding our chunks takes time: do it once
     parts = iter(parts)
     while some := list(islice(parts, most)):
         yield some

@@ -1,4 +1,4 @@
-"""One checkpoint comes into being, or does not: begin, write, commit or abort, and recovery.
+"""Writes one checkpoint or none: begin, write, commit or abort, and recovery.
 
 On a file system, `T` being `<name>.orbax-checkpoint-tmp-jaxckpt-<token>` beside `<name>`, process 0
 does this, and a crash after each line leaves:
@@ -8,7 +8,7 @@ does this, and a crash after each line leaves:
         -- all processes write into T, and fsync what they wrote; all have reported --
      3. write the metadata files into T                 the same
      4. write `_jaxckpt.json`: every file, its size     the same
-     5. check that `_jaxckpt.writing` holds our token   the same (another writer took T: give up)
+     5. check that `_jaxckpt.writing` has our token     the same (another writer took T: give up)
      6. fsync every file and directory of T             the same
      7. write `commit_success.txt` into T               the same: its name is still temporary
      8. rename T to `<name>`, fsync the parent          the checkpoint, committed
@@ -24,9 +24,9 @@ which is deleted. Where the file system cannot exchange names:
 To delete: rename to `...-deleting-...`, then remove the files. A crash leaves a name that no reader
 takes for a checkpoint, and the next writer finishes the job.
 
-Where there is no atomic rename (object stores), T is `<name>` itself and step 7 is the commit:
-readers ignore what has no `commit_success.txt`. To delete, that goes first and the files by which
-the next writer knows the rest for ours go last.
+Without an atomic rename (object stores), T is `<name>` itself and step 7 is the commit: readers
+ignore a directory without `commit_success.txt`. A deletion removes this file first, and last the
+files by which the next writer recognizes the remains as ours.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from jaxckpt._disk.found import beside, listing
 from jaxckpt._version import __version__
 from jaxckpt.errors import CheckpointError, SaveFailed, StepExists, UnsupportedFormat
 from jaxckpt.format import names, step
@@ -50,7 +51,7 @@ _logger = logging.getLogger("jaxckpt")
 
 # Files that are in every directory of ours, from the first moment to the last.
 _OURS = (names.WRITER, names.RECORD)
-# How often to begin again when another writer removes what was just begun.
+# How often to begin again when another writer removes the work directory.
 _TRIES = 10
 # A directory with one of these is a checkpoint, or an item of one.
 _MARKS = frozenset(
@@ -60,22 +61,15 @@ _MARKS = frozenset(
 
 @dataclass(slots=True)
 class Transaction:
-    """A checkpoint that is being written. Only process 0 has one.
-
-    Attributes:
-        storage, path: Where it will be.
-        work: Where it is until then.
-        token: Unique to this attempt.
-        fence: Raises if this writer may no longer commit anything here.
-    """
+    """A checkpoint that is being written. Only process 0 has one."""
 
     storage: Storage
     path: str
-    work: str
-    token: str
+    work: str  # the directory until the commit
+    token: str  # unique to this attempt
     overwrite: bool
     hold: Hold | None = None
-    fence: Callable[[], None] | None = None
+    fence: Callable[[], None] | None = None  # raises if this writer may no longer commit
     publishing: bool = False
     committed: bool = False
 
@@ -83,7 +77,7 @@ class Transaction:
         """Writes our token into the work directory, and locks it.
 
         Raises:
-            SaveFailed: another writer was faster, or took this writer for dead just now.
+            SaveFailed: another writer was faster, or has just taken this writer for dead.
         """
         writer = f"{self.work}/{names.WRITER}"
         mine = self.storage.create(writer, self.token.encode())
@@ -92,9 +86,11 @@ class Transaction:
                 self.hold = self.storage.hold(writer)
                 mine = self.hold is not None
             except io.UnsupportedOperation:
-                pass  # no locks here: other writers leave all that is temporary alone
+                pass  # without locks, other writers leave everything temporary alone
         if not mine:
-            raise SaveFailed(f"{writer} is another writer's: two jobs save {self.path}")
+            raise SaveFailed(
+                f"{self.path}: another writer owns {writer}. Let only one job save here."
+            )
 
     def commit(
         self,
@@ -111,7 +107,7 @@ class Transaction:
 
         Raises:
             SaveFailed: another writer took over.
-            StepExists: something came to be at the path meanwhile.
+            StepExists: the path was created during the save.
         """
         record = Record(
             writer=f"jaxckpt {__version__}",
@@ -129,33 +125,33 @@ class Transaction:
         marker = f"{self.work}/{names.COMMIT_MARKER}"
         text = f"Checkpoint commit was successful to {self.path}".encode()
         if not self.storage.create(marker, text):
-            raise SaveFailed(f"{marker} is there already: another writer committed {self.path}")
+            raise SaveFailed(f"{marker} already exists: another writer committed {self.path}")
         self.publishing = True
         old = self._publish() if self.storage.atomic_rename else None
         self.committed = True
         try:
-            # A reader minds neither of these, and the next save removes them.
+            # Readers ignore both leftovers, and the next save removes them.
             self.storage.delete(f"{self.path}/{names.WRITER}")
             if old is not None:
                 _discard(self.storage, old)
         except OSError as error:
-            warn(self.path, f"it is saved, but the one that it replaced is still there: {error}")
+            warn(self.path, f"saved, but the checkpoint it replaced is not deleted yet: {error}")
         self.release()
 
     def abort(self) -> None:
-        """Removes what was written, unless it is committed. Never raises an error of its own."""
+        """Removes what was written, unless it is committed. Never raises an OSError."""
         try:
-            # After an exchange that raised, `work` may be the checkpoint that was there before; it
-            # has no owner. Until then what has none is ours by its name: claiming it failed.
+            # After an exchange that raised, `work` may be the previous checkpoint, which has no
+            # owner. Before, a directory of this name without an owner is ours: claiming it failed.
             mine = (self.token,) if self.publishing else (self.token, None)
             if not self.committed and self._owner() in mine:
                 _delete(self.storage, self.work)
         except OSError as error:
-            warn(self.work, f"it cannot be removed: {error}. The next save removes it.")
+            warn(self.work, f"cannot be removed: {error}. The next save removes it.")
         self.release()
 
     def release(self) -> None:
-        """Lets go of the lock that shows that this writer lives."""
+        """Releases the lock that shows that this writer lives."""
         if self.hold is not None:
             self.hold.release()
 
@@ -174,9 +170,9 @@ class Transaction:
         owner = self._owner()
         if owner != self.token:
             raise SaveFailed(
-                f"{self.path}: another writer took over while this save was under way "
+                f"{self.path}: another writer took over during this save "
                 f"({self.work}/{names.WRITER} {'is gone' if owner is None else 'is theirs'}). "
-                "Two jobs write here."
+                "Let only one job save here."
             )
 
     def _owner(self) -> str | None:
@@ -188,18 +184,18 @@ class Transaction:
             return None
 
     def _publish(self) -> str | None:
-        """Gives the checkpoint its name; returns where the one that it replaced is now, if any."""
+        """Gives the checkpoint its name; returns the new path of the one it replaced, if any."""
         if not self.overwrite or self.storage.kind(self.path) is None:
             try:
                 self.storage.rename(self.work, self.path)
             except FileExistsError as error:
                 raise StepExists(
-                    f"{self.path} came to be while it was being saved; that one stays"
+                    f"{self.path} was created during the save, and is not replaced"
                 ) from error
             return None
         if self.storage.exchange(self.work, self.path):
             return self.work
-        replacement = _beside(self.path, names.replacement(posixpath.basename(self.path)))
+        replacement = beside(self.path, names.replacement(posixpath.basename(self.path)))
         self.storage.rename(self.work, replacement)
         return _put_in_place(self.storage, self.path, replacement)
 
@@ -219,11 +215,11 @@ def begin(
         fence: Raises if this writer may no longer commit anything here.
 
     Raises:
-        StepExists: something is there (with `overwrite`: something that is no checkpoint).
+        StepExists: `path` exists (with `overwrite`: and is not a checkpoint).
     """
     if fence is not None:
         fence()  # before anything is written, which may take long
-    # The other processes may have begun to write this attempt already.
+    # The other processes may already be writing for this attempt.
     spare = work_of(storage, path, token) if token else None
     around = recover(storage, path, spare=spare, fenced=fence is not None)
     check_target(storage, path, around, overwrite=overwrite)
@@ -240,58 +236,45 @@ def begin(
                 storage.make_dir(work)
             transaction.claim()
         except FileNotFoundError:
-            # Another writer began here too, and took the directory for a dead one's before it was
-            # claimed.
+            # Another writer began here too, and removed the unclaimed directory as a dead writer's.
             if storage.kind(posixpath.dirname(path)) != "dir":
                 raise
         except BaseException:
             if token is None:
                 transaction.abort()
-            else:  # the others write there: the caller removes it when they have stopped
+            else:  # other processes write there: the caller removes it when they have stopped
                 transaction.release()
             raise
         else:
             return transaction
-    raise SaveFailed(f"{path}: other writers keep starting to save there; let one job write it")
+    raise SaveFailed(f"{path}: other writers keep starting to save here. Let only one job save.")
 
 
 def remove_work(storage: Storage, path: str) -> None:
     """Removes the temporary directory of another writer, who can then no longer commit."""
-    with contextlib.suppress(FileNotFoundError):  # it was quicker
+    with contextlib.suppress(FileNotFoundError):  # the other writer was quicker
         _discard(storage, path)
 
 
 def work_of(storage: Storage, path: str, token: str) -> str:
-    """Returns the directory that the attempt of this token writes."""
+    """Returns the work directory of an attempt to save `path`."""
     if not storage.atomic_rename:
         return path
-    return _beside(path, names.temporary(posixpath.basename(path), token))
+    return beside(path, names.temporary(posixpath.basename(path), token))
 
 
 def discard_work(storage: Storage, path: str, token: str) -> None:
-    """Removes what others wrote for an attempt that did not begin. Never raises."""
+    """Removes what other processes wrote for an attempt that did not begin. Never raises."""
     try:
         storage.delete(work_of(storage, path, token))
     except OSError as error:
-        warn(path, f"the rest of a save of it cannot be removed: {error}")
-
-
-def listing(storage: Storage, folder: str) -> dict[str, Entry] | None:
-    """Returns the entries of a directory; None if there is no directory."""
-    try:
-        return storage.entries(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+        warn(path, f"the remains of a failed save cannot be removed: {error}")
 
 
 def check_target(
     storage: Storage, path: str, around: Mapping[str, Entry] | None, *, overwrite: bool
 ) -> None:
-    """Raises StepExists if a checkpoint may not be put at `path`.
-
-    Args:
-        around: The listing of the directory that `path` is in.
-    """
+    """Raises StepExists if a checkpoint may not be put at `path`; `around` lists its parent."""
     parent, name = posixpath.split(path)
     if around is None:
         return
@@ -303,26 +286,24 @@ def check_target(
         raise StepExists(f"{path} is a {'file' if kind == 'file' else 'link or special file'}")
     inside = set(storage.names(path))
     if _MARKS.isdisjoint(inside):
-        found = ", ".join(sorted(inside)[:8]) or "nothing; it is empty"
+        found = ", ".join(sorted(inside)[:8]) or "nothing"
         raise StepExists(
-            f"{path} is a directory that is no checkpoint, and is not replaced. It holds: {found}"
+            f"{path} is a directory but not a checkpoint, and is not replaced. It contains {found}"
         )
     if not overwrite:
-        raise StepExists(
-            f"{path} is a checkpoint already. Save elsewhere, or set overwrite to replace it."
-        )
+        raise StepExists(f"{path} already exists. Save elsewhere, or set overwrite to replace it.")
     foreign = sorted(_foreign(storage, path, inside))
     if foreign:
         raise StepExists(
-            f"{path} holds more than one checkpoint's tree, and is not replaced: "
-            f"{', '.join(foreign[:8])}. Move that away first."
+            f"{path} contains more than one tree, and is not replaced. Move these away first: "
+            f"{', '.join(foreign[:8])}"
         )
     if not storage.atomic_rename:
         raise UnsupportedFormat(f"{path}: overwriting needs a storage with an atomic rename")
 
 
 def _foreign(storage: Storage, path: str, inside: set[str]) -> set[str]:
-    """Returns the names in a checkpoint beside the one tree that `save` would replace."""
+    """Returns the names in a checkpoint that do not belong to the one tree of a `save`."""
     if names.RECORD in inside:
         data = storage.read(f"{path}/{names.RECORD}", max_bytes=step.MAX_RECORD_BYTES)
         record = step.decode_record(data, file=f"{path}/{names.RECORD}")
@@ -345,11 +326,11 @@ def recover(
 
     Args:
         spare: A directory that is not touched.
-        fenced: Whether nobody else may write here: then the work of others goes though they live.
+        fenced: Whether only this writer may write here; then it removes live writers' work too.
 
     Returns:
-        The listing of the directory that `path` is in, where only temporary names may have gone
-        since; None if there is no directory.
+        The listing of the directory that `path` is in, which may still have removed temporary
+        names; None if there is no such directory.
     """
     parent, name = posixpath.split(path)
     around = listing(storage, parent)
@@ -361,9 +342,9 @@ def recover(
             around = listing(storage, parent)
         return around
     replacement = names.replacement(name)
-    if replacement in around and _is_whole(storage, _beside(path, replacement)):
-        warn(path, "finishing a replacement of it that was interrupted")
-        _put_in_place(storage, path, _beside(path, replacement))
+    if replacement in around and _is_whole(storage, beside(path, replacement)):
+        warn(path, "finishing an interrupted replacement")
+        _put_in_place(storage, path, beside(path, replacement))
         around = storage.entries(parent)
     for entry in around:
         if names.is_ours_temporary(entry, name) and f"{parent}/{entry}" != spare:
@@ -375,7 +356,7 @@ def recover(
 
 
 def remove(storage: Storage, path: str) -> None:
-    """Deletes a checkpoint so that a crash in the middle leaves none, never a part of one."""
+    """Deletes a checkpoint; after a crash in the middle no reader takes the rest for one."""
     if not storage.atomic_rename:
         storage.delete(f"{path}/{names.COMMIT_MARKER}")
     _discard(storage, path)
@@ -383,7 +364,7 @@ def remove(storage: Storage, path: str) -> None:
 
 def _discard(storage: Storage, path: str) -> None:
     if storage.atomic_rename and not names.is_deleting(posixpath.basename(path)):
-        doomed = _beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
+        doomed = beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
         storage.rename(path, doomed)
         path = doomed
     _delete(storage, path)
@@ -402,7 +383,7 @@ def _remove_leftover(storage: Storage, path: str) -> None:
     with contextlib.suppress(FileNotFoundError):  # its writer, or another, was quicker
         if _may_be_written(storage, path):
             return
-        warn(path, "removing it, left by a save or a deletion that was interrupted")
+        warn(path, "removing the remains of an interrupted save or deletion")
         _discard(storage, path)
 
 
@@ -414,16 +395,16 @@ def _may_be_written(storage: Storage, path: str) -> bool:
         hold = storage.hold(writer)
     except io.UnsupportedOperation:
         if not storage.atomic_rename:
-            # Left alone it would block this name for ever. A writer that lives will notice.
+            # Left alone, it would block this name for ever. A live writer notices the removal.
             return False
         warn(
             path,
-            "left alone: there are no file locks here, so its writer may live. Remove it if no "
-            "job is saving there.",
+            "left alone: this storage has no file locks, so its writer may be alive. Remove it if "
+            "no job is saving there.",
         )
         return True
     if hold is None:
-        warn(path, "another writer is at work there; left alone")
+        warn(path, "left alone: another writer is saving there")
         return True
     hold.release()
     return False
@@ -433,14 +414,14 @@ def _put_in_place(storage: Storage, path: str, replacement: str) -> str | None:
     """Does steps 8b and 8c; returns the new place of the checkpoint that was at `path`, if any."""
     doomed = None
     if storage.kind(path) is not None:
-        doomed = _beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
+        doomed = beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
         storage.rename(path, doomed)
     storage.rename(replacement, path)
     return doomed
 
 
 def _is_leftover(storage: Storage, path: str) -> bool:
-    """Returns whether a save or a deletion at `path` did not end, where nothing is renamed."""
+    """Returns whether `path` is left of a save or a deletion, on a storage without renames."""
     return storage.kind(f"{path}/{names.COMMIT_MARKER}") is None and any(
         storage.kind(f"{path}/{name}") == "file" for name in _OURS
     )
@@ -452,12 +433,8 @@ def _is_whole(storage: Storage, path: str) -> bool:
     )
 
 
-def _beside(path: str, name: str) -> str:
-    return posixpath.join(posixpath.dirname(path), name)
-
-
 def files_below(storage: Storage, root: str) -> dict[str, Entry]:
-    """Returns all below `root` that is no directory, by path in order; no file being written."""
+    """Returns the entries below `root` by sorted path, without directories and unfinished files."""
     found, folders = {}, [""]
     while folders:
         folder = folders.pop()
@@ -471,11 +448,11 @@ def files_below(storage: Storage, root: str) -> dict[str, Entry]:
 
 
 def bytes_below(storage: Storage, root: str) -> int:
-    """Returns the size of all files below `root`, those being written too; for a display."""
+    """Returns the size of all files below `root`, unfinished ones included; for a display."""
     total, folders = 0, [root]
     while folders:
         folder = folders.pop()
-        with contextlib.suppress(OSError):  # it is being made or deleted
+        with contextlib.suppress(OSError):  # the folder is being made or deleted
             for name, entry in storage.entries(folder).items():
                 total += entry.size
                 if entry.kind == "dir":
@@ -489,10 +466,10 @@ def warn(path: str, text: str) -> None:
 
 
 def raise_save_error(path: str, error: BaseException) -> NoReturn:
-    """Raises the error of a failed save: one of ours as it is, others inside SaveFailed."""
+    """Raises the error of a failed save: a CheckpointError as it is, others inside SaveFailed."""
     if isinstance(error, CheckpointError) or not isinstance(error, Exception):
         raise error
     raise SaveFailed(
-        f"{path}: the save failed: {type(error).__name__}: {error}. What can be restored there is "
-        "whole: the checkpoint of before, or, if this came after the commit, the new one."
+        f"{path}: the save failed: {type(error).__name__}: {error}. The previous checkpoint, or "
+        "the new one if it was committed, is complete and can be restored."
     ) from error

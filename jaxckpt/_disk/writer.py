@@ -29,15 +29,14 @@ from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, StoredArray, Tree
 from jaxckpt.storage import Storage
 
-# To open an array costs TensorStore more than to write a small chunk, whose bytes are easily made
-# without it. A larger one is better left to it: it neither copies it more than once nor holds the
-# interpreter's lock.
+# Opening an array costs TensorStore more than writing a small chunk, whose bytes we can make
+# ourselves. It is better at large chunks: it copies them only once, without the interpreter's lock.
 _MAX_DIRECT_BYTES: Final = 256 << 10
 
 
 @lru_cache(maxsize=1 << 12)
 def is_direct(stored: StoredArray) -> bool:
-    """Whether the chunks of an array are written as values of the database."""
+    """Returns whether the chunks of an array are written as values of the database."""
     if stored.inner_shape is not None or stored.dtype not in PLAIN_DTYPES:
         return False
     return math.prod(stored.chunk_shape) * dtype_of(stored.dtype).itemsize <= _MAX_DIRECT_BYTES
@@ -45,26 +44,19 @@ def is_direct(stored: StoredArray) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritePlan:
-    """The writes of one process to its database, without the values.
+    """The writes of one process to its database, without the values."""
 
-    Attributes:
-        described: Key and bytes of the metadata of arrays whose chunks are direct.
-        arrays: The others: prefix and how they lie, by index of the array in the plan.
-        direct: For each direct chunk its key, and of which shard (by index of the source) it is
-            which part; None for all of it.
-        written: For each other chunk its array, its place and its index there, the shard and the
-            part.
-        units: The numbers of the direct chunks among all chunks and inner chunks of the tree, and
-            then of those in the others: see `_sums`.
-        unit_count: Of all chunks and inner chunks of the tree, whoever writes them.
-    """
-
+    # Key and bytes of the metadata of each array with direct chunks.
     described: tuple[tuple[str, bytes], ...]
+    # Prefix and layout of each other array, by its index in the plan.
     arrays: Mapping[int, tuple[str, StoredArray]]
+    # Key, index of the source shard, and part of the shard (None for all), for each direct chunk.
     direct: tuple[tuple[str, int, tuple[Any, ...] | None], ...]
+    # Array, place and index in it, source shard and part of it, for each other chunk.
     written: tuple[tuple[int, tuple[slice, ...], tuple[int, ...], int, tuple[Any, ...] | None], ...]
+    # Numbers of the direct, then of the other chunks and inner chunks in the file of checksums.
     units: tuple[int, ...]
-    unit_count: int
+    unit_count: int  # chunks and inner chunks of the whole tree, of all processes
 
 
 def plan_writes(
@@ -73,8 +65,8 @@ def plan_writes(
     """Works out the writes of this process to its database.
 
     Args:
-        prefixes: Of each array's keys.
-        sources: The index of each shard that the plan's writes are of.
+        prefixes: The prefix of each array's keys.
+        sources: The index of each shard in the snapshot, by array and box.
     """
     described, arrays, direct, written = [], {}, [], []
     direct_units, written_units = [], []
@@ -107,11 +99,7 @@ def plan_writes(
 
 
 def metadata_files(saved: Tree, shardings: Mapping[str, SavedSharding]) -> dict[str, bytes]:
-    """The metadata files of a tree, by name in its item.
-
-    Raises:
-        UnsupportedLeaf: two text leaves cannot both be stored.
-    """
+    """Returns the metadata files of a tree, by name in its item."""
     files = {names.TREE_METADATA: tree.encode(saved)}
     if any(leaf.value is not None for leaf in saved.leaves):
         files[names.STRINGS] = texts_of(saved.leaves)
@@ -128,7 +116,7 @@ def metadata_files(saved: Tree, shardings: Mapping[str, SavedSharding]) -> dict[
 
 
 def texts_of(leaves: Sequence[Leaf]) -> bytes:
-    """The file of all text leaves; UnsupportedLeaf if two cannot both be stored."""
+    """Returns the file of all text leaves; UnsupportedLeaf if two cannot both be stored."""
     texts = {leaf.name: leaf.value for leaf in leaves if leaf.value is not None}
     try:
         return step.encode_strings(texts)
@@ -144,12 +132,12 @@ def write_arrays(
     *,
     describe: bool,
 ) -> list[int]:
-    """Writes this process's chunks, in one atomic transaction; on disk when it returns.
+    """Writes this process's chunks in one atomic transaction; they are on disk when it returns.
 
     Args:
         database: Directory of the database; made if there is anything to write.
         snapshot: The values of each shard.
-        describe: Whether to write the arrays' metadata too; one process does.
+        describe: Whether to write the arrays' metadata too; only one process does.
 
     Returns:
         The checksum of each of `writes.units`.
@@ -193,11 +181,7 @@ def write_arrays(
 
 
 def merge(storage: Storage, item_path: str, writers: Sequence[int]) -> None:
-    """Makes one database of those that `writers` wrote; values stay where they are.
-
-    Raises:
-        SaveFailed: one of them is not there.
-    """
+    """Merges the databases of `writers`, without moving values; SaveFailed if one is missing."""
     from jaxckpt.storage._arrays import merge_databases
 
     databases = [f"{item_path}/{names.process_database(process)}" for process in writers]
@@ -208,7 +192,7 @@ def merge(storage: Storage, item_path: str, writers: Sequence[int]) -> None:
     ]
     if unseen:
         raise SaveFailed(
-            f"{item_path}: process 0 does not see what processes {unseen} wrote. The path must be "
-            "on a file system that all hosts share."
+            f"{item_path}: process 0 does not see the files of processes {unseen}. The path must "
+            "be on a file system that all hosts share."
         )
     merge_databases(storage.kvstore(item_path), [storage.kvstore(path) for path in databases])

@@ -1,7 +1,4 @@
-"""Lines up a target with what was saved: which saved leaf becomes which wanted one.
-
-All that does not fit is found before anything is read, and told at once.
-"""
+"""Matches saved leaves to wanted leaves, and reports every mismatch before anything is read."""
 
 from __future__ import annotations
 
@@ -27,11 +24,7 @@ _NUMERIC: Final = frozenset({"array", "numpy", "generic", "int", "float", "compl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
-    """How a tree is to be restored; the fields are the arguments of `jaxckpt.restore`.
-
-    Attributes:
-        timeout_s: For the other processes.
-    """
+    """How to restore a tree; the fields are the arguments of `jaxckpt.restore`."""
 
     mesh: jax.sharding.Mesh | None = None
     shardings: Any = None  # a tree of shardings, or a function
@@ -45,40 +38,32 @@ class RestoreRequest:
     report: Callable[[RestoreReport], None] | None = None
     budget_bytes: int = 1 << 30
     on_progress: OnProgress | None = None
-    timeout_s: float = 1200.0
+    timeout_s: float = 1200.0  # limit of the wait for other processes
 
     def __post_init__(self) -> None:
         if self.missing not in ("error", "keep"):
-            raise ValueError(f"missing must be 'error' or 'keep', not {self.missing!r}")
+            raise ValueError(f"missing must be 'error' or 'keep', got {self.missing!r}")
         if self.extra not in ("error", "ignore"):
-            raise ValueError(f"extra must be 'error' or 'ignore', not {self.extra!r}")
+            raise ValueError(f"extra must be 'error' or 'ignore', got {self.extra!r}")
 
     @property
     def keeps_values(self) -> bool:
-        """Whether leaves of `like` may be returned in place of saved ones."""
+        """Whether leaves of `like` may be returned in place of saved leaves."""
         return self.missing == "keep" or self.only is not None or self.skip is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """One leaf of a target: what the caller wants at this path.
-
-    Attributes:
-        kind: As `Leaf.kind`; "ellipsis" asks for nothing.
-        dtype: numpy's, for arrays.
-        sharding: Of an array, or None: not said.
-        uncommitted: Whether an array is to be free to move, as jax makes them by default.
-        value: The leaf itself, only where it may be returned in place of a saved one.
-    """
+    """One leaf of a target."""
 
     path: Path
-    kind: Kind
-    dtype: np.dtype[Any] | None = None
+    kind: Kind  # as `Leaf.kind`; "ellipsis" asks for nothing
+    dtype: np.dtype[Any] | None = None  # of an array
     shape: tuple[int, ...] = ()
     key_impl: str | None = None
-    sharding: jax.sharding.Sharding | None = None
-    uncommitted: bool = False
-    value: Any = None
+    sharding: jax.sharding.Sharding | None = None  # of an array, if given
+    uncommitted: bool = False  # the array may move between devices, as by jax's default
+    value: Any = None  # the leaf itself, only if it may be returned in place of a saved leaf
 
     def __str__(self) -> str:
         return describe(
@@ -88,17 +73,17 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafMatch:
-    """One leaf to restore: the saved leaf, and what is wanted of it; None: as it was saved."""
+    """One leaf to restore."""
 
     path: Path
     saved: Leaf
-    wanted: Wanted | None
+    wanted: Wanted | None  # None if it is restored as it was saved
 
 
 def describe(
     kind: str, dtype: str | None, shape: Sequence[int], key_impl: str | None = None
 ) -> str:
-    """A leaf in a word: `float32[4,8]`, `key<threefry2x32>[]`, `str`, `empty`."""
+    """Returns the type of a leaf: `float32[4,8]`, `key<threefry2x32>[]`, `str`, `empty`."""
     dims = "[" + ",".join(map(str, shape)) + "]"
     if kind == "key":
         return f"key<{key_impl}>{dims}"
@@ -108,10 +93,10 @@ def describe(
 
 
 def flatten_like(like: object, *, keep_values: bool) -> tuple[list[Wanted], Any]:
-    """The leaves of a target, and its treedef.
+    """Returns the leaves of a target, and its treedef.
 
-    Keeps no reference to the arrays of `like` unless `keep_values`, so that their memory is free
-    as soon as the caller lets go of them.
+    Keeps no reference to the arrays of `like` unless `keep_values`, so that the caller can free
+    their memory.
     """
     pairs, treedef = tree_util.tree_flatten_with_path(like, is_leaf=is_empty)
     wanted = []
@@ -147,18 +132,13 @@ def _want(value: object, path: Path) -> Wanted:
     if is_empty(value):
         return Wanted(path=path, kind="empty")
     raise TypeError(
-        f"is a {type(value).__qualname__}; wanted an array, a jax.ShapeDtypeStruct or a scalar"
+        f"must be an array, a jax.ShapeDtypeStruct or a scalar, got {type(value).__qualname__}"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """How a target, or no target, lines up with what was saved.
-
-    Attributes:
-        leaves: To be restored.
-        kept: Values of `like` by path that are returned as they are.
-    """
+    """The leaves to restore, and the values of `like` to return as they are."""
 
     leaves: tuple[LeafMatch, ...]
     kept: Mapping[Path, object]
@@ -172,11 +152,7 @@ def match(
     *,
     place: str,
 ) -> Match:
-    """Decides which saved leaf becomes which wanted one.
-
-    Raises:
-        TreeMismatch: with every difference, not only the first.
-    """
+    """Decides which saved leaf becomes which wanted leaf; TreeMismatch lists every difference."""
     names, renamed = [leaf.path for leaf in saved], {}
     if request.rename:
         names, renamed = _rename(saved, request.rename, place)
@@ -214,8 +190,8 @@ def match(
     valueless = [w.path for w in lost if isinstance(w.value, jax.ShapeDtypeStruct)]
     if valueless:
         raise TypeError(
-            f"like: {place} has none of {', '.join(map(path_text, valueless[:50]))}, and "
-            "missing='keep' needs arrays there, not a jax.ShapeDtypeStruct"
+            f"like: missing='keep' needs arrays, not jax.ShapeDtypeStructs, for leaves that "
+            f"{place} does not have: {', '.join(map(path_text, valueless[:50]))}"
         )
     missing = [path_text(want.path) for want in lost]
     report = _report(leaves, missing, [leaf.text for leaf in left], renamed)
@@ -247,20 +223,19 @@ def _rename(
             renamed[text] = new
     if len(set(paths)) != len(paths):
         twice = sorted({path_text(path) for path in paths if paths.count(path) > 1})
-        raise ValueError(f"rename gives several leaves the name {', '.join(twice)}")
+        raise ValueError(f"rename gives the same name to several leaves: {', '.join(twice)}")
     if not renamed:
-        raise ValueError(f"rename={rename!r} matches no leaf. {some_paths(paths, place)}")
+        raise ValueError(f"rename {rename!r} matches no leaf. {some_paths(paths, place)}")
     return paths, renamed
 
 
 def _fits(want: Wanted, leaf: Leaf) -> bool:
-    """Returns whether a saved leaf can become what is wanted."""
     if want.kind in ("str", "bytes", "empty") or leaf.kind in ("str", "bytes", "empty", "ellipsis"):
         return want.kind == leaf.kind
     if want.kind == "key":
         if leaf.kind == "key":
             return leaf.shape == want.shape and leaf.key_impl == want.key_impl
-        # Saved as plain uint32: by jax.random.PRNGKey, or by an Orbax that lost the type.
+        # Saved as plain uint32, by jax.random.PRNGKey or a release of Orbax that lost the type.
         width = jax.random.key_data(jax.random.key(0, impl=want.key_impl)).shape
         return leaf.dtype == "uint32" and leaf.shape == (*want.shape, *width)
     if leaf.kind == "key":

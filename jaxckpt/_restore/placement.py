@@ -1,4 +1,4 @@
-"""What becomes of each saved leaf, and which sharding it gets on the devices that are here."""
+"""Plans the value of each leaf, and chooses its sharding on the available devices."""
 
 from __future__ import annotations
 
@@ -31,39 +31,30 @@ from jaxckpt.format.tree import Kind, Leaf, Path, path_text
 _ARRAY_KINDS: Final = ("array", "numpy", "generic")
 
 
-# --- what to make of each leaf ---------------------------------------------------------------
+# --- the plan of each leaf -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafPlan:
-    """One leaf: where its values come from, and what to make of them.
+    """One leaf: the source of its values, and the value to make of them."""
 
-    Attributes:
-        path: In the tree that comes back.
-        saved, wanted: The saved leaf, and what the target wants; None: the leaf as it was saved.
-        kind: What comes back.
-        dtype: Of the array that comes back.
-        sharding: Of a jax array; None: the default device, uncommitted.
-        boxes: The parts of the stored array that this process needs.
-    """
-
-    path: Path
+    path: Path  # in the returned tree
     saved: Leaf
-    wanted: Wanted | None
-    kind: Kind
-    dtype: np.dtype[Any] | None
-    sharding: Sharding | None = None
-    boxes: tuple[Box, ...] = ()
+    wanted: Wanted | None  # None if it is restored as it was saved
+    kind: Kind  # of the returned value
+    dtype: np.dtype[Any] | None  # of the returned array
+    sharding: Sharding | None = None  # of a jax array; None for the default device, uncommitted
+    boxes: tuple[Box, ...] = ()  # the parts of the stored array that this process needs
 
 
 def plan_leaves(
     leaves: Sequence[LeafMatch], placer: Placer, request: RestoreRequest, *, place: str
 ) -> list[LeafPlan]:
-    """Decides for every leaf before anything is read.
+    """Plans every leaf before anything is read.
 
     Raises:
-        TreeMismatch: shardings do not fit; every one is listed.
-        ValueError: `shardings` names what is not there.
+        TreeMismatch: shardings do not fit; the error lists all of them.
+        ValueError: `shardings` names leaves that do not exist.
     """
     if request.shardings is not None:
         placer.check_names([leaf.path for leaf in leaves])
@@ -73,9 +64,9 @@ def plan_leaves(
         (differences if isinstance(planned, Difference) else plans).append(planned)
     if differences:
         raise TreeMismatch(
-            f"{len(differences)} leaves of {place} cannot be split as asked:\n"
+            f"{len(differences)} leaves of {place} do not fit their sharding:\n"
             + "\n".join(f"  {difference}" for difference in differences[:200])
-            + "\nGive them a sharding whose mesh axes divide their shape.",
+            + "\nUse shardings whose mesh axes divide the shapes.",
             differences,
         )
     return plans
@@ -126,7 +117,7 @@ def _out_dtype(saved: Leaf, wanted: Wanted | None, dtype: Any) -> np.dtype[Any] 
 
 
 def key_data_sharding(sharding: Sharding, rank: int) -> Sharding:
-    """Returns the sharding of a key array's data: a further dimension, which is never split."""
+    """Returns the sharding of a key array's data, whose additional dimension is never split."""
     if isinstance(sharding, NamedSharding):
         spec = PartitionSpec(*sharding.spec[:rank])
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
@@ -141,19 +132,19 @@ def key_data_sharding(sharding: Sharding, rank: int) -> Sharding:
 
 
 class Placer:
-    """Chooses a sharding for each leaf. None means: uncommitted, on the default device.
+    """Chooses a sharding for each leaf, or None for the default device, uncommitted.
 
-    The first of these that says something wins: `shardings`, `mesh`, the target, the checkpoint.
+    In order of precedence, the choice comes from `shardings`, `mesh`, the target, the checkpoint.
 
     Args:
-        mesh: The saved PartitionSpecs are put on it. Axes go by name; those that it lacks go by
-            position if it has as many axes as the saved mesh.
-        shardings: A sharding or PartitionSpec (of `mesh`) for all leaves, a tree of them (a
-            container's applies to all in it), or `fn(path, shape, dtype)`.
-        saved: Returns the recorded shardings by leaf name; called only if the rest is not enough.
+        mesh: Takes the saved PartitionSpecs. Axes are matched by name; the remaining axes by
+            position, if it has as many axes as the saved mesh.
+        shardings: A sharding or PartitionSpec (of `mesh`) for all leaves, a tree of shardings (the
+            one of a container applies to its leaves), or `fn(path, shape, dtype)`.
+        saved: Returns the recorded shardings by leaf name; called only if needed.
 
     Attributes:
-        replicated: Paths of arrays that were saved in shards and are whole along some axis here.
+        replicated: Paths of arrays that were saved in shards and are not split along some axis now.
     """
 
     def __init__(
@@ -173,14 +164,14 @@ class Placer:
         self.replicated: dict[str, None] = {}
 
     def check_names(self, paths: Sequence[Path]) -> None:
-        """Refuses a tree of shardings that names what is not there."""
+        """Raises ValueError if the tree of shardings names leaves that do not exist."""
         known = {path[:depth] for path in paths for depth in range(len(path) + 1)}
         unknown = [path_text(path) for path in self._named if path not in known]
         if unknown:
-            raise ValueError(f"shardings: there is no leaf or container {', '.join(unknown)}")
+            raise ValueError(f"shardings: no leaf or container named {', '.join(unknown)}")
 
     def chosen(self, path: Path, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Returns what the caller's `shardings` say about a leaf, or None."""
+        """Returns the caller's choice for a leaf in `shardings`, or None."""
         return None if self._choose is None else self._choose(path, shape, dtype)
 
     def place(
@@ -191,7 +182,7 @@ class Placer:
         dtype: Any,
         wanted: Wanted | None,
     ) -> Sharding | None:
-        """Returns the sharding of the leaf at `path`, called `name` in the checkpoint."""
+        """Returns the sharding of the leaf at `path`, named `name` in the checkpoint."""
         if self._choose is not None:
             chosen = self._choose(path, shape, dtype)
             if chosen is not None:
@@ -213,15 +204,15 @@ class Placer:
         if isinstance(chosen, PartitionSpec):
             if self._mesh is None:
                 raise TypeError(
-                    f"shardings: {path_text(path)} gets a PartitionSpec, which needs mesh="
+                    f"shardings: leaf {path_text(path)} has a PartitionSpec, which needs mesh="
                 )
             return NamedSharding(self._mesh, chosen)
         if not isinstance(chosen, Sharding):
-            raise TypeError(f"shardings: {path_text(path)} gets {chosen!r}, not a sharding")
+            raise TypeError(f"shardings: leaf {path_text(path)} needs a sharding, got {chosen!r}")
         return self._concrete(chosen, name, path)
 
     def _concrete(self, sharding: Sharding | None, name: str, path: Path) -> Sharding | None:
-        """Returns a sharding on devices; `jax.eval_shape` makes ones that have only axes."""
+        """Returns a sharding on devices in place of the abstract sharding of `jax.eval_shape`."""
         if not (isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)):
             return sharding
         abstract = sharding.mesh
@@ -235,8 +226,8 @@ class Placer:
             if mesh is not None and not mesh.empty and dict(mesh.shape) == dict(abstract.shape):
                 return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
         raise TypeError(
-            f"like: leaf {path_text(path)} has a sharding on the abstract mesh {abstract}, and no "
-            "mesh of these axes is given, set (jax.set_mesh) or saved. Give mesh=."
+            f"like: leaf {path_text(path)} has a sharding on the abstract mesh {abstract}, and "
+            "neither jax.set_mesh nor the checkpoint has a mesh with these axes. Pass mesh=."
         )
 
     def _on_mesh(
@@ -287,7 +278,7 @@ def _chooser(shardings: Any) -> tuple[Sequence[Path], Callable[[Path, tuple[int,
 
 
 def _own_device(saved: SavedSharding) -> Sharding | None:
-    """Returns the device that an array had to itself, unless it is jax's default one."""
+    """Returns the single device that an array was on, unless it is jax's default device."""
     devices = jax.local_devices()
     device = {str(d): d for d in devices}.get(saved.device, devices[0])
     if device == devices[0] or jax.process_count() > 1:
@@ -305,7 +296,7 @@ def _rename_axes(saved: SavedSharding, mesh: Mesh) -> dict[str, str]:
 
 
 def _mesh_here(saved: SavedSharding) -> Mesh | None:
-    """Returns the saved mesh on the devices here, or one of the same axes with fewer devices.
+    """Returns the saved mesh on the available devices, with smaller axes if these are fewer.
 
     In a job of several processes the mesh covers all devices, so that each process has its share.
     """
@@ -328,12 +319,12 @@ def _mesh_here(saved: SavedSharding) -> Mesh | None:
 
 
 def _fit(sizes: tuple[int, ...], count: int) -> tuple[int, ...] | None:
-    """Changes one axis, the first that can, so that the mesh has `count` devices."""
+    """Changes the first possible axis such that the mesh has `count` devices."""
     for axis in range(len(sizes)):
         others = math.prod(sizes) // max(1, sizes[axis])
         if others and count % others == 0:
             return (*sizes[:axis], count // others, *sizes[axis + 1 :])
-    # No single axis can: keep as much of the last axes as divides.
+    # No single axis fits: keep the largest parts of the last axes that divide the count.
     fitted = []
     for size in reversed(sizes):
         part = math.gcd(size, count)

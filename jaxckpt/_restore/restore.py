@@ -1,10 +1,10 @@
-"""`restore`: a saved tree, on the devices that are here, as the caller wants it.
+"""Restores a saved tree, on the available devices, as the caller wants it.
 
-resolve    find the checkpoint, open the item                 _disk.find
-plan       line up what is wanted with what was saved         match, placement
-read       the parts of the chunks that this process needs    _disk.reader
-share      all processes return, or all raise                 multihost
-build      the tree                                           _core.pytree
+resolve    find the checkpoint, open the item                     _disk.find
+plan       match saved and wanted leaves, choose shardings        match, placement
+read       read the parts of chunks that this process needs       _disk.reader
+share      either all processes return, or all raise              multihost
+build      make the tree                                          _core.pytree
 """
 
 from __future__ import annotations
@@ -68,41 +68,42 @@ def restore(
 ) -> Any:  # any pytree
     """Restores a tree from a checkpoint that jaxckpt, Orbax or Flax wrote.
 
-    In a job of several processes all of them call it; with `as_numpy` any of them may.
+    In a job of several processes, every process calls it; with `as_numpy`, any process may.
 
     Args:
-        path: A checkpoint, one of its items, or a run's root (then its newest good step).
-        like: What is wanted: a tree of arrays, `jax.ShapeDtypeStruct`s or Python values, which give
-            structure, dtype and sharding. If None, the tree as it was saved.
-        item: Which item, if the checkpoint has several trees.
+        path: A checkpoint, one of its items, or a run's root (restores its newest good step).
+        like: The target, a tree of arrays, `jax.ShapeDtypeStruct`s or Python values that give
+            structure, dtype and sharding. If None, the tree is restored as it was saved.
+        item: Name of the item, if the checkpoint has several trees.
         mesh: Puts the saved PartitionSpecs on this mesh.
-        shardings: A sharding for each leaf: a tree of them (also one for a whole container), or
-            `fn(path, shape, dtype)`. A PartitionSpec is one of `mesh`.
-        dtype: For all floating-point arrays, in place of the saved or the wanted one.
-        as_numpy: Host arrays in place of jax arrays. Typed PRNG keys stay keys.
-        only, skip: Globs over leaf paths (`params/*`); a container's name means all in it. Leaves
-            of `like` that are left out are returned as they are.
-        rename: Regular expressions over saved paths, and what to put in place of the match.
-        missing: What to do about leaves of `like` that were not saved: "keep" takes like's own.
-        extra: What to do about saved leaves that are not in `like`.
-        report: Is called with a `RestoreReport` before the restore returns.
-        budget_bytes: Of host memory, beside the arrays that are returned. What one array takes of
-            it is about a quarter, and never less than a chunk of 32 MiB.
-        on_progress: Is called a few times a second with a `Progress`, in a thread of its own. What
-            it raises is raised at the end. None: a bar in a terminal or notebook, if tqdm is
-            installed; `lambda _: None` for none.
+        shardings: A sharding for each leaf, as a tree (an entry may cover a container) or as
+            `fn(path, shape, dtype)`. A PartitionSpec refers to `mesh`.
+        dtype: Replaces the saved or wanted dtype of all floating-point arrays.
+        as_numpy: Returns host arrays in place of jax arrays. Typed PRNG keys stay keys.
+        only, skip: Globs over leaf paths (`params/*`); the name of a container includes its leaves.
+            Leaves of `like` that are left out are returned as they are.
+        rename: Maps regular expressions over saved paths to the replacement of the match.
+        missing: Whether a leaf of `like` that was not saved is an error, or keeps the value in
+            `like`.
+        extra: Whether a saved leaf that is not in `like` is an error, or is ignored.
+        report: Called with a `RestoreReport` before the restore returns.
+        budget_bytes: Host memory to use beside the returned arrays. One array uses about a quarter
+            of it, and at least a chunk of 32 MiB.
+        on_progress: Called a few times a second with a `Progress`, in a thread of its own. An error
+            that it raises is raised at the end. If None, a bar is shown in a terminal or notebook
+            if tqdm is installed; pass `lambda _: None` to show nothing.
 
     Returns:
-        The tree: with the types of `like`, or with those it was saved with where they can be
-        rebuilt safely. Without a target arrays go where they were if those devices are here, else
-        to a mesh of the same axes on the devices that are.
+        The tree, with the types of `like`, or else with the saved types that can be rebuilt safely.
+        Without a target, arrays return to the devices they were on, if available, or else to a mesh
+        of the same axes on the available devices.
 
     Raises:
         CheckpointNotFound: there is no committed checkpoint at `path`.
-        TreeMismatch: `like`, or a sharding, does not fit; every difference is listed.
-        CorruptCheckpoint: stored data is missing or damaged; the leaf and the file are named.
-        OSError: the storage fails to read it, which says nothing of what is stored.
-        UnsupportedFormat: it was written by something newer.
+        TreeMismatch: `like` or a sharding does not fit; the error lists every difference.
+        CorruptCheckpoint: stored data is missing or damaged; the error names leaf and file.
+        OSError: the storage fails to read it; this is no evidence of damage.
+        UnsupportedFormat: a newer program wrote it.
     """
     storage, where = locate(path)
     source = Source(
@@ -110,7 +111,7 @@ def restore(
         within=partial(at_rest, storage, where),
         open=partial(open_item, name=item),
     )
-    # In a list, so that this call refers to the arrays of `like` no longer than `restore_from`.
+    # In a list, so that `restore_from` can drop the last reference to the arrays of `like`.
     target = [like]
     del like
     return restore_from(
@@ -134,29 +135,23 @@ def restore(
 
 
 class _Within(Protocol):
-    """Finds a checkpoint and reads it, as it was at one time."""
+    """Finds a checkpoint and reads it; starts again if it was replaced in the meantime."""
 
     def __call__(self, read: Callable[[Found], T], /) -> T: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where a restore reads from.
+    """The source of a restore."""
 
-    Attributes:
-        where: The path, for messages.
-        within: Calls a function with the checkpoint; again if that was replaced meanwhile.
-        open: Opens what is wanted of the checkpoint; a value that is no item is returned as it is.
-    """
-
-    where: str
+    where: str  # the path, for messages
     within: _Within
-    open: Callable[[Found], Any]
+    open: Callable[[Found], Any]  # returns an item, or a value that is restored as it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Read:
-    """What this process has read: a tree's values by path, or one value."""
+    """The result of reading: a tree's values by path, or one value."""
 
     opened: Any
     values: Mapping[Path, object]
@@ -166,9 +161,9 @@ class _Read:
 def restore_from(
     source: Source, target: list[Any], request: RestoreRequest, *, meter: Meter | None = None
 ) -> Any:  # any pytree
-    """Restores what a source opens; in a job of several processes all return, or all raise.
+    """Restores from a source; either every process returns, or every process raises.
 
-    Takes `like` out of `target`: while data is read, no call refers to its arrays.
+    Takes `like` out of `target`, so that nothing refers to its arrays while data is read.
     """
     like = target.pop()
     meter = meter or Meter("restore", source.where)
@@ -177,14 +172,14 @@ def restore_from(
     try:
         if like is not None:
             wanted, treedef = flatten_like(like, keep_values=request.keeps_values)
-        # From here on nothing refers to the arrays of `like`: the caller may have let go of them.
+        # From here on nothing refers to the arrays of `like`, and the caller may free them.
         del like
         meter.watch(display(request.on_progress, processes.index))
         try:
             read = source.within(partial(_read, source, request, meter, wanted))
         finally:
             meter.end()
-    except Exception as error:  # told to the other processes, then raised
+    except Exception as error:  # reported to the other processes, then raised
         problem = error
     try:
         if processes.count > 1 and not request.as_numpy:
@@ -193,7 +188,7 @@ def restore_from(
         if problem is not None:
             raise problem
     finally:
-        del problem  # which would keep itself alive, and with it all that was read
+        del problem  # its traceback would keep it alive, with everything that was read
     assert read is not None
     if not isinstance(read.opened, Item) or read.report is None:
         return read.opened.value if isinstance(read.opened, JsonItem) else read.opened
@@ -217,7 +212,7 @@ def _read(
     wanted: Sequence[Wanted] | None,
     found: Found,
 ) -> _Read:
-    """Resolves, plans and reads: all misfits are found before anything is read."""
+    """Resolves, plans and reads; every mismatch is found before anything is read."""
     with meter.phase("find"):
         item = source.open(found)
         if not isinstance(item, Item):
@@ -229,8 +224,8 @@ def _read(
         values = {**matched.kept, **dict(_values(item, plans, request.budget_bytes, meter))}
     if placer.replicated:
         _logger.warning(
-            "%s: %d arrays could not be split as they were saved, and are replicated along some "
-            "axes on this mesh, %s among them",
+            "%s: %d arrays cannot be split as they were saved, and are replicated along some axes "
+            "of this mesh, for example %s",
             source.where,
             len(placer.replicated),
             next(iter(placer.replicated)),
@@ -246,7 +241,7 @@ def _share(
     meter: Meter,
     timeout_s: float,
 ) -> None:
-    """Lets no process go on into a collective operation that another will never reach."""
+    """Keeps any process from entering a collective operation that another will never reach."""
     item = None if read is None else read.opened
     record = item.found.record if isinstance(item, Item) else None
     token = None if record is None else record.token
@@ -257,7 +252,7 @@ def _share(
     met.check(problem, place)
     others = [i for i, one in enumerate(met.values) if one["token"] != met.values[0]["token"]]
     if others:
-        replaced = "read another checkpoint than process 0: it was replaced in the meantime"
+        replaced = "read a different checkpoint than process 0: it was replaced in the meantime"
         raise disagreement(place, dict.fromkeys(others, replaced))
 
 
@@ -275,7 +270,6 @@ def _casts(plans: Sequence[LeafPlan]) -> dict[str, tuple[str, str]]:
 def _values(
     item: Item, plans: Sequence[LeafPlan], budget_bytes: int, meter: Meter
 ) -> Iterator[tuple[Path, object]]:
-    """Reads and converts, leaf by leaf."""
     reads = [
         LeafRead(leaf=plan.saved, boxes=plan.boxes, dtype=_read_dtype(plan))
         for plan in plans
@@ -292,11 +286,11 @@ def _values(
             place_s += time.monotonic() - start_s
             yield plan.path, value
     meter.add("place", place_s)
-    meter.add("read", -place_s)  # which counts the whole of this
+    meter.add("read", -place_s)  # the phase "read" includes all of this
 
 
 def _read_dtype(plan: LeafPlan) -> np.dtype[Any]:
-    """Returns the dtype to read into: the one that comes back, unless the stored bytes differ."""
+    """Returns the dtype to read into: the final dtype, unless the leaf is stored as another."""
     saved = plan.saved
     stored = dtype_of(saved.array.dtype)
     if plan.dtype is None or saved.dtype != saved.array.dtype:
@@ -305,7 +299,7 @@ def _read_dtype(plan: LeafPlan) -> np.dtype[Any]:
 
 
 def _inline(plan: LeafPlan) -> dict[Box, np.ndarray[Any, Any]]:
-    """Returns the parts of a value that the metadata holds."""
+    """Returns the parts of a value that is in the metadata."""
     value = plan.saved.value
     if not isinstance(value, np.ndarray):
         return {}
@@ -314,7 +308,6 @@ def _inline(plan: LeafPlan) -> dict[Box, np.ndarray[Any, Any]]:
 
 
 def _convert(plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]]) -> object:
-    """Makes the value of one leaf."""
     saved, wanted = plan.saved, plan.wanted
     if saved.kind == "empty":
         return pytree.empty_value(saved)
@@ -357,7 +350,7 @@ def _inline_value(saved: Leaf) -> object:
     if saved.kind != "int":
         return saved.value
     if not _INTEGER.fullmatch(saved.value):
-        raise CorruptCheckpoint(f"leaf {saved.text} should be an int, found text", leaf=saved.text)
+        raise CorruptCheckpoint(f"leaf {saved.text} must be an int, found text", leaf=saved.text)
     return int(saved.value)
 
 
@@ -384,7 +377,7 @@ def _wrap_key(
     except (ValueError, TypeError) as error:
         raise UnsupportedFormat(
             f"leaf {saved.text}: this jax cannot make a PRNG key of implementation {impl!r}: "
-            f"{error}. Restore it as uint32{list(data_shape)} with a `like`, or register it."
+            f"{error}. Register it, or restore uint32{list(data_shape)} with a `like`."
         ) from error
     if plan.sharding is not None and key.sharding != plan.sharding:
         return jax.device_put(key, plan.sharding)
