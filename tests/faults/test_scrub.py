@@ -255,8 +255,8 @@ def test_what_cannot_be_read_now_is_not_damaged(run):
 def test_a_step_that_cannot_even_be_listed_is_one_report_of_many(run):
     """The other steps are verified all the same, and nothing is taken for damaged."""
     seen = Leases(StepIndex(LocalStorage(), str(run)))
-    seen.path(2)  # the names of steps are known by now
-    seen.storage = FailingStorage(
+    seen.index.path(2)  # the names of steps are known by now
+    seen.index.storage = FailingStorage(
         LocalStorage(), 0, OSError(errno.EIO, "bad"), once=False, reads=True
     )
 

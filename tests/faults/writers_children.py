@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -92,7 +93,7 @@ def write_and_sleep(root, writer, steps, at):
         count += 1
         if count == at:
             say(sleeps=verb, path=path)
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
     manager = jaxckpt.CheckpointManager(root)
     manager._index.storage = Watched(LocalStorage(), before)
