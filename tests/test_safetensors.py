@@ -283,7 +283,7 @@ def test_an_export_replaces_nothing_unasked(saved, tmp_path):
     for first, second in [(None, 250), (250, None), (250, 100), (None, None)]:
         jaxckpt.export_safetensors(saved, path, max_shard_bytes=first, overwrite=True)
         before = files()
-        with pytest.raises(StepExists, match="set overwrite to replace that"):
+        with pytest.raises(StepExists, match="set overwrite to replace them"):
             jaxckpt.export_safetensors(saved, path, max_shard_bytes=second)
         assert files() == before
         top = jaxckpt.export_safetensors(saved, path, max_shard_bytes=second, overwrite=True)

@@ -387,7 +387,7 @@ def _real(storage: Storage, file: str) -> str:
 def _read_header(storage: Storage, file: str) -> Header:
     size = storage.size(file)
     if size < safetensors.LENGTH_BYTES:
-        raise CorruptCheckpoint(f"{file} is too short for safetensors: {size} bytes", file=file)
+        raise CorruptCheckpoint(f"{file} is not a safetensors file: {size} bytes", file=file)
     length = np.empty(safetensors.LENGTH_BYTES, np.uint8)
     storage.read_into(file, 0, [length])
     text = np.empty(safetensors.header_bytes(length.tobytes(), size, file=file), np.uint8)
