@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record, StepMetadata
-from jaxckpt.storage import Entry, Kind, Storage, listing
+from jaxckpt.storage import Entry, Kind, Storage
 
 Entries = Mapping[str, Entry]
 T = TypeVar("T")
@@ -39,7 +39,10 @@ class Found:
     def entries(self, folder: str) -> Entries:
         """Returns the entries of a directory, listed once; empty if there is no such directory."""
         if folder not in self.listings:
-            self.listings[folder] = listing(self.storage, folder) or {}
+            try:
+                self.listings[folder] = self.storage.entries(folder)
+            except (FileNotFoundError, NotADirectoryError):
+                self.listings[folder] = {}
         return self.listings[folder]
 
     def recorded(self, folder: str) -> dict[str, FileFacts]:

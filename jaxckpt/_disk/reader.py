@@ -27,6 +27,7 @@ from jaxckpt._disk.regions import (
     LeafRead,
     Regions,
     make_buffers,
+    nothing,
     open_reader,
 )
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint
@@ -79,7 +80,7 @@ def read_leaves(
         return
     from jaxckpt.storage._arrays import usable_cores
 
-    failed, landed = failed or _raise, landed or _nothing
+    failed, landed = failed or _raise, landed or nothing
     window_bytes = int(budget_bytes * _WINDOW)
     threads = max(1, min(_MAX_THREADS, 2 + usable_cores(), window_bytes // MAX_UNIT_BYTES))
     executor = ThreadPoolExecutor(threads, thread_name_prefix="jaxckpt-read")
@@ -107,10 +108,6 @@ def read_leaves(
 
 def _raise(_: LeafRead, error: Exception) -> None:
     raise error
-
-
-def _nothing(_: int) -> None:
-    pass
 
 
 class _Batch(Protocol):

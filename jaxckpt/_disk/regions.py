@@ -139,7 +139,7 @@ class Regions:
             yield (
                 self._read.total_bytes,
                 read_into(array, [box.slices for box in boxes], outs),
-                _nothing,
+                nothing,
             )
             return
         for region in plan_reads(self._stored, self._dtype.itemsize, boxes):
@@ -148,7 +148,7 @@ class Regions:
             if not casts:
                 wheres = [part.slices for _, part in parts]
                 outs = [self._buffers[i][part.within(self._read.boxes[i])] for i, part in parts]
-                yield size, read_into(array, wheres, outs), _nothing
+                yield size, read_into(array, wheres, outs), nothing
                 continue
             # TensorStore's own cast differs from numpy's for some 8-bit dtypes.
             temporary = np.empty(region.box.shape, self._dtype)
@@ -209,5 +209,5 @@ def refuse_swapped(item: Item) -> None:
         raise blame(item, leaf, error) from error
 
 
-def _nothing(_: Any) -> None:
+def nothing(_: Any) -> None:
     pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from itertools import accumulate
 from typing import Final
 
@@ -66,8 +66,10 @@ def _verify(storage: Storage, where: str) -> tuple[Found | None, VerifyReport]:
     except OSError as error:
         if isinstance(error, CheckpointNotFound):
             raise
-        problems.append(_problem(error))
-        return None, _report(where, problems, unchecked)
+        bad = (_problem(error),)
+        return None, VerifyReport(
+            path=where, problems=bad, unchecked=(), files=0, leaves=0, size_bytes=0
+        )
     files = _check_files(found, problems, unchecked)
     leaves = size = 0
     for name in found.items:
@@ -85,7 +87,14 @@ def _verify(storage: Storage, where: str) -> tuple[Found | None, VerifyReport]:
         size += read_bytes
         if not item.ours and read_bytes and not _has_digests(item):
             unchecked.append(f"{item.path}: its arrays have no recorded checksums")
-    return found, _report(found.path, problems, unchecked, files=files, leaves=leaves, size=size)
+    return found, VerifyReport(
+        path=found.path,
+        problems=tuple(problems),
+        unchecked=tuple(unchecked),
+        files=files,
+        leaves=leaves,
+        size_bytes=size,
+    )
 
 
 def _check_files(found: Found, problems: list[Problem], unchecked: list[str]) -> int:
@@ -181,23 +190,4 @@ def _problem(error: Exception) -> Problem:
         leaf=getattr(error, "leaf", None),
         message=str(error),
         unreadable=is_io_failure(error),
-    )
-
-
-def _report(
-    path: str,
-    problems: Sequence[Problem],
-    unchecked: Sequence[str],
-    *,
-    files: int = 0,
-    leaves: int = 0,
-    size: int = 0,
-) -> VerifyReport:
-    return VerifyReport(
-        path=path,
-        problems=tuple(problems),
-        unchecked=tuple(unchecked),
-        files=files,
-        leaves=leaves,
-        size_bytes=size,
     )

@@ -165,7 +165,7 @@ def match(
         by_path = {path: leaf for path, leaf in by_path.items() if selected(path)}
     if wanted is None:
         leaves = tuple(LeafMatch(path=p, saved=s, wanted=None) for p, s in by_path.items())
-        return Match(leaves=leaves, kept={}, report=_report(leaves, (), (), renamed))
+        return Match(leaves=leaves, kept={}, report=_report(leaves, renamed))
     leaves, kept, lost, differences = [], {}, [], []
     for want in wanted:
         leaf = by_path.pop(want.path, None)
@@ -193,8 +193,8 @@ def match(
             f"like: missing='keep' needs arrays, not jax.ShapeDtypeStructs, for leaves that "
             f"{place} does not have: {', '.join(map(path_text, valueless[:50]))}"
         )
-    missing = [path_text(want.path) for want in lost]
-    report = _report(leaves, missing, [leaf.text for leaf in left], renamed)
+    missing, extra = tuple(path_text(w.path) for w in lost), tuple(leaf.text for leaf in left)
+    report = replace(_report(leaves, renamed), missing=missing, extra=extra)
     return Match(leaves=tuple(leaves), kept=kept, report=report)
 
 
@@ -274,16 +274,6 @@ def _mismatch_text(differences: Sequence[Difference], place: str) -> str:
     return "\n".join(lines)
 
 
-def _report(
-    leaves: Sequence[LeafMatch],
-    missing: Sequence[str],
-    extra: Sequence[str],
-    renamed: Mapping[str, str],
-) -> RestoreReport:
-    return RestoreReport(
-        loaded=tuple(path_text(leaf.path) for leaf in leaves),
-        missing=tuple(missing),
-        extra=tuple(extra),
-        cast={},  # not decided yet
-        renamed=renamed,
-    )
+def _report(leaves: Sequence[LeafMatch], renamed: Mapping[str, str]) -> RestoreReport:
+    loaded = tuple(path_text(leaf.path) for leaf in leaves)
+    return RestoreReport(loaded=loaded, missing=(), extra=(), cast={}, renamed=renamed)
