@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from jaxckpt.errors import UnsupportedFormat
-from jaxckpt.storage._local import LocalStorage, is_temporary_file
+from jaxckpt.storage._local import LocalStorage, is_temporary_file, listing
 from jaxckpt.storage._protocol import Entry, Hold, Kind, Storage
 
 if TYPE_CHECKING:
@@ -84,14 +84,6 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
                 "Save to a local or network file system, and copy committed checkpoints with the "
                 "store's own tool (gcloud storage rsync, aws s3 sync)."
             )
-
-
-def listing(storage: Storage, folder: str) -> dict[str, Entry] | None:
-    """Returns the entries of a directory; None if there is no such directory."""
-    try:
-        return storage.entries(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
 
 
 def files_in(entries: Callable[[str], Mapping[str, Entry]], root: str) -> dict[str, Entry]:

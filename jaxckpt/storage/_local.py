@@ -26,10 +26,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
-from jaxckpt.storage._protocol import Entry, Kind
+from jaxckpt.storage._protocol import Entry, Kind, Storage
 
 _TEMPORARY = ".jaxckpt-tmp-"
 _MOST_BUFFERS = 1024  # per system call
+
+
+def listing(storage: Storage, folder: str) -> dict[str, Entry] | None:
+    """Returns the entries of a directory; None if there is no such directory."""
+    try:
+        return storage.entries(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def is_temporary_file(name: str) -> bool:
