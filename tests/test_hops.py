@@ -80,8 +80,9 @@ def hops_of(call: Callable[[], object]) -> Hops:
 
 
 @pytest.fixture
-def verbs(ram_path, mesh):
+def verbs(ram_path, mesh, monkeypatch):
     """The calls to measure, on a tree of three leaves; each has been made before."""
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)  # else a bar may be seen
     tree = {
         "w": jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, P("x", "y"))),
         "b": jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("x"))),

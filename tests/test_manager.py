@@ -556,7 +556,7 @@ def test_a_directory_of_somebody_else_is_not_replaced(tmp_path, inside, processe
     with CheckpointManager(tmp_path) as manager:
         in_first(processes, make)
 
-        with pytest.raises(StepExists, match=r"notes\.txt|empty|already"):
+        with pytest.raises(StepExists, match=r"notes\.txt|contains nothing|already"):
             manager.save(5, {"n": 5}).result()
         manager.save(6, {"n": 6})
         settle(manager, processes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import random
@@ -18,10 +19,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._disk import reader as _reader
 from jaxckpt._disk import stream as _stream
 from jaxckpt._inspect import verify as _verify
+from jaxckpt._restore import match as _match
+from jaxckpt._restore import restore as _restore
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
-from jaxckpt.format import names
+from jaxckpt.format import names, step
+from jaxckpt.storage import _arrays
+from jaxckpt.storage._local import LocalStorage
 from tests.strategies import same
 
 
@@ -350,3 +356,82 @@ def test_an_array_of_others_with_many_chunks_is_read_in_turns(tmp_path, monkeypa
 
     assert (good.ok, good.leaves, good.size_bytes) == (True, 2, 800)
     assert [problem.leaf for problem in bad.problems] == ["a"]
+
+
+# --- replaced or deleted while it is read ------------------------------------------------------
+
+
+def without_chunk_sums(path):
+    """Makes a checkpoint like those of an earlier jaxckpt, which has no checksums of its chunks."""
+    sums = path / "state" / names.CHUNK_SUMS
+    record = step.decode_record((path / names.RECORD).read_bytes(), file="")
+    files = {f: facts for f, facts in record.files.items() if f != f"state/{names.CHUNK_SUMS}"}
+    sums.unlink()
+    (path / names.RECORD).write_bytes(step.encode_record(dataclasses.replace(record, files=files)))
+
+
+def test_a_checkpoint_without_chunk_sums_is_read_as_of_one_save(tmp_path, monkeypatch):
+    """Only the record shows that the arrays are of another save than the texts."""
+
+    def tree_of(n):
+        return {"w": np.full(300_000, n, np.float32), "text": f"text {n}"}
+
+    def save(n, **options):
+        jaxckpt.save(tmp_path / "a", tree_of(n), **options)
+        without_chunk_sums(tmp_path / "a")
+
+    def match_late(*args, **options):
+        monkeypatch.undo()
+        save(2, overwrite=True)
+        return _match.match(*args, **options)
+
+    save(1)
+    monkeypatch.setattr(_restore, "match", match_late)
+
+    assert same(jaxckpt.restore(tmp_path / "a"), tree_of(2))
+
+
+def test_a_foreign_checkpoint_deleted_while_it_is_read_has_no_values(tmp_path, monkeypatch):
+    """Its missing chunks would count as zeros."""
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": f"{tmp_path}/a/w/"},
+        "metadata": {"shape": [9], "chunks": [9], "dtype": "<f4", "fill_value": 0},
+    }
+    ts.open(spec, create=True).result().write(np.ones(9, np.float32)).result()
+    assert same(jaxckpt.restore(tmp_path / "a", as_numpy=True), {"w": np.ones(9, np.float32)})
+    read_into = _arrays.read_into
+
+    def read_late(*args):
+        shutil.rmtree(tmp_path / "a")
+        return read_into(*args)
+
+    monkeypatch.setattr(_arrays, "read_into", read_late)
+    with pytest.raises(CheckpointNotFound):
+        jaxckpt.restore(tmp_path / "a")
+
+
+def test_a_place_that_is_empty_for_a_moment_is_looked_at_again(saved, monkeypatch):
+    """While a checkpoint is replaced there may be nothing under either of its names."""
+    entries, misses = LocalStorage.entries, iter(range(2))
+
+    def entries_late(self, path):
+        if next(misses, None) is not None:
+            raise FileNotFoundError(path)
+        return entries(self, path)
+
+    monkeypatch.setattr(LocalStorage, "entries", entries_late)
+
+    assert jaxckpt.verify(saved).ok
+
+
+def test_too_little_memory_is_not_damage(saved, monkeypatch):
+    """`verify` does not report it as a problem of the checkpoint."""
+
+    def no_memory(*_):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(_reader, "make_buffers", no_memory)
+
+    with pytest.raises(MemoryError):
+        jaxckpt.verify(saved)

@@ -32,6 +32,7 @@ from jaxckpt._disk.found import (
     find_trees,
     is_current,
     is_item,
+    is_sealed,
     json_name,
 )
 from jaxckpt.errors import (
@@ -78,7 +79,11 @@ def at_rest(storage: Storage, path: str, read: Callable[[Found], T]) -> T:
         found, problem = None, None
         try:
             found = find(storage, path)
-            return read(found)
+            result = read(found)
+            if is_sealed(found) or is_current(found):
+                return result
+            del result
+            continue
         except (CheckpointError, FileNotFoundError) as error:
             problem = error
         before, seen = seen, _generation(storage, path)

@@ -127,10 +127,24 @@ def while_current(found: Found, read: Callable[[Found], T]) -> T:
     """Reads a checkpoint found earlier; CheckpointNotFound if it was replaced or deleted since."""
     check_current(found)
     try:
-        return read(found)
+        result = read(found)
     except (CorruptCheckpoint, FileNotFoundError):
         check_current(found)
         raise
+    if not is_sealed(found):
+        check_current(found)
+    return result
+
+
+def is_sealed(found: Found) -> bool:
+    """Returns whether digests cover all data, so that no read can mix two checkpoints unnoticed.
+
+    Foreign checkpoints and trees of an earlier jaxckpt have no checksums of their chunks.
+    """
+    return found.record is not None and all(
+        names.CHUNK_SUMS in found.recorded(path) or json_name(found, path) is not None
+        for path in found.items.values()
+    )
 
 
 def check_sizes(found: Found) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 from jaxckpt._core.box import cut, whole, widened
 from jaxckpt._core.plan import plan_reads
 from jaxckpt._disk.find import find, open_item
-from jaxckpt._disk.found import Found, JsonItem, file_problem, is_current
+from jaxckpt._disk.found import Found, JsonItem, file_problem, is_current, is_sealed
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import read_leaves
 from jaxckpt._disk.regions import LeafRead
@@ -44,12 +44,21 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
 
 def verify_in(storage: Storage, where: str) -> VerifyReport:
     """Verifies a checkpoint in a storage."""
-    before = None
+    before: VerifyReport | str | None = None
     for _ in range(_TRIES):
-        found, report = _verify(storage, where)
+        try:
+            found, report = _verify(storage, where)
+        except CheckpointNotFound as error:  # perhaps just for the moment of a replacement
+            if str(error) == before:
+                raise
+            before = str(error)
+            continue
         # A checkpoint that was replaced in the meantime looks damaged.
-        is_settled = report == before if found is None else is_current(found)
-        if report.ok or is_settled:
+        if found is None:
+            is_settled = report == before
+        else:
+            is_settled = (report.ok and is_sealed(found)) or is_current(found)
+        if is_settled:
             return report
         before = report
     raise CheckpointNotFound(
@@ -152,6 +161,8 @@ def _read_all(item: Item, problems: list[Problem]) -> int:
     bad: set[str] = set()
 
     def failed(read: LeafRead, error: Exception) -> None:
+        if not isinstance(error, OSError):  # such as a MemoryError, which is not damage
+            raise error
         if read.leaf.text not in bad:  # one problem for a leaf that is read in pieces
             bad.add(read.leaf.text)
             problems.append(_problem(error))
