@@ -119,12 +119,12 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Functions, modules, depth, storage calls.
 CEILINGS = {
-    "save again": (124, 20, 9, 24),
-    "manager open + save": (207, 30, 13, 48),
-    "restore(path, like)": (131, 23, 12, 8),
-    "manager.restore(like)": (172, 30, 19, 12),
-    "open": (67, 12, 10, 7),
-    "verify": (117, 21, 11, 17),
+    "save again": (124, 20, 9, 23),
+    "manager open + save": (204, 31, 10, 32),
+    "restore(path, like)": (132, 23, 12, 7),
+    "manager.restore(like)": (167, 30, 14, 9),
+    "open": (68, 12, 10, 6),
+    "verify": (116, 21, 11, 15),
 }
 
 
@@ -186,8 +186,8 @@ def code_lines(source: str) -> int:
 
 def test_the_package_stays_small():
     """Lines in all, and of code, without the command line, integrations, testing, convert."""
-    assert sum(source.count("\n") for source in sources()) <= 16_000
-    assert sum(map(code_lines, sources())) <= 10_700
+    assert sum(source.count("\n") for source in sources()) <= 16_030
+    assert sum(map(code_lines, sources())) <= 10_760
 
 
 def test_functions_stay_short():

@@ -309,8 +309,8 @@ def test_a_link_inside_is_found_and_not_followed(tmp_path, name):
 
 def test_a_root_is_its_newest_step_whose_files_have_their_sizes(tmp_path, caplog):
     """As for a manager, a truncated step is skipped and reported once."""
-    for step in (1, 2):
-        jaxckpt.save(tmp_path / "run" / str(step), {"n": step, "w": np.arange(1000)})
+    for number in (1, 2):
+        jaxckpt.save(tmp_path / "run" / str(number), {"n": number, "w": np.arange(1000)})
     [data] = (tmp_path / "run" / "2" / "state" / "d").iterdir()
     os.truncate(data, data.stat().st_size - 5)
 
