@@ -316,7 +316,7 @@ def test_wrong_arguments_of_an_export(saved, tmp_path):
             jaxckpt.export_safetensors(saved, tmp_path / "a.safetensors", **options)
     with pytest.raises(ValueError, match="must end"):
         jaxckpt.export_safetensors(saved, tmp_path / "a.bin")
-    with pytest.raises(UnsupportedFormat, match="locally"):
+    with pytest.raises(UnsupportedFormat, match="local file system"):
         jaxckpt.export_safetensors(saved, "memory://a/a.safetensors")
     with pytest.raises(CheckpointNotFound):
         jaxckpt.export_safetensors(tmp_path / "missing", tmp_path / "a.safetensors")
@@ -566,7 +566,7 @@ def test_what_jax_has_no_word_for_is_refused(tmp_path):
         jaxckpt.import_safetensors(tmp_path / "a.bin", tmp_path / "ours")
     with pytest.raises(CheckpointNotFound):
         jaxckpt.import_safetensors(tmp_path / "missing.safetensors", tmp_path / "ours")
-    with pytest.raises(UnsupportedFormat, match="locally"):
+    with pytest.raises(UnsupportedFormat, match="local file system"):
         jaxckpt.import_safetensors("memory://a/a.safetensors", tmp_path / "ours")
 
 
