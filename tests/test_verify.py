@@ -358,6 +358,16 @@ def test_an_array_of_others_with_many_chunks_is_read_in_turns(tmp_path, monkeypa
     assert [problem.leaf for problem in bad.problems] == ["a"]
 
 
+def test_a_tree_without_arrays_needs_its_record_too(tmp_path):
+    """Only the record has the digests of its texts."""
+    jaxckpt.save(tmp_path / "a", {"text": "t"})
+    (tmp_path / "a" / names.RECORD).unlink()
+    (tmp_path / "a" / names.WRITER).unlink(missing_ok=True)
+
+    assert isinstance(outcome(tmp_path / "a"), CorruptCheckpoint)
+    assert not jaxckpt.verify(tmp_path / "a").ok
+
+
 # --- replaced or deleted while it is read ------------------------------------------------------
 
 

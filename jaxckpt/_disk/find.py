@@ -359,7 +359,7 @@ def open_item(found: Found, name: str | None = None) -> Item | JsonItem:
         return foreign.read_item(found, name)
     file = f"{path}/{names.TREE_METADATA}"
     saved = tree.decode(found.read(path, names.TREE_METADATA), file=file)
-    if native.is_native(found, path, saved):
+    if native.is_native(saved):
         return native.read_tree(found, name, saved)
     return foreign.read_tree(found, name, saved)
 

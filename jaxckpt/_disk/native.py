@@ -29,11 +29,10 @@ class Item:
     ours: bool  # chunks have the bytes that `format.arrays` writes
 
 
-def is_native(found: Found, path: str, saved: Tree) -> bool:
+def is_native(saved: Tree) -> bool:
     """Returns whether `_METADATA` alone describes the arrays, as we write it."""
     described = [leaf.stored is not None for leaf in saved.leaves if leaf.kind not in _VALUE_KINDS]
-    recorded = found.record is not None or found.path == path
-    return saved.typed and all(described) and (recorded or any(described))
+    return saved.typed and all(described)
 
 
 _VALUE_KINDS = ("str", "int", "empty", "ellipsis")
