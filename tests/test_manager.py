@@ -322,7 +322,7 @@ def test_a_step_may_be_any_integer(tmp_path, processes):
         assert manager.restore(step=np.int32(7)) == {"n": 7}
         assert manager.restore(step=jnp.array(0)) == {"n": 0}
         for wrong in ("3", 1.5, None):
-            with pytest.raises(TypeError, match="a step is an int"):
+            with pytest.raises(TypeError, match="step must be an int"):
                 manager.save(wrong, {})
         with pytest.raises(ValueError, match="between 0 and"):
             manager.save(-1, {})
