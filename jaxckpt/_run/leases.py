@@ -45,7 +45,7 @@ class Leases:
         except FileNotFoundError:
             return None
         except CorruptCheckpoint as error:
-            self.index.report(f"{error}; the lease is ignored")
+            self.index.report(f"{error}; it is ignored as not a lease")
             return None
         # A lease that expires much later comes from a wrong clock.
         left_s = (lease.expires_ns - time.time_ns()) / 1e9

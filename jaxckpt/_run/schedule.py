@@ -199,9 +199,7 @@ class Schedule:
 
     def _decide_together(self, step: int) -> Decision:
         if self.next_step is None:
-            return Decision(
-                step=step, save=True, reason="the first save starts the measurement"
-            )
+            return Decision(step=step, save=True, reason="the first save starts the measurement")
         if step >= self.next_step:
             return Decision(
                 step=step, save=True, reason=f"by the clock, due from step {self.next_step}"
