@@ -1,12 +1,12 @@
-"""Checkpoints for JAX: save any training state, restore it on any mesh, trade it with Orbax.
+"""Checkpoints for JAX: save any training state, restore it on any mesh, exchange it with Orbax.
 
     jaxckpt.save(path, tree)                 one committed, durable checkpoint
     handle = jaxckpt.save_async(path, tree)  the same in the background
-    tree = jaxckpt.restore(path)             as it was saved, on the devices that are here
+    tree = jaxckpt.restore(path)             as saved, on the devices of this job
     tree = jaxckpt.restore(path, like)       with the structure, dtypes and shardings of `like`
     ckpt = jaxckpt.open(path)                metadata only; prints as a tree
     jaxckpt.verify(path)                     every checksum, without devices
-    jaxckpt.diff(a, b)                       in what two checkpoints differ
+    jaxckpt.diff(a, b)                       the differences of two checkpoints
 
     with jaxckpt.CheckpointManager(root, save=..., keep=...) as manager:    a run's checkpoints
         state, step = manager.restore_or(init)
@@ -28,8 +28,7 @@ Words, one for each idea:
     complete    committed, with every file present in its size; `verify` checks the bytes too
     like        the tree that a restore takes its structure, dtypes and shardings from
 
-`jaxckpt.types` has the classes of what is returned and handed to callbacks, `jaxckpt.errors` those
-of all errors.
+`jaxckpt.types` has the classes of results and callback arguments, `jaxckpt.errors` all errors.
 """
 
 from __future__ import annotations

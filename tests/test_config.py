@@ -156,10 +156,10 @@ def test_a_config_without_a_directory_is_an_error(make):
 @pytest.mark.parametrize(
     ("config", "error", "named"),
     [
-        ({"keep": 3}, TypeError, "keep should be a dict, not 3"),
-        ({"save": "always"}, TypeError, "save should be a dict"),
-        ({"save": [1]}, TypeError, "save should be a dict"),
-        ({"save": {"auto": 100}}, TypeError, "save.auto should be a dict, not 100"),
+        ({"keep": 3}, TypeError, "keep must be a dict, got 3"),
+        ({"save": "always"}, TypeError, "save must be a dict"),
+        ({"save": [1]}, TypeError, "save must be a dict"),
+        ({"save": {"auto": 100}}, TypeError, "save.auto must be a dict, got 100"),
         ({"save": {"auto": {}}}, TypeError, "mtbf_hours"),
         ({"save": {"auto": {"mtbf_hours": -1}}}, ValueError, "mtbf_hours"),
         ({"save": {"auto": {"mtbf_hours": "9"}}}, TypeError, "mtbf_hours"),
@@ -190,7 +190,7 @@ def test_a_value_that_is_wrong_is_named(ram_path, config, error, named):
 @pytest.mark.parametrize("config", [None, 5, "runs/a", ["directory"]])
 def test_what_is_no_config_is_refused(config):
     """TypeError that shows it."""
-    with pytest.raises(TypeError, match="the config should be a dict"):
+    with pytest.raises(TypeError, match="the config must be a dict"):
         CheckpointManager.from_config(config)
 
 

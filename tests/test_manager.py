@@ -322,7 +322,7 @@ def test_a_step_may_be_any_integer(tmp_path, processes):
         assert manager.restore(step=np.int32(7)) == {"n": 7}
         assert manager.restore(step=jnp.array(0)) == {"n": 0}
         for wrong in ("3", 1.5, None):
-            with pytest.raises(TypeError, match="a step is an int"):
+            with pytest.raises(TypeError, match="step must be an int"):
                 manager.save(wrong, {})
         with pytest.raises(ValueError, match="between 0 and"):
             manager.save(-1, {})
@@ -474,7 +474,7 @@ def test_what_cannot_be_stored_is_refused_at_once(tmp_path, processes):
             (TypeError, "custom_metadata", {"custom_metadata": {"x": object()}}),
             (TypeError, "one number", {"metrics": {"loss": np.ones(2)}}),
             (TypeError, "one number", {"metrics": {"loss": object()}}),
-            (TypeError, "named by str", {"metrics": {1: 2.0}}),
+            (TypeError, "must be str", {"metrics": {1: 2.0}}),
         ]
         taken = ("state", "metrics", "default", "", ".a", "a/b", "_METADATA", names.RECORD)
         refused += [(ValueError, "item", {"items": {name: 1}}) for name in taken]
@@ -534,7 +534,7 @@ def test_steps_do_not_go_backwards(tmp_path, processes):
     """An earlier step is refused; the error says what to do."""
     with CheckpointManager(tmp_path) as manager:
         manager.save(5, {"n": 5})
-        with pytest.raises(ValueError, match=r"step 3 comes after step 5.*manager\.delete"):
+        with pytest.raises(ValueError, match=r"step 3 is older than step 5.*manager\.delete"):
             manager.save(3, {"n": 3})
         manager.wait_until_finished()
 
@@ -679,7 +679,7 @@ def test_a_job_that_lost_the_run_cannot_commit(tmp_path, processes):
 
 
 def test_the_first_save_of_a_new_job_takes_the_run(tmp_path):
-    """Merely opening a run takes nothing from a job that lives; saving there does."""
+    """Merely opening a run takes nothing from a running job; saving there does."""
     with CheckpointManager(tmp_path) as manager:
         other = ownership(LocalStorage(), tmp_path)
         other.open()
@@ -689,7 +689,7 @@ def test_the_first_save_of_a_new_job_takes_the_run(tmp_path):
         with pytest.raises(SaveFailed, match=f"process {os.getpid()}"):
             manager.save(2, {"n": 2}).result()
 
-        assert "open for writing in a job that lives" in other._index.problems[0]
+        assert "open for writing in a running job" in other._index.problems[0]
         assert manager.all_steps() == [1]
         other.close()
 

@@ -276,7 +276,7 @@ class Runs(RuleBasedStateMachine):
             assert saved.damaged
             if restored is not None:  # a run without a whole step stays as it is
                 assert any(
-                    f"step {candidate} is damaged, and was set aside" in problem
+                    f"step {candidate} is damaged and was set aside" in problem
                     for problem in self.manager.problems
                 )
                 self.forget([candidate])

@@ -428,7 +428,7 @@ def test_a_job_that_wakes_up_before_another_has_saved_keeps_the_run(start_proces
 
     with jaxckpt.CheckpointManager(ram_path) as manager:
         assert manager.restore_or(worker.make_init())[1] == 1
-        assert any("job that lives" in problem for problem in manager.problems)
+        assert any("running job" in problem for problem in manager.problems)
         job.resume(0)
         job.release("on")
         done = job.wait()

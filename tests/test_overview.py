@@ -124,7 +124,7 @@ def test_what_is_not_whole_is_shown_with_the_reason(root):
     found = {step.step: step for step in overview(root).steps}
 
     assert found[5].problem is None
-    assert "commit_success.txt is missing: the step is an incomplete copy" in found[7].problem
+    assert "commit_success.txt is missing: the step is incomplete" in found[7].problem
     assert "holds nothing" in found[8].problem
     assert "holds notes" in found[9].problem
     assert found[7].size_bytes > 4000
@@ -165,7 +165,7 @@ def test_what_else_lies_in_the_root_is_told(root):
         f"9.jaxckpt-bad-{TOKEN}": "set aside",
         f"11.orbax-checkpoint-tmp-jaxckpt-{TOKEN}": "under way",
         f"3.orbax-checkpoint-tmp-deleting-{TOKEN}": "being deleted",
-        "5.jaxckpt-committed": "about to take the place of 5",
+        "5.jaxckpt-committed": "about to replace 5",
         "notes": "not part of the run",
     }
     for name in strays:
@@ -251,7 +251,7 @@ def test_what_is_no_root_is_refused(root, ram_path):
         overview(ram_path / "none")
     with pytest.raises(NotADirectoryError, match="is a file"):
         overview(ram_path / "file")
-    with pytest.raises(ValueError, match=rf"is a checkpoint itself.*{root}\?"):
+    with pytest.raises(ValueError, match=rf"is a checkpoint, not a run.*{root}\?"):
         overview(root / "5")
 
 

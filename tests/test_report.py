@@ -239,7 +239,7 @@ def test_a_report_that_cannot_be_made_leaves_nothing(run, tmp_path):
     """No run, or no directory to write to."""
     with pytest.raises(jaxckpt.CheckpointNotFound):
         report(tmp_path / "nowhere", tmp_path / "report.html")
-    with pytest.raises(ValueError, match="is a checkpoint itself"):
+    with pytest.raises(ValueError, match="is a checkpoint, not a run"):
         report(run / "3000", tmp_path / "report.html")
     with pytest.raises(FileNotFoundError, match="no such directory"):
         report(run, tmp_path / "missing" / "report.html")

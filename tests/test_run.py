@@ -511,7 +511,7 @@ def test_a_run_of_a_job_that_lives_is_not_taken_by_opening_it(world):
     second.owner.open()
 
     assert (second.owner.token, len(second.index.problems)) == ("", 1)
-    assert "job that lives" in second.index.problems[0]
+    assert "running job" in second.index.problems[0]
     first.owner.fence()
     assert world.entries() == {"5.orbax-checkpoint-tmp-jaxckpt-" + TOKEN}
 
@@ -1114,7 +1114,7 @@ def test_a_damaged_step_is_set_aside(disk):
     again.owner.open()
     again.index.note_strays(again.index.listing())
     assert again.index.problems == [
-        f"{disk.root}/{aside}: a step that was set aside earlier, since it is damaged"
+        f"{disk.root}/{aside}: a damaged step that was set aside earlier"
     ]
     assert disk.entries() == {"1", aside}
 

@@ -95,7 +95,7 @@ def test_a_wait_may_end_before_the_save(tmp_path):
     request = prepare(tmp_path / "a", {"n": 1}, False, None, copy=True)
     handle = start(replace(request, storage=gate))
 
-    with pytest.raises(CheckpointTimeout, match="goes on"):
+    with pytest.raises(CheckpointTimeout, match="the save continues"):
         handle.result(timeout_s=0.01)
     assert not handle.done()
     assert "under way" in repr(handle)

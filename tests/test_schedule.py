@@ -141,11 +141,11 @@ def test_a_decision_says_why():
         return decision.save, decision.reason
 
     assert reason(20, 101.0) == (True, "every_steps=10")
-    assert reason(21, 160.0) == (True, "60 s since the save before")
-    assert reason(21, 115.0) == (False, "15 of 60 s have passed since the save before")
+    assert reason(21, 160.0) == (True, "60 s since the previous save")
+    assert reason(21, 115.0) == (False, "15 of 60 s since the previous save")
     only_steps = Schedule(policy=SavePolicy(every_steps=10))
     decision = only_steps.decide(7, now_s=0.0, busy=False)
-    assert decision.reason == "no rule of every_steps=10 names it"
+    assert decision.reason == "no rule matches: every_steps=10"
 
 
 # --- auto: Young and Daly -----------------------------------------------------------------------

@@ -9,13 +9,12 @@ from typing import Any, Final, final
 
 from jaxckpt.types import Progress
 
-# What is over sooner shows nothing.
-_SHORT_S: Final = 1.5
+_SHORT_S: Final = 1.5  # no bar for shorter work
 _VERBS: Final = {"save": "saving", "restore": "restoring"}
 
 
 def is_seen() -> bool:
-    """Whether somebody looks, and there is something to draw with."""
+    """Returns whether a bar would be seen and tqdm is installed."""
     return (_in_notebook() or sys.stderr.isatty()) and importlib.util.find_spec("tqdm") is not None
 
 
@@ -27,13 +26,12 @@ def _in_notebook() -> bool:
 
 @final
 class Bar:
-    """Shows one save or restore after the other: bytes, rate, phase, who is waited for."""
+    """Shows saves and restores, one at a time: bytes, rate, phase and the processes to wait for."""
 
     def __init__(self) -> None:
         self._bar: Any = None  # of tqdm
 
     def __call__(self, progress: Progress) -> None:
-        """Draws how far it is."""
         if self._bar is None:
             if progress.ended or progress.seconds < _SHORT_S:
                 return
@@ -50,7 +48,7 @@ class Bar:
 
 
 def words(progress: Progress) -> str:
-    """What is going on: `saving 1000: waits for processes 3, 7`."""
+    """Returns a description such as `saving 1000: waits for process 3, 7`."""
     what = f"{_VERBS[progress.kind]} {posixpath.basename(progress.path)}"
     if progress.ended:
         return what

@@ -12,35 +12,23 @@ from typing import Any, Final, final
 from jaxckpt.errors import CheckpointError
 from jaxckpt.types import PHASES, Kind, OnProgress, Progress, Timing
 
-# How often a display is called.
-_TICK_S: Final = 0.25
-# For a callback that does not return; then its thread stays behind.
-_PATIENCE_S: Final = 5.0
+_TICK_S: Final = 0.25  # between calls of a display
+_PATIENCE_S: Final = 5.0  # for a callback that does not return; its thread is then abandoned
 
 
 @final
 class Meter:
-    """Measures one save or restore.
-
-    Attributes:
-        phases: Seconds by phase, so far.
-        total_bytes: To be written or read here.
-        done_bytes: Of those; or `measure` returns them, if it is set.
-        measure: Returns how many bytes are done, where nobody counts each.
-        missing: Returns the processes that have not come, in the phase "meet".
-        slowest: See `Timing`.
-        error: Raised by the callback. It is not called again, and does not disturb the work.
-    """
+    """Measures one save or restore."""
 
     def __init__(self, kind: Kind, path: str, *, step: int | None = None) -> None:
-        self.phases: dict[str, float] = {}
-        self.total_bytes = 0
+        self.phases: dict[str, float] = {}  # seconds
+        self.total_bytes = 0  # to be written or read by this process
         self.done_bytes = 0
-        self.measure: Callable[[], int] | None = None
-        self.missing: Callable[[], Sequence[int]] | None = None
-        self.slowest: int | None = None
+        self.measure: Callable[[], int] | None = None  # returns `done_bytes` if nobody counts them
+        self.missing: Callable[[], Sequence[int]] | None = None  # processes not in "meet" yet
+        self.slowest: int | None = None  # see `Timing`
         self.step = step
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # of the callback, which is then not called again
         self._kind: Kind = kind
         self._path = path
         self._start_s = self._last_s = time.monotonic()
@@ -50,7 +38,7 @@ class Meter:
         self._thread: threading.Thread | None = None
 
     def watch(self, on_progress: OnProgress | None) -> None:
-        """Calls `on_progress` a few times a second, in a thread of its own, until `end`."""
+        """Calls `on_progress` a few times a second, in its own thread, until `end`."""
         self._on_progress = on_progress
         if on_progress is not None:
             self._thread = threading.Thread(
@@ -75,15 +63,15 @@ class Meter:
         if self.error is None and self._on_progress is not None:
             try:
                 self._on_progress(self.progress(ended=ended))
-            except BaseException as error:  # also `sys.exit`; raised when the work is done
+            except BaseException as error:  # even `sys.exit`; raised after the work
                 self.error = error
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts the time inside as a phase, which the profiler of JAX shows too."""
+        """Adds the time inside to a phase, which the profiler of JAX also shows."""
         self._phase = name
         before_s = time.monotonic()
-        # A process that has not imported jax does not profile it.
+        # A process without jax has no profiler.
         jax: Any = sys.modules.get("jax")
         shown = jax.profiler.TraceAnnotation if jax else contextlib.nullcontext
         try:
@@ -96,26 +84,24 @@ class Meter:
                 self._phase = "wait"
 
     def waited(self) -> None:
-        """Counts the time since the last phase as one of waiting."""
+        """Adds the time since the last phase to "wait"."""
         now_s = time.monotonic()
         self.add("wait", now_s - self._last_s)
         self._last_s = now_s
 
     def add(self, phase: str, seconds: float) -> None:
-        """Adds to a phase."""
         self.phases[phase] = self.phases.get(phase, 0.0) + seconds
 
     def note_slowest(self, seconds: Sequence[float]) -> None:
-        """Records the process that took longest."""
+        """Records the slowest process, given the seconds of each."""
         if len(seconds) > 1:
             self.slowest = max(range(len(seconds)), key=seconds.__getitem__)
 
     def landed(self, size_bytes: int) -> None:
-        """Counts bytes that are done."""
         self.done_bytes += size_bytes
 
     def timing(self) -> Timing:
-        """Returns the time that it took until now."""
+        """Returns the time taken so far."""
         return Timing(
             kind=self._kind,
             path=self._path,
@@ -127,17 +113,17 @@ class Meter:
         )
 
     def progress(self, *, ended: bool = False) -> Progress:
-        """Returns how far it is now."""
+        """Returns the current progress."""
         phase, done_bytes, waiting_for = self._phase, self.done_bytes, ()
         if self.measure is not None and phase == "write":
-            # Files are renamed while they are looked at.
+            # Renames during the measurement can make it too small.
             done_bytes = self.done_bytes = max(self.done_bytes, self.measure())
         elif self._kind == "save" and phase in ("meet", "commit"):
             done_bytes = self.total_bytes
         if self.missing is not None and phase == "meet" and not ended:
-            with contextlib.suppress(CheckpointError):  # the wait for them raises it
+            with contextlib.suppress(CheckpointError):  # the meeting itself raises it
                 waiting_for = tuple(self.missing())
-        if phase != self._phase:  # the answer came too late
+        if phase != self._phase:  # the phase has ended meanwhile
             waiting_for = ()
         return Progress(
             kind=self._kind,
@@ -152,7 +138,7 @@ class Meter:
 
 
 def display(on_progress: OnProgress | None, process: int) -> OnProgress | None:
-    """Returns what is to be called: the caller's function, or a bar where someone sees it."""
+    """Returns the caller's function, or a bar if somebody would see it."""
     if on_progress is not None or process != 0:
         return on_progress
     if not sys.stderr.isatty() and "IPython" not in sys.modules:

@@ -1,4 +1,4 @@
-"""`CheckpointManager` and its policies from plain dicts and the like."""
+"""Makes `CheckpointManager` and its policies from dicts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from jaxckpt._run.schedule import SavePolicy
 def manager_arguments(
     manager: Callable[..., object], config: Any, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the arguments of `CheckpointManager` that a config holds, its policies made.
-
-    Args:
-        manager: `CheckpointManager`, which has the names of the arguments.
+    """Returns the arguments for `manager` from a config, with policies as objects.
 
     Raises:
         TypeError: a name is unknown.
@@ -28,7 +25,7 @@ def manager_arguments(
     _check_names("the config", arguments, parameters)
     arguments = _given(arguments)
     if "directory" not in arguments:
-        raise TypeError("the config has no 'directory': where is the run?")
+        raise TypeError("the config lacks 'directory', the root of the run")
     for name, policy in (("save", SavePolicy), ("keep", KeepPolicy)):
         value = arguments.get(name, policy())
         if not isinstance(value, policy):
@@ -46,12 +43,12 @@ def _policy(name: str, policy: type[SavePolicy | KeepPolicy], fields: dict[str, 
     arguments = _mapping(auto, f"{name}.auto")
     _check_names(f"{name}.auto", arguments, ["mtbf_hours", "processes"])
     if "mtbf_hours" in arguments and arguments["mtbf_hours"] is None:
-        return policy(**fields)  # a form that nobody filled in
+        return policy(**fields)  # `auto` was left empty
     return SavePolicy.auto(**_given(arguments), **fields)
 
 
 def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that are not None, which means the default."""
+    """Drops arguments that are None, which stands for the default."""
     return {name: value for name, value in arguments.items() if value is not None}
 
 
@@ -59,7 +56,7 @@ def _mapping(config: Any, what: str) -> dict[str, Any]:
     if hasattr(config, "to_dict"):  # an ml_collections.ConfigDict
         config = config.to_dict()
     if not isinstance(config, Mapping):
-        raise TypeError(f"{what} should be a dict, not {config!r}")
+        raise TypeError(f"{what} must be a dict, got {config!r}")
     return dict(config)
 
 

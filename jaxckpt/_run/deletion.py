@@ -1,8 +1,8 @@
-"""Which steps of a run go: deleting, setting aside, and the pins that prevent it.
+"""Deletes steps of a run, sets damaged steps aside, and pins steps against deletion.
 
 To delete steps, a writer names them in `_jaxckpt.doomed`, looks for leases and pins, unpublishes
-each step that is free and removes its files. A crash in the middle leaves whole steps, or a name
-that no reader takes for a step and that the next deletion removes.
+each step that is free and removes its files. A crash in the middle leaves complete steps, or a name
+that no reader mistakes for a step and that the next deletion removes.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ from jaxckpt.storage import is_temporary_file
 
 @final
 class Deletion:
-    """Takes steps out of a run, and pins steps that must stay."""
-
     def __init__(self, index: StepIndex, leases: Leases) -> None:
         self.index = index
         self.leases = leases
-        self._failed = False  # to delete, since when a file may be left over
+        self._failed = False  # whether a failed deletion may have left a file
 
     def delete(self, numbers: Iterable[int], *, asked_for: bool = False) -> list[int]:
-        """Deletes steps, except pinned ones and those that a reader holds; returns which went.
+        """Deletes steps unless they are pinned or held by a reader; returns the deleted ones.
 
-        What cannot be deleted is reported, and stays or goes with the next call. Never raises.
+        Reports errors instead of raising them; the next call tries again.
 
         Args:
-            asked_for: Whether the user asked for it, so that steps of other programs go too.
+            asked_for: Whether the user named the steps, so that steps of other programs go too.
         """
         index, gone = self.index, []
         try:
@@ -60,7 +58,7 @@ class Deletion:
     def _finish_deletions(self) -> None:
         for entry in self.index.entries():
             begun = names.is_deleting(entry) and names.ours_temporary(entry) is not None
-            # A file that could not be written could not be removed either.
+            # A file that could not be written may have stayed behind.
             if begun or (self._failed and is_temporary_file(entry)):
                 self.index.storage.delete(f"{self.index.root}/{entry}")
         self._failed = False
@@ -72,55 +70,52 @@ class Deletion:
             if names.PINNED in inside:
                 return False
             if not asked_for and names.RECORD not in inside:
-                self.index.report(f"{path} was not written by jaxckpt: no policy deletes it")
+                self.index.report(f"{path} was not written by jaxckpt, so no policy deletes it")
                 return False
             _transaction.remove(storage, path)
         except FileNotFoundError:
-            return True  # somebody else did
+            return True  # deleted by somebody else
         except OSError as error:
-            self.index.report(f"{path} cannot be deleted: {error}. It is tried again.")
+            self.index.report(f"{path} cannot be deleted: {error}. The next deletion tries again.")
             return storage.kind(path) is None
         return True
 
     def why_not(self, number: int) -> str:
-        """Describes why a step was not deleted."""
         step = posixpath.basename(self.index.path(number))
         if step in self.leases.held(self.index.entries()):
             return "a reader holds it"
         return self.index.problems[-1] if self.index.problems else "unknown"
 
     def set_aside(self, number: int, why: str, *, file: str | None = None) -> None:
-        """Takes a damaged step out of the run; a step of another program is only skipped.
+        """Takes a damaged step out of the run; only reports a step of another program.
 
         Args:
-            file: The damaged file. Only jaxckpt misses its own record.
+            file: The damaged file. If it is jaxckpt's record, jaxckpt wrote the step.
         """
         index, path = self.index, self.index.path(number)
         if file != f"{path}/{names.RECORD}" and not is_ours(index.storage, path):
-            index.report(f"step {number} is damaged, and is skipped: {why}")
+            index.report(f"step {number} is damaged and is skipped: {why}")
             return
         aside = f"{index.root}/{names.set_aside(posixpath.basename(path), secrets.token_hex(4))}"
         try:
             index.storage.rename(path, aside)
         except OSError as error:
-            index.report(f"step {number} is damaged, and cannot be set aside ({error}): {why}")
+            index.report(f"step {number} is damaged and cannot be set aside ({error}): {why}")
             return
         index.forget(number)
-        index.report(f"step {number} is damaged, and was set aside as {aside}: {why}")
+        index.report(f"step {number} is damaged and was set aside as {aside}: {why}")
 
     def pin(self, number: int) -> None:
-        """Keeps a step whatever the policy says."""
+        """Keeps a step regardless of the policy."""
         path = self.index.check_step(number)
         self.index.storage.write(f"{path}/{names.PINNED}", b"")
-        # A writer dooms a step before it looks for pins.
+        # A writer dooms a step before it looks for pins, so either it sees the pin or we see it.
         if not self.leases.is_staying(posixpath.basename(path)):
-            raise CheckpointNotFound(f"{path} is being deleted; it cannot be pinned any more")
+            raise CheckpointNotFound(f"{path} is being deleted and can no longer be pinned")
 
     def unpin(self, number: int) -> None:
-        """Undoes `pin`."""
         self.index.storage.delete(f"{self.index.check_step(number)}/{names.PINNED}")
 
     def is_pinned(self, number: int) -> bool:
-        """Returns whether a step is pinned, by anyone."""
         path = self.index.path(number)
         return self.index.storage.kind(f"{path}/{names.PINNED}") is not None

@@ -1,4 +1,4 @@
-"""`fork`: a run that starts from a step of another."""
+"""`fork`: starts a run from a step of another run."""
 
 from __future__ import annotations
 
@@ -17,31 +17,30 @@ from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StepExists
 from jaxckpt.format import names, run
 from jaxckpt.storage import Storage, files_in, locate
 
-# Files about a checkpoint, not part of what is in it.
+# Files about a checkpoint, as opposed to its data.
 _NOT_COPIED = (names.RECORD, names.COMMIT_MARKER, names.WRITER, names.PINNED)
 
 
 def fork(
     src_step: str | os.PathLike[str], new_root: str | os.PathLike[str], *, step: int | None = None
 ) -> str:
-    """Starts a run from a step of another: the new run's first step is that one.
+    """Starts a run whose first step is a step of another run.
 
-    Its files are hard links to those of the step, so that no bytes are copied, and either run may
-    delete its own; on another file system they are copies. The new step tells where it came from:
-    `jaxckpt.open(path).lineage`. In a job of several processes one of them calls it.
+    The files are hard links, or copies on another file system, so either run may delete its step.
+    `jaxckpt.open(path).lineage` records the origin. Only one process of a job should call this.
 
     Args:
-        src_step: A step, by jaxckpt or Orbax; of a run's root its newest good step.
-        new_root: A run without steps; made if it is not there.
-        step: The number of the first step; None: as it was.
+        src_step: A step written by jaxckpt or Orbax, or a run's root for its newest good step.
+        new_root: The root of the new run, without steps; created if missing.
+        step: The number of the first step. If None, the number of `src_step`.
 
     Returns:
         The directory of the new step.
 
     Raises:
         StepExists: the new run has steps.
-        CheckpointNotFound: there is no committed checkpoint at `src_step`.
-        CorruptCheckpoint: it is damaged; nothing was made.
+        CheckpointNotFound: no committed checkpoint at `src_step`.
+        CorruptCheckpoint: the checkpoint is damaged; nothing was created.
 
     Example:
         >>> import os, tempfile, jaxckpt
@@ -55,10 +54,10 @@ def fork(
     storage, where = locate(src_step)
     other, root = locate(new_root)
     if other.scheme != storage.scheme:
-        raise ValueError(f"{new_root} is in another storage than {src_step}: fork links files")
+        raise ValueError(f"{new_root} must be in the same storage as {src_step}: fork links files")
     found = find(storage, where)
     if steps := StepIndex(storage, root).steps():
-        raise StepExists(f"{root} is a run that has steps already: {steps[-8:]}")
+        raise StepExists(f"{root} already has steps: {steps[-8:]}. Fork into a new run.")
     path = f"{root}/{_name_of(found, step)}"
     transaction = _transaction.begin(storage, path, overwrite=False)
     try:
@@ -68,7 +67,7 @@ def fork(
     except BaseException as error:
         transaction.abort()
         if isinstance(error, FileNotFoundError):
-            raise CheckpointNotFound(f"{found.path} went while it was forked: {error}") from error
+            raise CheckpointNotFound(f"{found.path} was deleted meanwhile: {error}") from error
         _transaction.raise_save_error(path, error)
     return path
 
@@ -78,19 +77,19 @@ def _name_of(found: Found, step: int | None) -> str:
     if step is not None:
         return run.StepNames().of(step)
     if not run.like_steps([name]):
-        raise ValueError(f"{found.path} is not called like a step: say fork(..., step=0)")
+        raise ValueError(f"{found.path} is not named like a step; pass a number: fork(..., step=0)")
     return name
 
 
 def _link(storage: Storage, found: Found, work: str) -> list[str]:
     if storage.kind(found.path) != "dir":
-        raise CheckpointNotFound(f"{found.path} is one file: restore it, and save it anew")
+        raise CheckpointNotFound(f"{found.path} is a single file; restore it and save it again")
     files = [name for name in files_in(storage.entries, found.path) if name not in _NOT_COPIED]
     for name in files:
         storage.make_dir(posixpath.dirname(f"{work}/{name}"))
         if storage.kind(f"{found.path}/{name}") == "other":
             raise CorruptCheckpoint(
-                f"{found.path}/{name} is a link or a special file; a checkpoint has none",
+                f"{found.path}/{name} is a link or a special file; a checkpoint contains none",
                 file=f"{found.path}/{name}",
             )
         storage.link(f"{found.path}/{name}", f"{work}/{name}")
@@ -98,14 +97,14 @@ def _link(storage: Storage, found: Found, work: str) -> list[str]:
 
 
 def _check_whole(storage: Storage, found: Found, work: str, files: Sequence[str]) -> None:
-    """Compares what was linked with the record, if there is one."""
+    """Compares the linked files with the record, if any."""
     recorded = found.record.files if found.record is not None else {}
     for name, facts in recorded.items():
         if name in _NOT_COPIED:
             continue
         if name not in files or storage.size(f"{work}/{name}") != facts.size:
             file = f"{found.path}/{name}"
-            raise CorruptCheckpoint(f"{file} is missing, or not as it was written", file=file)
+            raise CorruptCheckpoint(f"{file} is missing or has the wrong size", file=file)
     for name in found.items if recorded else ():
         item = open_item(found, name)
         if isinstance(item, Item):

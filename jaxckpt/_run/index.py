@@ -1,13 +1,13 @@
-"""Which steps a run has, and what each of them records: the one answer for managers and commands.
+"""Lists the steps of a run and reads the facts about each, for managers and commands.
 
-    <root>/<step>                            a step: committed, or torn, or still being written
+    <root>/<step>                            a step: committed, torn or still being written
     <root>/<step>.orbax-checkpoint-tmp-...   a step that is being written or deleted
-    <root>/<step>.jaxckpt-bad-...            a step that was set aside because it is damaged
+    <root>/<step>.jaxckpt-bad-...            a damaged step that was set aside
     <root>/_jaxckpt.owner, .lock             see `owner`
     <root>/_jaxckpt.doomed, .lease-...       see `leases` and `deletion`
 
-Every answer is made from one listing of the root, and from the directories of as few steps as it
-needs. Works on directories and small files only: no array is read, and jax is not imported.
+Every answer takes one listing of the root and the directories of as few steps as possible. Reads
+only directories and small files, never arrays, and does not import jax.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxckpt.types import StepInfo
 
 _logger = logging.getLogger("jaxckpt")
 
-# A writer that has newer steps may delete all steps of one listing.
+# Meanwhile a writer may delete all steps in a listing, having committed newer ones.
 _LISTINGS: Final = 3
 _CHECKPOINT_FILES: Final = frozenset(
     {names.RECORD, names.CHECKPOINT_METADATA, names.TREE_METADATA, names.WRITER}
@@ -43,26 +43,20 @@ State = Literal["committed", "torn"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """The root of a run at one time.
-
-    Attributes:
-        entries: Everything in the root.
-        naming: How the steps are named.
-        steps: The names of the steps by number, in order, whatever is in them.
-    """
+    """The root of a run at one time."""
 
     entries: Mapping[str, Entry]
     naming: StepNames
-    steps: dict[int, str]
+    steps: dict[int, str]  # names by number, in order, regardless of the contents
 
     def directories(self) -> dict[str, int]:
-        """Returns the numbers of the directories that are named like steps."""
+        """Returns the directories named like steps, with their numbers."""
         return {
             name: number for number, name in self.steps.items() if self.entries[name].kind == "dir"
         }
 
     def flax_files(self) -> dict[str, int]:
-        """Returns the numbers of the files that Flax names like this; a manager leaves them."""
+        """Returns the files named like checkpoints of Flax, with their step numbers."""
         numbered = {
             name: names.flax_step(name)
             for name, entry in self.entries.items()
@@ -71,7 +65,7 @@ class Listing:
         return {name: int(n) for name, n in numbered.items() if n is not None and n.is_integer()}
 
     def strays(self) -> dict[str, str]:
-        """Returns a description of each entry that is not a step and not a file of the run."""
+        """Returns a description of each entry that is neither a step nor a file of the run."""
         described = {name: _describe(name, self) for name in self.entries}
         return {name: text for name, text in described.items() if text is not None}
 
@@ -80,15 +74,15 @@ def _describe(name: str, listing: Listing) -> str | None:
     if name in _ROOT_FILES or names.is_lease(name):
         return None
     if names.is_set_aside(name):
-        return "a step that was set aside earlier, since it is damaged"
+        return "a damaged step that was set aside earlier"
     if names.is_deleting(name):
-        return "is being deleted, or a deletion of it was interrupted"
+        return "being deleted, or left by an interrupted deletion"
     if names.is_temporary(name):
-        return "temporary: a save of another writer is under way, or was interrupted"
+        return "a save of another writer, under way or interrupted"
     if (replaced := names.replaced(name)) is not None:
-        return f"committed, and about to take the place of {replaced}"
+        return f"committed, and about to replace {replaced}"
     if is_temporary_file(name):
-        return "a small file that is being written, or was when its writer died"
+        return "a small file being written, or left by a writer that died"
     if listing.naming.step(name) is None:
         return "not part of the run; left alone"
     if listing.entries[name].kind != "dir":
@@ -98,24 +92,16 @@ def _describe(name: str, listing: Listing) -> str | None:
 
 @dataclass(slots=True)
 class StepIndex:
-    """The steps of a run, as this process knows them.
-
-    Attributes:
-        naming: How the steps are named. If None, as the steps in the root are.
-        owned: Whether this process owns the run. Only the owner remembers what it has read of a
-            step, since it knows that nobody else saves that step anew.
-        quiet: Whether problems are only recorded, and not logged.
-        problems: Everything that was skipped, left alone, set aside or removed, in words.
-        unknown: Steps whose facts could not be read.
-    """
+    """The steps of a run, as this process knows them."""
 
     storage: Storage
     root: str
-    naming: StepNames | None = None
+    naming: StepNames | None = None  # if None, like the steps in the root
+    # Only the owner caches facts about steps, since nobody else can replace one meanwhile.
     owned: bool = False
-    quiet: bool = False
+    quiet: bool = False  # records problems without logging them
     problems: list[str] = field(default_factory=list)
-    unknown: set[int] = field(default_factory=set)
+    unknown: set[int] = field(default_factory=set)  # steps whose facts could not be read
     _committed: set[str] = field(default_factory=set)
     _whole: set[str] = field(default_factory=set)
     _infos: dict[int, StepInfo] = field(default_factory=dict)
@@ -123,13 +109,13 @@ class StepIndex:
     # --- problems ----------------------------------------------------------------------------
 
     def report(self, problem: str) -> None:
-        """Records a problem, and logs it the first time."""
+        """Records a problem and logs it the first time."""
         if problem not in self.problems:
             self.problems.append(problem)
             self.warn(problem)
 
     def warn(self, text: str) -> None:
-        """Logs a warning. All warnings about a run come from here."""
+        """Logs a warning; all warnings about a run come from here."""
         if not self.quiet:
             _logger.warning("%s", text)
 
@@ -139,17 +125,17 @@ class StepIndex:
             if f"{self.root}/{name}: {text}" not in self.problems:
                 self.problems.append(f"{self.root}/{name}: {text}")
 
-    # --- which steps there are -----------------------------------------------------------------
+    # --- the steps of a run -----------------------------------------------------------------
 
     def entries(self) -> dict[str, Entry]:
-        """Lists the root; empty if there is none."""
+        """Lists the root; empty if it does not exist."""
         try:
             return self.storage.entries(self.root)
         except (FileNotFoundError, NotADirectoryError):
             return {}
 
     def listing(self) -> Listing:
-        """Lists the root, and finds its steps by their names."""
+        """Lists the root and finds its steps by their names."""
         entries = self.entries()
         naming = self.naming or self._guess_naming(entries)
         numbered = ((naming.step(name), name) for name in entries)
@@ -157,7 +143,7 @@ class StepIndex:
         return Listing(entries=entries, naming=naming, steps=dict(steps))
 
     def _guess_naming(self, entries: Mapping[str, Entry]) -> StepNames:
-        """Returns the naming of the first committed step, and keeps it: all are named alike."""
+        """Returns the naming of the first committed step and keeps it for all."""
         for name in like_steps(list(entries)):
             if self._state_of(name, entries[name]) == "committed":
                 self.naming = guess_names(name, list(entries))
@@ -173,13 +159,11 @@ class StepIndex:
                 return
 
     def state(self, listing: Listing, number: int) -> State | None:
-        """Returns the state of a step; None if the listing has no directory of that name.
+        """Returns the state of a step, or None if it is neither committed nor torn.
 
-        Looks into the directory, unless the step is known as committed.
-
-        A torn step was written by jaxckpt and lacks its commit marker: an incomplete copy. Without
-        an atomic rename it may be a save under way, and what is left of that is removed by the next
-        save there; so no step of such a storage is torn.
+        A torn step was written by jaxckpt but lacks its commit marker, such as an incomplete copy.
+        Without atomic renames it may be a save under way, whose files the next save removes; so
+        such a storage never reports torn steps.
         """
         name = listing.steps.get(number)
         return None if name is None else self._state_of(name, listing.entries[name])
@@ -192,7 +176,7 @@ class StepIndex:
         path = f"{self.root}/{name}"
         try:
             if looks_committed(self.storage, path):
-                if self.storage.atomic_rename:  # else it may be deleted and saved anew in place
+                if self.storage.atomic_rename:  # otherwise it may be replaced in place
                     self._committed.add(name)
                 return "committed"
             is_torn = self.storage.atomic_rename and is_ours(self.storage, path)
@@ -201,14 +185,14 @@ class StepIndex:
         return "torn" if is_torn else None
 
     def _check(self, listing: Listing, number: int) -> State | None:
-        """Returns the state of a step, and reports one that is not committed."""
+        """Returns the state of a step, reporting a step that is not committed."""
         path, state = f"{self.root}/{listing.steps[number]}", self.state(listing, number)
         if state != "committed" and not is_under_way(path):
-            self.report(f"{path} is not a committed step, and is left alone")
+            self.report(f"{path} is not a committed step and is left alone")
         return state
 
     def newest_first(self) -> Iterator[int]:
-        """Yields the committed steps from the newest down; looks into one directory for each."""
+        """Yields the committed steps from the newest down, listing one directory for each."""
         for listing in self.listings():
             found = False
             for number in reversed(listing.steps):
@@ -223,16 +207,16 @@ class StepIndex:
         return sorted(self.newest_first())
 
     def newest(self, listing: Listing | None = None) -> int | None:
-        """Returns the newest committed step, of a listing if there is one already."""
+        """Returns the newest committed step, of `listing` if given."""
         if listing is None:
             return next(self.newest_first(), None)
         numbers = reversed(listing.steps)
         return next((n for n in numbers if self._check(listing, n) == "committed"), None)
 
     def to_restore(self) -> list[int]:
-        """Returns the steps to try from the newest down, torn ones too.
+        """Returns the steps to try from the newest down, including torn ones.
 
-        Looks for the newest committed step; the steps below it are not looked into.
+        Lists directories only down to the newest committed step.
         """
         for listing in self.listings():
             numbers, torn = [*reversed(listing.steps)], []
@@ -255,12 +239,12 @@ class StepIndex:
     # --- one step ------------------------------------------------------------------------------
 
     def path(self, number: int) -> str:
-        """Returns the directory of a step, whether it exists or not."""
+        """Returns the directory of a step, existing or not."""
         naming = self.naming or self.listing().naming
         return f"{self.root}/{naming.of(number)}"
 
     def is_committed(self, number: int) -> bool:
-        """Returns whether a step is committed; a step that is known as such is not looked at."""
+        """Returns whether a step is committed, without I/O if that is known."""
         if posixpath.basename(self.path(number)) in self._committed:
             return True
         return self.state(self.listing(), number) == "committed"
@@ -269,7 +253,7 @@ class StepIndex:
         """Returns the directory of a committed step.
 
         Raises:
-            CheckpointNotFound: there is no such step; the newest ones are listed.
+            CheckpointNotFound: no such step; the message lists the newest steps.
         """
         if self.state(self.listing(), number) != "committed":
             steps = self.steps()
@@ -281,7 +265,7 @@ class StepIndex:
         return self.path(number)
 
     def missing_file(self, number: int) -> str | None:
-        """Returns the file that a torn step lacks; None if the step is not torn."""
+        """Returns the file that a torn step lacks, or None if the step is not torn."""
         if self.state(self.listing(), number) != "torn":
             return None
         path = self.path(number)
@@ -289,45 +273,41 @@ class StepIndex:
         return f"{path}/{names.COMMIT_MARKER if has_record else names.RECORD}"
 
     def check_there(self, number: int) -> None:
-        """Refuses a step that is not committed; a step that is known as such is not looked at.
+        """Checks that a step is committed, without I/O if that is known.
 
         Raises:
-            CheckpointNotFound: there is no such step.
+            CheckpointNotFound: no such step.
             CorruptCheckpoint: the step is torn.
         """
         if posixpath.basename(self.path(number)) in self._committed:
             return
         if (file := self.missing_file(number)) is not None:
             raise CorruptCheckpoint(
-                f"{file} is missing: the step is an incomplete copy, or was being deleted",
+                f"{file} is missing: the step is incomplete, such as a partial copy",
                 file=file,
             )
         self.check_step(number)
 
     def check_found(self, number: int, found: Found) -> None:
-        """Checks that all files of a step have their recorded sizes; reads no data.
+        """Checks that all files of a step are present in their recorded sizes; reads no data.
 
         Raises:
-            CorruptCheckpoint: a file is missing, or has another size.
+            CorruptCheckpoint: a file is missing or has a different size.
         """
         saved_as = found.record.name if found.record is not None else ""
         if saved_as and (self.naming or StepNames()).step(saved_as) not in (None, number):
-            self.report(f"{found.path} was saved as {saved_as}: it was renamed, or is a copy of it")
+            self.report(f"{found.path} was saved as {saved_as}, then renamed or copied")
         check_sizes(found)
 
     def find_whole(self, number: int) -> Found:
-        """Finds a step that is there, with all its files.
-
-        Raises:
-            CheckpointNotFound, CorruptCheckpoint: as `check_there` and `check_found`.
-        """
+        """Finds a complete step; raises the errors of `check_there` and `check_found`."""
         self.check_there(number)
         found = find(self.storage, self.path(number))
         self.check_found(number, found)
         return found
 
     def is_whole(self, number: int) -> bool:
-        """Returns whether a step is whole; reports a damaged one once."""
+        """Returns whether a step is complete; reports a damaged step once."""
         name = posixpath.basename(self.path(number))
         if name in self._whole:
             return True
@@ -336,17 +316,17 @@ class StepIndex:
         except CheckpointNotFound:
             return False
         except CorruptCheckpoint as error:
-            self.report(f"step {number} is damaged, and is skipped: {error}")
+            self.report(f"step {number} is damaged and is skipped: {error}")
             return False
         if self.owned:
             self._whole.add(name)
         return True
 
     def info(self, number: int) -> StepInfo:
-        """Returns the facts that policies need, from the small files of the step or from memory."""
+        """Returns the facts that policies need, from memory or the small files of the step."""
         if number in self._infos:
             return self._infos[number]
-        # A step that does not record when it was saved was saved before now.
+        # A step without a recorded time counts as saved now.
         when_s, metrics = time.time(), {}
         self.unknown.discard(number)
         try:
@@ -363,12 +343,12 @@ class StepIndex:
         return info
 
     def remember(self, info: StepInfo) -> None:
-        """Records a step that this process itself has committed."""
+        """Records a step that this process has committed."""
         self._infos[info.step] = info
         self._committed.add(posixpath.basename(self.path(info.step)))
 
     def forget(self, number: int) -> None:
-        """Drops all that is known of a step that is gone."""
+        """Drops the facts about a deleted step."""
         name = posixpath.basename(self.path(number))
         self._committed.discard(name)
         self._whole.discard(name)
@@ -376,7 +356,7 @@ class StepIndex:
 
 
 def saved_s(found: Found) -> float | None:
-    """Returns when a checkpoint was saved, in seconds since 1970; None if it is not recorded."""
+    """Returns when a checkpoint was saved, in seconds since 1970; None if not recorded."""
     saved_ns = found.metadata.commit_ns or found.metadata.init_ns
     return None if saved_ns is None else saved_ns / 1e9
 
@@ -392,7 +372,7 @@ def metrics_of(found: Found) -> dict[str, Any]:
 
 
 def is_ours(storage: Storage, path: str) -> bool:
-    """Returns whether jaxckpt wrote, or began to write, what is in a directory."""
+    """Returns whether jaxckpt wrote a directory, at least in part."""
     try:
         inside = storage.entries(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -405,11 +385,11 @@ def is_ours(storage: Storage, path: str) -> bool:
 
 
 def check_root(storage: Storage, root: str) -> bool:
-    """Returns whether the root of a run is there yet.
+    """Returns whether the root of a run exists.
 
     Raises:
-        NotADirectoryError: something else is there.
-        ValueError: the directory is a checkpoint itself.
+        NotADirectoryError: the path is not a directory.
+        ValueError: the directory is a checkpoint.
     """
     try:
         inside = storage.entries(root)
@@ -418,21 +398,21 @@ def check_root(storage: Storage, root: str) -> bool:
     except NotADirectoryError as error:
         kind = storage.kind(root)
         what = f"is a {kind}, not a directory" if kind else f"lies below a file ({error})"
-        raise NotADirectoryError(f"{root} {what}: it cannot hold a run") from error
+        raise NotADirectoryError(f"{root} {what} and cannot hold a run") from error
     if not _CHECKPOINT_FILES.isdisjoint(inside):
         raise ValueError(
-            f"{root} is a checkpoint itself. A run is the directory around its steps: "
-            f"{posixpath.dirname(root)}?"
+            f"{root} is a checkpoint, not a run. A run is the directory that contains the steps; "
+            f"did you mean {posixpath.dirname(root)}?"
         )
     return True
 
 
 def existing_root(root: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """Returns where the root of a run is.
+    """Returns the storage and path of an existing root.
 
     Raises:
-        CheckpointNotFound: nothing is there.
-        NotADirectoryError, ValueError: it is not a directory, or a checkpoint itself.
+        CheckpointNotFound: no such directory.
+        NotADirectoryError, ValueError: the path is not a directory, or it is a checkpoint.
     """
     storage, where = locate(root)
     if not check_root(storage, where):
@@ -441,5 +421,5 @@ def existing_root(root: str | os.PathLike[str]) -> tuple[Storage, str]:
 
 
 def shown(found: Sequence[str]) -> str:
-    """Returns the first few names of many."""
+    """Returns the first few names as text."""
     return ", ".join(found[:8]) + (", ..." if len(found) > 8 else "") or "nothing"

@@ -1,4 +1,4 @@
-"""The items of a step beside its state: what each value becomes on disk, and how it comes back.
+"""Stores and restores the items of a step besides its state.
 
 an object with a state   get_state/set_state or state_dict/load_state_dict: one file per process
 a plain JSON value       one file
@@ -24,7 +24,7 @@ _MAX_NAME: Final = 128
 
 
 def is_stateful(value: object) -> bool:
-    """Whether an object gives and takes its own state: a data iterator, mostly."""
+    """Returns whether an object has methods for its state, like a data iterator."""
     return _methods(value) is not None
 
 
@@ -37,67 +37,64 @@ def _methods(value: object) -> tuple[Callable[[], Any], Callable[[Any], Any]] | 
 
 
 def check_stateful(objects: Mapping[str, object]) -> None:
-    """Raises TypeError if an object cannot take a state."""
     for name, value in objects.items():
         if not is_stateful(value):
             raise TypeError(
-                f"item {name!r} is restored in place, and {type(value).__name__} has neither "
-                "set_state nor load_state_dict. restore_items() returns what was saved."
+                f"item {name!r} cannot be restored in place: {type(value).__name__} has neither "
+                "set_state nor load_state_dict. restore_items() returns the saved value."
             )
 
 
 def set_state(value: object, state: Any) -> None:
-    """Hands an object the state that it is to go on from."""
     methods = _methods(value)
     assert methods is not None  # checked before anything was read
     methods[1](state)
 
 
 def check_names(items: Mapping[str, object]) -> None:
-    """Refuses names that an item cannot have."""
     for name in items:
         taken = (names.STATE_ITEM, names.METRICS_ITEM, names.DEFAULT_ITEM, *names.TOP_FILES)
         if not isinstance(name, str) or not name or len(name) > _MAX_NAME:
-            raise ValueError(f"{name!r} is no name for an item")
+            raise ValueError(f"item name must be 1 to {_MAX_NAME} characters, got {name!r}")
         if name in taken or names.is_reserved(name) or names.is_part_of_tree(name):
-            raise ValueError(f"an item cannot be called {name!r}: the name has a meaning already")
+            raise ValueError(f"an item cannot be named {name!r}: the name is reserved")
         if name.startswith(".") or any(mark in name for mark in "/\\\0"):
-            raise ValueError(f"{name!r} is no name for an item: it is that of a directory")
+            raise ValueError(f"item name {name!r} begins with a dot or contains a slash or NUL")
 
 
 def take_item(name: str, value: object, processes: Processes) -> Item:
-    """What a save holds of an item; the caller may change the value afterwards."""
+    """Copies an item to the host; the caller may change the value afterwards."""
     if is_stateful(value):
         return _take_state(name, value, processes)
     if typed_json.is_json(value):
         try:
             data = jsontext.dumps(value, allow_nan=True)
         except ValueError as error:
-            raise UnsupportedLeaf(f"item {name!r} is no JSON: {error}") from error
+            raise UnsupportedLeaf(f"item {name!r} cannot be stored as JSON: {error}") from error
         return FileItem(name=name, shared=lambda: {names.JSON_ITEM_FILE: data})
     return take_tree(name, value, processes, copy=True)
 
 
 def take_metrics(metrics: Mapping[str, Any], found: Callable[[dict[str, Any]], None]) -> FileItem:
-    """The metrics of a step. Those that a device still computes are waited for in the background.
+    """Returns the metrics as an item, which waits in the background for arrays being computed.
 
     Args:
-        found: Is called with the numbers, once they are there, in the process that writes them.
+        found: Called with the numbers in the process that writes them.
     """
-    # Those of numpy may be changed by the caller; those of jax cannot.
+    # The caller may change numpy arrays, but not jax arrays.
     held = {
         name: value.copy() if isinstance(value, np.ndarray) else value
         for name, value in metrics.items()
     }
     for name, value in held.items():
         if not isinstance(name, str):
-            raise TypeError(f"metrics are named by str, not {name!r}")
+            raise TypeError(f"names of metrics must be str, got {name!r}")
         if not isinstance(value, (str, bool, int, float, type(None))) and (
             math.prod(getattr(value, "shape", (2,))) != 1
         ):
-            raise TypeError(f"metric {name!r} must be one number, not {_short(value)}")
+            raise TypeError(f"metric {name!r} must be one number, got {_short(value)}")
         if not getattr(value, "is_fully_replicated", True):
-            raise ValueError(f"metric {name!r} is split over processes: average it first")
+            raise ValueError(f"metric {name!r} is not replicated: average it first")
 
     def shared() -> dict[str, bytes]:
         numbers = {name: _number(value) for name, value in held.items()}
@@ -111,7 +108,7 @@ def _number(value: Any) -> object:  # a number of any library
     if isinstance(value, (str, type(None))) or type(value) in (bool, int, float):
         return value
     array = np.asarray(value)
-    # JSON has one kind of float; bfloat16 and its like have no `item` that Python knows.
+    # JSON has one kind of float; `item` of bfloat16 and similar dtypes returns no Python float.
     kind = array.dtype.kind
     return array.reshape(()).item() if kind in "biu" else float(array.reshape(()))
 
@@ -126,14 +123,14 @@ def _take_state(name: str, value: object, processes: Processes) -> FileItem:
         data = jsontext.dumps(typed_json.encode(state), allow_nan=True) if text is None else text
     except (TypeError, ValueError) as error:
         raise UnsupportedLeaf(
-            f"the state of item {name!r} cannot be stored: {error}. It may hold numbers, text, "
-            "bytes, numpy arrays, and lists, tuples and dicts of them."
+            f"the state of item {name!r} cannot be stored: {error}. It may contain numbers, text, "
+            "bytes, numpy arrays, and lists, tuples and dicts of these."
         ) from error
     file = names.process_file(processes.index, processes.count)
     count = processes.count
 
     def shared() -> dict[str, bytes]:
-        # Orbax reads this one as JSON; Grain's handler for Orbax reads the other kind.
+        # Orbax reads this file as JSON; Grain's handler for Orbax reads the files by process.
         said = {"form": form, "process_count": count, "process_0": json.loads(data)}
         return {names.JSON_ITEM_FILE: jsontext.dumps(said, allow_nan=True)}
 
@@ -141,7 +138,7 @@ def _take_state(name: str, value: object, processes: Processes) -> FileItem:
 
 
 def _json_text(state: object) -> bytes | None:
-    """The bytes of a state that is a JSON text already, as that of Grain's DataLoader is."""
+    """Returns a state that already is JSON text, like that of Grain's DataLoader, or None."""
     if not isinstance(state, bytes):
         return None
     try:
@@ -152,11 +149,11 @@ def _json_text(state: object) -> bytes | None:
 
 
 def read_states(checkpoint: Found, name: str) -> list[Any] | None:
-    """The states of an item in all processes that saved it; None if it is no such item."""
+    """Returns the states of an object from all processes; None for another kind of item."""
     if name not in checkpoint.items:
         raise TreeMismatch(
             f"{checkpoint.path} has no item {name!r}; it has {', '.join(checkpoint.items)}. "
-            "Restore without it, or another step."
+            "Restore without the item, or choose another step."
         )
     path = checkpoint.items[name]
     inside = checkpoint.contents(path)
@@ -167,7 +164,7 @@ def read_states(checkpoint: Found, name: str) -> list[Any] | None:
     missing = [i for i in range(count) if names.process_file(i, count) not in inside]
     if len(counts) > 1 or missing:
         raise CorruptCheckpoint(
-            f"{path} should hold {count} states, it has {sorted(inside)}", file=path
+            f"{path} should contain {count} states, but has {sorted(inside)}", file=path
         )
     form = "grain"
     if names.JSON_ITEM_FILE in inside:
@@ -187,7 +184,7 @@ def _read_state(checkpoint: Found, path: str, name: str, form: str) -> Any:  # J
 
 
 class _GrainState(tuple[bytes, Any]):
-    """A state that Grain's own handler wrote: the object that takes it knows which of the two."""
+    """A state written by Grain's handler, as bytes and parsed; the object takes one of them."""
 
     __slots__ = ()
 
@@ -195,20 +192,20 @@ class _GrainState(tuple[bytes, Any]):
 def state_for(
     value: object, states: Sequence[Any] | None, *, name: str, path: str, processes: Processes
 ) -> Any:
-    """The state for this process's object.
+    """Returns the state for this process's object.
 
     Raises:
-        TreeMismatch: there is none, or another number of processes saved.
+        TreeMismatch: the item has no states, or of a different number of processes.
     """
     if states is None:
         raise TreeMismatch(
-            f"item {name!r} of {path} is no state of an object. Read it with restore_items()."
+            f"item {name!r} of {path} is not the state of an object. Read it by restore_items()."
         )
     if len(states) != processes.count:
         raise TreeMismatch(
-            f"item {name!r} of {path} holds the states of {len(states)} processes, and there are "
-            f"{processes.count}: which data each would go on with is not known. Take the states "
-            f"from restore_items()[{name!r}], and make {processes.count} of them."
+            f"item {name!r} of {path} has the states of {len(states)} processes, but there are "
+            f"{processes.count}, and jaxckpt cannot divide the data anew. Convert the states in "
+            f"restore_items()[{name!r}] into {processes.count}."
         )
     state = states[processes.index]
     if isinstance(state, _GrainState):

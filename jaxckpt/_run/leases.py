@@ -1,8 +1,8 @@
-"""How readers keep a writer from deleting what they read: leases, small files in a run's root.
+"""Leases: small files in a run's root that keep a writer from deleting steps being read.
 
-A writer first names the steps that it is going to delete in `_jaxckpt.doomed`, then looks for
-leases; a reader first writes its lease, then reads `_jaxckpt.doomed`. One of them sees the other:
-no step is deleted while a reader that has its lease reads it.
+A writer first names the steps to delete in `_jaxckpt.doomed`, then looks for leases; a reader first
+writes its lease, then reads `_jaxckpt.doomed`. One of them sees the other, so no step is deleted
+while a reader with a lease reads it.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Lease
 
-# The lease of a reader that died keeps its step for so long.
-LEASE_S: Final = 3600.0
+LEASE_S: Final = 3600.0  # a dead reader's lease also lasts this long
 _CLOCKS_DIFFER_S: Final = 86_400.0
 
 
 @final
 class Leases:
-    """The leases in the root of a run, those of this process among them."""
+    """The leases in the root of a run."""
 
     def __init__(self, index: StepIndex) -> None:
         self.index = index
-        self._held: list[str] = []  # steps, by leases of this reader
+        self._held: list[str] = []  # steps leased by this reader
 
     def held(self, entries: Iterable[str]) -> set[str]:
-        """Returns the steps that somebody holds, from the names in the root."""
+        """Returns the steps under a lease, given the names in the root."""
         leases = [self.read(name) for name in entries if names.is_lease(name)]
         return {lease.step for lease in leases if lease is not None}
 
     def read(self, entry: str) -> Lease | None:
-        """Reads a lease; None if it has expired, or the file is not a lease."""
+        """Reads a lease; None if it has expired or the file is not a lease."""
         file = f"{self.index.root}/{entry}"
         try:
             data = self.index.storage.read(file, max_bytes=run.MAX_BYTES)
@@ -46,24 +45,24 @@ class Leases:
         except FileNotFoundError:
             return None
         except CorruptCheckpoint as error:
-            self.index.report(f"{error}; it is not a lease")
+            self.index.report(f"{error}; it is ignored as not a lease")
             return None
-        # A lease that expires much later was made by a clock that was wrong.
+        # A lease that expires much later comes from a wrong clock.
         left_s = (lease.expires_ns - time.time_ns()) / 1e9
         return lease if 0 < left_s <= LEASE_S + _CLOCKS_DIFFER_S else None
 
     @contextlib.contextmanager
     def hold(self, number: int) -> Iterator[bool]:
-        """Keeps a step from being deleted meanwhile; yields whether the step is still there.
+        """Protects a step from deletion; yields whether the step still exists.
 
-        Where nothing can be written, readers have no lease: then a step may vanish.
+        If the root is not writable, there is no lease and the step may vanish.
         """
         step = posixpath.basename(self.index.path(number))
         file = f"{self.index.root}/{names.lease(secrets.token_hex(8))}"
         expires_ns = time.time_ns() + int(LEASE_S * 1e9)
         lease = run.encode_lease(Lease(step=step, expires_ns=expires_ns))
         written = any(self._has_written(file, lease) for _ in range(2))
-        # A writer that dooms a step which this reader holds already will find that out.
+        # A writer that dooms a step already held by this reader will see the earlier lease.
         there = self.index.is_committed(number) and (step in self._held or self.is_staying(step))
         if there and written:
             self._held.append(step)
@@ -73,7 +72,7 @@ class Leases:
             if there and written:
                 self._held.remove(step)
             if written:
-                with contextlib.suppress(OSError):  # it expires
+                with contextlib.suppress(OSError):  # the lease will expire
                     self.index.storage.delete(file)
 
     def _has_written(self, file: str, data: bytes) -> bool:
@@ -84,7 +83,7 @@ class Leases:
         return True
 
     def is_staying(self, step: str) -> bool:
-        """Returns whether a step is there, and no writer is about to delete it."""
+        """Returns whether a step exists and no writer is about to delete it."""
         storage, root = self.index.storage, self.index.root
         file = f"{root}/{names.DOOMED}"
         try:

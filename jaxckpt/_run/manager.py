@@ -1,10 +1,10 @@
-"""`CheckpointManager`: the checkpoints of a run, from the training loop's side.
+"""`CheckpointManager`: saves and restores the steps of a run. A save goes through
 
-caller    decide, by rules that every process applies alike        _schedule
-caller    bring the values to the host                             _snapshot
-          ------- save returns; training goes on -------
-thread    write, meet, commit                                      _job
-thread    delete what the policy does not keep                     _retention, _deletion
+caller    decide, by rules that every process applies alike        schedule
+caller    copy the values to the host                              snapshot
+          ------- save returns; training continues -------
+thread    write, meet, commit                                      handle
+thread    delete the steps that the policy does not keep           retention, deletion
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _MAX_TIMINGS: Final = 1000
 
 @final
 class CheckpointManager:
-    """The checkpoints of a training run: when to save, what to keep, where to go on.
+    """Saves the steps of a training run, deletes old ones and resumes from the newest.
 
-    In a job of several processes all of them make the same calls in the same order. Every method
-    first raises what went wrong in the background since the last one, once. Close it, or use it in
-    a `with`: a program that ends without that abandons the save under way, which then is absent.
+    All processes of a job must make the same calls in the same order. Every method first raises
+    errors from background work since the last call, each once. Close the manager or use it in a
+    `with`: a program that ends without closing it loses the save under way.
 
     Attributes:
         directory: The root of the run.
-        restored_step: The step that was last restored, or None.
+        restored_step: The step restored last, or None.
 
     Example:
         >>> import tempfile, jax, jax.numpy as jnp, jaxckpt
@@ -90,27 +90,27 @@ class CheckpointManager:
         on_progress: OnProgress | None = None,
         on_commit: Callable[[Timing], None] | None = None,
     ) -> None:
-        """Opens a run; reads no checkpoint.
+        """Opens a run without reading a checkpoint.
 
         Args:
-            directory: The root; made if it is not there. What others keep in it is left alone.
-            save: When `save` saves.
-            keep: What stays after a save.
-            mode: "w": to save, in one job at a time. A job that opens the run takes it over from
-                one before that is dead; a job that lives loses it with the first save of this one.
-                "r": to read, for any number of jobs; nothing is written but leases.
-            budget_bytes: How much of the values of earlier saves may be in memory when the next
-                begins; a save alone may take more. Of a restore: see `jaxckpt.restore`.
-            timeout_s: For every wait for another process, or for an earlier save.
-            step_prefix, step_digits: The directory of a step is `[<prefix>_]<step>`, padded with
-                zeros; None: as the steps that are there are called.
-            on_progress: Is called during each save and restore; see `jaxckpt.save`.
-            on_commit: Is called after each commit with its `Timing`, in the background thread of
-                every process, so it cannot wait for a save there (RuntimeError). What it raises the
-                next call of the manager raises.
+            directory: The root, created if missing. Files of other programs are left alone.
+            save: Decides which calls of `save` save.
+            keep: Decides which steps stay after a save.
+            mode: "w" to save, in one job at a time: opening takes the run over from a dead job, the
+                first save also from a running one. "r" to read, in any number of jobs; only leases
+                are written.
+            budget_bytes: Host memory that values of earlier saves may occupy when the next save
+                begins; a single save may exceed it. For restores, see `jaxckpt.restore`.
+            timeout_s: Limit for each wait for another process or an earlier save.
+            step_prefix, step_digits: Name step directories `[<prefix>_]<step>`, padded with zeros.
+                If both are None, names follow the steps already there.
+            on_progress: Called during each save and restore; see `jaxckpt.save`.
+            on_commit: Called with the `Timing` of each commit, in the background thread of every
+                process; it cannot wait for saves (RuntimeError). The next call of the manager
+                raises its errors.
 
         Raises:
-            NotADirectoryError, PermissionError: the root cannot be one.
+            NotADirectoryError, PermissionError: `directory` cannot hold a run.
         """
         if mode not in ("w", "r"):
             raise ValueError(f"mode must be 'w' or 'r', not {mode!r}")
@@ -169,7 +169,7 @@ class CheckpointManager:
         self._saver.session, self._saver.floor = opened["session"], opened["newest"]
 
     def _close_earlier(self) -> None:
-        """In one process a run has one writing manager; the one before ends when its saves do."""
+        """Closes this process's earlier writing manager of the run, after its saves."""
         with CheckpointManager._open_lock:
             earlier = CheckpointManager._open.get(self._key)
             CheckpointManager._open[self._key] = self
@@ -181,7 +181,7 @@ class CheckpointManager:
         return self._index.storage.scheme, self.directory, self._processes.index
 
     def _open_run(self) -> Any:  # JSON
-        """Opens the run in process 0; all processes learn of its newest step, and of the naming."""
+        """Opens the run in process 0; returns its newest step and naming to all processes."""
         name = f"manager {self.directory}/open"
         try:
             with leading(
@@ -197,7 +197,7 @@ class CheckpointManager:
                         "naming": None if naming is None else [naming.prefix, naming.digits],
                     }
         except BaseException:
-            self._closed = True  # the next manager of this run has nothing to wait for
+            self._closed = True  # so that the next manager does not wait for this one
             self._owner.close()
             raise
         opened = led.value
@@ -207,7 +207,6 @@ class CheckpointManager:
         return opened
 
     def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
-        """Has process 0 do something; every process returns or raises."""
         return lead(
             self._processes,
             f"manager {self.directory}/{what}",
@@ -218,16 +217,16 @@ class CheckpointManager:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | Any, **overrides: Any) -> Self:
-        """Opens a run as a dict or an `ml_collections.ConfigDict` says.
+        """Opens a run from a dict or an `ml_collections.ConfigDict`.
 
         Args:
             config: The arguments of `CheckpointManager` by name; `save` and `keep` are dicts of the
-                fields of `SavePolicy` and `KeepPolicy`. `save` may have `auto`, a dict of the
+                fields of `SavePolicy` and `KeepPolicy`. `save` may contain `auto`, a dict of the
                 arguments of `SavePolicy.auto`.
-            overrides: Arguments that go before those of `config`.
+            overrides: Arguments that replace those in `config`.
 
         Raises:
-            TypeError: a name is none of theirs; the likely one is suggested.
+            TypeError: a name is unknown; the message suggests the nearest.
 
         Example:
             >>> import jaxckpt
@@ -240,13 +239,13 @@ class CheckpointManager:
     # --- saving ----------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
-        """Whether `save` would save at this step. Asking changes nothing."""
+        """Returns whether `save` would save at this step."""
         self._begin_call()
         return self._saver.decide(_as_int(step)).save
 
     @property
     def decision(self) -> Decision | None:
-        """Whether the step last asked about was saved, and why or why not."""
+        """The latest answer of `should_save` or `save`, with its reason."""
         return self._saver.decision
 
     def save(
@@ -259,28 +258,28 @@ class CheckpointManager:
         force: bool = False,
         custom_metadata: Mapping[str, Any] | None = None,
     ) -> SaveHandle | None:
-        """Saves a step if it is due, in the background.
+        """Saves a step in the background if it is due.
 
-        When it returns, `state` and `items` may be donated, deleted or changed.
+        After it returns, `state` and `items` may be donated, deleted or changed.
 
         Args:
-            step: Higher than any that the run has.
+            step: Must be higher than every step of the run.
             state: Any pytree; see `jaxckpt.save`.
-            items: More to save, by name: pytrees, JSON, bytes, or objects with `get_state` and
-                `set_state`, or `state_dict` and `load_state_dict`, such as data iterators. Of
-                those each process stores its own; JSON is that of process 0.
-            metrics: Numbers, also ones that a device still computes. One policy may rank by them.
-            force: Saves whatever the policy says.
-            custom_metadata: JSON to keep with the step.
+            items: Further values by name: pytrees, JSON, bytes, or objects with `get_state` and
+                `set_state`, or `state_dict` and `load_state_dict`, such as data iterators. Each
+                process stores the states of its own objects; JSON is taken from process 0.
+            metrics: Numbers by name, also arrays still being computed. `keep` may rank by one.
+            force: Whether to save even if the step is not due.
+            custom_metadata: JSON to store with the step.
 
         Returns:
-            A handle, or None if the step is not due; `decision` says why.
+            A handle, or None if the step is not due; `decision` has the reason.
 
         Raises:
-            StepExists: the run has this step.
-            ValueError: the run has later ones.
-            UnsupportedLeaf: something cannot be stored; nothing was written.
-            CheckpointTimeout: earlier saves take more than `timeout_s` to make room in memory.
+            StepExists: the run already has this step.
+            ValueError: the run has a later step.
+            UnsupportedLeaf: a value cannot be stored; nothing was written.
+            CheckpointTimeout: earlier saves did not free enough memory within `timeout_s`.
         """
         if self._closed:
             raise ValueError(f"the manager of {self.directory} is closed")
@@ -295,7 +294,7 @@ class CheckpointManager:
         )
 
     def _begin_call(self) -> None:
-        # `close` waits for `on_commit`, which may ask what there is.
+        # `close` waits for `on_commit`, which may still list steps.
         if self._closed and not self._saver.is_own_thread():
             raise ValueError(f"the manager of {self.directory} is closed")
         raise_first(self._saver.take_errors())
@@ -305,21 +304,24 @@ class CheckpointManager:
             raise ValueError(f"the manager of {self.directory} was opened with mode='r'")
 
     def wait_until_finished(self, timeout_s: float | None = None) -> None:
-        """Waits until every save has ended, and what the policy does not keep is deleted.
+        """Waits until all saves have ended and the steps not kept are deleted.
+
+        Args:
+            timeout_s: If None, the manager's.
 
         Raises:
-            CheckpointTimeout: they have not after `timeout_s`, or else the manager's.
-            Whatever a save of them, or one before, failed with.
+            CheckpointTimeout: saves are still under way after `timeout_s`.
+            Any error of a save that has not been raised yet.
         """
         pending = self._saver.under_way()
         self._saver.wait(pending, self.timeout_s if timeout_s is None else timeout_s)
         raise_first(self._saver.take_errors())
 
     def close(self) -> None:
-        """Waits for the saves under way, and lets go of the run.
+        """Waits for the saves under way and releases the run.
 
         Raises:
-            Whatever a save failed with that nobody was told of.
+            Any error of a save that has not been raised yet.
         """
         self._shut(self.timeout_s)
         raise_first(self._saver.take_errors())  # also after another manager has closed it
@@ -368,20 +370,20 @@ class CheckpointManager:
         """Restores the state of a step, and `items` in place.
 
         Args:
-            like: What is wanted; see `jaxckpt.restore`.
+            like: The wanted structure, dtypes and shardings; see `jaxckpt.restore`.
             step: A number, "latest", or "best" by the metric of `keep`.
-            items: Objects that take their state, as given to `save`. They are changed only when
+            items: Objects to restore in place, named as in `save`. They change only after
                 everything has been read.
-            fallback: Whether to take the step before (or the next best) when one is damaged. That
-                one is reported in `problems`, and, if jaxckpt wrote it and this manager may write,
-                set aside. A step that was asked for by its number has no other.
+            fallback: Whether to restore the step before (or the next best) if a step is damaged.
+                The damaged step is listed in `problems`; a manager with mode "w" also sets it aside
+                if jaxckpt wrote it. A step given by number has no fallback.
             options: Further arguments of `jaxckpt.restore`: `mesh`, `shardings`, `dtype`, ...
 
         Raises:
-            CheckpointNotFound: there is no such step, or none that is whole.
-            CorruptCheckpoint: it is damaged, and there is no fallback.
-            OSError: it cannot be read now. No other step is taken because of that.
-            TreeMismatch: `like`, or an item, does not fit.
+            CheckpointNotFound: no such step, or no step is complete.
+            CorruptCheckpoint: the step is damaged and there is no fallback.
+            OSError: the step cannot be read now. This never leads to a fallback.
+            TreeMismatch: `like` or an item does not fit.
         """
         self._begin_call()
         start_s = time.monotonic()
@@ -407,7 +409,6 @@ class CheckpointManager:
     def _go_on(
         self, steps: list[int], found: tuple[int, Any], reading: StateReading, start_s: float
     ) -> Any:  # any pytree
-        """Hands out the state that was read, and goes on from its step."""
         self.restored_step, state = found
         self._timings.append(reading.meter.timing())
         reading.set_objects()
@@ -424,18 +425,18 @@ class CheckpointManager:
         fallback: bool = True,
         **options: Any,
     ) -> tuple[Any, int]:
-        """Restores the newest whole step, or starts with `init()` where there is none yet.
+        """Restores the newest complete step, or starts with `init()` if the run has no steps.
 
         Args:
-            init: Makes the first state. Where there is a step, it is only traced for the shapes,
-                and for the shardings if it is jitted with `out_shardings`.
+            init: Makes the first state. If the run has steps, `init` is only traced, for the shapes
+                and, if it is jitted with `out_shardings`, the shardings.
             items, fallback, options: As in `restore`.
 
         Returns:
-            The state and its step; 0 for one that `init` made.
+            The state and its step, which is 0 if `init` made the state.
 
         Raises:
-            CheckpointNotFound: there are steps, but none that is whole.
+            CheckpointNotFound: the run has steps, but none can be restored.
         """
         self._begin_call()
         if not callable(init):
@@ -451,10 +452,10 @@ class CheckpointManager:
     def restore_items(
         self, step: int | Literal["latest", "best"] = "latest", *, fallback: bool = True
     ) -> dict[str, Any]:
-        """Every item of a step by name, `state` and `metrics` among them.
+        """Returns all items of a step by name, including `state` and `metrics`.
 
-        Trees and JSON are as they were saved; of an object with a state, such as a data iterator,
-        there is a list: the states of all processes.
+        Trees and JSON come back as saved. For an object with a state, such as a data iterator, the
+        value is the list of the states of all processes.
         """
         self._begin_call()
         steps = self._resume.candidates(step)
@@ -465,38 +466,38 @@ class CheckpointManager:
         )
         return found
 
-    # --- what there is ---------------------------------------------------------------------------
+    # --- listing steps ---------------------------------------------------------------------------
 
     def all_steps(self) -> list[int]:
-        """The committed steps, in order. Looks into the directory of each; reads no file."""
+        """Returns the committed steps in order. Lists the directory of each and reads no file."""
         self._begin_call()
         return self._index.steps()
 
     def latest_step(self) -> int | None:
-        """The newest step that is whole as far as its metadata tell, or None."""
+        """Returns the newest step that is complete, or None."""
         self._begin_call()
         return next(filter(self._index.is_whole, self._index.newest_first()), None)
 
     def best_step(self) -> int | None:
-        """The step with the best `metric` of `keep`, or None if no step has it."""
+        """Returns the complete step with the best `metric` of `keep`, or None if no step has it."""
         self._begin_call()
         ranked = (info.step for info in self._resume.ranked())
         return next(filter(self._index.is_whole, ranked), None)
 
     def metrics(self, step: int) -> dict[str, Any]:
-        """The metrics of a step; empty if it has none."""
+        """Returns the metrics of a step, empty if it has none."""
         self._begin_call()
         step = _as_int(step)
         self._index.check_step(step)
         return dict(self._index.info(step).metrics)
 
     def metadata(self, step: int) -> inspection.Checkpoint:
-        """What a step holds: `jaxckpt.open` of it."""
+        """Returns `jaxckpt.open` of a step."""
         self._begin_call()
         return inspection.open(self._url(self._index.check_step(step)))
 
     def custom_metadata(self, step: int) -> dict[str, Any]:
-        """What was given to `save` as such."""
+        """Returns the `custom_metadata` given to `save`."""
         self._begin_call()
         found = find(self._index.storage, self._index.check_step(step))
         return dict(found.metadata.custom_metadata or {})
@@ -507,19 +508,19 @@ class CheckpointManager:
 
     @property
     def problems(self) -> list[str]:
-        """All that was skipped, left alone, set aside or could not be deleted, in words."""
+        """Messages about steps and files skipped, left alone, set aside or not deletable."""
         return list(self._index.problems)
 
     def scrub(self) -> dict[int, VerifyReport]:
-        """Reads all of every step back, and compares it with its checksums.
+        """Reads every step back in full and compares it with its checksums.
 
-        Steps that turn out to be damaged are reported in `problems` and, if jaxckpt wrote them and
-        this manager may write, set aside under another name; nothing is deleted. If no step is
-        whole all stay as they are. What the storage fails to read is reported only. The processes
-        of a job share the steps; each may take `timeout_s` for one.
+        Damaged steps are listed in `problems`; a manager with mode "w" also renames those written
+        by jaxckpt to set them aside, unless all steps are damaged. Nothing is deleted, and read
+        errors are only reported. The processes of a job divide the steps among themselves and may
+        take `timeout_s` for each.
 
         Returns:
-            What `jaxckpt.verify` says of each step, by its number.
+            The report of `jaxckpt.verify` for each step.
         """
         self._begin_call()
         if self.mode == "w":
@@ -533,28 +534,28 @@ class CheckpointManager:
 
     @property
     def timings(self) -> list[Timing]:
-        """How long the saves and restores of this manager took, by phase: the last thousand."""
+        """The durations by phase of this manager's last thousand saves and restores."""
         return list(self._timings)
 
     # --- keeping and deleting by hand ------------------------------------------------------------
 
     def pin(self, step: int) -> None:
-        """Keeps a step, whatever the policy says, until it is unpinned."""
+        """Keeps a step, regardless of the policy, until it is unpinned."""
         self._begin_call()
         self._check_writes()
         self._lead("pin", lambda: self._deletion.pin(step))
 
     def unpin(self, step: int) -> None:
-        """Leaves a step to the policy again."""
+        """Lets the policy delete a step again."""
         self._begin_call()
         self._check_writes()
         self._lead("unpin", lambda: self._deletion.unpin(step))
 
     def delete(self, step: int) -> None:
-        """Deletes a step now. One that is pinned, or that a reader holds, is refused.
+        """Deletes a step now.
 
         Raises:
-            ValueError: it is pinned, or being read.
+            ValueError: the step is pinned or a reader holds it.
         """
         self._begin_call()
         self._check_writes()
@@ -574,22 +575,22 @@ class CheckpointManager:
     # --- preemption and readers ------------------------------------------------------------------
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether the job is being stopped, and this step, or one before it, was to be the last.
+        """Returns whether the job is being stopped and should end at this step.
 
-        Ask after `save(step)`, which has saved it then; all processes get the same answer.
+        Call it after `save(step)`, which then has saved the step. All processes agree.
         """
         self._begin_call()
         return self._saver.preemption.reached(step)
 
     def watch(self, timeout_s: float, *, after: int | None = None) -> Iterator[int]:
-        """New committed steps as they come, in order: for an evaluator in another process.
+        """Yields new steps in order as they are committed, for an evaluator in another process.
 
-        While the loop is at a step, that one is not deleted (for at most an hour). Steps that come
-        and go in the meantime are left out.
+        The step being yielded is protected from deletion for up to an hour. Steps that are both
+        committed and deleted in the meantime are skipped.
 
         Args:
-            timeout_s: Ends when no new step has come for so long.
-            after: Begins after this step; None: with the newest that there is.
+            timeout_s: Ends after this long without a new step.
+            after: Begins after this step. If None, begins with the newest step.
 
         Example:
             >>> import tempfile, jaxckpt
@@ -613,9 +614,8 @@ class CheckpointManager:
         return notebook.html("manager", self)
 
 
-def _as_int(step: Any) -> int:
-    """A step that may be an array of one."""
+def _as_int(step: Any) -> int:  # of an int, or an array of one
     try:
         return operator.index(step)
     except TypeError:
-        raise TypeError(f"a step is an int, not {step!r}") from None
+        raise TypeError(f"step must be an int, got {step!r}") from None

@@ -1,7 +1,7 @@
-"""`overview`: what a run's root holds, step by step, from a few small files of each.
+"""`overview`: describes every step of a run from its small files.
 
-Changes nothing, takes no lease and needs neither jax nor TensorStore, so that it can look at a run
-that others write, or may not write themselves.
+Changes nothing, takes no lease and needs neither jax nor TensorStore, so it also works for a run
+that is read-only or being written.
 """
 
 from __future__ import annotations
@@ -24,78 +24,53 @@ from jaxckpt.format import names
 from jaxckpt.storage import Storage, is_temporary_file
 from jaxckpt.types import StepInfo
 
-# On a file system over a network each request takes as long as its answer needs to come back.
-_AT_ONCE: Final = 8
+_AT_ONCE: Final = 8  # hides the latency of a network file system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOverview:
-    """One step of a run, whole or not.
-
-    Attributes:
-        step: Its number.
-        path: Its directory; of a Flax checkpoint it may be a file.
-        name: The last part of the path.
-        saved_s: When it was saved, in seconds since 1970; None if it does not say.
-        size_bytes, files: Of all files in it, as they lie on disk.
-        metrics: What was given to `save` as such.
-        pinned: Whether no policy deletes it.
-        problem: Why it cannot be restored, in words; None if it is whole, as far as the metadata
-            and the sizes of the files tell.
-        writer: Program and version, as far as known; "" if it is not.
-        lineage: Where the values came from, if from another checkpoint.
-        custom_metadata: What was given to `save` as such.
-        items: Names of what it holds; "" for a checkpoint that is its own only item.
-        phases: Seconds of the save by phase, where recorded.
-    """
+    """One step of a run, complete or not."""
 
     step: int
-    path: str
-    name: str
-    saved_s: float | None = None
-    size_bytes: int = 0
+    path: str  # a directory, or a file for some Flax checkpoints
+    name: str  # last part of `path`
+    saved_s: float | None = None  # seconds since 1970, or None if not recorded
+    size_bytes: int = 0  # of all files on disk
     files: int = 0
     metrics: Mapping[str, Any] = field(default_factory=dict)
     pinned: bool = False
-    problem: str | None = None
-    writer: str = ""
-    lineage: Mapping[str, Any] = field(default_factory=dict)
+    problem: str | None = None  # why the step cannot be restored; None if it is complete
+    writer: str = ""  # program and version, as far as known
+    lineage: Mapping[str, Any] = field(default_factory=dict)  # the checkpoint that it came from
     custom_metadata: Mapping[str, Any] = field(default_factory=dict)
-    items: tuple[str, ...] = ()
-    phases: Mapping[str, float] = field(default_factory=dict)
+    items: tuple[str, ...] = ()  # names; "" if the checkpoint is its own only item
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds of the save
 
     def info(self, now_s: float) -> StepInfo:
-        """What a policy looks at. One that does not say when it was saved was saved before now."""
+        """Returns the facts for a policy; a step without a recorded time counts as saved now."""
         saved_s = now_s if self.saved_s is None else self.saved_s
         return StepInfo(step=self.step, saved_s=saved_s, metrics=self.metrics, pinned=self.pinned)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOverview:
-    """What a run's root holds.
-
-    Attributes:
-        path: The root.
-        steps: In order of their numbers, with those that are not whole.
-        strays: What else is there, each in words: saves under way, steps set aside, other files.
-        keep: The policy of the last job that wrote it, but for its `when`; None: not known.
-    """
+    """The contents of a run's root."""
 
     path: str
-    steps: tuple[StepOverview, ...]
-    strays: tuple[str, ...]
-    keep: KeepPolicy | None = None
+    steps: tuple[StepOverview, ...]  # in order, including incomplete ones
+    strays: tuple[str, ...]  # descriptions of saves under way, steps set aside and other files
+    keep: KeepPolicy | None = None  # of the last writer, without `when`; None if unknown
 
 
 def overview(root: str | os.PathLike[str]) -> RunOverview:
-    """Looks at every step of a run, of jaxckpt, Orbax or Flax, that others may be writing.
+    """Describes every step of a run of jaxckpt, Orbax or Flax, which others may be writing.
 
-    Reads a few small files of each step and asks for the sizes of the others. A step that goes
-    meanwhile is left out.
+    Reads a few small files of each step and only the sizes of the others. Steps that are deleted
+    meanwhile are left out.
 
     Raises:
-        CheckpointNotFound: there is nothing at `root`.
-        NotADirectoryError, ValueError: it is a file, or a checkpoint itself.
+        CheckpointNotFound: no such directory.
+        NotADirectoryError, ValueError: `root` is a file or a checkpoint.
 
     Example:
         >>> import tempfile, jaxckpt
@@ -136,10 +111,10 @@ def _look_at_all(index: StepIndex, listing: Listing) -> list[StepOverview]:
 
 
 def look(index: StepIndex, listing: Listing, name: str, number: int) -> StepOverview | None:
-    """Describes one entry of a root; None if it is gone."""
+    """Describes one entry of a root; None if it no longer exists."""
     step = _look(index, listing, name, number)
     if step.problem is not None:
-        # A step that was deleted, or replaced, while it was looked at is not damaged.
+        # Read again: a step that was deleted or replaced meanwhile is not damaged.
         step = _look(index, listing, name, number)
     return None if index.storage.kind(step.path) is None else step
 
@@ -186,12 +161,11 @@ def _find(index: StepIndex, listing: Listing, name: str, number: int) -> Found:
         return find(index.storage, path)
     if index.state(listing, number) is None:
         inside = shown(index.storage.names(path))
-        raise CheckpointNotFound(f"{path} is not a committed step: it holds {inside}")
+        raise CheckpointNotFound(f"{path} is not a committed step; it contains {inside}")
     return index.find_whole(number)
 
 
 def _recorded(found: Found, *, is_file: bool) -> dict[str, Any]:
-    """Returns what a checkpoint records about itself."""
     record = found.record
     return {
         "saved_s": saved_s(found),

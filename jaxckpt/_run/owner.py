@@ -1,11 +1,10 @@
-"""Who may write to a run.
+"""Decides which job may write to a run.
 
-A job that opens a run for writing writes a token of its own into `_jaxckpt.owner`, and then renames
-away everything that others were writing there. Before each commit a job reads the owner again. So a
-process of an earlier job that was taken for dead and wakes up finds its work gone, or the token of
-another, and cannot commit; if it commits first, the new job lists its step. While the lock of the
-owner shows that the owner lives, a job that merely opens the run does not take it over: its first
-save does.
+A job that opens a run for writing writes its own token into `_jaxckpt.owner`, then removes every
+unfinished save of earlier jobs. Before each commit a job reads the owner again. So a process of an
+earlier job that wakes up finds its work gone or another token, and cannot commit; if it commits
+first, the new job lists its step. While the owner's lock shows a running job, opening the run does
+not take it over, but the first save does.
 """
 
 from __future__ import annotations
@@ -29,24 +28,20 @@ from jaxckpt.storage import Hold, is_temporary_file
 
 
 def read_owner(index: StepIndex) -> Owner | None:
-    """Reads which job may commit; None if there was none yet, or the file is damaged."""
+    """Reads which job may commit; None if there is no owner or the file is damaged."""
     file = f"{index.root}/{names.OWNER}"
     try:
         return run.decode_owner(index.storage.read(file, max_bytes=run.MAX_BYTES), file=file)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except CorruptCheckpoint as error:
-        index.report(f"{error}; it is written anew")
+        index.report(f"{error}; the file is treated as missing")
         return None
 
 
 @final
 class Ownership:
-    """The right of this process to write to a run.
-
-    Attributes:
-        token: Unique to this opening; "" until this process owns the run.
-    """
+    """The right of this process to write to a run."""
 
     def __init__(
         self, index: StepIndex, leases: Leases, *, keep: Mapping[str, Any] | None = None
@@ -54,9 +49,9 @@ class Ownership:
         """Takes nothing yet.
 
         Args:
-            keep: The fields of the policy, for people to see. If None, the last owner's are kept.
+            keep: The fields of the policy, to show to people. If None, keeps the last owner's.
         """
-        self.token = ""
+        self.token = ""  # unique to this opening; "" until this process owns the run
         self._index = index
         self._leases = leases
         self._keep = keep
@@ -64,7 +59,7 @@ class Ownership:
         self._closed = False
 
     def open(self) -> Listing:
-        """Makes the root, and takes the run over unless its owner lives; returns what is there.
+        """Makes the root, takes the run over unless its owner is running and lists the run.
 
         Raises:
             NotADirectoryError, ValueError, PermissionError, OSError: the root cannot hold a run.
@@ -80,11 +75,11 @@ class Ownership:
             raise NotADirectoryError(f"{root} lies below a file: {error}") from error
         except PermissionError as error:
             raise PermissionError(
-                f"{root} cannot be written: {error}. To read only, open it with mode='r'."
+                f"{root} is not writable: {error}. To only read the run, open it with mode='r'."
             ) from error
         self._index.report(
-            f"{root} is open for writing in a job that lives: {self.who()}. The first save of "
-            "this one takes it over. To read only, open it with mode='r'."
+            f"{root} is open for writing in a running job: {self.who()}. The first save of this "
+            "job takes the run over. To only read it, open it with mode='r'."
         )
         return self._index.listing()
 
@@ -100,11 +95,7 @@ class Ownership:
         return "unknown" if owner is None else f"process {owner.pid} on {owner.host}"
 
     def take_over(self) -> Listing:
-        """Makes this the job that may commit here, and clears up after the ones before.
-
-        Returns:
-            What is there afterwards.
-        """
+        """Makes this job the owner, cleans up after earlier jobs and lists the run."""
         self.token = secrets.token_hex(8)
         try:
             self._write()
@@ -112,11 +103,11 @@ class Ownership:
             self.token = ""
             raise
         self._index.owned = True
-        # Not before: an earlier job may have begun a save since.
+        # List only now: until it lost the run, an earlier job could begin a save.
         listing = self._index.listing()
         if self._sweep(listing):
             listing = self._index.listing()
-        self._index.naming = listing.naming  # from now on nobody else names a step
+        self._index.naming = listing.naming  # from now on only this job names steps
         return listing
 
     def _write(self) -> None:
@@ -131,27 +122,27 @@ class Ownership:
         self._index.storage.write(f"{self._index.root}/{names.OWNER}", run.encode_owner(owner))
 
     def fence(self, step: int | None = None) -> None:
-        """Takes the run over if this job has not yet done so, and checks that it may commit.
+        """Takes the run over if this job has not yet, and checks that it may commit.
 
         Args:
-            step: The step to commit, if there is one.
+            step: The step to commit, if any.
 
         Raises:
-            SaveFailed: another job has taken the run over since, or has saved a later step.
+            SaveFailed: another job has taken the run over or saved a later step.
         """
         if not self.token:
             self.take_over()
         owner = read_owner(self._index)
-        if owner is None:  # somebody deleted or damaged it: nobody else has taken the run
+        if owner is None:  # deleted or damaged; nobody else has taken the run
             self._write()
         elif owner.token != self.token:
             when = time.ctime(owner.opened_ns / 1e9)
             raise SaveFailed(
                 f"{self._index.root} was opened for writing by another job (process {owner.pid} on "
-                f"{owner.host}) at {when}, and this one may no longer save there. Let one job "
-                "write a run; to read it, open it with mode='r'."
+                f"{owner.host}) at {when}, so this job can no longer save there. Only one job "
+                "may write to a run; to only read it, open it with mode='r'."
             )
-        # The job that had the lock may have ended: show that this one lives.
+        # The job that held the lock may have ended: show that this job is running.
         if self._hold is None and not self._closed:
             self._hold = self._lock()
         if step is not None:
@@ -162,19 +153,19 @@ class Ownership:
         newest = self._index.newest(listing)
         if newest is not None and newest > step and step not in listing.steps:
             raise SaveFailed(
-                f"{self._index.path(step)}: another job has saved step {newest} since this one "
-                "opened the run. Let one job write a run, and restore before going on."
+                f"{self._index.path(step)}: another job has saved step {newest} since this job "
+                "opened the run. Only one job may write to a run; restore before continuing."
             )
 
     def _sweep(self, listing: Listing) -> bool:
-        """Finishes or removes what earlier jobs of jaxckpt were doing; returns whether it did."""
+        """Finishes or removes work of earlier jobs; returns whether the root changed."""
         swept = False
         for entry in listing.entries:
             path = f"{self._index.root}/{entry}"
             try:
                 swept |= self._sweep_entry(entry, path)
             except OSError as error:
-                self._index.report(f"{path} is left over, and cannot be removed: {error}")
+                self._index.report(f"{path} is left over and cannot be removed: {error}")
         return swept
 
     def _sweep_entry(self, entry: str, path: str) -> bool:
@@ -185,7 +176,7 @@ class Ownership:
             if is_under_way(f"{index.root}/{name}"):
                 return False
             if not names.is_deleting(entry):
-                index.warn(f"removing {path}, left by a save that did not end")
+                index.warn(f"removing {path}, left by an interrupted save")
             _transaction.remove_work(index.storage, path)
         elif entry == names.DOOMED or self._is_forgotten(entry):
             index.storage.delete(path)
@@ -194,13 +185,13 @@ class Ownership:
         return True
 
     def _is_forgotten(self, entry: str) -> bool:
-        """Returns whether a file is a lease that has expired, or was left by a kill."""
-        if is_temporary_file(entry):  # a reader that lives will write its lease again
+        """Returns whether a file is an expired lease or a remnant of a killed job."""
+        if is_temporary_file(entry):  # a running reader writes its lease again
             return True
         return names.is_lease(entry) and self._leases.read(entry) is None
 
     def close(self) -> None:
-        """Lets go of the lock."""
+        """Releases the lock."""
         if self._hold is not None:
             self._hold.release()
             self._hold = None
@@ -208,7 +199,7 @@ class Ownership:
 
 
 class _NoHold:
-    """The lock of a storage that has none."""
+    """Stands in for the lock on storage without locks."""
 
     def release(self) -> None:
         """Does nothing."""

@@ -1,10 +1,10 @@
-"""Whether the job has been told that it will be stopped, and at which step that counts.
+"""Detects that the job is about to be stopped, and agrees on its last step.
 
-One process: SIGTERM and SIGUSR1 set a flag, and then do what they did before. A signal whose
-default would have ended the process does so when it comes a second time.
+One process: SIGTERM and SIGUSR1 set a flag, then run the previous handler. If the default would
+have ended the process, the second signal does.
 
-Several: jax's preemption service catches SIGTERM in any of them and agrees on a step; SIGUSR1 is
-passed on to it as SIGTERM.
+Several processes: jax's preemption service catches SIGTERM in any of them and agrees on a step;
+SIGUSR1 is forwarded to it as SIGTERM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preemption:
-    """Listens from when it is made until `close`. Signals are heard only by the main thread."""
+    """Listens for signals until `close`, if made in the main thread."""
 
     def __init__(self, processes: Processes, *, listens: bool) -> None:
         self._count = processes.count
@@ -32,16 +32,16 @@ class Preemption:
         self._from: int | None = None
         self._before: dict[int, Any] = {}
         self._process = os.getpid()
-        # One object, so that `close` can tell whether it is still in place.
+        # A single object, so that `close` can check whether it is still installed.
         self._handler: Callable[[int, FrameType | None], None] = self._handle
         if listens and threading.current_thread() is threading.main_thread():
             for number in _SIGNALS if self._count == 1 else (signal.SIGUSR1,):
                 self._before[number] = signal.signal(number, self._handler)
 
     def reached(self, step: int) -> bool:
-        """Whether this step, or one before it, is the last: the same in every process.
+        """Returns whether the job should end at this step, alike in every process.
 
-        The answer for a step stays what it was when it was first asked for.
+        The first answer for a step is final.
         """
         if self._from is not None:
             return step >= self._from
@@ -54,7 +54,7 @@ class Preemption:
         return self._asked[1]
 
     def close(self) -> None:
-        """Puts the handlers of before back, unless others came after this one."""
+        """Restores the previous handlers, unless they were replaced since."""
         self._listens = False
         if threading.current_thread() is not threading.main_thread():
             return
@@ -63,7 +63,7 @@ class Preemption:
                 signal.signal(number, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # A forked child, a worker that loads data, has the handler too, and nothing to save.
+        # A forked child, such as a data loader, inherits the handler but has nothing to save.
         listens = self._listens and os.getpid() == self._process
         again, self._told = self._told or not listens, True
         before = self._before[number]

@@ -1,4 +1,4 @@
-"""Restores a step of a run, and falls back to the one before if it turns out to be damaged."""
+"""Restores a step of a run, or an earlier one if the step is damaged."""
 
 from __future__ import annotations
 
@@ -35,35 +35,30 @@ from jaxckpt.types import StepInfo
 T = TypeVar("T")
 
 _POLL_S: Final = 0.5
-# The error of a process that finds a step damaged, and the word for it in a report.
+# The errors that mean a damaged step, by their mark in a report.
 _DAMAGE: Final = {"corrupt": CorruptCheckpoint, "absent": CheckpointNotFound}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Finds and restores steps of a run, the same ones in every process.
-
-    Attributes:
-        keep: Ranks the steps.
-        writes: Whether damaged steps are set aside; else steps are leased while they are read.
-    """
+    """Finds and restores steps of a run, the same ones in every process."""
 
     index: StepIndex
     leases: Leases
     deletion: Deletion
     processes: Processes
-    keep: KeepPolicy
+    keep: KeepPolicy  # ranks the steps
     timeout_s: float
-    writes: bool
+    writes: bool  # if True, sets damaged steps aside; if False, leases steps while reading
 
     def candidates(self, step: Any) -> list[int]:
-        """Returns the steps to try for "latest", "best" or a number, in order."""
+        """Returns the steps to try, in order, for "latest", "best" or a number."""
         root = self.index.root
         with leading(
             self.processes, f"manager {root}/steps", place=root, timeout_s=self.timeout_s
         ) as led:
             if self.processes.index != 0:
-                pass  # process 0 looks for all
+                pass  # process 0 lists the steps
             elif step == "latest":
                 led.value = self.index.to_restore()
             elif step == "best":
@@ -76,24 +71,24 @@ class Resume:
     def ranked(self) -> list[StepInfo]:
         """Returns the steps by the metric of the policy, the best first."""
         if self.keep.metric is None:
-            raise ValueError("no step is the best: KeepPolicy has no metric to rank by")
+            raise ValueError("steps cannot be ranked: the KeepPolicy has no metric")
         return self.keep.ranked(map(self.index.info, self.index.steps()))
 
     def first_whole(
         self, steps: Sequence[int], reading: Callable[[int], Callable[[], T]], *, fallback: bool
     ) -> tuple[int, T]:
-        """Reads the first step that is whole; every process reads the same one.
+        """Reads the first complete step, the same in every process.
 
         Args:
-            reading: Returns what reads a step.
-            fallback: Whether to go on to the next step when one is damaged.
+            reading: Returns the function that reads a step.
+            fallback: Whether to try the next step if one is damaged.
 
         Returns:
-            The step, and what was read.
+            The step and the value read.
 
         Raises:
-            CorruptCheckpoint, CheckpointNotFound: none is whole, or the first is not and there is
-                no fallback.
+            CorruptCheckpoint, CheckpointNotFound: no step is complete, or the first is not and
+                there is no fallback.
             ProcessesDisagree: another process failed.
         """
         if not steps:
@@ -102,9 +97,9 @@ class Resume:
         for step in steps:
             attempt = self._try(step, reading(step))
             if attempt.problem is not None:
-                attempt = self._try(step, reading(step))  # to be set aside, seen twice
+                attempt = self._try(step, reading(step))  # damaged only if seen twice
             if attempt.problem is None:
-                # Not before: a run without a whole step must not look like a new one.
+                # Only now: a run with only damaged steps must not come to look like a new one.
                 for failed in damaged:
                     self._skip(failed)
                 return step, attempt.value
@@ -112,17 +107,13 @@ class Resume:
                 raise attempt.error or self._other_failed(step, attempt.problem)
             damaged.append(attempt)
         raise CheckpointNotFound(
-            f"{self.index.root} has no step that can be restored. Of {len(damaged)}:\n  "
+            f"{self.index.root} has no step that can be restored. Tried {len(damaged)}:\n  "
             + "\n  ".join(f"step {failed.step}: {failed.problem}" for failed in damaged[:10])
-            + "\nThey stay as they are. To start anew, use another directory or move them away."
+            + "\nNothing was changed. To start over, use another directory or move the steps away."
         )
 
     def _try(self, step: int, read: Callable[[], Any]) -> _Attempt:
-        """Reads a step in all processes, and agrees on what is wrong with it.
-
-        Raises:
-            Exception: the error of this or another process that does not concern the step.
-        """
+        """Reads a step in all processes, which agree on its damage; raises other errors."""
         value, error = None, None
         try:
             with nullcontext(True) if self.writes else self.leases.hold(step) as there:
@@ -146,7 +137,7 @@ class Resume:
 
     def _other_failed(self, step: int, problem: str) -> CheckpointError:
         path = self.index.path(step)
-        text = f"{path}: another process found it damaged: {problem}"
+        text = f"{path}: another process found the step damaged: {problem}"
         return CorruptCheckpoint(text, file=path)
 
     def _skip(self, failed: _Attempt) -> None:
@@ -154,34 +145,22 @@ class Resume:
         if self.writes and self.processes.index == 0 and isinstance(error, CorruptCheckpoint):
             self.deletion.set_aside(step, str(failed.problem), file=error.file)
         else:
-            self.index.report(f"step {step} cannot be restored, and is skipped: {failed.problem}")
+            self.index.report(f"step {step} cannot be restored and is skipped: {failed.problem}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
-    """How reading a step went.
-
-    Attributes:
-        value: What this process has read.
-        problem: Why the step is damaged, in words that are the same in every process, or None.
-        error: The damage that this process raises.
-    """
-
     step: int
-    value: Any
-    problem: str | None
-    error: Exception | None
+    value: Any  # read by this process
+    problem: str | None  # the damage, worded alike in every process
+    error: Exception | None  # for this process to raise
 
 
 @final
 class StateReading:
-    """Reads the state of a step, and the states that objects take.
+    """Reads the state of a step, and the states of objects to restore in place."""
 
-    Attributes:
-        meter: Of the step that was read last.
-    """
-
-    meter: Meter
+    meter: Meter  # of the step read last
 
     def __init__(
         self,
@@ -194,12 +173,11 @@ class StateReading:
         """Reads nothing yet.
 
         Args:
-            like: The wanted tree.
+            objects: The objects to restore in place, by item.
             options: Fields of `RestoreRequest`.
-            objects: The objects that are to take their states, by item.
 
         Raises:
-            TypeError: an object cannot take a state.
+            TypeError: an object has no method to set its state.
         """
         _items.check_stateful(objects)
         self._index = index
@@ -210,7 +188,7 @@ class StateReading:
         self._states: dict[str, Any] = {}
 
     def of(self, step: int) -> Callable[[], Any]:
-        """Returns what reads the state of a step."""
+        """Returns the function that reads the state of a step."""
         source = _source(self._index, step, partial(self._open, step))
         self.meter = Meter("restore", source.where, step=step)
         return partial(restore_from, source, [self._like], self._request, meter=self.meter)
@@ -225,13 +203,13 @@ class StateReading:
         return open_item(found)
 
     def set_objects(self) -> None:
-        """Sets the states of the step that was read last."""
+        """Sets the states of the objects from the step read last."""
         for name, state in self._states.items():
             _items.set_state(self._objects[name], state)
 
 
 def read_everything(index: StepIndex, step: int, *, timeout_s: float) -> dict[str, Any]:
-    """Reads every item of a step: trees, JSON, and lists of the states of objects."""
+    """Reads all items of a step: trees, JSON, and lists of the states of objects."""
     request = RestoreRequest(timeout_s=timeout_s)
 
     def names_of(found: Found) -> list[str]:
@@ -255,8 +233,8 @@ def _source(index: StepIndex, step: int, open_: Callable[[Found], Any]) -> Sourc
 
 
 def watch(index: StepIndex, leases: Leases, timeout_s: float, after: int | None) -> Iterator[int]:
-    """Yields new committed steps as they come; each is leased while the caller uses it."""
-    waiting = threading.Event()  # never set: a wait that signals interrupt
+    """Yields new steps as they are committed; each is leased while the caller uses it."""
+    waiting = threading.Event()  # never set; signals can interrupt its wait
     last = after
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -276,10 +254,9 @@ def watch(index: StepIndex, leases: Leases, timeout_s: float, after: int | None)
 
 
 def shapes_of(init: Callable[[], Any]) -> Any:  # any pytree
-    """Returns what `init` returns, with shapes in place of arrays, without computing any.
+    """Returns the result of `init` with shapes in place of jax arrays, computing none.
 
-    Other values (Python numbers, str, numpy arrays) stay as they are. Where `init` is jitted with
-    `out_shardings`, the shapes have those shardings.
+    If `init` is jitted with `out_shardings`, the shapes have these shardings.
     """
     others: list[object] = []
     treedefs: list[Any] = []
@@ -292,11 +269,11 @@ def shapes_of(init: Callable[[], Any]) -> Any:  # any pytree
 
     shapes = iter(jax.eval_shape(arrays_of))
     if all(other is None for other in others):
-        return jax.eval_shape(init)  # itself, since a jitted one knows its shardings
+        return jax.eval_shape(init)  # not `arrays_of`, which hides the shardings of a jitted `init`
     leaves = [next(shapes) if other is None else other for other in others]
     return jax.tree.unflatten(treedefs[0], leaves)
 
 
 def _is_array(leaf: object) -> bool:
-    # Not arrays of numpy: they would come back as arrays of jax, of fewer bits.
+    # numpy arrays would come back as jax arrays, maybe with fewer bits.
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))

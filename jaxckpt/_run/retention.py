@@ -1,4 +1,4 @@
-"""Which steps of a run stay. Pure: facts in, reasons out."""
+"""Decides which steps of a run stay, and why. Pure."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from jaxckpt.types import StepInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepPolicy:
-    """Which steps stay. The rules add up; with none, all do. The newest step always stays.
+    """Decides which steps stay: the newest, and those kept by any rule. Without rules, all stay.
 
     Attributes:
-        last: The newest so many.
-        every_steps: Those divisible by it.
-        every_seconds: From the oldest on, each that was saved so long after the one kept before.
-        best: So many with the best `metric`. A step without that metric, or with NaN, is none of
-            them; of equal ones the newer is better.
+        last: Keeps this many of the newest steps.
+        every_steps: Keeps steps divisible by this number.
+        every_seconds: From the oldest on, keeps each step saved this long after the last one kept.
+        best: Keeps this many steps with the best `metric`. Steps without the metric, or with NaN,
+            are not ranked; on a tie the newer step wins.
         metric: Name of a number in the metrics.
-        mode: Whether a small ("min") or a large ("max") metric is good.
-        newer_than_s: Those saved within so many seconds before now.
-        when: A function of the `StepInfo`.
+        mode: Whether a small ("min") or a large ("max") metric is better.
+        newer_than_s: Keeps steps saved less than this many seconds ago.
+        when: Keeps steps for which this function of the `StepInfo` is true.
 
     Example:
         >>> policy = KeepPolicy(last=1, every_steps=100)
@@ -49,14 +49,14 @@ class KeepPolicy:
             check_seconds(self, name)
         check_callable(self, "when")
         if self.mode not in ("min", "max"):
-            raise ValueError(f"KeepPolicy.mode must be 'min' or 'max', not {self.mode!r}")
+            raise ValueError(f"KeepPolicy.mode must be 'min' or 'max', got {self.mode!r}")
         if self.metric is not None and not isinstance(self.metric, str):
-            raise TypeError(f"KeepPolicy.metric must be a name, not {self.metric!r}")
+            raise TypeError(f"KeepPolicy.metric must be a name, got {self.metric!r}")
         if self.best is not None and self.metric is None:
             raise ValueError(f"KeepPolicy(best={self.best}) needs metric=, the name to rank by")
 
     def fields(self) -> dict[str, Any]:
-        """The fields that are set, as JSON can say them: without `when`."""
+        """Returns the fields that are set, as JSON and so without `when`."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: x for name, x in found.items() if x is not None and name != "when"}
 
@@ -68,19 +68,19 @@ class KeepPolicy:
 
     @property
     def needs_facts(self) -> bool:
-        """Whether a rule looks at more than the number of a step."""
+        """Whether a rule depends on more than the number of a step."""
         rules = (self.every_seconds, self.best, self.newer_than_s, self.when)
         return any(rule is not None for rule in rules)
 
     def kept(self, steps: Iterable[StepInfo], *, now_s: float) -> dict[int, str]:
-        """The steps that stay, and by which rules each does."""
+        """Returns the steps that stay, each with its rules as one text."""
         return {step: ", ".join(why) for step, why in self.why(steps, now_s=now_s).items()}
 
     def why(self, steps: Iterable[StepInfo], *, now_s: float) -> dict[int, tuple[str, ...]]:
-        """For each step that stays, the rules that keep it, in words.
+        """Returns the steps that stay, each with descriptions of the rules that keep it.
 
         Args:
-            steps: All of the run, in any order.
+            steps: All steps of the run, in any order.
             now_s: Wall clock, in seconds since 1970.
 
         Example:
@@ -121,7 +121,7 @@ class KeepPolicy:
         return dict(sorted(reasons.items()))
 
     def ranked(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
-        """The steps that have the metric, the best first."""
+        """Returns the steps that have the metric, the best first."""
         sign = 1 if self.mode == "min" else -1
         found = [(value_of(info.metrics, self.metric), info) for info in steps]
         valued = [(value, info) for value, info in found if value is not None]
@@ -130,7 +130,7 @@ class KeepPolicy:
 
 
 def value_of(metrics: Mapping[str, Any], metric: str | None) -> float | None:
-    """The number to rank by; None if there is none, or it is NaN."""
+    """Returns the number to rank by, or None if it is missing or NaN."""
     value = metrics.get(metric) if metric is not None else None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:  # NaN
         return None
@@ -140,7 +140,7 @@ def value_of(metrics: Mapping[str, Any], metric: str | None) -> float | None:
 def _spaced(infos: Sequence[StepInfo], seconds: float) -> list[StepInfo]:
     kept: list[StepInfo] = []
     for info in infos:
-        # A clock that went back says nothing about how far apart two steps are: keep.
+        # If the clock was set back, the distance of the steps is unknown: keep both.
         gap_s = info.saved_s - kept[-1].saved_s if kept else math.inf
         if gap_s >= seconds or gap_s < 0:
             kept.append(info)

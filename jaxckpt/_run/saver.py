@@ -1,4 +1,4 @@
-"""The saving half of a manager: which calls save, the background thread, what follows a commit."""
+"""The saving half of a manager: decisions, the background thread and the work after a commit."""
 
 from __future__ import annotations
 
@@ -37,14 +37,7 @@ _PREEMPTION: Final = "preemption"
 
 @final
 class Saver:
-    """Saves steps of a run in the background: one after the other, in one thread.
-
-    Attributes:
-        decision: Whether the step last asked about is saved, and why.
-        schedule: When it saves. Every process that makes the same calls gets the same answers.
-        floor: The newest committed step that is known here.
-        session: Begins the names of attempts; all processes have agreed on it.
-    """
+    """Saves steps of a run one after the other in a background thread."""
 
     def __init__(
         self,
@@ -62,12 +55,12 @@ class Saver:
         on_commit: Callable[[Timing], None] | None,
         timings: deque[Timing],
     ) -> None:
-        self.decision: Decision | None = None
+        self.decision: Decision | None = None  # the latest
         self.schedule = Schedule(
             policy=policy, processes=processes.count, started_s=time.monotonic()
         )
-        self.floor: int | None = None
-        self.session = ""
+        self.floor: int | None = None  # the newest step known to be committed
+        self.session = ""  # begins the names of attempts; equal in all processes
         self.preemption = Preemption(processes, listens=listens and policy.on_preemption)
         self._index = index
         self._owner = owner
@@ -84,7 +77,7 @@ class Saver:
         self._started = 0
         self._latest: SaveHandle | None = None
         self._for_preemption: SaveHandle | None = None
-        self._metrics: dict[int, dict[str, Any]] = {}  # of steps, once their saves have read them
+        self._metrics: dict[int, dict[str, Any]] = {}  # by step, until the commit
         self._queue: queue.SimpleQueue[SaveHandle | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()  # guards `schedule` and the two below
@@ -94,7 +87,7 @@ class Saver:
     # --- which calls save ------------------------------------------------------------------------
 
     def decide(self, step: int, *, force: bool = False) -> Decision:
-        """Returns whether a step is saved: because the job ends, by force, or by a rule."""
+        """Returns whether a step is saved: for preemption, by force or by a rule."""
         if not 0 <= step <= MAX_STEP:
             raise ValueError(f"step must be between 0 and {MAX_STEP}, got {step}")
         if self.preemption.reached(step) and not self._is_saved_for_preemption():
@@ -103,7 +96,7 @@ class Saver:
             self.decision = Decision(step=step, save=True, reason="force")
         else:
             known = self._by_rules
-            # An answer holds until the step is saved, whatever the clock says by then.
+            # The answer holds until the step is saved, even as time passes.
             if known is None or known.step != step or self.schedule.last_step == step:
                 busy = bool(self.under_way())
                 self._by_rules = self.schedule.decide(step, now_s=time.monotonic(), busy=busy)
@@ -112,14 +105,14 @@ class Saver:
         return self.decision
 
     def _is_saved_for_preemption(self) -> bool:
-        """Whether it is; one that failed is tried again, by all processes or by none."""
+        """Waits for the save for preemption; all processes retry a failed one."""
         if self._for_preemption is None:
             return False
         self.wait([self._for_preemption], self._timeout_s)
         return self._for_preemption.timing is not None
 
     def record(self, **costs: float) -> None:
-        """Records what a save or a restore cost: fields of `Costs`."""
+        """Records measured times, by fields of `Costs`."""
         with self._changed:
             measured = replace(self.schedule.costs, **costs)
             self.schedule = replace(self.schedule, costs=measured)
@@ -136,7 +129,6 @@ class Saver:
         force: bool,
         custom_metadata: Mapping[str, Any] | None,
     ) -> SaveHandle | None:
-        """`CheckpointManager.save`."""
         entered_s = time.monotonic()
         decision = self.decide(step, force=force)
         errors = self.take_errors()
@@ -144,11 +136,11 @@ class Saver:
             raise_first(errors)
             return None
         problem, held, metadata = None, [], {}
-        # Not before: to ask where a step goes may list the root, and most calls save nothing.
+        # Only now: asking for a step's path may list the root, and most calls save nothing.
         meter = Meter("save", self._index.path(step), step=step)
         meter.watch(display(self._on_progress, self._processes.index))
         try:
-            # Another process may not know of these yet, and saves: it must not wait for this.
+            # Raised in here because another process may not know of these errors and save.
             raise_first(errors)
             self._check_step(step)
             metadata = check_metadata(custom_metadata)
@@ -186,10 +178,10 @@ class Saver:
         return handle
 
     def _move_on(self, step: int, entered_s: float) -> None:
-        """Moves the schedule on to the next save; all processes keep the same account of it."""
+        """Advances the schedule, alike in all processes."""
         agreed = None
         if self.schedule.needs_agreement and self._latest is not None:
-            # All must add up the same numbers, so wait where that save is still under way.
+            # All processes must use the report of the same save.
             self.wait([self._latest], self._timeout_s)
             agreed = Costs(**self._latest.note) if self._latest.note is not None else None
         now_s = time.monotonic()
@@ -209,11 +201,11 @@ class Saver:
             return
         path = self._index.path(step)
         if step == floor or step in self._index.listing().steps:
-            raise StepExists(f"{path} is saved already, or being saved; it stays as it is")
+            raise StepExists(f"{path} already exists or is being saved; it was not changed")
         raise ValueError(
-            f"step {step} comes after step {floor}, the newest of {self._index.root}. To go on "
-            f"from an earlier step, delete the later ones (manager.delete) or start a new run from "
-            "it (jaxckpt.fork)."
+            f"step {step} is older than step {floor}, the newest of {self._index.root}. To "
+            "continue from an earlier step, delete the later ones (manager.delete) or start a new "
+            "run from it (jaxckpt.fork)."
         )
 
     def _take(
@@ -224,7 +216,7 @@ class Saver:
         step: int,
         meter: Meter,
     ) -> list[Item]:
-        """Brings everything to the host, when there is room for it."""
+        """Copies everything to the host once there is room for it."""
         _items.check_names(items)
         self._wait_for_room(self._latest.size_bytes if self._latest is not None else 0)
         meter.waited()
@@ -236,7 +228,7 @@ class Saver:
             wanted = self._keep.metric
             if wanted is not None and wanted not in metrics:
                 self._index.report(
-                    f"step {step} has no metric {wanted!r}, which KeepPolicy ranks by; it has "
+                    f"step {step} lacks the metric {wanted!r} that KeepPolicy ranks by; it has "
                     f"{', '.join(metrics) or 'none'}"
                 )
             found = partial(self._metrics.__setitem__, step)
@@ -246,35 +238,35 @@ class Saver:
     # --- waiting ---------------------------------------------------------------------------------
 
     def under_way(self) -> list[SaveHandle]:
-        """Returns the saves that have not ended, or what follows them has not."""
+        """Returns the saves that have not ended, including the work after their commits."""
         with self._changed:
             return list(self._under_way)
 
     def take_errors(self) -> list[BaseException]:
-        """Returns the errors of saves that nobody has heard of yet."""
+        """Returns the errors of saves that have not been raised yet."""
         with self._changed:
             errors, self._errors = self._errors, []
         found = [e.take_error() if isinstance(e, SaveHandle) else e for e in errors]
         return [error for error in found if error is not None]
 
     def is_own_thread(self) -> bool:
-        """Returns whether the thread that saves asks, such as `on_commit`."""
+        """Returns whether the saving thread calls, such as from `on_commit`."""
         return threading.current_thread() is self._thread
 
     def refuse_own_thread(self) -> None:
-        """Raises RuntimeError in the thread that saves, which would wait for itself."""
+        """Raises RuntimeError in the saving thread, which would wait for itself."""
         if self.is_own_thread():
             raise RuntimeError(
-                f"{self._index.root}: on_commit cannot wait for saves, since they wait for it; do "
-                "this in the thread that calls `save`"
+                f"{self._index.root}: on_commit cannot wait for saves, which wait for on_commit; "
+                "wait in the thread that calls `save`"
             )
 
     def wait(self, handles: Sequence[SaveHandle], timeout_s: float) -> None:
-        """Waits until these saves have ended, and what follows them; CheckpointTimeout if not."""
+        """Waits until these saves have ended, including the work after their commits."""
         self._wait_until(lambda: not any(one in self._under_way for one in handles), timeout_s)
 
     def _wait_for_room(self, size_bytes: int) -> None:
-        """Waits until so many bytes fit into the budget beside what is held; alone all fit."""
+        """Waits until the bytes fit into the budget, or no save is under way."""
 
         def has_room() -> bool:
             held = sum(handle.size_bytes for handle in self._under_way)
@@ -283,7 +275,7 @@ class Saver:
         self._wait_until(
             has_room,
             self._timeout_s,
-            f", and their values leave no room in budget_bytes={self._budget_bytes}",
+            f" and fill budget_bytes={self._budget_bytes}",
         )
 
     def _wait_until(self, over: Callable[[], bool], timeout_s: float, why: str = "") -> None:
@@ -294,12 +286,12 @@ class Saver:
             if not self._changed.wait_for(over, timeout_s):
                 steps = [handle.step for handle in self._under_way]
                 raise CheckpointTimeout(
-                    f"{self._index.root}: the saves of steps {steps} are still under way after "
-                    f"{timeout_s:g} s{why}; they go on"
+                    f"{self._index.root}: after {timeout_s:g} s, the saves of steps {steps} are "
+                    f"still under way{why}; they continue"
                 )
 
     def stop(self, timeout_s: float) -> None:
-        """Waits until all saves have ended, and ends the thread."""
+        """Waits until all saves have ended and stops the thread."""
         self._queue.put(None)
         self.wait(self.under_way(), timeout_s)
         if self._thread is not None:
@@ -312,7 +304,7 @@ class Saver:
             self._under_way.append(handle)
         self._queue.put(handle)
         if self._thread is None:
-            # A daemon: a manager that nobody closed must not keep the interpreter alive.
+            # A daemon: an unclosed manager must not keep the interpreter alive.
             name = f"jaxckpt-manager {self._index.root}"
             self._thread = threading.Thread(target=self._work, name=name, daemon=True)
             self._thread.start()
@@ -325,7 +317,7 @@ class Saver:
                     self._follow(handle)
                 elif not (handle.refused or handle.skipped):
                     error = handle
-            except BaseException as failed:  # the top of a thread; stored, and raised by a call
+            except BaseException as failed:  # the next call raises it
                 error = failed
             with self._changed:
                 if error is not None:
@@ -334,14 +326,14 @@ class Saver:
                 self._changed.notify_all()
 
     def _follow(self, handle: SaveHandle) -> None:
-        """Does what follows a commit: records it, deletes steps, calls back."""
+        """Records a commit, deletes steps and calls `on_commit`."""
         timing, step = handle.timing, handle.step
         assert timing is not None  # it is committed
         assert step is not None
         self._timings.append(timing)
         self.floor = step
         self.record(save_s=timing.seconds)
-        if self._processes.index == 0:  # the others do not know the metrics that it wrote
+        if self._processes.index == 0:  # only it knows the metrics
             metrics = self._metrics.pop(step, {})
             self._index.remember(StepInfo(step=step, saved_s=time.time(), metrics=metrics))
             self._delete_what_goes()
@@ -353,21 +345,21 @@ class Saver:
         if self._keep.has_rules:
             steps = self._index.steps()
             kept = self._keep.kept(map(self._info, steps), now_s=time.time())
-            # What cannot be read now may be the best of all.
+            # A step that cannot be read now may be the best.
             unknown = self._index.unknown if self._keep.needs_facts else set()
             self._deletion.delete(n for n in steps if n not in kept and n not in unknown)
 
     def _info(self, step: int) -> StepInfo:
-        """Returns what the policy looks at; of what is not in memory, only if it does look."""
+        """Returns the facts about a step, read only if the policy uses them."""
         if self._keep.needs_facts:
             return self._index.info(step)
         return StepInfo(step=step, saved_s=0.0)
 
 
 def raise_first(errors: list[BaseException]) -> None:
-    """Raises the first of some errors, with a note of each of the others."""
+    """Raises the first of the errors, with the others as notes."""
     if errors:
         first, *others = errors
         for other in others:
-            first.add_note(f"and then: {text_of(other)}")
+            first.add_note(f"also: {text_of(other)}")
         raise first

@@ -1,13 +1,13 @@
-"""When a run saves: the rules, and their answer for a step. Pure; clocks are arguments.
+"""Decides at which steps a run saves. Pure: clocks are arguments.
 
-Every process decides for itself, and all must decide alike, without talking at steps that do not
-save. So a rule is either a function of the step, or it goes by the clock, and then:
+All processes must decide alike without communicating at steps that do not save. A rule that depends
+on the step alone needs nothing else. For a rule by the clock:
 
-- one process alone looks at its clock;
-- several turn the clock into a step number. In each save process 0 reports how long a step
-  takes and what saves cost; every process adds that to the step of the next save. Until there
-  is a measurement, the second save comes `FIRST_GUESS` steps after the first, and each gap is at
-  most `FIRST_GUESS` times the gap before: steps look short while jax only dispatches them.
+- a single process reads its clock;
+- several processes turn the time into a step number. With each save, process 0 reports how long
+  steps and saves take, from which every process computes the step of the next save. Before the
+  first report, the second save comes `FIRST_GUESS` steps after the first. A gap is at most
+  `FIRST_GUESS` times the longest before, since steps look short while jax only dispatches them.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ FIRST_GUESS: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePolicy:
-    """When `CheckpointManager.save` saves. The rules add up; with none, it saves at every call.
+    """Decides when `CheckpointManager.save` saves: if any rule matches, or always without rules.
 
     Attributes:
-        every_steps: At steps divisible by it.
-        every_seconds: When so much time has passed since the save before. Of several processes, at
-            the step that is expected to be it.
-        at_steps: At these.
-        first: At the first call.
-        on_preemption: Once, when the job is told that it will be stopped. Not a rule like the
-            others: without any other, every call saves.
-        continuous: Whenever the save before has ended.
-        when: A function of the step. It must say the same in every process.
-        job_mtbf_s: Mean time between failures of the whole job; the interval that loses the least
-            time follows from that and from what saving costs. See `auto`.
+        every_steps: Saves at steps divisible by this number.
+        every_seconds: Saves when this much time has passed since the previous save. Several
+            processes agree on the step expected to reach it.
+        at_steps: Saves at these steps.
+        first: Saves at the first call.
+        on_preemption: Saves once when the job is about to be stopped. Does not count as a rule:
+            without other fields, every call saves.
+        continuous: Saves whenever the previous save has ended.
+        when: A function of the step that must return the same in every process.
+        job_mtbf_s: Mean time between failures of the whole job. Saves at the interval that loses
+            the least time, see `auto`.
 
     Example:
         >>> policy = SavePolicy(every_steps=100, at_steps=(1, 10))
@@ -62,27 +62,26 @@ class SavePolicy:
             check_flag(self, name)
         if self.at_steps is not None:
             if not isinstance(self.at_steps, Iterable):
-                raise TypeError(f"SavePolicy.at_steps must be steps, not {self.at_steps!r}")
+                raise TypeError(f"SavePolicy.at_steps must list steps, got {self.at_steps!r}")
             steps = tuple(self.at_steps)
             if not all(type(step) is int and step >= 0 for step in steps):
-                raise ValueError(f"SavePolicy.at_steps must be steps, not {steps}")
+                raise ValueError(f"SavePolicy.at_steps must be ints of 0 or more, got {steps}")
             object.__setattr__(self, "at_steps", steps)
         check_callable(self, "when")
 
     @classmethod
     def auto(cls, *, mtbf_hours: float, processes: int = 1, **rules: Any) -> SavePolicy:
-        """Saves as often as loses the least time, given how often something fails.
+        """Returns a policy with the save interval that loses the least time to failures.
 
-        The interval between saves is sqrt(2 · cost · (MTBF + restart)), by Young (1974) and Daly
-        (2006): `cost` is how long a save holds training up and `restart` how long a restore takes,
-        both as measured in this run, and MTBF that of the job. It is never shorter than a save
-        takes. One line of the log has the interval and the reason.
+        The interval is sqrt(2 · cost · (MTBF + restart)), by Young (1974) and Daly (2006), but not
+        shorter than a save. The run measures `cost`, the time for which a save blocks training,
+        and `restart`, the time of a restore; MTBF is the job's. The log states the interval once.
 
         Args:
             mtbf_hours: Mean time between failures of one process (its host), in hours.
-            processes: How many there are. The job fails when one of them does: within a second
-                with probability 1-(1-p)^processes, if p is that of one process.
-            rules: Others to add.
+            processes: Number of processes. The job fails with any of them: within a second with
+                probability 1-(1-p)^processes, where p is the probability for one process.
+            rules: Further fields of the policy.
 
         Example:
             >>> round(SavePolicy.auto(mtbf_hours=1_000, processes=500).job_mtbf_s / 60)
@@ -90,9 +89,9 @@ class SavePolicy:
         """
         for name, value, kind in (("mtbf_hours", mtbf_hours, float), ("processes", processes, int)):
             if isinstance(value, bool) or not isinstance(value, (kind, int)):
-                raise TypeError(f"{name} must be a number, not {value!r}")
+                raise TypeError(f"{name} must be a number, got {value!r}")
         if not 0 < mtbf_hours < math.inf or processes < 1:
-            raise ValueError("mtbf_hours must be over 0, and processes 1 or more")
+            raise ValueError("mtbf_hours must be positive and finite, and processes at least 1")
         each = min(1.0, 1 / (mtbf_hours * 3600))
         # 1-(1-p)^N, without losing a small p to rounding.
         job = -math.expm1(processes * math.log1p(-each)) if each < 1 else 1.0
@@ -100,7 +99,7 @@ class SavePolicy:
 
     @property
     def is_by_clock(self) -> bool:
-        """Whether a rule goes by the clock."""
+        """Whether a rule depends on the clock."""
         return bool(self.continuous) or (self.every_seconds or self.job_mtbf_s) is not None
 
     @property
@@ -110,7 +109,7 @@ class SavePolicy:
         return self.is_by_clock or bool(self.first) or any(rule is not None for rule in rules)
 
     def matches(self, step: int) -> str | None:
-        """The rule by which this step is saved whatever the time, or None."""
+        """Returns the rule that saves this step regardless of the time, or None."""
         if not self.has_rules:
             return "no rule, so every call"
         if self.every_steps is not None and step % self.every_steps == 0:
@@ -124,22 +123,15 @@ class SavePolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What a process has measured, in seconds; None if it has not yet.
+    """Times that a process has measured; None until measured."""
 
-    Attributes:
-        step_s: One step of training, over the steps between the last two saves.
-        blocked_s: How long a save held the caller up.
-        save_s: A save from the call to the commit.
-        restore_s: The restore that this run began with.
-    """
-
-    step_s: float | None = None
-    blocked_s: float | None = None
-    save_s: float | None = None
+    step_s: float | None = None  # mean training step between the last two saves
+    blocked_s: float | None = None  # how long a save blocked the caller
+    save_s: float | None = None  # from the call of a save to its commit
     restore_s: float | None = None
 
     def interval_s(self, policy: SavePolicy) -> float:
-        """How far apart saves should be by the rules that go by the clock; inf if none does."""
+        """Returns the interval between saves by the rules on the clock, or inf."""
         intervals = [math.inf]
         if policy.every_seconds is not None:
             intervals.append(policy.every_seconds)
@@ -155,39 +147,29 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Where a run is between its saves. `decide` asks it, `saved` moves it on.
-
-    Attributes:
-        processes: How many decide.
-        started_s: When the run began, by the monotonic clock of this process.
-        costs: As measured in this process.
-        agreed: As process 0 measured them; reported in a save, the same one in every process.
-        last_step, last_s: Of the latest save of this run, and when it was; None before the first.
-        next_step: By the clock, where several processes decide.
-        gap: The longest between two saves so far, in steps.
-    """
+    """The state of a run between saves. Times are by the monotonic clock of this process."""
 
     policy: SavePolicy
     processes: int = 1
     started_s: float = 0.0
-    costs: Costs = field(default_factory=Costs)
-    agreed: Costs | None = None
-    last_step: int | None = None
-    last_s: float | None = None
-    next_step: int | None = None
-    gap: int = field(default=1)
+    costs: Costs = field(default_factory=Costs)  # measured here
+    agreed: Costs | None = None  # measured by process 0; equal in every process
+    last_step: int | None = None  # of the latest save
+    last_s: float | None = None  # when that was
+    next_step: int | None = None  # by the clock, if several processes decide
+    gap: int = 1  # the longest between two saves so far, in steps
 
     @property
     def needs_agreement(self) -> bool:
-        """Whether the next step by the clock follows from what process 0 measured."""
+        """Whether the next step depends on times that process 0 measured."""
         return self.policy.is_by_clock and self.processes > 1
 
     def decide(self, step: int, *, now_s: float, busy: bool) -> Decision:
         """Returns whether to save at this step, and why.
 
         Args:
-            now_s: The time by the clock of `started_s`. Looked at by a process that is alone.
-            busy: Whether a save is under way. Looked at by a process that is alone.
+            now_s: The time. Several processes ignore it.
+            busy: Whether a save is under way. Several processes ignore it.
         """
         reason = self.policy.matches(step)
         if reason is None and self.policy.first and self.last_step is None:
@@ -198,34 +180,32 @@ class Schedule:
             return self._decide_alone(step, now_s, busy)
         if reason is not None:
             return Decision(step=step, save=True, reason=reason)
-        return Decision(step=step, save=False, reason=f"no rule of {self._rules()} names it")
+        return Decision(step=step, save=False, reason=f"no rule matches: {self._rules()}")
 
     def _decide_alone(self, step: int, now_s: float, busy: bool) -> Decision:
         if self.policy.job_mtbf_s is not None and self.last_s is None:
-            return Decision(step=step, save=True, reason="the first save measures what one costs")
+            return Decision(step=step, save=True, reason="the first save measures its cost")
         if self.policy.continuous and not busy:
-            return Decision(step=step, save=True, reason="continuous: the save before has ended")
+            return Decision(step=step, save=True, reason="continuous: the previous save has ended")
         since_s = now_s - (self.started_s if self.last_s is None else self.last_s)
         others = replace(self.policy, continuous=None)
         interval_s = self.costs.interval_s(others)
         if since_s >= interval_s:
-            return Decision(step=step, save=True, reason=f"{since_s:.0f} s since the save before")
+            return Decision(step=step, save=True, reason=f"{since_s:.0f} s since the previous save")
         if self.policy.continuous:
-            return Decision(step=step, save=False, reason="the save before has not ended")
-        left = f"{since_s:.0f} of {interval_s:.0f} s have passed since the save before"
+            return Decision(step=step, save=False, reason="the previous save has not ended")
+        left = f"{since_s:.0f} of {interval_s:.0f} s since the previous save"
         return Decision(step=step, save=False, reason=left)
 
     def _decide_together(self, step: int) -> Decision:
         if self.next_step is None:
-            return Decision(
-                step=step, save=True, reason="the first save measures the time of steps"
-            )
+            return Decision(step=step, save=True, reason="the first save starts the measurement")
         if step >= self.next_step:
             return Decision(
-                step=step, save=True, reason=f"by the clock, from step {self.next_step}"
+                step=step, save=True, reason=f"by the clock, due from step {self.next_step}"
             )
         return Decision(
-            step=step, save=False, reason=f"the next by the clock is step {self.next_step}"
+            step=step, save=False, reason=f"by the clock, not due before step {self.next_step}"
         )
 
     def _rules(self) -> str:
@@ -240,11 +220,11 @@ class Schedule:
     def saved(
         self, step: int, *, now_s: float, blocked_s: float = 0.0, agreed: Costs | None = None
     ) -> Schedule:
-        """Returns the schedule after a save at `step` was handed on.
+        """Returns the schedule after a save at `step` has started.
 
         Args:
-            blocked_s: How long it held the caller up.
-            agreed: What process 0 reported in an earlier save; if None, what it did before.
+            blocked_s: How long the save blocked the caller.
+            agreed: The latest report of process 0. If None, the one known so far.
         """
         gap, step_s, agreed = self.gap, None, agreed or self.agreed
         if self.last_step is not None and self.last_s is not None:
@@ -266,15 +246,14 @@ class Schedule:
         )
 
     def explanation(self) -> str | None:
-        """Returns by what interval `SavePolicy.auto` saves, and why, once that is measured."""
+        """Describes the interval of `SavePolicy.auto`; None until it is measured."""
         mtbf_s, costs = self.policy.job_mtbf_s, self.agreed if self.processes > 1 else self.costs
         if mtbf_s is None or costs is None or costs.save_s is None:
             return None
         return (
             f"saving every {costs.interval_s(self.policy):.0f} s: sqrt(2 * cost * (MTBF + restart))"
-            f" with a cost of {costs.blocked_s or 0.0:.3f} s, an MTBF of the job of "
-            f"{mtbf_s / 3600:.1f} h and a restart of {costs.restore_s or 0.0:.1f} s; a save takes "
-            f"{costs.save_s:.1f} s"
+            f" with a cost of {costs.blocked_s or 0.0:.3f} s, a job MTBF of {mtbf_s / 3600:.1f} h "
+            f"and a restart of {costs.restore_s or 0.0:.1f} s; a save takes {costs.save_s:.1f} s"
         )
 
 
@@ -282,31 +261,29 @@ class Schedule:
 
 
 def check_count(policy: object, name: str) -> None:
-    """Refuses a field that is neither None nor an int of 1 or more."""
+    """Checks that a field is None or an int of 1 or more."""
     _check(policy, name, int, "an int")
     if (value := getattr(policy, name)) is not None and value < 1:
-        raise ValueError(f"{type(policy).__name__}.{name} must be 1 or more, not {value}")
+        raise ValueError(f"{type(policy).__name__}.{name} must be at least 1, got {value}")
 
 
 def check_seconds(policy: object, name: str) -> None:
-    """Refuses a field that is neither None nor a positive number."""
+    """Checks that a field is None or a positive number."""
     _check(policy, name, (int, float), "a number")
     if (value := getattr(policy, name)) is not None and not 0 < value < math.inf:
-        raise ValueError(f"{type(policy).__name__}.{name} must be over 0, not {value}")
+        raise ValueError(f"{type(policy).__name__}.{name} must be positive and finite, got {value}")
 
 
 def check_flag(policy: object, name: str) -> None:
-    """Refuses a field that is neither None nor a bool."""
     _check(policy, name, bool, "True, False or None")
 
 
 def check_callable(policy: object, name: str) -> None:
-    """Refuses a field that is neither None nor a function."""
     _check(policy, name, Callable, "a function")
 
 
 def _check(policy: object, name: str, kind: Any, text: str) -> None:
     value = getattr(policy, name)
     fits = value is None or isinstance(value, kind)
-    if not fits or (isinstance(value, bool) and kind is not bool):  # True is no number
-        raise TypeError(f"{type(policy).__name__}.{name} must be {text}, not {value!r}")
+    if not fits or (isinstance(value, bool) and kind is not bool):  # True is an int
+        raise TypeError(f"{type(policy).__name__}.{name} must be {text}, got {value!r}")

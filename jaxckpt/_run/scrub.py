@@ -1,4 +1,4 @@
-"""Reads every step of a run back, and takes out of it what is damaged."""
+"""Verifies every step of a run and sets damaged steps aside."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ from jaxckpt.types import Problem, VerifyReport
 def scrub(
     deletion: Deletion, processes: Processes, *, writes: bool, timeout_s: float
 ) -> dict[int, VerifyReport]:
-    """Verifies all steps, the processes side by side; each step is read by one of them.
+    """Verifies all steps, divided among the processes; returns all reports to each process.
 
     Args:
-        writes: Whether damaged steps of ours are set aside. If all steps are damaged, all stay: a
-            run without a whole step must not look like a new one.
+        writes: Whether to set damaged steps aside. If all steps are damaged, all stay: a run with
+            only damaged steps must not come to look like a new one.
         timeout_s: For a process to verify one step.
-
-    Returns:
-        The report of each step, the same in every process.
     """
     index = deletion.index
     name = f"manager {index.root}/scrub"
@@ -51,13 +48,13 @@ def scrub(
 
 
 def look(leases: Leases, number: int) -> VerifyReport | None:
-    """Verifies a step, a damaged one twice; None if it was deleted in the meantime."""
+    """Verifies a step, twice if it is damaged; None if it was deleted in the meantime."""
     try:
         with leases.hold(number):
             report = _verify(leases.index, number)
             if report is not None and report.damaged:
                 report = _verify(leases.index, number)
-    except OSError as error:  # not even its directory; the other steps are looked at all the same
+    except OSError as error:  # even its directory is unreadable; verify the other steps
         path, unreadable = leases.index.path(number), is_io_failure(error)
         problem = Problem(file=path, leaf=None, message=str(error), unreadable=unreadable)
         report = _bad(path, problem)
@@ -67,7 +64,7 @@ def look(leases: Leases, number: int) -> VerifyReport | None:
 def _verify(index: StepIndex, number: int) -> VerifyReport | None:
     path = index.path(number)
     if (file := index.missing_file(number)) is not None:
-        message = f"{file} is missing: the step is not whole"
+        message = f"{file} is missing: the step is incomplete"
         return _bad(path, Problem(file=file, leaf=None, message=message))
     try:
         return verify_in(index.storage, path)
@@ -82,7 +79,7 @@ def _bad(path: str, problem: Problem) -> VerifyReport:
 
 
 def set_aside(deletion: Deletion, reports: dict[int, VerifyReport]) -> None:
-    """Sets aside the steps that are damaged by their reports; the others stay as they are."""
+    """Sets aside the steps that their reports call damaged."""
     for number, report in reports.items():
         bad = next((problem for problem in report.problems if not problem.unreadable), None)
         if bad is not None:

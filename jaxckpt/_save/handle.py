@@ -1,14 +1,14 @@
-"""One save from the host's memory to the commit: what the processes do, and where they meet.
+"""One save from host memory to the commit, and where the processes meet.
 
-    begin       process 0 makes the directory and reports its name, unless that was agreed before
+    begin       process 0 makes the directory and reports its name, unless agreed before
     write       every process writes its share of each item
-    `written`   they meet: each reports what it wrote, or what went wrong
-    commit      process 0 merges, describes, publishes
-    `committed` process 0 reports how that went
+    `written`   they meet: each reports its work or its error
+    commit      process 0 merges the shares, writes the metadata and publishes
+    `committed` process 0 reports the outcome
 
-All processes return, or all raise: a process with an error of its own raises that one. The saves of
-a process to one path commit in the order in which their handles were made. Needs no jax, so that
-whoever looks at a run can ask whether it is being saved to.
+Either every process returns or every process raises; a process with an error of its own raises that
+one. A process's saves to one path commit in the order of their handles. This module does without
+jax, so that inspecting a run does not import it.
 """
 
 from __future__ import annotations
@@ -41,85 +41,68 @@ if TYPE_CHECKING:  # which needs jax
 _logger = logging.getLogger("jaxckpt")
 
 DEFAULT_TIMEOUT_S: Final = 1200.0
-_HINT: Final = "All processes must save one tree, of the same global arrays, to one path."
-_SKIPS: Final = "skips"  # a process that could have saved, were it not for another save
+_HINT: Final = "All processes must save the same tree of global arrays to the same path."
+_SKIPS: Final = "skips"  # marks a process that skips this save because an earlier one failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """A save, once the caller's values are no longer looked at: what, where and how.
-
-    Attributes:
-        items: Emptied when the save has ended, so that a handle that is kept holds no values.
-        name: Where the processes meet; used once.
-        meter: Measures the save since the caller's call.
-        is_step: Whether it is a step of a run, which Orbax's managers lay out a little otherwise.
-        token: Of the attempt, if the processes have agreed on it; else process 0 makes one.
-        fence: Raises if this job may no longer write here; called just before the commit.
-        note: Reported to the other processes; that of process 0 becomes `SaveHandle.note`.
-        problem: Why this process does not save; all that it does is to report that.
-        skips: Whether it could have saved: another save is what went wrong.
-    """
+    """A save whose values are on the host."""
 
     storage: Storage
     path: str
-    items: list[Item]
+    items: list[Item]  # emptied after the save, so that a handle does not keep the values
     processes: Processes
-    name: str
-    meter: Meter
+    name: str  # where the processes meet; unique
+    meter: Meter  # started when the caller called
     custom_metadata: Mapping[str, Any] = field(default_factory=dict)
     overwrite: bool = False
-    is_step: bool = False
-    token: str | None = None
-    fence: Callable[[], None] | None = None
-    note: Json = None
-    problem: Exception | None = None
-    skips: bool = False
+    is_step: bool = False  # whether to lay it out like a step of an Orbax manager
+    token: str | None = None  # of the attempt; if None, process 0 makes one
+    fence: Callable[[], None] | None = None  # before the commit; raises if this job lost the run
+    note: Json = None  # process 0's becomes `SaveHandle.note` in every process
+    problem: Exception | None = None  # if set, this process reports it and does not save
+    skips: bool = False  # whether `problem` is the error of an earlier save
     timeout_s: float = DEFAULT_TIMEOUT_S
     started_ns: int = field(default_factory=time.time_ns)
 
     @property
     def agreed_token(self) -> str | None:
-        """The token of the directory in which all may write before process 0 has begun."""
-        # Without a rename they all write into the final place: process 0 must look there first.
+        """The token of the directory where processes may write before process 0 has begun."""
+        # Without renames all write to the final place, which process 0 must check first.
         return self.token if self.storage.atomic_rename else None
 
 
-# The latest save of each path and process, until it has ended. Simulated processes share this
-# module, and wait for each other anyway.
+# The latest save of each path and process, until it has ended. The process is part of the key
+# because simulated processes share this module.
 _latest: dict[tuple[str, int], threading.Event] = {}
 _latest_lock = threading.Lock()  # guards _latest
 
 
 def is_under_way(path: str) -> bool:
-    """Returns whether this process is saving to a path, or about to."""
+    """Returns whether this process is saving to a path or about to."""
     with _latest_lock:
         return any(path == saved for saved, _ in _latest)
 
 
 @final
 class SaveHandle:
-    """A save under way. `result` waits for it and raises what went wrong.
+    """A save in the background. `result` waits for it and raises its error.
 
     Attributes:
-        path: Where the checkpoint will be.
-        timing: How long it took, by phase, once it is committed.
+        path: Directory of the checkpoint.
+        timing: Seconds by phase, or None until the commit.
     """
-
-    # For the manager:
-    #   step, size_bytes  which step it saves, and how much memory that takes
-    #   refused           whether this process only reports that it does not save
-    #   skipped           whether it failed only because another process skips it
-    #   note              that of process 0, once all have met
 
     def __init__(self, request: SaveRequest) -> None:
         self.path = request.path
         self.timing: Timing | None = None
+        # The next five are for the manager.
         self.step = request.meter.step
-        self.size_bytes = sum(item.size_bytes for item in request.items)
+        self.size_bytes = sum(item.size_bytes for item in request.items)  # on the host
         self.refused = request.problem is not None
-        self.skipped = False
-        self.note: Any = None  # JSON
+        self.skipped = False  # whether only skipping processes made it fail
+        self.note: Any = None  # JSON from process 0, once all have met
         self._request = request
         self._meter = request.meter
         self._meter.total_bytes = self.size_bytes
@@ -136,23 +119,23 @@ class SaveHandle:
             _latest[self._key] = self._left
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Returns whether the save has ended, by a commit or an error."""
         return self._ended.is_set()
 
     def result(self, timeout_s: float | None = None) -> None:
         """Waits until the checkpoint is committed and durable.
 
         Raises:
-            CheckpointTimeout: it is still under way after `timeout_s` seconds; it goes on.
-            Whatever `save` raises, at every call.
+            CheckpointTimeout: the save is still under way after `timeout_s` and continues.
+            Any error of `save`, at every call.
         """
         where = ""
         if os.getpid() != self._process:
-            # The thread that saves is not in a forked child, and will never end there.
-            where, timeout_s = " in the process that this was forked from", 0.0
+            # A forked child does not have the saving thread, so waiting there would never end.
+            where, timeout_s = " in the parent process, before the fork", 0.0
         if not self._ended.wait(timeout_s):
             raise CheckpointTimeout(
-                f"{self.path}: the save is still under way{where} after {timeout_s:g} s; it goes on"
+                f"{self.path}: the save continues{where} and has not ended after {timeout_s:g} s"
             )
         if self._error is not None:
             self._delivered = True
@@ -165,7 +148,7 @@ class SaveHandle:
             raise self._meter.error
 
     def take_error(self) -> BaseException | None:
-        """Returns what went wrong, unless that was raised or returned before."""
+        """Returns the error, unless it was raised or returned before."""
         if self._delivered:
             return None
         self._delivered = True
@@ -178,10 +161,10 @@ class SaveHandle:
     # --- the save ------------------------------------------------------------------------------
 
     def attempt(self, *, logs: bool = False) -> bool:
-        """Runs the save, in the thread that it was given; returns whether it was committed."""
+        """Runs the save, keeping its error for `result`; returns whether it was committed."""
         try:
             self.run()
-        except BaseException as error:  # stored, and raised by `result`
+        except BaseException as error:
             self._error = error
             if logs:
                 _logger.exception("the save of %s failed", self.path)
@@ -189,7 +172,7 @@ class SaveHandle:
         return self._error is None
 
     def run(self) -> None:
-        """Writes and commits; all processes return, or all raise."""
+        """Writes and commits; either all processes return or all raise."""
         request = self._request
         with self._in_turn():
             with self._beginning() as led:
@@ -214,18 +197,18 @@ class SaveHandle:
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """Waits for earlier saves to the path; ends this one, and removes its files if it fails."""
+        """Waits for earlier saves to the path; on failure, removes this one's files."""
         request = self._request
         try:
             if self._before is not None and not self._before.wait(DEFAULT_TIMEOUT_S):
-                _transaction.warn(self.path, "an earlier save to it has not ended; going on")
+                _transaction.warn(self.path, "an earlier save here has not ended; starting anyway")
             self._meter.waited()
             yield
         except BaseException as error:
             if self._transaction is not None:
                 self._transaction.abort()
             elif request.processes.index == 0 and request.agreed_token is not None:
-                # The others may have begun to write where process 0 could not.
+                # Other processes may have written where process 0 could not.
                 _transaction.discard_work(request.storage, self.path, request.agreed_token)
             _transaction.raise_save_error(self.path, error)
         else:
@@ -234,7 +217,7 @@ class SaveHandle:
                 _logger.info("%s", self.timing)
         finally:
             request.items.clear()
-            self._problem = None  # so that an error that it raised is let go of with the call
+            self._problem = None  # releases the error and its traceback
             self._meter.end()
             self._left.set()
             with _latest_lock:
@@ -243,7 +226,7 @@ class SaveHandle:
 
     @contextlib.contextmanager
     def _beginning(self) -> Iterator[Lead]:
-        """Reports where to write; all raise if process 0 cannot begin and they wait for it."""
+        """Yields where to write, agreed on before or made by process 0."""
         request = self._request
         if request.agreed_token is None:
             with _leading(request, "begin") as led:
@@ -255,7 +238,6 @@ class SaveHandle:
             self._problem = error
 
     def _write(self, work: str) -> None:
-        """Writes this process's share."""
         request = self._request
         if self._problem is None:
             folders = [item.folder(work, request.processes) for item in request.items]
@@ -268,7 +250,7 @@ class SaveHandle:
                 self._problem = error
 
     def _meet(self) -> list[Any]:
-        """Waits until all have written; returns what each reports of its items."""
+        """Waits until all have written; returns each process's report on its items."""
         request = self._request
         report = {
             "seconds": self._meter.phases.get("write", 0.0),
@@ -307,7 +289,7 @@ def _leading(request: SaveRequest, what: str) -> AbstractContextManager[Lead]:
 
 @contextlib.contextmanager
 def _explaining(request: SaveRequest) -> Iterator[None]:
-    """Raises the fence's error instead: files may be gone because another job took over."""
+    """Prefers the fence's error: files may be missing because another job took the run over."""
     try:
         yield
     except Exception as error:
@@ -325,14 +307,14 @@ def _written_bytes(storage: Storage, folders: list[str]) -> int:
 
 
 def _differences(items: list[Item], reports: list[Any]) -> dict[int, str]:
-    """Returns why the processes do not save one checkpoint, by process."""
+    """Returns in which processes the save differs from process 0's, and how."""
     kinds = [[(name, said["item"]) for name, said in one["items"].items()] for one in reports]
     failures = {}
     for i, one in enumerate(reports):
         if one["path"] != reports[0]["path"]:
-            failures[i] = f"saves to another path than process 0: {one['path']}"
+            failures[i] = f"saves to a different path than process 0: {one['path']}"
         elif kinds[i] != kinds[0]:
-            failures[i] = f"saves other items than process 0: {', '.join(one['items'])}"
+            failures[i] = f"saves different items than process 0: {', '.join(one['items'])}"
     for item in items if not failures else ():
         for i, why in item.disagreement([one["items"][item.name] for one in reports]).items():
             failures.setdefault(i, why if len(items) == 1 else f"{item.name} {why}")

@@ -1,4 +1,4 @@
-"""`save` and `save_async`: one tree becomes one committed checkpoint."""
+"""`save` and `save_async`: write a tree as one checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxckpt.multihost import Json, Processes, current, lead, meet
 from jaxckpt.storage import Storage, locate
 from jaxckpt.types import OnProgress
 
-# Processes meet under a name that is used once; all make the same saves in the same order.
+# Numbers the saves, so that processes meet under unique names; all save in the same order.
 _attempts: WeakKeyDictionary[Processes, itertools.count[int]] = WeakKeyDictionary()
 _attempts_lock = threading.Lock()  # guards _attempts
 
@@ -34,26 +34,26 @@ def save(
     custom_metadata: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
 ) -> None:
-    """Saves a tree as one checkpoint, and returns when it is committed and durable.
+    """Saves a tree as one checkpoint and returns when it is committed and durable.
 
-    In a job of several processes all of them call it, with the same tree structure.
+    All processes of a job must call it, with the same tree structure.
 
     Args:
-        path: Directory of the checkpoint. Missing parents are made.
+        path: Directory of the checkpoint. Missing parents are created.
         tree: Any pytree of jax and numpy arrays, PRNG keys, Python scalars, str, bytes and None.
-            Arrays of the host are written by process 0.
-        overwrite: Whether to replace a checkpoint that is there. At every instant the old one or
-            the new one can be restored. Other directories are never replaced.
-        custom_metadata: JSON to keep with the checkpoint.
-        on_progress: Is called a few times a second with a `Progress`, in a thread of its own. What
-            it raises is raised when the checkpoint is committed. None: a bar in a terminal or
-            notebook, if tqdm is installed; `lambda _: None` for none.
+            Process 0 writes host arrays.
+        overwrite: Whether to replace a checkpoint at `path`. The old or the new one can be restored
+            at any instant. Other directories are never replaced.
+        custom_metadata: JSON to store with the checkpoint.
+        on_progress: Called with a `Progress` a few times a second, in its own thread. Its errors
+            are raised after the commit. If None, a terminal or notebook shows a bar if tqdm is
+            installed; pass `lambda _: None` for no bar.
 
     Raises:
-        UnsupportedLeaf: leaves cannot be stored; they are named, and nothing was written.
-        StepExists: something is at `path`.
+        UnsupportedLeaf: leaves cannot be stored; the message names them. Nothing was written.
+        StepExists: `path` exists.
         SaveFailed: the checkpoint was not committed; the cause is chained.
-        ProcessesDisagree: another process failed, or has another tree.
+        ProcessesDisagree: another process failed or has a different tree.
         CheckpointTimeout: a process did not arrive.
 
     Example:
@@ -78,10 +78,10 @@ def save_async(
     custom_metadata: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
 ) -> SaveHandle:
-    """Starts to save a tree, and returns when the tree may be donated, deleted or changed.
+    """Starts saving a tree and returns when the tree may be donated, deleted or changed.
 
-    Arguments and errors are those of `save`; what goes wrong later is raised by the handle. The
-    interpreter does not exit before the save has ended.
+    Arguments and errors are those of `save`; the handle raises later errors. The interpreter exits
+    only after the save has ended.
     """
     return start(
         prepare(path, tree, overwrite, custom_metadata, copy=True, on_progress=on_progress)
@@ -89,9 +89,9 @@ def save_async(
 
 
 def start(request: SaveRequest) -> SaveHandle:
-    """Runs a save in a thread of its own."""
+    """Runs a save in a new thread."""
     handle = SaveHandle(request)
-    attempt = partial(handle.attempt, logs=True)  # the handle may never be asked
+    attempt = partial(handle.attempt, logs=True)  # nobody may ask the handle
     threading.Thread(target=attempt, name=f"jaxckpt-save {handle.path}").start()
     return handle
 
@@ -105,7 +105,7 @@ def prepare(
     copy: bool,
     on_progress: OnProgress | None = None,
 ) -> SaveRequest:
-    """Takes the caller's tree apart and brings this process's share of it to the host."""
+    """Copies this process's share of the caller's tree to the host."""
     processes = current()
     with _attempts_lock:
         attempt = next(_attempts.setdefault(processes, itertools.count()))
@@ -114,7 +114,7 @@ def prepare(
         storage, where = locate(path)
         _check_name(where)
         metadata = check_metadata(custom_metadata)
-        if processes.count == 1 and copy:  # else it is checked soon, when the save begins
+        if processes.count == 1 and copy:  # otherwise checked when the save begins
             _check_target(storage, where, overwrite)
         meter = Meter("save", where)
         meter.watch(display(on_progress, processes.index))
@@ -140,29 +140,29 @@ def prepare(
 
 def _check_name(where: str) -> None:
     if names.is_reserved(posixpath.basename(where)):
-        raise ValueError(f"{where}: names like this are those of checkpoints in the making")
+        raise ValueError(f"{where}: this name is reserved for unfinished saves; choose another")
 
 
 def _check_target(storage: Storage, path: str, overwrite: bool) -> None:
     try:
         around = _transaction.listing(storage, posixpath.dirname(path))
         _transaction.check_target(storage, path, around, overwrite=overwrite)
-    except OSError as error:  # also of a place where nobody may even look
+    except OSError as error:  # also if the directory cannot be listed
         _transaction.raise_save_error(path, error)
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns custom metadata as JSON gives it back; TypeError if JSON cannot hold it."""
+    """Returns custom metadata after a round trip through JSON."""
     if metadata is None:
         return {}
     try:
         return jsontext.loads(jsontext.dumps(dict(metadata)), file="custom_metadata")
     except (TypeError, ValueError) as error:
-        raise TypeError(f"custom_metadata must be a dict that JSON can hold: {error}") from error
+        raise TypeError(f"custom_metadata must be a dict of JSON values: {error}") from error
 
 
 def _take_part(processes: Processes, name: str, error: Exception) -> None:
-    """Takes part in the rounds of a save that this process cannot make, so that no other waits."""
+    """Reports the error in the rounds of a failed save, so that other processes do not wait."""
 
     def fail() -> Json:
         raise error

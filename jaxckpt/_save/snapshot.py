@@ -1,8 +1,7 @@
-"""The caller's values on the host, and how each is written.
+"""The caller's values on the host, and how to write them.
 
-A checkpoint is made of items. Here an item is a tree, whose arrays go into a database, or a few
-small files. Its values have been brought to the host when it is made: from then on the caller may
-donate, delete or change them.
+An item of a checkpoint is a tree, whose arrays go into a database, or a few small files. Once an
+item is made, its values are on the host and the caller may donate, delete or change the originals.
 """
 
 from __future__ import annotations
@@ -26,21 +25,17 @@ from jaxckpt.storage import Storage
 
 @dataclass(slots=True, kw_only=True)
 class FileItem:
-    """An item of a few small files.
-
-    Attributes:
-        mine: The files that this process writes, by name.
-        shared: Makes those that process 0 writes for all, by name. Runs in the background.
-    """
+    """An item of a few small files."""
 
     name: str
-    mine: Mapping[str, bytes] = field(default_factory=dict)
+    mine: Mapping[str, bytes] = field(default_factory=dict)  # this process's files, by name
+    # Makes the files that process 0 writes for all, by name. Runs in the background.
     shared: Callable[[], Mapping[str, bytes]] = dict
     handler: str = step.JSON_HANDLER
 
     @property
     def size_bytes(self) -> int:
-        """About how much memory its values take."""
+        """The approximate size of the values in memory."""
         return sum(map(len, self.mine.values()))
 
     def folder(self, work: str, processes: Processes) -> str:
@@ -57,17 +52,17 @@ class FileItem:
             storage.write(f"{work}/{self.name}/{file}", data)
 
     def said(self) -> Json:
-        """Returns what the processes compare."""
+        """Returns the facts that the processes compare."""
         return {"item": "files"}
 
     def disagreement(self, said: Sequence[Any]) -> dict[int, str]:
-        """Returns why the files do not belong together, by process: never a reason."""
+        """Returns how processes differ, by process: files never do."""
         return {}
 
     def finish(
         self, storage: Storage, work: str, processes: Processes, said: Sequence[Any]
     ) -> tuple[dict[str, bytes], dict[str, bytes]]:
-        """Returns the files to add, and those that the processes wrote, by name in the item."""
+        """Returns the files to add and those already written, by name in the item."""
         del said
         folder, there = f"{work}/{self.name}", {}
         if self.mine:
@@ -81,22 +76,17 @@ class FileItem:
 
 @dataclass(slots=True, kw_only=True)
 class TreeItem:
-    """A pytree, of whose arrays this process writes its share.
-
-    Attributes:
-        snapshot: The values of the tree's sources; None once they are written.
-        share: The checksums of process 0's own chunks.
-    """
+    """A pytree of which this process writes its share."""
 
     name: str
     tree: TreePlan
-    snapshot: Sequence[np.ndarray[Any, Any]] | None
-    share: bytes = b""
+    snapshot: Sequence[np.ndarray[Any, Any]] | None  # values of `tree.sources`, until written
+    share: bytes = b""  # the checksums of process 0's chunks
     handler: str = step.PYTREE_HANDLER
 
     @property
     def size_bytes(self) -> int:
-        """About how much memory its values take."""
+        """The approximate size of the values in memory."""
         return self.tree.plan.total_bytes
 
     def folder(self, work: str, processes: Processes) -> str:
@@ -105,7 +95,7 @@ class TreeItem:
         return item if processes.count == 1 else f"{item}/{names.process_database(processes.index)}"
 
     def write(self, storage: Storage, work: str, processes: Processes) -> None:
-        """Writes this process's share, and lets go of it."""
+        """Writes this process's share and releases its memory."""
         assert self.snapshot is not None  # a save is run once
         database = self.folder(work, processes)
         snapshot, self.snapshot = self.snapshot, None
@@ -120,17 +110,17 @@ class TreeItem:
             storage.sync(database)
 
     def said(self) -> Json:
-        """Returns what the processes compare."""
+        """Returns the facts that the processes compare."""
         return {"item": "tree", "tree": self.tree.fingerprint, "bytes": self.size_bytes}
 
     def disagreement(self, said: Sequence[Any]) -> dict[int, str]:
-        """Returns why the processes' trees are not one, by process."""
+        """Returns how the trees differ from process 0's, by process."""
         failures = {
             i: "has another tree, other shapes or other shardings than process 0"
             for i, one in enumerate(said)
             if one["tree"] != said[0]["tree"]
         }
-        # The processes agree on the shards, but maybe not on who has which.
+        # The processes agree on the shards, but maybe not on their owners.
         wanted = sum(
             math.prod(stored.shape) * arrays.dtype_of(stored.dtype).itemsize
             for stored in self.tree.plan.stored
@@ -143,11 +133,7 @@ class TreeItem:
     def finish(
         self, storage: Storage, work: str, processes: Processes, said: Sequence[Any]
     ) -> tuple[dict[str, bytes], dict[str, bytes]]:
-        """Merges the databases, when all processes have written.
-
-        Returns:
-            The files to add, and small files that the processes wrote, by name in the item.
-        """
+        """Merges the databases; returns small files to add and already written, by name."""
         item, files = f"{work}/{self.name}", dict(self.tree.files)
         if any("/" in name for name in files):
             storage.make_dir(f"{item}/{names.ARRAY_METADATAS}")
@@ -166,7 +152,7 @@ class TreeItem:
 
 
 def _read_back(storage: Storage, item: str, count: int) -> dict[str, bytes]:
-    """Reads the small files that the processes wrote, side by side; by name in the item."""
+    """Reads the small files that the processes wrote, all at once; by name in the item."""
     from jaxckpt.storage._arrays import Reader, value_of
 
     files = [names.OCDBT_MANIFEST]
@@ -178,7 +164,7 @@ def _read_back(storage: Storage, item: str, count: int) -> dict[str, bytes]:
     found = {file: value_of(read.result()) for file, read in zip(files, reads, strict=True)}
     if found[names.OCDBT_MANIFEST] is None:
         raise SaveFailed(
-            f"{item}/{names.OCDBT_MANIFEST} is missing: the arrays went somewhere else"
+            f"{item}/{names.OCDBT_MANIFEST} is missing although the arrays were written"
         )
     return {file: data for file, data in found.items() if data is not None}
 
@@ -187,13 +173,13 @@ Item = TreeItem | FileItem
 
 
 def take_tree(name: str, value: object, processes: Processes, *, copy: bool) -> TreeItem:
-    """Takes a tree apart and brings this process's share of it to the host.
+    """Copies this process's share of a tree to the host.
 
     Args:
-        copy: Whether numpy arrays may change before they are written.
+        copy: Whether to copy numpy arrays, which the caller may change before they are written.
 
     Raises:
-        UnsupportedLeaf: leaves cannot be stored; all are named.
+        UnsupportedLeaf: leaves cannot be stored; the message names all of them.
     """
     tree, values = plan_tree(value, processes)
     return TreeItem(name=name, tree=tree, snapshot=stage(values, tree.sources, copy=copy))

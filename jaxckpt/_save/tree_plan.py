@@ -1,9 +1,8 @@
-"""Plans how a tree is stored: once from its structure, shapes and shardings, and kept.
+"""Plans how a tree is stored, and caches the plan by structure, shapes and shardings.
 
-A training loop saves the same tree again and again; only the values differ. What does not depend on
-them (names, plan, metadata files) is a `TreePlan`, and the last few are kept: to recognise a tree
-takes a fraction of the time that working it out takes. With a plan stays its tree's static data,
-as in the caches of `jax.jit`, but none of its arrays.
+A training loop saves the same tree many times with different values. A `TreePlan` has everything
+else (names, plan, metadata files). Recognising a tree takes a fraction of the time of planning it.
+The cache holds the last few plans with the trees' static data, like `jax.jit`, but no arrays.
 """
 
 from __future__ import annotations
@@ -37,19 +36,12 @@ _MAX_KEPT: Final = 8
 
 @dataclass(frozen=True, kw_only=True)
 class TreePlan:
-    """All that a save needs of a tree beside its values.
+    """All facts about a tree that a save needs, except its values."""
 
-    Attributes:
-        tree: As `_METADATA` describes it.
-        shardings: By leaf name.
-        plan: Which chunks this process writes.
-        sources: The shards that hold them.
-    """
-
-    tree: Tree
-    shardings: Mapping[str, SavedSharding]
-    plan: SavePlan
-    sources: tuple[Source, ...]
+    tree: Tree  # as in `_METADATA`
+    shardings: Mapping[str, SavedSharding]  # by leaf name
+    plan: SavePlan  # has the chunks that this process writes
+    sources: tuple[Source, ...]  # the shards with these chunks
 
     @cached_property
     def writes(self) -> WritePlan:
@@ -60,7 +52,7 @@ class TreePlan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same on all processes whose trees differ at most in values."""
+        """A digest that is equal in all processes if their trees differ only in values."""
         leaves = [(leaf.path, leaf.kind, leaf.shape) for leaf in self.tree.leaves]
         stored = [(array.shape, array.dtype, array.chunk_shape) for array in self.plan.stored]
         specs = [(name, saved.axis_sizes, saved.spec) for name, saved in self.shardings.items()]
@@ -73,10 +65,10 @@ class TreePlan:
 
 
 def plan_tree(value: object, processes: Processes) -> tuple[TreePlan, Sequence[Array]]:
-    """Returns the plan of a tree, and its values: one for each array of the plan.
+    """Returns the plan of a tree and the values of its arrays.
 
     Raises:
-        UnsupportedLeaf: leaves cannot be stored; all are named.
+        UnsupportedLeaf: leaves cannot be stored; the message names all of them.
     """
     form = _form_of(value, processes)
     if form is not None and (kept := _find(form)) is not None:
@@ -95,34 +87,23 @@ def plan_tree(value: object, processes: Processes) -> tuple[TreePlan, Sequence[A
 
 @dataclass(slots=True, kw_only=True)
 class _Form:
-    """Everything that a plan depends on. Equal forms have equal plans; values are not compared.
-
-    Attributes:
-        facts: The type of each leaf, and what else decides how it is stored.
-        keys: The keys on the way to each leaf. Static data may name them, and be changed in place.
-        text: Of the treedef, since treedefs with static data 1 and True are equal.
-        leaves: As jax has them: without None and empty containers, which belong to the treedef.
-    """
+    """Everything that a plan depends on. Equal forms have equal plans; values are not compared."""
 
     processes: Processes
-    facts: list[Any]
-    keys: list[Any]
-    text: str
+    facts: list[Any]  # the type of each leaf, with its shape, dtype and sharding
+    keys: list[Any]  # the path of each leaf, since static data may name keys and change in place
+    text: str  # of the treedef, since treedefs with static data 1 and True are equal
     treedef: Any
-    leaves: list[Any] = field(compare=False)
+    leaves: list[Any] = field(compare=False)  # without None and empty containers, like jax
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """A plan and how to recognise its trees.
-
-    Attributes:
-        wanted: Of each array the index of its leaf in `_Form.leaves`, and its kind.
-    """
+    """A cached plan and the form of its trees."""
 
     form: _Form
     planned: TreePlan
-    wanted: tuple[tuple[int, str], ...]
+    wanted: tuple[tuple[int, str], ...]  # for each array, its index in `_Form.leaves` and its kind
 
     def values(self, leaves: Sequence[Any]) -> list[Array]:
         return [
@@ -132,7 +113,7 @@ class _Kept:
 
 
 _kept: tuple[_Kept, ...] = ()  # the latest first
-_lock = threading.Lock()  # for whoever replaces _kept
+_lock = threading.Lock()  # guards replacing _kept
 
 
 def _find(form: _Form) -> _Kept | None:
@@ -178,7 +159,7 @@ def _form_of(value: object, processes: Processes) -> _Form | None:
 
 
 def _facts(leaf: Any) -> object:
-    """Returns all that a plan depends on, or None if it takes more than a glance."""
+    """Returns the facts that a plan depends on, or None if only `flatten` can judge the leaf."""
     cls = type(leaf)
     sort = _sort_of(cls)
     if sort == "device":
@@ -225,12 +206,12 @@ def _work_out(flat: Flat, values: Sequence[Array], processes: Processes) -> Tree
 
 
 def _check_process_0_sees(leaves: Sequence[Leaf], specs: Sequence[ArraySpec]) -> None:
-    """Refuses arrays that process k alone has: to k they look like values of its own host."""
+    """Rejects arrays on a single process k > 0, which k would take for host values."""
     for leaf, spec in zip(leaves, specs, strict=True):
         if spec.placement is not None and spec.placement.grid.only:
             raise UnsupportedLeaf(
-                f"leaf {leaf.text} is on devices of process {spec.placement.grid.only} alone. Put "
-                "it on a mesh with devices of two processes, or of process 0."
+                f"leaf {leaf.text} is only on devices of process {spec.placement.grid.only}. Put "
+                "it on a mesh with devices of process 0 or of several processes."
             )
 
 
@@ -249,7 +230,7 @@ def _stored_dtype(dtype: Any) -> tuple[str, int]:  # numpy's and jax's dtypes sh
 
 
 def _is_host_local(value: jax.Array, processes: Processes) -> bool:
-    """Whether each process has a copy of its own: as with numpy, that of process 0 is written."""
+    """Returns whether each process has its own copy; like numpy arrays, process 0 writes it."""
     if processes.count == 1 or not value.is_fully_addressable:
         return False
     # Simulated processes can address every device of this one; real ones only their own.
@@ -282,7 +263,7 @@ def _saved_sharding(sharding: jax.sharding.Sharding) -> SavedSharding:
         # What jax called CPU devices until 0.5; every Orbax knows it, only new ones know `cpu:0`.
         name = f"TFRT_CPU_{device.id}" if device.platform == "cpu" else str(device)
         return SavedSharding(device=name)
-    # Orbax has no word for other shardings, and fails on a file that leaves an array out.
+    # Orbax cannot express other shardings and fails on a file that omits an array.
     ids = tuple(sorted(device.id for device in devices))
     return SavedSharding(axis_names=("devices",), axis_sizes=(len(ids),), device_ids=ids)
 

@@ -1,10 +1,10 @@
-"""Rounds after which all processes return, or all raise, with the same story.
+"""Rounds after which either every process returns or every process raises.
 
     lead, leading    process 0 acts for all, and reports
     meet             every process has acted, and reports
 
 A report is `{"problem": text or null, "mark": a word about the problem, "value": JSON}`. A process
-with an error of its own raises that one; the others raise one that names who failed, and why.
+with an error of its own raises that one; the others raise an error that lists the failed processes.
 """
 
 from __future__ import annotations
@@ -23,25 +23,14 @@ _SEEN_BY_ALL: Final = {error.__name__: error for error in (StepExists, Unsupport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """The reports of processes.
+    """The reports of all processes."""
 
-    Attributes:
-        values: Of all, by index.
-        problems: Of those that failed, by index: the class of the error and its message.
-        marks: Of the same.
-    """
-
-    values: list[Any]  # JSON
-    problems: dict[int, str]
-    marks: dict[int, str]
+    values: list[Any]  # JSON, by process
+    problems: dict[int, str]  # of failed processes: class and message of the error
+    marks: dict[int, str]  # of failed processes
 
     def check(self, problem: BaseException | None, place: str, hint: str = "") -> None:
-        """Raises `problem`, which is this process's own, or else an error that names all others.
-
-        Args:
-            place: The beginning of the message.
-            hint: Its end.
-        """
+        """Raises this process's `problem`, or an error with all problems from `place` to `hint`."""
         if problem is not None:
             raise problem
         if list(self.problems) == [0]:
@@ -52,21 +41,21 @@ class Meeting:
 
 @dataclass(slots=True)
 class Lead:
-    """The value of process 0: set by it inside `leading`, and known to all afterwards."""
+    """The value that process 0 sets inside `leading` and all processes have afterwards."""
 
     value: Any = None  # JSON
 
 
 @contextlib.contextmanager
 def leading(processes: Processes, name: str, *, place: str, timeout_s: float) -> Iterator[Lead]:
-    """Lets process 0 act inside the `with`; then every process has its value, or raises.
+    """Lets process 0 act inside the `with`; then every process has its value or raises.
 
     Args:
-        name: Of the round in which the others hear of it; see `Processes`.
-        place: The beginning of the message that the others raise.
+        name: The round in which process 0 reports; see `Processes`.
+        place: Begins the message of the other processes.
 
     Raises:
-        ProcessesDisagree: in the others, if process 0 failed.
+        ProcessesDisagree: in the other processes, if process 0 failed.
     """
     led, problem = Lead(), None
     try:
@@ -82,7 +71,7 @@ def leading(processes: Processes, name: str, *, place: str, timeout_s: float) ->
 def lead(
     processes: Processes, name: str, do: Callable[[], Json], *, place: str, timeout_s: float
 ) -> Any:  # JSON
-    """Has process 0 do something; returns its result, or raises its error, in every process."""
+    """Calls `do` in process 0; returns its result or raises its error in every process."""
     with leading(processes, name, place=place, timeout_s=timeout_s) as led:
         if processes.index == 0:
             led.value = do()
@@ -101,9 +90,9 @@ def meet(
     """Waits for the reports of all processes.
 
     Args:
-        name: Of the round; see `Processes`.
-        problem: This process's error, if it failed. It is reported, not raised: see `check`.
-        mark: One word about the problem, for those who judge it.
+        name: The round; see `Processes`.
+        problem: This process's error, if any; reported here, and raised by `check`.
+        mark: One word about the problem, for the caller.
     """
     return _met(processes.gather(name, _report(value, problem, mark), timeout_s=timeout_s))
 
@@ -118,13 +107,13 @@ def _met(reports: list[Any]) -> Meeting:
 
 
 def disagreement(place: str, problems: Mapping[int, str], hint: str = "") -> ProcessesDisagree:
-    """Makes the error that lists what is wrong in which process."""
+    """Returns an error that lists the problem of each process."""
     listed = [f"  process {i}: {text}" for i, text in problems.items()]
     return ProcessesDisagree("\n".join([f"{place}:", *listed, *([hint] if hint else [])]), problems)
 
 
 def text_of(error: BaseException | None) -> str | None:
-    """Returns the class and the message of an error, in the words that are reported."""
+    """Returns the class and the message of an error, as reported."""
     return None if error is None else f"{type(error).__name__}: {error}"
 
 

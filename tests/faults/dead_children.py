@@ -98,7 +98,7 @@ def go_on(root, wanted):
         state, newest = manager.restore_or(manages.make_init())
         manages.check_state(state, newest)
         assert newest >= wanted
-        problems = [problem for problem in manager.problems if "job that lives" not in problem]
+        problems = [problem for problem in manager.problems if "running job" not in problem]
         for step in (newest + 1, newest + 2):
             manager.save(step, manages.state_at(step))
         manager.wait_until_finished()

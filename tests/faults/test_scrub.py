@@ -230,7 +230,7 @@ def test_a_step_of_another_program_is_reported_and_stays(run):
 
         assert not reports[4].ok
         assert manager.all_steps() == [1, 2, 3, 4]
-        assert any("step 4 is damaged, and is skipped" in problem for problem in manager.problems)
+        assert any("step 4 is damaged and is skipped" in problem for problem in manager.problems)
 
 
 def test_what_cannot_be_read_now_is_not_damaged(run):

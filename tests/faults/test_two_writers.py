@@ -254,7 +254,7 @@ def test_a_copy_of_a_step_under_another_number_is_a_step(trial, ram_path):
     ):
         assert (manager.all_steps(), manager.restore()) == ([1, 9], {"n": 1})
         assert [problem for problem in manager.problems if f"{ram_path}/9" in problem]
-        with pytest.raises(ValueError, match="comes after step 9"):
+        with pytest.raises(ValueError, match="older than step 9"):
             manager.save(2, {"n": 2})
         manager.save(10, {"n": 10})
         manager.wait_until_finished()
