@@ -148,13 +148,11 @@ _notebook.register("manager", _draw_manager)
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    home = _HOME.get(name)
+    home = name if name in _MODULES else _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
+    module = importlib.import_module(f"{__name__}.{home}")
+    globals()[name] = value = module if name in _MODULES else getattr(module, name)
     return value
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record, StepMetadata
-from jaxckpt.storage import Entry, Kind, Storage
+from jaxckpt.storage import Entry, Kind, Storage, listing
 
 Entries = Mapping[str, Entry]
 T = TypeVar("T")
@@ -37,13 +37,21 @@ class Found:
     listings: dict[str, Entries] = field(default_factory=dict, compare=False, repr=False)
 
     def entries(self, folder: str) -> Entries:
-        """Returns the entries of a directory, listed once; empty if there is no such directory."""
+        """Returns the entries of a directory, listed once; empty if there is no such directory.
+
+        Follows no link inside the checkpoint.
+        """
         if folder not in self.listings:
-            try:
-                self.listings[folder] = self.storage.entries(folder)
-            except (FileNotFoundError, NotADirectoryError):
-                self.listings[folder] = {}
+            is_elsewhere = self._is_elsewhere(folder)
+            self.listings[folder] = {} if is_elsewhere else listing(self.storage, folder) or {}
         return self.listings[folder]
+
+    def _is_elsewhere(self, folder: str) -> bool:
+        parent, _, name = folder.rpartition("/")
+        if not folder.startswith(f"{self.path}/"):
+            return False
+        entry = self.entries(parent).get(name)
+        return entry is not None and entry.kind != "dir"
 
     def recorded(self, folder: str) -> dict[str, FileFacts]:
         """Returns the recorded files below a directory, by their paths in it."""
