@@ -33,6 +33,7 @@ from jaxckpt.multihost import Processes, leading, meet
 from jaxckpt.types import StepInfo
 
 T = TypeVar("T")
+Check = Callable[[], None]
 
 _POLL_S: Final = 0.5
 # The error of a process that finds a step damaged, and the word for it in a report.
@@ -80,12 +81,16 @@ class Resume:
         return self.keep.ranked(map(self.index.info, self.index.steps()))
 
     def first_whole(
-        self, steps: Sequence[int], reading: Callable[[int], Callable[[], T]], *, fallback: bool
+        self,
+        steps: Sequence[int],
+        reading: Callable[[int], Callable[[Check], T]],
+        *,
+        fallback: bool,
     ) -> tuple[int, T]:
         """Reads the first step that is whole; every process reads the same one.
 
         Args:
-            reading: Returns what reads a step.
+            reading: Returns what reads a step, with a function that raises if the step is gone.
             fallback: Whether to go on to the next step when one is damaged.
 
         Returns:
@@ -117,7 +122,7 @@ class Resume:
             + "\nThey stay as they are. To start anew, use another directory or move them away."
         )
 
-    def _try(self, step: int, read: Callable[[], Any]) -> _Attempt:
+    def _try(self, step: int, read: Callable[[Check], Any]) -> _Attempt:
         """Reads a step in all processes, and agrees on what is wrong with it.
 
         Raises:
@@ -126,11 +131,8 @@ class Resume:
         value, error = None, None
         try:
             with nullcontext(True) if self.writes else self.leases.hold(step) as there:
-                self.index.check_there(step)
-                if there:
-                    value = read()
-                else:
-                    error = CheckpointNotFound(f"{self.index.path(step)} is being deleted")
+                # Checked inside, where the processes report to each other: all enter, or none.
+                value = read(partial(self._check, step, there))
         except Exception as caught:  # reported to the others, then judged
             error = caught
         mark = next((m for m, kind in _DAMAGE.items() if isinstance(error, kind)), "")
@@ -143,6 +145,11 @@ class Resume:
         if problem is not None and not mark:
             error = self._other_failed(step, problem) if "corrupt" in met.marks.values() else None
         return _Attempt(step=step, value=value, problem=problem, error=error)
+
+    def _check(self, step: int, there: bool) -> None:
+        self.index.check_there(step)
+        if not there:
+            raise CheckpointNotFound(f"{self.index.path(step)} is being deleted")
 
     def _other_failed(self, step: int, problem: str) -> CheckpointError:
         path = self.index.path(step)
@@ -209,11 +216,14 @@ class StateReading:
         self._request = RestoreRequest(**options)
         self._states: dict[str, Any] = {}
 
-    def of(self, step: int) -> Callable[[], Any]:
+    def of(self, step: int) -> Callable[[Check], Any]:
         """Returns what reads the state of a step."""
-        source = _source(self._index, step, partial(self._open, step))
-        self.meter = Meter("restore", source.where, step=step)
-        return partial(restore_from, source, [self._like], self._request, meter=self.meter)
+        self.meter = Meter("restore", self._index.path(step), step=step)
+        return partial(self._read, step)
+
+    def _read(self, step: int, check: Check) -> Any:
+        source = _source(self._index, step, check, partial(self._open, step))
+        return restore_from(source, [self._like], self._request, meter=self.meter)
 
     def _open(self, step: int, found: Found) -> Any:  # an Item
         self._index.check_found(step, found)
@@ -230,7 +240,9 @@ class StateReading:
             _items.set_state(self._objects[name], state)
 
 
-def read_everything(index: StepIndex, step: int, *, timeout_s: float) -> dict[str, Any]:
+def read_everything(
+    index: StepIndex, step: int, check: Check, *, timeout_s: float
+) -> dict[str, Any]:
     """Reads every item of a step: trees, JSON, and lists of the states of objects."""
     request = RestoreRequest(timeout_s=timeout_s)
 
@@ -244,14 +256,19 @@ def read_everything(index: StepIndex, step: int, *, timeout_s: float) -> dict[st
         return open_item(found, name) if states is None else states
 
     def read(open_: Callable[[Found], Any]) -> Any:
-        return restore_from(_source(index, step, open_), [None], request)
+        return restore_from(_source(index, step, check, open_), [None], request)
 
     return {name: read(partial(item, name)) for name in read(names_of)}
 
 
-def _source(index: StepIndex, step: int, open_: Callable[[Found], Any]) -> Source:
+def _source(index: StepIndex, step: int, check: Check, open_: Callable[[Found], Any]) -> Source:
     path = index.path(step)
-    return Source(where=path, within=partial(at_rest, index.storage, path), open=open_)
+
+    def within(read: Callable[[Found], T]) -> T:
+        check()
+        return at_rest(index.storage, path, read)
+
+    return Source(where=path, within=within, open=open_)
 
 
 def watch(index: StepIndex, leases: Leases, timeout_s: float, after: int | None) -> Iterator[int]:
