@@ -235,11 +235,11 @@ class SaveHandle:
         finally:
             request.items.clear()
             self._problem = None  # so that an error that it raised is let go of with the call
-            self._meter.end()
             self._left.set()
             with _latest_lock:
                 if _latest.get(self._key) is self._left:
                     del _latest[self._key]
+            self._meter.end()  # last: it waits for the callback, and may be interrupted
 
     @contextlib.contextmanager
     def _beginning(self) -> Iterator[Lead]:
