@@ -120,9 +120,9 @@ def verbs(ram_path, mesh):
 CEILINGS = {
     "save again": (124, 20, 9, 24),
     "manager open + save": (207, 30, 13, 48),
-    "restore(path, like)": (131, 23, 12, 8),
+    "restore(path, like)": (132, 23, 12, 8),
     "manager.restore(like)": (172, 30, 19, 12),
-    "open": (67, 12, 10, 7),
+    "open": (68, 12, 10, 7),
     "verify": (117, 21, 11, 17),
 }
 
