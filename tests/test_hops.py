@@ -56,15 +56,27 @@ class Hops:
             depth += is_ours and not caller.f_code.co_name.startswith("<")
             caller = caller.f_back
         self.depth = max(self.depth, depth)
-        is_verb = module == STORAGE and name in {f"LocalStorage.{verb}" for verb in VERBS}
-        if is_verb and frame.f_back is not None and place_of(frame.f_back)[0] != STORAGE:
-            self.storage_calls += 1
+        self.storage_calls += is_verb(frame) and not within_verb(frame.f_back)
 
 
 def place_of(frame: FrameType) -> tuple[str | None, str]:
     path = Path(frame.f_code.co_filename)
     module = path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else None
     return module, frame.f_code.co_qualname
+
+
+def is_verb(frame: FrameType) -> bool:
+    module, name = place_of(frame)
+    return module == STORAGE and name in {f"LocalStorage.{verb}" for verb in VERBS}
+
+
+def within_verb(frame: FrameType | None) -> bool:
+    """Whether the storage is calling itself: that is one request."""
+    while frame is not None:
+        if is_verb(frame):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def hops_of(call: Callable[[], object]) -> Hops:
@@ -119,12 +131,12 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Functions, modules, depth, storage calls.
 CEILINGS = {
-    "save again": (124, 20, 9, 23),
-    "manager open + save": (204, 31, 10, 32),
-    "restore(path, like)": (132, 23, 12, 7),
-    "manager.restore(like)": (167, 30, 14, 9),
-    "open": (68, 12, 10, 6),
-    "verify": (116, 21, 11, 15),
+    "save again": (124, 20, 9, 24),
+    "manager open + save": (204, 31, 10, 33),
+    "restore(path, like)": (133, 23, 12, 8),
+    "manager.restore(like)": (171, 30, 16, 10),
+    "open": (69, 12, 10, 7),
+    "verify": (117, 21, 11, 16),
 }
 
 
@@ -186,7 +198,7 @@ def code_lines(source: str) -> int:
 
 def test_the_package_stays_small():
     """Lines in all, and of code, without the command line, integrations, testing, convert."""
-    assert sum(source.count("\n") for source in sources()) <= 16_030
+    assert sum(source.count("\n") for source in sources()) <= 15_900
     assert sum(map(code_lines, sources())) <= 10_760
 
 

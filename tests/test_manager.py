@@ -44,7 +44,7 @@ from jaxckpt._run.leases import Leases
 from jaxckpt._run.owner import Ownership
 from jaxckpt.format import names
 from jaxckpt.format.step import FileFacts, decode_record, digest, encode_record
-from jaxckpt.multihost import Single
+from jaxckpt.multihost import Single, current
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import FailingStorage, simulate
 from tests.strategies import same
@@ -1877,3 +1877,25 @@ def test_a_step_that_is_not_due_does_not_look_at_the_disk(tmp_path):
         manager._index.storage = storage
 
     assert watched.events == []
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("call", ["restore", "restore_items"])
+def test_processes_that_see_a_deletion_at_different_times_do_not_wait(tmp_path, monkeypatch, call):
+    """A reader whose lease comes too late falls back, and takes the others with it."""
+    with CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, {"n": np.full(3, step)})
+    is_staying = Leases.is_staying
+
+    def is_staying_late(self, step):
+        return is_staying(self, step) and not (step == "2" and current().index == 1)
+
+    monkeypatch.setattr(Leases, "is_staying", is_staying_late)
+
+    def read(_):
+        with CheckpointManager(tmp_path / "run", mode="r", timeout_s=5) as manager:
+            getattr(manager, call)()
+            return manager.restored_step
+
+    assert simulate(2, read) == [1, 1]

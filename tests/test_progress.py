@@ -25,6 +25,7 @@ from jaxckpt._disk.reader import read_leaves
 from jaxckpt._disk.regions import LeafRead
 from jaxckpt._progress import bar as _bar
 from jaxckpt._progress.meter import Meter, display
+from jaxckpt._save.handle import is_under_way
 from jaxckpt.errors import SaveFailed
 from jaxckpt.integrations import metrics
 from jaxckpt.storage import locate
@@ -449,3 +450,16 @@ def test_opentelemetry_gets_sums_by_phase():
     assert by_phase == TIMING.phases
     assert [point.value for point in found["jaxckpt.io"]] == [TIMING.total_bytes]
     provider.shutdown()
+
+
+def test_the_path_is_free_when_the_last_call_of_on_progress_is_made(tmp_path):
+    """It may save there again, and an interrupt during it leaves nothing that waits."""
+    seen = []
+
+    def on_progress(progress):
+        if progress.ended:
+            seen.append(is_under_way(progress.path))
+
+    jaxckpt.save(tmp_path / "a", {"w": np.ones(3)}, on_progress=on_progress)
+
+    assert seen == [False]

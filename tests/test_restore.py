@@ -671,3 +671,19 @@ def test_an_array_of_more_than_2_gib(tmp_path, mesh):
         assert np.array_equal(shard.data[-100:], values[shard.index][-100:])
     del got
     assert np.array_equal(jaxckpt.restore(tmp_path / "x")["host"], values)
+
+
+def test_differences_come_in_the_order_of_the_target(tmp_path):
+    """Missing leaves and leaves of another shape alike; leaves that are not wanted come last."""
+    jaxckpt.save(tmp_path / "a", {"b": np.ones(2), "c": 1, "d": np.ones(2)})
+
+    with pytest.raises(TreeMismatch) as caught:
+        jaxckpt.restore(tmp_path / "a", {"a": 1, "b": np.ones(3), "bb": 1, "d": np.ones(3)})
+
+    assert [difference.leaf for difference in caught.value.differences] == [
+        "a",
+        "b",
+        "bb",
+        "d",
+        "c",
+    ]

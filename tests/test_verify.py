@@ -25,7 +25,8 @@ from jaxckpt._inspect import verify as _verify
 from jaxckpt._restore import match as _match
 from jaxckpt._restore import restore as _restore
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
-from jaxckpt.format import names, step
+from jaxckpt.format import names
+from jaxckpt.format.step import decode_record, encode_record
 from jaxckpt.storage import _arrays
 from jaxckpt.storage._local import LocalStorage
 from tests.strategies import same
@@ -374,10 +375,10 @@ def test_a_tree_without_arrays_needs_its_record_too(tmp_path):
 def without_chunk_sums(path):
     """Makes a checkpoint like those of an earlier jaxckpt, which has no checksums of its chunks."""
     sums = path / "state" / names.CHUNK_SUMS
-    record = step.decode_record((path / names.RECORD).read_bytes(), file="")
+    record = decode_record((path / names.RECORD).read_bytes(), file="")
     files = {f: facts for f, facts in record.files.items() if f != f"state/{names.CHUNK_SUMS}"}
     sums.unlink()
-    (path / names.RECORD).write_bytes(step.encode_record(dataclasses.replace(record, files=files)))
+    (path / names.RECORD).write_bytes(encode_record(dataclasses.replace(record, files=files)))
 
 
 def test_a_checkpoint_without_chunk_sums_is_read_as_of_one_save(tmp_path, monkeypatch):

@@ -176,13 +176,13 @@ def match(
         elif leaf is None:
             lost.append(want)
             kept[want.path] = want.value
+            if request.missing == "error":
+                differences.append(_difference(want, None))
         elif _fits(want, leaf):
             leaves.append(LeafMatch(path=want.path, saved=leaf, wanted=want))
         else:
             differences.append(_difference(want, leaf))
     left = [leaf for leaf in by_path.values() if leaf.kind != "empty"]
-    if request.missing == "error":
-        differences += [_difference(want, None) for want in lost]
     if request.extra == "error":
         differences += [_difference(None, leaf) for leaf in left]
     if differences:

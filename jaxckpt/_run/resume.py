@@ -33,6 +33,7 @@ from jaxckpt.multihost import Processes, leading, meet
 from jaxckpt.types import StepInfo
 
 T = TypeVar("T")
+Check = Callable[[], None]
 
 _POLL_S: Final = 0.5
 # The errors that mean a damaged step, by their mark in a report.
@@ -75,12 +76,16 @@ class Resume:
         return self.keep.ranked(map(self.index.info, self.index.steps()))
 
     def first_whole(
-        self, steps: Sequence[int], reading: Callable[[int], Callable[[], T]], *, fallback: bool
+        self,
+        steps: Sequence[int],
+        reading: Callable[[int], Callable[[Check], T]],
+        *,
+        fallback: bool,
     ) -> tuple[int, T]:
         """Reads the first complete step, the same in every process.
 
         Args:
-            reading: Returns the function that reads a step.
+            reading: Returns the function that reads a step, given one that raises if it is gone.
             fallback: Whether to try the next step if one is damaged.
 
         Returns:
@@ -112,16 +117,13 @@ class Resume:
             + "\nNothing was changed. To start over, use another directory or move the steps away."
         )
 
-    def _try(self, step: int, read: Callable[[], Any]) -> _Attempt:
+    def _try(self, step: int, read: Callable[[Check], Any]) -> _Attempt:
         """Reads a step in all processes, which agree on its damage; raises other errors."""
         value, error = None, None
         try:
             with nullcontext(True) if self.writes else self.leases.hold(step) as there:
-                self.index.check_there(step)
-                if there:
-                    value = read()
-                else:
-                    error = CheckpointNotFound(f"{self.index.path(step)} is being deleted")
+                # Checked inside, where the processes report to each other: all enter, or none.
+                value = read(partial(self._check, step, there))
         except Exception as caught:  # reported to the others, then judged
             error = caught
         mark = next((m for m, kind in _DAMAGE.items() if isinstance(error, kind)), "")
@@ -134,6 +136,11 @@ class Resume:
         if problem is not None and not mark:
             error = self._other_failed(step, problem) if "corrupt" in met.marks.values() else None
         return _Attempt(step=step, value=value, problem=problem, error=error)
+
+    def _check(self, step: int, there: bool) -> None:
+        self.index.check_there(step)
+        if not there:
+            raise CheckpointNotFound(f"{self.index.path(step)} is being deleted")
 
     def _other_failed(self, step: int, problem: str) -> CheckpointError:
         path = self.index.path(step)
@@ -187,11 +194,14 @@ class StateReading:
         self._request = RestoreRequest(**options)
         self._states: dict[str, Any] = {}
 
-    def of(self, step: int) -> Callable[[], Any]:
+    def of(self, step: int) -> Callable[[Check], Any]:
         """Returns the function that reads the state of a step."""
-        source = _source(self._index, step, partial(self._open, step))
-        self.meter = Meter("restore", source.where, step=step)
-        return partial(restore_from, source, [self._like], self._request, meter=self.meter)
+        self.meter = Meter("restore", self._index.path(step), step=step)
+        return partial(self._read, step)
+
+    def _read(self, step: int, check: Check) -> Any:
+        source = _source(self._index, step, check, partial(self._open, step))
+        return restore_from(source, [self._like], self._request, meter=self.meter)
 
     def _open(self, step: int, found: Found) -> Any:  # an Item
         self._index.check_found(step, found)
@@ -208,8 +218,10 @@ class StateReading:
             _items.set_state(self._objects[name], state)
 
 
-def read_everything(index: StepIndex, step: int, *, timeout_s: float) -> dict[str, Any]:
-    """Reads all items of a step: trees, JSON, and lists of the states of objects."""
+def read_everything(
+    index: StepIndex, step: int, check: Check, *, timeout_s: float
+) -> dict[str, Any]:
+    """Reads every item of a step: trees, JSON, and lists of the states of objects."""
     request = RestoreRequest(timeout_s=timeout_s)
 
     def names_of(found: Found) -> list[str]:
@@ -222,14 +234,19 @@ def read_everything(index: StepIndex, step: int, *, timeout_s: float) -> dict[st
         return open_item(found, name) if states is None else states
 
     def read(open_: Callable[[Found], Any]) -> Any:
-        return restore_from(_source(index, step, open_), [None], request)
+        return restore_from(_source(index, step, check, open_), [None], request)
 
     return {name: read(partial(item, name)) for name in read(names_of)}
 
 
-def _source(index: StepIndex, step: int, open_: Callable[[Found], Any]) -> Source:
+def _source(index: StepIndex, step: int, check: Check, open_: Callable[[Found], Any]) -> Source:
     path = index.path(step)
-    return Source(where=path, within=partial(at_rest, index.storage, path), open=open_)
+
+    def within(read: Callable[[Found], T]) -> T:
+        check()
+        return at_rest(index.storage, path, read)
+
+    return Source(where=path, within=within, open=open_)
 
 
 def watch(index: StepIndex, leases: Leases, timeout_s: float, after: int | None) -> Iterator[int]:

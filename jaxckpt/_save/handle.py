@@ -218,11 +218,11 @@ class SaveHandle:
         finally:
             request.items.clear()
             self._problem = None  # releases the error and its traceback
-            self._meter.end()
             self._left.set()
             with _latest_lock:
                 if _latest.get(self._key) is self._left:
                     del _latest[self._key]
+            self._meter.end()  # last: it waits for the callback, and may be interrupted
 
     @contextlib.contextmanager
     def _beginning(self) -> Iterator[Lead]:
