@@ -37,7 +37,7 @@ __all__ = [
     "VerifyReport",
 ]
 
-Kind = Literal["save", "restore"]
+Operation = Literal["save", "restore"]
 PHASES: Final = ("snapshot", "wait", "find", "read", "place", "write", "meet", "commit")
 _MAX_LINES: Final = 200
 
@@ -58,7 +58,7 @@ class Progress:
         ended: Whether this is the last report, after success or failure.
     """
 
-    kind: Kind
+    kind: Operation
     path: str
     phase: str
     done_bytes: int
@@ -86,7 +86,7 @@ class Timing:
         slowest: Index of the process that took longest to write or read, if there are several.
     """
 
-    kind: Kind
+    kind: Operation
     path: str
     step: int | None
     total_bytes: int

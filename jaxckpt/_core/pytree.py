@@ -30,8 +30,8 @@ from jaxckpt.format.tree import (
     MAX_DIGITS,
     NAMED,
     SEQUENCE,
-    Kind,
     Leaf,
+    LeafKind,
     Node,
     Path,
     Tree,
@@ -153,7 +153,7 @@ def _key_type(key: object) -> int:
 
 
 def _describe(value: object, path: Path, key_types: tuple[int, ...]) -> Leaf:
-    def leaf(kind: Kind, **facts: Any) -> Leaf:  # fields of Leaf
+    def leaf(kind: LeafKind, **facts: Any) -> Leaf:  # fields of Leaf
         return Leaf(path=path, key_types=key_types, kind=kind, **facts)
 
     if isinstance(value, Tracer):

@@ -205,8 +205,8 @@ def _complete_leaf(leaf: Leaf, data: bytes | None, impl: str | None, item: Item,
     return replace(leaf, kind=kind, dtype=stored.dtype, shape=shape, stored=stored)
 
 
-def _python_kind(dtype: np.dtype[Any]) -> tree.Kind:
-    kinds: dict[str, tree.Kind] = {"b": "bool", "i": "int", "u": "int", "c": "complex"}
+def _python_kind(dtype: np.dtype[Any]) -> tree.LeafKind:
+    kinds: dict[str, tree.LeafKind] = {"b": "bool", "i": "int", "u": "int", "c": "complex"}
     return kinds.get(dtype.kind, "float")
 
 

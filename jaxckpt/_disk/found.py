@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record, StepMetadata
-from jaxckpt.storage import Entry, Kind, Storage, listing
+from jaxckpt.storage import Entry, EntryKind, Storage, listing
 
 Entries = Mapping[str, Entry]
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class Found:
         prefix = f"{posixpath.relpath(folder, self.path)}/"
         return {f.removeprefix(prefix): facts for f, facts in files.items() if f.startswith(prefix)}
 
-    def contents(self, folder: str) -> dict[str, Kind]:
+    def contents(self, folder: str) -> dict[str, EntryKind]:
         """Returns the kind of each entry of a directory, by the record or else by its listing."""
         if recorded := self.recorded(folder):
             parts = [file.partition("/") for file in recorded]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 from jaxckpt.errors import CheckpointError
-from jaxckpt.types import PHASES, Kind, OnProgress, Progress, Timing
+from jaxckpt.types import PHASES, OnProgress, Operation, Progress, Timing
 
 _TICK_S: Final = 0.25  # between calls of a display
 _PATIENCE_S: Final = 5.0  # for a callback that does not return; its thread is then abandoned
@@ -20,7 +20,7 @@ _PATIENCE_S: Final = 5.0  # for a callback that does not return; its thread is t
 class Meter:
     """Measures one save or restore."""
 
-    def __init__(self, kind: Kind, path: str, *, step: int | None = None) -> None:
+    def __init__(self, kind: Operation, path: str, *, step: int | None = None) -> None:
         self.phases: dict[str, float] = {}  # seconds
         self.total_bytes = 0  # to be written or read by this process
         self.done_bytes = 0
@@ -29,7 +29,7 @@ class Meter:
         self.slowest: int | None = None  # see `Timing`
         self.step = step
         self.error: BaseException | None = None  # of the callback, which is then not called again
-        self._kind: Kind = kind
+        self._kind: Operation = kind
         self._path = path
         self._start_s = self._last_s = time.monotonic()
         self._phase = ""

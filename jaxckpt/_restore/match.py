@@ -15,7 +15,7 @@ from jaxckpt._core.pytree import SCALARS, is_empty, is_key_dtype, key_path
 from jaxckpt._core.select import Globs, check_globs, selector, some_paths
 from jaxckpt.errors import Difference, TreeMismatch
 from jaxckpt.format.arrays import dtype_of
-from jaxckpt.format.tree import Kind, Leaf, Path, parse_path, path_text
+from jaxckpt.format.tree import Leaf, LeafKind, Path, parse_path, path_text
 from jaxckpt.types import OnProgress, RestoreReport
 
 # Kinds whose values are numbers in an array.
@@ -57,7 +57,7 @@ class Wanted:
     """One leaf of a target."""
 
     path: Path
-    kind: Kind  # as `Leaf.kind`; "ellipsis" asks for nothing
+    kind: LeafKind  # as `Leaf.kind`; "ellipsis" asks for nothing
     dtype: np.dtype[Any] | None = None  # of an array
     shape: tuple[int, ...] = ()
     key_impl: str | None = None

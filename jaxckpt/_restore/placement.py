@@ -26,7 +26,7 @@ from jaxckpt._restore.match import LeafMatch, RestoreRequest, Wanted, describe
 from jaxckpt.errors import Difference, TreeMismatch
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.sharding import SavedSharding
-from jaxckpt.format.tree import Kind, Leaf, Path, path_text
+from jaxckpt.format.tree import Leaf, LeafKind, Path, path_text
 
 _ARRAY_KINDS: Final = ("array", "numpy", "generic")
 
@@ -41,14 +41,14 @@ class LeafPlan:
     path: Path  # in the returned tree
     saved: Leaf
     wanted: Wanted | None  # None if it is restored as it was saved
-    kind: Kind  # of the returned value
+    kind: LeafKind  # of the returned value
     dtype: np.dtype[Any] | None  # of the returned array
     sharding: Sharding | None = None  # of a jax array; None for the default device, uncommitted
     boxes: tuple[Box, ...] = ()  # the parts of the stored array that this process needs
 
 
 def plan_leaves(
-    leaves: Sequence[LeafMatch], placer: Placer, request: RestoreRequest, *, place: str
+    leaves: Sequence[LeafMatch], chooser: ShardingChooser, request: RestoreRequest, *, place: str
 ) -> list[LeafPlan]:
     """Plans every leaf before anything is read.
 
@@ -57,10 +57,10 @@ def plan_leaves(
         ValueError: `shardings` names leaves that do not exist.
     """
     if request.shardings is not None:
-        placer.check_names([leaf.path for leaf in leaves])
+        chooser.check_names([leaf.path for leaf in leaves])
     plans, differences = [], []
     for leaf in leaves:
-        planned = _plan_leaf(leaf, placer, request)
+        planned = _plan_leaf(leaf, chooser, request)
         (differences if isinstance(planned, Difference) else plans).append(planned)
     if differences:
         raise TreeMismatch(
@@ -72,11 +72,13 @@ def plan_leaves(
     return plans
 
 
-def _plan_leaf(leaf: LeafMatch, placer: Placer, request: RestoreRequest) -> LeafPlan | Difference:
+def _plan_leaf(
+    leaf: LeafMatch, chooser: ShardingChooser, request: RestoreRequest
+) -> LeafPlan | Difference:
     saved, wanted = leaf.saved, leaf.wanted
-    kind: Kind = saved.kind if wanted is None else wanted.kind
+    kind: LeafKind = saved.kind if wanted is None else wanted.kind
     if kind == "numpy" and wanted is None:
-        chosen = placer.chosen(leaf.path, saved.shape, dtype_of(saved.dtype))
+        chosen = chooser.chosen(leaf.path, saved.shape, dtype_of(saved.dtype))
         kind = "numpy" if chosen is None else "array"
     if kind == "array" and request.as_numpy:
         kind = "numpy"
@@ -92,7 +94,7 @@ def _plan_leaf(leaf: LeafMatch, placer: Placer, request: RestoreRequest) -> Leaf
     data_shape = saved.shape if saved.stored is None else saved.stored.shape
     sharding = None
     if not request.as_numpy:
-        sharding = placer.place(leaf.path, saved.name, shape, out, wanted)
+        sharding = chooser.place(leaf.path, saved.name, shape, out, wanted)
     if sharding is None:
         return replace(plan, boxes=(whole(data_shape),))
     try:
@@ -131,7 +133,7 @@ def key_data_sharding(sharding: Sharding, rank: int) -> Sharding:
 # --- shardings -------------------------------------------------------------------------------
 
 
-class Placer:
+class ShardingChooser:
     """Chooses a sharding for each leaf, or None for the default device, uncommitted.
 
     In order of precedence, the choice comes from `shardings`, `mesh`, the target, the checkpoint.

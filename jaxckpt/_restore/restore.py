@@ -33,7 +33,7 @@ from jaxckpt._disk.reader import read_leaves
 from jaxckpt._disk.regions import LeafRead
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._restore.match import RestoreRequest, Wanted, flatten_like, match
-from jaxckpt._restore.placement import LeafPlan, Placer, key_data_sharding, plan_leaves
+from jaxckpt._restore.placement import LeafPlan, ShardingChooser, key_data_sharding, plan_leaves
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.tree import MAX_DIGITS, Leaf, Path, path_text
@@ -218,17 +218,19 @@ def _read(
         if not isinstance(item, Item):
             return _Read(opened=item, values={}, report=None)
         matched = match(item.tree.leaves, wanted, request, place=item.found.path)
-        placer = Placer(mesh=request.mesh, shardings=request.shardings, saved=item.read_shardings)
-        plans = plan_leaves(matched.leaves, placer, request, place=item.path)
+        chooser = ShardingChooser(
+            mesh=request.mesh, shardings=request.shardings, saved=item.read_shardings
+        )
+        plans = plan_leaves(matched.leaves, chooser, request, place=item.path)
     with placing(), meter.phase("read"):
         values = {**matched.kept, **dict(_values(item, plans, request.budget_bytes, meter))}
-    if placer.replicated:
+    if chooser.replicated:
         _logger.warning(
             "%s: %d arrays cannot be split as they were saved, and are replicated along some axes "
             "of this mesh, for example %s",
             source.where,
-            len(placer.replicated),
-            next(iter(placer.replicated)),
+            len(chooser.replicated),
+            next(iter(chooser.replicated)),
         )
     return _Read(opened=item, values=values, report=replace(matched.report, cast=_casts(plans)))
 

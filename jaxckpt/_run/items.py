@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from jaxckpt._disk.found import Found
-from jaxckpt._save.snapshot import FileItem, Item, take_tree
+from jaxckpt._save.snapshot import FileItem, SaveItem, take_tree
 from jaxckpt.errors import CorruptCheckpoint, TreeMismatch, UnsupportedLeaf
 from jaxckpt.format import jsontext, names, typed_json
 from jaxckpt.multihost import Processes
@@ -62,7 +62,7 @@ def check_names(items: Mapping[str, object]) -> None:
             raise ValueError(f"item name {name!r} begins with a dot or contains a slash or NUL")
 
 
-def take_item(name: str, value: object, processes: Processes) -> Item:
+def take_item(name: str, value: object, processes: Processes) -> SaveItem:
     """Copies an item to the host; the caller may change the value afterwards."""
     if is_stateful(value):
         return _take_state(name, value, processes)

@@ -23,7 +23,7 @@ from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
 from jaxckpt._save.handle import SaveHandle, SaveRequest
 from jaxckpt._save.save import check_metadata
-from jaxckpt._save.snapshot import Item, take_tree
+from jaxckpt._save.snapshot import SaveItem, take_tree
 from jaxckpt.errors import CheckpointTimeout, StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import MAX_STEP
@@ -215,14 +215,14 @@ class Saver:
         metrics: Mapping[str, Any] | None,
         step: int,
         meter: Meter,
-    ) -> list[Item]:
+    ) -> list[SaveItem]:
         """Copies everything to the host once there is room for it."""
         _items.check_names(items)
         self._wait_for_room(self._latest.size_bytes if self._latest is not None else 0)
         meter.waited()
         processes = self._processes
         with meter.phase("snapshot"):
-            held: list[Item] = [take_tree(names.STATE_ITEM, state, processes, copy=True)]
+            held: list[SaveItem] = [take_tree(names.STATE_ITEM, state, processes, copy=True)]
             held += [_items.take_item(name, value, processes) for name, value in items.items()]
         if metrics is not None:
             wanted = self._keep.metric

@@ -36,7 +36,7 @@ from jaxckpt.storage import Storage
 from jaxckpt.types import Timing
 
 if TYPE_CHECKING:  # which needs jax
-    from jaxckpt._save.snapshot import Item
+    from jaxckpt._save.snapshot import SaveItem
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -51,7 +51,7 @@ class SaveRequest:
 
     storage: Storage
     path: str
-    items: list[Item]  # emptied after the save, so that a handle does not keep the values
+    items: list[SaveItem]  # emptied after the save, so that a handle does not keep the values
     processes: Processes
     name: str  # where the processes meet; unique
     meter: Meter  # started when the caller called
@@ -306,7 +306,7 @@ def _written_bytes(storage: Storage, folders: list[str]) -> int:
     return sum(_transaction.bytes_below(storage, folder) for folder in folders)
 
 
-def _differences(items: list[Item], reports: list[Any]) -> dict[int, str]:
+def _differences(items: list[SaveItem], reports: list[Any]) -> dict[int, str]:
     """Returns in which processes the save differs from process 0's, and how."""
     kinds = [[(name, said["item"]) for name, said in one["items"].items()] for one in reports]
     failures = {}

@@ -169,7 +169,7 @@ def _read_back(storage: Storage, item: str, count: int) -> dict[str, bytes]:
     return {file: data for file, data in found.items() if data is not None}
 
 
-Item = TreeItem | FileItem
+SaveItem = TreeItem | FileItem
 
 
 def take_tree(name: str, value: object, processes: Processes, *, copy: bool) -> TreeItem:

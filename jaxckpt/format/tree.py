@@ -33,7 +33,7 @@ MAX_DIGITS: Final = 4300
 
 Path = tuple[str, ...]
 
-Kind = Literal[
+LeafKind = Literal[
     "array", "key", "numpy", "generic", "int", "float", "complex", "bool", "str", "bytes",
     "empty", "ellipsis", "absent",
 ]  # fmt: skip
@@ -41,7 +41,7 @@ Kind = Literal[
 empty container (or None), `...`. "absent" marks an array whose data was never stored."""
 
 # Orbax's names; Orbax refuses any other name.
-_ORBAX_KIND: Final[dict[str, Kind]] = {
+_ORBAX_KIND: Final[dict[str, LeafKind]] = {
     "jax.Array": "array",
     "np.ndarray": "numpy",
     "scalar": "generic",
@@ -80,7 +80,7 @@ class Leaf:
 
     path: Path  # the names on the way to the leaf, `str()` of each key
     key_types: tuple[int, ...]  # `SEQUENCE` or `NAMED` for each name
-    kind: Kind  # the type to restore unless `like` overrides it
+    kind: LeafKind  # the type to restore unless `like` overrides it
     dtype: str = ""  # the leaf's dtype; for an empty container, Orbax's name ("None", "Dict", ...)
     shape: tuple[int, ...] = ()  # of the leaf (not of the key data of a PRNG key)
     key_impl: str | None = None  # the PRNG implementation of a typed key
@@ -228,7 +228,7 @@ def encode(tree: Tree) -> bytes:
     )
 
 
-def kind_of(value_type: str) -> Kind:
+def kind_of(value_type: str) -> LeafKind:
     """Returns our kind for a `value_type` of Orbax."""
     return _ORBAX_KIND[value_type]
 
@@ -394,7 +394,7 @@ def _decode_value(value: object, where: str, file: str) -> Leaf:
     return _decode_ours(kind, ours, where, file)
 
 
-def _decode_ours(kind: Kind, ours: Mapping[str, Any], where: str, file: str) -> Leaf:
+def _decode_ours(kind: LeafKind, ours: Mapping[str, Any], where: str, file: str) -> Leaf:
     kind = ours.get("kind", kind)
     if kind not in _STORED_KINDS:
         raise CorruptCheckpoint(f"{file}: {where}: unknown kind {kind!r}", leaf=where, file=file)

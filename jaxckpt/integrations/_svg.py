@@ -79,7 +79,7 @@ def number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def layout(sharding: SavedSharding | None, shape: Sequence[int]) -> str:
+def division(sharding: SavedSharding | None, shape: Sequence[int]) -> str:
     """Draws a leaf as a grid, split along its two most divided dimensions.
 
     A second outline behind it marks parts that are on several devices.

@@ -142,10 +142,10 @@ def tree_head(ckpt: inspection.Checkpoint) -> str:
 
 
 def _meshes(ckpt: inspection.Checkpoint) -> set[str]:
-    layouts = {
+    meshes = {
         leaf.saved_sharding for leaf in ckpt.leaves.values() if leaf.saved_sharding is not None
     }
-    axes = [zip(one.axis_names, one.axis_sizes, strict=True) for one in layouts if one.axis_names]
+    axes = [zip(one.axis_names, one.axis_sizes, strict=True) for one in meshes if one.axis_names]
     return {", ".join(f"{name}={size}" for name, size in mesh) for mesh in axes}
 
 
@@ -234,9 +234,9 @@ def _leaf_row(
     is_array = leaf.kind not in ("str", "bytes", "empty", "int")
     words = f'{escape(leaf.dtype)}<span class="jc-faint">[{escape(dims)}]</span>'
     words = words if is_array else escape(leaf.type_text)
-    layout, spec = "", ""
+    drawing, spec = "", ""
     if leaf.saved_sharding is not None:
-        layout = _svg.layout(leaf.saved_sharding, leaf.shape)
+        drawing = _svg.division(leaf.saved_sharding, leaf.shape)
         sharding = str(leaf.saved_sharding)
         # If there is only one mesh, the head names it.
         is_short = one_mesh and not leaf.saved_sharding.is_single_device
@@ -245,7 +245,7 @@ def _leaf_row(
         f'<div class="jc-row" style="--d:{depth}"><span class="jc-name jc-mono">{escape(name)}'
         f'</span><span class="jc-type jc-mono">{words}</span>'
         f'<span class="jc-num">{size_text(leaf.size_bytes)}</span>'
-        f'<span class="jc-layouts jc-mono">{layout}{spec}</span>{_statistics(found)}</div>'
+        f'<span class="jc-layouts jc-mono">{drawing}{spec}</span>{_statistics(found)}</div>'
     )
 
 

@@ -15,15 +15,15 @@ from urllib.parse import unquote
 
 from jaxckpt.errors import UnsupportedFormat
 from jaxckpt.storage._local import LocalStorage, is_temporary_file, listing
-from jaxckpt.storage._protocol import Entry, Hold, Kind, Storage
+from jaxckpt.storage._protocol import Entry, EntryKind, Hold, Storage
 
 if TYPE_CHECKING:
     from jaxckpt.storage._memory import MemoryStorage
 
 __all__ = [
     "Entry",
+    "EntryKind",
     "Hold",
-    "Kind",
     "LocalStorage",
     "MemoryStorage",
     "Storage",

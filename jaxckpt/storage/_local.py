@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
-from jaxckpt.storage._protocol import Entry, Kind, Storage
+from jaxckpt.storage._protocol import Entry, EntryKind, Storage
 
 _TEMPORARY = ".jaxckpt-tmp-"
 _MOST_BUFFERS = 1024  # per system call
@@ -100,7 +100,7 @@ class LocalStorage:
             except _CannotLinkError:
                 return _create_in_place(path, data)
 
-    def kind(self, path: str) -> Kind | None:
+    def kind(self, path: str) -> EntryKind | None:
         with _about(path):
             try:
                 mode = os.lstat(path).st_mode

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.storage._arrays import Keys
-from jaxckpt.storage._protocol import Entry, Kind
+from jaxckpt.storage._protocol import Entry, EntryKind
 
 
 @final
@@ -46,7 +46,7 @@ class MemoryStorage:
     def create(self, path: str, data: bytes) -> bool:
         return _keys().create(path, data)
 
-    def kind(self, path: str) -> Kind | None:
+    def kind(self, path: str) -> EntryKind | None:
         if _keys().read(path) is not None:
             return "file"
         return "dir" if _keys().list(_prefix(path)) else None

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 if TYPE_CHECKING:
     import numpy as np
 
-Kind = Literal["file", "dir", "other"]
+EntryKind = Literal["file", "dir", "other"]
 
 
 class Entry(NamedTuple):
     """One name in a directory: its kind, and the bytes in it if it is a regular file, else 0."""
 
-    kind: Kind
+    kind: EntryKind
     size: int
 
 
@@ -59,7 +59,7 @@ class Storage(Protocol):
         """Like `write`, but does nothing and returns False if the path exists."""
         ...
 
-    def kind(self, path: str) -> Kind | None:
+    def kind(self, path: str) -> EntryKind | None:
         """Returns the kind of entry at `path`, or None. A symbolic link is "other"."""
         ...
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from jaxckpt.storage import Entry, Hold, Kind, Storage
+from jaxckpt.storage import Entry, EntryKind, Hold, Storage
 from jaxckpt.storage._local import temporary_sibling
 
 MUTATING_VERBS = frozenset(
@@ -49,7 +49,7 @@ class _Relay:
         self._before("create", path, data)
         return self.inner.create(path, data)
 
-    def kind(self, path: str) -> Kind | None:
+    def kind(self, path: str) -> EntryKind | None:
         self._before("kind", path)
         return self.inner.kind(path)
 
