@@ -8,7 +8,7 @@ from typing import Any
 from griffe import Extension, Object
 
 # An error in a list of errors that has no name, and the heading over an example.
-OTHERS = re.compile(r"^( +)(Whatever )", re.MULTILINE)
+OTHERS = re.compile(r"^( +)(Any error )", re.MULTILINE)
 EXAMPLE = re.compile(r"^( *)Example:$", re.MULTILINE)
 
 

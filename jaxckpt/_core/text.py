@@ -35,7 +35,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """Returns a hint for a name that is not among the known ones.
 
     Example:
-        >>> nearest("lsat", ["last", "best"]), nearest("x", ["last", "best"])
+        >>> nearest("lats", ["last", "best"]), nearest("x", ["last", "best"])
         ("Did you mean 'last'?", 'It has last, best.')
     """
     near = difflib.get_close_matches(name, known, n=1)

@@ -33,7 +33,7 @@ def owned(storage: Storage, root: str, *, no_job: bool = False) -> Iterator[Dele
             locks to show it.
 
     Raises:
-        SaveFailed: a job that lives has the run, or that cannot be known; nothing was changed.
+        SaveFailed: a running job owns the run, or this is unknown; nothing was changed.
     """
     if not no_job:
         _check_locks(storage, root)
