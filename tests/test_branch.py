@@ -118,7 +118,7 @@ def test_a_pin_is_not_forked(base, tmp_path):
 def test_a_run_that_has_steps_is_not_forked_into(base, tmp_path):
     """Its steps stay as they are."""
     jaxckpt.fork(base / "5", tmp_path / "tuned")
-    with pytest.raises(StepExists, match="steps already"):
+    with pytest.raises(StepExists, match="already has steps"):
         jaxckpt.fork(base / "7", tmp_path / "tuned")
     assert os.listdir(tmp_path / "tuned") == ["5"]
 
@@ -171,7 +171,7 @@ def test_a_step_in_memory_can_be_forked():
 
     assert path == "/forks/3"
     assert np.array_equal(jaxckpt.restore("memory://forks/3")["w"], np.ones(3))
-    with pytest.raises(ValueError, match="another storage"):
+    with pytest.raises(ValueError, match="in the same storage"):
         jaxckpt.fork("memory://forked/3", "somewhere")
 
 

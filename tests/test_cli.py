@@ -62,7 +62,7 @@ def test_ls_shows_every_step(root):
     assert "loss=0.3 " in lines[1]
     assert lines[1].endswith("complete")
     assert "INCOMPLETE: " in lines[3]
-    assert lines[3].endswith("was being deleted")
+    assert lines[3].endswith("partial copy")
     assert lines[4].startswith(f"{root}: 3 steps, 1 incomplete, ")
     assert lines[4].endswith("newest complete step: 200")
 
@@ -518,8 +518,8 @@ def test_a_narrow_terminal_folds_prose_and_nothing_else(root):
 
     lines = listed.splitlines()
     (first,) = [i for i, line in enumerate(lines) if re.search(r"300 .*INCOMPLETE", line)]
-    assert "was being deleted" not in lines[first]
-    assert "was being deleted" in "".join(lines[first + 1 :])
+    assert "partial copy" not in lines[first]
+    assert "partial copy" in "".join(lines[first + 1 :])
     assert re.search(r"─ w +float32\[8,4\] +128 B +200 +200 +200 ", shown)
 
 

@@ -406,7 +406,7 @@ def test_a_checkpoint_is_no_run(root):
         code, _, err = cli(argv[0], root / "100", *argv[1:], "--yes")
 
         assert code == 2
-        assert "is a checkpoint itself. A run is the directory around its steps" in err
+        assert "is a checkpoint, not a run" in err
     assert content(root) == before
 
 

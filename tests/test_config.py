@@ -149,7 +149,7 @@ def test_a_misspelt_override_is_an_error(ram_path):
 
 def test_a_config_without_a_directory_is_an_error(make):
     """It says what is missing."""
-    with pytest.raises(TypeError, match="no 'directory'"):
+    with pytest.raises(TypeError, match="lacks 'directory'"):
         CheckpointManager.from_config(make({"keep": {"last": 3}}))
 
 

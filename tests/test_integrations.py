@@ -194,7 +194,7 @@ def test_manager_config_takes_functions(manager_config, ram_path):
 
 def test_manager_config_needs_a_directory(manager_config):
     """The directory has no default."""
-    with pytest.raises(TypeError, match="no 'directory'"):
+    with pytest.raises(TypeError, match="lacks 'directory'"):
         CheckpointManager.from_config(manager_config())
 
 

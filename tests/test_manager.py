@@ -302,7 +302,7 @@ def test_a_wait_may_end_before_the_saves(tmp_path):
         manager._index.storage = gate = Gate("sync")
         handle = manager.save(1, {"n": 1})
 
-        with pytest.raises(CheckpointTimeout, match=r"steps \[1\].*go on"):
+        with pytest.raises(CheckpointTimeout, match=r"steps \[1\].*continue"):
             manager.wait_until_finished(timeout_s=0.01)
         gate.open.set()
         handle.result()
@@ -522,7 +522,7 @@ def test_a_step_that_exists_stays_as_it_is(tmp_path, state, processes):
             if not manager.all_steps():
                 manager.save(1, state(1)).result()
 
-            with pytest.raises(StepExists, match="saved already"):
+            with pytest.raises(StepExists, match="already exists"):
                 manager.save(1, state(7))
 
             assert same(manager.restore(), state(1))
@@ -1047,7 +1047,7 @@ def test_metrics_that_rank_nothing(tmp_path, processes):
         assert manager.restore(step="best") == {"n": 4}
         assert math.isnan(manager.metrics(2)["loss"])
         assert manager.metrics(3) == {}
-        assert [p for p in manager.problems if "no metric 'loss'" in p] == manager.problems
+        assert [p for p in manager.problems if "lacks the metric 'loss'" in p] == manager.problems
         assert len(manager.problems) == 1
         assert "step 3" in manager.problems[0]
 

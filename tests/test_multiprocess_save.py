@@ -113,7 +113,7 @@ def told(run_processes, tmp_path_factory):
         ("structure", "ProcessesDisagree", "another tree"),
         ("text leaf", "ProcessesDisagree", "another tree"),
         ("shape", "ProcessesDisagree", "other shapes"),
-        ("path", "ProcessesDisagree", "another path"),
+        ("path", "ProcessesDisagree", "different path"),
         ("leaf", "UnsupportedLeaf", "object"),
         ("argument", "UnsupportedFormat", "gs://"),
         ("full", "SaveFailed", "No space left"),

@@ -125,8 +125,8 @@ def test_what_is_not_whole_is_shown_with_the_reason(root):
 
     assert found[5].problem is None
     assert "commit_success.txt is missing: the step is incomplete" in found[7].problem
-    assert "holds nothing" in found[8].problem
-    assert "holds notes" in found[9].problem
+    assert "contains nothing" in found[8].problem
+    assert "contains notes" in found[9].problem
     assert found[7].size_bytes > 4000
 
 
