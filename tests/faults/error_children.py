@@ -420,8 +420,7 @@ class MovingRestore(ManagerRestore):
     def act(self):
         try:
             super().act()
-        except OSError as error:
-            disarm()
+        except OSError as error:  # once: from here on nothing fails
             self.manager._deletion.set_aside(3, str(error))
             raise
 
