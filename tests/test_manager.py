@@ -632,8 +632,9 @@ def test_opening_lists_the_root_and_no_step(tmp_path, monkeypatch):
 
     CheckpointManager(tmp_path).close()
 
-    looked_at = {event.split()[1] for event in storage.events if event.startswith("names ")}
-    assert looked_at <= {str(tmp_path), str(tmp_path / "19")}
+    events = [event.split(" ", 1) for event in storage.events]
+    looked_at = {path for verb, path in events if verb in {"names", "entries"}}
+    assert {str(tmp_path)} <= looked_at <= {str(tmp_path), str(tmp_path / "19")}
 
 
 @as_processes
