@@ -281,7 +281,7 @@ def test_two_jobs_write_one_run(trial, zygote, other, ram_path, part):
     error, like a restarted job, so the jobs take the run from each other in turns.
     """
     dice = random.Random(part)
-    for number in range(5):
+    for number in range(6):
         root = ram_path / str(number)
         root.mkdir()
         starts = 100 if number % 2 else 1
