@@ -17,6 +17,7 @@ from tests.workers import manages as worker
 pytestmark = pytest.mark.multihost
 
 STEPS = 60
+ROUNDS = ["costs", "written", "committed"]
 PHASES = ["begin", "writing", "written", "renaming", "committed", "deleting"]
 
 
@@ -62,13 +63,13 @@ def test_all_processes_save_the_same_steps_by_step_and_by_the_clock(trained, cou
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_save_takes_two_rounds_and_a_step_that_does_not_save_none(trained, count):
-    """Rounds are used only for opening, for restoring, and two for each save."""
+def test_a_save_takes_three_rounds_and_a_step_that_does_not_save_none(trained, count):
+    """Rounds are for opening, for restoring, and for saves: one as the policy has a clock."""
     _, said = trained
 
     for one in said[count]:
         saves = range(len(one["saved"]))
-        assert one["in saves"] == [f"{n}/{w}" for n in saves for w in ("written", "committed")]
+        assert one["in saves"] == [f"{n}/{w}" for n in saves for w in ROUNDS]
         assert one["others"] == ["open", "steps", "test trained"]
         assert one["asked"] == []
 

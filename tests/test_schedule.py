@@ -233,8 +233,8 @@ def test_auto_takes_other_rules():
 def run_together(policy, seconds, *, count=3, saves_of=(), costs=Costs()):  # noqa: B008  # frozen
     """Returns the steps that a job of `count` processes saves, with clocks; all must decide alike.
 
-    As in the manager, each save carries the costs of process 0, and every process uses the costs
-    from the previous save. The clocks of the processes have nothing in common.
+    As in the manager, every process uses the costs that process 0 reports at a save. The clocks of
+    the processes have nothing in common.
     """
     schedules = [
         Schedule(
@@ -245,7 +245,7 @@ def run_together(policy, seconds, *, count=3, saves_of=(), costs=Costs()):  # no
         )
         for index in range(count)
     ]
-    saved, times_s, told, now_s = [], [], None, 50.0
+    saved, times_s, now_s = [], [], 50.0
     for step, step_s in enumerate(seconds, 1):
         now_s += step_s
         decisions = {
@@ -258,11 +258,9 @@ def run_together(policy, seconds, *, count=3, saves_of=(), costs=Costs()):  # no
         }
         assert len(decisions) == 1
         if decisions.pop().save or step in saves_of:
-            agreed = told
+            agreed = costs
             if saved:
-                told = replace(costs, step_s=(now_s - times_s[-1]) / (step - saved[-1]))
-            else:
-                told = costs
+                agreed = replace(costs, step_s=(now_s - times_s[-1]) / (step - saved[-1]))
             schedules = [
                 schedule.saved(step, now_s=now_s - 1e3 * index, agreed=agreed)
                 for index, schedule in enumerate(schedules)
@@ -327,6 +325,13 @@ def test_an_uneven_run_saves_near_the_interval(seconds, every_seconds):
     assert gaps_s
     assert min(gaps_s) >= every_seconds / 4 - 4
     assert max(gaps_s) <= every_seconds * 4 + 4
+
+
+def test_the_second_gap_uses_the_time_of_the_first():
+    """Steps of 1/16 s come to the interval of 1 s at the third save."""
+    saved, _ = run_together(SavePolicy(every_seconds=1), [1 / 16] * 60)
+
+    assert saved == [1, 9, 25, 41, 57]
 
 
 def test_a_run_whose_steps_become_slow_comes_back_to_the_interval():

@@ -135,6 +135,10 @@ class Saver:
         if not decision.save:
             raise_first(errors)
             return None
+        name = f"manager {self.session}/{self._started}"
+        self._started += 1
+        by_clock = self._processes.count > 1 and self.schedule.policy.is_by_clock
+        agreed = self._agree(name, step, errors) if by_clock else None
         problem, held, metadata = None, [], {}
         # Only now: asking for a step's path may list the root, and most calls save nothing.
         meter = Meter("save", self._index.path(step), step=step)
@@ -150,9 +154,7 @@ class Saver:
             if self._processes.count == 1 or not isinstance(error, Exception):
                 raise
             problem = error  # reported to the others, then raised
-        self._move_on(step, entered_s)
-        name = f"manager {self.session}/{self._started}"
-        self._started += 1
+        self._move_on(step, entered_s, agreed)
         request = SaveRequest(
             storage=self._index.storage,
             path=self._index.path(step),
@@ -164,7 +166,6 @@ class Saver:
             is_step=True,
             token=hashlib.sha256(name.encode()).hexdigest()[:16],
             fence=partial(self._owner.fence, step),
-            note=asdict(self.schedule.costs),
             problem=problem,
             skips=bool(errors),
             timeout_s=self._timeout_s,
@@ -177,13 +178,20 @@ class Saver:
             raise problem
         return handle
 
-    def _move_on(self, step: int, entered_s: float) -> None:
+    def _agree(self, name: str, step: int, errors: list[BaseException]) -> Costs:
+        """Returns the costs that process 0 has measured, from which all compute the next step."""
+        try:
+            if self._latest is not None:
+                self.wait([self._latest], self._timeout_s)  # process 0 reports how long it took
+            mine = asdict(self.schedule.costs_at(step, now_s=time.monotonic()))
+            agreed = self._processes.agree(f"{name}/costs", mine, timeout_s=self._timeout_s)
+        except Exception as error:
+            raise_first([*errors, error])
+            raise
+        return Costs(**agreed)
+
+    def _move_on(self, step: int, entered_s: float, agreed: Costs | None) -> None:
         """Advances the schedule, alike in all processes."""
-        agreed = None
-        if self.schedule.needs_agreement and self._latest is not None:
-            # All processes must use the report of the same save.
-            self.wait([self._latest], self._timeout_s)
-            agreed = Costs(**self._latest.note) if self._latest.note is not None else None
         now_s = time.monotonic()
         with self._changed:
             self.schedule = self.schedule.saved(

@@ -4,9 +4,9 @@ All processes must decide alike without communicating at steps that do not save.
 on the step alone needs nothing else. For a rule by the clock:
 
 - a single process reads its clock;
-- several processes turn the time into a step number. With each save, process 0 reports how long
-  steps and saves take, from which every process computes the step of the next save. Before the
-  first report, the second save comes `FIRST_GUESS` steps after the first. A gap is at most
+- several processes turn the time into a step number. At each save, process 0 reports how long
+  steps and saves take, from which every process computes the step of the next save. Nothing is
+  known at the first save: the second comes `FIRST_GUESS` steps later. A later gap is at most
   `FIRST_GUESS` times the longest before, since steps look short while jax only dispatches them.
 """
 
@@ -159,11 +159,6 @@ class Schedule:
     next_step: int | None = None  # by the clock, if several processes decide
     gap: int = 1  # the longest between two saves so far, in steps
 
-    @property
-    def needs_agreement(self) -> bool:
-        """Whether the next step depends on times that process 0 measured."""
-        return self.policy.is_by_clock and self.processes > 1
-
     def decide(self, step: int, *, now_s: float, busy: bool) -> Decision:
         """Returns whether to save at this step, and why.
 
@@ -217,6 +212,13 @@ class Schedule:
         }
         return ", ".join(f"{name}={rule}" for name, rule in rules.items() if rule is not None)
 
+    def costs_at(self, step: int, *, now_s: float) -> Costs:
+        """Returns the costs measured here, with the mean time of the steps since the last save."""
+        step_s = None
+        if self.last_step is not None and self.last_s is not None and step > self.last_step:
+            step_s = (now_s - self.last_s) / (step - self.last_step)
+        return replace(self.costs, step_s=step_s)
+
     def saved(
         self, step: int, *, now_s: float, blocked_s: float = 0.0, agreed: Costs | None = None
     ) -> Schedule:
@@ -224,20 +226,17 @@ class Schedule:
 
         Args:
             blocked_s: How long the save blocked the caller.
-            agreed: The latest report of process 0. If None, the one known so far.
+            agreed: The report of process 0 at this save. If None, the one known so far.
         """
-        gap, step_s, agreed = self.gap, None, agreed or self.agreed
-        if self.last_step is not None and self.last_s is not None:
-            gap = max(self.gap, step - self.last_step)
-            if step > self.last_step:
-                step_s = (now_s - self.last_s) / (step - self.last_step)
+        agreed = agreed or self.agreed
+        gap = self.gap if self.last_step is None else max(self.gap, step - self.last_step)
         ahead = gap * FIRST_GUESS
         if agreed is not None and agreed.step_s:
             steps = agreed.interval_s(self.policy) / agreed.step_s
             ahead = max(1, math.floor(min(ahead, steps)))
         return replace(
             self,
-            costs=replace(self.costs, step_s=step_s, blocked_s=blocked_s),
+            costs=replace(self.costs_at(step, now_s=now_s), blocked_s=blocked_s),
             agreed=agreed,
             last_step=step,
             last_s=now_s,

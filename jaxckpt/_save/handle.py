@@ -30,7 +30,7 @@ from jaxckpt._progress.meter import Meter
 from jaxckpt.errors import CheckpointTimeout, SaveFailed
 from jaxckpt.format import names, step
 from jaxckpt.format.step import StepMetadata
-from jaxckpt.multihost import Json, Processes, disagreement, leading, meet
+from jaxckpt.multihost import Processes, disagreement, leading, meet
 from jaxckpt.multihost._collective import Lead
 from jaxckpt.storage import Storage
 from jaxckpt.types import Timing
@@ -60,7 +60,6 @@ class SaveRequest:
     is_step: bool = False  # whether to lay it out like a step of an Orbax manager
     token: str | None = None  # of the attempt; if None, process 0 makes one
     fence: Callable[[], None] | None = None  # before the commit; raises if this job lost the run
-    note: Json = None  # process 0's becomes `SaveHandle.note` in every process
     problem: Exception | None = None  # if set, this process reports it and does not save
     skips: bool = False  # whether `problem` is the error of an earlier save
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -97,12 +96,11 @@ class SaveHandle:
     def __init__(self, request: SaveRequest) -> None:
         self.path = request.path
         self.timing: Timing | None = None
-        # The next five are for the manager.
+        # The next four are for the manager.
         self.step = request.meter.step
         self.size_bytes = sum(item.size_bytes for item in request.items)  # on the host
         self.refused = request.problem is not None
         self.skipped = False  # whether only skipping processes made it fail
-        self.note: Any = None  # JSON from process 0, once all have met
         self._request = request
         self._meter = request.meter
         self._meter.total_bytes = self.size_bytes
@@ -256,7 +254,6 @@ class SaveHandle:
             "seconds": self._meter.phases.get("write", 0.0),
             "path": self.path,
             "items": {item.name: item.said() for item in request.items},
-            "note": request.note,
         }
         name, mark = f"{request.name}/written", _SKIPS if request.skips else ""
         self._meter.missing = partial(request.processes.missing, name)
@@ -270,7 +267,6 @@ class SaveHandle:
                 mark=mark,
             )
         self._meter.note_slowest([one["seconds"] for one in met.values])
-        self.note = met.values[0]["note"]
         self.skipped = bool(met.marks) and set(met.marks.values()) == {_SKIPS}
         met.check(self._problem, f"{self.path} was not saved", _HINT)
         if failures := _differences(request.items, met.values):

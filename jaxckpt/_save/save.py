@@ -167,7 +167,7 @@ def _take_part(processes: Processes, name: str, error: Exception) -> None:
     def fail() -> Json:
         raise error
 
-    report = {"seconds": 0.0, "note": None}
+    report = {"seconds": 0.0}
     with contextlib.suppress(Exception):  # this process's own error is the one to raise
         lead(processes, f"{name}/begin", fail, place="", timeout_s=DEFAULT_TIMEOUT_S)
         meet(processes, f"{name}/written", report, error, timeout_s=DEFAULT_TIMEOUT_S)
