@@ -95,6 +95,31 @@ def test_a_root_without_a_step_is_not_enough(root):
 # --- rm -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("command", ["rm", "pin"])
+def test_a_run_inside_the_run_is_not_a_step(ram_path, command):
+    """By its number and by its path; the error says what is inside, and all of it stays."""
+    root = ram_path / "run"
+    for step in ("10", "20"):
+        (root / "exp_2603" / step).mkdir(parents=True)
+        (root / "exp_2603" / step / "_METADATA").write_text("{}")
+    with CheckpointManager(root, step_prefix="exp") as manager:
+        manager.save(7, {"w": 1})
+    before = content(root)
+
+    for where in ([root, 2603], [root / "exp_2603"]):
+        code, _, err = cli(command, *where)
+        assert code == 2
+        assert f"{root}/exp_2603 is not one: it contains 10, 20" in err
+    with CheckpointManager(root) as manager:
+        assert manager.all_steps() == [7]
+        with pytest.raises(jaxckpt.CheckpointNotFound, match="it contains 10, 20"):
+            manager.delete(2603)
+        with pytest.raises(jaxckpt.CheckpointNotFound, match="it contains 10, 20"):
+            manager.restore(step=2603)
+
+    assert content(root).keys() >= before.keys()
+
+
 def test_rm_deletes_what_it_says(root):
     """And only with a yes."""
     dry, shown, _ = cli("rm", root, 100, 600, "--dry-run")

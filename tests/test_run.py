@@ -417,6 +417,33 @@ def test_steps_of_orbax_are_listed(world):
     assert world.run().index.steps() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["10/_METADATA", "20/_METADATA"],
+        ["checkpoint_10/checkpoint", "checkpoint_20/checkpoint"],
+        ["checkpoint_10", "checkpoint_20"],
+        ["best/_METADATA", "best/_CHECKPOINT_METADATA", "last/_METADATA"],
+        ["10/_jaxckpt.json", "10/commit_success.txt", "10/state/manifest.ocdbt", "best/_METADATA"],
+        ["checkpoint/10/_METADATA"],
+        ["logs/metrics", "logs/metadata"],
+    ],
+)
+def test_a_run_inside_a_run_is_not_a_step(world, files):
+    """Nor are a directory of checkpoints and one of JSON; asked for it, the error has its names."""
+    world.add("exp_7")
+    for file in files:
+        world.write(f"exp_2603/{file}", b"{}")
+
+    found = world.run()
+
+    assert found.index.steps() == [7]
+    inside = sorted({file.partition("/")[0] for file in files})
+    says = f"no committed step 2603. {world.root}/exp_2603 is not one: it contains {inside[0]}"
+    with pytest.raises(CheckpointNotFound, match=says):
+        found.index.check_step(2603)
+
+
 def test_a_root_that_is_not_there_has_no_steps(disk):
     """Nor has one that is a file; asking makes nothing."""
     for root in ("nothing", "file"):

@@ -278,10 +278,18 @@ def looks_committed(storage: Storage, path: str) -> bool:
     entries = storage.entries(path)
     if names.RECORD in entries or names.WRITER in entries:
         return names.RECORD in entries and names.COMMIT_MARKER in entries
-    if not _STEP_MARKS.isdisjoint(entries):
+    if any(entries[name].kind != "dir" for name in _STEP_MARKS & entries.keys()):
         return True
+    # A run inside the run is not a step: whoever deletes a step must not delete many checkpoints.
+    return not _steps(entries) and _has_items(storage, path, entries)
+
+
+def _has_items(storage: Storage, path: str, entries: Entries) -> bool:
+    """Returns whether a directory has a tree as an item, and no whole checkpoint in it."""
     found = Found(storage=storage, path=path, listings={path: entries})
-    return bool(find_items(found, path, entries))
+    items = find_items(found, path, entries).values()
+    is_one = all(_CHECKPOINT_MARKS.isdisjoint(found.entries(item)) for item in items)
+    return is_one and any(json_name(found, item) is None for item in items)
 
 
 # Orbax committed a directory that is named like a step and has one of these.

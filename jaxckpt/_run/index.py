@@ -27,6 +27,7 @@ from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoin
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.run import StepNames, guess_names, like_steps
 from jaxckpt.storage import Entry, Storage, is_temporary_file, locate
+from jaxckpt.storage import listing as entries_of
 from jaxckpt.types import StepInfo
 
 _logger = logging.getLogger("jaxckpt")
@@ -253,16 +254,20 @@ class StepIndex:
         """Returns the directory of a committed step.
 
         Raises:
-            CheckpointNotFound: no such step; the message lists the newest steps.
+            CheckpointNotFound: no such step; the message lists the newest steps, and what a
+                directory of its name contains.
         """
+        path = self.path(number)
         if self.state(self.listing(), number) != "committed":
             steps = self.steps()
-            shown = ", ".join(map(str, steps[-8:])) or "none"
+            newest = ", ".join(map(str, steps[-8:])) or "none"
             more = f"the newest of {len(steps)}: " if len(steps) > 8 else ""
+            inside = entries_of(self.storage, path)
+            what = "" if inside is None else f" {path} is not one: it contains {shown([*inside])}."
             raise CheckpointNotFound(
-                f"{self.root} has no committed step {number}. It has {more}{shown}."
+                f"{self.root} has no committed step {number}.{what} It has {more}{newest}."
             )
-        return self.path(number)
+        return path
 
     def missing_file(self, number: int) -> str | None:
         """Returns the file that a torn step lacks, or None if the step is not torn."""
