@@ -330,6 +330,16 @@ def test_gc_without_a_rule_that_can_be_followed_is_refused(root, options):
     assert len(steps_of(root)) == 6
 
 
+def test_gc_by_a_metric_that_no_step_has_is_refused(root):
+    """The error lists the metrics there are; nothing is deleted."""
+    for options in (["--best", 3], ["--best", 3, "--last", 1]):
+        code, out, err = cli("gc", root, *options, "--metric", "typo", "--yes")
+
+        assert (code, out) == (2, "")
+        assert "no step has a number 'typo' in its metrics, which are loss" in err
+    assert len(steps_of(root)) == 6
+
+
 @pytest.mark.parametrize(("age", "left"), [("1h", 6), ("2 w", 6), ("0.0001s", 1)])
 def test_gc_keeps_what_is_new(root, age, left):
     """Ages have units."""

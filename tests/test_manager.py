@@ -1055,13 +1055,34 @@ def test_metrics_that_rank_nothing(tmp_path, processes):
 
 @as_processes
 def test_no_step_is_the_best_without_the_metric(tmp_path, processes):
-    """Then there is nothing to restore."""
-    with CheckpointManager(tmp_path, keep=KeepPolicy(metric="loss")) as manager:
-        manager.save(1, {"n": 1}).result()
+    """Then there is nothing to restore, and the error lists the metrics there are."""
+    with CheckpointManager(tmp_path, keep=KeepPolicy(metric="lss")) as manager:
+        manager.save(1, {"n": 1}, metrics={"loss": 1, "acc": 2}).result()
 
         assert manager.best_step() is None
-        with pytest.raises(CheckpointNotFound, match="no committed step to restore"):
+        with pytest.raises(
+            (CheckpointNotFound, ProcessesDisagree), match=r"no step has a number 'lss'.*acc, loss"
+        ):
             manager.restore(step="best")
+
+
+@as_processes
+def test_no_step_goes_while_none_has_the_metric(tmp_path, processes, caplog):
+    """A misspelt metric is reported once, not for each step; the first that has it ends this."""
+    with CheckpointManager(tmp_path, keep=KeepPolicy(best=1, last=2, metric="lss")) as manager:
+        for step in range(1, 6):
+            manager.save(step, {"n": step}, metrics={"loss": step})
+        settle(manager, processes)
+
+        assert manager.all_steps() == [1, 2, 3, 4, 5]
+        [problem] = manager.problems
+        assert problem.startswith(
+            "step 1 lacks the metric 'lss' that KeepPolicy ranks by; it has loss"
+        )
+        meet(processes)
+        manager.save(6, {"n": 6}, metrics={"lss": 1})
+        settle(manager, processes)
+        assert manager.all_steps() == [5, 6]
 
 
 @as_processes
@@ -1097,7 +1118,7 @@ POLICIES = {
     "best 3": (KeepPolicy(best=3, metric="loss"), [3, 4, 5, 10]),
     "highest": (KeepPolicy(best=1, metric="loss", mode="max"), [10]),
     "three rules": (KeepPolicy(best=1, last=2, every_steps=7, metric="loss"), [4, 7, 9, 10]),
-    "no such metric": (KeepPolicy(best=1, metric="nothing"), [10]),
+    "no such metric": (KeepPolicy(best=1, metric="nothing"), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
     "when": (KeepPolicy(when=lambda info: info.metrics["loss"] == 2), [2, 6, 10]),
     "new": (KeepPolicy(newer_than_s=3600), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
     "by time": (KeepPolicy(every_seconds=3600), [1, 10]),

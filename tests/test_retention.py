@@ -76,6 +76,8 @@ def model(infos, policy):
     if all(rule is None for rule in [*rules, policy.newer_than_s, policy.when]):
         return {info.step for info in infos}
     valued = [info for info in infos if is_number(info.metrics.get(policy.metric))]
+    if policy.best is not None and not valued:
+        return {info.step for info in infos}
     anchor_s = None
     for info in infos:
         newer = sum(other.step > info.step for other in infos)
@@ -182,7 +184,7 @@ def of_losses(*losses):
         ([1, 1, 1, 5], 1, "min", {3, 4}),  # of equal ones the newer
         ([1.0, True, 1, 5], 1, "min", {3, 4}),
         ([math.nan, None, True, "0", 7, 8], 1, "min", {5, 6}),
-        ([math.nan, None], 5, "min", {2}),
+        ([math.nan, None], 1, "min", {1, 2}),
         ([math.inf, -math.inf, 0, 5], 1, "min", {2, 4}),
         ([math.inf, -math.inf, 0, 5], 1, "max", {1, 4}),
         ([math.inf, math.nan, None, 5], 2, "min", {1, 4}),
@@ -192,7 +194,7 @@ def of_losses(*losses):
     ],
 )
 def test_the_best_steps(losses, best, mode, kept):
-    """NaN, None, bool and text do not rank; infinities do. The newest stays too."""
+    """NaN, None, bool and text do not rank; infinities do. The newest stays too, or all."""
     policy = KeepPolicy(best=best, metric="loss", mode=mode)
 
     assert set(policy.kept(of_losses(*losses), now_s=0.0)) == kept

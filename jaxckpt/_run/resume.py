@@ -63,7 +63,7 @@ class Resume:
             elif step == "latest":
                 led.value = self.index.to_restore()
             elif step == "best":
-                led.value = [info.step for info in self.ranked()]
+                led.value = self._best_first()
             else:
                 self.index.check_step(number := operator.index(step))
                 led.value = [number]
@@ -74,6 +74,12 @@ class Resume:
         if self.keep.metric is None:
             raise ValueError("steps cannot be ranked: the KeepPolicy has no metric")
         return self.keep.ranked(map(self.index.info, self.index.steps()))
+
+    def _best_first(self) -> list[int]:
+        if ranked := self.ranked():
+            return [info.step for info in ranked]
+        infos = map(self.index.info, self.index.steps())
+        raise CheckpointNotFound(f"{self.index.root}: {self.keep.unranked(infos)}")
 
     def first_whole(
         self,

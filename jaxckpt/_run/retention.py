@@ -20,7 +20,7 @@ class KeepPolicy:
         every_steps: Keeps steps divisible by this number.
         every_seconds: From the oldest on, keeps each step saved this long after the last one kept.
         best: Keeps this many steps with the best `metric`. Steps without the metric, or with NaN,
-            are not ranked; on a tie the newer step wins.
+            are not ranked; on a tie the newer step wins. While no step is ranked, all stay.
         metric: Name of a number in the metrics.
         mode: Whether a small ("min") or a large ("max") metric is better.
         newer_than_s: Keeps steps saved less than this many seconds ago.
@@ -111,7 +111,10 @@ class KeepPolicy:
         if self.every_seconds is not None:
             keep(_spaced(infos, self.every_seconds), f"every {self.every_seconds:g} s")
         if self.best is not None:
-            keep(self.ranked(infos)[: self.best], f"best {self.best} by {self.metric}")
+            if ranked := self.ranked(infos):
+                keep(ranked[: self.best], f"best {self.best} by {self.metric}")
+            else:  # a misspelt metric must not delete the best step
+                keep(infos, f"no step has the metric {self.metric}, so all")
         if self.newer_than_s is not None:
             since = now_s - self.newer_than_s
             recent = (info for info in infos if info.saved_s >= since)
@@ -127,6 +130,11 @@ class KeepPolicy:
         valued = [(value, info) for value, info in found if value is not None]
         valued.sort(key=lambda pair: (sign * pair[0], -pair[1].step))
         return [info for _, info in valued]
+
+    def unranked(self, steps: Iterable[StepInfo]) -> str:
+        """Describes steps that cannot be ranked: which metrics they have instead."""
+        there = ", ".join(sorted({name for info in steps for name in info.metrics}))
+        return f"no step has a number {self.metric!r} in its metrics, which are {there or 'none'}"
 
 
 def value_of(metrics: Mapping[str, Any], metric: str | None) -> float | None:

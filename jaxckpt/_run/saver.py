@@ -77,6 +77,7 @@ class Saver:
         self._started = 0
         self._latest: SaveHandle | None = None
         self._for_preemption: SaveHandle | None = None
+        self._lacked_metric = False  # whether a step did, which is reported once
         self._metrics: dict[int, dict[str, Any]] = {}  # by step, until the commit
         self._queue: queue.SimpleQueue[SaveHandle | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -232,16 +233,23 @@ class Saver:
         with meter.phase("snapshot"):
             held: list[SaveItem] = [take_tree(names.STATE_ITEM, state, processes, copy=True)]
             held += [_items.take_item(name, value, processes) for name, value in items.items()]
+        self._check_metric(step, metrics or {})
         if metrics is not None:
-            wanted = self._keep.metric
-            if wanted is not None and wanted not in metrics:
-                self._index.report(
-                    f"step {step} lacks the metric {wanted!r} that KeepPolicy ranks by; it has "
-                    f"{', '.join(metrics) or 'none'}"
-                )
             found = partial(self._metrics.__setitem__, step)
             held.append(_items.take_metrics(metrics, found))
         return held
+
+    def _check_metric(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Reports the first step that lacks the metric of the policy."""
+        wanted = self._keep.metric
+        if wanted is None or wanted in metrics or self._lacked_metric:
+            return
+        self._lacked_metric = True
+        self._index.report(
+            f"step {step} lacks the metric {wanted!r} that KeepPolicy ranks by; it has "
+            f"{', '.join(metrics) or 'none'}. While no step has it, `best` keeps all steps. Later "
+            "steps that lack it are not reported."
+        )
 
     # --- waiting ---------------------------------------------------------------------------------
 

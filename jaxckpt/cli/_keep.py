@@ -268,6 +268,7 @@ def gc(
         raise click.UsageError("Pass at least one rule for the steps to keep, such as --last 3.")
     storage, where = existing_root(root)
     found = overview(where)
+    _check_metric(found, policy)
     planned = plan(found, policy, now_s=time.time())
     if not as_json:
         _print_plan(found, planned)
@@ -288,6 +289,12 @@ def gc(
         _output.echo(f"deleted {counted(len(gone), 'step')} of {where}: {_list(gone)}")
     for number, why in stay.items():
         _output.echo(f"kept step {number}: {why}")
+
+
+def _check_metric(found: RunOverview, policy: KeepPolicy) -> None:
+    infos = [step.info(0.0) for step in found.steps if step.problem is None]
+    if policy.best is not None and infos and not policy.ranked(infos):
+        raise click.BadParameter(f"{policy.unranked(infos)}.", param_hint="--metric")
 
 
 def _plan_facts(
