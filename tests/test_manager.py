@@ -251,6 +251,51 @@ def test_how_often_processes_meet(tmp_path, state):
     assert simulate(4, meetings) == [(0, 2)] * 4
 
 
+@pytest.mark.multihost
+@pytest.mark.parametrize("timeout_s", [None, 0.3], ids=["the manager's", "a short one"])
+def test_a_wait_names_the_process_that_is_missing(tmp_path, timeout_s):
+    """A process that does not save keeps the others waiting; their wait says which."""
+
+    def run(processes):
+        with CheckpointManager(tmp_path, timeout_s=1.0) as manager:
+            meet(processes)
+            if processes.index == 1:
+                return
+            manager.save(1, {"n": 1})
+            with pytest.raises(CheckpointTimeout) as caught:
+                manager.wait_until_finished(timeout_s)
+            assert caught.value.missing == (1,)
+            with contextlib.suppress(CheckpointTimeout):  # of the save, if only the wait has ended
+                manager.close()
+
+    simulate(3, run)
+
+
+@pytest.mark.multihost
+def test_a_wait_raises_the_error_that_is_there_already(tmp_path):
+    """A later save that hangs does not hide why an earlier one failed."""
+
+    def run(processes):
+        with CheckpointManager(tmp_path, timeout_s=1.0) as manager:
+            if processes.index == 1:
+                meet(processes)
+                manager.save(1, {"another": 1})
+                manager._saver.wait(manager._saver.under_way())
+                manager._saver.take_errors()
+                return
+            first = manager.save(1, {"n": 1})
+            second = manager.save(2, {"n": 2})
+            meet(processes)
+            manager._saver.wait([first])
+            with pytest.raises(ProcessesDisagree, match="process 1"):
+                manager.wait_until_finished(timeout_s=0.01)
+            with pytest.raises(CheckpointTimeout) as caught:
+                second.result()
+            assert caught.value.missing == (1,)
+
+    simulate(2, run)
+
+
 @pytest.mark.parametrize("verb", ["make_dir", "sync", "rename"])
 def test_a_step_is_listed_once_it_is_committed(tmp_path, verb):
     """Until then no manager, and no reader, knows of it."""

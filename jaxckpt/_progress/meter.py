@@ -32,7 +32,7 @@ class Meter:
         self._kind: Operation = kind
         self._path = path
         self._start_s = self._last_s = time.monotonic()
-        self._phase = ""
+        self.current = ""  # phase, or the one before if none is under way
         self._on_progress: OnProgress | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -69,7 +69,7 @@ class Meter:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the time inside to a phase, which the profiler of JAX also shows."""
-        self._phase = name
+        self.current = name
         before_s = time.monotonic()
         # A process without jax has no profiler.
         jax: Any = sys.modules.get("jax")
@@ -81,7 +81,7 @@ class Meter:
             self._last_s = time.monotonic()
             self.add(name, self._last_s - before_s)
             if name == "snapshot":
-                self._phase = "wait"
+                self.current = "wait"
 
     def waited(self) -> None:
         """Adds the time since the last phase to "wait"."""
@@ -112,19 +112,23 @@ class Meter:
             slowest=self.slowest,
         )
 
+    def waiting_for(self) -> tuple[int, ...]:
+        """Returns the processes that have not come to the meeting of all, if there is one."""
+        found: Sequence[int] = ()
+        if self.missing is not None and self.current == "meet":
+            with contextlib.suppress(CheckpointError):  # the meeting itself raises it
+                found = self.missing()
+        return tuple(found) if self.current == "meet" else ()  # it may have ended meanwhile
+
     def progress(self, *, ended: bool = False) -> Progress:
         """Returns the current progress."""
-        phase, done_bytes, waiting_for = self._phase, self.done_bytes, ()
+        phase, done_bytes = self.current, self.done_bytes
         if self.measure is not None and phase == "write":
             # Renames during the measurement can make it too small.
             done_bytes = self.done_bytes = max(self.done_bytes, self.measure())
         elif self._kind == "save" and phase in ("meet", "commit"):
             done_bytes = self.total_bytes
-        if self.missing is not None and phase == "meet" and not ended:
-            with contextlib.suppress(CheckpointError):  # the meeting itself raises it
-                waiting_for = tuple(self.missing())
-        if phase != self._phase:  # the phase has ended meanwhile
-            waiting_for = ()
+        waiting_for = () if ended else self.waiting_for()
         return Progress(
             kind=self._kind,
             path=self._path,

@@ -174,7 +174,7 @@ class CheckpointManager:
             earlier = CheckpointManager._open.get(self._key)
             CheckpointManager._open[self._key] = self
         if earlier is not None:
-            earlier._shut(self.timeout_s)
+            earlier._shut()
 
     @property
     def _key(self) -> tuple[str, str, int]:
@@ -307,14 +307,15 @@ class CheckpointManager:
         """Waits until all saves have ended and the steps not kept are deleted.
 
         Args:
-            timeout_s: If None, the manager's.
+            timeout_s: If None, the manager's, for each round of the processes.
 
         Raises:
-            CheckpointTimeout: saves are still under way after `timeout_s`.
+            CheckpointTimeout: saves are still under way after `timeout_s`; `missing` has the
+                processes that the first of them waits for.
             Any error of a save that has not been raised yet.
         """
         pending = self._saver.under_way()
-        self._saver.wait(pending, self.timeout_s if timeout_s is None else timeout_s)
+        self._saver.wait(pending, timeout_s)
         raise_first(self._saver.take_errors())
 
     def close(self) -> None:
@@ -323,16 +324,16 @@ class CheckpointManager:
         Raises:
             Any error of a save that has not been raised yet.
         """
-        self._shut(self.timeout_s)
+        self._shut()
         raise_first(self._saver.take_errors())  # also after another manager has closed it
 
-    def _shut(self, timeout_s: float) -> None:
+    def _shut(self) -> None:
         if self._closed:
             return
         self._saver.refuse_own_thread()
         self._closed = True
         try:
-            self._saver.stop(timeout_s)
+            self._saver.stop()
         finally:
             self._saver.preemption.close()
             self._owner.close()

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._run import items as _items
@@ -109,7 +109,7 @@ class Saver:
         """Waits for the save for preemption; all processes retry a failed one."""
         if self._for_preemption is None:
             return False
-        self.wait([self._for_preemption], self._timeout_s)
+        self.wait([self._for_preemption])
         return self._for_preemption.timing is not None
 
     def record(self, **costs: float) -> None:
@@ -183,13 +183,13 @@ class Saver:
         """Returns the costs that process 0 has measured, from which all compute the next step."""
         try:
             if self._latest is not None:
-                self.wait([self._latest], self._timeout_s)  # process 0 reports how long it took
+                self.wait([self._latest])  # process 0 reports how long it took
             mine = asdict(self.schedule.costs_at(step, now_s=time.monotonic()))
             agreed = self._processes.agree(f"{name}/costs", mine, timeout_s=self._timeout_s)
         except Exception as error:
             raise_first([*errors, error])
             raise
-        return Costs(**agreed)
+        return Costs(**cast("dict[str, Any]", agreed))
 
     def _move_on(self, step: int, entered_s: float, agreed: Costs | None) -> None:
         """Advances the schedule, alike in all processes."""
@@ -277,8 +277,13 @@ class Saver:
                 "wait in the thread that calls `save`"
             )
 
-    def wait(self, handles: Sequence[SaveHandle], timeout_s: float) -> None:
-        """Waits until these saves have ended, including the work after their commits."""
+    def wait(self, handles: Sequence[SaveHandle], timeout_s: float | None = None) -> None:
+        """Waits until these saves have ended, including the work after their commits.
+
+        Args:
+            timeout_s: If None, the manager's; twice that if the processes are meeting by then, as
+                the error of the meeting is the same in every process and is to come first.
+        """
         self._wait_until(lambda: not any(one in self._under_way for one in handles), timeout_s)
 
     def _wait_for_room(self, size_bytes: int) -> None:
@@ -288,30 +293,39 @@ class Saver:
             held = sum(handle.size_bytes for handle in self._under_way)
             return held == 0 or held + size_bytes <= self._budget_bytes
 
-        self._wait_until(
-            has_room,
-            self._timeout_s,
-            f" and fill budget_bytes={self._budget_bytes}",
-        )
+        self._wait_until(has_room, why=f" and fill budget_bytes={self._budget_bytes}")
 
-    def _wait_until(self, over: Callable[[], bool], timeout_s: float, why: str = "") -> None:
+    def _wait_until(
+        self, over: Callable[[], bool], timeout_s: float | None = None, why: str = ""
+    ) -> None:
         with self._changed:
             if over():
                 return
             self.refuse_own_thread()
-            if not self._changed.wait_for(over, timeout_s):
-                steps = [handle.step for handle in self._under_way]
-                raise CheckpointTimeout(
-                    f"{self._index.root}: after {timeout_s:g} s, the saves of steps {steps} are "
-                    f"still under way{why}; they continue"
-                )
+            limit_s = self._timeout_s if timeout_s is None else timeout_s
+            if self._changed.wait_for(over, limit_s):
+                return
+            meets = timeout_s is None and self._under_way[0].is_meeting
+            if meets and self._changed.wait_for(over, limit_s):
+                return
+            raise_first([*self.take_errors(), self._too_late(limit_s, why)])
 
-    def stop(self, timeout_s: float) -> None:
+    def _too_late(self, waited_s: float, why: str) -> CheckpointTimeout:
+        steps = [handle.step for handle in self._under_way]
+        missing = self._under_way[0].waits_for
+        who = f", the first waits for processes {list(missing)}" if missing else ""
+        return CheckpointTimeout(
+            f"{self._index.root}: after {waited_s:g} s, the saves of steps {steps} are still under "
+            f"way{why}{who}; they continue",
+            missing=missing,
+        )
+
+    def stop(self) -> None:
         """Waits until all saves have ended and stops the thread."""
         self._queue.put(None)
-        self.wait(self.under_way(), timeout_s)
+        self.wait(self.under_way())
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            self._thread.join(self._timeout_s)
 
     # --- in the thread ---------------------------------------------------------------------------
 

@@ -152,6 +152,17 @@ class SaveHandle:
         self._delivered = True
         return self._error
 
+    @property
+    def is_meeting(self) -> bool:
+        """Whether this process waits for others, which has a time limit of its own."""
+        follows = self._request.processes.index != 0
+        return self._meter.current == "meet" or (follows and self._meter.current == "commit")
+
+    @property
+    def waits_for(self) -> tuple[int, ...]:
+        """The processes that have not reported their work yet."""
+        return self._meter.waiting_for()
+
     def __repr__(self) -> str:
         state = "under way" if not self.done() else "failed" if self._error else "committed"
         return f"<SaveHandle {self.path}: {state}>"
@@ -274,15 +285,6 @@ class SaveHandle:
         return [one["items"] for one in met.values]
 
 
-def _leading(request: SaveRequest, what: str) -> AbstractContextManager[Lead]:
-    return leading(
-        request.processes,
-        f"{request.name}/{what}",
-        place=f"{request.path} was not saved",
-        timeout_s=request.timeout_s,
-    )
-
-
 @contextlib.contextmanager
 def _explaining(request: SaveRequest) -> Iterator[None]:
     """Prefers the fence's error: files may be missing because another job took the run over."""
@@ -300,6 +302,15 @@ def _explaining(request: SaveRequest) -> Iterator[None]:
 
 def _written_bytes(storage: Storage, folders: list[str]) -> int:
     return sum(_transaction.bytes_below(storage, folder) for folder in folders)
+
+
+def _leading(request: SaveRequest, what: str) -> AbstractContextManager[Lead]:
+    return leading(
+        request.processes,
+        f"{request.name}/{what}",
+        place=f"{request.path} was not saved",
+        timeout_s=request.timeout_s,
+    )
 
 
 def _differences(items: list[SaveItem], reports: list[Any]) -> dict[int, str]:
