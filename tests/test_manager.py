@@ -272,6 +272,37 @@ def test_a_wait_names_the_process_that_is_missing(tmp_path, timeout_s):
 
 
 @pytest.mark.multihost
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"directory": "elsewhere"}, r"directory='.*/elsewhere', process 0 has directory='.*/run'"),
+        ({"save": SavePolicy(at_steps=[2])}, r"save.at_steps=\[2\], process 0 has .*=None"),
+        ({"save": SavePolicy(when=bool)}, r"save.when=True, process 0 has save.when=None"),
+        ({"keep": KeepPolicy(last=2)}, r"keep.last=2, process 0 has keep.last=None"),
+        ({"step_digits": 8}, r"step_digits=8, process 0 has step_digits=None"),
+    ],
+)
+def test_processes_that_open_differently_raise_the_same_error(tmp_path, arguments, text):
+    """At once, and before the run is opened; equal managers open afterwards."""
+
+    def run(processes):
+        mine = {"directory": "run"} | (arguments if processes.index == 2 else {})
+        mine["directory"] = tmp_path / mine["directory"]
+        with pytest.raises(ProcessesDisagree, match=f"process 2: {text}") as caught:
+            CheckpointManager(**mine, timeout_s=20)
+        assert [*caught.value.failures] == [2]
+        meet(processes)
+        assert os.listdir(tmp_path) == []
+        meet(processes)
+        with CheckpointManager(tmp_path / "run", timeout_s=20) as manager:
+            assert manager.all_steps() == []
+        return str(caught.value)
+
+    first, *others = simulate(3, run)
+    assert others == [first, first]
+
+
+@pytest.mark.multihost
 def test_a_wait_raises_the_error_that_is_there_already(tmp_path):
     """A later save that hangs does not hide why an earlier one failed."""
 

@@ -70,7 +70,7 @@ def test_a_save_takes_three_rounds_and_a_step_that_does_not_save_none(trained, c
     for one in said[count]:
         saves = range(len(one["saved"]))
         assert one["in saves"] == [f"{n}/{w}" for n in saves for w in ROUNDS]
-        assert one["others"] == ["open", "steps", "test trained"]
+        assert one["others"] == ["CheckpointManager", "open", "steps", "test trained"]
         assert one["asked"] == []
 
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from types import TracebackType
 from typing import Any, ClassVar, Final, Literal, Self, final
@@ -35,7 +36,7 @@ from jaxckpt._run.schedule import SavePolicy, check_count, check_seconds
 from jaxckpt._run.scrub import scrub
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Json, current, lead, leading, text_of
+from jaxckpt.multihost import Json, check_alike, current, lead, leading, text_of
 from jaxckpt.storage import locate
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
@@ -111,6 +112,7 @@ class CheckpointManager:
 
         Raises:
             NotADirectoryError, PermissionError: `directory` cannot hold a run.
+            ProcessesDisagree: the directories or policies of the processes differ.
         """
         if mode not in ("w", "r"):
             raise ValueError(f"mode must be 'w' or 'r', not {mode!r}")
@@ -147,6 +149,8 @@ class CheckpointManager:
         )
         self._closed = False
         if mode == "w":
+            if self._processes.count > 1:
+                self._check_alike(save, step_prefix)
             self._close_earlier()
             opened = self._open_run()
         else:
@@ -167,6 +171,20 @@ class CheckpointManager:
             timings=self._timings,
         )
         self._saver.session, self._saver.floor = opened["session"], opened["newest"]
+
+    def _check_alike(self, save: SavePolicy, step_prefix: str | None) -> None:
+        """Raises in every process if one opens another run, or with other rules."""
+        fields = {f"save.{name}": value for name, value in asdict(save).items()}
+        fields |= {f"keep.{name}": value for name, value in asdict(self.keep).items()}
+        fields |= {"step_prefix": step_prefix, "step_digits": self.step_digits}
+        check_alike(
+            self._processes,
+            "CheckpointManager",  # not the directory, in which they may differ
+            # Functions cannot be compared.
+            {"directory": self.directory} | {n: callable(v) or v for n, v in fields.items()},
+            timeout_s=self.timeout_s,
+            hint="Open the same managers in the same order in all processes.",
+        )
 
     def _close_earlier(self) -> None:
         """Closes this process's earlier writing manager of the run, after its saves."""

@@ -1,6 +1,14 @@
 """Barrier, gather and agree among the processes of a job, each with a time limit."""
 
-from jaxckpt.multihost._collective import Meeting, disagreement, lead, leading, meet, text_of
+from jaxckpt.multihost._collective import (
+    Meeting,
+    check_alike,
+    disagreement,
+    lead,
+    leading,
+    meet,
+    text_of,
+)
 from jaxckpt.multihost._distributed import Distributed
 from jaxckpt.multihost._protocol import Device, Json, Processes
 from jaxckpt.multihost._service import current, playing
@@ -13,6 +21,7 @@ __all__ = [
     "Meeting",
     "Processes",
     "Single",
+    "check_alike",
     "current",
     "disagreement",
     "lead",

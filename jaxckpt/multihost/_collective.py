@@ -2,6 +2,7 @@
 
     lead, leading    process 0 acts for all, and reports
     meet             every process has acted, and reports
+    check_alike      every process reports the same
 
 A report is `{"problem": text or null, "mark": a word about the problem, "value": JSON}`. A process
 with an error of its own raises that one; the others raise an error that lists the failed processes.
@@ -95,6 +96,25 @@ def meet(
         mark: One word about the problem, for the caller.
     """
     return _met(processes.gather(name, _report(value, problem, mark), timeout_s=timeout_s))
+
+
+def check_alike(
+    processes: Processes, name: str, fields: Mapping[str, Json], *, timeout_s: float, hint: str
+) -> None:
+    """Raises in every process unless all give the same fields.
+
+    Raises:
+        ProcessesDisagree: lists the processes that differ from process 0, and in which fields.
+    """
+    given: list[Any] = processes.gather(name, fields, timeout_s=timeout_s)
+    problems = {}
+    for i, theirs in enumerate(given):
+        differ = [field for field in given[0] if theirs[field] != given[0][field]]
+        texts = [f"{f}={theirs[f]!r}, process 0 has {f}={given[0][f]!r}" for f in differ]
+        if texts:
+            problems[i] = "; ".join(texts)
+    if problems:
+        raise disagreement(name, problems, hint)
 
 
 def _met(reports: list[Any]) -> Meeting:
