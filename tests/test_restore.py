@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import tempfile
 import tracemalloc
 import weakref
@@ -154,7 +155,7 @@ def test_any_spec_to_any_spec(data):
     sizes = data.draw(strategies.mesh_shapes())
     source = put(values, mesh_of(sizes), data.draw(strategies.specs(sizes, shape)))
     sizes = data.draw(strategies.mesh_shapes())
-    dtype = data.draw(st.sampled_from([np.float32, np.float64, np.int32, jnp.bfloat16]))
+    dtype = data.draw(st.sampled_from([np.float32, np.float64, np.complex64, jnp.bfloat16]))
     like = abstract(values, mesh_of(sizes), data.draw(strategies.specs(sizes, shape)), dtype)
     shm = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=shm) as folder:
@@ -432,16 +433,20 @@ def plain(tmp_path):
     return tmp_path / "x"
 
 
-def test_like_says_the_dtype(plain):
-    """A cast, also one that loses, happens because the target asks for it, and is reported."""
+def test_like_says_the_dtype(plain, caplog):
+    """A cast happens because the target asks for it, is reported, and counted in the log."""
     told = []
-    like = {"w": np.zeros(6, np.float16), "b": np.zeros(2, np.int8)}
+    like = {"w": np.zeros(6, np.float16), "b": np.zeros(2, np.float64)}
+    options = {"rename": {"^params/": ""}, "extra": "ignore", "report": told.append}
 
-    got = jaxckpt.restore(plain, like, rename={"^params/": ""}, extra="ignore", report=told.append)
+    with caplog.at_level(logging.INFO, "jaxckpt"):
+        got = jaxckpt.restore(plain, like, **options)
 
     assert got["w"].dtype == np.float16
-    assert got["b"].dtype == np.int8
-    assert dict(told[0].cast) == {"w": ("float32", "float16"), "b": ("float32", "int8")}
+    assert got["b"].dtype == np.float64
+    assert dict(told[0].cast) == {"b": ("float32", "float64"), "w": ("float32", "float16")}
+    (line,) = caplog.messages
+    assert line.endswith("; cast 2 leaves, such as b from float32 to float64")
 
 
 def test_dtype_is_for_all_float_arrays_and_nothing_else(plain):

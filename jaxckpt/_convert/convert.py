@@ -41,7 +41,8 @@ def convert(
         dst: The new checkpoint.
         item: Name of the item, if the checkpoint has several trees.
         only, skip: Globs over leaf paths; the name of a container includes its leaves.
-        dtype: The new dtype of all floating-point arrays; Python numbers stay as they are.
+        dtype: The new dtype of all floating-point arrays; Python numbers stay as they are. A finite
+            value that would become infinite raises `TreeMismatch`.
         ocdbt: Whether the arrays are in one database, or each in a directory of plain files.
         overwrite: Whether to replace a checkpoint at `dst`, in one step.
 

@@ -448,4 +448,4 @@ def _read_parts(
             )
         except EOFError as error:
             raise CorruptCheckpoint(f"{file} was truncated: {error}", file=file) from error
-        yield as_stored(out, copies[part.leaf])
+        yield as_stored(out, copies[part.leaf], file)

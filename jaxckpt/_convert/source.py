@@ -16,9 +16,9 @@ from typing import Any, Final
 import numpy as np
 
 from jaxckpt._core.box import Box
+from jaxckpt._core.cast import cast
 from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._core.text import counted
-from jaxckpt._disk.chunks import copy
 from jaxckpt._disk.find import at_rest, open_tree
 from jaxckpt._disk.found import check_current
 from jaxckpt._disk.native import Item
@@ -362,7 +362,8 @@ def _read(
             read_stream(saved, map(request, wanted), budget_bytes=_BUDGET_BYTES)
         ) as stream:
             for part in parts:
-                yield _copied_values(next(stream), sources[part.leaf], copies[part.leaf])
+                source, copied = sources[part.leaf], copies[part.leaf]
+                yield _copied_values(next(stream), source, copied, saved.path)
     except CorruptCheckpoint:
         check_current(saved.found)  # it may have been replaced, which is not damage
         raise
@@ -374,23 +375,15 @@ def _read_dtype(source: Leaf, wanted: Leaf) -> np.dtype[Any]:
     return dtype_of(source.array.dtype if as_bytes else wanted.array.dtype)
 
 
-def _copied_values(values: Values, source: Leaf, wanted: Leaf) -> Values:
+def _copied_values(values: Values, source: Leaf, wanted: Leaf, place: str) -> Values:
     if source.dtype in AS_BYTES_DTYPES and source.kind != "key":
         values = values.view(dtype_of(source.dtype))
-    return as_stored(values, wanted)
+    return as_stored(values, wanted, place)
 
 
-def as_stored(values: Values, wanted: Leaf) -> Values:
+def as_stored(values: Values, wanted: Leaf, place: str) -> Values:
     """Returns values in the stored dtype; as bytes if zarr lacks their dtype."""
     stored = dtype_of(wanted.array.dtype)
     if wanted.kind != "key" and wanted.dtype in AS_BYTES_DTYPES:
-        return _as(values, dtype_of(wanted.dtype)).view(stored)
-    return _as(values, stored)
-
-
-def _as(values: Values, dtype: np.dtype[Any]) -> Values:
-    if values.dtype == dtype:
-        return values
-    out = np.empty(values.shape, dtype)
-    copy(out, values)
-    return out
+        return cast(values, dtype_of(wanted.dtype), leaf=wanted.text, place=place).view(stored)
+    return cast(values, stored, leaf=wanted.text, place=place)

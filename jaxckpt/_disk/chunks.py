@@ -18,10 +18,11 @@ from typing import Any, Final
 import numpy as np
 
 from jaxckpt._core.box import Box
+from jaxckpt._core.cast import cast
 from jaxckpt._core.plan import ChunkRead, plan_chunks
 from jaxckpt._disk.checksums import Sums
 from jaxckpt._disk.damage import bad_leaf
-from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure
+from jaxckpt.errors import CheckpointError, CorruptCheckpoint, TreeMismatch, is_io_failure
 from jaxckpt.format.arrays import (
     CRC_BYTES,
     checksum,
@@ -151,7 +152,7 @@ def _take(job: ChunkJob, data: bytes, path: str) -> None:
         raise _mismatch(job, path, wanted, found)
     if job.wanted not in (None, found):
         raise another_chunk(job.leaf, job.key, path)
-    _divide(job, values)
+    _divide(job, values, path)
 
 
 def _inner_counts(stored: StoredArray) -> tuple[int, ...] | None:
@@ -251,26 +252,23 @@ def _read_run(storage: Storage, path: str, run: list[ChunkJob], failures: Failur
         elif job.wanted not in (None, found):
             note_failure(failures, job.leaf, another_chunk(job.leaf, job.key, f"{path}/{file}"))
         elif job.out is None:
-            _divide(job, out)
+            try:
+                _divide(job, out, path)
+            except TreeMismatch as error:
+                note_failure(failures, job.leaf, error)
 
 
-def _divide(job: ChunkJob, data: Buffer) -> None:
+def _divide(job: ChunkJob, data: Buffer, path: str) -> None:
     stored = job.leaf.array
     chunk = data.view(dtype_of(stored.dtype)).reshape(stored.unit_shape)
     for target, where, part in job.plan.parts:
-        copy(job.buffers[target][where], chunk[part])
+        copy(job.buffers[target][where], chunk[part], leaf=job.leaf.text, place=path)
 
 
-def copy(out: Buffer, values: Buffer) -> None:
-    """Copies, casting if the dtypes differ; overflow and NaN become what numpy makes of them."""
-    if out.dtype == values.dtype:
-        out[...] = values
-        return
-    with np.errstate(all="ignore"):
-        try:
-            out[...] = values.astype(out.dtype)
-        except TypeError:  # numpy has no cast between some ml_dtypes
-            out[...] = values.astype(np.float32).astype(out.dtype)
+def copy(out: Buffer, values: Buffer, *, leaf: str, place: str) -> None:
+    """Copies values of a leaf, casting if the dtypes differ."""
+    is_same = out.dtype == values.dtype
+    out[...] = values if is_same else cast(values, out.dtype, leaf=leaf, place=place)
 
 
 def _mismatch(job: ChunkJob, file: str, stored: int, found: int) -> CorruptCheckpoint:

@@ -173,7 +173,8 @@ class Regions:
         def divide(_: Any) -> None:
             for target, part in parts:
                 where = part.within(self._read.boxes[target])
-                copy(self._buffers[target][where], values[part.within(box)])
+                out, some = self._buffers[target][where], values[part.within(box)]
+                copy(out, some, leaf=self._read.leaf.text, place=self._item.path)
 
         return divide
 

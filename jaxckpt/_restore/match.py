@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax import tree_util
 
+from jaxckpt._core.cast import kind_rank
 from jaxckpt._core.pytree import SCALARS, is_empty, is_key_dtype, key_path
 from jaxckpt._core.select import Globs, check_globs, selector, some_paths
 from jaxckpt.errors import Difference, TreeMismatch
@@ -178,7 +179,7 @@ def match(
             kept[want.path] = want.value
             if request.missing == "error":
                 differences.append(_difference(want, None))
-        elif _fits(want, leaf):
+        elif _fits(want, leaf, request.dtype):
             leaves.append(LeafMatch(path=want.path, saved=leaf, wanted=want))
         else:
             differences.append(_difference(want, leaf))
@@ -229,7 +230,7 @@ def _rename(
     return paths, renamed
 
 
-def _fits(want: Wanted, leaf: Leaf) -> bool:
+def _fits(want: Wanted, leaf: Leaf, asked: Any) -> bool:
     if want.kind in ("str", "bytes", "empty") or leaf.kind in ("str", "bytes", "empty", "ellipsis"):
         return want.kind == leaf.kind
     if want.kind == "key":
@@ -245,21 +246,17 @@ def _fits(want: Wanted, leaf: Leaf) -> bool:
         return False
     if leaf.value is not None and leaf.kind == "int":
         return want.kind == "int"
-    return _casts(dtype_of(leaf.dtype), want)
+    out = np.dtype(want.kind) if want.dtype is None else want.dtype
+    return out.name == leaf.dtype or _casts(leaf, out, asked)
 
 
-def _casts(saved: np.dtype[Any], want: Wanted) -> bool:
-    is_complex = saved.kind == "c"
-    if want.dtype is not None:
-        return want.dtype.kind == "c" or not is_complex
-    integral = saved.kind in "biu"
-    allowed = {
-        "bool": saved.kind == "b",
-        "int": integral,
-        "float": not is_complex,
-        "complex": True,
-    }
-    return allowed[want.kind]
+def _casts(leaf: Leaf, out: np.dtype[Any], asked: Any) -> bool:
+    """Returns whether the kind of a leaf may change to that of `out`; `cast` checks the values."""
+    if asked is not None and np.dtype(asked) == out and not leaf.dtype.startswith("complex"):
+        return True
+    # A Python int has no dtype, so it may become unsigned.
+    saved = np.dtype("uint8") if leaf.kind == "int" else dtype_of(leaf.dtype)
+    return kind_rank(saved) <= kind_rank(out)
 
 
 def _mismatch_text(differences: Sequence[Difference], place: str) -> str:
@@ -269,7 +266,8 @@ def _mismatch_text(differences: Sequence[Difference], place: str) -> str:
         lines.append(f"  ... and {len(differences) - 200} more")
     lines.append(
         "Change the target, or restore around them: skip=[...], rename={...}, missing='keep' for "
-        "leaves that were not saved, extra='ignore' for leaves that are not wanted."
+        "leaves that were not saved, extra='ignore' for leaves that are not wanted, dtype=... for "
+        "a cast from float to int, int to bool or signed to unsigned."
     )
     return "\n".join(lines)
 

@@ -113,6 +113,8 @@ def _out_dtype(saved: Leaf, wanted: Wanted | None, dtype: Any) -> np.dtype[Any] 
     if wanted is not None and wanted.kind == "key":
         return None
     out = dtype_of(saved.dtype) if wanted is None or wanted.dtype is None else wanted.dtype
+    if wanted is not None and wanted.kind in ("float", "complex") and out.kind in "biu":
+        return np.dtype(wanted.kind)
     if dtype is not None and jax.numpy.issubdtype(out, np.floating):
         return np.dtype(dtype)
     return out

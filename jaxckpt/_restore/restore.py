@@ -25,6 +25,8 @@ from jax.sharding import Mesh
 
 from jaxckpt._core import pytree
 from jaxckpt._core.box import Box, whole
+from jaxckpt._core.cast import cast
+from jaxckpt._core.text import counted
 from jaxckpt._core.transfer import placing, to_default_device, to_device
 from jaxckpt._disk.find import at_rest, open_item
 from jaxckpt._disk.found import Found, JsonItem
@@ -73,12 +75,15 @@ def restore(
     Args:
         path: A checkpoint, one of its items, or a run's root (restores its newest good step).
         like: The target, a tree of arrays, `jax.ShapeDtypeStruct`s or Python values that give
-            structure, dtype and sharding. If None, the tree is restored as it was saved.
+            structure, dtype and sharding. If None, the tree is restored as it was saved. A cast
+            never turns float into int, int into bool or signed into unsigned, and loses no value:
+            integers stay the same number, finite values finite. It may round floats.
         item: Name of the item, if the checkpoint has several trees.
         mesh: Puts the saved PartitionSpecs on this mesh.
         shardings: A sharding for each leaf, as a tree (an entry may cover a container) or as
             `fn(path, shape, dtype)`. A PartitionSpec refers to `mesh`.
-        dtype: Replaces the saved or wanted dtype of all floating-point arrays.
+        dtype: Replaces the saved or wanted dtype of all floating-point arrays. A leaf of `like`
+            that has this dtype may be cast from any kind but complex, which cuts off fractions.
         as_numpy: Returns host arrays in place of jax arrays. Typed PRNG keys stay keys.
         only, skip: Globs over leaf paths (`params/*`); the name of a container includes its leaves.
             Leaves of `like` that are left out are returned as they are.
@@ -100,7 +105,8 @@ def restore(
 
     Raises:
         CheckpointNotFound: there is no committed checkpoint at `path`.
-        TreeMismatch: `like` or a sharding does not fit; the error lists every difference.
+        TreeMismatch: `like` or a sharding does not fit; the error lists every difference. Or a
+            value does not fit the wanted dtype; the error names leaf and value.
         CorruptCheckpoint: stored data is missing or damaged; the error names leaf and file.
         OSError: the storage fails to read it; this is no evidence of damage.
         UnsupportedFormat: a newer program wrote it.
@@ -195,7 +201,7 @@ def restore_from(
     timing = meter.timing()
     if request.report is not None:
         request.report(replace(read.report, timing=timing))
-    _logger.info("%s", timing)
+    _logger.info("%s%s", timing, _cast_text(read.report.cast) if read.report.cast else "")
     if meter.error is not None:
         raise meter.error
     if treedef is not None and wanted is not None:
@@ -269,6 +275,11 @@ def _casts(plans: Sequence[LeafPlan]) -> dict[str, tuple[str, str]]:
     }
 
 
+def _cast_text(cast: Mapping[str, tuple[str, str]]) -> str:
+    leaf, (saved, restored) = next(iter(cast.items()))
+    return f"; cast {counted(len(cast), 'leaf')}, such as {leaf} from {saved} to {restored}"
+
+
 def _values(
     item: Item, plans: Sequence[LeafPlan], budget_bytes: int, meter: Meter
 ) -> Iterator[tuple[Path, object]]:
@@ -284,7 +295,7 @@ def _values(
         for plan in plans:
             parts = next(buffers) if plan.saved.has_array else _inline(plan)
             start_s = time.monotonic()
-            value = _convert(plan, parts)
+            value = _convert(plan, parts, item.path)
             place_s += time.monotonic() - start_s
             yield plan.path, value
     meter.add("place", place_s)
@@ -309,7 +320,7 @@ def _inline(plan: LeafPlan) -> dict[Box, np.ndarray[Any, Any]]:
     return {box: np.array(value[box.slices]) for box in boxes}
 
 
-def _convert(plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]]) -> object:
+def _convert(plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]], place: str) -> object:
     saved, wanted = plan.saved, plan.wanted
     if saved.kind == "empty":
         return pytree.empty_value(saved)
@@ -317,7 +328,7 @@ def _convert(plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]]) -> object:
         return ...
     if isinstance(saved.value, (str, bytes)):
         return _inline_value(saved)
-    parts = {box: _as_wanted(plan, values) for box, values in parts.items()}
+    parts = {box: _as_wanted(plan, values, place) for box, values in parts.items()}
     if plan.kind == "key":
         impl = saved.key_impl if wanted is None or wanted.key_impl is None else wanted.key_impl
         return _wrap_key(plan, parts, impl)
@@ -339,13 +350,15 @@ def _convert(plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]]) -> object:
     return {"int": int, "float": float, "complex": complex, "bool": bool}[plan.kind](values.item())
 
 
-def _as_wanted(plan: LeafPlan, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _as_wanted(plan: LeafPlan, values: np.ndarray[Any, Any], place: str) -> np.ndarray[Any, Any]:
     saved = plan.saved
     if saved.kind in ("str", "bytes", "key") or plan.dtype is None:
         return values
     if saved.stored is not None and saved.dtype != saved.stored.dtype:
         values = values.view(dtype_of(saved.dtype))
-    return values if values.dtype == plan.dtype else values.astype(plan.dtype)
+    if values.dtype == plan.dtype:
+        return values
+    return cast(values, plan.dtype, leaf=path_text(plan.path), place=place)
 
 
 def _inline_value(saved: Leaf) -> object:

@@ -1,0 +1,90 @@
+"""Casts that lose no value.
+
+The kinds are ordered: bool, unsigned, signed, float, complex. A cast to the same or a later kind is
+allowed, but each value is checked: an integer must stay the same number, and a finite value finite.
+Rounding a float to fewer bits is allowed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import numpy as np
+from ml_dtypes import finfo
+
+from jaxckpt.errors import Difference, TreeMismatch
+
+_KINDS: Final = ("bool", "uint", "int", "float", "complex")
+_FLOAT: Final = _KINDS.index("float")
+
+Values = np.ndarray[Any, Any]
+
+
+def kind_rank(dtype: np.dtype[Any]) -> int:
+    """Returns the place of a dtype's kind in the order; -1 if it is no number.
+
+    Example:
+        >>> kind_rank(np.dtype("bool")), kind_rank(np.dtype("int8")), kind_rank(np.dtype("object"))
+        (0, 2, -1)
+    """
+    return next((i for i, kind in enumerate(_KINDS) if kind in dtype.name), -1)
+
+
+def cast(values: Values, dtype: np.dtype[Any], *, leaf: str, place: str) -> Values:
+    """Returns the values in another dtype.
+
+    Raises:
+        TreeMismatch: some values would be lost; the error names the leaf of `place`.
+    """
+    if values.dtype == dtype:
+        return values
+    with np.errstate(all="ignore"):
+        try:
+            out = values.astype(dtype)
+        except TypeError:  # numpy has no cast between some ml_dtypes
+            out = values.astype(np.float32).astype(dtype)
+        kept = _kept(values, out)
+    if np.all(kept):
+        return out
+    lost = values[~np.asarray(kept)]
+    found = f"{values.dtype.name} with {lost.size} values such as {lost[0]}"
+    difference = Difference(leaf=leaf, wanted=dtype.name, saved=found)
+    raise TreeMismatch(
+        f"{place}: a cast would lose values\n  {difference}\n"
+        f"Ask for a dtype that holds these values, such as {values.dtype.name}, and convert later.",
+        [difference],
+    )
+
+
+def _kept(values: Values, out: Values) -> Any:  # an array of bools, or one bool for all
+    target = kind_rank(out.dtype)
+    if not values.size or target == 0:
+        return True
+    if kind_rank(values.dtype) < _FLOAT:
+        return _kept_integers(values, out)
+    if target >= _FLOAT:
+        is_wide = float(finfo(values.dtype).max) <= float(finfo(out.dtype).max)
+        return is_wide or np.isfinite(values) == np.isfinite(out)
+    low, high = _limits(out.dtype)
+    whole = np.trunc(values.astype(np.float64))
+    return (whole >= low) & (whole < high + 1.0)
+
+
+def _kept_integers(values: Values, out: Values) -> Any:  # as `_kept`
+    least, most = int(values.min()), int(values.max())
+    if kind_rank(out.dtype) < _FLOAT:
+        low, high = _limits(out.dtype)
+        return (low <= least and most <= high) or (values >= low) & (values <= high)
+    if max(-least, most) <= 2 << finfo(out.dtype).nmant:
+        return True
+    low, high = _limits(values.dtype)
+    wide = (out.real if out.dtype.kind == "c" else out).astype(np.float64)
+    # Outside of the limits, the processor decides what becomes of a float.
+    return (wide >= low) & (wide < high + 1.0) & (wide.astype(values.dtype) == values)
+
+
+def _limits(dtype: np.dtype[Any]) -> tuple[int, int]:
+    """Returns the least and the greatest value of an integer dtype."""
+    bits = int(re.sub(r"\D", "", dtype.name))
+    return (0, (1 << bits) - 1) if dtype.name[0] == "u" else (-1 << bits - 1, (1 << bits - 1) - 1)
