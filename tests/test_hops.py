@@ -132,7 +132,7 @@ def verbs(ram_path, mesh, monkeypatch):
 # Functions, modules, depth, storage calls.
 CEILINGS = {
     "save again": (124, 20, 9, 24),
-    "manager open + save": (205, 31, 10, 33),
+    "manager open + save": (208, 32, 10, 33),
     "restore(path, like)": (133, 23, 12, 8),
     "manager.restore(like)": (171, 30, 16, 10),
     "open": (69, 12, 10, 7),
@@ -198,8 +198,8 @@ def code_lines(source: str) -> int:
 
 def test_the_package_stays_small():
     """Lines in all, and of code, without the command line, integrations, testing, convert."""
-    assert sum(source.count("\n") for source in sources()) <= 16_065
-    assert sum(map(code_lines, sources())) <= 10_905
+    assert sum(source.count("\n") for source in sources()) <= 16_195
+    assert sum(map(code_lines, sources())) <= 10_985
 
 
 def test_functions_stay_short():

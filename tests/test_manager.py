@@ -786,19 +786,143 @@ def test_a_new_job_takes_over_what_a_dead_one_left(tmp_path):
         assert manager.all_steps() == [1, 2]
 
 
-def test_a_manager_that_nobody_closes(tmp_path):
-    """It does not keep the interpreter alive, and a save in flight is whole or absent."""
-    code = f"""
-import numpy as np, jaxckpt
-manager = jaxckpt.CheckpointManager({str(tmp_path)!r})
-manager.save(1, {{"w": np.arange(10)}}).result()
-manager.save(2, {{"w": np.arange(1_000_000)}})
+def ends(folder, code, *args):
+    """Runs a program that has `manager`, which it does not close; its status and its stderr."""
+    prelude = """
+import atexit, os, sys, threading, numpy as np, jaxckpt
+from jaxckpt.storage import LocalStorage
+folder, *args = sys.argv[1:]
 """
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", prelude + code, folder, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stderr
 
+
+@pytest.mark.parametrize(
+    ("elements", "ending", "status"),
+    [(10_000, "", 0), (2_000_000, "", 0), (2_000_000, "1/0", 1), (2_000_000, "sys.exit(3)", 3)],
+)
+def test_the_end_of_a_program_waits_for_its_saves(tmp_path, elements, ending, status):
+    """Also if it does not close the manager; its status stays, and one line says why it waits."""
+    code = """
+manager = jaxckpt.CheckpointManager(folder)
+for step in range(3):
+    manager.save(step, {"w": np.full(int(args[0]), step)})
+exec(args[1])
+"""
+    returned, said = ends(tmp_path, code, elements, ending)
+
+    assert returned == status
+    assert said.count("jaxckpt:") <= 1  # none if they had ended
     with CheckpointManager(tmp_path) as manager:
-        assert manager.all_steps() in ([1], [1, 2])
-        assert len(manager.restore()["w"]) == {1: 10, 2: 1_000_000}[manager.restored_step]
+        assert manager.all_steps() == [0, 1, 2]
+        assert np.array_equal(manager.restore()["w"], np.full(elements, 2))
+
+
+HANGING = """
+manager = jaxckpt.CheckpointManager(folder, timeout_s=float(args[0]))
+manager.save(1, {"w": 1}).result()
+opened = threading.Event()
+class Hangs(LocalStorage):
+    def make_dir(self, path):
+        opened.wait()
+        super().make_dir(path)
+manager._index.storage = Hangs()
+manager.save(2, {"w": 2})
+manager.save(3, {"w": 3})
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "try: manager.close()\nexcept OSError: pass"])
+def test_the_end_of_a_program_does_not_wait_for_ever(tmp_path, ending):
+    """It names the steps that it could not save; the rest of the program ends as it would."""
+    code = HANGING + "atexit.register(print, 'the last words', file=sys.stderr)\n" + ending
+
+    returned, said = ends(tmp_path, code, 0.1)
+
+    assert returned == 1
+    lost = said.split("without these saves")[1]
+    assert f"{tmp_path}/2, {tmp_path}/3" in lost
+    assert "the last words" in lost
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == [1]
+
+
+def test_a_save_cut_off_in_tensorstore_aborts_nothing(tmp_path):
+    """The step is whole or absent."""
+    code = """
+manager = jaxckpt.CheckpointManager(folder, timeout_s=0.02)
+manager.save(1, {"w": np.zeros(2_000_000)})
+"""
+    returned, said = ends(tmp_path, code)
+
+    assert returned == ("without these saves" in said)
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() in ([], [1])
+
+
+def test_a_forked_child_does_not_wait_for_the_saves_of_its_parent(tmp_path):
+    """It has no thread that could end them."""
+    code = (
+        HANGING
+        + """
+import multiprocessing
+child = multiprocessing.get_context("fork").Process(target=sys.exit, args=[3])
+child.start()
+child.join()
+opened.set()
+sys.exit(child.exitcode)
+"""
+    )
+    returned, said = ends(tmp_path, code, 20)
+
+    assert (returned, said.count("jaxckpt: ")) == (3, 1), said  # the parent waits for its own
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == [1, 2, 3]
+
+
+def test_the_end_of_a_program_reports_failed_saves(tmp_path):
+    """Nobody calls the manager again, which would raise the error."""
+    code = """
+manager = jaxckpt.CheckpointManager(folder)
+class Full(LocalStorage):
+    def make_dir(self, path):
+        raise OSError(28, "No space left on device")
+manager._index.storage = Full()
+manager.save(7, {"w": 1})
+"""
+    returned, said = ends(tmp_path, code)
+
+    assert returned == 0
+    assert "SaveFailed" in said
+    assert f"{tmp_path}/7" in said
+
+
+def test_saves_are_kept_after_the_main_thread_has_ended(tmp_path):
+    """A thread that trains, and a function of `atexit`, save as before."""
+    code = """
+manager = jaxckpt.CheckpointManager(folder)
+manager.save(1, {"w": 1})
+def train():
+    threading.main_thread().join()
+    manager.wait_until_finished()
+    manager.save(2, {"w": 2})
+threading.Thread(target=train).start()
+@atexit.register
+def last():
+    manager.save(3, {"w": np.zeros(1_000_000)})
+    manager.close()
+"""
+    returned, said = ends(tmp_path, code)
+
+    assert returned == 0, said
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == [1, 2, 3]
 
 
 # --- names of steps ----------------------------------------------------------------------------

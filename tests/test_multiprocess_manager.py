@@ -505,3 +505,24 @@ def test_a_signal_to_one_process_saves_one_step_in_all(
     called = [index == told and number == signal.SIGUSR1 for index in range(count)]
     assert [result["handled"] for result in results] == called
     check_root(tmp_path, [1, step])
+
+
+# --- ending without closing -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("steps", "timeout_s"), [([3, 3], 60), ([3, 2], 4)])
+def test_the_end_of_the_processes_waits_for_their_saves(
+    start_processes, tmp_path, steps, timeout_s
+):
+    """Before JAX shuts down; if one leaves early, the other does not wait for ever."""
+    job = start_processes(
+        "manages:leave_open", count=2, devices_per_process=2, args=[tmp_path, steps, timeout_s]
+    )
+
+    done = job.wait(check=False)
+
+    # The step without its other process fails, or does not finish in time.
+    assert done[0].returncode in ((0, 1) if steps == [3, 2] else (0,)), done[0].stdout
+    assert done[1].returncode == 0, done[1].stdout
+    assert ("CheckpointTimeout" in done[0].stdout) == (steps == [3, 2])
+    check_root(tmp_path, list(range(min(steps))))

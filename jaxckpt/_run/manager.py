@@ -49,7 +49,8 @@ class CheckpointManager:
 
     All processes of a job must make the same calls in the same order. Every method first raises
     errors from background work since the last call, each once. Close the manager or use it in a
-    `with`: a program that ends without closing it loses the save under way.
+    `with`. A program that ends without closing it waits for the saves under way, up to `timeout_s`;
+    it reports on stderr the saves that failed and, with exit status 1, those not finished by then.
 
     Attributes:
         directory: The root of the run.

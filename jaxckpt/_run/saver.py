@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import queue
 import threading
 import time
 from collections import deque
@@ -21,6 +20,7 @@ from jaxckpt._run.owner import Ownership
 from jaxckpt._run.preemption import Preemption
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
+from jaxckpt._save import ending
 from jaxckpt._save.handle import SaveHandle, SaveRequest
 from jaxckpt._save.save import check_metadata
 from jaxckpt._save.snapshot import SaveItem, take_tree
@@ -79,8 +79,7 @@ class Saver:
         self._for_preemption: SaveHandle | None = None
         self._lacked_metric = False  # whether a step did, which is reported once
         self._metrics: dict[int, dict[str, Any]] = {}  # by step, until the commit
-        self._queue: queue.SimpleQueue[SaveHandle | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # the latest that saved
         self._changed = threading.Condition()  # guards `schedule` and the two below
         self._under_way: list[SaveHandle] = []
         self._errors: list[SaveHandle | BaseException] = []
@@ -320,27 +319,33 @@ class Saver:
             missing=missing,
         )
 
-    def stop(self) -> None:
-        """Waits until all saves have ended and stops the thread."""
-        self._queue.put(None)
+    def finish(self) -> None:
+        """Waits until all saves have ended."""
         self.wait(self.under_way())
-        if self._thread is not None:
-            self._thread.join(self._timeout_s)
+
+    def stop(self) -> None:
+        """Waits until all saves have ended, for the last time."""
+        try:
+            self.finish()
+        finally:
+            self._timeout_s = 0.0  # the end of the program does not wait again
+        if not self._errors:
+            ending.forget(self)
 
     # --- in the thread ---------------------------------------------------------------------------
 
     def _put(self, handle: SaveHandle) -> None:
         with self._changed:
             self._under_way.append(handle)
-        self._queue.put(handle)
-        if self._thread is None:
-            # A daemon: an unclosed manager must not keep the interpreter alive.
-            name = f"jaxckpt-manager {self._index.root}"
-            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-            self._thread.start()
+            starts = len(self._under_way) == 1
+        if starts:
+            ending.start(self, self._work, f"jaxckpt-manager {self._index.root}")
 
     def _work(self) -> None:
-        while (handle := self._queue.get()) is not None:
+        """Runs the saves under way until there are none."""
+        self._thread = threading.current_thread()
+        handle: SaveHandle | None = self._under_way[0]
+        while handle is not None:
             error: SaveHandle | BaseException | None = None
             try:
                 if handle.attempt():
@@ -353,6 +358,7 @@ class Saver:
                 if error is not None:
                     self._errors.append(error)
                 self._under_way.remove(handle)
+                handle = next(iter(self._under_way), None)
                 self._changed.notify_all()
 
     def _follow(self, handle: SaveHandle) -> None:

@@ -8,12 +8,13 @@ import os
 import posixpath
 import threading
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 from weakref import WeakKeyDictionary
 
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._progress.meter import Meter, display
+from jaxckpt._save import ending
 from jaxckpt._save.handle import DEFAULT_TIMEOUT_S, SaveHandle, SaveRequest
 from jaxckpt._save.snapshot import take_tree
 from jaxckpt.format import jsontext, names
@@ -90,10 +91,29 @@ def save_async(
 
 def start(request: SaveRequest) -> SaveHandle:
     """Runs a save in a new thread."""
-    handle = SaveHandle(request)
-    attempt = partial(handle.attempt, logs=True)  # nobody may ask the handle
-    threading.Thread(target=attempt, name=f"jaxckpt-save {handle.path}").start()
-    return handle
+    one = _OneSave(SaveHandle(request))
+    ending.start(one, one.run, f"jaxckpt-save {one.handle.path}")
+    return one.handle
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _OneSave:
+    handle: SaveHandle
+
+    def run(self) -> None:
+        self.handle.attempt(logs=True)  # nobody may ask the handle
+        ending.forget(self)
+
+    def under_way(self) -> list[SaveHandle]:
+        return [] if self.handle.done() else [self.handle]
+
+    def finish(self) -> None:
+        with contextlib.suppress(Exception):  # logged
+            self.handle.result()
+
+    def take_errors(self) -> list[BaseException]:
+        return []  # logged
 
 
 def prepare(
