@@ -72,7 +72,7 @@ def test_how_steps_are_called_is_seen_from_them(form, steps):
     """All steps of a run are found, and none under another number."""
     entries = [form.of(number) for number in steps]
 
-    guess = run.guess_names(run.like_steps(entries)[0], entries)
+    [guess] = run.guess_names(entries, lambda _: True)
 
     assert [guess.step(entry) for entry in entries] == steps
 
@@ -87,10 +87,42 @@ entries_of_a_root = st.one_of(
 @given(st.lists(entries_of_a_root, min_size=1, max_size=6))
 @example(["100", "0001"])
 @example(["0099", "012"])
+@example(["1", "2", "00"])
 def test_a_stray_entry_hides_no_step(entries):
-    """The step by which the names were guessed is found by them."""
-    for name in run.like_steps(entries):
-        assert run.guess_names(name, entries).step(name) is not None
+    """Whichever entry is the only step, it is found by the guess; strays do not count."""
+    for only in filter(run.is_like_step, entries):
+        [guess] = run.guess_names(entries, lambda entry, only=only: entry == only)
+        assert guess.step(only) is not None
+
+
+@LAWS
+@given(st.lists(entries_of_a_root, max_size=6, unique=True))
+def test_a_guess_is_the_one_that_finds_most_steps(entries):
+    """Every other scheme that a step shows finds fewer; if none does, the guess is several."""
+    like = [entry for entry in entries if run.is_like_step(entry)]
+    finds = {
+        shown: sum(shown.step(entry) is not None for entry in like)
+        for [shown] in (run.guess_names([entry], lambda _: True) for entry in like)
+    }
+
+    guesses = run.guess_names(entries, lambda _: True)
+
+    most = [naming for naming, count in finds.items() if count == max(finds.values())]
+    assert guesses == most if len(most) < 2 else {*guesses} == {*finds}
+
+
+def test_the_names_of_alike_steps_are_guessed_from_one():
+    """Asking whether an entry is a step may be a request; strays are asked about too."""
+    asked = []
+
+    for entries in (
+        map(str, range(1000)),
+        (f"{n:03}" for n in range(1000)),
+        ["00", "1", "2", "10"],
+    ):
+        assert len(run.guess_names(entries, lambda e: asked.append(e) or e != "00")) == 1
+
+    assert asked == ["999", "999", "099", "10", "00"]
 
 
 @pytest.mark.parametrize(
@@ -366,10 +398,11 @@ def world(request, ram_path):
         (["ckpt_0005"], None, [5], "ckpt_0007"),
         (["099", "100", "1000"], None, [99, 100, 1000], "007"),
         (["100"], None, [100], "7"),
-        (["1", "ckpt_2"], None, [1], "7"),  # plain numbers come first
-        (["0005", "6"], None, [6], "7"),  # the newest says how the others are called
-        (["5", "0006"], None, [6], "0007"),
-        (["ckpt_2", "other_9"], None, [9], "other_7"),
+        (["1", "2", "ckpt_2"], None, [1, 2], "7"),
+        (["1", "ckpt_2", "ckpt_3"], None, [2, 3], "ckpt_7"),
+        (["0005", "6", "7"], None, [6, 7], "7"),
+        (["5", "0006", "0007"], None, [6, 7], "0007"),
+        (["20240131_2359_5", "20240131_2359_6"], None, [5, 6], "20240131_2359_7"),
         (["1", "ckpt_2"], StepNames(prefix="ckpt"), [2], "ckpt_7"),
         (["0005", "6"], StepNames(digits=4), [5], "0007"),
         (["5"], StepNames(prefix="ckpt", digits=3), [], "ckpt_007"),
@@ -385,6 +418,40 @@ def test_steps_of_every_name(world, entries, naming, steps, next_name):
     assert found.index.steps() == steps
     assert found.index.newest() == (steps[-1] if steps else None)
     assert found.index.path(7) == f"{world.root}/{next_name}"
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        ["1", "ckpt_2"],
+        ["0005", "6"],
+        ["ckpt_2", "other_9"],
+        ["20240131_2359_5", "20240131_2359_6", "20240201_1000_7"],
+    ],
+)
+def test_steps_of_several_naming_schemes_are_an_error(world, entries):
+    """Naming one of them opens the run; the error changes nothing."""
+    world.add(*entries)
+    before = world.storage.names(world.root)
+
+    for call in (lambda run: run.index.steps(), lambda run: run.owner.open()):
+        with pytest.raises(ValueError, match=r"2 naming schemes.*step_prefix"):
+            call(world.run())
+
+    assert world.storage.names(world.root) == before
+    assert len(world.run(naming=StepNames(prefix="ckpt")).index.steps()) == ("ckpt_2" in entries)
+
+
+@pytest.mark.parametrize("stray", ["00", "00/notes", "007_1/notes"])
+def test_a_stray_directory_changes_no_name(world, stray):
+    """Only directories that are steps tell how steps are named."""
+    world.add("5", "9", "10", "12")
+    world.write(f"{stray}/file")
+
+    found = world.run()
+
+    assert found.index.steps() == [5, 9, 10, 12]
+    assert found.index.path(7) == f"{world.root}/7"
 
 
 def test_what_is_no_committed_step_is_not_listed(disk):

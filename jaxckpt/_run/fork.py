@@ -76,7 +76,7 @@ def _name_of(found: Found, step: int | None) -> str:
     name = posixpath.basename(found.path)
     if step is not None:
         return run.StepNames().of(step)
-    if not run.like_steps([name]):
+    if not run.is_like_step(name):
         raise ValueError(f"{found.path} is not named like a step; pass a number: fork(..., step=0)")
     return name
 

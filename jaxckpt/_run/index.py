@@ -25,7 +25,7 @@ from jaxckpt._disk.found import Found, check_sizes
 from jaxckpt._save.handle import is_under_way
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import jsontext, names
-from jaxckpt.format.run import StepNames, guess_names, like_steps
+from jaxckpt.format.run import StepNames, guess_names
 from jaxckpt.storage import Entry, Storage, is_temporary_file, locate
 from jaxckpt.storage import listing as entries_of
 from jaxckpt.types import StepInfo
@@ -138,18 +138,31 @@ class StepIndex:
     def listing(self) -> Listing:
         """Lists the root and finds its steps by their names."""
         entries = self.entries()
-        naming = self.naming or self._guess_naming(entries)
+        naming = self.learn_naming(entries)
         numbered = ((naming.step(name), name) for name in entries)
         steps = sorted((number, name) for number, name in numbered if number is not None)
         return Listing(entries=entries, naming=naming, steps=dict(steps))
 
-    def _guess_naming(self, entries: Mapping[str, Entry]) -> StepNames:
-        """Returns the naming of the first committed step and keeps it for all."""
-        for name in like_steps(list(entries)):
-            if self._state_of(name, entries[name]) == "committed":
-                self.naming = guess_names(name, list(entries))
-                return self.naming
-        return StepNames()
+    def learn_naming(self, entries: Mapping[str, Entry]) -> StepNames:
+        """Returns the naming of the steps, guessed from the committed ones if it is unknown.
+
+        Raises:
+            ValueError: there are steps of several naming schemes.
+        """
+        if self.naming is not None:
+            return self.naming
+        guesses = guess_names(
+            entries, lambda name: self._state_of(name, entries[name]) == "committed"
+        )
+        if len(guesses) > 1:
+            alike = shown([naming.of(7) for naming in guesses])
+            raise ValueError(
+                f"{self.root} has steps of {len(guesses)} naming schemes; step 7 would be {alike}. "
+                "Choose one with step_prefix and step_digits of CheckpointManager, or move the "
+                "steps of the others elsewhere."
+            )
+        self.naming = guesses[0] if guesses else None
+        return self.naming or StepNames()
 
     def listings(self) -> Iterator[Listing]:
         """Lists the root until the caller has found a step in it."""
@@ -389,8 +402,8 @@ def is_ours(storage: Storage, path: str) -> bool:
 # --- the root --------------------------------------------------------------------------------
 
 
-def check_root(storage: Storage, root: str) -> bool:
-    """Returns whether the root of a run exists.
+def check_root(storage: Storage, root: str) -> dict[str, Entry] | None:
+    """Returns the entries of the root of a run; None if it does not exist.
 
     Raises:
         NotADirectoryError: the path is not a directory.
@@ -399,7 +412,7 @@ def check_root(storage: Storage, root: str) -> bool:
     try:
         inside = storage.entries(root)
     except FileNotFoundError:
-        return False
+        return None
     except NotADirectoryError as error:
         kind = storage.kind(root)
         what = f"is a {kind}, not a directory" if kind else f"lies below a file ({error})"
@@ -409,7 +422,7 @@ def check_root(storage: Storage, root: str) -> bool:
             f"{root} is a checkpoint, not a run. A run is the directory that contains the steps; "
             f"did you mean {posixpath.dirname(root)}?"
         )
-    return True
+    return inside
 
 
 def existing_root(root: str | os.PathLike[str]) -> tuple[Storage, str]:
@@ -420,7 +433,7 @@ def existing_root(root: str | os.PathLike[str]) -> tuple[Storage, str]:
         NotADirectoryError, ValueError: the path is not a directory, or it is a checkpoint.
     """
     storage, where = locate(root)
-    if not check_root(storage, where):
+    if check_root(storage, where) is None:
         raise CheckpointNotFound(f"{where}: no such file or directory")
     return storage, where
 

@@ -105,7 +105,7 @@ class CheckpointManager:
                 begins; a single save may exceed it. For restores, see `jaxckpt.restore`.
             timeout_s: Limit for each wait for another process or an earlier save.
             step_prefix, step_digits: Name step directories `[<prefix>_]<step>`, padded with zeros.
-                If both are None, names follow the steps already there.
+                If both are None, names are like those of most steps already there.
             on_progress: Called during each save and restore; see `jaxckpt.save`.
             on_commit: Called with the `Timing` of each commit, in the background thread of every
                 process; it cannot wait for saves (RuntimeError). The next call of the manager

@@ -66,8 +66,10 @@ class Ownership:
         """
         storage, root = self._index.storage, self._index.root
         try:
-            if not check_root(storage, root):
+            entries = check_root(storage, root)
+            if entries is None:
                 storage.make_dir(root)
+            self._index.learn_naming(entries or {})  # may raise, so before anything is written
             self._hold = self._lock()
             if self._hold is not None:
                 return self.take_over()

@@ -10,8 +10,10 @@ All are JSON. Times are wall clock, ns since 1970.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
 from typing import Any, Final
 
 from jaxckpt.format import jsontext, names
@@ -61,32 +63,58 @@ class StepNames:
         return step if self.of(step) == name else None
 
 
-def like_steps(entries: Sequence[str]) -> list[str]:
-    """Returns the entries named like a step of any run: plain numbers first, then highest first."""
-    found = []
-    for entry in entries:
-        match = _STEP.fullmatch(entry)
-        if match is not None and not names.is_reserved(entry):
-            found.append((match[1] is None, int(match[2]), entry))
-    return [entry for _, _, entry in sorted(found, reverse=True)]
+def is_like_step(entry: str) -> bool:
+    """Returns whether a step of some run could have this name."""
+    return _STEP.fullmatch(entry) is not None and not (names.is_reserved(entry) or "\\" in entry)
 
 
-def guess_names(name: str, entries: Sequence[str]) -> StepNames:
-    """Infers a run's naming scheme from the name of one step and the other entries."""
-    match = _STEP.fullmatch(name)
-    prefix = match[1] if match is not None else None
-    others = [other for entry in entries if (other := _STEP.fullmatch(entry)) is not None]
-    if match is not None and match[2].startswith("0") and match[2] != "0":
-        return StepNames(prefix=prefix, digits=len(match[2]))
-    # 12345 does not show that numbers are padded, 0099 beside it does; but 0099 cannot be in the
-    # same run as 100.
-    most = len(match[2]) if match is not None else 0
-    widths = [
-        len(other[2])
-        for other in others
-        if other[1] == prefix and other[2].startswith("0") and 1 < len(other[2]) <= most
-    ]
-    return StepNames(prefix=prefix, digits=max(widths, key=widths.count, default=None))
+def guess_names(entries: Iterable[str], is_step: Callable[[str], bool]) -> list[StepNames]:
+    """Infers the naming scheme of a run: the one that fits most steps.
+
+    A padded number shows its scheme. 12345 does not show that numbers are padded, but 0099 beside
+    it does.
+
+    Args:
+        entries: Names in the root, of anything.
+        is_step: Asked about as few entries as possible, as it may take I/O.
+
+    Returns:
+        The scheme; several if none of them is the right one beyond doubt; nothing if no entry is a
+        step.
+    """
+    like = sorted(
+        filter(is_like_step, entries), key=lambda entry: int(entry.rpartition("_")[2]), reverse=True
+    )
+    shown: dict[StepNames, list[str]] = {}
+    for entry in like:
+        shown.setdefault(_shown_by(entry), []).append(entry)
+    is_step = cache(is_step)
+    # One step, the highest, is enough where all are named alike.
+    used = [naming for naming, examples in shown.items() if any(map(is_step, examples))]
+    # A prefix that ends in a number, such as a date, may be another one in each job of a run.
+    if len({naming.prefix for naming in used if (naming.prefix or "")[-1:].isdigit()}) > 1:
+        return used
+    fits = {naming: {e for e in like if naming.step(e) is not None} for naming in used}
+    for naming, mine in sorted(fits.items(), key=lambda fit: -len(fit[1])):
+        others = (theirs for other, theirs in fits.items() if other != naming)
+        if all(_has_more(mine - theirs, theirs - mine, is_step) for theirs in others):
+            return [naming]
+    return used
+
+
+def _shown_by(entry: str) -> StepNames:
+    prefix, _, number = entry.rpartition("_")
+    is_padded = number.startswith("0") and number != "0"
+    return StepNames(
+        prefix=prefix if "_" in entry else None, digits=len(number) if is_padded else None
+    )
+
+
+def _has_more(some: set[str], others: set[str], is_step: Callable[[str], bool]) -> bool:
+    """Returns whether more of `some` than of `others` are steps."""
+    count = sum(map(is_step, others))
+    more = islice(filter(is_step, sorted(some, reverse=True)), count, None)
+    return next(more, None) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
