@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import math
+import os
 import random
 import tempfile
 import threading
@@ -929,6 +930,31 @@ def test_an_error_at_any_verb_of_a_deletion_leaves_whole_steps_or_none(disk, rea
         if not storage.failed:
             break
     assert at > 4
+
+
+def test_a_leftover_that_cannot_go_stops_no_deletion(disk):
+    """Such as one with an immutable file: the others go, and it is reported once."""
+
+    class Stuck(LocalStorage):
+        def delete(self, path):
+            if os.path.basename(path).startswith("1."):
+                raise PermissionError(errno.EPERM, "Operation not permitted", f"{path}/state/data")
+            super().delete(path)
+
+    disk.add("1", "2", "3", "4", names.deleting("0", TOKEN))
+    found = disk.run(Stuck())
+
+    assert found.deletion.delete([1]) == [1]  # no longer a step, but its files are still there
+    assert found.deletion.delete([2]) == [2]
+    assert found.deletion.delete([3]) == [3]
+
+    [stuck] = disk.entries() - {"4"}
+    assert names.ours_temporary(stuck) == "1"
+    said = [problem for problem in found.index.problems if "cannot be removed" in problem]
+    assert len(said) == 1
+    assert f"{stuck}/state/data" in said[0]
+    assert disk.run().deletion.delete([]) == []
+    assert disk.entries() == {"4"}
 
 
 # --- readers and writers at once -----------------------------------------------------------------

@@ -56,12 +56,20 @@ class Deletion:
         return gone
 
     def _finish_deletions(self) -> None:
+        failed, self._failed = self._failed, False
         for entry in self.index.entries():
             begun = names.is_deleting(entry) and names.ours_temporary(entry) is not None
             # A file that could not be written may have stayed behind.
-            if begun or (self._failed and is_temporary_file(entry)):
-                self.index.storage.delete(f"{self.index.root}/{entry}")
-        self._failed = False
+            if begun or (failed and is_temporary_file(entry)):
+                self._remove_leftover(f"{self.index.root}/{entry}")
+
+    def _remove_leftover(self, path: str) -> None:
+        """Deletes what an earlier deletion left; one that fails must not stop all later ones."""
+        try:
+            self.index.storage.delete(path)
+        except OSError as error:
+            self._failed = True
+            self.index.report(f"{path} is left over and cannot be removed: {error}")
 
     def _delete_step(self, name: str, *, asked_for: bool) -> bool:
         storage, path = self.index.storage, f"{self.index.root}/{name}"
