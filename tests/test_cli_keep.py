@@ -364,6 +364,27 @@ def test_gc_counts_and_deletes_whole_steps_of_jaxckpt_only(root, golden):
     assert all("not written by jaxckpt" in why for why in of_orbax.keep.values())
 
 
+def test_gc_deletes_nothing_while_a_step_that_stays_is_damaged(root):
+    """It reads them first, unless told not to; older steps that stay do not matter."""
+    flip(root / "600" / "state")
+    cli("pin", root, 100)
+    flip(root / "100" / "state")
+
+    code, _, err = cli("gc", root, "--last", 1, "--yes")
+    assert code == 2
+    assert "nothing was deleted" in err
+    assert "step 600: " in err
+    assert "step 100: " not in err
+    assert len(steps_of(root)) == 6
+
+    assert cli("gc", root, "--last", 5, "--yes")[0] == 0  # nothing goes
+    assert cli("gc", root, "--last", 3, "--no-verify", "--yes")[0] == 0
+    assert steps_of(root) == [100, 400, 500, 600]
+    assert cli("scrub", root, "--yes")[0] == 1
+    assert cli("gc", root, "--last", 1, "--yes")[0] == 0
+    assert steps_of(root) == [500]
+
+
 def test_gc_leaves_a_step_that_is_being_read(root):
     """And says so; the next gc may delete it."""
     reader = run_at(LocalStorage(), str(root)).leases

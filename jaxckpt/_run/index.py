@@ -138,21 +138,20 @@ class StepIndex:
     def listing(self) -> Listing:
         """Lists the root and finds its steps by their names."""
         entries = self.entries()
-        naming = self.learn_naming(entries)
+        naming = self.naming or self.learn_naming(entries)
         numbered = ((naming.step(name), name) for name in entries)
         steps = sorted((number, name) for number, name in numbered if number is not None)
         return Listing(entries=entries, naming=naming, steps=dict(steps))
 
     def learn_naming(self, entries: Mapping[str, Entry]) -> StepNames:
-        """Returns the naming of the steps, guessed from the committed ones if it is unknown.
+        """Guesses the naming from the committed steps, and keeps it.
 
         Raises:
             ValueError: there are steps of several naming schemes.
         """
-        if self.naming is not None:
-            return self.naming
+        directories = [name for name, entry in entries.items() if entry.kind == "dir"]
         guesses = guess_names(
-            entries, lambda name: self._state_of(name, entries[name]) == "committed"
+            directories, lambda name: self._state_of(name, entries[name]) == "committed"
         )
         if len(guesses) > 1:
             alike = shown([naming.of(7) for naming in guesses])

@@ -69,7 +69,8 @@ class Ownership:
             entries = check_root(storage, root)
             if entries is None:
                 storage.make_dir(root)
-            self._index.learn_naming(entries or {})  # may raise, so before anything is written
+            elif self._index.naming is None:
+                self._index.learn_naming(entries)  # may raise, so before anything is written
             self._hold = self._lock()
             if self._hold is not None:
                 return self.take_over()

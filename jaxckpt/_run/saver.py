@@ -232,16 +232,16 @@ class Saver:
         with meter.phase("snapshot"):
             held: list[SaveItem] = [take_tree(names.STATE_ITEM, state, processes, copy=True)]
             held += [_items.take_item(name, value, processes) for name, value in items.items()]
-        self._check_metric(step, metrics or {})
+        if self._keep.metric is not None:
+            self._check_metric(step, metrics or {}, self._keep.metric)
         if metrics is not None:
             found = partial(self._metrics.__setitem__, step)
             held.append(_items.take_metrics(metrics, found))
         return held
 
-    def _check_metric(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def _check_metric(self, step: int, metrics: Mapping[str, Any], wanted: str) -> None:
         """Reports the first step that lacks the metric of the policy."""
-        wanted = self._keep.metric
-        if wanted is None or wanted in metrics or self._lacked_metric:
+        if wanted in metrics or self._lacked_metric:
             return
         self._lacked_metric = True
         self._index.report(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -115,7 +116,7 @@ def scrub(root: str, dry_run: bool, yes: bool, no_job: bool, as_json: bool) -> i
 
     storage, where = existing_root(root)
     run = run_at(storage, where)
-    reports = _read_all(run)
+    reports = read_steps(run, run.index.present())
     damaged = [number for number, report in reports.items() if report.damaged]
     if not as_json:
         _print_reports(where, reports)
@@ -132,11 +133,10 @@ def scrub(root: str, dry_run: bool, yes: bool, no_job: bool, as_json: bool) -> i
     return _code(*reports.values())
 
 
-def _read_all(run: Deletion) -> dict[int, VerifyReport]:
-    """Checks each step and reports the damage that two reads find; shows progress on a terminal."""
+def read_steps(run: Deletion, numbers: Sequence[int]) -> dict[int, VerifyReport]:
+    """Checks steps and reports the damage that two reads find; shows progress on a terminal."""
     from jaxckpt._run import scrub as _scrub
 
-    numbers = run.index.present()
     reports: dict[int, VerifyReport] = {}
     for i, number in enumerate(numbers, 1):
         if sys.stderr.isatty():

@@ -228,6 +228,7 @@ def plan(found: RunOverview, policy: KeepPolicy, *, now_s: float) -> Plan:
     help="Whether the least or the greatest is best (default min).",
 )
 @click.option("--newer-than", metavar="AGE", help="Keep steps newer than AGE: 12h, 7d, 2w.")
+@click.option("--no-verify", is_flag=True, help="Do not first read the steps that stay.")
 @_options.dry_run
 @_options.yes
 @click.option("--no-job", is_flag=True, help="Assume no running job (file system without locks).")
@@ -240,6 +241,7 @@ def gc(
     metric: str | None,
     mode: Literal["min", "max"],
     newer_than: str | None,
+    no_verify: bool,
     dry_run: bool,
     yes: bool,
     no_job: bool,
@@ -248,8 +250,9 @@ def gc(
     """Delete the steps of a run that no rule keeps. A step stays if any rule keeps it.
 
     Shows the plan, with the reasons for each kept step, and asks. The newest step, pinned steps,
-    steps being read, incomplete steps and steps of other programs always stay. Refused while a
-    running job writes the run.
+    steps being read, incomplete steps and steps of other programs always stay. First reads the
+    steps that stay while older ones go; if one is damaged, deletes nothing. Refused while a running
+    job writes the run.
     """
     from jaxckpt._run.index import existing_root
     from jaxckpt._run.overview import overview
@@ -276,6 +279,8 @@ def gc(
     stay: dict[int, str] = {}
     if planned.delete and not dry_run:
         _output.confirm(f"Delete {counted(len(planned.delete), 'step')} of {where}?", yes=yes)
+        if not no_verify:
+            _verify_kept(found, planned)
         with owned(storage, where, no_job=no_job) as run:
             # Steps pinned or saved while the question was open stay too.
             again = plan(overview(where), policy, now_s=time.time()).delete
@@ -295,6 +300,33 @@ def _check_metric(found: RunOverview, policy: KeepPolicy) -> None:
     infos = [step.info(0.0) for step in found.steps if step.problem is None]
     if policy.best is not None and infos and not policy.ranked(infos):
         raise click.BadParameter(f"{policy.unranked(infos)}.", param_hint="--metric")
+
+
+def _verify_kept(found: RunOverview, planned: Plan) -> None:
+    """Reads the steps that stay and are newer than one that goes.
+
+    Raises:
+        ValueError: one is damaged or cannot be read.
+    """
+    from jaxckpt._run.index import existing_root
+    from jaxckpt.cli._check import read_steps
+    from jaxckpt.cli._owned import run_at
+
+    oldest = min(planned.delete)
+    stay = [step.step for step in found.steps if step.problem is None and step.step > oldest]
+    run = run_at(*existing_root(found.path))
+    reports = read_steps(run, [number for number in stay if number in planned.keep])
+    bad = [
+        f"step {n}: {report.problems[0].message}"
+        for n, report in reports.items()
+        if report.problems
+    ]
+    if bad:
+        raise ValueError(
+            f"{found.path}: nothing was deleted, because steps that would stay are damaged or "
+            f"cannot be read: {'; '.join(bad)}. To set damaged steps aside, run: jaxckpt scrub "
+            f"{found.path}. To delete without this check, pass --no-verify."
+        )
 
 
 def _plan_facts(
