@@ -109,6 +109,11 @@ def _integrity(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> It
     yield studies.integrity(args.scales, root=args.dir, repeats=args.repeats)
 
 
+def _verified(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
+    del name, peers
+    yield studies.verified(args.scales, root=args.dir, repeats=args.repeats)
+
+
 def _imports(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
     del name, peers
     yield studies.imports(repeats=args.repeats)
@@ -167,6 +172,7 @@ STUDIES: Final[
     "memory": _memory,
     "interference": _interference,
     "integrity": _integrity,
+    "verified": _verified,
     "imports": _imports,
     "processes": _processes,
     "scale": _scale,

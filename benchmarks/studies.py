@@ -1,4 +1,4 @@
-"""Further studies: the second save, memory, interference, checksums and imports.
+"""Further studies: the second save, memory, interference, checksums, reading back, imports.
 
 Each study prepares its data, measures in rounds, and returns a `Section`.
 """
@@ -230,6 +230,36 @@ def _save_and_restore(tree: Any, like: Any, root: Path, *, checks: bool) -> tupl
             end = time.perf_counter()
         del restored
     return saved - start, end - saved
+
+
+def verified(scales: dict[str, float], *, root: Path, repeats: int) -> Section:
+    """Compares managers that read each step back with managers that do not."""
+    rows = [["a step, until all work is done", "verified", "not", "reading back costs"]]
+    samples = {}
+    for name in WORKLOADS:
+        tree = build(name, scale=scales[name], mesh=make_mesh(4, 2))
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for i in range(repeats + 1):
+            for reads in (True, False) if i % 2 else (False, True):
+                times[reads].append(_manage_a_step(tree, root, verified=reads))
+        ratio, least, most = paired(times[False][1:], times[True][1:])
+        middle = [seconds(statistics.median(times[reads][1:])) for reads in (True, False)]
+        rows.append([name, *middle, f"{ratio - 1:+.0%} ({least - 1:+.0%} to {most - 1:+.0%})"])
+        samples[name] = {"verified": times[True][1:], "not": times[False][1:]}
+    return Section(title="KeepPolicy(verified=True)", rows=rows, samples=samples)
+
+
+def _manage_a_step(tree: Any, root: Path, *, verified: bool) -> float:
+    keep = jaxckpt.KeepPolicy(last=1, verified=verified)
+    with (
+        tempfile.TemporaryDirectory(dir=root, prefix="bench-") as folder,
+        jaxckpt.CheckpointManager(folder, keep=keep) as manager,
+    ):
+        trim()
+        start = time.perf_counter()
+        manager.save(1, tree)
+        manager.wait_until_finished()
+        return time.perf_counter() - start
 
 
 @contextlib.contextmanager

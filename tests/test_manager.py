@@ -1455,6 +1455,56 @@ def test_what_could_not_be_deleted_is_deleted_later(tmp_path):
         assert manager.all_steps() == [3]
 
 
+@as_processes
+def test_older_steps_go_only_while_one_that_was_read_back_stays(tmp_path, processes):
+    """With `verified`; a damaged step is reported, and others stay in its place."""
+
+    class Rotten(LocalStorage):
+        def rename(self, src, dst):
+            super().rename(src, dst)
+            if os.path.basename(dst) in ("2", "3"):
+                flip(Path(dst))
+
+    def save(manager, step):
+        manager.save(step, {"w": np.arange(1000)})
+        settle(manager, processes)
+        return manager.all_steps()
+
+    with CheckpointManager(tmp_path, keep=KeepPolicy(last=1, verified=True)) as manager:
+        manager._index.storage = Rotten()
+        assert save(manager, 1) == [1]
+        assert save(manager, 2) == [1, 2]
+        assert save(manager, 3) == [1, 2, 3]
+        problems = in_first(processes, lambda: manager.problems)
+        assert save(manager, 4) == [4]
+    with CheckpointManager(tmp_path, keep=KeepPolicy(last=1, verified=True)) as manager:
+        assert manager.all_steps() == [4]
+        assert save(manager, 5) == [5]
+
+    if processes.index == 0:
+        assert len(problems) == 2
+        assert problems[0].startswith("step 2 was saved but cannot be read back: ")
+
+
+def test_each_step_is_read_back_once(tmp_path, monkeypatch):
+    """Its data is read after its own commit only, and not at all without `verified`."""
+    reads = []
+
+    class Counting(LocalStorage):
+        def read_into(self, path, offset, buffers):
+            reads.append(path)
+            super().read_into(path, offset, buffers)
+
+    for verified, wanted in ((True, ["1", "2", "3"]), (False, [])):
+        root = tmp_path / str(verified)
+        with CheckpointManager(root, keep=KeepPolicy(last=3, verified=verified)) as manager:
+            manager._index.storage = Counting()
+            for step in (1, 2, 3):
+                manager.save(step, {"w": np.arange(1000)})
+        assert [Path(path).relative_to(root).parts[0] for path in reads] == wanted
+        reads.clear()
+
+
 def test_a_deletion_that_a_crash_stopped_is_finished(tmp_path):
     """The next start removes what was unpublished, and no reader lists it."""
     with CheckpointManager(tmp_path) as manager:

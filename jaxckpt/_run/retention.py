@@ -25,6 +25,8 @@ class KeepPolicy:
         mode: Whether a small ("min") or a large ("max") metric is better.
         newer_than_s: Keeps steps saved less than this many seconds ago.
         when: Keeps steps for which this function of the `StepInfo` is true.
+        verified: Whether a manager reads each step back once after its commit, in the background of
+            process 0, and deletes steps only while a newer one that it read without damage stays.
 
     Example:
         >>> policy = KeepPolicy(last=1, every_steps=100)
@@ -41,6 +43,7 @@ class KeepPolicy:
     mode: Literal["min", "max"] = "min"
     newer_than_s: float | None = None
     when: Callable[[StepInfo], Any] | None = None
+    verified: bool = False
 
     def __post_init__(self) -> None:
         for name in ("last", "every_steps", "best"):
@@ -52,13 +55,16 @@ class KeepPolicy:
             raise ValueError(f"KeepPolicy.mode must be 'min' or 'max', got {self.mode!r}")
         if self.metric is not None and not isinstance(self.metric, str):
             raise TypeError(f"KeepPolicy.metric must be a name, got {self.metric!r}")
+        if not isinstance(self.verified, bool):
+            raise TypeError(f"KeepPolicy.verified must be a bool, got {self.verified!r}")
         if self.best is not None and self.metric is None:
             raise ValueError(f"KeepPolicy(best={self.best}) needs metric=, the name to rank by")
 
     def fields(self) -> dict[str, Any]:
         """Returns the fields that are set, as JSON and so without `when`."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: x for name, x in found.items() if x is not None and name != "when"}
+        found.pop("when")
+        return {name: x for name, x in found.items() if x is not None and x is not False}
 
     @property
     def has_rules(self) -> bool:

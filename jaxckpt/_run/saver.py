@@ -20,6 +20,7 @@ from jaxckpt._run.owner import Ownership
 from jaxckpt._run.preemption import Preemption
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
+from jaxckpt._run.scrub import look
 from jaxckpt._save import ending
 from jaxckpt._save.handle import SaveHandle, SaveRequest
 from jaxckpt._save.save import check_metadata
@@ -77,6 +78,7 @@ class Saver:
         self._started = 0
         self._latest: SaveHandle | None = None
         self._for_preemption: SaveHandle | None = None
+        self._verified: set[int] = set()  # steps read back without damage, in process 0
         self._lacked_metric = False  # whether a step did, which is reported once
         self._metrics: dict[int, dict[str, Any]] = {}  # by step, until the commit
         self._thread: threading.Thread | None = None  # the latest that saved
@@ -372,10 +374,25 @@ class Saver:
         if self._processes.index == 0:  # only it knows the metrics
             metrics = self._metrics.pop(step, {})
             self._index.remember(StepInfo(step=step, saved_s=time.time(), metrics=metrics))
+            if self._keep.verified:
+                self._read_back(step)
             self._delete_what_goes()
         if self._on_commit is not None:
             self._on_commit(timing)
         handle.raise_callback_error()
+
+    def _read_back(self, step: int) -> None:
+        """Reads a step just committed and compares it with its checksums."""
+        self._verified.discard(step)
+        report = look(self._deletion.leases, step)
+        if report is not None and report.ok:
+            self._verified.add(step)
+        elif report is not None:
+            problem = report.problems[0].message
+            self._index.report(
+                f"step {step} was saved but cannot be read back: {problem}. Older steps stay until "
+                "a later one can be read."
+            )
 
     def _delete_what_goes(self) -> None:
         if self._keep.has_rules:
@@ -383,7 +400,11 @@ class Saver:
             kept = self._keep.kept(map(self._info, steps), now_s=time.time())
             # A step that cannot be read now may be the best.
             unknown = self._index.unknown if self._keep.needs_facts else set()
-            self._deletion.delete(n for n in steps if n not in kept and n not in unknown)
+            gone = [n for n in steps if n not in kept and n not in unknown]
+            if self._keep.verified:
+                good = max(self._verified & kept.keys(), default=-1)
+                gone = [n for n in gone if n < good]
+            self._deletion.delete(gone)
 
     def _info(self, step: int) -> StepInfo:
         """Returns the facts about a step, read only if the policy uses them."""
