@@ -606,6 +606,41 @@ def test_a_step_that_exists_stays_as_it_is(tmp_path, state, processes):
 
 
 @as_processes
+def test_an_empty_directory_is_no_step(tmp_path, processes):
+    """A save takes its place; else the job would end there at each restart."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in (5, 6):
+            in_first(processes, (tmp_path / str(step)).mkdir)
+            manager.save(step, {"n": step}).result()
+
+        assert manager.all_steps() == [5, 6]
+        assert manager.restore(step=5) == {"n": 5}
+        assert temporaries(tmp_path) == []
+
+
+@as_processes
+def test_a_step_that_another_program_deleted_is_saved_again(tmp_path, processes):
+    """And an earlier one, if all later ones are gone."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"n": step})
+        settle(manager, processes)
+        in_first(processes, lambda: shutil.rmtree(tmp_path / "3"))
+        manager.save(3, {"n": 33})
+        settle(manager, processes)
+        assert manager.restore() == {"n": 33}
+
+        in_first(processes, lambda: [shutil.rmtree(tmp_path / name) for name in ("2", "3")])
+        manager.save(2, {"n": 22})
+        settle(manager, processes)
+        assert manager.restore() == {"n": 22}
+        assert manager.all_steps() == [1, 2]
+        with pytest.raises(StepExists):
+            manager.save(1, {"n": 1})
+        end_saves(manager)
+
+
+@as_processes
 def test_steps_do_not_go_backwards(tmp_path, processes):
     """An earlier step is refused; the error says what to do."""
     with CheckpointManager(tmp_path) as manager:
@@ -618,7 +653,7 @@ def test_steps_do_not_go_backwards(tmp_path, processes):
 
 
 @pytest.mark.parametrize(
-    "inside", [(), ("notes.txt",), (names.CHECKPOINT_METADATA,)], ids=["empty", "notes", "foreign"]
+    "inside", [("notes.txt",), (names.CHECKPOINT_METADATA,)], ids=["notes", "foreign"]
 )
 @as_processes
 def test_a_directory_of_somebody_else_is_not_replaced(tmp_path, inside, processes):
@@ -632,7 +667,7 @@ def test_a_directory_of_somebody_else_is_not_replaced(tmp_path, inside, processe
     with CheckpointManager(tmp_path) as manager:
         in_first(processes, make)
 
-        with pytest.raises(StepExists, match=r"notes\.txt|contains nothing|already"):
+        with pytest.raises(StepExists, match=r"notes\.txt|already"):
             manager.save(5, {"n": 5}).result()
         manager.save(6, {"n": 6})
         settle(manager, processes)

@@ -266,6 +266,23 @@ def test_an_abort_frees_the_lock_and_the_name(new_world):
     world.check_next_save()
 
 
+def test_a_directory_that_is_filled_while_a_step_replaces_it_stays(tmp_path):
+    """It was empty when the save looked, and comes back to its place."""
+
+    class Filling(LocalStorage):
+        def rename(self, src, dst):
+            super().rename(src, dst)
+            if src.endswith("/5"):
+                self.write(f"{dst}/theirs", b"1")
+
+    (tmp_path / "5").mkdir()
+
+    with pytest.raises(StepExists, match="theirs"):
+        _transaction.begin(Filling(), f"{tmp_path}/5", overwrite=False, fence=lambda: None)
+
+    assert [path.name for path in tmp_path.rglob("*")] == ["5", "theirs"]
+
+
 def test_what_is_not_ours_is_not_replaced(new_world):
     """A directory without our files is StepExists, with and without overwrite, and stays."""
     world = new_world()

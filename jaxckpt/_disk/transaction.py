@@ -219,7 +219,8 @@ def begin(
 
     Args:
         token: Known to all processes, which may have begun to write. If None, a new one is made.
-        fence: Raises if this writer may no longer commit anything here.
+        fence: Raises if this writer may no longer commit anything here. If given, an empty
+            directory at `path` is replaced.
 
     Raises:
         StepExists: `path` exists (with `overwrite`: and is not a checkpoint).
@@ -229,6 +230,8 @@ def begin(
     # The other processes may already be writing for this attempt.
     spare = work_of(storage, path, token) if token else None
     around = recover(storage, path, spare=spare, fenced=fence is not None)
+    if fence is not None and around is not None:
+        _remove_empty(storage, path, around)
     check_target(storage, path, around, overwrite=overwrite)
     if around is None:
         storage.make_dir(posixpath.dirname(path))
@@ -255,6 +258,21 @@ def begin(
         else:
             return transaction
     raise SaveFailed(f"{path}: other writers keep starting to save here. Let only one job save.")
+
+
+def _remove_empty(storage: Storage, path: str, around: dict[str, Entry]) -> None:
+    """Removes an empty directory at the place of a step, where it would end each save."""
+    entry = around.get(posixpath.basename(path))
+    if entry is None or entry.kind != "dir" or storage.names(path):
+        return
+    warn(path, "replacing an empty directory")
+    doomed = beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
+    storage.rename(path, doomed)
+    if storage.names(doomed):  # another program was faster
+        storage.rename(doomed, path)
+        return
+    storage.delete(doomed)
+    del around[posixpath.basename(path)]
 
 
 def remove_work(storage: Storage, path: str) -> None:

@@ -205,12 +205,18 @@ class Saver:
                 _logger.info("%s", text)
 
     def _check_step(self, step: int) -> None:
-        newest = [handle.step or 0 for handle in self.under_way() if not handle.refused]
-        floor = max([*newest, -1 if self.floor is None else self.floor])
+        running = [handle.step or 0 for handle in self.under_way() if not handle.refused]
+        floor = max([*running, -1 if self.floor is None else self.floor])
         if step > floor:
             return
-        path = self._index.path(step)
-        if step == floor or step in self._index.listing().steps:
+        listing = self._index.listing()
+        if not running:  # another program may have deleted the newest steps
+            self.floor = self._index.newest(listing)
+            floor = -1 if self.floor is None else self.floor
+            if step > floor:
+                return
+        if step == floor or step in listing.steps:
+            path = self._index.path(step)
             raise StepExists(f"{path} already exists or is being saved; it was not changed")
         raise ValueError(
             f"step {step} is older than step {floor}, the newest of {self._index.root}. To "
