@@ -2095,6 +2095,22 @@ def test_a_step_that_was_saved_anew_has_its_new_metrics(tmp_path, processes):
         assert manager.metrics(2) == {"loss": 9.0}
 
 
+@pytest.mark.parametrize("spec", [None, P()])
+def test_a_metric_may_be_donated(tmp_path, mesh, spec):
+    """Such as a running loss, or a leaf of the state; each step has the value of its call."""
+    update = jax.jit(lambda loss: loss + 1, donate_argnums=0)
+    loss = jnp.float32(0)
+    if spec is not None:
+        loss = jax.device_put(loss, NamedSharding(mesh, spec))
+    with CheckpointManager(tmp_path) as manager:
+        for step in range(20):
+            manager.save(step, {"loss": loss}, metrics={"loss": loss})
+            loss = update(loss)
+        manager.wait_until_finished()
+
+        assert [manager.metrics(step)["loss"] for step in range(20)] == list(range(20))
+
+
 def test_a_metric_that_is_changed_later_is_that_of_the_call(tmp_path):
     """Also an array of numpy."""
     loss = np.array(1.0)

@@ -88,6 +88,17 @@ def stage(
     return snapshot
 
 
+def detached(value: Any) -> Any:
+    """Copies a replicated array, which may then be changed or donated; waits for no computation."""
+    import jax
+
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if not isinstance(value, jax.Array) or not (shards := value.addressable_shards):
+        return value
+    return jax.device_put(shards[0].data, may_alias=False)
+
+
 def _positions(value: jax.Array) -> tuple[dict[Box, int], bool]:
     """Maps each shard to its place in `addressable_shards`; also, whether all are on CPU."""
     shards = value.addressable_shards

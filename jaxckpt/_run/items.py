@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from jaxckpt._core.transfer import detached
 from jaxckpt._disk.found import Found
 from jaxckpt._save.snapshot import FileItem, SaveItem, take_tree
 from jaxckpt.errors import CorruptCheckpoint, TreeMismatch, UnsupportedLeaf
@@ -81,12 +82,7 @@ def take_metrics(metrics: Mapping[str, Any], found: Callable[[dict[str, Any]], N
     Args:
         found: Called with the numbers in the process that writes them.
     """
-    # The caller may change numpy arrays, but not jax arrays.
-    held = {
-        name: value.copy() if isinstance(value, np.ndarray) else value
-        for name, value in metrics.items()
-    }
-    for name, value in held.items():
+    for name, value in metrics.items():
         if not isinstance(name, str):
             raise TypeError(f"names of metrics must be str, got {name!r}")
         if not isinstance(value, (str, bool, int, float, type(None))) and (
@@ -95,6 +91,7 @@ def take_metrics(metrics: Mapping[str, Any], found: Callable[[dict[str, Any]], N
             raise TypeError(f"metric {name!r} must be one number, got {_short(value)}")
         if not getattr(value, "is_fully_replicated", True):
             raise ValueError(f"metric {name!r} is not replicated: average it first")
+    held = {name: detached(value) for name, value in metrics.items()}
 
     def shared() -> dict[str, bytes]:
         numbers = {name: _number(value) for name, value in held.items()}
