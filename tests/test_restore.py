@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import TreeMismatch
+from jaxckpt import CorruptCheckpoint, TreeMismatch
 from jaxckpt._disk import reader as _reader
 from jaxckpt._disk import regions as _regions
 from jaxckpt._disk.regions import LeafRead
@@ -692,3 +692,61 @@ def test_differences_come_in_the_order_of_the_target(tmp_path):
         "d",
         "c",
     ]
+
+
+# --- the newest good step of a run -----------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of three steps; each is large enough for a data file of its own."""
+    for step in (1, 2, 3):
+        jaxckpt.save(tmp_path / "run" / str(step), {"w": np.full(1 << 17, step, np.float64)})
+    return tmp_path / "run"
+
+
+def flip(step, folder="d"):
+    """Changes one bit in the middle of the largest data file, or of the tree's metadata."""
+    files = (step / "state" / folder).iterdir() if folder else [step / "state" / "_METADATA"]
+    file = max(files, key=lambda file: file.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("folder", ["d", ""])
+def test_a_damaged_newest_step_is_skipped(run, caplog, folder):
+    """With a warning that names step and leaf or file; nothing in the run is changed."""
+    flip(run / "3", folder)
+    flip(run / "2", folder)
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+
+    got = jaxckpt.restore(run)
+
+    assert got["w"][0] == 1
+    assert [message.split(": ")[1] for message in caplog.messages] == ["3", "2"]
+    assert all("damaged" in message for message in caplog.messages)
+    assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
+    if not folder:
+        assert jaxckpt.open(run).path == str(run / "1")
+
+
+def test_a_damaged_step_that_was_asked_for_is_an_error(run, caplog):
+    """So is a run whose steps are all damaged; a part of a step never becomes another step's."""
+    flip(run / "3")
+    for path in (run / "3", run / "3" / "state"):
+        with pytest.raises(CorruptCheckpoint, match="leaf w"):
+            jaxckpt.restore(path)
+    flip(run / "2")
+    flip(run / "1")
+    with pytest.raises(CorruptCheckpoint, match="3/state"):
+        jaxckpt.restore(run)
+    assert not caplog.messages
+
+
+def test_a_target_that_does_not_fit_is_no_reason_to_go_back(run):
+    """Only damage is."""
+    jaxckpt.save(run / "4", {"v": np.zeros(1)})
+
+    with pytest.raises(TreeMismatch):
+        jaxckpt.restore(run, {"w": np.zeros(1 << 17)})

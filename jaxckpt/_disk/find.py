@@ -67,8 +67,13 @@ _CHECKPOINT_MARKS: Final = frozenset(
 )
 
 
-def at_rest(storage: Storage, path: str, read: Callable[[Found], T]) -> T:
+def at_rest(
+    storage: Storage, path: str, read: Callable[[Found], T], *, fallback: bool = False
+) -> T:
     """Finds a checkpoint and reads it; starts again if it was replaced in the meantime.
+
+    Args:
+        fallback: Whether to read an earlier step if `path` is a run and its newest step is damaged.
 
     Raises:
         CheckpointNotFound: it was replaced every time, or is gone.
@@ -89,6 +94,8 @@ def at_rest(storage: Storage, path: str, read: Callable[[Found], T]) -> T:
         before, seen = seen, _generation(storage, path)
         try:
             if is_current(found) if found is not None else seen == before:
+                if fallback and found is not None and isinstance(problem, CorruptCheckpoint):
+                    return _read_earlier(storage, real(storage, path), found, read, problem)
                 raise _about(problem, path)
         finally:
             # Otherwise the error and this frame form a cycle that keeps what was read in memory.
@@ -97,6 +104,31 @@ def at_rest(storage: Storage, path: str, read: Callable[[Found], T]) -> T:
         f"{path} was replaced {_TRIES} times while it was being read. Try again when no job is "
         "replacing it."
     )
+
+
+def _read_earlier(
+    storage: Storage, root: str, newest: Found, read: Callable[[Found], T], error: CorruptCheckpoint
+) -> T:
+    """Reads the newest step of a run that is not damaged; raises `error` if there is none."""
+
+    def read_step(found: Found) -> T:
+        if posixpath.dirname(found.path) != root:
+            raise CheckpointNotFound(f"{found.path} is not a step of {root}")
+        return read(found)
+
+    parent, name = posixpath.split(newest.path)
+    steps = _steps(listing(storage, root) or {}) if parent == root else []
+    problems = []
+    # The newest again: it is damaged only if that is seen twice.
+    for step_name in steps[steps.index(name) :] if name in steps else ():
+        try:
+            result = at_rest(storage, f"{root}/{step_name}", read_step)
+        except (CorruptCheckpoint, CheckpointNotFound) as problem:
+            problems.append(f"{step_name}: {problem}")
+            continue
+        _warn_skipped(root, problems)
+        return result
+    raise error
 
 
 def _about(problem: CheckpointError | FileNotFoundError, path: str) -> Exception:
@@ -322,12 +354,16 @@ def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Found:
         except CheckpointError as error:
             problems.append(f"{name}: {error}")
             continue
-        for problem in problems:
-            _logger.warning("skipped a step of %s: %s", path, problem)
+        _warn_skipped(path, problems)
         return found
     raise CheckpointNotFound(
         f"{path}: none of its {len(steps)} steps can be read:\n  " + "\n  ".join(problems[:10])
     )
+
+
+def _warn_skipped(root: str, problems: Sequence[str]) -> None:
+    for problem in problems:
+        _logger.warning("skipped a step of %s: %s", root, problem)
 
 
 def _neighbours(storage: Storage, path: str) -> str:

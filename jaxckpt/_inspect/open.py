@@ -145,7 +145,7 @@ def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint
     """
     storage, where = locate(path)
 
-    return at_rest(storage, where, partial(_open, item=item))
+    return at_rest(storage, where, partial(_open, item=item), fallback=True)
 
 
 def _open(found: Found, *, item: str | None) -> Checkpoint:

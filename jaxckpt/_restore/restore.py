@@ -73,7 +73,9 @@ def restore(
     In a job of several processes, every process calls it; with `as_numpy`, any process may.
 
     Args:
-        path: A checkpoint, one of its items, or a run's root (restores its newest good step).
+        path: A checkpoint, one of its items, or a run's root (restores its newest good step). If
+            that proves damaged, one process restores the step before and logs a warning; in a job
+            of several, use a `CheckpointManager`, which does so in all of them.
         like: The target, a tree of arrays, `jax.ShapeDtypeStruct`s or Python values that give
             structure, dtype and sharding. If None, the tree is restored as it was saved. A cast
             never turns float into int, int into bool or signed into unsigned, and loses no value:
@@ -114,7 +116,8 @@ def restore(
     storage, where = locate(path)
     source = Source(
         where=where,
-        within=partial(at_rest, storage, where),
+        # Several processes fall back together only in a manager.
+        within=partial(at_rest, storage, where, fallback=as_numpy or current().count == 1),
         open=partial(open_item, name=item),
     )
     # In a list, so that `restore_from` can drop the last reference to the arrays of `like`.
