@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import shutil
 import tempfile
 import tracemalloc
 import weakref
@@ -13,14 +14,17 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import serialization
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import CorruptCheckpoint, TreeMismatch
+from jaxckpt import CorruptCheckpoint, TreeMismatch, UnsupportedFormat
 from jaxckpt._disk import reader as _reader
 from jaxckpt._disk import regions as _regions
 from jaxckpt._disk.regions import LeafRead
@@ -750,3 +754,76 @@ def test_a_target_that_does_not_fit_is_no_reason_to_go_back(run):
 
     with pytest.raises(TreeMismatch):
         jaxckpt.restore(run, {"w": np.zeros(1 << 17)})
+
+
+def test_the_other_items_of_a_step_restore_when_one_is_gone(tmp_path):
+    """The missing item is named when it is wanted; `verify` and the run treat the step as bad."""
+    with jaxckpt.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": np.arange(3)}, items={"extra": {"v": np.ones(2)}, "data": {"n": 1}})
+    shutil.rmtree(tmp_path / "1" / "extra")
+
+    assert same(jaxckpt.restore(tmp_path / "1"), {"w": np.arange(3)})
+    assert jaxckpt.restore(tmp_path / "1", item="data") == {"n": 1}
+    assert jaxckpt.restore(tmp_path / "1" / "data") == {"n": 1}
+    for ask in ({"item": "extra"}, {"item": "extra", "as_numpy": True}):
+        with pytest.raises(CorruptCheckpoint, match=r"1/extra.*missing"):
+            jaxckpt.restore(tmp_path / "1", **ask)
+    assert not jaxckpt.verify(tmp_path / "1").ok
+
+
+def test_an_empty_place_of_a_target_asks_for_nothing_with_extra(tmp_path):
+    """None and optax.MaskedNode are as good as a leaf that is not in the target."""
+    jaxckpt.save(tmp_path / "x", {"a": np.ones(2), "b": {"c": np.ones(1), "d": 3}, "e": 4})
+    like = {"a": None, "b": {"c": optax.MaskedNode(), "d": 0}, "e": 0}
+    told = []
+
+    got = jaxckpt.restore(tmp_path / "x", like, extra="ignore", report=told.append)
+
+    assert got == {"a": None, "b": {"c": optax.MaskedNode(), "d": 3}, "e": 4}
+    assert told[0].extra == ("a", "b/c")
+    with pytest.raises(TreeMismatch, match="a   wanted empty"):
+        jaxckpt.restore(tmp_path / "x", like)
+
+
+def test_a_layout_in_a_target_is_refused(plain):
+    """It would be ignored."""
+    where = Format(Layout((0,)), SingleDeviceSharding(jax.devices()[0]))
+    like = {"params": {"w": jax.ShapeDtypeStruct((6,), np.float32, sharding=where)}}
+
+    with pytest.raises(TypeError, match="leaf params/w has a layout"):
+        jaxckpt.restore(plain, like, extra="ignore")
+    with pytest.raises(TypeError, match="params/w"):
+        jaxckpt.restore(plain, shardings={"params": {"w": where}})
+
+
+def test_a_run_of_flax_does_not_start_over(tmp_path):
+    """The error names the newest file and what to do with it; nothing is changed."""
+    for step in (9, 10):
+        (tmp_path / f"checkpoint_{step}").write_bytes(
+            serialization.msgpack_serialize({"w": np.full(2, step)})
+        )
+    with jaxckpt.CheckpointManager(tmp_path) as manager:
+        for call in (lambda: manager.restore_or(lambda: {"w": jnp.zeros(2)}), manager.restore):
+            with pytest.raises(UnsupportedFormat, match=r"convert\('.*/checkpoint_10', 'NEW/10'\)"):
+                call()
+    jaxckpt.convert(tmp_path / "checkpoint_10", tmp_path / "new" / "10")
+    with jaxckpt.CheckpointManager(tmp_path / "new") as manager:
+        state, step = manager.restore_or(lambda: {"w": np.zeros(2, int)})
+    assert step == 10
+    assert state["w"].tolist() == [10, 10]
+
+
+@pytest.mark.parametrize("options", [{"missing": "keep"}, {"only": "w"}, {"skip": "new"}])
+def test_restore_or_takes_what_is_not_restored_from_init(tmp_path, options):
+    """Its values, not their shapes."""
+    with jaxckpt.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": jnp.ones(2)})
+        manager.wait_until_finished()
+
+        state, step = manager.restore_or(
+            jax.jit(lambda: {"w": jnp.zeros(2), "new": jnp.full(3, 5.0)}), **options
+        )
+
+    assert step == 1
+    assert state["w"].tolist() == [1, 1]
+    assert state["new"].tolist() == [5, 5, 5]

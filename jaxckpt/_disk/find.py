@@ -128,7 +128,10 @@ def _read_earlier(
             continue
         _warn_skipped(root, problems)
         return result
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # its traceback refers to this frame
 
 
 def _about(problem: CheckpointError | FileNotFoundError, path: str) -> Exception:

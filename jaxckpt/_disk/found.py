@@ -71,12 +71,16 @@ class Found:
     def refuse_holes(self, folder: str) -> None:
         """Raises CorruptCheckpoint if a recorded entry of a directory is missing or a link.
 
-        A missing entry may change the meaning of others.
+        A missing entry may change the meaning of others, but a missing item does not: opening that
+        item raises the error.
         """
-        there = self.entries(folder)
-        for name, kind in self.contents(folder).items() if self.record is not None else ():
+        there, wanted = self.entries(folder), self.contents(folder)
+        has_items = folder == self.path and names.TREE_METADATA not in wanted
+        for name, kind in wanted.items() if self.record is not None else ():
             place = f"{folder}/{name}"
             if name not in there:
+                if has_items and kind == "dir":
+                    continue
                 raise CorruptCheckpoint(
                     f"{place} is missing. Restore an older checkpoint.", file=place
                 )

@@ -114,6 +114,11 @@ def flatten_like(like: object, *, keep_values: bool) -> tuple[list[Wanted], Any]
 
 def _want(value: object, path: Path) -> Wanted:
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+        if isinstance(value, jax.ShapeDtypeStruct) and value.format.layout is not None:
+            raise TypeError(
+                "has a layout, in which restore does not make arrays. Give it a sharding alone, "
+                "and put the restored array into the layout with jax.device_put."
+            )
         sharding = value.sharding if isinstance(value.sharding, jax.sharding.Sharding) else None
         free = isinstance(value, jax.Array) and not getattr(value, "committed", True)
         where = {"sharding": None if free else sharding, "uncommitted": free}
@@ -171,6 +176,8 @@ def match(
     for want in wanted:
         leaf = by_path.pop(want.path, None)
         is_skipped = selected is not None and not selected(want.path)
+        if leaf is not None and want.kind == "empty" != leaf.kind and request.extra == "ignore":
+            by_path[want.path], leaf = leaf, None  # an extra leaf like any other
         is_empty = want.kind == "empty" and (leaf is None or leaf.kind == "empty")
         if want.kind == "ellipsis" or is_skipped or is_empty:
             kept[want.path] = want.value
@@ -194,7 +201,10 @@ def match(
             f"like: missing='keep' needs arrays, not jax.ShapeDtypeStructs, for leaves that "
             f"{place} does not have: {', '.join(map(path_text, valueless[:50]))}"
         )
-    missing, extra = tuple(path_text(w.path) for w in lost), tuple(leaf.text for leaf in left)
+    missing, extra = (
+        tuple(path_text(w.path) for w in lost),
+        tuple(leaf.text for leaf in left),
+    )
     report = replace(_report(leaves, renamed), missing=missing, extra=extra)
     return Match(leaves=tuple(leaves), kept=kept, report=report)
 

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Final, Literal, Self, final
 from jaxckpt._core import notebook
 from jaxckpt._disk.find import find
 from jaxckpt._inspect import open as inspection
+from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._run.config import manager_arguments
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex, check_root
@@ -449,7 +450,8 @@ class CheckpointManager:
 
         Args:
             init: Makes the first state. If the run has steps, `init` is only traced, for the shapes
-                and, if it is jitted with `out_shardings`, the shardings.
+                and, if it is jitted with `out_shardings`, the shardings. With `missing="keep"`,
+                `only` or `skip` it is called, for the leaves that are not restored.
             items, fallback, options: As in `restore`.
 
         Returns:
@@ -457,6 +459,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFound: the run has steps, but none can be restored.
+            UnsupportedFormat: the run has no steps but checkpoints of Flax; see `convert`.
         """
         self._begin_call()
         if not callable(init):
@@ -465,7 +468,8 @@ class CheckpointManager:
         steps = self._resume.candidates("latest")
         if not steps:
             return init(), 0
-        reading = self._reading(shapes_of(init), items, options)
+        keeps = RestoreRequest(**options).keeps_values
+        reading = self._reading(init() if keeps else shapes_of(init), items, options)
         found = self._resume.first_whole(steps, reading.of, fallback=fallback)
         return self._go_on(steps, found, reading, start_s), found[0]
 

@@ -28,6 +28,7 @@ from jaxckpt.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
     ProcessesDisagree,
+    UnsupportedFormat,
 )
 from jaxckpt.multihost import Processes, leading, meet
 from jaxckpt.types import StepInfo
@@ -61,13 +62,26 @@ class Resume:
             if self.processes.index != 0:
                 pass  # process 0 lists the steps
             elif step == "latest":
-                led.value = self.index.to_restore()
+                led.value = self.index.to_restore() or self._refuse_flax()
             elif step == "best":
                 led.value = self._best_first()
             else:
                 self.index.check_step(number := operator.index(step))
                 led.value = [number]
         return led.value
+
+    def _refuse_flax(self) -> list[int]:
+        """Returns no steps, unless the run has checkpoints of Flax, which would be left behind."""
+        files = self.index.listing().flax_files()
+        if not files:
+            return []
+        newest = f"{self.index.root}/{max(files, key=files.__getitem__)}"
+        raise UnsupportedFormat(
+            f"{self.index.root} has no steps, but {len(files)} checkpoints that Flax wrote, and a "
+            "manager restores none. Convert the newest into a new run, "
+            f"jaxckpt.convert({newest!r}, 'NEW/{max(files.values())}'), and open that; or restore "
+            "it with jaxckpt.restore. To start over, use an empty directory."
+        )
 
     def ranked(self) -> list[StepInfo]:
         """Returns the steps by the metric of the policy, the best first."""
