@@ -27,6 +27,16 @@ def is_io_failure(error: BaseException) -> bool:
     return number is not None and number not in _OF_WHAT_IS_STORED
 
 
+def printable(text: str) -> str:
+    """Returns text without characters that a terminal obeys; a checkpoint's names may have any.
+
+    Example:
+        >>> printable("a\\x1b[2Jé")
+        'a\\\\x1b[2Jé'
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 class CheckpointError(Exception):
     """The base of every error about a checkpoint, as opposed to an argument."""
 
@@ -56,7 +66,7 @@ class Difference:
     saved: str | None
 
     def __str__(self) -> str:
-        name = self.leaf or "(the tree itself)"
+        name = printable(self.leaf) or "(the tree itself)"
         return f"{name}   wanted {self.wanted or 'nothing'}   saved {self.saved or 'nothing'}"
 
 

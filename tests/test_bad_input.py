@@ -865,3 +865,34 @@ def test_plain_headers_that_lie(tmp_path, change):
     wanted = MemoryError if is_possible else CorruptCheckpoint
     with pytest.raises(wanted, match=r"leaf a\b|: a: "):
         jaxckpt.restore(path)
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "dir"])
+def test_only_a_regular_file_commits(tmp_path, kind):
+    """A step whose marker is anything else is not there, for a restore and for a manager."""
+    jaxckpt.save(tmp_path / "1", {"a": 1})
+    jaxckpt.save(tmp_path / "2", {"a": 2})
+    marker = tmp_path / "2" / names.COMMIT_MARKER
+    marker.rename(tmp_path / "marker")
+    {"link": lambda p: p.symlink_to(tmp_path / "marker"), "fifo": os.mkfifo, "dir": Path.mkdir}[
+        kind
+    ](marker)
+
+    with pytest.raises(CheckpointNotFound, match=names.COMMIT_MARKER):
+        jaxckpt.restore(tmp_path / "2")
+    assert jaxckpt.restore(tmp_path) == {"a": 1}
+    with jaxckpt.CheckpointManager(tmp_path, mode="r") as manager:
+        assert manager.all_steps() == [1]
+
+
+def test_names_cannot_command_a_terminal(tmp_path):
+    """Control characters are shown by their codes, in a listing and in an error."""
+    jaxckpt.save(tmp_path / "x", {"\x1b[2Jé\u202e": np.zeros(2)})
+
+    shown = repr(jaxckpt.open(tmp_path / "x"))
+    with pytest.raises(TreeMismatch) as caught:
+        jaxckpt.restore(tmp_path / "x", {"a": np.zeros(2)})
+
+    for text in (shown, str(caught.value)):
+        assert r"\x1b[2Jé\u202e" in text
+        assert "\x1b" not in text

@@ -230,9 +230,10 @@ def read_found(storage: Storage, path: str, entries: Entries) -> Found:
 
 
 def _read_record(found: Found, entries: Entries) -> Found:
-    if names.COMMIT_MARKER not in entries:
+    marker = entries.get(names.COMMIT_MARKER)
+    if marker is None or marker.kind != "file":
         raise CheckpointNotFound(
-            f"{found.path} is not committed: {names.COMMIT_MARKER} is missing. A save is in "
+            f"{found.path} is not committed: no regular file {names.COMMIT_MARKER}. A save is in "
             "progress or died, or the checkpoint is being deleted."
         )
     file = f"{found.path}/{names.RECORD}"
@@ -312,7 +313,8 @@ def looks_committed(storage: Storage, path: str) -> bool:
     """Returns whether a directory named like a step is a committed checkpoint, by its listing."""
     entries = storage.entries(path)
     if names.RECORD in entries or names.WRITER in entries:
-        return names.RECORD in entries and names.COMMIT_MARKER in entries
+        marker = entries.get(names.COMMIT_MARKER)
+        return names.RECORD in entries and marker is not None and marker.kind == "file"
     if any(entries[name].kind != "dir" for name in _STEP_MARKS & entries.keys()):
         return True
     # A run inside the run is not a step: whoever deletes a step must not delete many checkpoints.

@@ -16,6 +16,7 @@ from jaxckpt._disk.find import at_rest, open_item
 from jaxckpt._disk.found import Found, JsonItem, while_current
 from jaxckpt._disk.native import Item, subtree
 from jaxckpt._inspect import tree_text
+from jaxckpt.errors import printable
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Path, parse_path, path_text
@@ -118,7 +119,7 @@ class Checkpoint:
         return while_current(found, lambda _: statistics(tree, leaves))
 
     def __repr__(self) -> str:
-        return "\n".join(_lines(self))
+        return "\n".join(map(printable, _lines(self)))
 
     def _repr_html_(self) -> str | None:
         return notebook.html("checkpoint", self)
