@@ -16,7 +16,7 @@ from jaxckpt.storage._local import (
     _about,
     _CannotLinkError,
     _give_new_name,
-    _sync_parent,
+    _sync_parents,
     temporary_sibling,
 )
 
@@ -65,7 +65,7 @@ class LargeFile:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             with contextlib.suppress(FileNotFoundError):  # remains if the name was linked
                 os.unlink(self._temporary)
-            _sync_parent(self._path)
+            _sync_parents(self._path)
 
     def _take_name(self) -> bool:
         try:

@@ -22,7 +22,8 @@ import io
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
@@ -30,6 +31,7 @@ from jaxckpt.storage._protocol import Entry, EntryKind, Storage
 
 _TEMPORARY = ".jaxckpt-tmp-"
 _MOST_BUFFERS = 1024  # per system call
+_OTHER = Entry("other", 0)
 
 
 def listing(storage: Storage, folder: str) -> dict[str, Entry] | None:
@@ -86,19 +88,20 @@ class LocalStorage:
                 os.close(fd)
 
     def write(self, path: str, data: bytes) -> None:
-        def replace(temporary: str) -> bool:
-            os.rename(temporary, path)
-            return True
-
         with _about(path):
-            _publish(path, data, replace)
+            _publish(path, data, replace=True)
 
     def create(self, path: str, data: bytes) -> bool:
         with _about(path):
             try:
-                return _publish(path, data, lambda temporary: _give_new_name(temporary, path))
+                return _publish(path, data, replace=False)
             except _CannotLinkError:
-                return _create_in_place(path, data)
+                # The last resort: a crash here can leave an incomplete file.
+                with contextlib.suppress(FileExistsError):
+                    _write_new(path, data)
+                    _sync_parents(path)
+                    return True
+                return False
 
     def kind(self, path: str) -> EntryKind | None:
         with _about(path):
@@ -124,8 +127,13 @@ class LocalStorage:
         found = {}
         with _about(path), os.scandir(path) as scan:
             for entry in scan:
+                if entry.is_dir(follow_symlinks=False):
+                    found[entry.name] = Entry("dir", 0)
+                    continue
                 with contextlib.suppress(FileNotFoundError):  # deleted during the scan
-                    found[entry.name] = _entry_of(entry)
+                    status = entry.stat(follow_symlinks=False)
+                    is_file = stat.S_ISREG(status.st_mode)
+                    found[entry.name] = Entry("file", status.st_size) if is_file else _OTHER
         return dict(sorted(found.items()))
 
     def make_dir(self, path: str) -> None:
@@ -142,26 +150,26 @@ class LocalStorage:
                 except FileExistsError:
                     if not os.path.isdir(directory):
                         raise
-                _sync_parent(directory)
+                _sync_parents(directory)
 
     def make_new_dir(self, path: str) -> None:
         with _about(path):
             os.mkdir(path)
-            _sync_parent(path)
+            _sync_parents(path)
 
     def sync(self, path: str) -> None:
         with _about(path):
             if not stat.S_ISDIR(os.lstat(path).st_mode):
-                _sync_file(path)
+                _sync(path, os.O_NOFOLLOW | os.O_NONBLOCK)
                 return
-        for directory, entries in _walk_up(path):
+            with os.scandir(path) as scan:
+                entries = list(scan)
             for entry in entries:
                 # `write` syncs its temporary files itself, and they may vanish before we open them.
-                if entry.is_file(follow_symlinks=False) and not is_temporary_file(entry.name):
-                    with _about(entry.path):
-                        _sync_file(entry.path)
-            with _about(directory):
-                _sync_dir(directory)
+                ready = entry.is_file(follow_symlinks=False) and not is_temporary_file(entry.name)
+                if ready or entry.is_dir(follow_symlinks=False):
+                    self.sync(entry.path)
+            _sync(path, os.O_DIRECTORY)
 
     def rename(self, src: str, dst: str) -> None:
         with _about(src, dst):
@@ -195,14 +203,10 @@ class LocalStorage:
 
     def delete(self, path: str) -> None:
         kind = self.kind(path)
-        if kind is None:
-            return
-        with _about(path):
-            if kind == "dir":
-                _delete_tree(path, path)
-            else:
-                _unlink(path)
-            _sync_parent(path)
+        if kind is not None:
+            with _about(path):
+                _delete(path, path, is_dir=kind == "dir")
+                _sync_parents(path)
 
     def hold(self, path: str) -> _LocalHold | None:
         # The previous holder may just have deleted the file. A lock on a deleted file excludes
@@ -217,9 +221,11 @@ class LocalStorage:
                 _check_regular(os.fstat(fd), path)
                 if not _try_lock(fd):
                     return None
-                if _is_same_file(fd, path):
-                    stack.pop_all()
-                    return _LocalHold(fd)
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(fd), os.lstat(path)):
+                        stack.pop_all()
+                        _held.add(hold := _LocalHold(fd))
+                        return hold
 
     def kvstore(self, path: str) -> dict[str, Any]:
         try:
@@ -247,13 +253,12 @@ os.register_at_fork(after_in_child=_forget_holds_in_child)
 
 
 @final
+@dataclass(slots=True, eq=False)
 class _LocalHold:
-    def __init__(self, fd: int) -> None:
-        self._fd: int | None = fd
-        _held.add(self)
+    fd: int | None
 
     def release(self) -> None:
-        fd, self._fd = self._fd, None
+        fd, self.fd = self.fd, None
         if fd is not None:
             _held.discard(self)
             os.close(fd)
@@ -273,13 +278,6 @@ def _try_lock(fd: int) -> bool:
     return True
 
 
-def _is_same_file(fd: int, path: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.lstat(path))
-    except FileNotFoundError:
-        return False
-
-
 # Files
 
 
@@ -287,18 +285,21 @@ class _CannotLinkError(Exception):
     """The file system does not support a second name for a file."""
 
 
-def _publish(path: str, data: bytes, give_name: Callable[[str], bool]) -> bool:
+def _publish(path: str, data: bytes, *, replace: bool) -> bool:
+    """Writes a file; returns False if it exists and is not to be replaced."""
     temporary = temporary_sibling(path)
     _write_new(temporary, data)
     try:
-        published = give_name(temporary)
+        if replace:
+            os.rename(temporary, path)
+        elif not _give_new_name(temporary, path):
+            return False
     finally:
         # Remains after an error or a link, but not after a rename.
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-    if published:
-        _sync_parent(path)
-    return published
+    _sync_parents(path)
+    return True
 
 
 def _write_new(path: str, data: bytes) -> None:
@@ -329,16 +330,6 @@ def _give_new_name(temporary: str, path: str) -> bool:
         if error.errno in (errno.EPERM, errno.EMLINK, *_UNSUPPORTED):
             raise _CannotLinkError from error
         raise
-    return True
-
-
-def _create_in_place(path: str, data: bytes) -> bool:
-    # The last resort: a crash here can leave an incomplete file.
-    try:
-        _write_new(path, data)
-    except FileExistsError:
-        return False
-    _sync_parent(path)
     return True
 
 
@@ -389,75 +380,39 @@ def _check_regular(status: os.stat_result, path: str) -> None:
 # Directories
 
 
-def _entry_of(entry: os.DirEntry[str]) -> Entry:
-    if entry.is_dir(follow_symlinks=False):
-        return Entry("dir", 0)
-    status = entry.stat(follow_symlinks=False)
-    return Entry("file", status.st_size) if stat.S_ISREG(status.st_mode) else Entry("other", 0)
-
-
-def _walk_up(path: str) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
-    """Yields each directory under `path` with its entries, `path` last. Does not follow links."""
-    with _about(path), os.scandir(path) as scan:
-        entries = list(scan)
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            yield from _walk_up(entry.path)
-    yield path, entries
-
-
-def _delete_tree(path: str, name: str, parent_fd: int | None = None) -> None:
-    # By descriptor, so that a directory replaced by a link meanwhile is not followed.
+def _delete(path: str, name: str, parent_fd: int | None = None, *, is_dir: bool) -> None:
+    # By descriptor, so that a directory replaced by a link meanwhile is not followed. Another
+    # process may be deleting too.
     with _about(path), contextlib.suppress(FileNotFoundError):
+        if not is_dir:
+            os.unlink(name, dir_fd=parent_fd)
+            return
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(name, flags, dir_fd=parent_fd)
         try:
             with os.scandir(fd) as scan:
                 entries = list(scan)
             for entry in entries:
-                entry_path = os.path.join(path, entry.name)
-                if entry.is_dir(follow_symlinks=False):
-                    _delete_tree(entry_path, entry.name, fd)
-                else:
-                    with _about(entry_path):
-                        _unlink(entry.name, fd)
+                below = entry.is_dir(follow_symlinks=False)
+                _delete(os.path.join(path, entry.name), entry.name, fd, is_dir=below)
         finally:
             os.close(fd)
         os.rmdir(name, dir_fd=parent_fd)
 
 
-def _unlink(name: str, parent_fd: int | None = None) -> None:
-    with contextlib.suppress(FileNotFoundError):  # another process may be deleting too
-        os.unlink(name, dir_fd=parent_fd)
+def _sync_parents(*paths: str) -> None:
+    for directory in dict.fromkeys(map(os.path.dirname, paths)):
+        _sync(directory, os.O_DIRECTORY)
 
 
-def _sync_parents(a: str, b: str) -> None:
-    _sync_parent(a)
-    if os.path.dirname(a) != os.path.dirname(b):
-        _sync_parent(b)
-
-
-def _sync_parent(path: str) -> None:
-    _sync_dir(os.path.dirname(path))
-
-
-def _sync_file(path: str) -> None:
-    _sync(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
-
-
-def _sync_dir(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        _sync(fd)
-    except OSError as error:
-        # Some network file systems cannot sync a directory.
-        if error.errno not in _UNSUPPORTED:
-            raise
-
-
-def _sync(fd: int) -> None:
+def _sync(path: str, flags: int) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         os.fsync(fd)
+    except OSError as error:
+        # Some network file systems cannot sync a directory.
+        if flags != os.O_DIRECTORY or error.errno not in _UNSUPPORTED:
+            raise
     finally:
         os.close(fd)
 
@@ -493,17 +448,11 @@ def _about(path: str, other: str | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is not None and not _is_telling(error.filename):
+        name = error.filename
+        # Not a descriptor, a name relative to one, or a temporary file.
+        tells = isinstance(name, str) and os.path.isabs(name)
+        if error.errno and not (tells and not is_temporary_file(os.path.basename(name))):
             error.filename = path
             if other is not None:
                 error.filename2 = other
         raise
-
-
-def _is_telling(filename: object) -> bool:
-    # Not a descriptor, a name relative to one, or a temporary file.
-    return (
-        isinstance(filename, str)
-        and os.path.isabs(filename)
-        and not is_temporary_file(os.path.basename(filename))
-    )

@@ -308,7 +308,8 @@ def save_unsynced(path, log):
     """A control: what the same save leaves in the caches if directories are not synced."""
     from jaxckpt.storage import _local
 
-    _local._sync_dir = lambda path: None
+    sync = _local._sync
+    _local._sync = lambda path, flags: None if flags == os.O_DIRECTORY else sync(path, flags)
     save(path, 1, False, log=log)
 
 
