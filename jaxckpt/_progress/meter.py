@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
@@ -21,7 +22,7 @@ class Meter:
     """Measures one save or restore."""
 
     def __init__(self, kind: Operation, path: str, *, step: int | None = None) -> None:
-        self.phases: dict[str, float] = {}  # seconds
+        self.phases: defaultdict[str, float] = defaultdict(float)  # seconds
         self.total_bytes = 0  # to be written or read by this process
         self.done_bytes = 0
         self.measure: Callable[[], int] | None = None  # returns `done_bytes` if nobody counts them
@@ -79,18 +80,15 @@ class Meter:
                 yield
         finally:
             self._last_s = time.monotonic()
-            self.add(name, self._last_s - before_s)
+            self.phases[name] += self._last_s - before_s
             if name == "snapshot":
                 self.current = "wait"
 
     def waited(self) -> None:
         """Adds the time since the last phase to "wait"."""
         now_s = time.monotonic()
-        self.add("wait", now_s - self._last_s)
+        self.phases["wait"] += now_s - self._last_s
         self._last_s = now_s
-
-    def add(self, phase: str, seconds: float) -> None:
-        self.phases[phase] = self.phases.get(phase, 0.0) + seconds
 
     def note_slowest(self, seconds: Sequence[float]) -> None:
         """Records the slowest process, given the seconds of each."""

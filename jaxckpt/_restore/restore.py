@@ -301,8 +301,8 @@ def _values(
             value = _convert(plan, parts, item.path)
             place_s += time.monotonic() - start_s
             yield plan.path, value
-    meter.add("place", place_s)
-    meter.add("read", -place_s)  # the phase "read" includes all of this
+    meter.phases["place"] += place_s
+    meter.phases["read"] -= place_s  # the phase "read" includes all of this
 
 
 def _read_dtype(plan: LeafPlan) -> np.dtype[Any]:

@@ -136,6 +136,7 @@ class CheckpointManager:
         self._on_progress = on_progress
         self._timings: deque[Timing] = deque(maxlen=_MAX_TIMINGS)
         self._processes = current()
+        self._key = storage.scheme, root, self._processes.index
         self._index = StepIndex(storage, root, naming=naming)
         self._leases = Leases(self._index)
         self._deletion = Deletion(self._index, self._leases)
@@ -195,10 +196,6 @@ class CheckpointManager:
             CheckpointManager._open[self._key] = self
         if earlier is not None:
             earlier._shut()
-
-    @property
-    def _key(self) -> tuple[str, str, int]:
-        return self._index.storage.scheme, self.directory, self._processes.index
 
     def _open_run(self) -> Any:  # JSON
         """Opens the run in process 0; returns its newest step and naming to all processes."""

@@ -108,7 +108,7 @@ class Ownership:
         self._index.owned = True
         # List only now: until it lost the run, an earlier job could begin a save.
         listing = self._index.listing()
-        if self._sweep(listing):
+        if [entry for entry in listing.entries if self._sweep(entry)]:
             listing = self._index.listing()
         self._index.naming = listing.naming  # from now on only this job names steps
         return listing
@@ -160,36 +160,30 @@ class Ownership:
                 "opened the run. Only one job may write to a run; restore before continuing."
             )
 
-    def _sweep(self, listing: Listing) -> bool:
-        """Finishes or removes work of earlier jobs; returns whether the root changed."""
-        swept = False
-        for entry in listing.entries:
-            path = f"{self._index.root}/{entry}"
-            try:
-                swept |= self._sweep_entry(entry, path)
-            except OSError as error:
-                self._index.report(f"{path} is left over and cannot be removed: {error}")
-        return swept
-
-    def _sweep_entry(self, entry: str, path: str) -> bool:
-        index = self._index
-        if (name := names.replaced(entry)) is not None:
-            _transaction.recover(index.storage, f"{index.root}/{name}")
-        elif (name := names.ours_temporary(entry)) is not None:
-            if is_under_way(f"{index.root}/{name}"):
+    def _sweep(self, entry: str) -> bool:
+        """Finishes or removes work of an earlier job; returns whether the root changed."""
+        index, path = self._index, f"{self._index.root}/{entry}"
+        try:
+            if (name := names.replaced(entry)) is not None:
+                _transaction.recover(index.storage, f"{index.root}/{name}")
+            elif (name := names.ours_temporary(entry)) is not None:
+                if is_under_way(f"{index.root}/{name}"):
+                    return False
+                if not names.is_deleting(entry):
+                    index.warn(f"removing {path}, left by an interrupted save")
+                _transaction.remove_work(index.storage, path)
+            elif self._is_forgotten(entry):
+                index.storage.delete(path)
+            else:
                 return False
-            if not names.is_deleting(entry):
-                index.warn(f"removing {path}, left by an interrupted save")
-            _transaction.remove_work(index.storage, path)
-        elif entry == names.DOOMED or self._is_forgotten(entry):
-            index.storage.delete(path)
-        else:
+        except OSError as error:
+            index.report(f"{path} is left over and cannot be removed: {error}")
             return False
         return True
 
     def _is_forgotten(self, entry: str) -> bool:
         """Returns whether a file is an expired lease or a remnant of a killed job."""
-        if is_temporary_file(entry):  # a running reader writes its lease again
+        if entry == names.DOOMED or is_temporary_file(entry):  # a reader writes its lease again
             return True
         return names.is_lease(entry) and self._leases.read(entry) is None
 

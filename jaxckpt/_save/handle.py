@@ -65,12 +65,6 @@ class SaveRequest:
     timeout_s: float = DEFAULT_TIMEOUT_S
     started_ns: int = field(default_factory=time.time_ns)
 
-    @property
-    def agreed_token(self) -> str | None:
-        """The token of the directory where processes may write before process 0 has begun."""
-        # Without renames all write to the final place, which process 0 must check first.
-        return self.token if self.storage.atomic_rename else None
-
 
 # The latest save of each path and process, until it has ended. The process is part of the key
 # because simulated processes share this module.
@@ -102,6 +96,9 @@ class SaveHandle:
         self.refused = request.problem is not None
         self.skipped = False  # whether only skipping processes made it fail
         self._request = request
+        # Of the directory where processes may write before process 0 has begun. Without renames all
+        # write to the final place, which process 0 must check first.
+        self._token = request.token if request.storage.atomic_rename else None
         self._meter = request.meter
         self._meter.total_bytes = self.size_bytes
         self._problem = request.problem
@@ -192,12 +189,13 @@ class SaveHandle:
                         request.storage,
                         request.path,
                         overwrite=request.overwrite,
-                        token=request.agreed_token,
+                        token=self._token,
                         fence=request.fence,
                     )
                     led.value = self._transaction.work
             self._write(led.value)
-            written = self._meet()
+            with self._meter.phase("meet"):
+                written = self._meet()
             with self._meter.phase("commit"), _leading(request, "committed"), _explaining(request):
                 if self._transaction is not None:
                     digests = _describe(request, led.value, written)
@@ -216,9 +214,9 @@ class SaveHandle:
         except BaseException as error:
             if self._transaction is not None:
                 self._transaction.abort()
-            elif request.processes.index == 0 and request.agreed_token is not None:
+            elif request.processes.index == 0 and self._token is not None:
                 # Other processes may have written where process 0 could not.
-                _transaction.discard_work(request.storage, self.path, request.agreed_token)
+                _transaction.discard_work(request.storage, self.path, self._token)
             _transaction.raise_save_error(self.path, error)
         else:
             self.timing = self._meter.timing()
@@ -237,12 +235,12 @@ class SaveHandle:
     def _beginning(self) -> Iterator[Lead]:
         """Yields where to write, agreed on before or made by process 0."""
         request = self._request
-        if request.agreed_token is None:
+        if self._token is None:
             with _leading(request, "begin") as led:
                 yield led
             return
         try:
-            yield Lead(_transaction.work_of(request.storage, self.path, request.agreed_token))
+            yield Lead(_transaction.work_of(request.storage, self.path, self._token))
         except Exception as error:  # reported at `written`, then raised
             self._problem = error
 
@@ -250,7 +248,8 @@ class SaveHandle:
         request = self._request
         if self._problem is None:
             folders = [item.folder(work, request.processes) for item in request.items]
-            self._meter.measure = partial(_written_bytes, request.storage, folders)
+            measure = partial(_transaction.bytes_below, request.storage)
+            self._meter.measure = lambda: sum(map(measure, folders))
             try:
                 with self._meter.phase("write"), _explaining(request):
                     for item in request.items:
@@ -259,8 +258,12 @@ class SaveHandle:
                 self._problem = error
 
     def _meet(self) -> list[Any]:
-        """Waits until all have written; returns each process's report on its items."""
+        """Waits until all have written; returns the reports on the items, if several processes."""
         request = self._request
+        if request.processes.count == 1:
+            if self._problem is not None:
+                raise self._problem
+            return []
         report = {
             "seconds": self._meter.phases.get("write", 0.0),
             "path": self.path,
@@ -268,15 +271,14 @@ class SaveHandle:
         }
         name, mark = f"{request.name}/written", _SKIPS if request.skips else ""
         self._meter.missing = partial(request.processes.missing, name)
-        with self._meter.phase("meet"):
-            met = meet(
-                request.processes,
-                name,
-                report,
-                self._problem,
-                timeout_s=request.timeout_s,
-                mark=mark,
-            )
+        met = meet(
+            request.processes,
+            name,
+            report,
+            self._problem,
+            timeout_s=request.timeout_s,
+            mark=mark,
+        )
         self._meter.note_slowest([one["seconds"] for one in met.values])
         self.skipped = bool(met.marks) and set(met.marks.values()) == {_SKIPS}
         met.check(self._problem, f"{self.path} was not saved", _HINT)
@@ -298,10 +300,6 @@ def _explaining(request: SaveRequest) -> Iterator[None]:
                 except SaveFailed as fenced:
                     raise fenced from error
         raise
-
-
-def _written_bytes(storage: Storage, folders: list[str]) -> int:
-    return sum(_transaction.bytes_below(storage, folder) for folder in folders)
 
 
 def _leading(request: SaveRequest, what: str) -> AbstractContextManager[Lead]:

@@ -72,8 +72,9 @@ def plan_tree(value: object, processes: Processes) -> tuple[TreePlan, Sequence[A
     """
     form = _form_of(value, processes)
     if form is not None and (kept := _find(form)) is not None:
-        _put_first(kept)
-        return kept.planned, kept.values(form.leaves)
+        if kept is not _kept[0]:
+            _put_first(kept)
+        return kept.planned, [stored_value(kind, form.leaves[i]) for i, kind in kept.wanted]
     flat = flatten(value)
     values = [v for v in flat.values if v is not None]
     planned = _work_out(flat, values, processes)
@@ -105,12 +106,6 @@ class _Kept:
     planned: TreePlan
     wanted: tuple[tuple[int, str], ...]  # for each array, its index in `_Form.leaves` and its kind
 
-    def values(self, leaves: Sequence[Any]) -> list[Array]:
-        return [
-            leaves[i] if kind == "array" else stored_value(kind, leaves[i])
-            for i, kind in self.wanted
-        ]
-
 
 _kept: tuple[_Kept, ...] = ()  # the latest first
 _lock = threading.Lock()  # guards replacing _kept
@@ -132,8 +127,6 @@ def _keep(form: _Form, planned: TreePlan) -> None:
 
 def _put_first(kept: _Kept) -> None:
     global _kept
-    if _kept and _kept[0] is kept:
-        return
     with _lock:
         _kept = (kept, *(other for other in _kept if other is not kept))[:_MAX_KEPT]
 

@@ -4,8 +4,8 @@
     meet             every process has acted, and reports
     check_alike      every process reports the same
 
-A report is `{"problem": text or null, "mark": a word about the problem, "value": JSON}`. A process
-with an error of its own raises that one; the others raise an error that lists the failed processes.
+A process reports a value in JSON, and the text of its error, if any. A process with an error of its
+own raises that one; the others raise an error that lists the failed processes.
 """
 
 from __future__ import annotations
@@ -61,12 +61,18 @@ def leading(processes: Processes, name: str, *, place: str, timeout_s: float) ->
     led, problem = Lead(), None
     try:
         yield led
-    except Exception as error:  # reported to the others, then raised
-        problem = error
-    heard = processes.agree(name, _report(led.value, problem), timeout_s=timeout_s)
-    met = _met([heard])
-    led.value = met.values[0]
-    met.check(problem, place)
+    except Exception as error:
+        if processes.count == 1:
+            raise
+        problem = error  # reported to the others, then raised
+    if processes.count > 1:
+        report = {"problem": text_of(problem), "value": led.value}
+        heard: Any = processes.agree(name, report, timeout_s=timeout_s)
+        if problem is not None:
+            raise problem
+        if heard["problem"] is not None:
+            raise _failure_of_process_0(place, heard["problem"])
+        led.value = heard["value"]
 
 
 def lead(
@@ -95,7 +101,16 @@ def meet(
         problem: This process's error, if any; reported here, and raised by `check`.
         mark: One word about the problem, for the caller.
     """
-    return _met(processes.gather(name, _report(value, problem, mark), timeout_s=timeout_s))
+    report: Any = {"problem": text_of(problem), "mark": mark, "value": value}
+    reports = [report]
+    if processes.count > 1:
+        reports: list[Any] = processes.gather(name, report, timeout_s=timeout_s)
+    failed = {i: one for i, one in enumerate(reports) if one["problem"] is not None}
+    return Meeting(
+        values=[one["value"] for one in reports],
+        problems={i: one["problem"] for i, one in failed.items()},
+        marks={i: one["mark"] for i, one in failed.items()},
+    )
 
 
 def check_alike(
@@ -117,15 +132,6 @@ def check_alike(
         raise disagreement(name, problems, hint)
 
 
-def _met(reports: list[Any]) -> Meeting:
-    failed = {i: one for i, one in enumerate(reports) if one["problem"] is not None}
-    return Meeting(
-        values=[one["value"] for one in reports],
-        problems={i: one["problem"] for i, one in failed.items()},
-        marks={i: one["mark"] for i, one in failed.items()},
-    )
-
-
 def disagreement(place: str, problems: Mapping[int, str], hint: str = "") -> ProcessesDisagree:
     """Returns an error that lists the problem of each process."""
     listed = [f"  process {i}: {text}" for i, text in problems.items()]
@@ -135,10 +141,6 @@ def disagreement(place: str, problems: Mapping[int, str], hint: str = "") -> Pro
 def text_of(error: BaseException | None) -> str | None:
     """Returns the class and the message of an error, as reported."""
     return None if error is None else f"{type(error).__name__}: {error}"
-
-
-def _report(value: Json, problem: BaseException | None, mark: str = "") -> Json:
-    return {"problem": text_of(problem), "mark": mark, "value": value}
 
 
 def _failure_of_process_0(place: str, text: str) -> CheckpointError:

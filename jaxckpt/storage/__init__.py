@@ -71,19 +71,19 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
             f"{text!r} is a URL that lost a '/' in pathlib.Path. Pass it as a str or an "
             "etils.epath.Path."
         )
-    if not (url := _URL.match(text)):
-        return LocalStorage(), _absolute(os.path.expanduser(text))
-    match url[1].lower():
-        case "file":
-            return LocalStorage(), _file_url_path(text, url[2])
-        case "memory":
-            return _memory_storage(), _memory_url_path(text, url[2])
-        case _:
-            raise UnsupportedFormat(
-                f"{text!r}: jaxckpt does not support {url[1]}:// or any other object store yet. "
-                "Save to a local or network file system, and copy committed checkpoints with the "
-                "store's own tool (gcloud storage rsync, aws s3 sync)."
-            )
+    url = _URL.match(text)
+    scheme = url[1].lower() if url else ""
+    if scheme == "memory":
+        return _memory_url(text)
+    if scheme not in ("", "file"):
+        raise UnsupportedFormat(
+            f"{text!r}: jaxckpt does not support {scheme}:// or any other object store yet. Save "
+            "to a local or network file system, and copy committed checkpoints with the store's "
+            "own tool (gcloud storage rsync, aws s3 sync)."
+        )
+    local = _file_url_path(text) if scheme else os.path.expanduser(text)
+    # POSIX allows two leading slashes to have a special meaning; no system here uses it.
+    return LocalStorage(), "/" + os.path.abspath(local).lstrip("/")
 
 
 def files_in(entries: Callable[[str], Mapping[str, Entry]], root: str) -> dict[str, Entry]:
@@ -105,32 +105,23 @@ def beside(path: str, name: str) -> str:
     return posixpath.join(posixpath.dirname(path), name)
 
 
-def _absolute(path: str) -> str:
-    # POSIX allows two leading slashes to have a special meaning; no system here uses it.
-    return "/" + os.path.abspath(path).lstrip("/")
-
-
-def _file_url_path(text: str, rest: str) -> str:
-    host, slash, path = rest.partition("/")
+def _file_url_path(text: str) -> str:
+    host, slash, path = text.partition("://")[2].partition("/")
     if host not in ("", "localhost") or not slash:
         raise ValueError(f"{text!r} must have the form file:///absolute/path")
     path = unquote(path)
     if "\0" in path:
         raise ValueError(f"path must not contain a NUL byte, got {text!r}")
-    return _absolute("/" + path)
+    return "/" + path
 
 
-def _memory_url_path(text: str, rest: str) -> str:
-    path = posixpath.normpath("/" + rest.lstrip("/"))
-    if path == "/":
-        raise ValueError(f"{text!r} must have the form memory://name/...")
-    return path
-
-
-def _memory_storage() -> MemoryStorage:
+def _memory_url(text: str) -> tuple[Storage, str]:
     from jaxckpt.storage._memory import MemoryStorage
 
-    return MemoryStorage()
+    path = posixpath.normpath("/" + text.partition("://")[2].lstrip("/"))
+    if path == "/":
+        raise ValueError(f"{text!r} must have the form memory://name/...")
+    return MemoryStorage(), path
 
 
 def __getattr__(name: str) -> object:
