@@ -734,6 +734,10 @@ def test_file_systems_without_a_call_have_another_way(old_tree, missing):
 assert s.create(r + '/f', b'new') is True
 assert s.create(r + '/f', b'other') is False
 assert s.create(r + '/old', b'other') is False
+from jaxckpt.storage._large import LargeFile
+try: LargeFile(r + '/f').publish(replace=False)
+except FileExistsError as e: assert e.filename == r + '/f'
+else: raise AssertionError
 """
     if "link" not in missing:
         code += """
@@ -751,6 +755,18 @@ else: raise AssertionError
     wanted = ["f", "old", "other"] if "link" in missing else ["f", "new", "other"]
     assert sorted(os.listdir(old_tree)) == wanted
     assert unsynced_after(trace, old_tree) == set()
+
+
+@needs_strace
+def test_a_name_reserved_for_nothing_is_free_again(old_tree):
+    """Without renameat2 and links, a name is reserved by an empty file, which goes if all fails."""
+    code = "try: s.create(r + '/f', b'new')\nexcept OSError as e: print(e.errno)"
+    faults = "inject=renameat2,link,linkat:error=EPERM", "inject=rename,renameat:error=EIO"
+
+    result, _ = run_traced(code, old_tree, "-e", faults[0], "-e", faults[1])
+
+    assert int(result.stdout) == errno.EIO
+    assert sorted(os.listdir(old_tree)) == ["old", "other"]
 
 
 @needs_strace

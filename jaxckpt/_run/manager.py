@@ -154,7 +154,6 @@ class CheckpointManager:
         if mode == "w":
             if self._processes.count > 1:
                 self._check_alike(save, step_prefix)
-            self._close_earlier()
             opened = self._open_run()
         else:
             check_root(storage, root)
@@ -189,16 +188,16 @@ class CheckpointManager:
             hint="Open the same managers in the same order in all processes.",
         )
 
-    def _close_earlier(self) -> None:
-        """Closes this process's earlier writing manager of the run, after its saves."""
+    def _open_run(self) -> Any:  # JSON
+        """Opens the run in process 0; returns its newest step and naming to all processes.
+
+        First closes this process's earlier writing manager of the run, after its saves.
+        """
         with CheckpointManager._open_lock:
             earlier = CheckpointManager._open.get(self._key)
             CheckpointManager._open[self._key] = self
         if earlier is not None:
             earlier._shut()
-
-    def _open_run(self) -> Any:  # JSON
-        """Opens the run in process 0; returns its newest step and naming to all processes."""
         name = f"manager {self.directory}/open"
         try:
             with leading(
@@ -211,7 +210,7 @@ class CheckpointManager:
                     led.value = {
                         "session": secrets.token_hex(8),
                         "newest": self._index.newest(listing),
-                        "naming": None if naming is None else [naming.prefix, naming.digits],
+                        "naming": None if naming is None else asdict(naming),
                     }
         except BaseException:
             self._closed = True  # so that the next manager does not wait for this one
@@ -219,8 +218,7 @@ class CheckpointManager:
             raise
         opened = led.value
         if opened["naming"] is not None:
-            prefix, digits = opened["naming"]
-            self._index.naming = StepNames(prefix=prefix, digits=digits)
+            self._index.naming = StepNames(**opened["naming"])
         return opened
 
     def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON

@@ -116,7 +116,7 @@ def is_part_of_tree(name: str) -> bool:
 
 def is_reserved(name: str) -> bool:
     """Returns whether a checkpoint of this name would be mistaken for something else."""
-    return _TEMPORARY in name or name.endswith(_REPLACEMENT) or is_set_aside(name)
+    return _TEMPORARY in name or _SET_ASIDE in name or name.endswith(_REPLACEMENT)
 
 
 def is_ours_temporary(entry: str, name: str) -> bool:

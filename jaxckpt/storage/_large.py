@@ -12,13 +12,7 @@ import errno
 import os
 from typing import Any, final
 
-from jaxckpt.storage._local import (
-    _about,
-    _CannotLinkError,
-    _give_new_name,
-    _sync_parents,
-    temporary_sibling,
-)
+from jaxckpt.storage._local import _about, _publish, temporary_sibling
 
 
 @final
@@ -59,23 +53,8 @@ class LargeFile:
         """Gives the file its name, durably; raises `FileExistsError` if the name is taken."""
         self.finish()
         with _about(self._path):
-            if replace:
-                os.replace(self._temporary, self._path)
-            elif not self._take_name():
+            if not _publish(self._temporary, self._path, replace=replace):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-            with contextlib.suppress(FileNotFoundError):  # remains if the name was linked
-                os.unlink(self._temporary)
-            _sync_parents(self._path)
-
-    def _take_name(self) -> bool:
-        try:
-            return _give_new_name(self._temporary, self._path)
-        except _CannotLinkError:
-            # Not atomic, but this file system has nothing better.
-            if os.path.lexists(self._path):
-                return False
-            os.rename(self._temporary, self._path)
-            return True
 
     def discard(self) -> None:
         """Removes an unpublished file. Never raises."""

@@ -89,19 +89,11 @@ class LocalStorage:
 
     def write(self, path: str, data: bytes) -> None:
         with _about(path):
-            _publish(path, data, replace=True)
+            _publish(_write_temporary(path, data), path, replace=True)
 
     def create(self, path: str, data: bytes) -> bool:
         with _about(path):
-            try:
-                return _publish(path, data, replace=False)
-            except _CannotLinkError:
-                # The last resort: a crash here can leave an incomplete file.
-                with contextlib.suppress(FileExistsError):
-                    _write_new(path, data)
-                    _sync_parents(path)
-                    return True
-                return False
+            return _publish(_write_temporary(path, data), path, replace=False)
 
     def kind(self, path: str) -> EntryKind | None:
         with _about(path):
@@ -281,14 +273,27 @@ def _try_lock(fd: int) -> bool:
 # Files
 
 
-class _CannotLinkError(Exception):
-    """The file system does not support a second name for a file."""
-
-
-def _publish(path: str, data: bytes, *, replace: bool) -> bool:
-    """Writes a file; returns False if it exists and is not to be replaced."""
+def _write_temporary(path: str, data: bytes) -> str:
+    """Writes a durable temporary file beside `path`; returns its path."""
     temporary = temporary_sibling(path)
-    _write_new(temporary, data)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return temporary
+
+
+def _publish(temporary: str, path: str, *, replace: bool) -> bool:
+    """Gives a temporary file its name, durably; returns False if the name is taken."""
     try:
         if replace:
             os.rename(temporary, path)
@@ -302,22 +307,6 @@ def _publish(path: str, data: bytes, *, replace: bool) -> bool:
     return True
 
 
-def _write_new(path: str, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(fd, rest) :]
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        raise
-
-
 def _give_new_name(temporary: str, path: str) -> bool:
     try:
         if _renameat2(temporary, path, _RENAME_NOREPLACE):
@@ -327,8 +316,22 @@ def _give_new_name(temporary: str, path: str) -> bool:
         # Over NFS the reply to a successful link can be lost, and the retry finds the file.
         return os.lstat(temporary).st_nlink == 2
     except OSError as error:
-        if error.errno in (errno.EPERM, errno.EMLINK, *_UNSUPPORTED):
-            raise _CannotLinkError from error
+        if error.errno not in (errno.EPERM, errno.EMLINK, *_UNSUPPORTED):
+            raise
+        return _replace_empty(temporary, path)
+    return True
+
+
+def _replace_empty(temporary: str, path: str) -> bool:
+    # The last resort: a crash in here leaves an empty file.
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    except FileExistsError:
+        return False
+    try:
+        os.rename(temporary, path)
+    except BaseException:
+        os.unlink(path)
         raise
     return True
 
