@@ -305,12 +305,11 @@ def _read_run_without(storage: Any, path: str, run: list[Any], failures: Any) ->
     storage.read_into(f"{path}/{run[0].place.file}", run[0].place.offset, outs)
     for job, out in zip(run, outs, strict=True):
         if job.out is None:
-            _chunks._divide(job, out)
+            _chunks._divide(job, out, path)
 
 
 def _take_without(job: Any, data: bytes, path: str) -> None:
-    del path
-    _chunks._divide(job, np.frombuffer(data, np.uint8))
+    _chunks._divide(job, np.frombuffer(data, np.uint8), path)
 
 
 def imports(*, repeats: int) -> Section:
