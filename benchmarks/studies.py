@@ -32,7 +32,6 @@ from benchmarks.timing import paired, peak_rss, rss, trim
 from benchmarks.workloads import WORKLOADS, abstract, build, make_mesh, total_bytes
 from jaxckpt._core import plan as _plan
 from jaxckpt._disk import chunks as _chunks
-from jaxckpt._disk import reader as _reader
 from jaxckpt._disk import writer as _writer
 from jaxckpt._save import tree_plan as _tree_plan
 from jaxckpt.format import arrays
@@ -277,9 +276,9 @@ def _unchecked() -> Iterator[None]:
         (_writer, "zarr3_metadata", without),
         (_writer, "encode_chunk", np.ndarray.tobytes),
         (_chunks, "CRC_BYTES", 0),
-        (_chunks, "_read_run", _read_run_without),
-        (_chunks, "_take", _take_without),
-        (_reader, "_describes", lambda data, stored: True),
+        (_chunks, "checksum", lambda data: _Fits()),
+        (_chunks.Chunks, "_read_run", _read_run_without),
+        (_chunks, "_describes", lambda data, stored: True),
     ]
     kept = [getattr(module, name) for module, name, _ in patches]
     try:
@@ -299,17 +298,24 @@ def _inner_codecs(codecs: Sequence[Any]) -> Iterator[list[Any]]:
             yield codec["configuration"]["codecs"]
 
 
-def _read_run_without(storage: Any, path: str, run: list[Any], failures: Any) -> None:
-    del failures
+class _Fits(int):
+    """A checksum that equals any other."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
+def _read_run_without(chunks: Any, run: list[Any]) -> None:
+    file = f"{chunks._item.path}/{run[0].file}"
     outs = [np.empty(job.size, np.uint8) if job.out is None else job.out for job in run]
-    storage.read_into(f"{path}/{run[0].place.file}", run[0].place.offset, outs)
+    chunks._storage.read_into(file, run[0].offset, outs)
     for job, out in zip(run, outs, strict=True):
-        if job.out is None:
-            _chunks._divide(job, out, path)
-
-
-def _take_without(job: Any, data: bytes, path: str) -> None:
-    _chunks._divide(job, np.frombuffer(data, np.uint8), path)
+        chunks._take(job, out, 0, file)
 
 
 def imports(*, repeats: int) -> Section:

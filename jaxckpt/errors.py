@@ -96,6 +96,11 @@ class CorruptCheckpoint(CheckpointError, OSError):
         self.file = file
 
 
+def damaged(file: str, what: str, *, leaf: str | None = None) -> CorruptCheckpoint:
+    """Returns the error for a bad file."""
+    return CorruptCheckpoint(f"{file}: {what}", leaf=leaf, file=file)
+
+
 class SaveFailed(CheckpointError, RuntimeError):
     """The save failed. A checkpoint at the path is complete, normally the previous one.
 

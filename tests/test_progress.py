@@ -20,9 +20,9 @@ import pytest
 
 import jaxckpt
 from jaxckpt._core import box as _box
+from jaxckpt._disk.chunks import LeafRead
 from jaxckpt._disk.find import find, open_tree
 from jaxckpt._disk.reader import read_leaves
-from jaxckpt._disk.regions import LeafRead
 from jaxckpt._progress import bar as _bar
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._save.handle import is_under_way

@@ -25,9 +25,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt import CorruptCheckpoint, TreeMismatch, UnsupportedFormat
+from jaxckpt._disk import chunks as _chunks
 from jaxckpt._disk import reader as _reader
-from jaxckpt._disk import regions as _regions
-from jaxckpt._disk.regions import LeafRead
+from jaxckpt._disk.chunks import LeafRead
 from jaxckpt._restore import restore as _restore
 from jaxckpt.format.arrays import MAX_UNIT_BYTES
 from jaxckpt.storage import LocalStorage, _arrays
@@ -178,21 +178,24 @@ def test_any_spec_to_any_spec(data):
 def reads(monkeypatch):
     """Counts every chunk and every region that is read: (name of the array, what) -> times."""
     seen = Counter()
-    plan_leaf, read_into = _reader.plan_leaf, _arrays.read_into
+    extents, read_into = _arrays.extents, _arrays.read_into
 
-    def counted_leaf(leaf, boxes, buffers, find, read_index, **more):
-        def counted_find(key):
-            seen[key] += 1
-            return find(key)
+    class Counted(dict):
+        def get(self, key):
+            if not key.endswith("zarr.json"):
+                seen[key] += 1
+            return super().get(key)
 
-        return plan_leaf(leaf, boxes, buffers, counted_find, read_index, **more)
+    def counted_extents(spec, *, max_keys):
+        found = extents(spec, max_keys=max_keys)
+        return None if found is None else Counted(found)
 
     def counted_read_into(array, wheres, outs):
         for where in wheres:
             seen[array.kvstore.path, tuple((s.start, s.stop) for s in where)] += 1
         return read_into(array, wheres, outs)
 
-    monkeypatch.setattr(_reader, "plan_leaf", counted_leaf)
+    monkeypatch.setattr(_arrays, "extents", counted_extents)
     monkeypatch.setattr(_arrays, "read_into", counted_read_into)
     return seen
 
@@ -275,16 +278,16 @@ def test_no_chunk_is_read_twice_or_for_nothing(data):
     chunk = NamedSharding(mesh_of(sizes), stored_spec).shard_shape(shape)
     chunks = np.prod(np.array(shape) // chunk)
     seen = Counter()
-    original = _reader.start_reads
+    original = _chunks._runs
 
-    def counted(storage, path, jobs, executor, failures):
+    def counted(jobs):
         seen.update(job.key for job in jobs)
-        return original(storage, path, jobs, executor, failures)
+        return original(jobs)
 
     shm = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=shm) as folder, pytest.MonkeyPatch.context() as patch:
         jaxckpt.save(f"{folder}/x", put(np.zeros(shape), mesh_of(sizes), stored_spec))
-        patch.setattr(_reader, "start_reads", counted)
+        patch.setattr(_chunks, "_runs", counted)
         jaxckpt.restore(f"{folder}/x", like)
 
     assert len(seen) == chunks
@@ -308,7 +311,7 @@ def test_memory_in_flight_is_bounded(tmp_path, monkeypatch, casts):
     ]
     budget = 3 * 2 * wanted[0].total_bytes
     alive, peak, done = 0, 0, 0
-    empty = _regions.empty
+    empty = _chunks.empty
 
     def counted(shape, dtype):
         nonlocal alive, peak
@@ -316,7 +319,7 @@ def test_memory_in_flight_is_bounded(tmp_path, monkeypatch, casts):
         peak = max(peak, alive - done)
         return empty(shape, dtype)
 
-    monkeypatch.setattr(_regions, "empty", counted)
+    monkeypatch.setattr(_chunks, "empty", counted)
 
     for i, buffers in enumerate(_reader.read_leaves(item, wanted, budget_bytes=budget)):
         done += 1

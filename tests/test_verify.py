@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._disk import chunks as _chunks
 from jaxckpt._disk import reader as _reader
-from jaxckpt._disk import stream as _stream
 from jaxckpt._inspect import verify as _verify
 from jaxckpt._restore import match as _match
 from jaxckpt._restore import restore as _restore
@@ -341,7 +341,7 @@ def test_an_error_lets_go_of_what_was_read(damaged):
 def test_an_array_of_others_with_many_chunks_is_read_in_turns(tmp_path, monkeypatch):
     """All of it, and what is bad is named once."""
     monkeypatch.setattr(_verify, "CHUNKS_AT_ONCE", 4)
-    monkeypatch.setattr(_stream, "_READS_AT_ONCE", 3)
+    monkeypatch.setattr(_reader, "_READS_AT_ONCE", 3)
     for name in ("a", "b"):
         spec = {
             "driver": "zarr",
@@ -442,7 +442,7 @@ def test_too_little_memory_is_not_damage(saved, monkeypatch):
     def no_memory(*_):
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(_reader, "make_buffers", no_memory)
+    monkeypatch.setattr(_chunks, "make_buffers", no_memory)
 
     with pytest.raises(MemoryError):
         jaxckpt.verify(saved)

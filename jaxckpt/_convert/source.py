@@ -19,11 +19,11 @@ from jaxckpt._core.box import Box
 from jaxckpt._core.cast import cast
 from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._core.text import counted
+from jaxckpt._disk.chunks import LeafRead, Values
 from jaxckpt._disk.find import at_rest, open_tree
 from jaxckpt._disk.found import check_current
 from jaxckpt._disk.native import Item
-from jaxckpt._disk.regions import LeafRead
-from jaxckpt._disk.stream import Values, read_stream
+from jaxckpt._disk.reader import read_stream
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedLeaf
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
 from jaxckpt.format.sharding import SavedSharding

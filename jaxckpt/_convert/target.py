@@ -30,7 +30,7 @@ from jaxckpt._disk.writer import is_direct, metadata_files, plan_writes, write_a
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, names, step, tree
 from jaxckpt.format.step import StepMetadata
-from jaxckpt.format.tree import Leaf, StoredArray, Tree
+from jaxckpt.format.tree import Leaf, StoredArray, Tree, bad_leaf
 from jaxckpt.storage import Storage, files_in
 
 _logger = logging.getLogger("jaxckpt")
@@ -102,7 +102,8 @@ def _goal(copied: Tree, *, ocdbt: bool) -> Tree:
     for leaf in leaves:
         if leaf.has_array:
             tree.check_grid(leaf.array, where=leaf.text, file="the copy")
-            arrays.check_leaf(leaf, leaf.array, file="the copy")
+            if problem := arrays.leaf_problem(leaf, leaf.array):
+                raise bad_leaf(leaf, "the copy", problem)
     has_arrays = any(leaf.has_array for leaf in leaves)
     return replace(copied, leaves=leaves, uses_ocdbt=ocdbt and has_arrays)
 

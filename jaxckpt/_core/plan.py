@@ -156,7 +156,8 @@ def plan_save(arrays: Sequence[ArraySpec], *, process: int) -> SavePlan:
     loads = _Loads()
     for i, array in enumerate(arrays):
         if array.placement is None:
-            chunk_shape, owned = array.shape, _host_chunks(array, process)
+            everything = _box.whole(array.shape)
+            chunk_shape, owned = array.shape, [(everything, everything)] if process == 0 else []
         else:
             chunk_shape, owned = _device_chunks(array, array.placement, process, loads)
         # zarr forbids chunks of size zero; an empty array has no chunks.
@@ -189,11 +190,6 @@ class _Loads:
         load, process = heap[0]
         heapq.heapreplace(heap, (load + size, process))
         return process
-
-
-def _host_chunks(array: ArraySpec, process: int) -> list[tuple[Box, Box]]:
-    everything = _box.whole(array.shape)
-    return [(everything, everything)] if process == 0 else []
 
 
 def _device_chunks(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
@@ -50,6 +50,7 @@ _LIBRARIES: Final = (
 )
 
 _EMPTY_WORDS: Final = {list: "List", tuple: "Tuple", type(None): "None"}
+_INDICES: Final = (tree_util.SequenceKey, tree_util.FlattenedIndexKey)
 _ARRAYS: Final = (jax.Array, np.ndarray, np.generic)
 _NUMBERS: Final = (bool, int, float, complex)
 _NUMBER_OF: Final = {number.__name__: number for number in _NUMBERS}
@@ -91,7 +92,7 @@ def flatten(tree: object) -> Flat:
     paths = [key_path(keys) for keys, _ in pairs]
     leaves, values, problems = [], [], []
     for (keys, value), path in zip(pairs, paths, strict=True):
-        key_types = tuple(_key_type(key) for key in keys)
+        key_types = tuple(SEQUENCE if isinstance(key, _INDICES) else NAMED for key in keys)
         try:
             leaf = _describe(value, path, key_types)
             stored = stored_value(leaf.kind, value) if leaf.has_array else None
@@ -109,7 +110,7 @@ def flatten(tree: object) -> Flat:
         )
     if not leaves:
         raise UnsupportedLeaf("nothing to save: the tree has no leaves and no containers")
-    root = None if tree_util.treedef_is_leaf(treedef) else _describe_node(treedef, iter(pairs), 0)
+    root = None if tree_util.treedef_is_leaf(treedef) else _walk(treedef, iter(pairs), 0)[0]
     return Flat(leaves=tuple(leaves), values=tuple(values), root=root)
 
 
@@ -145,11 +146,6 @@ def _key_name(key: object) -> str:
             break
     # `str()` of a str enum is not its value.
     return str.__str__(key) if isinstance(key, str) else str(key)
-
-
-def _key_type(key: object) -> int:
-    is_index = isinstance(key, (tree_util.SequenceKey, tree_util.FlattenedIndexKey))
-    return SEQUENCE if is_index else NAMED
 
 
 def _describe(value: object, path: Path, key_types: tuple[int, ...]) -> Leaf:
@@ -235,12 +231,8 @@ def is_key_dtype(dtype: Any) -> bool:  # numpy's and jax's dtypes share no type
 # --- containers ------------------------------------------------------------------------------
 
 
-def _describe_node(treedef: Any, pairs: Iterator[tuple[Any, object]], depth: int) -> Node | None:
-    """Returns the containers of `treedef`, consuming one of `pairs` per leaf."""
-    return _walk(treedef, pairs, depth)[0]
-
-
 def _walk(treedef: Any, pairs: Iterator[tuple[Any, object]], depth: int) -> tuple[Node | None, Any]:
+    """Returns the containers of `treedef`, consuming one of `pairs` per leaf, and the last keys."""
     if tree_util.treedef_is_leaf(treedef):
         return None, next(pairs)[0]
     children, names, keys = [], [], ()
@@ -260,7 +252,8 @@ def _make_node(
         return Node(type=kind, names=names, children=children)
     if issubclass(cls, dict):
         keys = aux[1] if isinstance(aux, tuple) and len(aux) == 2 and callable(aux[0]) else aux
-        recorded = None if all(type(_as_base(k)) is str for k in keys) else _encode_keys(keys)
+        is_plain = all(type(_as_base(key)) is str for key in keys)
+        recorded = None if is_plain else tuple(map(_encode_key, keys))
         kind_ = "odict" if cls is OrderedDict else "dict"
         return Node(type=kind_, names=names, keys=recorded, children=children)
     node = _class_node(cls, names, (list(children), aux))
@@ -287,10 +280,6 @@ def _encode_key(key: object) -> object:
     if type(key) is tuple:
         return {"tuple": [_encode_key(part) for part in key]}
     return str.__str__(key) if isinstance(key, str) else str(key)
-
-
-def _encode_keys(keys: Iterable[object]) -> tuple[object, ...]:
-    return tuple(map(_encode_key, keys))
 
 
 def _as_base(value: object) -> object:

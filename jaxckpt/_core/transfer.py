@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -116,20 +117,14 @@ def _as_stored(host: np.ndarray[Any, Any], stored: np.dtype[Any]) -> np.ndarray[
 
 def empty(shapes: Sequence[Sequence[int]], dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
     """Returns uninitialised host memory that jax can use in place, for the shards of one array."""
-    if len(shapes) == 1:  # most small arrays
-        size = math.prod(shapes[0]) * dtype.itemsize
-        raw = np.empty(size + _ALIGNMENT, np.uint8)
-        start = -raw.__array_interface__["data"][0] % _ALIGNMENT
-        return [raw[start : start + size].view(dtype).reshape(shapes[0])]
     sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
     room = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
     raw = np.empty(sum(room) + _ALIGNMENT, np.uint8)
-    start = -raw.__array_interface__["data"][0] % _ALIGNMENT
-    arrays = []
-    for shape, size, taken in zip(shapes, sizes, room, strict=True):
-        arrays.append(raw[start : start + size].view(dtype).reshape(shape))
-        start += taken
-    return arrays
+    starts = accumulate(room, initial=-raw.__array_interface__["data"][0] % _ALIGNMENT)
+    return [
+        raw[start : start + size].view(dtype).reshape(shape)
+        for shape, size, start in zip(shapes, sizes, starts, strict=False)
+    ]
 
 
 @lru_cache(maxsize=1 << 14)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, final
+from itertools import accumulate, pairwise
+from typing import Any, Final
 
 import numpy as np
 
@@ -28,7 +29,8 @@ Sums = np.ndarray[Any, np.dtype[np.uint32]]
 
 def grid_of(stored: StoredArray) -> tuple[int, ...]:
     """Returns the number of chunks, or inner chunks, along each dimension."""
-    return tuple(-(-n // max(1, u)) for n, u in zip(stored.shape, stored.unit_shape, strict=True))
+    unit_shape = stored.inner_shape or stored.chunk_shape
+    return tuple(-(-n // max(1, u)) for n, u in zip(stored.shape, unit_shape, strict=True))
 
 
 def starts_of(arrays: Iterable[StoredArray]) -> Iterator[int]:
@@ -70,25 +72,15 @@ def merge_shares(shares: Iterable[bytes], count: int) -> bytes | None:
 # --- reading ---------------------------------------------------------------------------------
 
 
-@final
-class ChunkSums:
-    """The checksums that the chunks of an item were written with."""
-
-    def __init__(self, leaves: Sequence[Leaf], data: bytes, *, file: str) -> None:
-        arrays = [leaf for leaf in leaves if leaf.has_array]
-        *starts, count = starts_of(leaf.array for leaf in arrays)
-        if len(data) != count * CRC_BYTES:
-            raise CorruptCheckpoint(
-                f"{file} has {len(data)} bytes, expected {count * CRC_BYTES}", file=file
-            )
-        self._starts = {leaf.prefix: start for leaf, start in zip(arrays, starts, strict=True)}
-        self._sums = np.frombuffer(data, _SUM)
-
-    def of(self, leaf: Leaf) -> Sums:
-        """Returns the checksums of one leaf, in the shape of its grid of chunks or inner chunks."""
-        grid = grid_of(leaf.array)
-        start = self._starts[leaf.prefix]
-        return self._sums[start : start + math.prod(grid)].reshape(grid)
+def decode(leaves: Sequence[Leaf], data: bytes, *, file: str) -> dict[str, Sums]:
+    """Returns the checksums that each leaf's chunks were written with, by prefix, in C order."""
+    stored = {leaf.prefix: leaf.array for leaf in leaves if leaf.has_array}
+    starts = [0, *accumulate(math.prod(grid_of(array)) for array in stored.values())]
+    if len(data) != starts[-1] * CRC_BYTES:
+        what = f"{file} has {len(data)} bytes, expected {starts[-1] * CRC_BYTES}"
+        raise CorruptCheckpoint(what, file=file)
+    sums = np.frombuffer(data, _SUM)
+    return {prefix: sums[a:b] for prefix, (a, b) in zip(stored, pairwise(starts), strict=True)}
 
 
 def stored_sums(

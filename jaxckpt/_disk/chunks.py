@@ -10,9 +10,12 @@ The nodes of the OCDBT tree record where a chunk lies; `format.arrays` describes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -20,170 +23,265 @@ import numpy as np
 from jaxckpt._core.box import Box
 from jaxckpt._core.cast import cast
 from jaxckpt._core.plan import ChunkRead, plan_chunks
-from jaxckpt._disk.checksums import Sums
-from jaxckpt._disk.damage import bad_leaf
+from jaxckpt._core.transfer import empty
+from jaxckpt._disk.checksums import Sums, grid_of
+from jaxckpt._disk.damage import blame
+from jaxckpt._disk.native import Item
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, TreeMismatch, is_io_failure
 from jaxckpt.format.arrays import (
     CRC_BYTES,
     checksum,
     chunk_key,
     decode_index,
+    decode_metadata,
     dtype_of,
+    encode_zarr3,
+    has_our_codecs,
     index_bytes,
 )
-from jaxckpt.format.tree import Leaf, StoredArray
-from jaxckpt.storage import Storage
+from jaxckpt.format.names import ZARR3
+from jaxckpt.format.tree import Leaf, StoredArray, bad_leaf
 
 # One read takes adjacent chunks up to these limits: the second is a quarter of what `preadv` takes.
 _RUN_BYTES: Final = 8 << 20
 _RUN_CHUNKS: Final = 256
 
-Buffer = np.ndarray[Any, Any]
+Values = np.ndarray[Any, Any]
+Buffers = dict[Box, Values]
+Failed = Callable[["LeafRead", Exception], None]  # raises the error of a bad leaf, or goes on
+Landed = Callable[[int], None]  # takes a number of bytes read, in the caller's thread
+Place = tuple[str, int, int]  # file, offset and size
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the bytes of a chunk begin; their checksum follows them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeafRead:
+    """One leaf to read."""
 
-    file: str
-    offset: int
+    leaf: Leaf
+    boxes: tuple[Box, ...]  # the distinct parts wanted, in the global array
+    dtype: np.dtype[Any]  # of the host buffers
+    total_bytes: int = field(init=False)  # of the buffers
+
+    def __post_init__(self) -> None:
+        size = sum(box.size for box in self.boxes) * self.dtype.itemsize
+        object.__setattr__(self, "total_bytes", size)
 
 
-@dataclass(slots=True)
+def make_buffers(item: Item, read: LeafRead) -> list[Values]:
+    """Allocates memory for the wanted parts of a leaf."""
+    try:
+        return empty([box.shape for box in read.boxes], read.dtype)
+    except MemoryError as error:
+        raise MemoryError(
+            f"leaf {read.leaf.text} of {item.path}: this host cannot allocate "
+            f"{read.total_bytes} bytes. Restore it in shards, or skip this leaf."
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkJob:
     """One chunk, or inner chunk, to read and check."""
 
     leaf: Leaf
     key: str  # in the database
-    place: Place
+    file: str  # where its bytes begin; their checksum follows them
+    offset: int
     size: int  # bytes of its values
-    out: Buffer | None  # the memory that it fills, as bytes; None if `plan` divides it
+    out: Values | None  # the memory that it fills, as bytes; None if `plan` divides it
     plan: ChunkRead
-    buffers: Sequence[Buffer]  # of its leaf
+    buffers: Sequence[Values]  # of its leaf
     wanted: int | None  # the checksum that it was written with, if recorded
 
 
-# The first error of each leaf, by `id` of the leaf.
-Failures = dict[int, Exception]
-
-
-def note_failure(failures: Failures, leaf: Leaf, error: Exception) -> None:
-    """Records the first error of a leaf; several threads read leaves."""
-    if not isinstance(error, CheckpointError):  # which names the leaf itself
-        error.add_note(f"while reading leaf {leaf.text}")
-    failures.setdefault(id(leaf), error)
-
-
-def plan_leaf(
-    leaf: Leaf,
-    boxes: tuple[Box, ...],
-    buffers: Sequence[Buffer],
-    find: Callable[[str], tuple[str, int, int] | bytes | None],
-    read_index: Callable[[str, int, int], Buffer],
-    *,
-    sums: Sums | None,
-    path: str,
-) -> Iterator[ChunkJob]:
-    """Yields the reads for one leaf. Chunks that lie in a node are put in their places at once.
+class Chunks:
+    """Leaves that jaxckpt wrote, read together.
 
     Args:
-        boxes: The wanted parts of the array.
-        buffers: One for each box.
-        find: Returns the file, offset and size of the value of a key, or the value.
-        read_index: Reads bytes of a file, by offset and size.
+        places: Where the value of each key of the database lies, or the value.
         sums: The checksums that the chunks were written with, if recorded.
-        path: The item's path, for messages.
-
-    Raises:
-        CorruptCheckpoint: a chunk is missing, or its size or checksum is wrong.
     """
-    stored = leaf.array
-    itemsize = dtype_of(stored.dtype).itemsize
-    places: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    inner_counts = _inner_counts(stored)
-    for plan in plan_chunks(stored.unit_shape, boxes):
-        index = plan.index
-        if inner_counts is not None:
-            index = tuple(i // n for i, n in zip(index, inner_counts, strict=True))
-        key = leaf.prefix + chunk_key(index)
-        extent = find(key)
-        if extent is None:
-            raise bad_leaf(leaf, path, f'chunk "{key}" is missing')
-        job = ChunkJob(
-            leaf=leaf,
-            key=key,
-            place=Place("", 0),
-            size=plan.count * itemsize,
-            out=_whole_place(plan, buffers, stored),
-            plan=plan,
-            buffers=buffers,
-            wanted=None if sums is None else int(sums[plan.index]),
-        )
-        if isinstance(extent, bytes):
-            if inner_counts is not None:  # it would be far too large for a node
-                raise bad_leaf(leaf, path, f'chunk "{key}" has no inner chunks')
-            _take(job, extent, path)
-            continue
-        file, offset, size = extent
-        if inner_counts is not None:
-            if index not in places:
-                places[index] = _read_places(
-                    leaf, stored, file, offset, size, read_index, path=path, key=key
-                )
-            within = tuple(i % n for i, n in zip(plan.index, inner_counts, strict=True))
-            at, size = places[index][int(np.ravel_multi_index(within, inner_counts))]
-            offset += at
-        _check_size(job, size, f"{path}/{file}")
-        job.place = Place(file, offset)
-        yield job
+
+    def __init__(
+        self,
+        item: Item,
+        reads: Sequence[LeafRead],
+        places: Mapping[str, Place | bytes],
+        sums: Mapping[str, Sums] | None,
+        executor: Executor,
+    ) -> None:
+        self.reads = reads
+        self._item, self._places, self._sums, self._executor = item, places, sums, executor
+        self._storage = item.found.storage
+        self._buffers: deque[list[Values]] = deque()
+        self._failures: dict[int, Exception] = {}  # the first of each leaf, by `id` of the leaf
+        self._under_way: list[Future[None]] = []
+
+    def start(self) -> None:
+        """Makes the buffers and starts to fill them; `finish` reports errors."""
+        jobs = []
+        for read in self.reads:
+            buffers = []
+            try:
+                self._check_described(read.leaf)
+                buffers = make_buffers(self._item, read)
+                jobs += self._plan(read, buffers)
+            except (CheckpointError, OSError, MemoryError) as error:
+                self._note(read.leaf, error)
+            self._buffers.append(buffers)
+        self._under_way = [self._submit(run) for run in _runs(jobs)]
+
+    def finish(self, failed: Failed, landed: Landed) -> Iterator[Buffers]:
+        """Waits for the reads, and yields the buffers of each good leaf."""
+        size = sum(read.total_bytes for read in self.reads)
+        for i, one in enumerate(self._under_way):
+            one.result()
+            part = size // (len(self._under_way) - i)  # an estimate: they differ little
+            landed(part)
+            size -= part
+        self._under_way.clear()
+        for read in self.reads:
+            error = self._failures.get(id(read.leaf))
+            if error is not None:
+                failed(read, blame(self._item, read.leaf, error))
+                self._buffers.popleft()
+                continue
+            yield dict(zip(read.boxes, self._buffers.popleft(), strict=True))
+
+    def drop(self) -> None:
+        """Releases the buffers."""
+        self._buffers.clear()
+
+    def _note(self, leaf: Leaf, error: Exception) -> None:
+        """Records the first error of a leaf; several threads read leaves."""
+        if not isinstance(error, CheckpointError):  # which names the leaf itself
+            error.add_note(f"while reading leaf {leaf.text}")
+        self._failures.setdefault(id(leaf), error)
+
+    def _check_described(self, leaf: Leaf) -> None:
+        """Compares the array's own metadata, which Orbax uses, with the tree."""
+        key = leaf.prefix + ZARR3
+        data = self._places.get(key)
+        if data == encode_zarr3(leaf.array) or _describes(data, leaf.array):
+            return
+        file = f'{self._item.path}: "{key}"'
+        if not isinstance(data, bytes):
+            raise bad_leaf(leaf, file, "its array metadata is missing")
+        try:
+            described = decode_metadata(data, 3, leaf=leaf.text, file=file)
+        except CorruptCheckpoint as error:
+            problem = f"leaf {leaf.text}: {error}"
+            raise CorruptCheckpoint(problem, leaf=leaf.text, file=file) from error
+        if not has_our_codecs(data, file=file):
+            raise bad_leaf(leaf, file, "jaxckpt does not write these codecs")
+        if described != leaf.array:
+            problem = f"its array metadata has {described}, the tree has {leaf.array}"
+            raise bad_leaf(leaf, file, problem)
+
+    def _plan(self, read: LeafRead, buffers: Sequence[Values]) -> Iterator[ChunkJob]:
+        """Yields the reads for one leaf. Chunks that lie in a node are put in place at once.
+
+        Raises:
+            CorruptCheckpoint: a chunk is missing, or its size or checksum is wrong.
+        """
+        leaf, stored, path = read.leaf, read.leaf.array, self._item.path
+        itemsize = dtype_of(stored.dtype).itemsize
+        sums = None if self._sums is None else self._sums[leaf.prefix].reshape(grid_of(stored))
+        counts = tuple(map(operator.floordiv, stored.chunk_shape, stored.unit_shape))
+        inner: dict[str, list[Place]] = {}
+        for plan in plan_chunks(stored.unit_shape, read.boxes):
+            key = leaf.prefix + chunk_key(tuple(map(operator.floordiv, plan.index, counts)))
+            place: Place | bytes | None = self._places.get(key)
+            if place is None:
+                raise bad_leaf(leaf, path, f'chunk "{key}" is missing')
+            if stored.inner_shape is not None:
+                if key not in inner:
+                    inner[key] = self._inner_places(leaf, key, place)
+                within = tuple(map(operator.mod, plan.index, counts))
+                place = inner[key][int(np.ravel_multi_index(within, counts))]
+            file, offset, size = ("", 0, len(place)) if isinstance(place, bytes) else place
+            job = ChunkJob(
+                leaf=leaf,
+                key=key,
+                file=file,
+                offset=offset,
+                size=plan.count * itemsize,
+                out=_whole_place(plan, buffers, stored) if file else None,
+                plan=plan,
+                buffers=buffers,
+                wanted=None if sums is None else int(sums[plan.index]),
+            )
+            if size != job.size + CRC_BYTES:
+                what = f'chunk "{key}" has {size} bytes, expected {job.size + CRC_BYTES}'
+                raise bad_leaf(leaf, f"{path}/{file}" if file else path, what)
+            if isinstance(place, bytes):
+                crc = int.from_bytes(place[job.size :], "little")
+                self._take(job, np.frombuffer(place, np.uint8, job.size), crc, path)
+            else:
+                yield job
+
+    def _inner_places(self, leaf: Leaf, key: str, place: Place | bytes) -> list[Place]:
+        """Returns the place of each inner chunk of a chunk, in order."""
+        if isinstance(place, bytes):  # an index would be far too large for a node
+            raise bad_leaf(leaf, self._item.path, f'chunk "{key}" has no inner chunks')
+        file, offset, size = place
+        path, index = f"{self._item.path}/{file}", np.empty(index_bytes(leaf.array), np.uint8)
+        try:
+            # If the chunk is too small for its index, this reads what lies before it: not an index.
+            self._storage.read_into(path, max(0, offset + size - index.size), [index])
+            inner = decode_index(index, size - index.size)
+        except (ValueError, EOFError) as error:
+            raise bad_leaf(leaf, path, f'chunk "{key}": {error}') from error
+        return [(file, offset + at, length) for at, length in inner]
+
+    def _submit(self, run: list[ChunkJob]) -> Future[None]:
+        try:
+            return self._executor.submit(self._read_run, run)
+        except RuntimeError:  # the interpreter is ending, and starts no more threads
+            done: Future[None] = Future()
+            done.set_result(self._read_run(run))
+            return done
+
+    def _read_run(self, run: list[ChunkJob]) -> None:
+        leaf, file = run[0].leaf, f"{self._item.path}/{run[0].file}"
+        crcs = np.empty((len(run), CRC_BYTES), np.uint8)
+        try:
+            outs = [np.empty(job.size, np.uint8) if job.out is None else job.out for job in run]
+            both = [part for pair in zip(outs, crcs, strict=True) for part in pair]
+            self._storage.read_into(file, run[0].offset, both)
+        except (OSError, EOFError, MemoryError) as error:
+            if len(run) > 1:  # find the chunk that fails
+                for job in run:
+                    self._read_run([job])
+            elif isinstance(error, MemoryError) or is_io_failure(error):
+                self._note(leaf, error)
+            else:
+                what = f'chunk "{run[0].key}" cannot be read: {error}'
+                self._note(leaf, bad_leaf(leaf, file, what))
+            return
+        stored = crcs.view("<u4").ravel().tolist()
+        for job, out, crc in zip(run, outs, stored, strict=True):
+            self._take(job, out, crc, file)
+
+    def _take(self, job: ChunkJob, data: Values, crc: int, file: str) -> None:
+        """Checks the bytes of a chunk, and divides them unless they are in place."""
+        leaf, stored = job.leaf, job.leaf.array
+        if (found := checksum(data)) != crc:
+            what = f'checksum mismatch in chunk "{job.key}": stored {crc:#010x}'
+            what = f"is damaged: {what}, computed {found:#010x}. Restore an older checkpoint."
+            self._note(leaf, bad_leaf(leaf, file, what))
+        elif job.wanted not in (None, found):
+            self._note(leaf, another_chunk(leaf, job.key, file))
+        elif job.out is None:
+            chunk = data.view(dtype_of(stored.dtype)).reshape(stored.unit_shape)
+            try:
+                for target, where, part in job.plan.parts:
+                    out = job.buffers[target][where]
+                    out[...] = cast(chunk[part], out.dtype, leaf=leaf.text, place=self._item.path)
+            except TreeMismatch as error:
+                self._note(leaf, error)
 
 
-def _check_size(job: ChunkJob, size: int, file: str) -> None:
-    if size != job.size + CRC_BYTES:
-        what = f'chunk "{job.key}" has {size} bytes, expected {job.size + CRC_BYTES}'
-        raise bad_leaf(job.leaf, file, what)
-
-
-def _take(job: ChunkJob, data: bytes, path: str) -> None:
-    _check_size(job, len(data), path)
-    values = np.frombuffer(data, np.uint8, job.size)
-    wanted = int.from_bytes(data[job.size :], "little")
-    if (found := checksum(values)) != wanted:
-        raise _mismatch(job, path, wanted, found)
-    if job.wanted not in (None, found):
-        raise another_chunk(job.leaf, job.key, path)
-    _divide(job, values, path)
-
-
-def _inner_counts(stored: StoredArray) -> tuple[int, ...] | None:
-    """Returns the number of inner chunks of a chunk along each dimension; None without them."""
-    if stored.inner_shape is None:
-        return None
-    return tuple(n // i for n, i in zip(stored.chunk_shape, stored.inner_shape, strict=True))
-
-
-def _read_places(
-    leaf: Leaf,
-    stored: StoredArray,
-    file: str,
-    offset: int,
-    size: int,
-    read_index: Callable[[str, int, int], Buffer],
-    *,
-    path: str,
-    key: str,
-) -> list[tuple[int, int]]:
-    """Returns the offset and size of each inner chunk in its chunk, in order."""
-    length = index_bytes(stored)
-    try:
-        # If the chunk is too small for its index, this reads what lies before it: not an index.
-        start = max(0, offset + size - length)
-        return decode_index(read_index(file, start, length), size - length)
-    except (ValueError, EOFError) as error:
-        raise bad_leaf(leaf, f"{path}/{file}", f'chunk "{key}": {error}') from error
-
-
-def _whole_place(plan: ChunkRead, buffers: Sequence[Buffer], stored: StoredArray) -> Buffer | None:
+def _whole_place(plan: ChunkRead, buffers: Sequence[Values], stored: StoredArray) -> Values | None:
     """Returns the memory that a chunk fills without division or cast, if there is any."""
     if not plan.is_whole:
         return None
@@ -194,93 +292,40 @@ def _whole_place(plan: ChunkRead, buffers: Sequence[Buffer], stored: StoredArray
     return out.reshape(-1).view(np.uint8)
 
 
-def start_reads(
-    storage: Storage, path: str, jobs: Sequence[ChunkJob], executor: Executor, failures: Failures
-) -> list[Future[None]]:
-    """Starts to read chunks; chunks adjacent in a file are read together."""
-    in_order = sorted(jobs, key=lambda job: (job.place.file, job.place.offset))
-    return [_submit(executor, storage, path, run, failures) for run in _runs(in_order)]
-
-
-def _submit(
-    executor: Executor, storage: Storage, path: str, run: list[ChunkJob], failures: Failures
-) -> Future[None]:
-    try:
-        return executor.submit(_read_run, storage, path, run, failures)
-    except RuntimeError:  # the interpreter is ending, and starts no more threads
-        done: Future[None] = Future()
-        done.set_result(_read_run(storage, path, run, failures))
-        return done
-
-
 def _runs(jobs: Sequence[ChunkJob]) -> Iterator[list[ChunkJob]]:
+    """Yields the chunks that are adjacent in a file, to be read together."""
     run: list[ChunkJob] = []
-    size, end = 0, Place("", 0)
-    for job in jobs:
+    size, end = 0, ("", 0)
+    for job in sorted(jobs, key=lambda job: (job.file, job.offset)):
         taken = job.size + CRC_BYTES
         full = len(run) >= _RUN_CHUNKS or size + taken > _RUN_BYTES
-        if run and (full or job.place != end):
+        if run and (full or (job.file, job.offset) != end):
             yield run
             run, size = [], 0
         run.append(job)
-        size, end = size + taken, Place(job.place.file, job.place.offset + taken)
+        size, end = size + taken, (job.file, job.offset + taken)
     if run:
         yield run
-
-
-def _read_run(storage: Storage, path: str, run: list[ChunkJob], failures: Failures) -> None:
-    file, offset = run[0].place.file, run[0].place.offset
-    crcs = np.empty((len(run), CRC_BYTES), np.uint8)
-    try:
-        outs = [np.empty(job.size, np.uint8) if job.out is None else job.out for job in run]
-        both = [part for pair in zip(outs, crcs, strict=True) for part in pair]
-        storage.read_into(f"{path}/{file}", offset, both)
-    except (OSError, EOFError, MemoryError) as error:
-        if len(run) > 1:  # find the chunk that fails
-            for job in run:
-                _read_run(storage, path, [job], failures)
-        elif isinstance(error, MemoryError) or is_io_failure(error):
-            note_failure(failures, run[0].leaf, error)
-        else:
-            what = f'chunk "{run[0].key}" cannot be read: {error}'
-            note_failure(failures, run[0].leaf, bad_leaf(run[0].leaf, f"{path}/{file}", what))
-        return
-    stored = crcs.view("<u4").ravel().tolist()
-    for job, out, wanted in zip(run, outs, stored, strict=True):
-        if (found := checksum(out)) != wanted:
-            note_failure(failures, job.leaf, _mismatch(job, f"{path}/{file}", wanted, found))
-        elif job.wanted not in (None, found):
-            note_failure(failures, job.leaf, another_chunk(job.leaf, job.key, f"{path}/{file}"))
-        elif job.out is None:
-            try:
-                _divide(job, out, path)
-            except TreeMismatch as error:
-                note_failure(failures, job.leaf, error)
-
-
-def _divide(job: ChunkJob, data: Buffer, path: str) -> None:
-    stored = job.leaf.array
-    chunk = data.view(dtype_of(stored.dtype)).reshape(stored.unit_shape)
-    for target, where, part in job.plan.parts:
-        copy(job.buffers[target][where], chunk[part], leaf=job.leaf.text, place=path)
-
-
-def copy(out: Buffer, values: Buffer, *, leaf: str, place: str) -> None:
-    """Copies values of a leaf, casting if the dtypes differ."""
-    is_same = out.dtype == values.dtype
-    out[...] = values if is_same else cast(values, out.dtype, leaf=leaf, place=place)
-
-
-def _mismatch(job: ChunkJob, file: str, stored: int, found: int) -> CorruptCheckpoint:
-    return bad_leaf(
-        job.leaf,
-        file,
-        f'is damaged: checksum mismatch in chunk "{job.key}": stored {stored:#010x}, computed '
-        f"{found:#010x}. Restore an older checkpoint.",
-    )
 
 
 def another_chunk(leaf: Leaf, key: str, file: str) -> CorruptCheckpoint:
     """Returns the error for an undamaged chunk that belongs elsewhere."""
     what = f'chunk "{key}" is not the one that was written there. Restore an older checkpoint.'
     return bad_leaf(leaf, file, what)
+
+
+@lru_cache(maxsize=1 << 10)  # many arrays have the same metadata
+def _describes(data: object, stored: StoredArray) -> bool:
+    """Returns whether metadata that TensorStore wrote for us describes an array."""
+    try:
+        return (
+            isinstance(data, bytes)
+            and decode_metadata(data, 3, leaf="", file="") == stored
+            and has_our_codecs(data, file="")
+        )
+    except CorruptCheckpoint:
+        return False
+
+
+def nothing(_: Any) -> None:
+    pass

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Final
 
+from jaxckpt._disk.found import file_problem
 from jaxckpt._disk.native import Item
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure
 from jaxckpt.format.tree import Leaf
 
 # At most this many keys are searched for the sake of a better message.
 _MOST_KEYS: Final = 1 << 20
-
-
-def bad_leaf(leaf: Leaf, file: str, what: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(f"{file}: leaf {leaf.text}: {what}", leaf=leaf.text, file=file)
 
 
 def blame(item: Item, leaf: Leaf | None, error: Exception) -> Exception:
@@ -44,13 +42,10 @@ def blame(item: Item, leaf: Leaf | None, error: Exception) -> Exception:
 
 def bad_file(item: Item) -> tuple[str, str] | None:
     """Returns the first file of the record that is now missing or has the wrong size."""
-    found = item.found
+    found = replace(item.found, listings={})
     for path, facts in found.record.files.items() if found.record else ():
-        file = f"{found.path}/{path}"
-        if found.storage.kind(file) is None:
-            return file, "is missing"
-        if (size := found.storage.size(file)) != facts.size:
-            return file, f"has {size} bytes, expected {facts.size}"
+        if problem := file_problem(found, path, facts):
+            return f"{found.path}/{path}", problem
     return None
 
 

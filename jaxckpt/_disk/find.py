@@ -404,13 +404,19 @@ def open_item(found: Found, name: str | None = None) -> Item | JsonItem:
     if (file := json_name(found, path)) is not None:
         value = jsontext.loads(found.read(path, file), file=f"{path}/{file}")
         return JsonItem(found=found, name=name, value=value)
+    found.refuse_holes(path)
     if names.TREE_METADATA not in inside:
         return foreign.read_item(found, name)
     file = f"{path}/{names.TREE_METADATA}"
     saved = tree.decode(found.read(path, names.TREE_METADATA), file=file)
-    if native.is_native(saved):
-        return native.read_tree(found, name, saved)
-    return foreign.read_tree(found, name, saved)
+    # As we write it, `_METADATA` alone describes the arrays.
+    described = all(leaf.stored is not None or leaf.kind in _WITHOUT_ARRAY for leaf in saved.leaves)
+    read = native.read_tree if saved.typed and described else foreign.read_tree
+    return read(found, name, saved)
+
+
+# The kinds of leaves that have no array; a large int is a text.
+_WITHOUT_ARRAY: Final = ("str", "int", "empty", "ellipsis")
 
 
 def open_tree(found: Found, name: str | None = None) -> Item:

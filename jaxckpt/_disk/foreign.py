@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from jaxckpt._disk.damage import bad_leaf
 from jaxckpt._disk.found import Found, array_names, key_folder, zarr_version
 from jaxckpt._disk.native import (
     Item,
@@ -26,7 +25,7 @@ from jaxckpt._disk.native import (
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import arrays, jsontext, msgpack, names, step, tree
 from jaxckpt.format.sharding import SavedSharding
-from jaxckpt.format.tree import Leaf, Tree
+from jaxckpt.format.tree import Leaf, Tree, bad_leaf
 
 _MAX_BYTES: Final = 64 << 30
 _KEY: Final = "threefry2x32"
@@ -42,7 +41,6 @@ _SINCE_TREE_METADATA: Final = frozenset(
 def read_tree(found: Found, name: str, saved: Tree) -> Item:
     """Completes a tree that `_METADATA` describes only in part."""
     path = found.items[name]
-    found.refuse_holes(path)
     check_data_files(found, path)
     database = names.OCDBT_MANIFEST in found.entries(path)
     if saved.uses_ocdbt and not database and any(leaf.has_array for leaf in saved.leaves):
@@ -79,7 +77,6 @@ def _is_array_item(found: Found, name: str) -> bool:
 
 def _read_nameless(found: Found, name: str) -> Item:
     path = found.items[name]
-    found.refuse_holes(path)
     check_data_files(found, path)
     database = names.OCDBT_MANIFEST in found.entries(path)
     saved = _find_tree(found, path, database)
@@ -94,6 +91,7 @@ def _read_random_key(found: Found, name: str, folder: str) -> Item:
     if found.contents(path).get(folder) != "dir":
         raise CorruptCheckpoint(f"{data} is not a directory", file=data)
     inner = replace(found, items={name: data})
+    inner.refuse_holes(data)
     if names.TREE_METADATA in found.contents(data):
         file = f"{data}/{names.TREE_METADATA}"
         saved = tree.decode(found.read(data, names.TREE_METADATA), file=file)
@@ -154,25 +152,19 @@ def _with_kinds(saved: Tree, shardings: Mapping[str, SavedSharding]) -> Tree:
 
 def _complete(item: Item) -> Item:
     """Completes each leaf from its array's own metadata and `array_metadatas`."""
-    from jaxckpt.storage._arrays import Reader, data_errors, value_of
-
     found, path, saved = item.found, item.path, item.tree
     described = names.TREE_METADATA in found.entries(path)
     impls = _read_key_impls(found, path)
     wanted = [leaf for leaf in saved.leaves if leaf.has_array]
-    metadata: dict[str, bytes | None] = {}
     key = arrays.metadata_key(saved.zarr_version)
-    if wanted:
-        # The oldest checkpoints have texts in the leaves' directories, beside a database too.
-        if not (item.database and described):
-            for leaf in wanted:
-                _refuse_escape(leaf, found, path)
-        with data_errors(path, None):
-            reader = Reader(found.storage.kvstore(path), database=item.database)
-            reads = {leaf.name: reader.get(leaf.prefix + key) for leaf in wanted}
-            metadata = {name: value_of(read.result()) for name, read in reads.items()}
+    # The oldest checkpoints have texts in the leaves' directories, beside a database too.
+    for leaf in wanted if not (item.database and described) else ():
+        _refuse_escape(leaf, found, path)
+    keys = [leaf.prefix + key for leaf in wanted]
+    stored = _read_keys(found, path, keys, item.database) if keys else []
+    metadata = {leaf.name: data for leaf, data in zip(wanted, stored, strict=True)}
     texts: dict[str, str] = {}
-    if not described and None in metadata.values():
+    if not described and None in stored:
         texts = _very_old_strings(found, path, [leaf.name for leaf in wanted])
     leaves = [
         leaf
@@ -183,6 +175,17 @@ def _complete(item: Item) -> Item:
         for leaf in saved.leaves
     ]
     return replace(item, tree=replace(saved, leaves=tuple(leaves)))
+
+
+def _read_keys(
+    found: Found, path: str, keys: Sequence[str], database: bool
+) -> Sequence[bytes | None]:
+    from jaxckpt.storage._arrays import Reader, data_errors, value_of
+
+    with data_errors(path, None):
+        reader = Reader(found.storage.kvstore(path), database=database)
+        reads = [reader.get(key) for key in keys]
+        return [value_of(read.result()) for read in reads]
 
 
 def _complete_leaf(leaf: Leaf, data: bytes | None, impl: str | None, item: Item, key: str) -> Leaf:
@@ -347,11 +350,7 @@ def _array_names(found: Found, path: str, database: bool) -> list[str]:
 def _zarr_version(found: Found, path: str, leaf: Leaf, database: bool) -> int:
     if not database:
         return zarr_version(found, f"{path}/{leaf.name}") or 2
-    from jaxckpt.storage._arrays import Reader, data_errors, value_of
-
-    with data_errors(path, None):
-        read = Reader(found.storage.kvstore(path), database=True).get(f"{leaf.prefix}{names.ZARR3}")
-        return 2 if value_of(read.result()) is None else 3
+    return 2 if _read_keys(found, path, [leaf.prefix + names.ZARR3], database) == [None] else 3
 
 
 def _very_old_strings(found: Found, path: str, leaf_names: Sequence[str]) -> dict[str, str]:

@@ -42,16 +42,11 @@ class Found:
         Follows no link inside the checkpoint.
         """
         if folder not in self.listings:
-            is_elsewhere = self._is_elsewhere(folder)
+            parent, _, name = folder.rpartition("/")
+            around = self.entries(parent) if folder.startswith(f"{self.path}/") else {}
+            is_elsewhere = name in around and around[name].kind != "dir"
             self.listings[folder] = {} if is_elsewhere else listing(self.storage, folder) or {}
         return self.listings[folder]
-
-    def _is_elsewhere(self, folder: str) -> bool:
-        parent, _, name = folder.rpartition("/")
-        if not folder.startswith(f"{self.path}/"):
-            return False
-        entry = self.entries(parent).get(name)
-        return entry is not None and entry.kind != "dir"
 
     def recorded(self, folder: str) -> dict[str, FileFacts]:
         """Returns the recorded files below a directory, by their paths in it."""

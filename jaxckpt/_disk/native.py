@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
 
-from jaxckpt._disk.checksums import ChunkSums
+from jaxckpt._disk import checksums
+from jaxckpt._disk.checksums import Sums
 from jaxckpt._disk.found import Found
-from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.errors import CorruptCheckpoint, damaged
 from jaxckpt.format import arrays, names, sharding, step, tree
 from jaxckpt.format.sharding import SavedSharding
-from jaxckpt.format.tree import Leaf, Path, Tree
+from jaxckpt.format.tree import Leaf, Path, Tree, bad_leaf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,24 +24,14 @@ class Item:
     path: str
     tree: Tree  # every leaf with its shape, dtype and chunks
     read_shardings: Callable[[], Mapping[str, SavedSharding]]  # by leaf name; reads once
-    read_sums: Callable[[], ChunkSums | None]  # None if not recorded; reads once
+    read_sums: Callable[[], Mapping[str, Sums] | None]  # by prefix, if recorded; reads once
     database: bool  # its arrays are in an OCDBT database, not in plain files
     ours: bool  # chunks have the bytes that `format.arrays` writes
-
-
-def is_native(saved: Tree) -> bool:
-    """Returns whether `_METADATA` alone describes the arrays, as we write it."""
-    described = [leaf.stored is not None for leaf in saved.leaves if leaf.kind not in _VALUE_KINDS]
-    return saved.typed and all(described)
-
-
-_VALUE_KINDS = ("str", "int", "empty", "ellipsis")
 
 
 def read_tree(found: Found, name: str, saved: Tree) -> Item:
     """Completes a tree that jaxckpt wrote, and checks it before memory is allocated for it."""
     path = found.items[name]
-    found.refuse_holes(path)
     if found.record is None and found.path != path:
         file = f"{found.path}/{names.RECORD}"
         raise CorruptCheckpoint(f"{file} is missing", file=file)
@@ -69,21 +59,15 @@ def make_item(found: Found, name: str, saved: Tree, *, database: bool, ours: boo
 
 def with_texts(found: Found, path: str, saved: Tree) -> Tree:
     """Puts the texts of `_strings.json` into their leaves."""
-    if names.STRINGS not in found.entries(path):
-        strings: Mapping[str, Any] = {}
-    else:
-        file = f"{path}/{names.STRINGS}"
+    file, strings = f"{path}/{names.STRINGS}", {}
+    if names.STRINGS in found.entries(path):
         strings = step.decode_strings(found.read(path, names.STRINGS), file=file)
     kinds = ("str", "int") if saved.typed else ("str",)
-    wanted = [
-        leaf.kind in kinds and leaf.stored is None and leaf.value is None for leaf in saved.leaves
-    ]
-    if not any(wanted):
-        return saved
-    file = f"{path}/{names.STRINGS}"
     leaves = tuple(
-        replace(leaf, value=step.find_string(strings, leaf.name, file=file)) if is_text else leaf
-        for leaf, is_text in zip(saved.leaves, wanted, strict=True)
+        replace(leaf, value=step.find_string(strings, leaf.name, file=file))
+        if leaf.kind in kinds and leaf.stored is None and leaf.value is None
+        else leaf
+        for leaf in saved.leaves
     )
     return replace(saved, leaves=leaves)
 
@@ -120,14 +104,15 @@ def _check_arrays(found: Found, path: str, saved: Tree, data_bytes: int, databas
     file = f"{path}/{names.TREE_METADATA}"
     on_disk = [(leaf, leaf.array) for leaf in saved.leaves if leaf.has_array]
     for leaf, stored in on_disk:
-        arrays.check_leaf(leaf, stored, file=file)
+        if problem := arrays.leaf_problem(leaf, stored):
+            raise bad_leaf(leaf, file, problem)
     # Recorded sizes count too: a lost file is reported with the leaves in it, which come later. But
     # a false record must not cause allocations, so they count only up to a limit.
     recorded = sum(facts.size for facts in found.recorded(path).values())
     most_bytes = max(data_bytes, min(recorded, 16 * data_bytes + (1 << 30)))
     arrays.check_total(on_disk, data_bytes=most_bytes, file=file)
     if on_disk and not (saved.uses_ocdbt and saved.zarr_version == 3 and not saved.fill_missing):
-        raise CorruptCheckpoint(f"{file}: jaxckpt does not write arrays of this kind", file=file)
+        raise damaged(file, "jaxckpt does not write arrays of this kind")
     if on_disk and not database:
         raise missing_database(path)
 
@@ -139,11 +124,11 @@ def _read_shardings(found: Found, path: str) -> dict[str, SavedSharding]:
     return sharding.decode(data, file=f"{path}/{names.SHARDING}")
 
 
-def _read_sums(found: Found, path: str, saved: Tree) -> ChunkSums | None:
-    file = f"{path}/{names.CHUNK_SUMS}"
+def _read_sums(found: Found, path: str, saved: Tree) -> dict[str, Sums] | None:
     if names.CHUNK_SUMS not in found.recorded(path):
         return None
-    return ChunkSums(saved.leaves, found.read(path, names.CHUNK_SUMS), file=file)
+    data = found.read(path, names.CHUNK_SUMS)
+    return checksums.decode(saved.leaves, data, file=f"{path}/{names.CHUNK_SUMS}")
 
 
 def subtree(item: Item, path: Path) -> Item:

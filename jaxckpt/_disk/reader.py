@@ -8,38 +8,18 @@ of a checkpoint that has far more, since it finds them without a look at all oth
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from functools import lru_cache
-from typing import Any, Final, Protocol
-
-import numpy as np
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing
+from itertools import islice
+from typing import Any, Final, TypeVar
 
 from jaxckpt._core.plan import count_chunks
-from jaxckpt._disk.checksums import ChunkSums
-from jaxckpt._disk.chunks import Failures, note_failure, plan_leaf, start_reads
-from jaxckpt._disk.damage import bad_leaf, blame
+from jaxckpt._disk.chunks import Buffers, Chunks, Failed, Landed, LeafRead, Values, nothing
+from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
-from jaxckpt._disk.regions import (
-    Buffers,
-    Failed,
-    Landed,
-    LeafRead,
-    Regions,
-    make_buffers,
-    nothing,
-    open_reader,
-)
-from jaxckpt.errors import CheckpointError, CorruptCheckpoint
-from jaxckpt.format.arrays import (
-    MAX_UNIT_BYTES,
-    PLAIN_DTYPES,
-    decode_metadata,
-    encode_zarr3,
-    has_our_codecs,
-    metadata_key,
-)
-from jaxckpt.format.tree import Leaf, StoredArray
+from jaxckpt._disk.regions import Regions, open_reader
+from jaxckpt.format.arrays import MAX_UNIT_BYTES, PLAIN_DTYPES
 
 # How many arrays to open ahead of the one being read.
 _OPEN_AHEAD: Final = 64
@@ -51,6 +31,16 @@ _BATCH_LEAVES: Final = 1024
 # Listing the whole database pays if at least this share of its keys is wanted.
 _WORTH_LOOKING: Final = 1 / 16
 _MAX_THREADS: Final = 16
+# A foreign array has as many chunks as its metadata claims, whether they exist or not.
+CHUNKS_AT_ONCE: Final = 1 << 12
+_READS_AT_ONCE: Final = 1 << 10
+
+_T = TypeVar("_T")
+_Batch = Chunks | Regions  # leaves that are read together
+
+
+def _raise(_: LeafRead, error: Exception) -> None:
+    raise error
 
 
 def read_leaves(
@@ -58,8 +48,8 @@ def read_leaves(
     reads: Sequence[LeafRead],
     *,
     budget_bytes: int,
-    failed: Failed | None = None,
-    landed: Callable[[int], None] | None = None,
+    failed: Failed = _raise,
+    landed: Landed = nothing,
 ) -> Generator[Buffers, None, None]:
     """Yields the buffers of each leaf by box, in order.
 
@@ -80,7 +70,6 @@ def read_leaves(
         return
     from jaxckpt.storage._arrays import usable_cores
 
-    failed, landed = failed or _raise, landed or nothing
     window_bytes = int(budget_bytes * _WINDOW)
     threads = max(1, min(_MAX_THREADS, 2 + usable_cores(), window_bytes // MAX_UNIT_BYTES))
     executor = ThreadPoolExecutor(threads, thread_name_prefix="jaxckpt-read")
@@ -106,29 +95,6 @@ def read_leaves(
             batch.drop()
 
 
-def _raise(_: LeafRead, error: Exception) -> None:
-    raise error
-
-
-class _Batch(Protocol):
-    """Leaves that are read together."""
-
-    @property
-    def reads(self) -> Sequence[LeafRead]: ...
-
-    def start(self) -> None:
-        """Makes the buffers and starts to fill them; `finish` reports errors."""
-        ...
-
-    def finish(self, failed: Failed, landed: Landed) -> Iterator[Buffers]:
-        """Waits for the reads, and yields the buffers of each good leaf."""
-        ...
-
-    def drop(self) -> None:
-        """Releases the buffers."""
-        ...
-
-
 def _batches(
     item: Item, reads: Sequence[LeafRead], executor: Executor, window_bytes: int
 ) -> Iterator[_Batch]:
@@ -139,7 +105,7 @@ def _batches(
         ahead: deque[_Batch] = deque()
         for group in _grouped(reads, min(_BATCH_BYTES, window_bytes), extents is not None):
             if extents is not None and group[0].leaf.array.dtype in PLAIN_DTYPES:
-                ahead.append(_Chunks(item, group, extents, sums, executor))
+                ahead.append(Chunks(item, group, extents, sums, executor))
             else:
                 reader = reader or open_reader(item)
                 ahead.append(Regions(item, group[0], reader, window_bytes))
@@ -184,99 +150,31 @@ def _extents(item: Item, reads: Sequence[LeafRead]) -> Mapping[str, Any] | None:
     return extents(spec, max_keys=int(wanted / _WORTH_LOOKING))
 
 
-class _Chunks:
-    """Leaves that jaxckpt wrote."""
-
-    def __init__(
-        self,
-        item: Item,
-        reads: Sequence[LeafRead],
-        extents: Mapping[str, Any],
-        sums: ChunkSums | None,
-        executor: Executor,
-    ) -> None:
-        self.reads = reads
-        self._item, self._extents, self._sums, self._executor = item, extents, sums, executor
-        self._buffers: deque[list[np.ndarray[Any, Any]]] = deque()
-        self._failures: Failures = {}
-        self._under_way: list[Future[None]] = []
-
-    def start(self) -> None:
-        storage, path = self._item.found.storage, self._item.path
-
-        def read_index(file: str, offset: int, size: int) -> np.ndarray[Any, Any]:
-            index = np.empty(size, np.uint8)
-            storage.read_into(f"{path}/{file}", offset, [index])
-            return index
-
-        jobs = []
-        for read in self.reads:
-            buffers = []
-            try:
-                self._check_described(read.leaf)
-                buffers = make_buffers(self._item, read)
-                jobs += plan_leaf(
-                    read.leaf,
-                    read.boxes,
-                    buffers,
-                    self._extents.get,
-                    read_index,
-                    sums=None if self._sums is None else self._sums.of(read.leaf),
-                    path=path,
-                )
-            except (CheckpointError, OSError, MemoryError) as error:
-                note_failure(self._failures, read.leaf, error)
-            self._buffers.append(buffers)
-        self._under_way = start_reads(storage, path, jobs, self._executor, self._failures)
-
-    def _check_described(self, leaf: Leaf) -> None:
-        """Compares the array's own metadata, which Orbax uses, with the tree."""
-        key = leaf.prefix + metadata_key(3)
-        data = self._extents.get(key)
-        if data == encode_zarr3(leaf.array) or _describes(data, leaf.array):
-            return
-        file = f'{self._item.path}: "{key}"'
-        if not isinstance(data, bytes):
-            raise bad_leaf(leaf, file, "its array metadata is missing")
-        try:
-            described = decode_metadata(data, 3, leaf=leaf.text, file=file)
-        except CorruptCheckpoint as error:
-            problem = f"leaf {leaf.text}: {error}"
-            raise CorruptCheckpoint(problem, leaf=leaf.text, file=file) from error
-        if not has_our_codecs(data, file=file):
-            raise bad_leaf(leaf, file, "jaxckpt does not write these codecs")
-        if described != leaf.array:
-            problem = f"its array metadata has {described}, the tree has {leaf.array}"
-            raise bad_leaf(leaf, file, problem)
-
-    def finish(self, failed: Failed, landed: Landed) -> Iterator[Buffers]:
-        size = sum(read.total_bytes for read in self.reads)
-        for i, one in enumerate(self._under_way):
-            one.result()
-            part = size // (len(self._under_way) - i)  # an estimate: they differ little
-            landed(part)
-            size -= part
-        self._under_way.clear()
-        for read in self.reads:
-            error = self._failures.get(id(read.leaf))
-            if error is not None:
-                failed(read, blame(self._item, read.leaf, error))
-                self._buffers.popleft()
-                continue
-            yield dict(zip(read.boxes, self._buffers.popleft(), strict=True))
-
-    def drop(self) -> None:
-        self._buffers.clear()
+# --- streams of unknown length ---------------------------------------------------------------
 
 
-@lru_cache(maxsize=1 << 10)  # many arrays have the same metadata
-def _describes(data: object, stored: StoredArray) -> bool:
-    """Returns whether metadata that TensorStore wrote for us describes an array."""
-    try:
-        return (
-            isinstance(data, bytes)
-            and decode_metadata(data, 3, leaf="", file="") == stored
-            and has_our_codecs(data, file="")
-        )
-    except CorruptCheckpoint:
-        return False
+def read_stream(
+    item: Item, parts: Iterable[LeafRead | Values], *, budget_bytes: int
+) -> Generator[Values, None, None]:
+    """Yields the values of parts of leaves, in order.
+
+    Args:
+        parts: Reads of one box of a leaf, or the values themselves if the metadata has them.
+
+    Raises:
+        CorruptCheckpoint: stored data is missing or damaged; the error names leaf and file.
+        OSError: the storage fails to read it.
+    """
+    for some in in_turns(item, parts):
+        reads = [part for part in some if isinstance(part, LeafRead)]
+        with closing(read_leaves(item, reads, budget_bytes=budget_bytes)) as buffers:
+            for part in some:
+                yield next(buffers)[part.boxes[0]] if isinstance(part, LeafRead) else part
+
+
+def in_turns(item: Item, parts: Iterable[_T]) -> Iterator[list[_T]]:
+    """Divides a stream of parts of an item into lists to read together."""
+    most = None if item.ours else _READS_AT_ONCE  # finding our chunks takes time: do it once
+    parts = iter(parts)
+    while some := list(islice(parts, most)):
+        yield some

@@ -5,53 +5,29 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 
 from jaxckpt._core.box import Box, whole
+from jaxckpt._core.cast import cast
 from jaxckpt._core.plan import plan_chunks, plan_reads
-from jaxckpt._core.transfer import empty
 from jaxckpt._disk.checksums import stored_sums, units_in
-from jaxckpt._disk.chunks import another_chunk, copy
+from jaxckpt._disk.chunks import (
+    Buffers,
+    Failed,
+    Landed,
+    LeafRead,
+    another_chunk,
+    make_buffers,
+    nothing,
+)
 from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
 from jaxckpt.format.arrays import chunk_key, dtype_of
 from jaxckpt.format.tree import Leaf
 
 _LARGE_CHUNK_BYTES: Final = 1 << 30
-
-Values = np.ndarray[Any, Any]
-Buffers = dict[Box, Values]
-Failed = Callable[["LeafRead", Exception], None]  # raises the error of a bad leaf, or goes on
-Landed = Callable[[int], None]  # takes a number of bytes read, in the caller's thread
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeafRead:
-    """One leaf to read."""
-
-    leaf: Leaf
-    boxes: tuple[Box, ...]  # the distinct parts wanted, in the global array
-    dtype: np.dtype[Any]  # of the host buffers
-    total_bytes: int = field(init=False)  # of the buffers
-
-    def __post_init__(self) -> None:
-        size = sum(box.size for box in self.boxes) * self.dtype.itemsize
-        object.__setattr__(self, "total_bytes", size)
-
-
-def make_buffers(item: Item, read: LeafRead) -> list[np.ndarray[Any, Any]]:
-    """Allocates memory for the wanted parts of a leaf."""
-    try:
-        return empty([box.shape for box in read.boxes], read.dtype)
-    except MemoryError as error:
-        raise MemoryError(
-            f"leaf {read.leaf.text} of {item.path}: this host cannot allocate "
-            f"{read.total_bytes} bytes. Restore it in shards, or skip this leaf."
-        ) from error
-
 
 # A read in flight: its bytes beside the buffers, the futures, and a function for each result.
 _Task = tuple[int, Sequence[Any], Callable[[Any], None]]
@@ -76,6 +52,7 @@ class Regions:
         self._array = reader.open(read.leaf.prefix, item.tree.zarr_version, fill_missing=fill)
 
     def start(self) -> None:
+        """Starts to fill the buffers; `finish` reports errors."""
         try:
             self._tasks = self._issue()
             self._fill_window()
@@ -83,10 +60,17 @@ class Regions:
             self._error = error
 
     def finish(self, failed: Failed, landed: Landed) -> Iterator[Buffers]:
+        """Waits for the reads, and yields the buffers of a good leaf."""
         try:
             if self._error is not None:
                 raise self._error
-            self._wait(landed)
+            while self._pending:
+                size, pending, then = self._pending.popleft()
+                for one in pending:
+                    then(one.result())
+                self._under_way -= size
+                landed(size * self._read.dtype.itemsize // self._dtype.itemsize)
+                self._fill_window()
         except (ValueError, OSError) as error:
             failed(self._read, blame(self._item, self._read.leaf, error))
             return
@@ -94,17 +78,9 @@ class Regions:
         yield dict(zip(self._read.boxes, buffers, strict=True))
 
     def drop(self) -> None:
+        """Releases the buffers."""
         self._pending.clear()
         self._buffers.clear()
-
-    def _wait(self, landed: Landed) -> None:
-        while self._pending:
-            size, pending, then = self._pending.popleft()
-            for one in pending:
-                then(one.result())
-            self._under_way -= size
-            landed(size * self._read.dtype.itemsize // self._dtype.itemsize)
-            self._fill_window()
 
     def _fill_window(self) -> None:
         """Starts reads while they fit into the window; at least one is always in flight."""
@@ -174,7 +150,8 @@ class Regions:
             for target, part in parts:
                 where = part.within(self._read.boxes[target])
                 out, some = self._buffers[target][where], values[part.within(box)]
-                copy(out, some, leaf=self._read.leaf.text, place=self._item.path)
+                leaf, place = self._read.leaf.text, self._item.path
+                out[...] = cast(some, out.dtype, leaf=leaf, place=place)
 
         return divide
 
@@ -190,11 +167,10 @@ def refuse_others(item: Item, reader: Any, leaf: Leaf, boxes: tuple[Box, ...]) -
     sums, stored = item.read_sums(), leaf.array
     if sums is None:
         return
-    wanted = sums.of(leaf).ravel()
     chunks = {plan.index for plan in plan_chunks(stored.chunk_shape, boxes)}
     asked = [(leaf.prefix, stored, index) for index in sorted(chunks)]
     for (_, _, index), found in zip(asked, stored_sums(reader, asked), strict=True):
-        if wanted[units_in(stored, index)].tolist() != found:
+        if sums[leaf.prefix][units_in(stored, index)].tolist() != found:
             raise another_chunk(leaf, leaf.prefix + chunk_key(index), item.path)
 
 
@@ -208,7 +184,3 @@ def refuse_swapped(item: Item) -> None:
                 refuse_others(item, reader, leaf, (whole(leaf.array.shape),))
     except (ValueError, OSError) as error:
         raise blame(item, leaf, error) from error
-
-
-def nothing(_: Any) -> None:
-    pass

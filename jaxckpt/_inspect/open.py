@@ -145,12 +145,9 @@ def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint
         float32[2,3] | 7
     """
     storage, where = locate(path)
-
-    return at_rest(storage, where, partial(_open, item=item), fallback=True)
-
-
-def _open(found: Found, *, item: str | None) -> Checkpoint:
-    return Checkpoint(found, open_item(found, item))
+    return at_rest(
+        storage, where, lambda found: Checkpoint(found, open_item(found, item)), fallback=True
+    )
 
 
 def _info(leaf: Leaf, sharding: SavedSharding | None) -> LeafInfo:

@@ -16,9 +16,9 @@ from typing import Any, Final, final
 import numpy as np
 
 from jaxckpt._core.box import Box, cut, whole, widened
+from jaxckpt._disk.chunks import LeafRead, Values
 from jaxckpt._disk.native import Item
-from jaxckpt._disk.regions import LeafRead
-from jaxckpt._disk.stream import CHUNKS_AT_ONCE, Values, read_stream
+from jaxckpt._disk.reader import CHUNKS_AT_ONCE, read_stream
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, MAX_UNIT_BYTES, dtype_of
 from jaxckpt.format.tree import Leaf
 

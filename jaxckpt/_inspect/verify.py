@@ -9,12 +9,11 @@ from typing import Final
 
 from jaxckpt._core.box import cut, whole, widened
 from jaxckpt._core.plan import plan_reads
-from jaxckpt._disk.find import find, open_item
-from jaxckpt._disk.found import Found, JsonItem, file_problem, is_current, is_sealed
+from jaxckpt._disk.chunks import LeafRead
+from jaxckpt._disk.find import at_rest, open_item
+from jaxckpt._disk.found import Found, JsonItem, check_current, file_problem
 from jaxckpt._disk.native import Item
-from jaxckpt._disk.reader import read_leaves
-from jaxckpt._disk.regions import LeafRead
-from jaxckpt._disk.stream import CHUNKS_AT_ONCE, in_turns
+from jaxckpt._disk.reader import CHUNKS_AT_ONCE, in_turns, read_leaves
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.arrays import dtype_of
@@ -22,7 +21,6 @@ from jaxckpt.format.step import FileFacts
 from jaxckpt.storage import Storage, files_in, locate
 from jaxckpt.types import Problem, VerifyReport
 
-_TRIES: Final = 20
 _BUDGET_BYTES: Final = 256 << 20
 
 
@@ -44,41 +42,18 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
 
 def verify_in(storage: Storage, where: str) -> VerifyReport:
     """Verifies a checkpoint in a storage."""
-    before: VerifyReport | str | None = None
-    for _ in range(_TRIES):
-        try:
-            found, report = _verify(storage, where)
-        except CheckpointNotFound as error:  # perhaps just for the moment of a replacement
-            if str(error) == before:
-                raise
-            before = str(error)
-            continue
-        # A checkpoint that was replaced in the meantime looks damaged.
-        if found is None:
-            is_settled = report == before
-        else:
-            is_settled = (report.ok and is_sealed(found)) or is_current(found)
-        if is_settled:
-            return report
-        before = report
-    raise CheckpointNotFound(
-        f"{where} was replaced {_TRIES} times while it was being read. Try again when no job is "
-        "replacing it."
-    )
+    try:
+        return at_rest(storage, where, _verify)
+    except CheckpointNotFound:
+        raise
+    except OSError as error:
+        bad = (_problem(error),)
+        return VerifyReport(path=where, problems=bad, unchecked=(), files=0, leaves=0, size_bytes=0)
 
 
-def _verify(storage: Storage, where: str) -> tuple[Found | None, VerifyReport]:
+def _verify(found: Found) -> VerifyReport:
     problems: list[Problem] = []
     unchecked: list[str] = []
-    try:
-        found = find(storage, where)
-    except OSError as error:
-        if isinstance(error, CheckpointNotFound):
-            raise
-        bad = (_problem(error),)
-        return None, VerifyReport(
-            path=where, problems=bad, unchecked=(), files=0, leaves=0, size_bytes=0
-        )
     files = _check_files(found, problems, unchecked)
     leaves = size = 0
     for name in found.items:
@@ -96,7 +71,9 @@ def _verify(storage: Storage, where: str) -> tuple[Found | None, VerifyReport]:
         size += read_bytes
         if not item.ours and read_bytes and not _has_digests(item):
             unchecked.append(f"{item.path}: its arrays have no recorded checksums")
-    return found, VerifyReport(
+    if problems:
+        check_current(found)  # a checkpoint that was replaced in the meantime looks damaged
+    return VerifyReport(
         path=found.path,
         problems=tuple(problems),
         unchecked=tuple(unchecked),

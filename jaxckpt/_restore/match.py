@@ -169,11 +169,11 @@ def match(
         all_paths = [*names, *(want.path for want in wanted or ())]
         check_globs(request.only, request.skip, all_paths, place=place)
         by_path = {path: leaf for path, leaf in by_path.items() if selected(path)}
-    if wanted is None:
-        leaves = tuple(LeafMatch(path=p, saved=s, wanted=None) for p, s in by_path.items())
-        return Match(leaves=leaves, kept={}, report=_report(leaves, renamed))
     leaves, kept, lost, differences = [], {}, [], []
-    for want in wanted:
+    if wanted is None:
+        leaves = [LeafMatch(path=p, saved=s, wanted=None) for p, s in by_path.items()]
+        by_path = {}
+    for want in wanted or ():
         leaf = by_path.pop(want.path, None)
         is_skipped = selected is not None and not selected(want.path)
         if leaf is not None and want.kind == "empty" != leaf.kind and request.extra == "ignore":
@@ -201,11 +201,13 @@ def match(
             f"like: missing='keep' needs arrays, not jax.ShapeDtypeStructs, for leaves that "
             f"{place} does not have: {', '.join(map(path_text, valueless[:50]))}"
         )
-    missing, extra = (
-        tuple(path_text(w.path) for w in lost),
-        tuple(leaf.text for leaf in left),
+    report = RestoreReport(
+        loaded=tuple(path_text(leaf.path) for leaf in leaves),
+        missing=tuple(path_text(want.path) for want in lost),
+        extra=tuple(leaf.text for leaf in left),
+        cast={},
+        renamed=renamed,
     )
-    report = replace(_report(leaves, renamed), missing=missing, extra=extra)
     return Match(leaves=tuple(leaves), kept=kept, report=report)
 
 
@@ -280,8 +282,3 @@ def _mismatch_text(differences: Sequence[Difference], place: str) -> str:
         "a cast from float to int, int to bool or signed to unsigned."
     )
     return "\n".join(lines)
-
-
-def _report(leaves: Sequence[LeafMatch], renamed: Mapping[str, str]) -> RestoreReport:
-    loaded = tuple(path_text(leaf.path) for leaf in leaves)
-    return RestoreReport(loaded=loaded, missing=(), extra=(), cast={}, renamed=renamed)

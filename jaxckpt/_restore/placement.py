@@ -78,7 +78,8 @@ def _plan_leaf(
     saved, wanted = leaf.saved, leaf.wanted
     kind: LeafKind = saved.kind if wanted is None else wanted.kind
     if kind == "numpy" and wanted is None:
-        chosen = chooser.chosen(leaf.path, saved.shape, dtype_of(saved.dtype))
+        choose = chooser.choose
+        chosen = choose and choose(leaf.path, saved.shape, dtype_of(saved.dtype))
         kind = "numpy" if chosen is None else "array"
     if kind == "array" and request.as_numpy:
         kind = "numpy"
@@ -148,6 +149,7 @@ class ShardingChooser:
         saved: Returns the recorded shardings by leaf name; called only if needed.
 
     Attributes:
+        choose: Returns the caller's choice for a leaf in `shardings`, or None; None without them.
         replicated: Paths of arrays that were saved in shards and are not split along some axis now.
     """
 
@@ -161,10 +163,7 @@ class ShardingChooser:
         self._mesh = mesh
         self._saved = saved
         self._meshes: dict[SavedSharding, Mesh | None] = {}
-        self._named: Sequence[Path] = ()
-        self._choose: Callable[[Path, tuple[int, ...], Any], Any] | None = None
-        if shardings is not None:
-            self._named, self._choose = _chooser(shardings)
+        self._named, self.choose = ((), None) if shardings is None else _chooser(shardings)
         self.replicated: dict[str, None] = {}
 
     def check_names(self, paths: Sequence[Path]) -> None:
@@ -173,10 +172,6 @@ class ShardingChooser:
         unknown = [path_text(path) for path in self._named if path not in known]
         if unknown:
             raise ValueError(f"shardings: no leaf or container named {', '.join(unknown)}")
-
-    def chosen(self, path: Path, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Returns the caller's choice for a leaf in `shardings`, or None."""
-        return None if self._choose is None else self._choose(path, shape, dtype)
 
     def place(
         self,
@@ -187,10 +182,9 @@ class ShardingChooser:
         wanted: Wanted | None,
     ) -> Sharding | None:
         """Returns the sharding of the leaf at `path`, named `name` in the checkpoint."""
-        if self._choose is not None:
-            chosen = self._choose(path, shape, dtype)
-            if chosen is not None:
-                return self._asked(chosen, name, path)
+        chosen = self.choose and self.choose(path, shape, dtype)
+        if chosen is not None:
+            return self._asked(chosen, name, path)
         if self._mesh is not None:
             return self._on_mesh(self._mesh, self._saved().get(name), shape, path)
         if wanted is not None and (wanted.sharding is not None or wanted.uncommitted):

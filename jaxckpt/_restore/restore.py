@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal, Protocol, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -28,11 +28,11 @@ from jaxckpt._core.box import Box, whole
 from jaxckpt._core.cast import cast
 from jaxckpt._core.text import counted
 from jaxckpt._core.transfer import placing, to_default_device, to_device
+from jaxckpt._disk.chunks import LeafRead
 from jaxckpt._disk.find import at_rest, open_item
 from jaxckpt._disk.found import Found, JsonItem
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import read_leaves
-from jaxckpt._disk.regions import LeafRead
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._restore.match import RestoreRequest, Wanted, flatten_like, match
 from jaxckpt._restore.placement import LeafPlan, ShardingChooser, key_data_sharding, plan_leaves
@@ -143,18 +143,12 @@ def restore(
     )
 
 
-class _Within(Protocol):
-    """Finds a checkpoint and reads it; starts again if it was replaced in the meantime."""
-
-    def __call__(self, read: Callable[[Found], T], /) -> T: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """The source of a restore."""
 
     where: str  # the path, for messages
-    within: _Within
+    within: Callable[[Callable[[Found], _Read]], _Read]  # finds a checkpoint and reads it
     open: Callable[[Found], Any]  # returns an item, or a value that is restored as it is
 
 

@@ -17,10 +17,10 @@ from typing import Any, Final
 import google_crc32c
 import numpy as np
 
-from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.errors import damaged
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.jsontext import expect, expect_shape
-from jaxckpt.format.tree import Leaf, StoredArray, check_grid
+from jaxckpt.format.tree import Leaf, StoredArray, bad_leaf, check_grid
 
 MAX_UNIT_BYTES: Final = 32 << 20
 CRC_BYTES: Final = 4
@@ -89,14 +89,11 @@ def inner_shape(chunk_shape: Sequence[int], itemsize: int) -> tuple[int, ...] | 
             choices.append((size // parts, -axis, parts))
         # Pieces that are far too small cost more than splitting a later axis.
         good = [c for c in choices if MAX_UNIT_BYTES // 16 <= c[0] <= MAX_UNIT_BYTES]
-        _, axis, parts = max(good, key=lambda c: c[1]) if good else _closest(choices)
+        fitting = [c for c in choices if c[0] <= MAX_UNIT_BYTES]
+        best = max(good, key=lambda c: c[1]) if good else max(fitting, default=min(choices))
+        _, axis, parts = best
         shape[-axis] //= parts
     return tuple(shape) if size >= _SMALLEST_INNER_BYTES else None
-
-
-def _closest(choices: list[tuple[int, int, int]]) -> tuple[int, int, int]:
-    fitting = [c for c in choices if c[0] <= MAX_UNIT_BYTES]
-    return max(fitting) if fitting else min(choices)
 
 
 def _smallest_divisor(n: int, *, at_least: int) -> int:
@@ -180,9 +177,7 @@ def decode_metadata(data: bytes, zarr_version: int, *, leaf: str, file: str) -> 
         chunks = expect_shape(configuration.get("chunk_shape"), f"{leaf}: chunks", file=file)
         inner = _inner_of(fields.get("codecs"), leaf, file)
     if dtype not in STORABLE_DTYPES:
-        raise CorruptCheckpoint(
-            f"{file}: {leaf}: unsupported dtype {dtype!r}", leaf=leaf, file=file
-        )
+        raise damaged(file, f"{leaf}: unsupported dtype {dtype!r}", leaf=leaf)
     stored = StoredArray(
         shape=shape, dtype=dtype, chunk_shape=chunks, inner_shape=inner, has_fill=has_fill
     )
@@ -199,13 +194,8 @@ _PYTHON_DTYPES: Final = {
 }
 
 
-def check_leaf(leaf: Leaf, stored: StoredArray, *, file: str) -> None:
-    """Raises CorruptCheckpoint if saves never combine the leaf's kind and dtype with its array."""
-    if problem := _leaf_problem(leaf, stored):
-        raise CorruptCheckpoint(f"{file}: leaf {leaf.text}: {problem}", leaf=leaf.text, file=file)
-
-
-def _leaf_problem(leaf: Leaf, stored: StoredArray) -> str | None:
+def leaf_problem(leaf: Leaf, stored: StoredArray) -> str | None:
+    """Returns why saves never combine the leaf's kind and dtype with its array; None if they do."""
     if stored.dtype not in STORABLE_DTYPES:
         return f"unsupported array dtype {stored.dtype!r}"
     is_as_bytes = leaf.dtype in AS_BYTES_DTYPES and stored.dtype == "uint8"
@@ -257,19 +247,14 @@ def check_foreign(stored: StoredArray, *, leaf: str, file: str) -> None:
     # A chunk may extend past the array, but known writers use the shape of a shard.
     most_bytes = max(_LARGE_BYTES, min(_MAX_CHUNK_BYTES, _MAX_PADDING * size))
     most_chunks = _MAX_CHUNKS + min(size // _SMALL_BYTES, _MAX_FOREIGN_CHUNKS)
-    what = f"{file}: leaf {leaf}: {stored.dtype}{list(stored.shape)} in chunks of shape"
+    problem = None
     if chunk_bytes > most_bytes:
-        raise CorruptCheckpoint(
-            f"{what} {stored.unit_shape}: {chunk_bytes} bytes per chunk, the limit is {most_bytes}",
-            leaf=leaf,
-            file=file,
-        )
-    if count > most_chunks:
-        raise CorruptCheckpoint(
-            f"{what} {stored.unit_shape}: {count} chunks, the limit is {most_chunks}",
-            leaf=leaf,
-            file=file,
-        )
+        problem = f"{chunk_bytes} bytes per chunk, the limit is {most_bytes}"
+    elif count > most_chunks:
+        problem = f"{count} chunks, the limit is {most_chunks}"
+    if problem:
+        array = f"{stored.dtype}{list(stored.shape)} in chunks of shape {stored.unit_shape}"
+        raise damaged(file, f"leaf {leaf}: {array}: {problem}", leaf=leaf)
 
 
 def check_total(leaves: Sequence[tuple[Leaf, StoredArray]], *, data_bytes: int, file: str) -> None:
@@ -290,12 +275,8 @@ def check_total(leaves: Sequence[tuple[Leaf, StoredArray]], *, data_bytes: int, 
         else:
             packed += size
         if raw > data_bytes or packed > data_bytes * _MAX_RATIO:
-            raise CorruptCheckpoint(
-                f"{file}: leaf {leaf.text}: {stored.dtype}{list(stored.shape)} needs {size} bytes, "
-                f"but all data files together have {data_bytes}",
-                leaf=leaf.text,
-                file=file,
-            )
+            array = f"{stored.dtype}{list(stored.shape)} needs {size} bytes"
+            raise bad_leaf(leaf, file, f"{array}, but all data files together have {data_bytes}")
 
 
 def has_our_codecs(data: bytes, *, file: str) -> bool:
@@ -317,10 +298,8 @@ def _are_ours(codecs: Any) -> bool:  # JSON
     match codecs:
         case [{"name": "bytes", **rest}, {"name": "crc32c"}]:
             configuration = rest.get("configuration") or {}
-            return isinstance(configuration, dict) and configuration.get("endian") in (
-                None,
-                "little",
-            )
+            endian = isinstance(configuration, dict) and configuration.get("endian")
+            return endian in (None, "little")
     return False
 
 
@@ -348,14 +327,13 @@ def _zarr2_dtype(value: object, leaf: str, file: str) -> str:
 # --- one small chunk as bytes ----------------------------------------------------------------
 
 
+checksum: Final = google_crc32c.value  # of bytes or a contiguous array
+
+
 def encode_chunk(values: np.ndarray[Any, Any]) -> bytes:
     """Encodes a chunk as `zarr3_metadata` describes it, for the dtypes in `PLAIN_DTYPES`."""
     data = values.tobytes()
-    return data + google_crc32c.value(data).to_bytes(CRC_BYTES, "little")
-
-
-def checksum(data: np.ndarray[Any, Any]) -> int:
-    return google_crc32c.value(data)
+    return data + checksum(data).to_bytes(CRC_BYTES, "little")
 
 
 # The index entry of an inner chunk that was not stored.

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any, Final, TypeVar
 
-from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.errors import CorruptCheckpoint, damaged
 
 # A tree of a million leaves takes about 400 MB of `_METADATA`.
 MAX_BYTES: Final = 512 << 20
@@ -36,11 +36,11 @@ def loads(data: bytes, *, file: str) -> Any:  # callers check each value with `e
             `MAX_BYTES`, or does not fit in memory. `file` appears in the message.
     """
     if problem := _size_problem(data):
-        raise CorruptCheckpoint(f"{file}: {problem}", file=file)
+        raise damaged(file, problem)
     if not _START.match(data):
-        raise CorruptCheckpoint(f"{file}: not JSON: it begins with {data[:8]!r}", file=file)
+        raise damaged(file, f"not JSON: it begins with {data[:8]!r}")
     if (at := data.find(b"\0")) >= 0:
-        raise CorruptCheckpoint(f"{file}: not JSON: byte {at} is zero", file=file)
+        raise damaged(file, f"not JSON: byte {at} is zero")
     try:
         # Decoded here, since the parser would guess the encoding of bytes.
         value = json.loads(data.decode())
@@ -49,11 +49,11 @@ def loads(data: bytes, *, file: str) -> Any:  # callers check each value with `e
             dumps(value, allow_nan=True)
         _check_depth(value, file)
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{file}: not JSON: {error}", file=file) from error
+        raise damaged(file, f"not JSON: {error}") from error
     except MemoryError:
         value = None  # frees what was made so far, before the error is made
-        what = f"{file}: {len(data)} bytes of JSON take more memory than there is"
-        raise CorruptCheckpoint(what, file=file) from None
+        what = f"{len(data)} bytes of JSON take more memory than there is"
+        raise damaged(file, what) from None
     return value
 
 
@@ -77,23 +77,17 @@ def dumps(value: object, *, allow_nan: bool = False) -> bytes:
 def expect(value: Any, kind: type[T], what: str, *, file: str) -> T:
     """Returns `value` if it has the wanted JSON type (a bool does not count as an int)."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise CorruptCheckpoint(
-            f"{file}: {what} must be {kind.__name__}, got {_short(value)}", file=file
-        )
+        raise damaged(file, f"{what} must be {kind.__name__}, got {_short(value)}")
     return value
 
 
 def expect_shape(value: object, what: str, *, file: str) -> tuple[int, ...]:
     """Returns the JSON list of a shape as a tuple of non-negative ints."""
-    dims = tuple(expect(value, list, what, file=file))
-    for dim in dims:
-        if expect(dim, int, what, file=file) < 0 or dim >= 1 << 62:
-            raise CorruptCheckpoint(f"{file}: {what} has an invalid dimension {dim}", file=file)
-    if len(dims) > 32:
-        raise CorruptCheckpoint(
-            f"{file}: {what} must have at most 32 dimensions, got {len(dims)}", file=file
-        )
-    return dims
+    dims: list[Any] = value if isinstance(value, list) else [None]
+    is_shape = all(type(dim) is int and 0 <= dim < 1 << 62 for dim in dims)
+    if not is_shape or len(dims) > 32:
+        raise damaged(file, f"{what} must be a list of at most 32 sizes, got {_short(value)}")
+    return tuple(dims)
 
 
 def _short(value: object) -> str:
@@ -133,4 +127,4 @@ def _check_depth(value: object, file: str) -> None:
         ]
         if not level:
             return
-    raise CorruptCheckpoint(f"{file}: JSON nested deeper than {MAX_DEPTH} levels", file=file)
+    raise damaged(file, f"JSON nested deeper than {MAX_DEPTH} levels")

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
+from jaxckpt.errors import UnsupportedFormat, damaged
 from jaxckpt.format import jsontext
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.jsontext import expect, expect_shape
@@ -146,10 +146,8 @@ def header_bytes(data: bytes, size: int, *, file: str) -> int:
     """Returns the length of the JSON, from the first bytes of a file of `size` bytes."""
     length = int.from_bytes(data, "little")
     if length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES) or length < 2:
-        raise CorruptCheckpoint(
-            f"{file}: not a safetensors file: a header of {length} bytes in a file of {size}",
-            file=file,
-        )
+        what = f"not a safetensors file: a header of {length} bytes in a file of {size}"
+        raise damaged(file, what)
     return length
 
 
@@ -166,14 +164,10 @@ def decode_header(text: bytes, size: int, *, file: str) -> Header:
     for tensor in tensors:
         if tensor.offset != end:
             what = "overlaps another tensor" if tensor.offset < end else "comes after a gap"
-            raise CorruptCheckpoint(
-                f"{file}: tensor {tensor.name!r} {what}", leaf=tensor.name, file=file
-            )
+            raise damaged(file, f"tensor {tensor.name!r} {what}", leaf=tensor.name)
         end += tensor.size_bytes
     if end != size:
-        raise CorruptCheckpoint(
-            f"{file}: the tensors end at byte {end}, but the file has {size} bytes", file=file
-        )
+        raise damaged(file, f"the tensors end at byte {end}, but the file has {size} bytes")
     return Header(tensors=tuple(tensors), metadata=metadata, data=b"", size_bytes=size)
 
 
@@ -190,12 +184,8 @@ def _decode_tensor(name: str, entry: Any, begin: int, file: str) -> Tensor:  # J
     start, end = offsets if len(offsets) == 2 else (0, -1)
     tensor = Tensor(name=name, dtype=_DTYPES[word], shape=shape, offset=begin + start)
     if end - start != tensor.size_bytes:
-        raise CorruptCheckpoint(
-            f"{file}: {where}: {word}{list(shape)} needs {tensor.size_bytes} bytes, but its "
-            f"offsets are {list(offsets)}",
-            leaf=name,
-            file=file,
-        )
+        what = f"{word}{list(shape)} needs {tensor.size_bytes} bytes, but its offsets are"
+        raise damaged(file, f"{where}: {what} {list(offsets)}", leaf=name)
     return tensor
 
 
@@ -206,10 +196,7 @@ def decode_index(data: bytes, *, file: str) -> dict[str, set[str]]:
     for tensor, name in expect(top.get("weight_map"), dict, "'weight_map'", file=file).items():
         shard = expect(name, str, f"the file of tensor {tensor!r}", file=file)
         if "/" in shard or "\\" in shard or "\0" in shard or not shard.endswith(SUFFIX):
-            raise CorruptCheckpoint(
-                f"{file}: tensor {tensor!r}: expected a safetensors file beside the index, "
-                f"got {shard!r}",
-                file=file,
-            )
+            what = f"expected a safetensors file beside the index, got {shard!r}"
+            raise damaged(file, f"tensor {tensor!r}: {what}")
         files.setdefault(shard, set()).add(tensor)
     return files

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.errors import damaged
 from jaxckpt.format import jsontext
 from jaxckpt.format.jsontext import expect, expect_shape
 
@@ -67,7 +67,7 @@ def decode(data: bytes, *, file: str) -> dict[str, SavedSharding]:
         try:
             name = base64.urlsafe_b64decode(key.encode()).decode()
         except ValueError as error:
-            raise CorruptCheckpoint(f"{file}: key {key!r} is not base64", file=file) from error
+            raise damaged(file, f"key {key!r} is not base64") from error
         if not isinstance(text, str) or not text:
             continue
         if text not in parsed:
@@ -107,12 +107,10 @@ def _from_json(value: object, file: str) -> SavedSharding | None:
     sizes = expect_shape(fields.get("shape"), "a mesh shape", file=file)
     spec = expect(fields.get("partition_spec"), list, "'partition_spec'", file=file)
     if len(names) != len(sizes) or not all(isinstance(name, str) for name in names):
-        raise CorruptCheckpoint(f"{file}: axes {names} do not fit a mesh of {sizes}", file=file)
+        raise damaged(file, f"axes {names} do not fit a mesh of {sizes}")
     used = [a for axes in spec for a in (axes if isinstance(axes, list) else [axes]) if a]
     if len(set(names)) < len(names) or len({*map(str, used)}) < len(used) or 0 in sizes:
-        raise CorruptCheckpoint(
-            f"{file}: invalid sharding: spec {spec} on axes {names} of sizes {sizes}", file=file
-        )
+        raise damaged(file, f"invalid sharding: spec {spec} on axes {names} of sizes {sizes}")
     types = fields.get("axis_types") or []
     ids = _ids(fields.get("device_mesh"))
     return SavedSharding(
@@ -131,9 +129,7 @@ def _axes(axes: object, names: list[str], file: str) -> str | tuple[str, ...] | 
         return axes
     if isinstance(axes, list) and all(isinstance(a, str) and a in names for a in axes):
         return tuple(axes)
-    raise CorruptCheckpoint(
-        f"{file}: partition spec {axes!r} does not name the mesh axes {names}", file=file
-    )
+    raise damaged(file, f"partition spec {axes!r} does not name the mesh axes {names}")
 
 
 def _ids(device_mesh: object) -> list[int]:

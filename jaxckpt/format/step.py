@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
+from jaxckpt.errors import UnsupportedFormat, damaged
 from jaxckpt.format import jsontext
 from jaxckpt.format.jsontext import expect
 
@@ -136,7 +136,7 @@ def encode_record(record: Record) -> bytes:
 def decode_record(data: bytes, *, file: str) -> Record:
     body, _, rest = data.partition(b"\n")
     if digest(body).encode() != rest.strip():
-        raise CorruptCheckpoint(f"{file}: damaged: SHA-256 mismatch", file=file)
+        raise damaged(file, "damaged: SHA-256 mismatch")
     top = expect(jsontext.loads(body, file=file), dict, "the file", file=file)
     version = expect(top.get("version"), int, "'version'", file=file)
     if version > VERSION:
@@ -148,7 +148,7 @@ def decode_record(data: bytes, *, file: str) -> Record:
     for path, facts in expect(top.get("files"), dict, "'files'", file=file).items():
         entry = expect(facts, dict, path, file=file)
         if path.startswith("/") or not {"", ".", ".."}.isdisjoint(path.split("/")) or "\0" in path:
-            raise CorruptCheckpoint(f"{file}: invalid file path {path!r}", file=file)
+            raise damaged(file, f"invalid file path {path!r}")
         sha256 = entry.get("sha256")
         files[path] = FileFacts(
             size=expect(entry.get("bytes"), int, f"{path}: 'bytes'", file=file),
@@ -206,7 +206,7 @@ def find_string(strings: Mapping[str, Any], name: str, *, file: str) -> str:
     for part in [name] if name in strings else name.split("/"):
         node = node.get(part) if isinstance(node, Mapping) else None
     if not isinstance(node, str):
-        raise CorruptCheckpoint(f"{file}: the text of leaf {name} is missing", leaf=name, file=file)
+        raise damaged(file, f"the text of leaf {name} is missing", leaf=name)
     return node
 
 

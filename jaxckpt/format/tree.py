@@ -10,11 +10,12 @@ allow-list of `jaxckpt._core.pytree` are looked up.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
+from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat, damaged
 from jaxckpt.format import jsontext
 from jaxckpt.format.jsontext import expect, expect_shape
 
@@ -115,20 +116,6 @@ class Leaf:
     def text(self) -> str:
         return path_text(self.path)
 
-    def at(self, path: Path, key_types: tuple[int, ...]) -> Leaf:
-        """Returns the same leaf at another path."""
-        return Leaf(
-            path=path,
-            key_types=key_types,
-            kind=self.kind,
-            dtype=self.dtype,
-            shape=self.shape,
-            key_impl=self.key_impl,
-            stored=self.stored,
-            value=self.value,
-            container=self.container,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
@@ -177,6 +164,11 @@ def parse_path(path: str | Sequence[object]) -> Path:
             return ()
         return tuple(part.replace("~1", "/").replace("~0", "~") for part in path.split("/"))
     return tuple(str(key) for key in path)
+
+
+def bad_leaf(leaf: Leaf, file: str, what: str) -> CorruptCheckpoint:
+    """Returns the error for a leaf whose data or metadata is bad."""
+    return damaged(file, f"leaf {leaf.text}: {what}", leaf=leaf.text)
 
 
 def name_problems(paths: Sequence[Path]) -> list[str]:
@@ -291,89 +283,76 @@ def _encode_node(node: Node | None) -> object:
 def decode(data: bytes, *, file: str) -> Tree:
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     entries = expect(top.get("tree_metadata"), dict, "'tree_metadata'", file=file)
-    if not entries:
-        raise CorruptCheckpoint(f"{file}: 'tree_metadata' is empty", file=file)
-    ours = top.get(_OURS)
+    root, ours = None, top.get(_OURS)
     if ours is not None:
-        version = expect(
-            expect(ours, dict, _OURS, file=file).get("version"), int, "version", file=file
-        )
-        if version > VERSION:
+        version = expect(ours, dict, _OURS, file=file).get("version")
+        if expect(version, int, "version", file=file) > VERSION:
             raise UnsupportedFormat(
                 f"{file}: written by a newer jaxckpt (tree version {version}, this release reads "
                 f"up to {VERSION}). Upgrade jaxckpt to read it."
             )
-    alike: dict[str, Leaf] = {}
-    leaves = tuple(_decode_leaf(entry, alike, file) for entry in entries.values())
-    if len({leaf.path for leaf in leaves}) != len(leaves):
-        raise CorruptCheckpoint(f"{file}: two leaves have the same path", file=file)
-    root = _decode_node(ours["tree"], file) if ours is not None and ours.get("tree") else None
+    leaves = _decode_leaves(entries, file)
     if ours is not None:
+        root = _decode_node(ours["tree"], file) if ours.get("tree") else None
         _check_containers(root, leaves, file)
-    if ours is None and isinstance(top.get("value_metadata_tree"), str):
-        text = top["value_metadata_tree"].encode()
-        root = _decode_rich(jsontext.loads(text, file=file), file)
-    uses_ocdbt = top.get("use_ocdbt")
+    elif isinstance(text := top.get("value_metadata_tree"), str):
+        root = _decode_rich(jsontext.loads(text.encode(), file=file), file)
+    ocdbt, zarr3, stores_fill = (
+        None if (flag := top.get(key)) is None else expect(flag, bool, repr(key), file=file)
+        for key in ("use_ocdbt", "use_zarr3", "store_array_data_equal_to_fill_value")
+    )
     return Tree(
         leaves=leaves,
         root=root,
         typed=ours is not None or root is not None,
-        zarr_version=3
-        if expect(top.get("use_zarr3", False) or False, bool, "'use_zarr3'", file=file)
-        else 2,
-        uses_ocdbt=None
-        if uses_ocdbt is None
-        else expect(uses_ocdbt, bool, "'use_ocdbt'", file=file),
-        fill_missing=not expect(
-            top.get("store_array_data_equal_to_fill_value") or False,
-            bool,
-            "'store_array_data_equal_to_fill_value'",
-            file=file,
-        ),
+        zarr_version=3 if zarr3 else 2,
+        uses_ocdbt=ocdbt,
+        fill_missing=not stores_fill,
         custom_metadata=top.get("custom_metadata"),
     )
 
 
 def _check_containers(root: Node | None, leaves: Sequence[Leaf], file: str) -> None:
     """Refuses containers that do not match the leaves: some leaves would be lost silently."""
-    in_tree, listed = set(_leaf_paths(root, ())), {leaf.path for leaf in leaves}
-    if in_tree != listed:
-        odd = sorted(path_text(path) for path in in_tree ^ listed)
-        raise CorruptCheckpoint(
-            f"{file}: the containers and the list of leaves differ: {', '.join(odd[:8])}",
-            leaf=odd[0],
-            file=file,
-        )
+    in_tree: set[Path] = set()
+    nodes: list[tuple[Path, Node | None]] = [((), root)]
+    for path, node in nodes:  # which grows meanwhile
+        if node is None:
+            in_tree.add(path)
+        else:
+            below = zip(node.names, node.children, strict=True)
+            nodes += [((*path, name), child) for name, child in below]
+    if odd := sorted(map(path_text, in_tree ^ {leaf.path for leaf in leaves})):
+        what = f"the containers and the list of leaves differ: {', '.join(odd[:8])}"
+        raise damaged(file, what, leaf=odd[0])
 
 
-def _leaf_paths(node: Node | None, path: Path) -> Iterator[Path]:
-    if node is None:
-        yield path
-        return
-    for name, child in zip(node.names, node.children, strict=True):
-        yield from _leaf_paths(child, (*path, name))
+def _decode_leaves(entries: Mapping[str, object], file: str) -> tuple[Leaf, ...]:
+    if not entries:
+        raise damaged(file, "'tree_metadata' is empty")
+    leaves, paths = [], set()
+    alike: dict[str, dict[str, Any]] = {}  # the facts of each distinct value, by its text
+    for entry in entries.values():
+        fields = expect(entry, dict, "an entry of 'tree_metadata'", file=file)
+        path, key_types = [], []
+        for key in expect(fields.get("key_metadata"), list, "'key_metadata'", file=file):
+            part = expect(key, dict, "a key", file=file)
+            path.append(expect(part.get("key"), str, "a key's name", file=file))
+            key_types.append(expect(part.get("key_type"), int, "a key's type", file=file))
+            if key_types[-1] not in (SEQUENCE, NAMED):
+                raise damaged(file, f"key type {key_types[-1]} of {path}")
+        text = repr(value := fields.get("value_metadata"))
+        if text not in alike:
+            alike[text] = _decode_value(value, path_text(path), file)
+        leaves.append(Leaf(path=tuple(path), key_types=tuple(key_types), **alike[text]))
+        paths.add(leaves[-1].path)
+    if len(paths) != len(leaves):
+        raise damaged(file, "two leaves have the same path")
+    return tuple(leaves)
 
 
-def _decode_leaf(entry: object, alike: dict[str, Leaf], file: str) -> Leaf:
-    """Decodes an entry; `alike` caches the leaf of each distinct value by its text."""
-    fields = expect(entry, dict, "an entry of 'tree_metadata'", file=file)
-    keys = expect(fields.get("key_metadata"), list, "'key_metadata'", file=file)
-    path, key_types = [], []
-    for key in keys:
-        part = expect(key, dict, "a key", file=file)
-        path.append(expect(part.get("key"), str, "a key's name", file=file))
-        key_type = expect(part.get("key_type"), int, "a key's type", file=file)
-        if key_type not in (SEQUENCE, NAMED):
-            raise CorruptCheckpoint(f"{file}: key type {key_type} of {path}", file=file)
-        key_types.append(key_type)
-    value = fields.get("value_metadata")
-    text = repr(value)
-    like = alike.get(text) or alike.setdefault(text, _decode_value(value, path_text(path), file))
-    return like.at(tuple(path), tuple(key_types))
-
-
-def _decode_value(value: object, where: str, file: str) -> Leaf:
-    """Decodes a leaf without its path."""
+def _decode_value(value: object, where: str, file: str) -> dict[str, Any]:
+    """Returns the facts about a leaf, without its path."""
     fields = expect(value, dict, f"{where}: 'value_metadata'", file=file)
     value_type = expect(fields.get("value_type"), str, f"{where}: 'value_type'", file=file)
     if value_type not in _ORBAX_KIND:
@@ -385,99 +364,82 @@ def _decode_value(value: object, where: str, file: str) -> Leaf:
     ours = expect(fields.get(_OURS, {}), dict, f"{where}: {_OURS!r}", file=file)
     if kind == "empty":
         container = _decode_node(ours["node"], file) if ours.get("node") else None
-        return Leaf(path=(), key_types=(), kind=kind, dtype=value_type, container=container)
+        return {"kind": kind, "dtype": value_type, "container": container}
     if fields.get("skip_deserialize") is True and value_type in _ARRAY_TYPES:
         # Orbax before 0.5.16 kept such values in the msgpack file.
-        return Leaf(path=(), key_types=(), kind="absent", dtype=value_type)
-    if not ours:
-        return Leaf(path=(), key_types=(), kind=kind)
-    return _decode_ours(kind, ours, where, file)
+        return {"kind": "absent", "dtype": value_type}
+    return _decode_ours(kind, ours, where, file) if ours else {"kind": kind}
 
 
-def _decode_ours(kind: LeafKind, ours: Mapping[str, Any], where: str, file: str) -> Leaf:
+def _decode_ours(kind: str, ours: Mapping[str, Any], where: str, file: str) -> dict[str, Any]:
     kind = ours.get("kind", kind)
     if kind not in _STORED_KINDS:
-        raise CorruptCheckpoint(f"{file}: {where}: unknown kind {kind!r}", leaf=where, file=file)
+        raise damaged(file, f"{where}: unknown kind {kind!r}", leaf=where)
     if "shape" not in ours and kind in _TEXT_KINDS:
-        return Leaf(path=(), key_types=(), kind=kind)
-    shape = expect_shape(ours.get("shape"), f"{where}: shape", file=file)
-    inner = ours.get("inner")
+        return {"kind": kind}
+
+    inner = ["inner"] if ours.get("inner") is not None else []
+    of_key = ["key_shape"] if kind == "key" else []
+    shapes = {
+        key: expect_shape(ours.get(key), f"{where}: {key}", file=file)
+        for key in ("shape", "chunk", *inner, *of_key)
+    }
     stored = StoredArray(
-        shape=shape,
+        shape=shapes["shape"],
         dtype=expect(ours.get("dtype"), str, f"{where}: dtype", file=file),
-        chunk_shape=expect_shape(ours.get("chunk"), f"{where}: chunk", file=file),
-        inner_shape=None if inner is None else expect_shape(inner, f"{where}: inner", file=file),
+        chunk_shape=shapes["chunk"],
+        inner_shape=shapes.get("inner"),
     )
     check_grid(stored, where=where, file=file)
-    key_impl = ours.get("impl")
-    return Leaf(
-        path=(),
-        key_types=(),
-        kind=kind,
-        dtype=expect(ours.get("as", stored.dtype), str, f"{where}: as", file=file),
-        shape=expect_shape(ours.get("key_shape"), f"{where}: key_shape", file=file)
-        if kind == "key"
-        else shape,
-        key_impl=None if key_impl is None else expect(key_impl, str, f"{where}: impl", file=file),
-        stored=stored,
-    )
+    impl = ours.get("impl")
+    return {
+        "kind": kind,
+        "dtype": expect(ours.get("as", stored.dtype), str, f"{where}: as", file=file),
+        "shape": shapes.get("key_shape", stored.shape),
+        "key_impl": None if impl is None else expect(impl, str, f"{where}: impl", file=file),
+        "stored": stored,
+    }
 
 
 def check_grid(stored: StoredArray, *, where: str, file: str) -> None:
     """Refuses an invalid chunk grid: wrong rank, empty chunks, an absurd size."""
-    grids = [stored.chunk_shape] + ([stored.inner_shape] if stored.inner_shape else [])
-    for grid in grids:
-        if len(grid) != len(stored.shape) or any(n < 1 for n in grid):
-            raise CorruptCheckpoint(
-                f"{file}: {where}: chunks of shape {grid} do not fit shape {stored.shape}",
-                leaf=where,
-                file=file,
-            )
-    if stored.inner_shape is not None and any(
-        n % inner for n, inner in zip(stored.chunk_shape, stored.inner_shape, strict=True)
-    ):
-        raise CorruptCheckpoint(
-            f"{file}: {where}: inner chunks of shape {stored.inner_shape} do not divide chunks of "
-            f"shape {stored.chunk_shape}",
-            leaf=where,
-            file=file,
-        )
+    shape, chunks, inner = stored.shape, stored.chunk_shape, stored.inner_shape
+    grids = (chunks, chunks if inner is None else inner)
+    if bad := [grid for grid in grids if len(grid) != len(shape) or any(n < 1 for n in grid)]:
+        problem = f"chunks of shape {bad[0]} do not fit shape {shape}"
+    elif any(map(operator.mod, *grids)):
+        problem = f"inner chunks of shape {inner} do not divide chunks of shape {chunks}"
     # Without the zeros, because numpy also multiplies only the other dimensions.
-    if math.prod(n or 1 for n in stored.shape) >= 1 << 58:
-        raise CorruptCheckpoint(
-            f"{file}: {where}: shape {stored.shape} has too many elements", leaf=where, file=file
-        )
+    elif math.prod(n or 1 for n in shape) >= 1 << 58:
+        problem = f"shape {shape} has too many elements"
+    else:
+        return
+    raise damaged(file, f"{where}: {problem}", leaf=where)
 
 
 def _decode_node(value: object, file: str) -> Node:
     fields = expect(value, dict, "a container", file=file)
     node_type = fields.get("type")
     if node_type not in ("dict", "list", "tuple", "odict", "class"):
-        raise CorruptCheckpoint(f"{file}: unknown container type {node_type!r}", file=file)
-    names = tuple(
+        raise damaged(file, f"unknown container type {node_type!r}")
+    names = expect(fields.get("names"), list, "'names'", file=file)
+    for name in names:
         expect(name, str, "a child's name", file=file)
-        for name in expect(fields.get("names"), list, "'names'", file=file)
-    )
-    raw = expect(fields.get("children", [None] * len(names)), list, "'children'", file=file)
-    keys = fields.get("keys")
-    if keys is not None:
-        keys = tuple(expect(keys, list, "'keys'", file=file))
-        for key in keys:
-            _check_key(key, file)
-    if len(raw) != len(names) or len(names) != len(keys if keys is not None else set(names)):
-        raise CorruptCheckpoint(f"{file}: a container's names and children differ", file=file)
-    cls = fields.get("class")
-    if cls is not None:
-        parts = expect(cls, list, "'class'", file=file)
-        if len(parts) != 2 or not all(isinstance(part, str) for part in parts):
-            raise CorruptCheckpoint(f"{file}: 'class' must be a module and a name", file=file)
-        cls = (parts[0], parts[1])
+    children = expect(fields.get("children", [None] * len(names)), list, "'children'", file=file)
+    keys, cls = fields.get("keys"), fields.get("class")
+    for key in expect([] if keys is None else keys, list, "'keys'", file=file):
+        _check_key(key, file)
+    if len(children) != len(names) or len(names) != len(set(names) if keys is None else keys):
+        raise damaged(file, "a container's names and children differ")
+    parts = expect([] if cls is None else cls, list, "'class'", file=file)
+    if cls is not None and [type(part) for part in parts] != [str, str]:
+        raise damaged(file, "'class' must be a module and a name")
     return Node(
         type=node_type,
-        names=names,
-        keys=keys,
-        children=tuple(None if child is None else _decode_node(child, file) for child in raw),
-        cls=cls,
+        names=tuple(names),
+        keys=None if keys is None else tuple(keys),
+        children=tuple(None if child is None else _decode_node(child, file) for child in children),
+        cls=None if cls is None else (parts[0], parts[1]),
         aux=fields.get("aux"),
     )
 
@@ -489,7 +451,7 @@ def _check_key(key: object, file: str) -> None:
         for part in expect(key.get("tuple"), list, "a key", file=file):
             _check_key(part, file)
     elif key is not None and not isinstance(key, (str, int, float)):
-        raise CorruptCheckpoint(f"{file}: invalid dict key {key!r}", file=file)
+        raise damaged(file, f"invalid dict key {key!r}")
 
 
 def _decode_rich(value: object, file: str) -> Node | None:

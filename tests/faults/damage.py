@@ -520,11 +520,9 @@ def swaps(root, other, work, seed, count, blind=False):
     """
     reader, others_reader = Reader(root), Reader(other)
     if blind:
-        from jaxckpt._disk import checksums as _sums
-        from jaxckpt._disk import regions as _regions
+        from jaxckpt._disk import native as _native
 
-        _sums.ChunkSums.of = lambda self, leaf: None
-        _regions.refuse_others = lambda *of: None
+        _native._read_sums = lambda *of: None
     names = [str(file.relative_to(root)) for file in files_of(root)]
     others = [str(file.relative_to(other)) for file in files_of(other)]
     sizes = {name: os.path.getsize(f"{root}/{name}") for name in names}
