@@ -20,8 +20,8 @@ import jaxckpt
 from jaxckpt._core import box as _box
 from jaxckpt._disk import chunks as _chunks
 from jaxckpt._disk import reader as _reader
+from jaxckpt._disk.chunks import LeafRead
 from jaxckpt._disk.find import find, open_tree
-from jaxckpt._disk.regions import LeafRead
 from jaxckpt.format import arrays
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, PLAIN_DTYPES, dtype_of
 from jaxckpt.storage import _arrays, locate
@@ -60,7 +60,7 @@ def ways(monkeypatch):
 
         monkeypatch.setattr(owner, name, counted)
 
-    count(_reader, "plan_leaf", "ours")
+    count(_chunks.Chunks, "_plan", "ours")
     count(_arrays.Reader, "open", "theirs")
     return seen
 
@@ -138,13 +138,18 @@ def test_any_sharding_any_limit_any_cast(ram_path, data):
         patch.setattr(_chunks, "_RUN_CHUNKS", draw(st.sampled_from([1, 3, 256])))
         patch.setattr(_reader, "_BATCH_BYTES", draw(st.sampled_from([1, 99_999, 16 << 20])))
 
-        fast = jaxckpt.restore(path, like, budget_bytes=budget)
-        slow = slowly(path, like, budget_bytes=budget)
         plain = jaxckpt.restore(path, as_numpy=True, budget_bytes=budget)
+        try:
+            fast = jaxckpt.restore(path, like, budget_bytes=budget)
+        except jaxckpt.TreeMismatch:  # a cast would lose values
+            with pytest.raises(jaxckpt.TreeMismatch):
+                slowly(path, like, budget_bytes=budget)
+            fast = None
+        else:
+            assert same(fast, slowly(path, like, budget_bytes=budget))
 
-    assert same(fast, slow)
     assert same(plain, jax.tree.map(np.asarray, tree))
-    assert all(fast[name].sharding == like[name].sharding for name in like)
+    assert fast is None or all(fast[name].sharding == like[name].sharding for name in like)
 
 
 @settings(LAWS)
@@ -220,7 +225,7 @@ def test_databases_of_several_processes(ram_path, mesh, ways, monkeypatch, count
 def test_only_the_chunks_that_are_wanted(ram_path, ways, monkeypatch):
     """A part of the leaves, and of one leaf a part, are as TensorStore reads them."""
     monkeypatch.setattr(arrays, "MAX_UNIT_BYTES", UNIT_BYTES)
-    tree = {f"part {i}": random_bits((64, 300), np.dtype("f8"), i) for i in range(3)}
+    tree = {f"part {i}": np.random.default_rng(i).standard_normal((64, 300)) for i in range(3)}
     jaxckpt.save(ram_path / "x", tree)
     boxes = [_box.Box((3, 7), (3, 9)), _box.Box((5, 0), (41, 300)), _box.Box((60, 299), (64, 300))]
 
@@ -229,8 +234,7 @@ def test_only_the_chunks_that_are_wanted(ram_path, ways, monkeypatch):
 
     assert ways == {"ours": 2}
     assert same(some, {"part 1": tree["part 1"]})
-    with np.errstate(all="ignore"):
-        assert same(parts, [tree["part 2"][box.slices].astype("f2") for box in boxes])
+    assert same(parts, [tree["part 2"][box.slices].astype("f2") for box in boxes])
 
 
 @pytest.mark.parametrize("taken", [0, 1])
