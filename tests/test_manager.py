@@ -592,17 +592,43 @@ def test_one_process_that_cannot_save_is_named(tmp_path):
 
 @as_processes
 def test_a_step_that_exists_stays_as_it_is(tmp_path, state, processes):
-    """Saving it again is `StepExists`, in this run and in the next."""
+    """It is not due, in this run and in the next; with `force` it is `StepExists`."""
     for _ in range(2):
         with CheckpointManager(tmp_path) as manager:
             if not manager.all_steps():
                 manager.save(1, state(1)).result()
 
+            assert manager.save(1, state(7)) is None
+            assert "step 1 is there already" in manager.decision.reason
+            assert not manager.should_save(1)
             with pytest.raises(StepExists, match="already exists"):
-                manager.save(1, state(7))
+                manager.save(1, state(7), force=True)
 
             assert same(manager.restore(), state(1))
             meet(processes)
+
+
+@as_processes
+def test_a_restart_may_save_the_step_that_it_restored(tmp_path, state, processes):
+    """As a loop does that saves before it trains; the saves after it go on."""
+    for saved in ([0, 1], [2, 3], [4]):
+        with CheckpointManager(tmp_path) as manager:
+            _, start = manager.restore_or(lambda: state(0))
+            for step in range(start, saved[-1] + 1):
+                manager.save(step, state(step))
+            settle(manager, processes)
+            assert manager.all_steps() == [*range(saved[-1] + 1)]
+            meet(processes)
+
+
+@as_processes
+def test_a_step_that_is_being_saved_is_not_due(tmp_path, state, processes):
+    """Saving it twice in a row saves it once."""
+    with CheckpointManager(tmp_path) as manager:
+        handles = [manager.save(1, state(1)) for _ in range(3)]
+        assert handles[1:] == [None, None]
+        settle(manager, processes)
+        assert manager.all_steps() == [1]
 
 
 @as_processes
@@ -635,9 +661,7 @@ def test_a_step_that_another_program_deleted_is_saved_again(tmp_path, processes)
         settle(manager, processes)
         assert manager.restore() == {"n": 22}
         assert manager.all_steps() == [1, 2]
-        with pytest.raises(StepExists):
-            manager.save(1, {"n": 1})
-        end_saves(manager)
+        assert manager.save(1, {"n": 1}) is None
 
 
 @as_processes

@@ -212,8 +212,10 @@ class Runs(RuleBasedStateMachine):
     @precondition(lambda self: self.steps)
     @rule(number=picks)
     def save_a_step_that_is_there(self, number):
+        step = self.pick(number)
+        assert self.manager.save(step, tree(0)) is None
         with pytest.raises((StepExists, ValueError)):
-            self.manager.save(self.pick(number), tree(0))
+            self.manager.save(step, tree(0), force=True)
 
     # --- crashing and starting again -------------------------------------------------------------
 

@@ -92,8 +92,7 @@ def test_a_callback_that_exits_fails_no_save(tmp_path):
 
         assert handle.timing is not None
         assert manager.latest_step() == 1
-        with pytest.raises(jaxckpt.StepExists):
-            manager.save(1, STATE)
+        assert manager.save(1, STATE) is None
 
 
 def test_on_commit_may_ask_what_there_is(tmp_path):

@@ -172,7 +172,8 @@ class CheckpointManager:
             on_commit=on_commit,
             timings=self._timings,
         )
-        self._saver.session, self._saver.floor = opened["session"], opened["newest"]
+        self._saver.session = opened["session"]
+        self._saver.floor = self._saver.agreed = opened["newest"]
 
     def _check_alike(self, save: SavePolicy, step_prefix: str | None) -> None:
         """Raises in every process if one opens another run, or with other rules."""
@@ -288,11 +289,12 @@ class CheckpointManager:
             custom_metadata: JSON to store with the step.
 
         Returns:
-            A handle, or None if the step is not due; `decision` has the reason.
+            A handle, or None if the step is not due or the run has it already; `decision` has the
+            reason.
 
         Raises:
-            StepExists: the run already has this step.
-            ValueError: the run has a later step.
+            StepExists: the run already has this step, and `force` is set.
+            ValueError: the run has a later step, but not this one.
             UnsupportedLeaf: a value cannot be stored; nothing was written.
             CheckpointTimeout: earlier saves did not free enough memory within `timeout_s`.
         """
@@ -431,6 +433,7 @@ class CheckpointManager:
         self._saver.record(restore_s=time.monotonic() - start_s)
         if self.mode == "w" and self.restored_step != steps[0]:
             self._saver.floor = self._lead("newest", self._index.newest)  # some were set aside
+            self._saver.agreed = self.restored_step
         return state
 
     def restore_or(
@@ -548,7 +551,8 @@ class CheckpointManager:
             self._deletion, self._processes, writes=self.mode == "w", timeout_s=self.timeout_s
         )
         if self.mode == "w" and not all(report.ok for report in reports.values()):
-            self._saver.floor = self._lead("newest", self._index.newest)  # some were set aside
+            newest = self._lead("newest", self._index.newest)  # some were set aside
+            self._saver.floor = self._saver.agreed = newest
         return reports
 
     @property
@@ -589,7 +593,7 @@ class CheckpointManager:
                 raise ValueError(f"{path} was not deleted: {self._deletion.why_not(step)}")
             return self._index.newest()
 
-        self._saver.floor = self._lead("delete", delete)
+        self._saver.floor = self._saver.agreed = self._lead("delete", delete)
 
     # --- preemption and readers ------------------------------------------------------------------
 

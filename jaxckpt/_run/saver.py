@@ -28,7 +28,7 @@ from jaxckpt._save.snapshot import SaveItem, take_tree
 from jaxckpt.errors import CheckpointTimeout, StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import MAX_STEP
-from jaxckpt.multihost import Processes, text_of
+from jaxckpt.multihost import Processes, lead, text_of
 from jaxckpt.types import Decision, OnProgress, StepInfo, Timing
 
 _logger = logging.getLogger("jaxckpt")
@@ -61,6 +61,7 @@ class Saver:
             policy=policy, processes=processes.count, started_s=time.monotonic()
         )
         self.floor: int | None = None  # the newest step known to be committed
+        self.agreed: int | None = None  # the newest good step when all processes last agreed
         self.session = ""  # begins the names of attempts; equal in all processes
         self.preemption = Preemption(processes, listens=listens and policy.on_preemption)
         self._index = index
@@ -92,7 +93,12 @@ class Saver:
         """Returns whether a step is saved: for preemption, by force or by a rule."""
         if not 0 <= step <= MAX_STEP:
             raise ValueError(f"step must be between 0 and {MAX_STEP}, got {step}")
-        if self.preemption.reached(step) and not self._is_saved_for_preemption():
+        latest = (self.agreed, self.schedule.last_step)  # later steps are new
+        is_old = any(known is not None and step <= known for known in latest)
+        if is_old and not force and self._is_there(step):
+            reason = f"step {step} is there already or being saved"
+            self.decision = Decision(step=step, save=False, reason=reason)
+        elif self.preemption.reached(step) and not self._is_saved_for_preemption():
             self.decision = Decision(step=step, save=True, reason=_PREEMPTION)
         elif force:
             self.decision = Decision(step=step, save=True, reason="force")
@@ -105,6 +111,18 @@ class Saver:
             self.decision = self._by_rules
         assert self.decision is not None
         return self.decision
+
+    def _is_there(self, step: int) -> bool:
+        """Returns whether process 0 has this step or is saving it."""
+
+        def is_there() -> bool:
+            saving = [handle.step for handle in self.under_way() if not handle.refused]
+            # Not from memory: another program may have deleted it.
+            return step in saving or self._index.state(self._index.listing(), step) == "committed"
+
+        root = self._index.root
+        name = f"manager {self.session}/there"
+        return lead(self._processes, name, is_there, place=root, timeout_s=self._timeout_s)
 
     def _is_saved_for_preemption(self) -> bool:
         """Waits for the save for preemption; all processes retry a failed one."""

@@ -65,7 +65,7 @@ def error_of(manager, step, value):
 
     raised = None
     try:
-        manager.save(step, value).result()
+        manager.save(step, value, force=True).result()  # an error if another job has saved it
     except (jaxckpt.CheckpointError, ValueError) as error:
         raised = error
     with contextlib.suppress(jaxckpt.CheckpointError):  # the same once more, and of deletions
