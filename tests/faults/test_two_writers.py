@@ -171,8 +171,8 @@ def test_all_strays_at_once_stop_nothing(trial, ram_path):
         assert {name for name, _ in STRAYS.values()} <= set(os.listdir(ram_path / "run"))
 
 
+# An empty directory is replaced: `test_an_empty_directory_is_no_step`.
 AT_THE_NEXT = {
-    "empty directory": Path.mkdir,
     "foreign directory": full_dir,
     "file": a_file,
     "FIFO": os.mkfifo,
@@ -180,6 +180,8 @@ AT_THE_NEXT = {
     "link to a step": link_to("1"),
     "a run": run_inside,
     "link to another place": link_to("/usr"),
+    "link to the root": link_to("."),
+    "socket": a_socket,
 }
 
 
