@@ -81,7 +81,7 @@ def test_a_meeting_names_all_that_failed():
     assert [kind for *_, kind, _ in failed] == ["KeyError", "KeyError"]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def broken(request, run_processes):
     """The laws that real processes broke, with tracebacks, by process: one job for all laws."""
     done = run_processes("multihost:obey", count=request.param, devices_per_process=1)

@@ -229,9 +229,15 @@ def where_of(phase, victim):
 
 
 def cases(counts):
-    """Yields every phase and victim; the cases of larger jobs are slow."""
+    """Returns every phase and victim; of a larger job, or late in the other process, it is slow."""
+    late = PHASES[2::2] + PHASES[5:]
+
+    def marks(*case):
+        count, phase, victim = case
+        return [pytest.mark.slow] if count > 2 or (victim and phase in late) else []
+
     return [
-        pytest.param(count, phase, victim, marks=[pytest.mark.slow] if count > 2 else [])
+        pytest.param(count, phase, victim, marks=marks(count, phase, victim))
         for count, victims in counts.items()
         for phase in PHASES
         for victim in victims

@@ -157,7 +157,7 @@ def test_a_large_replicated_array_is_cut_into_equal_slices():
     assert plan(1023 * 4 + 1, 0).stored[0].chunk_shape == (1023 * 4 + 1, 256)
 
 
-@pytest.mark.parametrize("count", [1, 7, 512, 4096])
+@pytest.mark.parametrize("count", [1, 7, 512, pytest.param(4096, marks=pytest.mark.slow)])
 def test_a_plan_for_thousands_of_processes(count):
     """100 arrays over 4,096 processes, fully sharded, replicated and in between."""
     arrays = []

@@ -96,7 +96,9 @@ def test_each_step_and_each_item_restores(golden: Golden, name: str):
         assert compare.problems(sample, tree) == [], place
 
 
-@pytest.mark.parametrize("devices", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "devices", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 4))]
+)
 @pytest.mark.multihost
 def test_samples_restore_on_any_number_of_devices(golden: Golden, run_processes, devices: int):
     """Whatever devices wrote them, the values are the same on the devices here."""

@@ -131,7 +131,9 @@ def check_that_the_second_goes_on(first, second, wanted):
     assert {**first.losses, **second.losses} == wanted
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
+)
 def test_a_stopped_training_goes_on_with_the_same_losses(tmp_path, env, uninterrupted, number):
     """The step that it was at is saved; the exit status says that there is more to do."""
     command = [
