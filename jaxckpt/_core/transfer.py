@@ -65,13 +65,12 @@ def stage(
 ) -> list[np.ndarray[Any, Any]]:
     """Copies the shards that this process writes to the host: one array per source.
 
-    Waits until the arrays are computed. After the return, jax arrays may be donated or deleted:
-    values on other devices than the CPU are copied, and jax leaves buffers alone that the snapshot
-    refers to.
+    Waits until the arrays are computed. After the return, jax arrays may be donated or deleted: on
+    CPU the snapshot refers to their buffers, which jax then leaves alone; values on other devices
+    are copied.
 
     Args:
-        copy: Whether host memory may change before the snapshot is written. That includes arrays on
-            CPU: `jax.device_put` uses an aligned numpy array in place, and nothing shows it.
+        copy: Whether numpy arrays may change before the snapshot is written.
     """
     shards: list[Any] = [
         values[source.array]
@@ -85,7 +84,7 @@ def stage(
             shard.copy_to_host_async()
     snapshot = []
     for source, shard in zip(sources, shards, strict=True):
-        host = np.array(shard) if copy and source.is_host_memory else np.asarray(shard)
+        host = np.array(shard) if copy and source.position is None else np.asarray(shard)
         snapshot.append(host if host.dtype == source.dtype else _as_stored(host, source.dtype))
     return snapshot
 

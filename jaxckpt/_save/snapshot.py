@@ -176,7 +176,7 @@ def take_tree(name: str, value: object, processes: Processes, *, copy: bool) -> 
     """Copies this process's share of a tree to the host.
 
     Args:
-        copy: Whether to copy host memory too, which the caller may change before it is written.
+        copy: Whether to copy numpy arrays, which the caller may change before they are written.
 
     Raises:
         UnsupportedLeaf: leaves cannot be stored; the message names all of them.

@@ -184,8 +184,7 @@ ROWS = {
         orbax="wrong after 97 of 101 single EIO errors",
     ),
     "29": Row(
-        title="save and restore use at most 1.3 times the state's memory; a save in the "
-        "background, which copies arrays on CPU, 2.3 times",
+        title="save and restore use at most 1.3 times the state's memory",
         count=7,
         target="faults-root",
     ),

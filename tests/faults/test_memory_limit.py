@@ -1,7 +1,4 @@
-"""A save or a restore needs less than 0.3 times the state as extra memory, so none is killed.
-
-A save in the background copies arrays on CPU, and needs less than 1.3 times the state.
-"""
+"""A save or a restore needs less than 0.3 times the state as extra memory, so none is killed."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ def group():
     "what", ["save", "save_async", "manager", "restore", "like", "mesh", "verify"]
 )
 def test_it_takes_little_memory_beside_the_state(trial, zygote, group, tmp_path, what):
-    """With room for 1.3 (2.3) times the state it is not killed, and all values are right."""
+    """With room for 1.3 times the state it is not killed, and all values are right."""
     with trial("29", what):
         found = zygote.run(children.try_in, group, tmp_path, what)
         assert found is not None, "killed"
