@@ -179,6 +179,17 @@ class StorageContract:
             assert caught.value.filename == path
         assert storage.read(f"{root}/d/f", max_bytes=_LIMIT) == b"1"
 
+    def test_delete_empty_leaves_what_is_not(self, storage: Storage, root: str) -> None:
+        """A directory with something in it stays; one without, or none, is gone."""
+        storage.make_dir(f"{root}/d/inner")
+        storage.write(f"{root}/d/f", b"1")
+
+        assert not storage.delete_empty(f"{root}/d")
+        assert storage.read(f"{root}/d/f", max_bytes=_LIMIT) == b"1"
+        assert storage.delete_empty(f"{root}/d/inner")
+        assert storage.delete_empty(f"{root}/d/inner")
+        assert storage.kind(f"{root}/d/inner") is None
+
     def test_sync_changes_nothing(self, storage: Storage, root: str) -> None:
         """After a sync of a tree, and of one file, all is as before."""
         storage.make_dir(f"{root}/a/b")

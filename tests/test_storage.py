@@ -593,7 +593,9 @@ def strace_works() -> bool:
 
 needs_strace = pytest.mark.skipif(not strace_works(), reason="strace is not there or may not trace")
 
-_CALLS = "openat,write,fsync,fdatasync,rename,renameat,renameat2,link,linkat,mkdir,unlink,unlinkat"
+_CALLS = (
+    "openat,write,fsync,fdatasync,rename,renameat,renameat2,link,linkat,mkdir,rmdir,unlink,unlinkat"
+)
 _LINE = re.compile(r"^\d+\s+(\w+)\((.*)\)\s+= (\d+)")
 _FD_PATH = re.compile(r"^\d+<(.*?)>")
 _QUOTED = re.compile(r'"([^"]*)"')
@@ -624,7 +626,7 @@ def unsynced_after(trace: str, root: str) -> set[str]:
             unsynced |= {os.path.dirname(path) + "/" for path in paths}
         elif call == "mkdir":
             unsynced |= {os.path.dirname(paths[0]) + "/"}
-        elif call.startswith("unlink"):
+        elif call.startswith(("unlink", "rmdir")):
             where = fd[1] if fd else os.path.dirname(paths[0])
             path = os.path.join(where, paths[0])
             unsynced.discard(path)
@@ -646,6 +648,7 @@ VERBS = {
     "exchange": "assert s.exchange(r + '/old/f', r + '/other/f')",
     "delete": "s.delete(r + '/old')",
     "delete file": "s.delete(r + '/old/f')",
+    "delete_empty": "s.make_new_dir(r + '/a'); assert s.delete_empty(r + '/a')",
     "sync": (
         "import os\n"
         "os.makedirs(r + '/x/y')\n"

@@ -263,16 +263,9 @@ def begin(
 def _remove_empty(storage: Storage, path: str, around: dict[str, Entry]) -> None:
     """Removes an empty directory at the place of a step, where it would end each save."""
     entry = around.get(posixpath.basename(path))
-    if entry is None or entry.kind != "dir" or storage.names(path):
-        return
-    warn(path, "replacing an empty directory")
-    doomed = beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
-    storage.rename(path, doomed)
-    if storage.names(doomed):  # another program was faster
-        storage.rename(doomed, path)
-        return
-    storage.delete(doomed)
-    del around[posixpath.basename(path)]
+    if entry is not None and entry.kind == "dir" and storage.delete_empty(path):
+        warn(path, "replaces an empty directory")
+        del around[posixpath.basename(path)]
 
 
 def remove_work(storage: Storage, path: str) -> None:

@@ -200,6 +200,17 @@ class LocalStorage:
                 _delete(path, path, is_dir=kind == "dir")
                 _sync_parents(path)
 
+    def delete_empty(self, path: str) -> bool:
+        with _about(path):
+            try:
+                os.rmdir(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                    raise
+                return error.errno == errno.ENOENT
+            _sync_parents(path)
+        return True
+
     def hold(self, path: str) -> _LocalHold | None:
         # The previous holder may just have deleted the file. A lock on a deleted file excludes
         # nobody, so try again.

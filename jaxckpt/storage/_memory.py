@@ -90,6 +90,9 @@ class MemoryStorage:
         _keys().delete_key(path)
         _keys().delete(_prefix(path))
 
+    def delete_empty(self, path: str) -> bool:
+        return self.kind(path) is None  # only keys make a directory
+
     def hold(self, path: str) -> _MemoryHold | None:
         self.create(path, b"")
         with _held_lock:

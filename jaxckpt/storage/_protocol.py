@@ -111,6 +111,10 @@ class Storage(Protocol):
         """Deletes `path` and everything under it, durably, if it exists. Does not follow links."""
         ...
 
+    def delete_empty(self, path: str) -> bool:
+        """Deletes a directory durably if nothing is in it; returns whether it is gone."""
+        ...
+
     def hold(self, path: str) -> Hold | None:
         """Locks a file, creating it if missing; returns None if any process holds the lock.
 

@@ -15,7 +15,7 @@ from jaxckpt.storage import Entry, EntryKind, Hold, Storage
 from jaxckpt.storage._local import temporary_sibling
 
 MUTATING_VERBS = frozenset(
-    {"write", "create", "make_dir", "make_new_dir", "sync", "link", "rename", "exchange", "delete"}
+    "write create make_dir make_new_dir sync link rename exchange delete delete_empty".split()
 )
 
 
@@ -92,6 +92,10 @@ class _Relay:
     def delete(self, path: str) -> None:
         self._before("delete", path)
         self.inner.delete(path)
+
+    def delete_empty(self, path: str) -> bool:
+        self._before("delete_empty", path)
+        return self.inner.delete_empty(path)
 
     def hold(self, path: str) -> Hold | None:
         self._before("hold", path)
