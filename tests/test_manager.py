@@ -1545,7 +1545,7 @@ def test_older_steps_go_only_while_one_that_was_read_back_stays(tmp_path, proces
         assert problems[0].startswith("step 2 was saved but cannot be read back: ")
 
 
-def test_each_step_is_read_back_once(tmp_path, monkeypatch):
+def test_each_step_is_read_back_once(tmp_path):
     """Its data is read after its own commit only, and not at all without `verified`."""
     reads = []
 

@@ -155,6 +155,7 @@ def test_verify_names_each_leaf(swapped):
 
 def test_without_the_table_it_would_pass(swapped, monkeypatch):
     """A control: the chunks' own checksums do not show it."""
+    # Only the guard is off: without its file, the checkpoint itself would be refused.
     monkeypatch.setattr("jaxckpt._disk.native._read_sums", lambda *of: None)
 
     got = jaxckpt.restore(swapped, as_numpy=True)

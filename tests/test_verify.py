@@ -340,6 +340,7 @@ def test_an_error_lets_go_of_what_was_read(damaged):
 
 def test_an_array_of_others_with_many_chunks_is_read_in_turns(tmp_path, monkeypatch):
     """All of it, and what is bad is named once."""
+    # So that small arrays go in turns: at the real limits it takes 4,096 chunks for each turn.
     monkeypatch.setattr(_verify, "CHUNKS_AT_ONCE", 4)
     monkeypatch.setattr(_reader, "_READS_AT_ONCE", 3)
     for name in ("a", "b"):
@@ -439,7 +440,7 @@ def test_a_place_that_is_empty_for_a_moment_is_looked_at_again(saved, monkeypatc
 def test_too_little_memory_is_not_damage(saved, monkeypatch):
     """`verify` does not report it as a problem of the checkpoint."""
 
-    def no_memory(*_):
+    def no_memory(*_):  # a real limit would end the whole process
         raise MemoryError("no memory")
 
     monkeypatch.setattr(_chunks, "make_buffers", no_memory)

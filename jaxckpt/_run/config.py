@@ -1,4 +1,4 @@
-"""Makes `CheckpointManager` and its policies from dicts."""
+"""The arguments of `CheckpointManager`: from dicts, and compared between processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from jaxckpt._core.text import nearest
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.schedule import SavePolicy
+from jaxckpt.multihost import Processes, check_alike
 
 
 def manager_arguments(
@@ -65,3 +66,26 @@ def _check_names(what: str, found: Iterable[str], known: Iterable[str]) -> None:
     for name in found:
         if name not in known:
             raise TypeError(f"{what} has no field {name!r}. {nearest(str(name), known)}")
+
+
+def check_arguments_alike(
+    processes: Processes, arguments: Mapping[str, Any], *, timeout_s: float
+) -> None:
+    """Raises in every process if one opens another run, or with other rules.
+
+    Functions in policies are compared only by whether there is one.
+    """
+    fields = {}
+    for name, value in arguments.items():
+        if isinstance(value, SavePolicy | KeepPolicy):
+            of_policy = dataclasses.asdict(value)
+            fields |= {f"{name}.{field}": callable(x) or x for field, x in of_policy.items()}
+        else:
+            fields[name] = value
+    check_alike(
+        processes,
+        "CheckpointManager",  # not the directory, in which they may differ
+        fields,
+        timeout_s=timeout_s,
+        hint="Open the same managers in the same order, with equal arguments, in all processes.",
+    )

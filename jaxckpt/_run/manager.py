@@ -25,7 +25,7 @@ from jaxckpt._core import notebook
 from jaxckpt._disk.find import find
 from jaxckpt._inspect import open as inspection
 from jaxckpt._restore.match import RestoreRequest
-from jaxckpt._run.config import manager_arguments
+from jaxckpt._run.config import check_arguments_alike, manager_arguments
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex, check_root
 from jaxckpt._run.leases import Leases
@@ -37,7 +37,7 @@ from jaxckpt._run.schedule import SavePolicy, check_count, check_seconds
 from jaxckpt._run.scrub import scrub
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Json, check_alike, current, lead, leading, text_of
+from jaxckpt.multihost import Json, current, lead, leading, text_of
 from jaxckpt.storage import locate
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
@@ -153,7 +153,9 @@ class CheckpointManager:
         self._closed = False
         if mode == "w":
             if self._processes.count > 1:
-                self._check_alike(save, step_prefix)
+                arguments = {"directory": root, "step_prefix": step_prefix}
+                arguments |= {"step_digits": step_digits, "save": save, "keep": keep}
+                check_arguments_alike(self._processes, arguments, timeout_s=timeout_s)
             opened = self._open_run()
         else:
             check_root(storage, root)
@@ -174,20 +176,6 @@ class CheckpointManager:
         )
         self._saver.session = opened["session"]
         self._saver.floor = self._saver.agreed = opened["newest"]
-
-    def _check_alike(self, save: SavePolicy, step_prefix: str | None) -> None:
-        """Raises in every process if one opens another run, or with other rules."""
-        fields = {f"save.{name}": value for name, value in asdict(save).items()}
-        fields |= {f"keep.{name}": value for name, value in asdict(self.keep).items()}
-        fields |= {"step_prefix": step_prefix, "step_digits": self.step_digits}
-        check_alike(
-            self._processes,
-            "CheckpointManager",  # not the directory, in which they may differ
-            # Functions cannot be compared.
-            {"directory": self.directory} | {n: callable(v) or v for n, v in fields.items()},
-            timeout_s=self.timeout_s,
-            hint="Open the same managers in the same order in all processes.",
-        )
 
     def _open_run(self) -> Any:  # JSON
         """Opens the run in process 0; returns its newest step and naming to all processes.

@@ -328,20 +328,22 @@ class Saver:
                 return
             self.refuse_own_thread()
             limit_s = self._timeout_s if timeout_s is None else timeout_s
+            started_s = time.monotonic()
             if self._changed.wait_for(over, limit_s):
                 return
             meets = timeout_s is None and self._under_way[0].is_meeting
             if meets and self._changed.wait_for(over, limit_s):
                 return
-            raise_first([*self.take_errors(), self._too_late(limit_s, why)])
+            waited_s = time.monotonic() - started_s
+            raise_first([*self.take_errors(), self._too_late(waited_s, why)])
 
     def _too_late(self, waited_s: float, why: str) -> CheckpointTimeout:
         steps = [handle.step for handle in self._under_way]
         missing = self._under_way[0].waits_for
         who = f", the first waits for processes {list(missing)}" if missing else ""
         return CheckpointTimeout(
-            f"{self._index.root}: after {waited_s:g} s, the saves of steps {steps} are still under "
-            f"way{why}{who}; they continue",
+            f"{self._index.root}: after {waited_s:.3g} s, the saves of steps {steps} are still "
+            f"under way{why}{who}; they continue. If they are only slow, raise timeout_s.",
             missing=missing,
         )
 
