@@ -774,13 +774,13 @@ def test_opening_lists_the_root_and_no_step(tmp_path, monkeypatch):
 
 @as_processes
 def test_another_manager_of_the_same_process_takes_over(tmp_path, processes):
-    """The first ends when its saves do, and says that it is closed."""
+    """The first ends when its saves do, and says that it is closed, and why."""
     first = CheckpointManager(tmp_path)
     handle = first.save(1, {"n": 1})
 
     with CheckpointManager(tmp_path) as second:
         assert handle.done()
-        with pytest.raises(ValueError, match="closed"):
+        with pytest.raises(ValueError, match="closed: another manager of this process"):
             first.save(2, {"n": 2})
         second.save(2, {"n": 2}).result()
         assert second.all_steps() == [1, 2]
@@ -843,6 +843,21 @@ def test_a_new_job_takes_over_what_a_dead_one_left(tmp_path):
         assert temporaries(tmp_path) == []
         manager.save(2, {"n": 2}).result()
         assert manager.all_steps() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [(names.LOCK, os.mkdir), (names.LOCK, os.mkfifo), (names.OWNER, os.mkdir)],
+)
+def test_what_is_in_the_way_of_a_file_of_the_run_is_named(tmp_path, name, make):
+    """At once, and with what to do."""
+    make(tmp_path / name)
+
+    with pytest.raises((CorruptCheckpoint, OSError), match=f"{name} .* remove what is there"):
+        CheckpointManager(tmp_path)
+    (tmp_path / name).rmdir() if make is os.mkdir else (tmp_path / name).unlink()
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == []
 
 
 def ends(folder, code, *args):
@@ -941,6 +956,40 @@ sys.exit(child.exitcode)
     returned, said = ends(tmp_path, code, 20)
 
     assert (returned, said.count("jaxckpt: ")) == (3, 1), said  # the parent waits for its own
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == [1, 2, 3]
+
+
+def test_a_forked_child_leaves_the_manager_at_once(tmp_path):
+    """The saves are the parent's: the child's `close` ends, all else refuses, nothing changes."""
+    code = (
+        HANGING
+        + """
+import signal
+with manager:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        refused = 0
+        for call, *args in (
+            (manager.wait_until_finished,),
+            (manager.save, 9, {"w": 9}),
+            (manager.pin, 1),
+        ):
+            try:
+                call(*args)
+            except ValueError as error:
+                refused += "forked" in str(error)
+    else:
+        opened.set()
+if child == 0:
+    os._exit(refused)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    )
+    returned, said = ends(tmp_path, code, 20)
+
+    assert returned == 3, said
     with CheckpointManager(tmp_path) as manager:
         assert manager.all_steps() == [1, 2, 3]
 

@@ -42,6 +42,10 @@ from jaxckpt.storage import locate
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
 _MAX_TIMINGS: Final = 1000
+_FORKED: Final = (
+    "this process was forked from the one that saves. Save and wait there, or start this one with "
+    "'spawn'"
+)
 
 
 @final
@@ -150,7 +154,7 @@ class CheckpointManager:
             timeout_s=timeout_s,
             writes=mode == "w",
         )
-        self._closed = False
+        self._closed = ""  # why, once it is
         if mode == "w":
             if self._processes.count > 1:
                 arguments = {"directory": root, "step_prefix": step_prefix}
@@ -186,7 +190,7 @@ class CheckpointManager:
             earlier = CheckpointManager._open.get(self._key)
             CheckpointManager._open[self._key] = self
         if earlier is not None:
-            earlier._shut()
+            earlier._shut("another manager of this process has opened the run")
         name = f"manager {self.directory}/open"
         try:
             with leading(
@@ -202,7 +206,7 @@ class CheckpointManager:
                         "naming": None if naming is None else asdict(naming),
                     }
         except BaseException:
-            self._closed = True  # so that the next manager does not wait for this one
+            self._closed = "it could not open the run"  # the next manager does not wait for it
             self._owner.close()
             raise
         opened = led.value
@@ -287,7 +291,7 @@ class CheckpointManager:
             CheckpointTimeout: earlier saves did not free enough memory within `timeout_s`.
         """
         if self._closed:
-            raise ValueError(f"the manager of {self.directory} is closed")
+            raise ValueError(f"the manager of {self.directory} is closed: {self._closed}")
         self._check_writes()
         return self._saver.save(
             _as_int(step),
@@ -301,7 +305,7 @@ class CheckpointManager:
     def _begin_call(self) -> None:
         # `close` waits for `on_commit`, which may still list steps.
         if self._closed and not self._saver.is_own_thread():
-            raise ValueError(f"the manager of {self.directory} is closed")
+            raise ValueError(f"the manager of {self.directory} is closed: {self._closed}")
         raise_first(self._saver.take_errors())
 
     def _check_writes(self) -> None:
@@ -317,26 +321,31 @@ class CheckpointManager:
         Raises:
             CheckpointTimeout: saves are still under way after `timeout_s`; `missing` has the
                 processes that the first of them waits for.
+            ValueError: this process was forked from the one that saves.
             Any error of a save that has not been raised yet.
         """
+        if self._closed == _FORKED:
+            raise ValueError(f"{self.directory}: {_FORKED}")
         pending = self._saver.under_way()
         self._saver.wait(pending, timeout_s)
         raise_first(self._saver.take_errors())
 
     def close(self) -> None:
-        """Waits for the saves under way and releases the run.
+        """Waits for the saves under way and releases the run; a forked child does neither.
 
         Raises:
             Any error of a save that has not been raised yet.
         """
-        self._shut()
+        if self._closed == _FORKED:
+            return
+        self._shut("`close` was called")
         raise_first(self._saver.take_errors())  # also after another manager has closed it
 
-    def _shut(self) -> None:
+    def _shut(self, why: str) -> None:
         if self._closed:
             return
         self._saver.refuse_own_thread()
-        self._closed = True
+        self._closed = why
         try:
             self._saver.stop()
         finally:
@@ -630,3 +639,13 @@ def _as_int(step: Any) -> int:  # of an int, or an array of one
         return operator.index(step)
     except TypeError:
         raise TypeError(f"step must be an int, got {step!r}") from None
+
+
+def _close_in_child() -> None:
+    # A forked child lacks the saving threads, and the run stays the parent's.
+    for manager in CheckpointManager._open.values():
+        manager._closed = _FORKED
+    CheckpointManager._open.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -63,6 +63,7 @@ class Ownership:
 
         Raises:
             NotADirectoryError, ValueError, PermissionError, OSError: the root cannot hold a run.
+            CorruptCheckpoint: the lock is not a file.
         """
         storage, root = self._index.storage, self._index.root
         try:
@@ -76,6 +77,11 @@ class Ownership:
                 return self.take_over()
         except FileExistsError as error:
             raise NotADirectoryError(f"{root} lies below a file: {error}") from error
+        except IsADirectoryError as error:
+            raise IsADirectoryError(
+                f"{root}/{names.OWNER} is a directory, but jaxckpt needs the name for a file; "
+                "remove what is there."
+            ) from error
         except PermissionError as error:
             raise PermissionError(
                 f"{root} is not writable: {error}. To only read the run, open it with mode='r'."

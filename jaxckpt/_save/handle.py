@@ -70,6 +70,7 @@ class SaveRequest:
 # because simulated processes share this module.
 _latest: dict[tuple[str, int], threading.Event] = {}
 _latest_lock = threading.Lock()  # guards _latest
+os.register_at_fork(after_in_child=_latest.clear)  # a forked child lacks the threads
 
 
 def is_under_way(path: str) -> bool:

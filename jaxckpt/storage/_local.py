@@ -32,6 +32,8 @@ from jaxckpt.storage._protocol import Entry, EntryKind, Storage
 _TEMPORARY = ".jaxckpt-tmp-"
 _MOST_BUFFERS = 1024  # per system call
 _OTHER = Entry("other", 0)
+_LOCKS = " jaxckpt locks the file of this name; remove what is there."
+_LINKS = " jaxckpt does not follow links in a checkpoint; `cp -rL` makes a copy without them."
 
 
 def listing(storage: Storage, folder: str) -> dict[str, Entry] | None:
@@ -218,10 +220,10 @@ class LocalStorage:
             with _about(path), contextlib.ExitStack() as stack:
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
                 with contextlib.suppress(FileNotFoundError):
-                    _check_regular(os.lstat(path), path)  # opening a device can have side effects
+                    _check_regular(os.lstat(path), path, _LOCKS)  # opening a device can do things
                 fd = os.open(path, flags, 0o666)
                 stack.callback(os.close, fd)
-                _check_regular(os.fstat(fd), path)
+                _check_regular(os.fstat(fd), path, _LOCKS)
                 if not _try_lock(fd):
                     return None
                 with contextlib.suppress(FileNotFoundError):
@@ -380,12 +382,10 @@ def _after(buffers: Sequence[Any], count: int) -> list[Any]:
     return left
 
 
-def _check_regular(status: os.stat_result, path: str) -> None:
+def _check_regular(status: os.stat_result, path: str, hint: str = "") -> None:
     if stat.S_ISREG(status.st_mode):
         return
-    hint = ""
-    if stat.S_ISLNK(status.st_mode):
-        hint = " jaxckpt does not follow links in a checkpoint; `cp -rL` makes a copy without them."
+    hint = hint or (_LINKS if stat.S_ISLNK(status.st_mode) else "")
     raise CorruptCheckpoint(
         f"{path} is not a regular file (mode {stat.filemode(status.st_mode)}).{hint}", file=path
     )
