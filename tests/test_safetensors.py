@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -37,8 +38,8 @@ from jaxckpt._convert.safetensors import _of_files
 from jaxckpt._convert.target import write_checkpoint
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.safetensors import MAX_HEADER_BYTES, WORDS
-from jaxckpt.storage import LocalStorage, MemoryStorage, is_temporary_file
-from jaxckpt.storage._large import LargeFile
+from jaxckpt.storage import LocalStorage, MemoryStorage
+from jaxckpt.storage._large import LargeFile, LargeFiles
 from tests.strategies import random_bits, same
 
 ROOT = Path(__file__).parents[1]
@@ -652,7 +653,7 @@ def test_a_kill_leaves_nothing_that_looks_good(ram_path, what):
 
     left = set(os.listdir(ram_path)) - before
     assert left
-    assert all(is_temporary_file(name) or ".orbax-checkpoint-tmp" in name for name in left)
+    assert all(".jaxckpt-export-" in name or ".orbax-checkpoint-tmp" in name for name in left)
     with pytest.raises(CheckpointNotFound):
         jaxckpt.open(ram_path / "out")
     subprocess.run(command, cwd=ram_path, env=environment, check=True)
@@ -661,11 +662,53 @@ def test_a_kill_leaves_nothing_that_looks_good(ram_path, what):
     else:
         top = "out.safetensors" + (".index.json" if what == "shards" else "")
         assert top in os.listdir(ram_path)
+    assert not [name for name in os.listdir(ram_path) if name in left]
+
+
+def test_an_export_removes_what_dead_ones_left(tmp_path, caplog):
+    """Not the files of a live one, nor those of an owner unknown, nor other names."""
+    jaxckpt.save(tmp_path / "ours", {"w": np.ones(3)})
+    folder = tmp_path / "exports"
+    folder.mkdir()
+    dead, alone, foreign = (f".jaxckpt-export-{c * 16}" for c in "abc")
+    others = (".jaxckpt-export-mine", ".jaxckpt-tmp-0123456789abcdef", f"{foreign}.txt")
+    for name in (dead, f"{dead}-0", f"{dead}-11", f"{alone}-0", *others):
+        (folder / name).write_bytes(b"data")
+    os.mkfifo(folder / foreign)
+
+    with LargeFiles(str(folder)) as live:
+        live.new(f"{folder}/other").write(0, b"data")
+        jaxckpt.export_safetensors(tmp_path / "ours", folder / "m.safetensors")
+        lock = live._lock.rpartition("/")[2]
+        kept = {lock, f"{lock}-0", foreign, *others, "m.safetensors"}
+        assert set(os.listdir(folder)) == kept
+        live.publish(replace=False)
+
+    assert set(os.listdir(folder)) == kept - {lock, f"{lock}-0"} | {"other"}
+    assert [f"{folder}/{name}*" in caplog.text for name in (dead, alone, foreign)] == [True] * 3
+
+
+def test_without_locks_leftovers_stay(tmp_path, monkeypatch, caplog):
+    """And are named; the files that the export made are gone all the same."""
+    jaxckpt.save(tmp_path / "ours", {"w": np.ones(3)})
+    folder = tmp_path / "exports"
+    folder.mkdir()
+    (folder / f".jaxckpt-export-{'a' * 16}-0").write_bytes(b"data")
+
+    def flock(fd, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    jaxckpt.export_safetensors(tmp_path / "ours", folder / "m.safetensors")
+
+    assert "m.safetensors" in os.listdir(folder)
+    assert sum("a" * 16 in name for name in os.listdir(folder)) == len(os.listdir(folder)) - 1
+    assert "may be in use, and stays" in caplog.text
 
 
 def test_a_large_file_is_named_once(tmp_path):
     """Files created in the meantime stay; a file without a name disappears."""
-    first, second = LargeFile(str(tmp_path / "a")), LargeFile(str(tmp_path / "a"))
+    first, second, third = (LargeFile(str(tmp_path / "a"), f"{tmp_path}/{i}") for i in range(3))
     first.write(3, b"d")
     first.write(0, b"abc")
     first.publish(replace=False)
@@ -674,8 +717,8 @@ def test_a_large_file_is_named_once(tmp_path):
     second.discard()
 
     assert (tmp_path / "a").read_bytes() == b"abcd"
-    assert os.listdir(tmp_path) == ["a"]
-    third = LargeFile(str(tmp_path / "a"))
+    assert sorted(os.listdir(tmp_path)) == ["2", "a"]
     third.publish(replace=True)
     third.discard()
     assert (tmp_path / "a").read_bytes() == b""
+    assert os.listdir(tmp_path) == ["a"]

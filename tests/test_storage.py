@@ -738,7 +738,8 @@ assert s.create(r + '/f', b'new') is True
 assert s.create(r + '/f', b'other') is False
 assert s.create(r + '/old', b'other') is False
 from jaxckpt.storage._large import LargeFile
-try: LargeFile(r + '/f').publish(replace=False)
+large = LargeFile(r + '/f', r + '/.jaxckpt-tmp-large')
+try: large.publish(replace=False)
 except FileExistsError as e: assert e.filename == r + '/f'
 else: raise AssertionError
 """

@@ -67,8 +67,8 @@ def export_safetensors(
     `params/dense/kernel` becomes `params.dense.kernel`. Python numbers become tensors without
     dimensions; None, empty containers, shardings and container types are left out. The file, or the
     index of several, gets its name last, when everything is on disk; a kill leaves files named
-    `.jaxckpt-tmp-*`. About 300 MiB of host memory suffice for any size. In a job of several
-    processes, one process calls it.
+    `.jaxckpt-export-*`, which the next export into this directory removes. About 300 MiB of host
+    memory suffice for any size. In a job of several processes, one process calls it.
 
     Args:
         src: A checkpoint, one of its items, or a run's root (exports its newest good step).
@@ -207,35 +207,30 @@ def _write_files(
     If there are several, old files are deleted before the first new one gets its name, the index
     first: a crash leaves files that no reader finds, and never a mixture of two models.
     """
-    from jaxckpt.storage._large import LargeFile
+    from jaxckpt.storage._large import LargeFiles
 
     storage, leaves = model.storage, source.tree.leaves
+    headers = [_header([leaves[i] for i in of_file]) for of_file in shards.values()]
     storage.make_dir(model.folder)
-    made: list[tuple[str, LargeFile]] = []
     try:
-        headers = [_header([leaves[i] for i in of_file]) for of_file in shards.values()]
-        with contextlib.closing(_values(source, shards.values())) as values:
-            for (file, of_file), header in zip(shards.items(), headers, strict=True):
-                made.append((file, LargeFile(file)))
-                _write_file(made[-1][1], header, [leaves[i] for i in of_file], values)
-        source.check()
-        old = _check_free(model, overwrite)
-        if len(made) > 1 or old not in ([], [posixpath.basename(model.file)]):
-            for name in old:
-                storage.delete(f"{model.folder}/{name}")
-            old = []
-        for _, written in made:
-            written.publish(replace=bool(old))
+        with LargeFiles(model.folder) as large:
+            with contextlib.closing(_values(source, shards.values())) as values:
+                for (file, of_file), header in zip(shards.items(), headers, strict=True):
+                    _write_file(large.new(file), header, [leaves[i] for i in of_file], values)
+            source.check()
+            old = _check_free(model, overwrite)
+            if len(shards) > 1 or old not in ([], [posixpath.basename(model.file)]):
+                for name in old:
+                    storage.delete(f"{model.folder}/{name}")
+                old = []
+            large.publish(replace=bool(old))
     except FileExistsError as error:
         raise StepExists(f"{model.file} was created during the export") from error
-    finally:
-        for _, written in made:
-            written.discard()
-    if len(made) == 1:
+    if len(shards) == 1:
         return model.file
     where = {
         tensor.name: posixpath.basename(file)
-        for (file, _), header in zip(made, headers, strict=True)
+        for file, header in zip(shards, headers, strict=True)
         for tensor in header.tensors
     }
     total_bytes = sum(tensor.size_bytes for header in headers for tensor in header.tensors)

@@ -1,31 +1,117 @@
-"""A large local file: written in pieces, then named, all or nothing.
+"""Large local files: written in pieces, then named, all or nothing.
 
-1. create it under a temporary name, write the pieces   a temporary file
-2. `finish`: fsync it                                   a complete temporary file
-3. `publish`: rename it, fsync the parent               the file
+1. lock `.jaxckpt-export-<token>`                             a lock nobody holds
+2. create `.jaxckpt-export-<token>-<n>`, write the pieces     the same, and temporary files
+3. `finish`: fsync it                                         the same, one of them complete
+4. `publish`: rename it, fsync the parent                     the file; the rest as before
+5. remove the lock                                            the files
+
+The next `LargeFiles` in the directory removes what a crash left: all whose lock nobody holds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import io
+import logging
 import os
-from typing import Any, final
+import re
+from itertools import groupby
+from operator import itemgetter
+from types import TracebackType
+from typing import Any, Final, Self, final
 
-from jaxckpt.storage._local import _about, _publish, temporary_sibling
+from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.storage._local import LocalStorage, _about, _publish
+from jaxckpt.storage._protocol import Hold
+
+_logger = logging.getLogger("jaxckpt")
+
+_NAME: Final = re.compile(r"(\.jaxckpt-export-[0-9a-f]{16})(-\d+)?")
+
+
+@final
+class LargeFiles:
+    """The files being written to an existing directory; the end removes those not published.
+
+    Where the file system has no locks, what a crash left stays, and a warning names it.
+    """
+
+    def __init__(self, folder: str) -> None:
+        _remove_leftovers(folder)
+        self._lock, self._hold = _take_lock(folder)
+        self._files: list[LargeFile] = []
+
+    def new(self, path: str) -> LargeFile:
+        """Begins the file that will be at `path`, in this directory."""
+        self._files.append(LargeFile(path, f"{self._lock}-{len(self._files)}"))
+        return self._files[-1]
+
+    def publish(self, *, replace: bool) -> None:
+        """Gives the files their names; see `LargeFile.publish`."""
+        for file in self._files:
+            file.publish(replace=replace)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for file in self._files:
+            file.discard()
+        with contextlib.suppress(OSError):
+            os.unlink(self._lock)
+        if self._hold is not None:
+            self._hold.release()
+
+
+def _take_lock(folder: str) -> tuple[str, Hold | None]:
+    while True:
+        path = f"{folder}/.jaxckpt-export-{os.urandom(8).hex()}"
+        try:
+            hold = LocalStorage().hold(path)
+        except io.UnsupportedOperation:
+            return path, None
+        if hold is not None:  # another export may take a new lock for a dead one's
+            return path, hold
+
+
+def _remove_leftovers(folder: str) -> None:
+    matches = filter(None, map(_NAME.fullmatch, os.listdir(folder)))
+    for lock, found in groupby(sorted(matches, key=itemgetter(0)), itemgetter(1)):
+        try:
+            _remove_leftover(folder, lock, [match[0] for match in found])
+        except (OSError, CorruptCheckpoint) as error:
+            _logger.warning("%s/%s* may be in use, and stays: %s", folder, lock, error)
+
+
+def _remove_leftover(folder: str, lock: str, names: list[str]) -> None:
+    hold = LocalStorage().hold(f"{folder}/{lock}")
+    if hold is not None:
+        _logger.warning("removing %s/%s*, left by an interrupted export", folder, lock)
+        # The lock goes last, as it is what shows that the others have no owner.
+        for name in sorted({*names, lock}, reverse=True):
+            os.unlink(f"{folder}/{name}")
+        hold.release()
 
 
 @final
 class LargeFile:
-    """A file being written. A killed process leaves one that `is_temporary_file` recognises.
+    """A file being written.
 
     Args:
         path: The final path, in an existing directory.
+        temporary: An unused path beside it.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, temporary: str) -> None:
         self._path = path
-        self._temporary = temporary_sibling(path)
+        self._temporary = temporary
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with _about(path):
             self._fd: int | None = os.open(self._temporary, flags, 0o666)

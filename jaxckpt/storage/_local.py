@@ -465,7 +465,7 @@ def _about(path: str, other: str | None = None) -> Iterator[None]:
         name = error.filename
         # Not a descriptor, a name relative to one, or a temporary file.
         tells = isinstance(name, str) and os.path.isabs(name)
-        if error.errno and not (tells and not is_temporary_file(os.path.basename(name))):
+        if error.errno and not (tells and not os.path.basename(name).startswith(".jaxckpt-")):
             error.filename = path
             if other is not None:
                 error.filename2 = other
