@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -187,6 +188,40 @@ def test_all_hear_of_a_failed_restore(told, case, kind):
         kind,
         "ProcessesDisagree",
     ]
+
+
+def test_all_restore_the_step_that_none_finds_damaged(run_processes, tmp_path, mesh):
+    """Damage in the metadata, and in the part of one process; else all raise."""
+    value = np.ones(worker.WIDE, np.float32)
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    for run, step in (("a", 1), ("a", 2), ("a", 3), ("b", 1)):
+        array = jax.device_put(value * step, split)
+        jaxckpt.save(tmp_path / run / str(step), {"w": array})
+    for name in ("a/3/state/_METADATA", "b/1/state/_METADATA"):
+        flip(tmp_path / name, 0.5)
+    flip(max((tmp_path / "a/2/state/d").iterdir(), key=lambda file: file.stat().st_size), 0.9)
+
+    paths = [str(tmp_path / name) for name in ("a", "b", "a/2")]
+    done = run_processes("saves:restore_damaged", devices_per_process=2, args=[paths])
+
+    (at_0, warned_0), (at_1, warned_1) = [process.result for process in done]
+    assert at_0[paths[0]] == at_1[paths[0]] == 1
+    assert len(warned_0) == len(warned_1) == 2
+    assert "process 1: CorruptCheckpoint" in warned_0[1]
+    assert "leaf w" in warned_1[1]
+    kinds = {path: (at_0[path]["type"], at_1[path]["type"]) for path in (*paths[1:], "like")}
+    assert kinds == {
+        paths[1]: ("CorruptCheckpoint", "CorruptCheckpoint"),
+        paths[2]: ("ProcessesDisagree", "CorruptCheckpoint"),
+        "like": ("CorruptCheckpoint", "TypeError"),
+    }
+
+
+def flip(file, place):
+    """Changes one bit at a place between 0 and 1."""
+    data = bytearray(file.read_bytes())
+    data[int(len(data) * place)] ^= 4
+    file.write_bytes(data)
 
 
 def test_failures_leave_nothing_behind(told):

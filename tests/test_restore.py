@@ -26,11 +26,14 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt import CorruptCheckpoint, TreeMismatch, UnsupportedFormat
 from jaxckpt._disk import chunks as _chunks
+from jaxckpt._disk import find as _find
 from jaxckpt._disk import reader as _reader
 from jaxckpt._disk.chunks import LeafRead
 from jaxckpt._restore import restore as _restore
 from jaxckpt.format.arrays import MAX_UNIT_BYTES
+from jaxckpt.multihost import current
 from jaxckpt.storage import LocalStorage, _arrays
+from jaxckpt.testing import simulate
 from tests import strategies
 from tests.strategies import same
 
@@ -830,3 +833,21 @@ def test_restore_or_takes_what_is_not_restored_from_init(tmp_path, options):
     assert step == 1
     assert state["w"].tolist() == [1, 1]
     assert state["new"].tolist() == [5, 5, 5]
+
+
+@pytest.mark.multihost
+def test_processes_that_find_different_steps_read_the_same(run, monkeypatch):
+    """One step was committed after process 0 had looked, and before process 1 did."""
+    newest_good = _find._newest_good
+    looked = []
+
+    def earlier_once(storage, path, steps):
+        if current().index == 0 and not looked:
+            looked.append(steps)
+            steps = steps[1:]
+        return newest_good(storage, path, steps)
+
+    monkeypatch.setattr(_find, "_newest_good", earlier_once)
+
+    assert simulate(2, lambda _: jaxckpt.restore(run)["w"][0]) == [3, 3]
+    assert len(looked) == 1

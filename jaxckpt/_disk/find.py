@@ -110,28 +110,45 @@ def _read_earlier(
     storage: Storage, root: str, newest: Found, read: Callable[[Found], T], error: CorruptCheckpoint
 ) -> T:
     """Reads the newest step of a run that is not damaged; raises `error` if there is none."""
-
-    def read_step(found: Found) -> T:
-        if posixpath.dirname(found.path) != root:
-            raise CheckpointNotFound(f"{found.path} is not a step of {root}")
-        return read(found)
-
-    parent, name = posixpath.split(newest.path)
-    steps = _steps(listing(storage, root) or {}) if parent == root else []
     problems = []
     # The newest again: it is damaged only if that is seen twice.
-    for step_name in steps[steps.index(name) :] if name in steps else ():
+    for path in _steps_from(storage, root, newest):
         try:
-            result = at_rest(storage, f"{root}/{step_name}", read_step)
+            result = read_step(storage, path, read)
         except (CorruptCheckpoint, CheckpointNotFound) as problem:
-            problems.append(f"{step_name}: {problem}")
+            problems.append(f"{posixpath.basename(path)}: {problem}")
             continue
-        _warn_skipped(root, problems)
+        warn_skipped(root, problems)
         return result
     try:
         raise error
     finally:
         del error  # its traceback refers to this frame
+
+
+def steps_to_try(storage: Storage, path: str) -> list[str]:
+    """Returns the paths of a run's steps, newest first; empty if `path` is not a run."""
+    try:
+        return _steps_from(storage, real(storage, path), find(storage, path))
+    except CheckpointError:
+        return []
+
+
+def _steps_from(storage: Storage, root: str, newest: Found) -> list[str]:
+    parent, name = posixpath.split(newest.path)
+    steps = _steps(listing(storage, root) or {}) if parent == root else []
+    return [f"{root}/{step}" for step in steps[steps.index(name) :]] if name in steps else []
+
+
+def read_step(storage: Storage, path: str, read: Callable[[Found], T]) -> T:
+    """Reads a step of a run; CheckpointNotFound if it is no step, but a run itself."""
+
+    def read_itself(found: Found) -> T:
+        if posixpath.dirname(found.path) != posixpath.dirname(path):
+            raise CheckpointNotFound(f"{found.path} is not a step of {posixpath.dirname(path)}")
+        return read(found)
+
+    return at_rest(storage, path, read_itself)
 
 
 def _about(problem: CheckpointError | FileNotFoundError, path: str) -> Exception:
@@ -359,14 +376,14 @@ def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Found:
         except CheckpointError as error:
             problems.append(f"{name}: {error}")
             continue
-        _warn_skipped(path, problems)
+        warn_skipped(path, problems)
         return found
     raise CheckpointNotFound(
         f"{path}: none of its {len(steps)} steps can be read:\n  " + "\n  ".join(problems[:10])
     )
 
 
-def _warn_skipped(root: str, problems: Sequence[str]) -> None:
+def warn_skipped(root: str, problems: Sequence[str]) -> None:
     for problem in problems:
         _logger.warning("skipped a step of %s: %s", root, problem)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import posixpath
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,17 +30,22 @@ from jaxckpt._core.cast import cast
 from jaxckpt._core.text import counted
 from jaxckpt._core.transfer import placing, to_default_device, to_device
 from jaxckpt._disk.chunks import LeafRead
-from jaxckpt._disk.find import at_rest, open_item
+from jaxckpt._disk.find import at_rest, open_item, read_step, steps_to_try, warn_skipped
 from jaxckpt._disk.found import Found, JsonItem
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import read_leaves
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._restore.match import RestoreRequest, Wanted, flatten_like, match
 from jaxckpt._restore.placement import LeafPlan, ShardingChooser, key_data_sharding, plan_leaves
-from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
+from jaxckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    UnsupportedFormat,
+)
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.tree import MAX_DIGITS, Leaf, Path, path_text
-from jaxckpt.multihost import Processes, current, disagreement, meet
+from jaxckpt.multihost import Meeting, Processes, current, disagreement, lead, meet
 from jaxckpt.storage import locate
 from jaxckpt.types import OnProgress, RestoreReport
 
@@ -74,8 +80,8 @@ def restore(
 
     Args:
         path: A checkpoint, one of its items, or a run's root (restores its newest good step). If
-            that proves damaged, one process restores the step before and logs a warning; in a job
-            of several, use a `CheckpointManager`, which does so in all of them.
+            that proves damaged, in any process, all processes restore the step before and log a
+            warning.
         like: The target, a tree of arrays, `jax.ShapeDtypeStruct`s or Python values that give
             structure, dtype and sharding. If None, the tree is restored as it was saved. A cast
             never turns float into int, int into bool or signed into unsigned, and loses no value:
@@ -114,11 +120,13 @@ def restore(
         UnsupportedFormat: a newer program wrote it.
     """
     storage, where = locate(path)
+    alone = as_numpy or current().count == 1
     source = Source(
         where=where,
-        # Several processes fall back together only in a manager.
-        within=partial(at_rest, storage, where, fallback=as_numpy or current().count == 1),
+        within=partial(at_rest, storage, where, fallback=alone),
         open=partial(open_item, name=item),
+        steps=partial(steps_to_try, storage, where),
+        step=partial(read_step, storage),
     )
     # In a list, so that `restore_from` can drop the last reference to the arrays of `like`.
     target = [like]
@@ -150,6 +158,9 @@ class Source:
     where: str  # the path, for messages
     within: Callable[[Callable[[Found], _Read]], _Read]  # finds a checkpoint and reads it
     open: Callable[[Found], Any]  # returns an item, or a value that is restored as it is
+    # If several processes may fall back together: the paths of a run's steps, and what reads one.
+    steps: Callable[[], list[str]] = list
+    step: Callable[[str, Callable[[Found], _Read]], _Read] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,28 +182,27 @@ def restore_from(
     like = target.pop()
     meter = meter or Meter("restore", source.where)
     processes = current()
-    wanted, treedef, read, problem = None, None, None, None
+    wanted, treedef, problem = None, None, None
     try:
         if like is not None:
             wanted, treedef = flatten_like(like, keep_values=request.keeps_values)
-        # From here on nothing refers to the arrays of `like`, and the caller may free them.
-        del like
-        meter.watch(display(request.on_progress, processes.index))
-        try:
-            read = source.within(partial(_read, source, request, meter, wanted))
-        finally:
-            meter.end()
     except Exception as error:  # reported to the other processes, then raised
         problem = error
+    # From here on nothing refers to the arrays of `like`, and the caller may free them.
+    del like
+    meter.watch(display(request.on_progress, processes.index))
     try:
+        reading = partial(_read, source, request, meter, wanted)
         if processes.count > 1 and not request.as_numpy:
-            with meter.phase("meet"):
-                _share(processes, source.where, problem, read, meter, request.timeout_s)
-        if problem is not None:
+            attempt = partial(_attempt, processes, source, reading, meter, request.timeout_s)
+            read = _read_together(processes, source, attempt, problem, request.timeout_s)
+        elif problem is not None:
             raise problem
+        else:
+            read = source.within(reading)
     finally:
+        meter.end()
         del problem  # its traceback would keep it alive, with everything that was read
-    assert read is not None
     if not isinstance(read.opened, Item) or read.report is None:
         return read.opened.value if isinstance(read.opened, JsonItem) else read.opened
     timing = meter.timing()
@@ -238,22 +248,77 @@ def _read(
     return _Read(opened=item, values=values, report=replace(matched.report, cast=_casts(plans)))
 
 
-def _share(
+def _read_together(
     processes: Processes,
-    where: str,
+    source: Source,
+    attempt: Callable[..., _Read | CheckpointError],
     problem: Exception | None,
-    read: _Read | None,
+    timeout_s: float,
+) -> _Read:
+    """Reads the same checkpoint in all processes; if it is a damaged step, the step before.
+
+    Process 0 lists the steps. Damage that any process finds counts for all of them.
+    """
+    result = first = attempt(source.within, problem)
+    if not isinstance(first, CheckpointError):
+        return first
+    name, problems, step = f"restore {source.where}/steps", [], source.step
+    if step is not None:
+        for path in lead(processes, name, source.steps, place=source.where, timeout_s=timeout_s):
+            result = attempt(partial(step, path), None)
+            if not isinstance(result, CheckpointError):
+                warn_skipped(source.where, problems)
+                return result
+            problems.append(f"{posixpath.basename(path)}: {result}")
+    try:
+        raise first
+    finally:
+        del first, result, problem  # the traceback refers to this frame
+
+
+def _attempt(
+    processes: Processes,
+    source: Source,
+    reading: Callable[[Found], _Read],
     meter: Meter,
     timeout_s: float,
-) -> None:
-    """Keeps any process from entering a collective operation that another will never reach."""
+    within: Callable[[Callable[[Found], _Read]], _Read],
+    problem: Exception | None,
+) -> _Read | CheckpointError:
+    """Reads in all processes; returns the error if only damage was in the way, else raises it.
+
+    Keeps any process from entering a collective operation that another will never reach.
+    """
+    read = None
+    try:
+        if problem is None:
+            read = within(reading)
+    except Exception as error:  # reported to the other processes, then raised
+        problem = error
+    mark = "damage" if isinstance(problem, (CorruptCheckpoint, CheckpointNotFound)) else ""
     item = None if read is None else read.opened
-    record = item.found.record if isinstance(item, Item) else None
-    token = None if record is None else record.token
+    found = item.found if isinstance(item, Item) else None
+    # What another program wrote has no token.
+    token = found and (found.path if found.record is None else found.record.token)
     facts = {"token": token, "seconds": meter.phases.get("read", 0.0)}
-    met = meet(processes, "restore", facts, problem, timeout_s=timeout_s)
-    meter.note_slowest([one["seconds"] for one in met.values])
-    place = f"{where} was not restored"
+    try:
+        with meter.phase("meet"):
+            met = meet(processes, "restore", facts, problem, timeout_s=timeout_s, mark=mark)
+        meter.note_slowest([one["seconds"] for one in met.values])
+        try:
+            _check_alike(met, problem, f"{source.where} was not restored")
+        except CheckpointError as error:
+            if all(met.marks.values()):
+                return error
+            raise
+        assert read is not None
+        return read
+    finally:
+        # The traceback of an error refers to this frame, and would keep what was read.
+        del problem, read, item, found
+
+
+def _check_alike(met: Meeting, problem: Exception | None, place: str) -> None:
     met.check(problem, place)
     others = [i for i, one in enumerate(met.values) if one["token"] != met.values[0]["token"]]
     if others:

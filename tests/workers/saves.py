@@ -20,6 +20,7 @@ from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import FailingStorage
 
 LARGE = (8, 1 << 18)  # float32: 8 MiB, 2 MiB for each of four processes
+WIDE = 1 << 19  # float32, 512 KiB for each of four devices
 TIMEOUT_S = 3.0  # for those who wait for the lost
 SMALL = 60  # replicated leaves of 4 KiB and more
 
@@ -318,3 +319,26 @@ def save_logged(me, path, logs):
     arm(os.path.dirname(os.path.dirname(path)), log=f"{logs}/{me.index}.log")
     save_with(path, value)
     disarm()
+
+
+def restore_damaged(me, paths):
+    """Restores each path; what does each process get, raise and log?"""
+    import logging
+
+    warned, results = [], {}
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())
+    logging.getLogger("jaxckpt").addHandler(handler)
+
+    def restore(path, like):
+        got = jaxckpt.restore(path, like)["w"]
+        results[path] = value = float(got.addressable_shards[-1].data[-1])
+        check_array(got, np.full(WIDE, value, np.float32))
+
+    like = {"w": put(np.zeros(WIDE, np.float32), mesh_of(x=4), ("x",))}
+    for path in paths:
+        error = said(lambda path=path: restore(path, like))
+        results[path] = error or results[path]
+    odd = {"w": object()} if me.index == 1 else like
+    results["like"] = said(lambda: restore(paths[0], odd))
+    return results, warned
