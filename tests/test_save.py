@@ -308,3 +308,45 @@ def test_every_error_of_the_package_is_public_and_a_built_in_too():
     for name, kind in builtin.items():
         assert issubclass(found[name], kind)
         assert getattr(jaxckpt, name) is found[name]
+
+
+CYCLIC = """
+import sys, jaxckpt
+folder = sys.argv[1]
+jaxckpt.save(f"{folder}/a", {"w": 1.0})
+nodes = {"w": 1.0}
+nodes["children"] = [nodes]
+deep = 1.0
+for _ in range(5000):
+    deep = (deep,)
+with jaxckpt.CheckpointManager(f"{folder}/run") as manager:
+    for tree in nodes, deep:
+        for call in (
+            lambda: jaxckpt.save(f"{folder}/b", tree),
+            lambda: jaxckpt.restore(f"{folder}/a", tree),
+            lambda: jaxckpt.restore(f"{folder}/a", shardings=tree),
+            lambda: manager.save(1, {"w": 1.0}, items={"tree": tree}),
+        ):
+            try:
+                call()
+            except jaxckpt.UnsupportedLeaf as error:
+                print(error)
+"""
+
+
+def test_a_tree_that_contains_itself_is_refused(tmp_path):
+    """jax would end the program at a cycle; a tree of thousands of levels is refused as well."""
+    done = subprocess.run(
+        [sys.executable, "-c", CYCLIC, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(" is nested deeper")[0] for line in lines] == [
+        "the tree",
+        "like",
+        "shardings",
+        "item 'tree'",
+    ] * 2
+    assert "at children/0/children/0/children/..." in lines[0]
+    assert set(os.listdir(tmp_path)) == {"a", "run"}

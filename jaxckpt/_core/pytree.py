@@ -28,6 +28,7 @@ from jaxckpt.errors import CorruptCheckpoint, UnsupportedLeaf
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES
 from jaxckpt.format.tree import (
     MAX_DIGITS,
+    MAX_LEVELS,
     NAMED,
     SEQUENCE,
     Leaf,
@@ -55,6 +56,8 @@ _ARRAYS: Final = (jax.Array, np.ndarray, np.generic)
 _NUMBERS: Final = (bool, int, float, complex)
 _NUMBER_OF: Final = {number.__name__: number for number in _NUMBERS}
 SCALARS: Final = (*_NUMBERS, str, bytes)
+_CHILDLESS: Final = (*_ARRAYS, *SCALARS, type(None))
+_MOST_LEVELS: Final = 250  # of a tree that jax is given, more than any checkpoint has
 
 # A subclass may override `str()`, so call the base class.
 _CONVERT: Final[dict[type, Callable[[Any], object]]] = {
@@ -75,6 +78,31 @@ class Flat:
     leaves: tuple[Leaf, ...]  # in the order of `jax.tree_util`, with empty containers
     values: tuple[jax.Array | np.ndarray[Any, Any] | None, ...]  # the arrays to store
     root: Node | None  # the containers; None if the tree is one leaf
+
+
+def check_levels(tree: object, what: str) -> None:
+    """Raises UnsupportedLeaf for a tree that contains itself or is too deep, on which jax dies."""
+    if way := _too_deep(tree, _MOST_LEVELS):
+        raise UnsupportedLeaf(
+            f"{what} is nested deeper than {_MOST_LEVELS} levels, at {path_text(way[:5])}/... "
+            f"Does a container contain itself? A checkpoint has at most {MAX_LEVELS} levels."
+        )
+
+
+def _too_deep(node: Any, levels: int) -> Path | None:
+    """Returns the names on the way to a node that is too deep, if there is one."""
+    if isinstance(node, dict):
+        children = node.items()
+    elif isinstance(node, (list, tuple)):
+        children = enumerate(node)
+    else:
+        children = enumerate((_one_level(node) or ((), None))[0])
+    for name, child in children:
+        if not isinstance(child, _CHILDLESS):
+            way = _too_deep(child, levels - 1) if levels else ()
+            if way is not None:
+                return (_key_name(name), *way)
+    return None
 
 
 def flatten(tree: object) -> Flat:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import tree_util
 
 from jaxckpt._core.cast import kind_rank
-from jaxckpt._core.pytree import SCALARS, is_empty, is_key_dtype, key_path
+from jaxckpt._core.pytree import SCALARS, check_levels, is_empty, is_key_dtype, key_path
 from jaxckpt._core.select import Globs, check_globs, selector, some_paths
 from jaxckpt.errors import Difference, TreeMismatch
 from jaxckpt.format.arrays import dtype_of
@@ -99,6 +99,7 @@ def flatten_like(like: object, *, keep_values: bool) -> tuple[list[Wanted], Any]
     Keeps no reference to the arrays of `like` unless `keep_values`, so that the caller can free
     their memory.
     """
+    check_levels(like, "like")
     pairs, treedef = tree_util.tree_flatten_with_path(like, is_leaf=is_empty)
     wanted = []
     for keys, value in pairs:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from jaxckpt._core.pytree import check_levels
 from jaxckpt._core.transfer import detached
 from jaxckpt._disk.found import Found
 from jaxckpt._save.snapshot import FileItem, SaveItem, take_tree
@@ -67,6 +68,7 @@ def take_item(name: str, value: object, processes: Processes) -> SaveItem:
     """Copies an item to the host; the caller may change the value afterwards."""
     if is_stateful(value):
         return _take_state(name, value, processes)
+    check_levels(value, f"item {name!r}")
     if typed_json.is_json(value):
         try:
             data = jsontext.dumps(value, allow_nan=True)
@@ -118,7 +120,7 @@ def _take_state(name: str, value: object, processes: Processes) -> FileItem:
         text = _json_text(state)
         form = "json" if text is None else "text"
         data = jsontext.dumps(typed_json.encode(state), allow_nan=True) if text is None else text
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UnsupportedLeaf(
             f"the state of item {name!r} cannot be stored: {error}. It may contain numbers, text, "
             "bytes, numpy arrays, and lists, tuples and dicts of these."

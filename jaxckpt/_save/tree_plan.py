@@ -19,7 +19,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxckpt._core.plan import ArraySpec, SavePlan, placement_of, plan_save
-from jaxckpt._core.pytree import Flat, flatten, stored_value
+from jaxckpt._core.pytree import Flat, check_levels, flatten, stored_value
 from jaxckpt._core.transfer import Source, sources_of
 from jaxckpt._disk.writer import WritePlan, metadata_files, plan_writes, texts_of
 from jaxckpt.errors import UnsupportedLeaf
@@ -70,6 +70,7 @@ def plan_tree(value: object, processes: Processes) -> tuple[TreePlan, Sequence[A
     Raises:
         UnsupportedLeaf: leaves cannot be stored; the message names all of them.
     """
+    check_levels(value, "the tree")
     form = _form_of(value, processes)
     if form is not None and (kept := _find(form)) is not None:
         if kept is not _kept[0]:
