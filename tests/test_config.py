@@ -83,6 +83,25 @@ def test_a_config_may_hold_policies(ram_path):
         assert not manager.should_save(3)
 
 
+def test_bytes_and_seconds_may_have_a_unit(make, ram_path):
+    """As people write them; a text without a unit is in bytes or seconds."""
+    config = make(
+        {
+            "directory": str(ram_path / "run"),
+            "budget_bytes": "1.5 GiB",
+            "timeout_s": "90",
+            "save": {"every_seconds": "15m", "auto": {"mtbf_hours": 100}},
+            "keep": {"every_seconds": "6h", "newer_than_s": "2w", "last": 1},
+        }
+    )
+
+    with CheckpointManager.from_config(config) as manager:
+        assert (manager.budget_bytes, manager.timeout_s) == (3 << 29, 90)
+        assert manager.keep == KeepPolicy(every_seconds=21_600, newer_than_s=1_209_600, last=1)
+        wanted = SavePolicy.auto(mtbf_hours=100, every_seconds=900)
+        assert manager._saver.schedule.policy == wanted
+
+
 def test_overrides_go_before(make, ram_path):
     """A whole argument at a time; also the directory, which a config may leave out."""
     config = make({"keep": {"last": 3, "every_steps": 10}, "timeout_s": 5.0})
@@ -169,7 +188,11 @@ def test_a_config_without_a_directory_is_an_error(make):
         ({"keep": {"last": 0}}, ValueError, "KeepPolicy.last"),
         ({"keep": {"best": 3}}, ValueError, "metric"),
         ({"mode": "a"}, ValueError, "mode"),
-        ({"timeout_s": "1h"}, TypeError, "timeout_s"),
+        ({"timeout_s": "1 hour"}, ValueError, "timeout_s in the config must be a duration such as"),
+        ({"timeout_s": "-1s"}, ValueError, "timeout_s in the config must be a duration such as"),
+        ({"budget_bytes": "1 GBit"}, ValueError, "budget_bytes in the config must be a size such"),
+        ({"keep": {"every_seconds": "1y"}}, ValueError, "every_seconds in keep must be a duration"),
+        ({"keep": {"metric": "15m", "last": "15m"}}, TypeError, "KeepPolicy.last"),
         ({"timeout_s": -1}, ValueError, "timeout_s"),
         ({"budget_bytes": 1e9}, TypeError, "budget_bytes"),
         ({"step_digits": 0}, ValueError, "step_digits"),

@@ -58,6 +58,48 @@ def test_gin_sets_the_options_of_a_manager(configured, ram_path):
     assert (type(manager), type(manager.keep)) == (CheckpointManager, KeepPolicy)
 
 
+@pytest.mark.parametrize(
+    ("bindings", "save", "keep"),
+    [
+        (["KeepPolicy.last = 2"], SavePolicy(), KeepPolicy(last=2)),
+        (["SavePolicy.every_seconds = '15m'"], SavePolicy(every_seconds=900), KeepPolicy()),
+        (["SavePolicy.auto.mtbf_hours = 9"], SavePolicy.auto(mtbf_hours=9), KeepPolicy()),
+        (["a/KeepPolicy.last = 2"], SavePolicy(), KeepPolicy()),
+        (
+            ["KeepPolicy.last = 2", "CheckpointManager.keep = @a/KeepPolicy()"],
+            SavePolicy(),
+            KeepPolicy(last=2),
+        ),
+        (
+            [
+                "SavePolicy.every_steps = 2",
+                "SavePolicy.auto.mtbf_hours = 9",
+                "CheckpointManager.save = @SavePolicy()",
+            ],
+            SavePolicy(every_steps=2),
+            KeepPolicy(),
+        ),
+    ],
+)
+def test_fields_of_policies_apply_without_a_reference(configured, ram_path, bindings, save, keep):
+    """Bound fields count although nobody binds `save` and `keep` to the policies."""
+    configured.load((), [*bindings, "CheckpointManager.budget_bytes = '1GB'"])
+
+    with configured.CheckpointManager(ram_path / "run") as manager:
+        assert manager._saver.schedule.policy == save
+        assert manager.keep == keep
+        assert manager.budget_bytes == 10**9
+
+
+def test_two_bound_save_policies_are_an_error(configured, ram_path):
+    """One of them would be ignored."""
+    configured.load((), ["SavePolicy.first = True", "SavePolicy.auto.mtbf_hours = 9"])
+
+    with pytest.raises(ValueError, match=r"choose one with CheckpointManager\.save = @"):
+        configured.CheckpointManager(ram_path / "run")
+    assert not (ram_path / "run").exists()
+
+
 def test_gin_leaves_jaxckpt_as_it_is(configured):
     """Only what its module exports is bound."""
     configured.load((), ["KeepPolicy.last = 3"])
@@ -183,6 +225,19 @@ def test_manager_config_has_auto(manager_config, ram_path):
     assert manager_arguments(CheckpointManager, config, {})["save"] == wanted
 
 
+def test_manager_config_takes_units(manager_config, ram_path):
+    """At once, or set later; the error of a wrong one comes when the run is opened."""
+    config = manager_config(directory=ram_path / "run", save={"every_seconds": "15m"})
+    config.budget_bytes = "1GB"
+
+    with CheckpointManager.from_config(config) as manager:
+        assert manager.budget_bytes == 10**9
+        assert manager._saver.schedule.policy.every_seconds == 900
+    config.timeout_s = "soon"
+    with pytest.raises(ValueError, match="timeout_s in the config must be a duration"):
+        CheckpointManager.from_config(config)
+
+
 def test_manager_config_takes_functions(manager_config, ram_path):
     """As the rules that are functions."""
     config = manager_config(directory=ram_path / "run")
@@ -236,7 +291,8 @@ def test_flags_override_a_config_file(ram_path):
     directory = f"--config.checkpoint.directory={ram_path}/run"
 
     first = run_flags(directory, "--config.checkpoint.keep.last=2")
-    second = run_flags(directory, "--config.steps=30", "--config.checkpoint.save.at_steps=27,28")
+    options = ("--config.checkpoint.timeout_s=15m", "--config.checkpoint.save.at_steps=27,28")
+    second = run_flags(directory, "--config.steps=30", *options)
 
     assert first.stdout == "from step 0\nkept steps [15, 20]\n", first.stderr
     assert second.stdout == "from step 20\nkept steps [27, 28, 30]\n", second.stderr

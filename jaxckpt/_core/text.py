@@ -1,9 +1,18 @@
-"""Formats sizes and counts for messages, and suggests what a misspelt name may mean."""
+"""Formats and parses sizes and times, and suggests what a misspelt name may mean."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+_BYTES: Final = {"": 1, "B": 1} | {
+    f"{prefix}{infix}B": base**power
+    for infix, base in (("", 1000), ("I", 1024))
+    for power, prefix in enumerate("KMGT", 1)
+}
+_SECONDS: Final = {"": 1, "S": 1, "M": 60, "MIN": 60, "H": 3600, "D": 86_400, "W": 604_800}
 
 
 def size_text(size_bytes: float) -> str:
@@ -18,6 +27,33 @@ def size_text(size_bytes: float) -> str:
             return f"{size_bytes:.3g} {unit}"
         size_bytes /= 1000
     return f"{size_bytes:.3g} TB"
+
+
+def size_of(text: str) -> int:
+    """Parses a number of bytes.
+
+    Example:
+        >>> size_of("5GB"), size_of("1.5 MiB"), size_of("1000")
+        (5000000000, 1572864, 1000)
+    """
+    return int(_quantity(text, _BYTES, "a size such as 5GB or 500MiB"))
+
+
+def seconds_of(text: str) -> float:
+    """Parses a duration.
+
+    Example:
+        >>> seconds_of("15m"), seconds_of("1.5 h"), seconds_of("90")
+        (900.0, 5400.0, 90.0)
+    """
+    return _quantity(text, _SECONDS, "a duration such as 90s, 15m, 12h or 7d")
+
+
+def _quantity(text: str, units: Mapping[str, float], what: str) -> float:
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]*)\s*", text, re.ASCII | re.IGNORECASE)
+    if found is None or found[2].upper() not in units:
+        raise ValueError(f"must be {what}, got {text!r}")
+    return float(found[1]) * units[found[2].upper()]
 
 
 def counted(count: int, what: str) -> str:

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxckpt._core.text import nearest
+from jaxckpt._core.text import nearest, seconds_of, size_of
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt.multihost import Processes, check_alike
@@ -24,7 +24,7 @@ def manager_arguments(
     parameters = list(inspect.signature(manager).parameters)
     arguments = {**_mapping(config, "the config"), **overrides}
     _check_names("the config", arguments, parameters)
-    arguments = _given(arguments)
+    arguments = with_units("the config", _given(arguments))
     if "directory" not in arguments:
         raise TypeError("the config lacks 'directory', the root of the run")
     for name, policy in (("save", SavePolicy), ("keep", KeepPolicy)):
@@ -38,7 +38,7 @@ def _policy(name: str, policy: type[SavePolicy | KeepPolicy], fields: dict[str, 
     known = [field.name for field in dataclasses.fields(policy)]
     auto = fields.pop("auto", None) if policy is SavePolicy else None
     _check_names(name, fields, [*known, *(["auto"] if policy is SavePolicy else [])])
-    fields = _given(fields)
+    fields = with_units(name, _given(fields))
     if auto is None:
         return policy(**fields)
     arguments = _mapping(auto, f"{name}.auto")
@@ -46,6 +46,27 @@ def _policy(name: str, policy: type[SavePolicy | KeepPolicy], fields: dict[str, 
     if "mtbf_hours" in arguments and arguments["mtbf_hours"] is None:
         return policy(**fields)  # `auto` was left empty
     return SavePolicy.auto(**_given(arguments), **fields)
+
+
+def has_unit(name: str) -> bool:
+    """Returns whether the argument of this name is a number of bytes or seconds."""
+    return name.endswith(("_bytes", "_s", "_seconds"))
+
+
+def with_units(what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments with numbers for texts with a unit, such as "1GB" and "15m".
+
+    Raises:
+        ValueError: a text for bytes or seconds is not of this form.
+    """
+    found = dict(arguments)
+    for name, text in arguments.items():
+        if isinstance(text, str) and has_unit(name):
+            try:
+                found[name] = size_of(text) if name.endswith("_bytes") else seconds_of(text)
+            except ValueError as error:
+                raise ValueError(f"{name} in {what} {error}") from None
+    return found
 
 
 def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -230,7 +230,7 @@ class CheckpointManager:
         Args:
             config: The arguments of `CheckpointManager` by name; `save` and `keep` are dicts of the
                 fields of `SavePolicy` and `KeepPolicy`. `save` may contain `auto`, a dict of the
-                arguments of `SavePolicy.auto`.
+                arguments of `SavePolicy.auto`. Bytes and seconds may be texts: "8GB", "15m".
             overrides: Arguments that replace those in `config`.
 
         Raises:

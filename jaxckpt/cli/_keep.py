@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from jaxckpt._run.overview import RunOverview, StepOverview
     from jaxckpt._run.retention import KeepPolicy
 
-_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
-
 
 def _complete_steps(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
     """Returns the steps of the run named before, for shell completion."""
@@ -227,7 +225,7 @@ def plan(found: RunOverview, policy: KeepPolicy, *, now_s: float) -> Plan:
     default="min",
     help="Whether the least or the greatest is best (default min).",
 )
-@click.option("--newer-than", metavar="AGE", help="Keep steps newer than AGE: 12h, 7d, 2w.")
+@click.option("--newer-than", type=_options.AGE, help="Keep steps newer than AGE: 12h, 7d, 2w.")
 @click.option("--no-verify", is_flag=True, help="Do not first read the steps that stay.")
 @_options.dry_run
 @_options.yes
@@ -240,7 +238,7 @@ def gc(
     best: int | None,
     metric: str | None,
     mode: Literal["min", "max"],
-    newer_than: str | None,
+    newer_than: float | None,
     no_verify: bool,
     dry_run: bool,
     yes: bool,
@@ -265,7 +263,7 @@ def gc(
         best=best,
         metric=metric,
         mode=mode,
-        newer_than_s=None if newer_than is None else _age_s(newer_than),
+        newer_than_s=newer_than,
     )
     if not policy.has_rules:
         raise click.UsageError("Pass at least one rule for the steps to keep, such as --last 3.")
@@ -360,15 +358,3 @@ def _print_plan(found: RunOverview, planned: Plan) -> None:
 
 def _verdict(why: tuple[str, ...] | None) -> Styled:
     return Styled("delete", "bold red") if why is None else Styled(f"keep: {', '.join(why)}", "")
-
-
-def _age_s(text: str) -> float:
-    """Parses an age: "90" (seconds), "15min", "12h", "7d", "2w"."""
-    number = text.rstrip("sminhdw ")
-    unit = text[len(number) :].strip() or "s"
-    try:
-        return float(number) * _SECONDS[unit]
-    except (ValueError, KeyError):
-        raise click.BadParameter(
-            f"must be an age such as 12h, 7d or 2w, got {text!r}.", param_hint="--newer-than"
-        ) from None

@@ -9,7 +9,6 @@ import click
 from jaxckpt.cli import _options, _output
 
 _INDEX = ".index.json"
-_SIZES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @click.command()
@@ -59,7 +58,11 @@ def convert(
 @_options.item
 @_options.selection
 @_options.dtype
-@click.option("--max-shard", metavar="SIZE", help="Split into files of at most SIZE, such as 5GB.")
+@click.option(
+    "--max-shard",
+    type=_options.SIZE,
+    help="Split into files of at most SIZE, such as 5GB.",
+)
 @_options.overwrite
 @_options.yes
 @_options.as_json
@@ -70,7 +73,7 @@ def export(
     only: tuple[str, ...],
     skip: tuple[str, ...],
     dtype: str | None,
-    max_shard: str | None,
+    max_shard: int | None,
     overwrite: bool,
     yes: bool,
     as_json: bool,
@@ -88,7 +91,7 @@ def export(
         path,
         item=item,
         dtype=dtype,
-        max_shard_bytes=None if max_shard is None else _size(max_shard),
+        max_shard_bytes=max_shard,
         overwrite=overwrite,
         **_options.chosen(only, skip),
     )
@@ -143,15 +146,3 @@ def _wrote(path: str, *, as_json: bool) -> None:
         _output.print_json({"path": where})
     else:
         _output.echo(f"wrote {where}")
-
-
-def _size(text: str) -> int:
-    """Parses a number of bytes: "5GB", "500 MiB", "1000"."""
-    number = text.rstrip("BKMGibkmg ")
-    unit = text[len(number) :].strip().upper() or "B"
-    try:
-        return int(float(number) * _SIZES[unit])
-    except (ValueError, KeyError, OverflowError):
-        raise click.BadParameter(
-            f"must be a size such as 5GB or 500MiB, got {text!r}.", param_hint="--max-shard"
-        ) from None

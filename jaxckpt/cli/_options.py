@@ -7,9 +7,31 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from jaxckpt._core.text import seconds_of, size_of
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 PATH: Final = click.Path(path_type=str)
+
+
+class _Quantity(click.ParamType):
+    """A number with a unit, as texts in configs are written."""
+
+    def __init__(self, name: str, parse: Callable[[str], float]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(
+        self, value: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(f"{error}.", param, ctx)
+
+
+SIZE: Final = _Quantity("size", size_of)
+AGE: Final = _Quantity("age", seconds_of)
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask.")

@@ -1,14 +1,14 @@
 """The public classes with options, as gin configurables in the module `jaxckpt`.
 
     CheckpointManager.directory = "runs/a"
-    CheckpointManager.save = @SavePolicy()
-    CheckpointManager.keep = @KeepPolicy()
-    SavePolicy.every_steps = 1000
+    CheckpointManager.budget_bytes = "8GB"
+    SavePolicy.every_seconds = "15m"
     KeepPolicy.last = 3
 
 Call `CheckpointManager` of this module: gin does not change the one in `jaxckpt`. The objects are
-instances of jaxckpt's own classes. Use `@SavePolicy.auto()` instead of `@SavePolicy()` to choose
-the interval that loses the least time.
+instances of jaxckpt's own classes. The policies are made from their bindings unless `save` and
+`keep` are bound themselves, as in `CheckpointManager.keep = @eval/KeepPolicy()`. Bind
+`SavePolicy.auto.mtbf_hours` for the interval that loses the least time.
 """
 
 from __future__ import annotations
@@ -26,17 +26,48 @@ from jaxckpt._core.text import nearest
 from jaxckpt._run import manager as _manager
 from jaxckpt._run import retention as _retention
 from jaxckpt._run import schedule as _schedule
+from jaxckpt._run.config import with_units
 
 _FIELDS: Final = tuple(field.name for field in dataclasses.fields(_schedule.SavePolicy))
 # It also takes the fields of the policy, except the one that it computes.
 _AUTO: Final = ("mtbf_hours", "processes", *(name for name in _FIELDS if name != "job_mtbf_s"))
 
-CheckpointManager = gin.external_configurable(_manager.CheckpointManager, module="jaxckpt")
-KeepPolicy = gin.external_configurable(_retention.KeepPolicy, module="jaxckpt")
-SavePolicy = gin.external_configurable(_schedule.SavePolicy, module="jaxckpt")
-auto = gin.external_configurable(
-    _schedule.SavePolicy.auto, name="SavePolicy.auto", module="jaxckpt", allowlist=_AUTO
-)
+
+def _configurable(name: str, target: Any, make: Any = None, **options: Any) -> Any:
+    """Registers a function with the arguments of `target`, which may be texts such as "15m"."""
+    make = make or target
+
+    def made(*args: Any, **arguments: Any) -> Any:
+        return make(*args, **with_units(name, arguments))
+
+    made.__signature__ = inspect.signature(target)  # pyright: ignore[reportFunctionMemberAccess]
+    return gin.external_configurable(made, name=name, module="jaxckpt", **options)
+
+
+KeepPolicy = _configurable("KeepPolicy", _retention.KeepPolicy)
+SavePolicy = _configurable("SavePolicy", _schedule.SavePolicy)
+auto = _configurable("SavePolicy.auto", _schedule.SavePolicy.auto, allowlist=_AUTO)
+
+
+def _open(*args: Any, **arguments: Any) -> _manager.CheckpointManager:
+    # Bound fields of a policy must not be ignored because the policy itself is not bound.
+    arguments.setdefault("keep", KeepPolicy())
+    if "save" not in arguments:
+        arguments["save"] = _bound_policy()
+    return _manager.CheckpointManager(*args, **arguments)
+
+
+def _bound_policy() -> _schedule.SavePolicy:
+    of_auto = gin.get_bindings(auto)
+    if of_auto and gin.get_bindings(SavePolicy):
+        raise ValueError(
+            "SavePolicy and SavePolicy.auto both have bindings; choose one with "
+            "CheckpointManager.save = @SavePolicy() or @SavePolicy.auto()"
+        )
+    return auto() if of_auto else SavePolicy()
+
+
+CheckpointManager = _configurable("CheckpointManager", _manager.CheckpointManager, _open)
 
 __all__ = ["CheckpointManager", "KeepPolicy", "SavePolicy", "auto", "load"]
 
@@ -82,6 +113,4 @@ def _parameters(selector: str) -> list[str]:
     configurable: Any = gin.get_configurable(selector)
     if configurable is auto:
         return list(_AUTO)
-    if inspect.isclass(configurable):
-        return list(inspect.signature(configurable.__init__).parameters)[1:]
     return list(inspect.signature(configurable).parameters)

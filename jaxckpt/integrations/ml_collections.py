@@ -12,6 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
+from jaxckpt._run.config import has_unit
 from jaxckpt._run.manager import CheckpointManager
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.schedule import SavePolicy
@@ -22,8 +23,9 @@ __all__ = ["manager_config"]
 def manager_config(**fields: Any) -> ConfigDict:
     """Returns every argument of `CheckpointManager`, with its policies as nested `ConfigDict`s.
 
-    Unset fields know their types, so flags can set them: `--config.checkpoint.keep.last=5`. The
-    config is locked: a misspelt field is an error with a suggestion.
+    Unset fields know their types, so flags can set them: `--config.checkpoint.keep.last=5`. Bytes
+    and seconds may be texts: `--config.checkpoint.save.every_seconds=15m`. The config is locked: a
+    misspelt field is an error with a suggestion.
 
     Args:
         fields: Values by name; `save` and `keep` are dicts. `save.auto` is a dict of the arguments
@@ -69,7 +71,9 @@ def _entries(target: Callable[..., Any]) -> dict[str, Any]:
         default = parameter.default
         if dataclasses.is_dataclass(default):
             continue
-        if default is None or default is parameter.empty:
+        if has_unit(name):  # which takes a number, or a text such as "15m"
+            default = config_dict.FieldReference(default, field_type=object)
+        elif default is None or default is parameter.empty:
             default = config_dict.placeholder(_type_of(hints[name]))
         entries[name] = default
     return entries
