@@ -118,6 +118,49 @@ def test_open_lists_every_leaf(new_path, tree):
     assert jaxckpt.verify(path).ok
 
 
+@settings(LAWS, max_examples=40)
+@given(tree=strategies.trees())
+def test_an_open_checkpoint_is_a_target(new_path, tree):
+    """The containers, keys and types that it shows are those that come back."""
+    path = new_path()
+    try:
+        jaxckpt.save(path, tree)
+    except UnsupportedLeaf:
+        return
+    ckpt = jaxckpt.open(path)
+
+    assert same(jaxckpt.restore(path, ckpt), tree)
+    assert jax.tree.structure(ckpt.abstract()) == jax.tree.structure(tree)
+
+
+def test_the_shapes_of_a_tree_need_no_data(new_path):
+    """Keys are those of the dict, not escaped, and a part has the shapes of the part."""
+    path, key = new_path(), jax.random.key(0)
+    jaxckpt.save(path, {"a/b~": (jnp.ones((2, 3), jnp.bfloat16), key), "c": {7: 3, 8: "x"}})
+    for file in (path / "state" / "d").iterdir():
+        file.write_bytes(bytes(file.stat().st_size))
+    ckpt = jaxckpt.open(path)
+
+    shapes = ckpt.abstract()
+
+    assert shapes == {
+        "a/b~": (jax.ShapeDtypeStruct((2, 3), jnp.bfloat16), jax.ShapeDtypeStruct((), key.dtype)),
+        "c": {7: 0, 8: ""},
+    }
+    assert ckpt["a~1b~0/0"].abstract() == ckpt["a/b~", 0].abstract() == shapes["a/b~"][0]
+
+
+def test_a_target_from_another_checkpoint(new_path):
+    """Its dtypes and its tree are what is wanted."""
+    like, path = new_path(), new_path()
+    jaxckpt.save(like, {"w": jnp.ones(3, jnp.bfloat16)})
+    jaxckpt.save(path, {"w": jnp.ones(3), "v": 1})
+
+    got = jaxckpt.restore(path, jaxckpt.open(like), extra="ignore")
+
+    assert same(got, {"w": jnp.ones(3, jnp.bfloat16)})
+
+
 def _is_empty(node):
     return node is None or (
         isinstance(node, (dict, list, tuple)) and not node and not isinstance(node, str)

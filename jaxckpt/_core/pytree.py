@@ -25,7 +25,7 @@ from jax import tree_util
 from jax.core import Tracer
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedLeaf
-from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES
+from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
 from jaxckpt.format.tree import (
     MAX_DIGITS,
     MAX_LEVELS,
@@ -56,6 +56,7 @@ _ARRAYS: Final = (jax.Array, np.ndarray, np.generic)
 _NUMBERS: Final = (bool, int, float, complex)
 _NUMBER_OF: Final = {number.__name__: number for number in _NUMBERS}
 SCALARS: Final = (*_NUMBERS, str, bytes)
+_ZEROS: Final = {scalar.__name__: scalar() for scalar in SCALARS}
 _CHILDLESS: Final = (*_ARRAYS, *SCALARS, type(None))
 _MOST_LEVELS: Final = 250  # of a tree that jax is given, more than any checkpoint has
 
@@ -405,6 +406,27 @@ def rebuild(tree: Tree, values: Mapping[Path, object]) -> object:
     else:
         built = _rebuild_plain(tree.leaves, values)
     return {} if built is ABSENT else built
+
+
+def abstract(tree: Tree) -> object:
+    """Returns the tree with shapes and dtypes in place of values, in the recorded containers."""
+    return rebuild(tree, {leaf.path: _abstract_value(leaf) for leaf in tree.leaves})
+
+
+def _abstract_value(leaf: Leaf) -> object:
+    if leaf.kind == "empty":
+        return empty_value(leaf)
+    if leaf.kind == "ellipsis":
+        return ...
+    if leaf.kind == "key":
+        key = jax.eval_shape(lambda: jax.random.key(0, impl=leaf.key_impl))
+        return jax.ShapeDtypeStruct(leaf.shape, key.dtype)
+    if leaf.kind in _ZEROS:
+        return _ZEROS[leaf.kind]
+    if leaf.kind == "array":
+        return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf.dtype))
+    zero = np.zeros((), dtype_of(leaf.dtype))[()]
+    return zero if leaf.kind == "generic" else np.broadcast_to(zero, leaf.shape)
 
 
 def rebuild_named(leaves: Mapping[Path, object]) -> object:

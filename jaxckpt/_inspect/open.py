@@ -38,7 +38,8 @@ class Checkpoint:
         items: Names of all items of the checkpoint.
         custom_metadata: The custom metadata passed to `save`.
         lineage: The source, if `fork`, `convert` or `import_safetensors` made the checkpoint.
-        leaves: The leaves by path, in tree order.
+        leaves: The leaves by path, in tree order. A path is the keys joined by `/`; a `/` in a key
+            is written `~1`, a `~` is written `~0`. `ckpt[("a/b", 0)]` takes keys as they are.
     """
 
     def __init__(self, found: Found, opened: Item | JsonItem, below: Path = ()) -> None:
@@ -93,6 +94,28 @@ class Checkpoint:
         target = [like]
         del like  # so that `restore_from` can drop the last reference to its arrays
         return restore_from(source, target, RestoreRequest(**options))
+
+    def abstract(self) -> Any:  # any pytree
+        """Returns this part with shapes and dtypes in place of values, for use as a `like`.
+
+        The containers and their keys are those that `restore()` returns. A jax array or key is a
+        `jax.ShapeDtypeStruct`, a numpy array one of zeros that takes no memory, and any other value
+        is the zero of its type. A JSON item is returned itself.
+
+        Example:
+            >>> import tempfile, jax.numpy as jnp, jaxckpt
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     jaxckpt.save(f"{folder}/a", {"w": (jnp.ones(3), 7)})
+            ...     jaxckpt.open(f"{folder}/a").abstract()
+            {'w': (ShapeDtypeStruct(shape=(3,), dtype=float32), 0)}
+        """
+        from jaxckpt._core import pytree
+
+        if isinstance(self._opened, JsonItem):
+            return self._opened.value
+        return pytree.abstract(self._opened.tree)
+
+    _as_like = abstract  # for `restore`, which takes a checkpoint as a target
 
     def statistics(self, *, only: Globs = None, skip: Globs = None) -> Mapping[str, LeafStatistics]:
         """Reads this part, and describes the values of each numeric leaf.

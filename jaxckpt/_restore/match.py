@@ -94,11 +94,12 @@ def describe(
 
 
 def flatten_like(like: object, *, keep_values: bool) -> tuple[list[Wanted], Any]:
-    """Returns the leaves of a target, and its treedef.
+    """Returns the leaves of a target, a tree or an open checkpoint, and its treedef.
 
     Keeps no reference to the arrays of `like` unless `keep_values`, so that the caller can free
     their memory.
     """
+    like = getattr(like, "_as_like", lambda: like)()  # what `open` returns has this method
     check_levels(like, "like")
     pairs, treedef = tree_util.tree_flatten_with_path(like, is_leaf=is_empty)
     wanted = []

@@ -83,7 +83,8 @@ def restore(
             that proves damaged, in any process, all processes restore the step before and log a
             warning.
         like: The target, a tree of arrays, `jax.ShapeDtypeStruct`s or Python values that give
-            structure, dtype and sharding. If None, the tree is restored as it was saved. A cast
+            structure, dtype and sharding, or what `jaxckpt.open` returns, for the same tree as in
+            that checkpoint. If None, the tree is restored as it was saved. A cast
             never turns float into int, int into bool or signed into unsigned, and loses no value:
             integers stay the same number, finite values finite. It may round floats.
         item: Name of the item, if the checkpoint has several trees.
