@@ -49,22 +49,24 @@ def root(ram_path, mesh):
 
 
 def test_ls_shows_every_step(root):
-    """A line for each: number, size, metrics, pinned, whole or not; the newest whole one below."""
+    """A line for each: number, whole or not, pinned, age, size, metrics; below, what is wrong."""
     (root / "300" / "commit_success.txt").unlink()
 
     code, out, err = cli("ls", root)
 
     lines = out.splitlines()
     assert (code, err) == (0, "")
-    assert lines[0].split() == ["step", "age", "size", "metrics", "pinned", "state"]
-    assert [line.split()[0] for line in lines[1:4]] == ["100", "200", "300"]
-    assert ["pinned" in line for line in lines[1:4]] == [False, True, False]
-    assert "loss=0.3 " in lines[1]
-    assert lines[1].endswith("complete")
-    assert "INCOMPLETE: " in lines[3]
-    assert lines[3].endswith("partial copy")
-    assert lines[4].startswith(f"{root}: 3 steps, 1 incomplete, ")
-    assert lines[4].endswith("newest complete step: 200")
+    assert lines[0].split() == ["step", "state", "age", "size", "metrics"]
+    assert [re.split("  +", line.strip())[:2] for line in lines[1:4]] == [
+        ["100", "complete"],
+        ["200", "complete, pinned"],
+        ["300", "INCOMPLETE"],
+    ]
+    assert lines[1].endswith("  loss=0.3")
+    assert lines[4].startswith("step 300 is incomplete: ")
+    assert lines[4].endswith("partial copy")
+    assert lines[5].startswith(f"{root}: 3 steps, 1 incomplete, ")
+    assert lines[5].endswith("newest complete step: 200")
 
 
 def test_ls_as_json_has_all_facts(root):
@@ -509,17 +511,42 @@ def test_a_terminal_gets_a_table_and_a_pipe_plain_text(root):
     assert all(str(step) in text for step in (100, 200, 300) for text in (seen, piped.stdout))
 
 
+@pytest.mark.parametrize("columns", [80, 60])
+def test_rows_about_steps_fit_a_narrow_terminal(root, columns):
+    """The state comes first; of the metrics the first ones, and how many are left out."""
+    metrics = {"loss": 0.25, "accuracy": 0.123456, "perplexity_of_validation": 12.5, "rate": 1e-5}
+    with CheckpointManager(root) as manager:
+        manager.save(12_345_678, {"w": 1}, metrics=metrics)
+    flip(root / "200" / "state")
+
+    for argv, state in (
+        (["ls"], "complete"),
+        (["rm", "12345678", "-n"], "complete"),
+        (["gc", "--last", "2", "-n"], "keep"),
+        (["gc", "--every-steps", "7", "-n"], "keep"),
+    ):
+        _, seen = on_terminal(argv[0], root, *argv[1:], COLUMNS=str(columns), NO_COLOR="1")
+
+        rows = re.sub(r"\x1b\[[0-9;]*m", "", seen).split(f"{root}")[0].splitlines()
+        assert max(map(len, rows)) <= columns
+        (row,) = [row for row in rows if row.startswith("12345678 ")]
+        assert re.match(rf"12345678 +{state} ", row)
+        assert re.search(r", \+\d *$", row)
+    _, used = on_terminal("du", root, COLUMNS=str(columns), NO_COLOR="1")
+    assert [len(re.findall(rf"^{n} ", used, re.M)) for n in (100, 200, 12345678)] == [1, 1, 1]
+
+
 def test_a_narrow_terminal_folds_prose_and_nothing_else(root):
     """Numbers and names stay in one piece, however many columns there are."""
-    (root / "300" / "commit_success.txt").unlink()
+    flip(root / "300" / "state")
 
-    _, listed = on_terminal("ls", root, COLUMNS="60", NO_COLOR="1")
+    _, read = on_terminal("scrub", root, "-n", COLUMNS="60", NO_COLOR="1")
     _, shown = on_terminal("show", root, "--stats", COLUMNS="40", NO_COLOR="1")
 
-    lines = listed.splitlines()
-    (first,) = [i for i, line in enumerate(lines) if re.search(r"300 .*INCOMPLETE", line)]
-    assert "partial copy" not in lines[first]
-    assert "partial copy" in "".join(lines[first + 1 :])
+    lines = read.splitlines()
+    (first,) = [i for i, line in enumerate(lines) if re.search(r"300 .*BAD", line)]
+    assert "older checkpoint" not in lines[first]
+    assert "older checkpoint" in " ".join(" ".join(lines[first + 1 :]).split())
     assert re.search(r"─ w +float32\[8,4\] +128 B +200 +200 +200 ", shown)
 
 

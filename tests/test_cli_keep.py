@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import time
 
@@ -276,13 +277,14 @@ def test_gc_says_why_steps_stay_and_deletes_the_others(root):
     dry, out, _ = cli("gc", root, *rules, "--dry-run")
     _, planned = said_json("gc", root, *rules, "--dry-run")
     assert dry == 0
-    assert [line.split()[5:] for line in out.splitlines()[1:7]] == [
-        ["keep:", "pinned"],
-        ["keep:", "best", "1", "by", "loss"],
-        ["delete"],
-        ["keep:", "every", "400", "steps"],
-        ["keep:", "last", "2"],
-        ["keep:", "newest,", "last", "2"],
+    rows = [re.split("  +", line) for line in out.splitlines()[1:7]]
+    assert [(row[1], row[-1]) for row in rows] == [
+        ("keep", "pinned, loss=1"),
+        ("keep", "best 1 by loss, loss=0.1"),
+        ("delete", "loss=1"),
+        ("keep", "every 400 steps, loss=1"),
+        ("keep", "last 2, loss=1"),
+        ("keep", "newest, last 2, loss=1"),
     ]
     assert (planned["delete"], planned["deleted"], planned["dry_run"]) == ([300], [], True)
     assert planned["keep"][4] == {"step": 600, "why": ["newest", "last 2"]}

@@ -67,6 +67,23 @@ def counted(count: int, what: str) -> str:
     return f"{count:,} {what if count == 1 else plural}"
 
 
+def aligned(rows: Sequence[Sequence[str]], *, right: Sequence[bool] = ()) -> list[str]:
+    """Returns rows of cells as lines with columns; those marked in `right` end below each other.
+
+    Example:
+        >>> aligned([("step", "size"), ("1", "10 kB"), ("200", "3 kB")], right=(True, False))
+        ['step  size', '   1  10 kB', ' 200  3 kB']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = list(right) or [False] * len(widths)
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, sides, strict=True)
+        padded = [cell.rjust(n) if is_right else cell.ljust(n) for cell, n, is_right in cells]
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
     """Returns a hint for a name that is not among the known ones.
 

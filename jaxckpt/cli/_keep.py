@@ -17,7 +17,7 @@ import click
 
 from jaxckpt._core.text import counted, size_text
 from jaxckpt.cli import _options, _output
-from jaxckpt.cli._look import step_cells
+from jaxckpt.cli._look import STEP_HEAD, STEP_RIGHT, print_steps, step_row
 from jaxckpt.cli._output import Styled
 
 if TYPE_CHECKING:
@@ -127,22 +127,14 @@ def rm(
 
 
 def _print_doomed(root: str, doomed: Sequence[StepOverview], known: Sequence[int]) -> None:
-    now_s = time.time()
-    rows = [[*step_cells(step, now_s), _remark(step, known)] for step in doomed]
-    head = ["step", "age", "size", "metrics", "note"]
-    _output.print_table(head, rows, right=("step", "age", "size"), fold="note")
+    print_steps(doomed)
+    for step in doomed:
+        if step.step == known[-1]:
+            _output.echo(Styled(f"step {step.step} is the newest step", "yellow"))
+        if not _is_ours(step):
+            remark = "was not written by jaxckpt: a job writing the run cannot be detected"
+            _output.echo(Styled(f"step {step.step} {remark}", "yellow"))
     _output.echo(f"{root}: {size_text(sum(step.size_bytes for step in doomed))} to delete")
-
-
-def _remark(step: StepOverview, known: Sequence[int]) -> Styled:
-    remarks = []
-    if step.step == known[-1]:
-        remarks.append("the newest step")
-    if not _is_ours(step):
-        remarks.append("not written by jaxckpt: a job writing the run cannot be detected")
-    if step.problem is not None:
-        remarks.append("incomplete")
-    return Styled("; ".join(remarks), "yellow")
 
 
 def _is_ours(step: StepOverview) -> bool:
@@ -341,13 +333,13 @@ def _plan_facts(
 
 
 def _print_plan(found: RunOverview, planned: Plan) -> None:
-    now_s = time.time()
     rows = [
-        [*step_cells(step, now_s), _verdict(planned.keep.get(step.step))] for step in found.steps
+        step_row(step, _verdict(why), step.metrics, *(why or ()))
+        for step in found.steps
+        for why in [planned.keep.get(step.step)]
     ]
     if rows:
-        head = ["step", "age", "size", "metrics", "what"]
-        _output.print_table(head, rows, right=("step", "age", "size"), fold="what")
+        _output.print_table([*STEP_HEAD[:-1], "why, metrics"], rows, right=STEP_RIGHT)
     sizes = {step.step: step.size_bytes for step in found.steps}
     size = size_text(sum(sizes[number] for number in planned.delete))
     _output.echo(
@@ -357,4 +349,4 @@ def _print_plan(found: RunOverview, planned: Plan) -> None:
 
 
 def _verdict(why: tuple[str, ...] | None) -> Styled:
-    return Styled("delete", "bold red") if why is None else Styled(f"keep: {', '.join(why)}", "")
+    return Styled("delete", "bold red") if why is None else Styled("keep", "")

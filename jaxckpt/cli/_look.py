@@ -12,7 +12,7 @@ import click
 
 from jaxckpt._core.text import counted, size_text
 from jaxckpt.cli import _options, _output
-from jaxckpt.cli._output import Styled
+from jaxckpt.cli._output import Cell, Parts, Styled
 
 if TYPE_CHECKING:
     from jaxckpt._inspect.open import Checkpoint
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jaxckpt.cli._space import Part, Space
     from jaxckpt.types import LeafInfo
 
-Row = list[str | Styled]
+Row = list[Cell]
 _MAX_BRANCHES: Final = 12
 _MAX_STRAYS: Final = 20
 
@@ -29,7 +29,7 @@ _MAX_STRAYS: Final = 20
 @click.argument("path", type=_options.PATH)
 @_options.as_json
 def ls(path: str, as_json: bool) -> None:
-    """List the steps of a run: age, size, metrics, state.
+    """List the steps of a run: state, age, size, metrics.
 
     PATH is the run's root. A step is complete if it is committed and every file has its size.
     """
@@ -39,14 +39,7 @@ def ls(path: str, as_json: bool) -> None:
     if as_json:
         _output.print_json(run_facts(found))
         return
-    now_s = time.time()
-    if found.steps:
-        head = ["step", "age", "size", "metrics", "pinned", "state"]
-        rows = [
-            [*step_cells(step, now_s), "pinned" if step.pinned else "", _state(step)]
-            for step in found.steps
-        ]
-        _output.print_table(head, rows, right=("step", "age", "size"), fold="state")
+    print_steps(found.steps)
     whole = [step.step for step in found.steps if step.problem is None]
     _output.echo(
         f"{found.path}: {counted(len(found.steps), 'step')}"
@@ -60,6 +53,39 @@ def ls(path: str, as_json: bool) -> None:
         _output.echo(f"also there: {len(found.strays) - _MAX_STRAYS} more")
 
 
+def print_steps(steps: Sequence[StepOverview]) -> None:
+    """Prints a row for each step, and below why steps are incomplete."""
+    rows = [step_row(step, _state(step), step.metrics) for step in steps]
+    if rows:
+        _output.print_table(STEP_HEAD, rows, right=STEP_RIGHT)
+    for step in steps:
+        if step.problem is not None:
+            _output.echo(f"step {step.step} is incomplete: {step.problem}")
+
+
+STEP_HEAD = ("step", "state", "age", "size", "metrics")
+STEP_RIGHT = ("step", "age", "size")
+
+
+def step_row(step: StepOverview, state: Styled, metrics: Mapping[str, Any], *why: str) -> Row:
+    """Returns the cells of a step; reasons go before its metrics."""
+    age_s = None if step.saved_s is None else max(0.0, time.time() - step.saved_s)
+    return [
+        str(step.step),
+        state,
+        _output.age_text(age_s),
+        size_text(step.size_bytes),
+        Parts((*why, *_output.metric_texts(metrics))),
+    ]
+
+
+def _state(step: StepOverview) -> Styled:
+    pinned = ", pinned" if step.pinned else ""
+    if step.problem is None:
+        return Styled(f"complete{pinned}", "green")
+    return Styled(f"INCOMPLETE{pinned}", "bold red")
+
+
 def run_facts(found: RunOverview) -> dict[str, Any]:
     """Returns a run as JSON."""
     steps = [
@@ -68,23 +94,6 @@ def run_facts(found: RunOverview) -> dict[str, Any]:
         for step in found.steps
     ]
     return {"path": found.path, "steps": steps, "strays": found.strays}
-
-
-def step_cells(step: StepOverview, now_s: float) -> Row:
-    """Returns the cells step, age, size and metrics."""
-    age_s = None if step.saved_s is None else max(0.0, now_s - step.saved_s)
-    return [
-        str(step.step),
-        _output.age_text(age_s),
-        size_text(step.size_bytes),
-        _output.metrics_text(step.metrics),
-    ]
-
-
-def _state(step: StepOverview) -> Styled:
-    if step.problem is None:
-        return Styled("complete", "green")
-    return Styled(f"INCOMPLETE: {step.problem}", "bold red")
 
 
 # --- show -----------------------------------------------------------------------------------
@@ -228,7 +237,7 @@ def _without(head: list[str], rows: list[Row], column: int) -> tuple[list[str], 
 @click.argument("path", type=_options.PATH)
 @_options.as_json
 def du(path: str, as_json: bool) -> None:
-    """Show disk usage by step, item and branch of the tree.
+    """Show disk usage by step, item and branch of the tree, of a run or a checkpoint.
 
     Sizes of steps and items are file sizes; a file shared by several steps (after `fork`) counts
     once. Sizes of branches are those of the values, before compression.
@@ -239,27 +248,36 @@ def du(path: str, as_json: bool) -> None:
     if as_json:
         _output.print_json(found)
         return
-    rows = [row for part in found.steps for row in _part_rows(part.name, part)]
     if len(found.steps) > 1:
-        rows += _part_rows("all", found)
-    if rows:
+        rows: list[Row] = [
+            [part.name, size_text(part.size_bytes), _items(part)] for part in found.steps
+        ]
+        _output.print_table(["step", "on disk", "items"], rows, right=("on disk",))
+        _output.echo("")
+    whole = found if len(found.steps) > 1 else next(iter(found.steps), None)
+    if whole is not None:
         _output.print_table(
-            ["step", "part", "on disk", "values"], rows, right=("on disk", "values")
+            ["part", "on disk", "values"], _part_rows(whole), right=("on disk", "values")
         )
     shared = f", {size_text(found.shared_bytes)} of it shared" if found.shared_bytes else ""
     other = f"; {size_text(found.other_bytes)} outside the steps" if found.other_bytes else ""
     _output.echo(f"{found.path}: {size_text(found.size_bytes)} on disk{shared}{other}")
 
 
-def _part_rows(name: str, part: Part | Space) -> list[Row]:
-    rows: list[Row] = [[Styled(name, "bold"), "", size_text(part.size_bytes), ""]]
-    for item, n in part.items.items():
-        rows.append(["", item or "(the only item)", size_text(n), ""])
+def _items(part: Part) -> Parts:
+    largest = sorted(part.items.items(), key=lambda item: -item[1])
+    return Parts(tuple(f"{name or 'the only item'} {size_text(n)}" for name, n in largest))
+
+
+def _part_rows(part: Part | Space) -> list[Row]:
+    rows: list[Row] = [
+        [item or "(the only item)", size_text(n), ""] for item, n in part.items.items()
+    ]
     largest = sorted(part.branches.items(), key=lambda branch: -branch[1])
     for branch, n in largest[:_MAX_BRANCHES]:
-        rows.append(["", branch, "", size_text(n)])
+        rows.append([branch, "", size_text(n)])
     if more := largest[_MAX_BRANCHES:]:
-        rows.append(["", f"... and {len(more)} more", "", size_text(sum(n for _, n in more))])
+        rows.append([f"... and {len(more)} more", "", size_text(sum(n for _, n in more))])
     return rows
 
 

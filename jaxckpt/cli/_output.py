@@ -16,8 +16,11 @@ from typing import Any, Final, NamedTuple
 
 import click
 
+from jaxckpt._core.text import aligned
+
 _GAP: Final = 3  # between two columns of a drawn table
 _FOLDED: Final = 20  # the minimum width of prose
+_LEAST: Final = 8  # the same of parts
 _UNITS: Final = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 
@@ -26,6 +29,15 @@ class Styled(NamedTuple):
 
     text: str
     style: str
+
+
+class Parts(NamedTuple):
+    """A cell of several short texts, of which a narrow terminal shows the first."""
+
+    texts: tuple[str, ...]
+
+
+Cell = str | Styled | Parts
 
 
 class Declined(Exception):
@@ -90,7 +102,7 @@ def _plain(value: Any) -> Any:  # JSON
 
 def print_table(
     head: Sequence[str],
-    rows: Sequence[Sequence[str | Styled]],
+    rows: Sequence[Sequence[Cell]],
     *,
     right: Collection[str] = (),
     fold: str | None = None,
@@ -100,21 +112,46 @@ def print_table(
     Args:
         right: Columns of numbers.
         fold: The column of prose, which wraps on a narrow terminal. Numbers and names never wrap: a
-            table without prose is as wide as necessary.
+            table without prose is as wide as necessary. `Parts`, which are for the last column, are
+            left out until the row fits.
     """
-    cells = [[c if isinstance(c, Styled) else Styled(c, "") for c in row] for row in rows]
-    cells = [[Styled(harmless(text), style) for text, style in row] for row in cells]
-    if sys.stdout.isatty():
+    room = _room(head, rows) if sys.stdout.isatty() else None
+    cells = [[_styled(cell, room) for cell in row] for row in rows]
+    if room is not None:
         _print_rich(head, cells, right, fold)
         return
-    texts = [list(head), *([text.replace("\n", " ") for text, _ in row] for row in cells)]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    for row in texts:
-        padded = [
-            cell.rjust(width) if name in right else cell.ljust(width)
-            for cell, width, name in zip(row, widths, head, strict=True)
-        ]
-        click.echo("  ".join(padded).rstrip())
+    texts = [[text.replace("\n", " ") for text, _ in row] for row in cells]
+    for line in aligned([head, *texts], right=[name in right for name in head]):
+        click.echo(line)
+
+
+def _room(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> int:
+    """Returns the columns of the terminal that the last column of a table has."""
+    from rich.cells import cell_len
+    from rich.console import Console
+
+    names = [head[:-1], *([_styled(cell, None).text for cell in row[:-1]] for row in rows)]
+    widths = [max(map(cell_len, column)) + _GAP for column in zip(*names, strict=True)]
+    return max(Console().width - sum(widths), _LEAST)
+
+
+def _styled(cell: Cell, room: int | None) -> Styled:
+    if isinstance(cell, Parts):
+        return Styled(_fitting([harmless(text) for text in cell.texts], room), "")
+    text, style = cell if isinstance(cell, Styled) else (cell, "")
+    return Styled(harmless(text), style)
+
+
+def _fitting(parts: Sequence[str], room: int | None) -> str:
+    """Joins as many parts as there is room for, and counts the others."""
+    text = ", ".join(parts)
+    if room is None or len(text) <= room:
+        return text
+    for count in range(len(parts) - 1, 0, -1):
+        text = f"{', '.join(parts[:count])}, +{len(parts) - count}"
+        if len(text) <= room:
+            return text
+    return f"{text[: room - 1]}…"
 
 
 def _print_rich(
@@ -171,9 +208,9 @@ def age_text(seconds: float | None) -> str:
     return "now"
 
 
-def metrics_text(metrics: Mapping[str, Any]) -> str:
-    """Formats metrics on one line."""
-    return " ".join(
+def metric_texts(metrics: Mapping[str, Any]) -> tuple[str, ...]:
+    """Formats metrics, each on its own."""
+    return tuple(
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in metrics.items()
     )
