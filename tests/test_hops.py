@@ -132,9 +132,9 @@ def verbs(ram_path, mesh, monkeypatch):
 # Functions, modules, depth, storage calls.
 CEILINGS = {
     "save again": (100, 19, 8, 24),
-    "manager open + save": (180, 31, 10, 33),
-    "restore(path, like)": (117, 23, 11, 8),
-    "manager.restore(like)": (155, 29, 16, 10),
+    "manager open + save": (180, 32, 10, 33),
+    "restore(path, like)": (119, 24, 11, 8),
+    "manager.restore(like)": (156, 30, 16, 10),
     "open": (64, 12, 9, 7),
     "verify": (103, 19, 11, 16),
 }

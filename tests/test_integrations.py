@@ -167,7 +167,7 @@ def test_a_value_that_is_wrong_in_gin_is_named(configured):
     """By the policy, when it is made."""
     configured.load((), ["KeepPolicy.last = 'three'"])
 
-    with pytest.raises(TypeError, match=r"KeepPolicy\.last"):
+    with pytest.raises(TypeError, match="KeepPolicy: last"):
         configured.KeepPolicy()
 
 

@@ -2214,7 +2214,7 @@ def test_a_forced_save_that_failed_does_not_make_the_step_due(tmp_path):
 @pytest.mark.parametrize("name", ["budget_bytes", "timeout_s"])
 def test_there_is_no_wait_without_an_end(tmp_path, name):
     """A timeout of None is refused."""
-    with pytest.raises(TypeError, match="not None"):
+    with pytest.raises(TypeError, match=f"{name} must be"):
         CheckpointManager(tmp_path, **{name: None})
 
 

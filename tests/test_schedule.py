@@ -387,7 +387,7 @@ def test_saves_by_the_step_do_not_bring_more_by_the_clock():
 )
 def test_a_wrong_field_is_named(name, value, error):
     """At once, when the policy is made."""
-    with pytest.raises(error, match=rf"SavePolicy\.{name}"):
+    with pytest.raises(error, match=rf"SavePolicy: {name}"):
         SavePolicy(**{name: value})
 
 

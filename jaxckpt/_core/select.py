@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from jaxckpt._core.check import check_type
 from jaxckpt.format.tree import Path, path_text
 
 Globs = str | Sequence[str] | None
@@ -27,15 +28,17 @@ def selector(only: Globs, skip: Globs) -> Callable[[Path], bool]:
 def check_globs(only: Globs, skip: Globs, paths: Sequence[Path], *, place: str) -> None:
     """Raises ValueError if `only` or `skip` matches none of `paths`, all leaves of `place`."""
     for option, globs in (("only", only), ("skip", skip)):
+        for glob in globs if isinstance(globs, Iterable) else [globs]:
+            wanted = "a glob over leaf paths, or a list of them"
+            check_type(place, option, glob, str | None, wanted)
         if globs is not None and not any(_is_any(globs, path) for path in paths):
             raise ValueError(f"{option} {globs!r} matches no leaf. {some_paths(paths, place)}")
 
 
 def some_paths(paths: Sequence[Path], place: str) -> str:
     """Returns a phrase that names the first paths, for an error."""
-    return f"{place} has {', '.join(path_text(path) for path in paths[:20])}" + (
-        ", ..." if len(paths) > 20 else ""
-    )
+    texts = list(dict.fromkeys(map(path_text, paths)))
+    return f"{place} has {', '.join(texts[:20])}" + (", ..." if len(texts) > 20 else "")
 
 
 def _is_any(globs: str | Sequence[str], path: Path) -> bool:

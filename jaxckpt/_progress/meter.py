@@ -65,6 +65,7 @@ class Meter:
             try:
                 self._on_progress(self.progress(ended=ended))
             except BaseException as error:  # even `sys.exit`; raised after the work
+                error.add_note(f"raised by on_progress; the {self._kind} went on without it")
                 self.error = error
 
     @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Final, Literal
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax import tree_util
 
 from jaxckpt._core.cast import kind_rank
+from jaxckpt._core.check import check_dtype, check_type
 from jaxckpt._core.pytree import SCALARS, check_levels, is_empty, is_key_dtype, key_path
 from jaxckpt._core.select import Globs, check_globs, selector, some_paths
 from jaxckpt.errors import Difference, TreeMismatch
@@ -46,6 +48,15 @@ class RestoreRequest:
             raise ValueError(f"missing must be 'error' or 'keep', got {self.missing!r}")
         if self.extra not in ("error", "ignore"):
             raise ValueError(f"extra must be 'error' or 'ignore', got {self.extra!r}")
+        if self.dtype is not None:
+            check_dtype("restore", self.dtype)
+        check_type("restore", "mesh", self.mesh, jax.sharding.Mesh | None, "a jax.sharding.Mesh")
+        patterns = "a dict of regular expressions"
+        check_type("restore", "rename", self.rename, Mapping | None, patterns)
+        check_type("restore", "report", self.report, Callable | None, "a function")
+        check_type("restore", "on_progress", self.on_progress, Callable | None, "a function")
+        check_type("restore", "budget_bytes", self.budget_bytes, Real, "a number")
+        check_type("restore", "timeout_s", self.timeout_s, Real, "a number")
 
     @property
     def keeps_values(self) -> bool:
@@ -228,7 +239,7 @@ def _rename(
     for leaf in saved:
         text = leaf.text
         for pattern, replacement in rename.items():
-            new, count = re.subn(pattern, replacement, text, count=1)
+            new, count = _replaced(text, pattern, replacement)
             if count:
                 break
         else:
@@ -242,6 +253,16 @@ def _rename(
     if not renamed:
         raise ValueError(f"rename {rename!r} matches no leaf. {some_paths(paths, place)}")
     return paths, renamed
+
+
+def _replaced(text: str, pattern: str, replacement: str) -> tuple[str, int]:
+    try:
+        return re.subn(pattern, replacement, text, count=1)
+    except (re.error, IndexError, TypeError) as error:
+        raise ValueError(
+            f"restore: rename maps regular expressions to replacements, and {pattern!r} to "
+            f"{replacement!r} cannot be used: {error}. re.escape makes one of plain text."
+        ) from error
 
 
 def _fits(want: Wanted, leaf: Leaf, asked: Any) -> bool:

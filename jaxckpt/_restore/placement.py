@@ -20,6 +20,7 @@ from jax.sharding import (
 )
 
 from jaxckpt._core.box import Box, whole
+from jaxckpt._core.check import calling
 from jaxckpt._core.pytree import check_levels, key_path
 from jaxckpt._core.transfer import boxes_here
 from jaxckpt._restore.match import LeafMatch, RestoreRequest, Wanted, describe
@@ -259,7 +260,12 @@ class ShardingChooser:
 def _chooser(shardings: Any) -> tuple[Sequence[Path], Callable[[Path, tuple[int, ...], Any], Any]]:
     """Returns the paths that `shardings` name, and a function that chooses for one leaf."""
     if callable(shardings) and not isinstance(shardings, (Sharding, PartitionSpec)):
-        return (), lambda path, shape, dtype: shardings(path_text(path), shape, dtype)
+
+        def asked(path: Path, shape: tuple[int, ...], dtype: object) -> Any:
+            with calling(f"the function `shardings` for leaf {path_text(path)}"):
+                return shardings(path_text(path), shape, dtype)
+
+        return (), asked
     check_levels(shardings, "shardings")
     pairs, _ = jax.tree_util.tree_flatten_with_path(
         shardings, is_leaf=lambda x: x is None or isinstance(x, (Sharding, PartitionSpec))

@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 from jaxckpt._core import pytree
 from jaxckpt._core.box import Box, whole
 from jaxckpt._core.cast import cast
+from jaxckpt._core.check import calling
 from jaxckpt._core.text import counted
 from jaxckpt._core.transfer import placing, to_default_device, to_device
 from jaxckpt._disk.chunks import LeafRead
@@ -208,7 +209,8 @@ def restore_from(
         return read.opened.value if isinstance(read.opened, JsonItem) else read.opened
     timing = meter.timing()
     if request.report is not None:
-        request.report(replace(read.report, timing=timing))
+        with calling(f"the function `report`, after {source.where} was read"):
+            request.report(replace(read.report, timing=timing))
     _logger.info("%s%s", timing, _cast_text(read.report.cast) if read.report.cast else "")
     if meter.error is not None:
         raise meter.error

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
+from jaxckpt._core.check import check_names
 from jaxckpt._core.text import nearest, seconds_of, size_of
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt.multihost import Processes, check_alike
+
+# Options of Orbax's manager, as docs/orbax.md explains them.
+_ORBAX: Final = {
+    "options": "its options as save=SavePolicy(...) and keep=KeepPolicy(...)",
+    "save_interval_steps": "save=SavePolicy(every_steps=...)",
+    "max_to_keep": "keep=KeepPolicy(last=...)",
+    "keep_period": "keep=KeepPolicy(every_steps=...)",
+    "best_fn": "keep=KeepPolicy(best=..., metric=...)",
+    "read_only": "mode='r'",
+}
 
 
 def manager_arguments(
@@ -23,7 +34,7 @@ def manager_arguments(
     """
     parameters = list(inspect.signature(manager).parameters)
     arguments = {**_mapping(config, "the config"), **overrides}
-    _check_names("the config", arguments, parameters)
+    check_names("the config has no field", arguments, parameters, suggest)
     arguments = with_units("the config", _given(arguments))
     if "directory" not in arguments:
         raise TypeError("the config lacks 'directory', the root of the run")
@@ -37,12 +48,13 @@ def manager_arguments(
 def _policy(name: str, policy: type[SavePolicy | KeepPolicy], fields: dict[str, Any]) -> object:
     known = [field.name for field in dataclasses.fields(policy)]
     auto = fields.pop("auto", None) if policy is SavePolicy else None
-    _check_names(name, fields, [*known, *(["auto"] if policy is SavePolicy else [])])
+    known += ["auto"] if policy is SavePolicy else []
+    check_names(f"{name} has no field", fields, known)
     fields = with_units(name, _given(fields))
     if auto is None:
         return policy(**fields)
     arguments = _mapping(auto, f"{name}.auto")
-    _check_names(f"{name}.auto", arguments, ["mtbf_hours", "processes"])
+    check_names(f"{name}.auto has no field", arguments, ["mtbf_hours", "processes"])
     if "mtbf_hours" in arguments and arguments["mtbf_hours"] is None:
         return policy(**fields)  # `auto` was left empty
     return SavePolicy.auto(**_given(arguments), **fields)
@@ -82,11 +94,21 @@ def _mapping(config: Any, what: str) -> dict[str, Any]:
     return dict(config)
 
 
-def _check_names(what: str, found: Iterable[str], known: Iterable[str]) -> None:
-    known = list(known)
-    for name in found:
-        if name not in known:
-            raise TypeError(f"{what} has no field {name!r}. {nearest(str(name), known)}")
+def suggest(name: str, known: Sequence[str]) -> str:
+    """Returns a hint for a name that the manager does not take: an option of Orbax, or of a policy.
+
+    Example:
+        >>> suggest("max_to_keep", ["keep"]), suggest("timeout", ["timeout_s"])
+        ('Pass keep=KeepPolicy(last=...).', "Did you mean 'timeout_s'?")
+    """
+    if name in _ORBAX:
+        return f"Pass {_ORBAX[name]}."
+    found = [
+        f"{argument}={policy.__name__}({name}=...)"
+        for argument, policy in (("save", SavePolicy), ("keep", KeepPolicy))
+        if name in (field.name for field in dataclasses.fields(policy))
+    ]
+    return f"Pass {' or '.join(found)}." if found else nearest(name, known)
 
 
 def check_arguments_alike(

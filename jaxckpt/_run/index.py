@@ -272,14 +272,18 @@ class StepIndex:
         path = self.path(number)
         if self.state(self.listing(), number) != "committed":
             steps = self.steps()
-            newest = ", ".join(map(str, steps[-8:])) or "none"
             more = f"the newest of {len(steps)}: " if len(steps) > 8 else ""
+            there = f"has {more}{', '.join(map(str, steps[-8:]))}" if steps else self.emptiness()
             inside = entries_of(self.storage, path)
             what = "" if inside is None else f" {path} is not one: it contains {shown([*inside])}."
             raise CheckpointNotFound(
-                f"{self.root} has no committed step {number}.{what} It has {more}{newest}."
+                f"{self.root} has no committed step {number}.{what} It {there}."
             )
         return path
+
+    def emptiness(self) -> str:
+        """Describes a root without steps, as the end of a sentence about it."""
+        return "does not exist" if self.storage.kind(self.root) is None else "has no committed step"
 
     def missing_file(self, number: int) -> str | None:
         """Returns the file that a torn step lacks, or None if the step is not torn."""

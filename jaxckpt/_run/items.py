@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from jaxckpt._core.check import calling
 from jaxckpt._core.pytree import check_levels
 from jaxckpt._core.transfer import detached
 from jaxckpt._disk.found import Found
@@ -47,10 +48,11 @@ def check_stateful(objects: Mapping[str, object]) -> None:
             )
 
 
-def set_state(value: object, state: Any) -> None:
+def set_state(name: str, value: object, state: Any) -> None:
     methods = _methods(value)
     assert methods is not None  # checked before anything was read
-    methods[1](state)
+    with calling(f"item {name!r} when it was given its saved state"):
+        methods[1](state)
 
 
 def check_names(items: Mapping[str, object]) -> None:
@@ -115,7 +117,8 @@ def _number(value: Any) -> object:  # a number of any library
 def _take_state(name: str, value: object, processes: Processes) -> FileItem:
     methods = _methods(value)
     assert methods is not None
-    state = methods[0]()
+    with calling(f"the method for the state of item {name!r}; nothing was saved"):
+        state = methods[0]()
     try:
         text = _json_text(state)
         form = "json" if text is None else "text"

@@ -9,23 +9,32 @@ thread    delete the steps that the policy does not keep           retention, de
 
 from __future__ import annotations
 
-import operator
 import os
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
 from functools import partial
+from numbers import Real
 from types import TracebackType
-from typing import Any, ClassVar, Final, Literal, Self, final
+from typing import Any, ClassVar, Final, Literal, NoReturn, Self, final
 
 from jaxckpt._core import notebook
+from jaxckpt._core.check import (
+    as_step,
+    check_count,
+    check_names,
+    check_positive,
+    check_type,
+    names_checked,
+)
+from jaxckpt._core.text import nearest
 from jaxckpt._disk.find import find
 from jaxckpt._inspect import open as inspection
 from jaxckpt._restore.match import RestoreRequest
-from jaxckpt._run.config import check_arguments_alike, manager_arguments
+from jaxckpt._run.config import check_arguments_alike, manager_arguments, suggest
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex, check_root
 from jaxckpt._run.leases import Leases
@@ -33,7 +42,7 @@ from jaxckpt._run.owner import Ownership
 from jaxckpt._run.resume import Resume, StateReading, read_everything, shapes_of, watch
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.saver import Saver, raise_first
-from jaxckpt._run.schedule import SavePolicy, check_count, check_seconds
+from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.scrub import scrub
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt.format.run import StepNames
@@ -41,11 +50,17 @@ from jaxckpt.multihost import Json, current, lead, leading, text_of
 from jaxckpt.storage import locate
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
+_MANAGER: Final = "CheckpointManager"
 _MAX_TIMINGS: Final = 1000
+_TAKEN: Final = (
+    "another manager of this process has opened the run. Use that one, or open this one with "
+    "mode='r'"
+)
 _FORKED: Final = (
     "this process was forked from the one that saves. Save and wait there, or start this one with "
     "'spawn'"
 )
+_OPTIONS: Final = tuple(field.name for field in fields(RestoreRequest))
 
 
 @final
@@ -83,6 +98,7 @@ class CheckpointManager:
     _open: ClassVar[dict[tuple[str, str, int], CheckpointManager]] = {}
     _open_lock = threading.Lock()  # guards _open
 
+    @names_checked(_MANAGER, suggest)
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -121,16 +137,16 @@ class CheckpointManager:
             ProcessesDisagree: the directories or policies of the processes differ.
         """
         if mode not in ("w", "r"):
-            raise ValueError(f"mode must be 'w' or 'r', not {mode!r}")
-        if not isinstance(save, SavePolicy) or not isinstance(keep, KeepPolicy):
-            raise TypeError("save must be a SavePolicy and keep a KeepPolicy")
+            raise ValueError(f"{_MANAGER}: mode must be 'w' or 'r', got {mode!r}")
+        check_type(_MANAGER, "save", save, SavePolicy, "a SavePolicy(every_steps=...)")
+        check_type(_MANAGER, "keep", keep, KeepPolicy, "a KeepPolicy(last=...)")
+        check_type(_MANAGER, "budget_bytes", budget_bytes, int, "an int")
+        check_type(_MANAGER, "timeout_s", timeout_s, Real, "a number")
+        check_count(_MANAGER, budget_bytes=budget_bytes, step_digits=step_digits)
+        check_positive(_MANAGER, timeout_s=timeout_s)
+        check_type(_MANAGER, "on_progress", on_progress, Callable | None, "a function")
+        check_type(_MANAGER, "on_commit", on_commit, Callable | None, "a function")
         self.budget_bytes, self.timeout_s = budget_bytes, timeout_s
-        self.step_digits = step_digits
-        if budget_bytes is None or timeout_s is None:
-            raise TypeError("budget_bytes and timeout_s must be numbers, not None")
-        check_count(self, "budget_bytes")
-        check_count(self, "step_digits")
-        check_seconds(self, "timeout_s")
         storage, root = locate(directory)
         naming = None
         if step_prefix is not None or step_digits is not None:
@@ -162,7 +178,8 @@ class CheckpointManager:
                 check_arguments_alike(self._processes, arguments, timeout_s=timeout_s)
             opened = self._open_run()
         else:
-            check_root(storage, root)
+            if check_root(storage, root) is None:
+                self._index.warn(f"{root} does not exist yet; a job that saves there makes it")
             opened = {"session": "", "newest": None}
         self._saver = Saver(
             self._index,
@@ -190,7 +207,7 @@ class CheckpointManager:
             earlier = CheckpointManager._open.get(self._key)
             CheckpointManager._open[self._key] = self
         if earlier is not None:
-            earlier._shut("another manager of this process has opened the run")
+            earlier._shut(_TAKEN)
         name = f"manager {self.directory}/open"
         try:
             with leading(
@@ -249,7 +266,7 @@ class CheckpointManager:
     def should_save(self, step: int) -> bool:
         """Returns whether `save` would save at this step."""
         self._begin_call()
-        return self._saver.decide(_as_int(step)).save
+        return self._saver.decide(as_step("should_save", step)).save
 
     @property
     def decision(self) -> Decision | None:
@@ -290,11 +307,12 @@ class CheckpointManager:
             UnsupportedLeaf: a value cannot be stored; nothing was written.
             CheckpointTimeout: earlier saves did not free enough memory within `timeout_s`.
         """
-        if self._closed:
-            raise ValueError(f"the manager of {self.directory} is closed: {self._closed}")
-        self._check_writes()
+        if self._closed or self.mode == "r":
+            self._refuse()
+        check_type("save", "items", items, Mapping | None, "a dict of values by name")
+        check_type("save", "metrics", metrics, Mapping | None, "a dict of numbers by name")
         return self._saver.save(
-            _as_int(step),
+            as_step("save", step),
             state,
             dict(items or {}),
             metrics,
@@ -302,15 +320,17 @@ class CheckpointManager:
             custom_metadata=custom_metadata,
         )
 
-    def _begin_call(self) -> None:
+    def _begin_call(self, *, writes: bool = False) -> None:
         # `close` waits for `on_commit`, which may still list steps.
-        if self._closed and not self._saver.is_own_thread():
-            raise ValueError(f"the manager of {self.directory} is closed: {self._closed}")
+        is_closed = self._closed and not self._saver.is_own_thread()
+        if is_closed or (writes and self.mode == "r"):
+            self._refuse()
         raise_first(self._saver.take_errors())
 
-    def _check_writes(self) -> None:
-        if self.mode == "r":
+    def _refuse(self) -> NoReturn:
+        if not self._closed:
             raise ValueError(f"the manager of {self.directory} was opened with mode='r'")
+        raise ValueError(f"the manager of {self.directory} is closed: {self._closed}")
 
     def wait_until_finished(self, timeout_s: float | None = None) -> None:
         """Waits until all saves have ended and the steps not kept are deleted.
@@ -325,7 +345,9 @@ class CheckpointManager:
             Any error of a save that has not been raised yet.
         """
         if self._closed == _FORKED:
-            raise ValueError(f"{self.directory}: {_FORKED}")
+            self._refuse()
+        seconds = "a number of seconds"
+        check_type("wait_until_finished", "timeout_s", timeout_s, Real | None, seconds)
         pending = self._saver.under_way()
         self._saver.wait(pending, timeout_s)
         raise_first(self._saver.take_errors())
@@ -338,7 +360,7 @@ class CheckpointManager:
         """
         if self._closed == _FORKED:
             return
-        self._shut("`close` was called")
+        self._shut("close() was called, or its `with` block has ended. Open another one")
         raise_first(self._saver.take_errors())  # also after another manager has closed it
 
     def _shut(self, why: str) -> None:
@@ -402,24 +424,27 @@ class CheckpointManager:
         """
         self._begin_call()
         start_s = time.monotonic()
+        reading = self._reading(like, items, self._request(options))
         steps = self._resume.candidates(step)
-        reading = self._reading(like, items, options)
         found = self._resume.first_whole(
             steps, reading.of, fallback=fallback and isinstance(step, str)
         )
         return self._go_on(steps, found, reading, start_s)
 
-    def _reading(
-        self, like: Any, items: Mapping[str, object] | None, options: Mapping[str, Any]
-    ) -> StateReading:
+    def _request(self, options: Mapping[str, Any]) -> RestoreRequest:
+        check_names("restore takes no argument", options, _OPTIONS, _suggest_option)
         defaults = {
             "budget_bytes": self.budget_bytes,
             "on_progress": self._on_progress,
             "timeout_s": self.timeout_s,
         }
-        return StateReading(
-            self._index, self._processes, like, dict(items or {}), {**defaults, **options}
-        )
+        return RestoreRequest(**{**defaults, **options})
+
+    def _reading(
+        self, like: Any, items: Mapping[str, object] | None, request: RestoreRequest
+    ) -> StateReading:
+        check_type("restore", "items", items, Mapping | None, "a dict of objects by name")
+        return StateReading(self._index, self._processes, like, dict(items or {}), request)
 
     def _go_on(
         self, steps: list[int], found: tuple[int, Any], reading: StateReading, start_s: float
@@ -459,12 +484,13 @@ class CheckpointManager:
         self._begin_call()
         if not callable(init):
             raise TypeError(f"init must be a function that makes the first state, not {init!r}")
+        request = self._request(options)
         start_s = time.monotonic()
         steps = self._resume.candidates("latest")
         if not steps:
             return init(), 0
-        keeps = RestoreRequest(**options).keeps_values
-        reading = self._reading(init() if keeps else shapes_of(init), items, options)
+        like = init() if request.keeps_values else shapes_of(init)
+        reading = self._reading(like, items, request)
         found = self._resume.first_whole(steps, reading.of, fallback=fallback)
         return self._go_on(steps, found, reading, start_s), found[0]
 
@@ -506,19 +532,18 @@ class CheckpointManager:
     def metrics(self, step: int) -> dict[str, Any]:
         """Returns the metrics of a step, empty if it has none."""
         self._begin_call()
-        step = _as_int(step)
-        self._index.check_step(step)
+        self._index.check_step(step := as_step("metrics", step))
         return dict(self._index.info(step).metrics)
 
     def metadata(self, step: int) -> inspection.Checkpoint:
         """Returns `jaxckpt.open` of a step."""
         self._begin_call()
-        return inspection.open(self._url(self._index.check_step(step)))
+        return inspection.open(self._url(self._index.check_step(as_step("metadata", step))))
 
     def custom_metadata(self, step: int) -> dict[str, Any]:
         """Returns the `custom_metadata` given to `save`."""
         self._begin_call()
-        found = find(self._index.storage, self._index.check_step(step))
+        found = find(self._index.storage, self._index.check_step(as_step("custom_metadata", step)))
         return dict(found.metadata.custom_metadata or {})
 
     def _url(self, path: str) -> str:
@@ -561,15 +586,13 @@ class CheckpointManager:
 
     def pin(self, step: int) -> None:
         """Keeps a step, regardless of the policy, until it is unpinned."""
-        self._begin_call()
-        self._check_writes()
-        self._lead("pin", lambda: self._deletion.pin(step))
+        self._begin_call(writes=True)
+        self._lead("pin", partial(self._deletion.pin, as_step("pin", step)))
 
     def unpin(self, step: int) -> None:
         """Lets the policy delete a step again."""
-        self._begin_call()
-        self._check_writes()
-        self._lead("unpin", lambda: self._deletion.unpin(step))
+        self._begin_call(writes=True)
+        self._lead("unpin", partial(self._deletion.unpin, as_step("unpin", step)))
 
     def delete(self, step: int) -> None:
         """Deletes a step now.
@@ -577,8 +600,8 @@ class CheckpointManager:
         Raises:
             ValueError: the step is pinned or a reader holds it.
         """
-        self._begin_call()
-        self._check_writes()
+        self._begin_call(writes=True)
+        step = as_step("delete", step)
         self.wait_until_finished()
 
         def delete() -> Json:
@@ -600,7 +623,7 @@ class CheckpointManager:
         Call it after `save(step)`, which then has saved the step. All processes agree.
         """
         self._begin_call()
-        return self._saver.preemption.reached(step)
+        return self._saver.preemption.reached(as_step("reached_preemption", step))
 
     def watch(self, timeout_s: float, *, after: int | None = None) -> Iterator[int]:
         """Yields new steps in order as they are committed, for an evaluator in another process.
@@ -625,6 +648,8 @@ class CheckpointManager:
             2 {'w': 2}
         """
         self._begin_call()
+        check_type("watch", "timeout_s", timeout_s, Real, "a number of seconds")
+        after = None if after is None else as_step("watch(after=...)", after)
         return watch(self._index, self._leases, timeout_s, after)
 
     def __repr__(self) -> str:
@@ -634,11 +659,8 @@ class CheckpointManager:
         return notebook.html("manager", self)
 
 
-def _as_int(step: Any) -> int:  # of an int, or an array of one
-    try:
-        return operator.index(step)
-    except TypeError:
-        raise TypeError(f"step must be an int, got {step!r}") from None
+def _suggest_option(name: str, known: Sequence[str]) -> str:
+    return nearest(name, [*known, "like", "step", "items", "fallback"])
 
 
 def _close_in_child() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,8 @@ from typing import Any, Final, TypeVar, final
 
 import jax
 
+from jaxckpt._core.check import as_step
+from jaxckpt._core.text import nearest
 from jaxckpt._disk.find import at_rest, open_item
 from jaxckpt._disk.found import Found
 from jaxckpt._progress.meter import Meter
@@ -37,6 +38,7 @@ T = TypeVar("T")
 Check = Callable[[], None]
 
 _POLL_S: Final = 0.5
+_NAMED: Final = ("latest", "best")
 # The errors that mean a damaged step, by their mark in a report.
 _DAMAGE: Final = {"corrupt": CorruptCheckpoint, "absent": CheckpointNotFound}
 
@@ -55,7 +57,7 @@ class Resume:
 
     def candidates(self, step: Any) -> list[int]:
         """Returns the steps to try, in order, for "latest", "best" or a number."""
-        root = self.index.root
+        root, step = self.index.root, _chosen(step)
         with leading(
             self.processes, f"manager {root}/steps", place=root, timeout_s=self.timeout_s
         ) as led:
@@ -66,8 +68,8 @@ class Resume:
             elif step == "best":
                 led.value = self._best_first()
             else:
-                self.index.check_step(number := operator.index(step))
-                led.value = [number]
+                self.index.check_step(step)
+                led.value = [step]
         return led.value
 
     def _refuse_flax(self) -> list[int]:
@@ -86,7 +88,9 @@ class Resume:
     def ranked(self) -> list[StepInfo]:
         """Returns the steps by the metric of the policy, the best first."""
         if self.keep.metric is None:
-            raise ValueError("steps cannot be ranked: the KeepPolicy has no metric")
+            raise ValueError(
+                "there is no best step: open the manager with keep=KeepPolicy(metric=...)"
+            )
         return self.keep.ranked(map(self.index.info, self.index.steps()))
 
     def _best_first(self) -> list[int]:
@@ -117,7 +121,10 @@ class Resume:
             ProcessesDisagree: another process failed.
         """
         if not steps:
-            raise CheckpointNotFound(f"{self.index.root} has no committed step to restore")
+            raise CheckpointNotFound(
+                f"{self.index.root} {self.index.emptiness()}, so there is none to restore. Is it "
+                "the right directory? A new run starts with restore_or(init)."
+            )
         damaged: list[_Attempt] = []
         for step in steps:
             attempt = self._try(step, reading(step))
@@ -175,6 +182,15 @@ class Resume:
             self.index.report(f"step {step} cannot be restored and is skipped: {failed.problem}")
 
 
+def _chosen(step: Any) -> int | str:
+    if not isinstance(step, str):
+        return as_step("restore", step)
+    if step not in _NAMED:
+        wanted = f"a number, 'latest' or 'best', got {step!r}"
+        raise ValueError(f"restore: step must be {wanted}. {nearest(step, _NAMED)}")
+    return step
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
     step: int
@@ -195,13 +211,12 @@ class StateReading:
         processes: Processes,
         like: Any,  # any pytree
         objects: Mapping[str, object],
-        options: Mapping[str, Any],
+        request: RestoreRequest,
     ) -> None:
         """Reads nothing yet.
 
         Args:
             objects: The objects to restore in place, by item.
-            options: Fields of `RestoreRequest`.
 
         Raises:
             TypeError: an object has no method to set its state.
@@ -211,7 +226,7 @@ class StateReading:
         self._processes = processes
         self._like = like
         self._objects = objects
-        self._request = RestoreRequest(**options)
+        self._request = request
         self._states: dict[str, Any] = {}
 
     def of(self, step: int) -> Callable[[Check], Any]:
@@ -235,7 +250,7 @@ class StateReading:
     def set_objects(self) -> None:
         """Sets the states of the objects from the step read last."""
         for name, state in self._states.items():
-            _items.set_state(self._objects[name], state)
+            _items.set_state(name, self._objects[name], state)
 
 
 def read_everything(

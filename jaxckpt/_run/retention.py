@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-from jaxckpt._run.schedule import check_callable, check_count, check_seconds
+from jaxckpt._core.check import calling, check_count, check_flag, check_positive, check_type
 from jaxckpt.types import StepInfo
+
+_KEEP: Final = "KeepPolicy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +48,13 @@ class KeepPolicy:
     verified: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("last", "every_steps", "best"):
-            check_count(self, name)
-        for name in ("every_seconds", "newer_than_s"):
-            check_seconds(self, name)
-        check_callable(self, "when")
+        check_count(_KEEP, last=self.last, every_steps=self.every_steps, best=self.best)
+        check_positive(_KEEP, every_seconds=self.every_seconds, newer_than_s=self.newer_than_s)
+        check_type(_KEEP, "when", self.when, Callable | None, "a function")
+        check_flag(_KEEP, verified=self.verified)
+        check_type(_KEEP, "metric", self.metric, str | None, "the name of a number in the metrics")
         if self.mode not in ("min", "max"):
-            raise ValueError(f"KeepPolicy.mode must be 'min' or 'max', got {self.mode!r}")
-        if self.metric is not None and not isinstance(self.metric, str):
-            raise TypeError(f"KeepPolicy.metric must be a name, got {self.metric!r}")
-        if not isinstance(self.verified, bool):
-            raise TypeError(f"KeepPolicy.verified must be a bool, got {self.verified!r}")
+            raise ValueError(f"{_KEEP}: mode must be 'min' or 'max', got {self.mode!r}")
         if self.best is not None and self.metric is None:
             raise ValueError(f"KeepPolicy(best={self.best}) needs metric=, the name to rank by")
 
@@ -126,7 +124,8 @@ class KeepPolicy:
             recent = (info for info in infos if info.saved_s >= since)
             keep(recent, f"newer than {self.newer_than_s:g} s")
         if self.when is not None:
-            keep((info for info in infos if self.when(info)), "when(...)")
+            with calling("KeepPolicy.when; no step was deleted"):
+                keep((info for info in infos if self.when(info)), "when(...)")
         return dict(sorted(reasons.items()))
 
     def ranked(self, steps: Iterable[StepInfo]) -> list[StepInfo]:

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final, cast, final
 
+from jaxckpt._core.check import calling
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._run import items as _items
 from jaxckpt._run.deletion import Deletion
@@ -404,7 +405,8 @@ class Saver:
                 self._read_back(step)
             self._delete_what_goes()
         if self._on_commit is not None:
-            self._on_commit(timing)
+            with calling(f"on_commit; step {step} is committed"):
+                self._on_commit(timing)
         handle.raise_callback_error()
 
     def _read_back(self, step: int) -> None:

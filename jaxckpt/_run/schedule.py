@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from jaxckpt._core.check import calling, check_count, check_flag, check_positive, check_type
 from jaxckpt.types import Decision
 
 FIRST_GUESS: Final = 8
+_SAVE: Final = "SavePolicy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,19 +57,18 @@ class SavePolicy:
     job_mtbf_s: float | None = None
 
     def __post_init__(self) -> None:
-        check_count(self, "every_steps")
-        check_seconds(self, "every_seconds")
-        check_seconds(self, "job_mtbf_s")
-        for name in ("first", "on_preemption", "continuous"):
-            check_flag(self, name)
+        check_count(_SAVE, every_steps=self.every_steps)
+        check_positive(_SAVE, every_seconds=self.every_seconds, job_mtbf_s=self.job_mtbf_s)
+        check_flag(
+            _SAVE, first=self.first, on_preemption=self.on_preemption, continuous=self.continuous
+        )
+        check_type(_SAVE, "at_steps", self.at_steps, Iterable | None, "a list of steps")
         if self.at_steps is not None:
-            if not isinstance(self.at_steps, Iterable):
-                raise TypeError(f"SavePolicy.at_steps must list steps, got {self.at_steps!r}")
             steps = tuple(self.at_steps)
             if not all(type(step) is int and step >= 0 for step in steps):
-                raise ValueError(f"SavePolicy.at_steps must be ints of 0 or more, got {steps}")
+                raise ValueError(f"{_SAVE}: at_steps must be ints of 0 or more, got {steps}")
             object.__setattr__(self, "at_steps", steps)
-        check_callable(self, "when")
+        check_type(_SAVE, "when", self.when, Callable | None, "a function")
 
     @classmethod
     def auto(cls, *, mtbf_hours: float, processes: int = 1, **rules: Any) -> SavePolicy:
@@ -116,8 +117,9 @@ class SavePolicy:
             return f"every_steps={self.every_steps}"
         if self.at_steps is not None and step in self.at_steps:
             return "at_steps"
-        if self.when is not None and self.when(step):
-            return "when"
+        if self.when is not None:
+            with calling(f"SavePolicy.when at step {step}"):
+                return "when" if self.when(step) else None
         return None
 
 
@@ -254,35 +256,3 @@ class Schedule:
             f" with a cost of {costs.blocked_s or 0.0:.3f} s, a job MTBF of {mtbf_s / 3600:.1f} h "
             f"and a restart of {costs.restore_s or 0.0:.1f} s; a save takes {costs.save_s:.1f} s"
         )
-
-
-# --- checks of the fields of policies -----------------------------------------------------------
-
-
-def check_count(policy: object, name: str) -> None:
-    """Checks that a field is None or an int of 1 or more."""
-    _check(policy, name, int, "an int")
-    if (value := getattr(policy, name)) is not None and value < 1:
-        raise ValueError(f"{type(policy).__name__}.{name} must be at least 1, got {value}")
-
-
-def check_seconds(policy: object, name: str) -> None:
-    """Checks that a field is None or a positive number."""
-    _check(policy, name, (int, float), "a number")
-    if (value := getattr(policy, name)) is not None and not 0 < value < math.inf:
-        raise ValueError(f"{type(policy).__name__}.{name} must be positive and finite, got {value}")
-
-
-def check_flag(policy: object, name: str) -> None:
-    _check(policy, name, bool, "True, False or None")
-
-
-def check_callable(policy: object, name: str) -> None:
-    _check(policy, name, Callable, "a function")
-
-
-def _check(policy: object, name: str, kind: Any, text: str) -> None:
-    value = getattr(policy, name)
-    fits = value is None or isinstance(value, kind)
-    if not fits or (isinstance(value, bool) and kind is not bool):  # True is an int
-        raise TypeError(f"{type(policy).__name__}.{name} must be {text}, got {value!r}")

@@ -1,0 +1,114 @@
+"""Checks arguments. Each error names the call, the argument, what it wants and what it found."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Real
+from typing import Any, Final, ParamSpec
+
+import numpy as np
+
+from jaxckpt._core.text import nearest
+from jaxckpt.format.arrays import STORABLE_DTYPES
+
+P = ParamSpec("P")
+
+_MAX_SHOWN: Final = 80
+
+
+def check_type(who: str, name: str, value: object, kind: Any, wanted: str) -> None:
+    """Checks that a value is of a kind, which is a class or several; True is no number."""
+    is_flag = isinstance(value, bool) and kind is not bool
+    if is_flag or not isinstance(value, kind):
+        text = repr(value)
+        shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+        raise TypeError(f"{who}: {name} must be {wanted}, got {shown}")
+
+
+def check_count(who: str, **values: int | None) -> None:
+    """Checks that each value is None or an int of 1 or more."""
+    for name, value in values.items():
+        check_type(who, name, value, int | None, "an int")
+        if value is not None and value < 1:
+            raise ValueError(f"{who}: {name} must be at least 1, got {value}")
+
+
+def check_positive(who: str, **values: float | None) -> None:
+    """Checks that each value is None or a positive number."""
+    for name, value in values.items():
+        check_type(who, name, value, Real | None, "a number")
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{who}: {name} must be positive and finite, got {value}")
+
+
+def check_flag(who: str, **values: bool | None) -> None:
+    for name, value in values.items():
+        if value is not None:
+            check_type(who, name, value, bool, "True, False or None")
+
+
+def check_dtype(who: str, dtype: Any) -> None:
+    """Checks that a value names a dtype or is one."""
+    try:
+        np.dtype(dtype)
+    except TypeError:
+        hint = nearest(str(dtype), sorted(STORABLE_DTYPES))
+        raise TypeError(f"{who}: dtype must be a dtype, got {dtype!r}. {hint}") from None
+
+
+def as_step(who: str, step: Any) -> int:  # of an int, or an array of one
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = None
+    if number is None or isinstance(step, bool):
+        raise TypeError(f"{who}: step must be an int, got {step!r}")
+    return number
+
+
+def check_names(
+    lacks: str,
+    found: Iterable[object],
+    known: Sequence[str],
+    hint: Callable[[str, Sequence[str]], str] = nearest,
+) -> None:
+    """Checks that each name found is known; the error begins with `lacks` and ends with a hint."""
+    for name in found:
+        if name not in known:
+            raise TypeError(f"{lacks} {name!r}. {hint(str(name), known)}")
+
+
+def names_checked(
+    who: str, hint: Callable[[str, Sequence[str]], str]
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Returns a decorator that makes a function explain names that it does not take."""
+
+    def decorate(function: Callable[P, None]) -> Callable[P, None]:
+        signature = inspect.signature(function)
+        known = dict.fromkeys([*signature.parameters][1:]).keys()
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+            if not kwargs.keys() <= known:
+                check_names(f"{who} takes no argument", kwargs, [*known], hint)
+            function(*args, **kwargs)
+
+        checked.__signature__ = signature  # pyright: ignore  # gin does not look at __wrapped__
+        return checked
+
+    return decorate
+
+
+@contextlib.contextmanager
+def calling(what: str) -> Iterator[None]:
+    """Notes on the error of a caller's function which of them raised it, and what came of that."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised by {what}")
+        raise
