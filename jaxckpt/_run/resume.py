@@ -88,9 +88,7 @@ class Resume:
     def ranked(self) -> list[StepInfo]:
         """Returns the steps by the metric of the policy, the best first."""
         if self.keep.metric is None:
-            raise ValueError(
-                "there is no best step: open the manager with keep=KeepPolicy(metric=...)"
-            )
+            raise ValueError("no metric ranks the steps: open the run with KeepPolicy(metric=...)")
         return self.keep.ranked(map(self.index.info, self.index.steps()))
 
     def _best_first(self) -> list[int]:
