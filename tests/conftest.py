@@ -22,6 +22,15 @@ from tests.faults.scorecard import (  # noqa: F401  # hooks and a fixture
 from tests.golden.fixture import golden  # noqa: F401  # a fixture
 
 
+def pytest_collection_modifyitems(items):
+    """Puts the tests with several processes first, so that one of pytest's workers gets them all.
+
+    `--dist worksteal` gives each worker a contiguous part; half a module in each would start the
+    jobs of its fixtures twice.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("multihost") is None)
+
+
 @pytest.fixture
 def ram_path(tmp_path):
     """Like `tmp_path`, in memory where that can be: for what syncs a thousand times."""
