@@ -15,11 +15,12 @@ restore   find      read the metadata and plan the reads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from jaxckpt._core.text import counted, size_text
+from jaxckpt._core.text import aligned, counted, size_text
 from jaxckpt.format.sharding import SavedSharding
 
 __all__ = [
@@ -40,6 +41,9 @@ __all__ = [
 Operation = Literal["save", "restore"]
 PHASES: Final = ("snapshot", "wait", "find", "read", "place", "write", "meet", "commit")
 _MAX_LINES: Final = 200
+_ROOT: Final = "(the tree itself)"
+_NUMBERS: Final = ("differ", "at most", "relative", "NaN")
+_DIFF_HEAD: Final = ("leaf", "type", *_NUMBERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +214,7 @@ class LeafStatistics:
         parts.append(f"norm {self.norm:g}")
         counts = {"zero": self.zeros, "NaN": self.nan, "infinite": self.inf}
         parts += [f"{count} {word}" for word, count in counts.items() if count]
-        return f"{self.path or '(the tree itself)'}: {', '.join(parts)}"
+        return f"{self.path or _ROOT}: {', '.join(parts)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,9 +235,9 @@ class Problem:
     unreadable: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class VerifyReport:
-    """The result of `verify`.
+    """The result of `verify`; as text, one line for each problem.
 
     Attributes:
         path: The checkpoint.
@@ -260,13 +264,14 @@ class VerifyReport:
         """Whether data is missing or differs from what was written."""
         return any(not problem.unreadable for problem in self.problems)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         state = "good" if self.ok else f"BAD, {counted(len(self.problems), 'problem')}"
         lines = [
             f"{self.path}: {state}. Read {counted(self.files, 'file')} and "
             f"{counted(self.leaves, 'leaf')}, {size_text(self.size_bytes)}."
         ]
-        lines += [f"  bad: {problem.message}" for problem in self.problems]
+        for problem in self.problems:
+            lines.append(f"  {'unreadable' if problem.unreadable else 'bad'}: {problem.message}")
         lines += [f"  unchecked: {what}" for what in self.unchecked]
         return "\n".join(lines)
 
@@ -305,8 +310,7 @@ class LeafDiff:
     nan_b: int | None = None
 
     def __str__(self) -> str:
-        what = self.a if self.a == self.b else f"{self.a} -> {self.b}"
-        text = f"{self.path or '(the tree itself)'}  {what}"
+        text = f"{self.path or _ROOT}  {self._what}"
         if self.differing is None:
             return text
         text += f": {self.differing} of {self.size} differ"
@@ -319,16 +323,34 @@ class LeafDiff:
         text += f"{self.norm_diff:.3g}"
         return text + (f"; NaN {self.nan_a} -> {self.nan_b}" if self.nan_a or self.nan_b else "")
 
+    @property
+    def _what(self) -> str:
+        return self.a if self.a == self.b else f"{self.a} -> {self.b}"
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+    def _cells(self) -> list[str]:
+        """Returns the columns of `_DIFF_HEAD`."""
+        values = "" if self.differing is None else f"{self.differing} of {self.size}"
+        cells = [self.path or _ROOT, self._what, values]
+        if self.max_abs is None:
+            return [*cells, "", "", ""]
+        nans = f"{self.nan_a} -> {self.nan_b}" if self.nan_a or self.nan_b else ""
+        if self.norm_diff == 0 and self.differing:  # no value differs by a finite number
+            return [*cells, "", "", nans]
+        return [*cells, f"{self.max_abs:.3g}", f"{self.max_rel:.3g}", nans]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class DiffReport:
-    """The differences between two trees; as text, one line for each.
+    """The differences between two trees; as text, a table.
+
+    A row is a leaf that changed (`!`), or a leaf or a whole branch that only `a` has (`-`), that
+    only `b` has (`+`), or that is the same in both (`=`).
 
     Attributes:
         a, b: The checkpoints.
         only_a, only_b: Paths of the leaves that only one of them has.
         changed: The leaves that both have and that differ.
-        same: Number of leaves that do not differ.
+        same_paths: Paths of the leaves that do not differ.
     """
 
     a: str
@@ -336,23 +358,53 @@ class DiffReport:
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     changed: tuple[LeafDiff, ...]
-    same: int
+    same_paths: tuple[str, ...]
+
+    @property
+    def same(self) -> int:
+        """Number of leaves that do not differ."""
+        return len(self.same_paths)
 
     @property
     def equal(self) -> bool:
         """Whether there are no differences."""
         return not (self.only_a or self.only_b or self.changed)
 
-    def __str__(self) -> str:
-        lines = [f"- {path or '(the tree itself)'}" for path in self.only_a]
-        lines += [f"+ {path or '(the tree itself)'}" for path in self.only_b]
-        lines += [f"! {leaf}" for leaf in self.changed]
-        count = len(lines)
-        if count > _MAX_LINES:
-            lines[_MAX_LINES:] = [f"... and {count - _MAX_LINES} more"]
+    def __repr__(self) -> str:
+        count = len(self.only_a) + len(self.only_b) + len(self.changed)
         result = "equal" if self.equal else f"{count} differ"
-        same = f"{counted(self.same, 'leaf')} the same"
-        return "\n".join([f"{self.a} -> {self.b}: {result}, {same}", *lines])
+        title = f"{self.a} -> {self.b}: {result}, {counted(self.same, 'leaf')} the same"
+        if self.equal:
+            return title
+        columns = zip(["", *_DIFF_HEAD], *self._rows(), strict=True)
+        used = [column for column in columns if any(column[1:])]
+        lines = aligned(list(zip(*used, strict=True)), right=[c[0] in _NUMBERS for c in used])
+        head, *rows = lines
+        if len(rows) > _MAX_LINES:
+            rows[_MAX_LINES:] = [f"... and {len(rows) - _MAX_LINES} more"]
+        return "\n".join([title, head, *rows])
+
+    def _rows(self) -> Iterator[list[str]]:
+        changed = tuple(leaf.path for leaf in self.changed)
+        groups = {"-": self.only_a, "+": self.only_b, "!": changed, "=": self.same_paths}
+        for sign, paths in groups.items():
+            if sign == "!":
+                yield from ([sign, *leaf._cells()] for leaf in self.changed)
+                continue
+            others = (path for group in groups.values() if group is not paths for path in group)
+            for branch, leaves in _branches(paths, others).items():
+                count = counted(leaves, "leaf") if branch.endswith("/") else ""
+                yield [sign, branch or _ROOT, count, "", "", "", ""]
+
+
+def _branches(paths: Sequence[str], others: Iterable[str]) -> Counter[str]:
+    """Counts paths by the highest branch ("opt/") that has no other paths, or by themselves."""
+    taken = {branch for path in others for branch in _above(path)}
+    return Counter(next(one for one in (*_above(path), path) if one not in taken) for path in paths)
+
+
+def _above(path: str) -> list[str]:
+    return [path[: i + 1] for i, c in enumerate(path) if c == "/"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -198,6 +199,23 @@ def test_show_reads_the_data_only_if_asked(root):
     assert code == 0
     assert (statistics["nan"], statistics["inf"], statistics["zeros"]) == (1, 1, 0)
     assert {"min", "max", "mean", "std", "norm"} <= set(out.splitlines()[1].split())
+
+
+def test_show_tells_metadata_as_text(root):
+    """One line for each entry, of objects inside it too."""
+    metadata = {"git": "abc", "config": {"lr": 0.5, "dims": [1, 2], "none": None}}
+    jaxckpt.save(root.parent / "a", {"w": 1}, custom_metadata=metadata)
+
+    _, out, _ = cli("show", root.parent / "a")
+
+    assert out.splitlines()[1:7] == [
+        "custom metadata:",
+        "  git: abc",
+        "  config:",
+        "    lr: 0.5",
+        "    dims: [1, 2]",
+        "    none: null",
+    ]
 
 
 def test_a_glob_that_means_nothing_is_refused(root):
@@ -407,6 +425,57 @@ def test_fork_starts_a_run(root):
 
     assert (code, found) == (0, {"path": f"{root.parent}/new/0"})
     assert [step["step"] for step in said_json("ls", root.parent / "new")[1]["steps"]] == [0]
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def test_a_step_may_be_a_path_or_a_number_after_its_run(root):
+    """Of every command that takes one; of names with zeros, too."""
+    new = root.parent / "new"
+    padded = root.parent / "padded"
+    with CheckpointManager(padded, step_prefix="s", step_digits=5) as manager:
+        manager.save(7, {"w": 1})
+    pairs = [
+        (["show", root / "100", "step"], ["show", root, "100", "step"]),
+        (["show", "--json", padded / "s_00007"], ["show", "--json", padded, 7]),
+        (["du", root / "100"], ["du", root, 100]),
+        (["verify", f"{root}/100"], ["verify", f"{root}/", 100]),
+        (["diff", root / "100", root / "200"], ["diff", root, 100, root, 200]),
+        (["diff", root / "100", root / "200"], ["diff", root, 100, 200]),
+        (["diff", root / "100", root], ["diff", root, 100, root]),
+        (["convert", root / "100", new / "a"], ["cp", root, 100, new / "a", "--overwrite", "-y"]),
+        (["fork", root / "100", new / "b"], ["fork", root, 100, new / "b"]),
+        (["pin", root / "100"], ["pin", root, 100]),
+        (["rm", root / "100", "-n"], ["rm", root, 100, "-n"]),
+    ]
+    export = new / "x.safetensors"
+    options = ["--only", "params", "--overwrite", "-y"]
+    pairs.append(
+        (["export", root / "100", export, *options], ["export", root, 100, export, *options])
+    )
+
+    for by_path, by_number in pairs:
+        if by_path[0] == "rm":
+            cli("unpin", root, 100)
+        wanted = cli(*by_path)
+        if by_path[0] == "fork":
+            shutil.rmtree(new / "b")
+        assert wanted[0] in (0, 1)
+        assert cli(*by_number) == wanted
+
+
+def test_a_number_is_only_a_step_after_a_run(root, tmp_path, monkeypatch):
+    """A destination may be a number; a step that is not there is an error that says which are."""
+    jaxckpt.save(root.parent / "list", [1, 2])
+    monkeypatch.chdir(tmp_path)
+
+    assert cli("convert", root, 100, 200)[0] == 0
+    assert os.listdir(tmp_path) == ["200"]
+    assert "1 leaf of 2" in cli("show", root.parent / "list", 0)[1]
+    for command in ("du", "verify"):
+        code, _, err = cli(command, root, 150)
+        assert (code, "has no committed step 150. It has 100, 200, 300" in err) == (2, True)
 
 
 # --- errors, terminals, processes -----------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 import tracemalloc
 
@@ -381,6 +382,32 @@ def test_damage_is_told(tmp_path):
         jaxckpt.diff(a, b)
     assert caught.value.leaf == "w"
     assert str(b) in str(caught.value)
+
+
+def test_a_report_is_a_table(tmp_path):
+    """Also where nobody prints it; branches that are alike, or only in one, are one row each."""
+    branch = {"w": np.ones(2), "b": {"x": 1}}
+    a = {"same": branch, "gone": branch, "both": {"w": np.ones(3), "n": 1, "old": 1}, "a/b": 1}
+    b = {"same": branch, "new": branch, "both": {"w": np.zeros(3), "n": 1.5, "add": 1}, "a/b": 1}
+
+    report = jaxckpt.diff(*save_two(tmp_path, a, b))
+
+    title, *rows = repr(report).splitlines()
+    assert title.endswith("8 differ, 3 leaves the same")
+    assert [re.split("  +", row.strip()) for row in rows] == [
+        ["leaf", "type", "differ", "at most", "relative"],
+        ["-", "both/old"],
+        ["-", "gone/", "2 leaves"],
+        ["+", "both/add"],
+        ["+", "new/", "2 leaves"],
+        ["!", "both/n", "int64[] -> float64[]", "1 of 1", "0.5", "0.333"],
+        ["!", "both/w", "float64[3]", "3 of 3", "1", "inf"],
+        ["=", "a~1b"],
+        ["=", "same/", "2 leaves"],
+    ]
+    assert f"{report}" == repr(report)
+    equal = jaxckpt.diff(tmp_path / "a", tmp_path / "a")
+    assert repr(equal).endswith(": equal, 8 leaves the same")
 
 
 def test_a_long_report_is_cut(tmp_path):

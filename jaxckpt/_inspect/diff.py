@@ -123,7 +123,7 @@ def compare_items(
         only_a=tuple(path_text(p) for p in all_a if p not in all_b and chosen(p)),
         only_b=tuple(path_text(p) for p in all_b if p not in all_a and chosen(p)),
         changed=changed,
-        same=len(pairs) - len(changed),
+        same_paths=tuple(pair.a.text for pair in pairs.values() if not pair.differs),
     )
 
 

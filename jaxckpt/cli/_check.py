@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxckpt.types import DiffReport, VerifyReport
 
 
-@click.command()
+@click.command(cls=_options.OnSteps)
 @click.argument("path", type=_options.PATH)
 @_options.as_json
 def verify(path: str, as_json: bool) -> int:
@@ -58,7 +58,7 @@ def _code(*reports: VerifyReport) -> int:
     return 0 if all(report.ok for report in reports) else 2
 
 
-@click.command()
+@click.command(cls=_options.OnSteps, pair=True)
 @click.argument("a", type=_options.PATH)
 @click.argument("b", type=_options.PATH)
 @_options.item

@@ -99,7 +99,7 @@ def run_facts(found: RunOverview) -> dict[str, Any]:
 # --- show -----------------------------------------------------------------------------------
 
 
-@click.command()
+@click.command(cls=_options.OnSteps, globs=True)
 @click.argument("path", type=_options.PATH)
 @click.argument("globs", nargs=-1, metavar="[GLOB]...")
 @_options.item
@@ -135,7 +135,7 @@ def show(
         _output.echo(f"other items: {', '.join(others)}")
     for name, value in (("custom metadata", ckpt.custom_metadata), ("lineage", ckpt.lineage)):
         if value:
-            _output.echo(f"{name}: {dict(value)}")
+            _output.print_entries({name: value})
     if not ckpt.leaves and (value := _json_value(ckpt)) is not None:
         _output.print_json(value)
         return
@@ -233,7 +233,7 @@ def _without(head: list[str], rows: list[Row], column: int) -> tuple[list[str], 
 # --- du -------------------------------------------------------------------------------------
 
 
-@click.command()
+@click.command(cls=_options.OnSteps)
 @click.argument("path", type=_options.PATH)
 @_options.as_json
 def du(path: str, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from jaxckpt.cli import _options, _output
 _INDEX = ".index.json"
 
 
-@click.command()
+@click.command(cls=_options.OnSteps)
 @click.argument("src", type=_options.PATH)
 @click.argument("dst", type=_options.PATH)
 @_options.item
@@ -52,7 +52,7 @@ def convert(
     _wrote(dst, as_json=as_json)
 
 
-@click.command()
+@click.command(cls=_options.OnSteps)
 @click.argument("src", type=_options.PATH)
 @click.argument("path", type=_options.PATH)
 @_options.item
@@ -119,7 +119,7 @@ def import_(
     _wrote(dst, as_json=as_json)
 
 
-@click.command()
+@click.command(cls=_options.OnSteps)
 @click.argument("src", type=_options.PATH)
 @click.argument("root", type=_options.PATH)
 @click.option("--step", type=click.IntRange(min=0), help="The new step (default: unchanged).")

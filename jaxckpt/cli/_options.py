@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -39,6 +40,49 @@ dry_run = click.option("--dry-run", "-n", is_flag=True, help="Only show what wou
 item = click.option("--item", metavar="NAME", help="The item, if there are several trees.")
 dtype = click.option("--dtype", metavar="DTYPE", help="Cast floating-point arrays: bfloat16, ...")
 overwrite = click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
+
+
+class OnSteps(click.Command):
+    """A command that takes `RUN STEP` wherever it takes the path of a step.
+
+    Args:
+        pair: Whether a second step of the same run may follow.
+        globs: Whether a number that is not a step may have another meaning.
+    """
+
+    def __init__(self, *args: Any, pair: bool = False, globs: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._pair, self._globs = pair, globs
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        joined: list[str] = []
+        run = ""
+        for arg in args:
+            if arg.isdecimal() and joined:
+                if (step := self._step(joined[-1], int(arg))) is not None:
+                    run, arg = joined.pop(), step
+                elif self._pair and run:
+                    arg = self._step(run, int(arg)) or arg
+            joined.append(arg)
+        return super().parse_args(ctx, joined)
+
+    def _step(self, root: str, number: int) -> str | None:
+        """Returns the path of a step; None if `root` is not a run, or perhaps not meant as one.
+
+        Raises:
+            CheckpointNotFound: the run has no such step.
+        """
+        from jaxckpt.cli._owned import run_at
+        from jaxckpt.storage import locate
+
+        try:
+            index = run_at(*locate(root)).index
+            steps = index.listing().steps
+        except (OSError, ValueError):
+            return None
+        if number not in steps and (self._globs or not steps):
+            return None
+        return f"{root}/{posixpath.basename(index.check_step(number))}"
 
 
 def selection(command: F) -> F:

@@ -100,6 +100,17 @@ def _plain(value: Any) -> Any:  # JSON
     return str(value)
 
 
+def print_entries(entries: Mapping[str, Any], *, indent: str = "") -> None:
+    """Prints JSON for people: a line for each entry, those of objects indented."""
+    for name, value in entries.items():
+        if isinstance(value, Mapping) and value:
+            echo(f"{indent}{name}:")
+            print_entries(value, indent=f"{indent}  ")
+        else:
+            text = value if isinstance(value, str) else json.dumps(_plain(value))
+            echo(f"{indent}{name}: {text}")
+
+
 def print_table(
     head: Sequence[str],
     rows: Sequence[Sequence[Cell]],
