@@ -270,8 +270,10 @@ class VerifyReport:
             f"{self.path}: {state}. Read {counted(self.files, 'file')} and "
             f"{counted(self.leaves, 'leaf')}, {size_text(self.size_bytes)}."
         ]
-        for problem in self.problems:
-            lines.append(f"  {'unreadable' if problem.unreadable else 'bad'}: {problem.message}")
+        lines += [
+            f"  {'unreadable' if problem.unreadable else 'bad'}: {problem.message}"
+            for problem in self.problems
+        ]
         lines += [f"  unchecked: {what}" for what in self.unchecked]
         return "\n".join(lines)
 

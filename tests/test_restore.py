@@ -499,6 +499,15 @@ def test_only_and_skip_without_a_target(plain):
     assert same(jaxckpt.restore(plain, only="*/b", skip="params"), {})
 
 
+@pytest.mark.parametrize("glob", ["a/b~", "a~1b~0", "a/b~/c", "a~1b~0/c", "a/*/c"])
+def test_a_name_with_a_slash_may_be_written_as_it_is_shown(tmp_path, glob):
+    """By the path that errors name, and by the names that the tree shows."""
+    jaxckpt.save(tmp_path / "a", {"a/b~": {"c": 1}, "x": 2})
+
+    assert jaxckpt.restore(tmp_path / "a", only=glob) == {"a/b~": {"c": 1}}
+    assert jaxckpt.restore(tmp_path / "a", skip=glob) == {"x": 2}
+
+
 def test_a_pattern_that_matches_nothing_is_an_error(plain):
     """A misspelt `only` must not give back the target as if it were restored."""
     with pytest.raises(ValueError, match=r"prams.*params/b"):

@@ -42,9 +42,10 @@ def some_paths(paths: Sequence[Path], place: str) -> str:
 
 
 def _is_any(globs: str | Sequence[str], path: Path) -> bool:
-    text = path_text(path)
+    texts = {path_text(path), "/".join(path)}  # a name with "/" may be written as the tree shows it
     listed = [globs] if isinstance(globs, str) else globs
     return any(
         text == glob or fnmatch.fnmatchcase(text, glob) or fnmatch.fnmatchcase(text, f"{glob}/*")
         for glob in listed
+        for text in texts
     )
