@@ -192,7 +192,6 @@ def test_a_notebook_is_committed_as_it_ran(notebook: Path) -> None:
 
     assert len(text) < 150_000
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
-    assert "%pip install" in "".join(cells[0]["source"])
     assert outputs
     assert not [output for output in outputs if output["output_type"] == "error"]
     assert not re.findall(
@@ -200,12 +199,42 @@ def test_a_notebook_is_committed_as_it_ran(notebook: Path) -> None:
     )
 
 
-def test_the_readme_names_real_commands() -> None:
-    """Every `make` target of the README is one of the Makefile's."""
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_without_jaxckpt_stops_and_says_why(tmp_path: Path, notebook: Path) -> None:
+    """Outside a checkout there is nothing to install it from."""
+    [cell, *_] = [
+        c for c in json.loads(notebook.read_text("utf-8"))["cells"] if c.get("outputs") == []
+    ]
+    code = f"import sys; sys.modules['jaxckpt'] = None\n{''.join(cell['source'])}"
 
-    assert set(re.findall(r"(?:`|^    )make ([a-z-]+)", README, re.MULTILINE)) <= targets
-    assert {"demo", "test"} <= targets
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 1
+    assert "ModuleNotFoundError: jaxckpt is not installed" in done.stderr
+    assert "checkout" in done.stderr
+
+
+def test_nothing_asks_to_install_jaxckpt_by_name() -> None:
+    """It is not on the package index; what a user is told to install is there, or is a path."""
+    files = [ROOT / "README.md", *DOCS, *NOTEBOOKS]
+    files += [path for part in ("jaxckpt", "examples") for path in (ROOT / part).rglob("*.py")]
+
+    by_name = re.compile(r"pip install[^\n]*[\s'\"]jaxckpt\b")
+    assert [path.name for path in files if by_name.search(path.read_text("utf-8"))] == []
+
+
+@pytest.mark.parametrize("page", ["README.md"])
+def test_a_page_names_real_commands(page: str) -> None:
+    """Every `make` target of the page is one of the Makefile's."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    named = set(
+        re.findall(r"(?:`|^    )make ([a-z-]+)", (ROOT / page).read_text("utf-8"), re.MULTILINE)
+    )
+
+    assert named
+    assert named <= targets
 
 
 def test_the_scorecard_in_the_docs_is_that_of_the_tests() -> None:

@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         print(
-            f"error: the command line needs {' and '.join(missing)}: pip install 'jaxckpt[cli]'",
+            f"error: the command line needs {' and '.join(missing)}: "
+            f"pip install {' '.join(missing)}",
             file=sys.stderr,
         )
         return 2

@@ -259,5 +259,5 @@ def _import_msgpack(file: str | None) -> Any:
     except ImportError as error:
         raise UnsupportedFormat(
             f"{file or 'this checkpoint'} is in the msgpack format of Flax and old Orbax.\n"
-            "To read it, run: pip install jaxckpt[legacy]"
+            "To read it, run: pip install msgpack"
         ) from error
