@@ -13,8 +13,9 @@ BENCH_DISK ?= build/bench
 
 python := $(VENV)/bin/python
 pip := $(python) -m pip --quiet --disable-pip-version-check
+empty := build/empty/bin/python
 
-.PHONY: help test faults faults-root browser soak fuzz check demo bench bench-quick notebooks docs clean
+.PHONY: help test faults faults-root browser soak fuzz check demo bench bench-quick notebooks docs dist publish clean
 .DELETE_ON_ERROR:
 # Targets that run in parallel would install into one environment at the same time.
 .NOTPARALLEL:
@@ -22,7 +23,7 @@ pip := $(python) -m pip --quiet --disable-pip-version-check
 help:
 	@echo "make test         runs all tests except slow, fault, GPU and browser tests"
 	@echo "make faults       runs the fault tests and prints the scorecard; faults-root: those that need root"
-	@echo "make browser      runs the tests that need Chromium in PATH"
+	@echo "make browser      builds the pages and runs the tests that need Chromium in PATH"
 	@echo "make soak         exposes one run to random faults for SOAK_MINUTES=$(SOAK_MINUTES)"
 	@echo "make fuzz         fuzzes all parsers for FUZZ_MINUTES=$(FUZZ_MINUTES)"
 	@echo "make check        checks format, lint, types and spelling"
@@ -30,6 +31,8 @@ help:
 	@echo "make bench        runs the benchmarks, about an hour; bench-quick takes about a minute"
 	@echo "make notebooks    runs every notebook"
 	@echo "make docs         builds the pages of docs/ into build/site"
+	@echo "make dist         builds the wheel and the sdist, and tries both in an empty environment"
+	@echo "make publish      does the same and uploads them"
 	@echo "make clean        removes everything that these targets made"
 	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) PYTEST_ARGS= DEMO_ARGS= BENCH_ARGS= BENCH_TMPFS=$(BENCH_TMPFS) BENCH_DISK=$(BENCH_DISK)"
 
@@ -46,7 +49,7 @@ faults-root: $(VENV)/.installed-test
 	$(python) -m pytest -m faults_root --scorecard build/faults-root.md --scorecard-of faults-root \
 	  $(PYTEST_ARGS)
 
-browser: $(VENV)/.installed-test
+browser: $(VENV)/.installed-test docs
 	$(python) -m pytest -m browser $(PYTEST_ARGS)
 
 soak: $(VENV)/.installed-test
@@ -81,6 +84,23 @@ notebooks: $(VENV)/.installed-test
 # Open the pages from the disk, or run: python -m http.server -d build/site
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict
+
+# First the wheel without any extra, so that an undeclared dependency is missed; then the sdist.
+dist: $(VENV)/.installed-release
+	rm -rf dist build/empty
+	$(python) -m hatchling build --directory dist
+	$(python) -m twine check --strict dist/*
+	$(python) -m venv build/empty
+	$(empty) -m pip install --quiet --disable-pip-version-check --no-compile dist/*.whl
+	$(empty) -I .ci/smoke.py
+	$(empty) -m pip uninstall --quiet --yes jaxckpt
+	$(empty) -m pip install --quiet --disable-pip-version-check --no-compile "$$(echo dist/*.tar.gz)[cli]"
+	$(empty) -I .ci/smoke.py
+	rm -rf build/empty
+
+# Needs an account on the index and its token; see docs/releasing.md.
+publish: dist
+	$(python) -m twine upload dist/*
 
 clean:
 	rm -rf .venv .venv-ci-* .pytest_cache .ruff_cache .hypothesis build dist

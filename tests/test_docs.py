@@ -225,7 +225,7 @@ def test_nothing_asks_to_install_jaxckpt_by_name() -> None:
     assert [path.name for path in files if by_name.search(path.read_text("utf-8"))] == []
 
 
-@pytest.mark.parametrize("page", ["README.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/releasing.md"])
 def test_a_page_names_real_commands(page: str) -> None:
     """Every `make` target of the page is one of the Makefile's."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
