@@ -1,7 +1,7 @@
 """Adds pages from outside this directory to the site; named under `hooks` in mkdocs.yml.
 
 The README and similar files become pages as they are, so that each is written only once. So do the
-notebooks, with their committed outputs; no notebook is run.
+notebooks, with their committed outputs; no notebook is run. All examples are on one page.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from markdown.extensions.toc import slugify
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 # Maps each file of the repository to its page.
@@ -25,6 +27,7 @@ PAGES = {
     "ARCHITECTURE.md": "architecture.md",
     "CHANGELOG.md": "changelog.md",
 }
+LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml"}  # of the examples
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # terminal escape codes
 
@@ -44,7 +47,25 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             else:
                 parts += _code(cell, page.replace(".md", f"-{i}"), files, config)
         _add(files, config, page, "\n\n".join(parts))
+    _add(files, config, "examples.md", "\n\n".join(_examples()))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Points the links of a page in this directory to files outside it at their pages."""
+    source = Path(page.file.abs_src_path or "")
+    if not source.is_relative_to(ROOT / "docs"):
+        return markdown  # made above
+    depth = page.file.src_uri.count("/")
+    return _relink(markdown, source.parent, files, config, depth)
+
+
+def _examples() -> Iterator[str]:
+    """Yields the page of the examples in pieces; each file has a heading to link to."""
+    yield "# Examples\n\nComplete programs and job files; the directory `examples/` has them all."
+    for path in sorted((ROOT / "examples").iterdir()):
+        if language := LANGUAGES.get(path.suffix):
+            yield f"## {path.name}\n\n```{language}\n{path.read_text('utf-8')}```"
 
 
 def _add(files: Files, config: MkDocsConfig, name: str, content: str | bytes) -> None:
@@ -74,6 +95,8 @@ def _relink(text: str, folder: Path, files: Files, config: MkDocsConfig, depth: 
             page = path.removeprefix("docs/")
         elif path.startswith("notebooks/") and path.endswith(".ipynb"):
             page = path.removesuffix("ipynb") + "md"
+        elif path.startswith("examples/"):
+            page, anchor = "examples.md", f"#{slugify(Path(path).name, '-')}"
         elif path in PAGES:
             page = PAGES[path]
         else:

@@ -15,6 +15,7 @@ import pytest
 
 import jaxckpt
 from tests.faults.scorecard import ROWS
+from tests.test_report import browse
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -112,12 +113,12 @@ def test_the_walk_through_the_files_names_each_once() -> None:
     assert set(told) - modules == set()
 
 
-@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md"])
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "docs/howto.md"])
 def test_the_links_of_a_page_lead_somewhere(page: str) -> None:
     """Each relative link points to a file; `make docs` checks the links of the other pages."""
     links = re.findall(r"\]\(([^)#:\s]+)\)", (ROOT / page).read_text("utf-8"))
 
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
     assert links
 
 
@@ -181,6 +182,32 @@ def test_the_reference_has_every_public_name() -> None:
     types = {f"types.{name}" for name in jaxckpt.types.__all__}
 
     assert sorted(found) == sorted({*jaxckpt.__all__, *types, "errors.Difference"})
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("SaveHandle", {"done", "result"}), ("SavePolicy", {"auto"}), ("KeepPolicy", set())],
+)
+def test_the_reference_hides_internals_only(name: str, shown: set[str]) -> None:
+    """A page leaves out methods that exist, and shows the ones that users call."""
+    pages = "\n".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    [pattern] = re.findall(rf"::: jaxckpt\.{name}\n    options:\n(?:.*\n)*?.*!\^\((.*)\)\$", pages)
+    hidden = set(pattern.split("|"))
+
+    assert hidden <= vars(getattr(jaxckpt, name)).keys()
+    assert shown <= vars(getattr(jaxckpt, name)).keys() - hidden
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("page", ["howto.html", "api/runs.html"])
+def test_the_search_works_in_pages_opened_from_the_disk(tmp_path: Path, page: str) -> None:
+    """Without a server; `make browser` builds the pages first."""
+    file = ROOT / "build" / "site" / page
+
+    dom = browse(file, tmp_path, "--virtual-time-budget=8000", query="?q=preemption").dom
+
+    assert re.search(r"md-search-result__meta\">\d+ matching documents", dom)
+    assert "runs.html?h=preemption#preemption" in dom
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)

@@ -295,13 +295,13 @@ def page(run, tmp_path_factory):
     return folder / "report.html"
 
 
-def browse(page, tmp_path, *flags):
+def browse(page, tmp_path, *flags, query=""):
     """Returns a page's DOM in the browser, and its output to the console."""
     browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     assert browser is not None, f"none of {', '.join(BROWSERS)} is installed"
     profile = f"--user-data-dir={tmp_path}/profile"
     done = subprocess.run(
-        [browser, *QUIET, profile, *flags, "--dump-dom", page.as_uri()],
+        [browser, *QUIET, profile, *flags, "--dump-dom", page.as_uri() + query],
         capture_output=True, text=True, check=True, timeout=100,
     )  # fmt: skip
     console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
