@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -15,7 +16,8 @@ import treescope
 import jaxckpt
 from jaxckpt import KeepPolicy
 from jaxckpt._run.overview import StepOverview
-from jaxckpt.integrations import _steps
+from jaxckpt.integrations import _palette, _steps
+from jaxckpt.integrations._html import escape
 from jaxckpt.integrations.notebook import checkpoint_html, manager_html
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import SlowStorage
@@ -90,7 +92,7 @@ def test_a_checkpoint_is_a_folding_tree(model):
     outline = Outline(html)
     assert rows_of(html) == ["params", "b", "row", "w", "step"]
     assert outline.tags.count("details") == outline.tags.count("summary") == 1
-    for words in ("float32", "[8, 6]", "192 B", "P('x', 'y')", "mesh x=4, y=2", "6ba1f79"):
+    for words in ("float32", "[8, 6]", "192 B", "P('x', 'y')", " x=4, ", " y=2", "6ba1f79"):
         assert words in outline.text
 
 
@@ -107,6 +109,20 @@ def test_a_sharding_is_drawn_as_its_parts(model):
         ("4 × 2 parts, each on 1 device", 1, 3),
     ]
     assert ["M4.5 3V.5H25.5V12.5H22" in d for d in drawn] == [True, True, False]
+
+
+def test_a_cut_has_the_hue_of_its_axis(tmp_path, mesh):
+    """As the legend in the head: also where two axes divide one dimension."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    w = jax.device_put(np.ones(8), NamedSharding(mesh, PartitionSpec(("x", "y"))))
+
+    html = checkpoint_html(saved(tmp_path / "a", {"w": w}))
+
+    x, y = _palette.axis_hue(0), _palette.axis_hue(1)
+    assert re.findall(r'v12" stroke="(.*?)"', html) == [y, x, y, x, y, x, y]
+    assert re.findall(r'rx="2" fill="(.*?)"/></svg> (\w=\d)', html) == [(x, "x=4"), (y, "y=2")]
 
 
 def test_leaves_on_several_meshes_say_on_which(tmp_path, make_mesh):
@@ -173,7 +189,7 @@ def test_statistics_are_shown_where_they_were_asked_for(tmp_path):
 
 
 def test_a_large_tree_is_folded_and_cut(tmp_path):
-    """10,000 leaves are 200 rows at most, 40 of them open; it says what is not shown."""
+    """10,000 leaves are 200 rows at most, 100 of them open; it says what is not shown."""
     layer = {f"w{i}": np.int8(0) for i in range(20)}
     ckpt = saved(
         tmp_path / "a", {f"l{i:02}": {f"m{j}": layer for j in range(10)} for i in range(50)}
@@ -212,14 +228,51 @@ def test_what_is_open_at_first_is_alike(tmp_path):
     assert len({is_open for is_open, name in opened if name.startswith("layer_")}) == 1
 
 
-def test_a_json_item_says_so(tmp_path):
-    """It has no leaves, and looks well all the same."""
+def test_a_json_item_is_shown(tmp_path):
+    """It has no leaves; its content is shown."""
     with jaxckpt.CheckpointManager(tmp_path) as manager:
         manager.save(1, {"w": 1}, items={"config": {"lr": 0.1}})
         manager.wait_until_finished()
     ckpt = jaxckpt.open(tmp_path / "1", item="config")
 
-    assert "a JSON item" in Outline(ckpt._repr_html_()).text
+    assert '"lr": 0.1' in Outline(ckpt._repr_html_()).text
+
+
+def test_a_long_json_item_is_folded_and_cut(tmp_path):
+    """Its escaped text stays small."""
+    with jaxckpt.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": 1}, items={"config": {EVIL: list(range(10_000))}})
+        manager.wait_until_finished()
+
+    html = jaxckpt.open(tmp_path / "1", item="config")._repr_html_()
+
+    assert "script" not in Outline(html).tags
+    assert "<details><summary>JSON, 10,004 lines" in html
+    assert len(html) < 20_000
+
+
+def test_the_leaves_of_a_small_model_are_visible(tmp_path):
+    """Nothing is folded as long as 100 rows are enough."""
+    layer = {"attn": {"q": 1, "k": 1}, "mlp": {"up": 1, "b": 1}}
+    params = {f"layer_{i}": layer for i in range(4)}
+
+    html = checkpoint_html(saved(tmp_path / "a", {"params": params, "mu": params, "step": 1}))
+
+    assert len(rows_of(html)) == 2 * (1 + 4 * 7) + 1
+    assert html.count("<details") == html.count("<details open")
+
+
+def test_text_is_shown_from_the_metadata(tmp_path):
+    """Cut and escaped; other leaves of one value only where they were read."""
+    ckpt = saved(tmp_path / "a", {"name": EVIL, "long": "x" * 1000, "step": 12345, "lr": 3e-4})
+
+    html, read = checkpoint_html(ckpt), checkpoint_html(ckpt, statistics=ckpt.statistics())
+
+    assert f"= <b>{escape(f'{chr(34)}{EVIL}{chr(34)}')}</b>" in html
+    assert "x" * 61 not in html
+    assert "12,345" not in html
+    assert "= <b>12,345</b>" in read
+    assert "= <b>0.0003</b>" in read
 
 
 # Of numpy's, which treescope goes through when it is first used.
@@ -337,6 +390,45 @@ def test_a_run_of_many_steps_stays_small(tmp_path):
     assert "99,980 earlier steps" in outline.text
     assert "99,500 more steps" in outline.text
     assert len(html) < 600_000
+
+
+def test_the_best_step_is_never_folded_away(tmp_path):
+    """It stays in sight, in the table and on the timeline, however many newer steps there are."""
+    steps = [
+        StepOverview(step=n, path=str(n), name=str(n), metrics={"loss": abs(n - 7)})
+        for n in range(5_000)
+    ]
+    told = _steps.story(steps, keep=KeepPolicy(best=1, metric="loss", last=9), now_s=0.0)
+
+    visible, folded = _steps.table(told).split("<details>")
+
+    assert re.findall(r"<tr><td[^>]*><b>([\d,]+)</b>", visible)[-2:] == ["4,980", "7"]
+    assert "best 1 by loss" in visible
+    assert "<b>7</b>" not in folded
+    assert "4,979 earlier steps" in folded
+    assert [mark.step for mark in _steps.marks(told) if mark.best] == [7]
+
+
+def test_each_step_says_what_was_checked(tmp_path):
+    """The sizes of its files, or for Orbax's steps its markers; nothing for an incomplete one."""
+    step = StepOverview(step=1, path="1", name="1", writer="jaxckpt 0.1.0")
+    steps = [step, replace(step, step=2, writer="orbax"), replace(step, step=3, problem="torn")]
+
+    html = _steps.table(_steps.story(steps, keep=None, now_s=0.0))
+
+    assert re.findall(r'data-label="checked">(.*?)<', html) == [
+        "", "markers; data not read", "sizes; data not read",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "shown"), [(float("nan"), "nan"), (float("inf"), "inf")])
+def test_a_value_that_is_not_finite_stands_out(value, shown):
+    """In the table of the steps."""
+    step = StepOverview(step=1, path="1", name="1", metrics={"loss": value, "acc": 0.5})
+
+    html = _steps.table(_steps.story([step], keep=None, now_s=0.0))
+
+    assert re.findall(r'<b class="jc-bad">(.*?)</b>', html) == [shown]
 
 
 def test_looking_at_a_checkpoint_needs_no_jax(tmp_path):

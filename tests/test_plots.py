@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 
 mpl.use("agg")
 
@@ -18,7 +18,6 @@ import matplotlib.pyplot as plt
 
 import jaxckpt
 from jaxckpt import KeepPolicy
-from jaxckpt._run.overview import RunOverview, StepOverview, overview
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.integrations import _palette, plots
 from jaxckpt.types import Timing
@@ -35,12 +34,12 @@ def _close_figures():
     plt.close("all")
 
 
-def run_of(metrics, **facts):
-    steps = tuple(
-        StepOverview(step=step, path=str(step), name=str(step), metrics=found, **facts)
-        for step, found in metrics.items()
-    )
-    return RunOverview(path="run", steps=steps, strays=())
+def run_of(root, metrics):
+    """Makes a run of these metrics by step, and returns its root."""
+    with jaxckpt.CheckpointManager(root) as manager:
+        for step, found in metrics.items():
+            manager.save(step, {"w": 1}, metrics=found)
+    return root
 
 
 def marked(ax):
@@ -88,36 +87,74 @@ def test_the_best_by_one_metric_is_not_marked_in_another(tmp_path):
     assert ax.get_legend() is None
 
 
-def test_a_metric_of_an_overview(tmp_path):
-    """Without a policy, also of a run that is only looked at; into axes that are there."""
-    with jaxckpt.CheckpointManager(tmp_path) as manager:
-        manager.save(1, {"w": 1}, metrics={"loss": 1.5})
+def test_a_metric_of_a_root(tmp_path):
+    """By the policy that its last job recorded, if it has one; into axes that are there."""
+    for name, keep in {"a": KeepPolicy(), "b": KeepPolicy(best=1, metric="loss")}.items():
+        with jaxckpt.CheckpointManager(tmp_path / name, keep=keep) as manager:
+            manager.save(1, {"w": 1}, metrics={"acc": 0.5, "loss": 1.5})
     _, ax = plt.subplots()
 
-    assert plots.metric(overview(tmp_path), ax=ax) is ax
+    assert plots.metric(tmp_path / "a", "loss", ax=ax) is ax
     assert marked(ax) == {"complete": [(1, 1.5)]}
+    assert marked(plots.metric(tmp_path / "b")) == {"kept": [(1, 1.5)], "best": [(1, 1.5)]}
 
 
-def test_what_is_no_number_is_not_drawn():
-    """NaN, infinities, text, and integers that no float holds."""
-    odd = [math.nan, math.inf, "high", True, None, 10**400, 0.5]
+def test_what_is_no_number_is_not_drawn(tmp_path):
+    """Text and the like have no mark; NaN and infinities are lines across the plot."""
+    odd = [math.nan, math.inf, "high", True, None, 0.5]
 
-    ax = plots.metric(run_of({step: {"loss": value} for step, value in enumerate(odd)}))
+    ax = plots.metric(run_of(tmp_path, {step: {"loss": value} for step, value in enumerate(odd)}))
 
-    assert marked(ax) == {"complete": [(6, 0.5)]}
+    assert marked(ax) == {"complete": [(5, 0.5)]}
+    assert [line.get_xdata() for line in ax.lines[1:]] == [[0, 0], [1, 1]]
+    assert [text.get_text() for text in ax.get_legend().get_texts()][-1] == "NaN or infinite"
 
 
-def test_a_metric_that_no_step_has_is_named():
+def test_values_that_span_decades_have_a_log_scale(tmp_path):
+    """Others, and those that are not all positive, have a linear one."""
+    for name, values, scale in (
+        ("a", (1e-4, 1.0), "log"),
+        ("b", (0.1, 1.0), "linear"),
+        ("c", (-1e-4, 1.0), "linear"),
+        ("d", (math.nan,), "linear"),
+    ):
+        metrics = {step: {"loss": value} for step, value in enumerate(values)}
+        assert plots.metric(run_of(tmp_path / name, metrics)).get_yscale() == scale
+
+
+def test_a_metric_that_no_step_has_is_named(tmp_path):
     """The error lists the existing metrics."""
     with pytest.raises(ValueError, match="'los'; found loss, acc"):
-        plots.metric(run_of({1: {"loss": 1.0, "acc": 2.0}}), "los")
+        plots.metric(run_of(tmp_path, {1: {"loss": 1.0, "acc": 2.0}}), "los")
 
 
-def test_a_name_is_no_formula():
+def test_a_name_is_no_formula(tmp_path):
     """matplotlib would read it as a formula, and fail on an incomplete one."""
-    ax = plots.metric(run_of({1: {"$\\frac{": 1.0}}))
+    ax = plots.metric(run_of(tmp_path, {1: {"$\\frac{": 1.0}}))
 
     assert ax.get_ylabel() == r"\$\frac{"
+
+
+@pytest.mark.parametrize("background", ["white", "#111111"])
+def test_a_new_figure_is_legible_on_any_page(tmp_path, background):
+    """It has no background of its own, and its text stands out from light and from dark ones."""
+    ax = plots.metric(run_of(tmp_path, {1: {"loss": 1.0}}))
+
+    texts = [*ax.get_xticklabels(), *ax.get_yticklabels(), ax.xaxis.label, ax.yaxis.label, ax.title]
+    assert not ax.patch.get_visible()
+    assert not ax.figure.patch.get_visible()
+    assert {contrast(text.get_color(), background) > 4 for text in texts} == {True}
+
+
+def contrast(colour, other):
+    """The ratio of two luminances, as WCAG 2 has it; text needs 4.5, large text 3."""
+
+    def luminance(of):
+        channels = [c / 12.92 if c <= 0.04 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(of)]
+        return 0.05 + np.dot(channels, (0.2126, 0.7152, 0.0722))
+
+    dark, light = sorted((luminance(colour), luminance(other)))
+    return light / dark
 
 
 # --- timings -------------------------------------------------------------------------------------
@@ -240,13 +277,33 @@ def test_a_saved_sharding_is_drawn_like_that_of_the_array(tmp_path, mesh, spec):
     assert before.get_title() == after.get_title() == "[8, 16] on 8 devices"
 
 
-def test_a_device_has_one_colour_in_all_drawings(make_mesh):
-    """This holds for any number of devices."""
-    few, many = (plots.sharding(put(make_mesh(x=count), (8, 8), "x")).patches for count in (2, 8))
+def test_a_sharding_has_a_hue_for_each_axis(make_mesh):
+    """Darker along the axis, the product where two axes divide; an array on one part is grey."""
+    mesh = make_mesh(x=2, y=4)
 
-    colours = [to_hex(patch.get_facecolor()) for patch in many]
-    assert len(set(colours)) == 8
-    assert [to_hex(patch.get_facecolor()) for patch in few] == colours[:2]
+    def colours(*spec):
+        return [np.array(patch.get_facecolor()[:3]) for patch in
+                plots.sharding(put(mesh, (8, 8), *spec)).patches]  # fmt: skip
+
+    x, y, both = colours("x"), colours(None, "y"), colours("x", "y")
+    assert [to_hex(colour) for colour in x] == [to_hex(_palette.tint(0, at)) for at in (0, 1)]
+    assert np.allclose(y, [_palette.tint(1, at / 3) for at in range(4)])
+    assert np.allclose(both, [along_x * along_y for along_x in x for along_y in y])
+    assert len({to_hex(colour) for colour in both}) == 8
+    assert np.allclose(colours(), _palette.NEUTRAL)
+
+
+def test_a_sharding_has_a_legend_of_the_axes_that_divide(make_mesh):
+    """With the numbers of the first and last place; none if no axis divides."""
+    mesh = make_mesh(x=2, y=4)
+
+    def legend(*spec):
+        found = plots.sharding(put(mesh, (8, 8), *spec)).get_legend()
+        return found and [text.get_text() for text in found.get_texts()]
+
+    assert legend("y", "x") == ["x, 0 to 1", "y, 0 to 3"]
+    assert legend(None, "y") == ["y, 0 to 3"]
+    assert legend() is None
 
 
 def test_of_more_dimensions_the_two_most_divided_are_drawn(mesh):
@@ -255,7 +312,11 @@ def test_of_more_dimensions_the_two_most_divided_are_drawn(mesh):
 
     assert (ax.get_ylabel(), ax.get_xlabel().split("\n")) == (
         "dimension 1, of 8",
-        ["dimension 3, of 4", "P(None, 'x', None, 'y')", "first part of dimension 0, 2"],
+        [
+            "dimension 3, of 4",
+            "P(None, 'x', None, 'y') on (x=4, y=2)",
+            "first part of dimension 0, 2",
+        ],
     )
     assert len(parts(ax)) == 8
 

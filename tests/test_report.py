@@ -92,7 +92,9 @@ def test_a_report_shows_the_run(run, tmp_path):
     ]
     steps = re.findall(r"<tr><td[^>]*><b>([\d,]+)</b>", found["Steps"])
     assert [int(step.replace(",", "")) for step in steps] == [
-        100 * step for step in range(30, 0, -1) if step != 17
+        100 * step
+        for step in [*range(30, 9, -1), 1, *range(9, 1, -1)]  # the best is before what is folded
+        if step != 17
     ]
     assert {"pinned", "newest", "last 3", "best 1 by loss", "every 1000 steps"} <= set(
         outline.texts
@@ -118,6 +120,78 @@ def test_a_report_shows_where_the_time_of_a_save_goes(run):
     legend = re.search(r"jc-key\">(.*?)</div>", found)[1]
     words = [text for text in Outline(legend).texts if text.strip()]
     assert words == ["snapshot", "write", "commit", EVIL]
+
+
+def test_a_report_says_how_fast_and_how_often_was_saved(run):
+    """The median interval in steps and time, the rate, and how many more steps fit on the disk."""
+    seen = overview(run)
+    steps = tuple(
+        replace(step, saved_s=90.0 * i, size_bytes=3 * 10**9, phases={"write": 2.0})
+        for i, step in enumerate(seen.steps)
+    )
+
+    html = report_module._page(replace(seen, steps=steps), str(run), None, now_s=0.0)
+
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", html))
+    assert facts["save interval"] == "100 steps, 1.5 min, median of the steps that are here"
+    assert facts["rate"] == "1.5 GB/s, median of the saves"
+    assert re.fullmatch(r"[\d.]+ [kMGT]?B, room for [\d,]+ steps? like the newest", facts["free"])
+
+
+def test_a_report_shows_values_and_json_items(tmp_path):
+    """Leaves of one number, and the content of the items that are JSON; no other array is read."""
+    items = {"config": {"lr": 0.1, EVIL: 1}, "ema": {"w": np.ones(3)}}
+    with jaxckpt.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, {"lr": np.float32(0.5), "s[0]": 7, "w": np.ones(9)}, items=items)
+
+    report(tmp_path / "run", tmp_path / "report.html")
+
+    outline = Outline((tmp_path / "report.html").read_text("utf-8"))
+    assert {"0.5", "7"} <= set(outline.texts)
+    assert '"lr": 0.1' in outline.text
+    assert "script" not in outline.tags
+    assert "mean" not in outline.text
+
+
+def test_a_report_without_values_still_shows_the_tree(tmp_path):
+    """Values that cannot be read are left out, and the problem is shown."""
+    with jaxckpt.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, {"lr": np.float32(0.5)})
+    for file in (tmp_path / "run" / "1" / "state" / "d").iterdir():
+        file.write_bytes(bytes(file.stat().st_size))
+
+    report(tmp_path / "run", tmp_path / "report.html")
+
+    html = (tmp_path / "report.html").read_text("utf-8")
+    assert "float32" in html
+    assert " = <b>" not in html
+    assert "step 1: " in sections(html)["Problems"]
+
+
+def test_a_chart_marks_values_that_are_not_finite(run):
+    """A line at each, and a word in the caption; also where no value is finite."""
+    seen = overview(run)
+    lost = {1: {"loss": 1.0, "acc": math.nan}, 2: {"loss": math.nan}, 3: {"loss": -math.inf}}
+    steps = tuple(replace(seen.steps[0], step=n, metrics=found) for n, found in lost.items())
+
+    html = report_module._page(replace(seen, steps=steps), str(run), None, now_s=0.0)
+
+    found = sections(html)["Metrics"]
+    assert re.findall(r'text-anchor="middle">(nan|-?inf)</text>', found) == ["nan", "-inf"]
+    assert "2 NaN or infinite, first at 2" in found
+    assert "1 NaN or infinite, first at 1" in found
+
+
+def test_a_chart_of_values_over_decades_has_a_log_scale():
+    """Its ticks are powers of ten, and its marks at even distances."""
+    marks = [Mark(step=n, value=10.0**-n) for n in range(5)]
+
+    drawn = _svg.line_chart(marks, label="x")
+
+    heights = [float(y) for y in re.findall(r'cy="([\d.]+)"', drawn)]
+    gaps = np.diff(heights)
+    assert np.allclose(gaps, gaps[0], atol=0.2)
+    assert [t for t in ("1", "0.1", "0.01", "0.001", "0.0001") if f">{t}</text>" in drawn]
 
 
 def test_a_report_loads_and_runs_nothing(run, tmp_path):

@@ -234,14 +234,15 @@ def _is_host_local(value: jax.Array, processes: Processes) -> bool:
 
 def _shardings(flat: Flat) -> dict[str, SavedSharding]:
     return {
-        leaf.name: _saved_sharding(value.sharding)
+        leaf.name: saved_sharding(value.sharding)
         for leaf, value in zip(flat.leaves, flat.values, strict=True)
         if leaf.kind in ("array", "key") and isinstance(value, jax.Array)
     }
 
 
 @lru_cache(maxsize=1 << 12)
-def _saved_sharding(sharding: jax.sharding.Sharding) -> SavedSharding:
+def saved_sharding(sharding: jax.sharding.Sharding) -> SavedSharding:
+    """Returns a sharding as data."""
     devices = sharding.device_set
     if isinstance(sharding, jax.sharding.NamedSharding) and not sharding.mesh.empty:
         mesh: Any = sharding.mesh

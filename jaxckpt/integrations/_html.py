@@ -29,6 +29,7 @@ color:inherit;container-type:inline-size;width:100%;max-width:72rem;text-align:l
 .jaxckpt .jc-facts span+span::before{{content:" · "}}
 .jaxckpt .jc-bad{{color:color-mix(in srgb,{_palette.BAD} 72%,currentColor)}}
 .jaxckpt details{{margin:0}}
+.jaxckpt.jaxckpt pre{{margin:.2em 0 .8em;white-space:pre-wrap;background:none;border:0}}
 .jaxckpt summary{{cursor:pointer}}
 .jaxckpt summary.jc-row{{list-style:none}}
 .jaxckpt summary.jc-row::-webkit-details-marker{{display:none}}
@@ -47,8 +48,8 @@ margin-left:-1.1em;opacity:.6;font-weight:400}}
 .jaxckpt .jc-small{{font-size:12px}}
 .jaxckpt .jc-layouts{{display:flex;gap:.6em;align-items:baseline}}
 .jaxckpt .jc-layout{{flex:none;align-self:center;overflow:visible;fill:none;
-stroke:{_palette.BLUE}}}
-.jaxckpt .jc-layout .jc-split{{fill:{_palette.BLUE};fill-opacity:.22}}
+stroke:currentColor;stroke-width:1.5}}
+.jaxckpt .jc-layout :is(rect,path:not([stroke])){{stroke-width:1;stroke-opacity:.6}}
 .jaxckpt svg text{{font-size:11px;fill:currentColor;opacity:.75}}
 .jaxckpt .jc-axis{{stroke:currentColor;stroke-opacity:.4}}
 .jaxckpt .jc-grid{{stroke:currentColor;stroke-opacity:.12}}
@@ -125,6 +126,19 @@ def moment(seconds: float | None) -> str:
         return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
     except (OverflowError, ValueError, OSError):
         return ""
+
+
+def duration(seconds: float) -> str:
+    """Formats a duration in the unit that suits it.
+
+    Example:
+        >>> duration(0.25), duration(90), duration(90_000)
+        ('0.25 s', '1.5 min', '25 h')
+    """
+    for unit, length_s in (("h", 3600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def count(number: int, word: str) -> str:

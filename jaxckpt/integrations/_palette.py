@@ -1,7 +1,7 @@
 """The colours of all drawings, one per meaning, safe for colour-blind readers.
 
 They are Paul Tol's "vibrant" scheme, visible on white and on black. Important marks also differ in
-shape.
+shape. Shardings have a hue for each axis of the mesh.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from itertools import cycle
 from typing import Final
 
+Colour = tuple[float, float, float]  # red, green, blue, from 0 to 1
+
 BLUE: Final = "#0077bb"
 ORANGE: Final = "#ee7733"
 TEAL: Final = "#009988"
@@ -17,6 +19,10 @@ RED: Final = "#cc3311"
 CYAN: Final = "#33bbee"
 MAGENTA: Final = "#ee3377"
 GREY: Final = "#999999"
+
+INK: Final = "#767676"  # text and lines, legible on white and on black
+NEUTRAL: Final[Colour] = (0.75, 0.75, 0.75)
+AXES: Final = (BLUE, ORANGE, TEAL, MAGENTA, CYAN, RED)  # of a mesh, in order
 
 KEPT: Final = BLUE
 BEST: Final = ORANGE
@@ -48,6 +54,23 @@ def phase_colours(names: Iterable[str]) -> dict[str, str]:
     found = dict.fromkeys(names)
     known = {name: colour for name, colour in _PHASES.items() if name in found}
     return known | dict(zip((n for n in found if n not in known), cycle(_FURTHER), strict=False))
+
+
+def axis_hue(axis: int) -> str:
+    """Returns the colour of a mesh axis, by its number."""
+    return AXES[axis % len(AXES)]
+
+
+def tint(axis: int, along: float) -> Colour:
+    """Returns the colour at a place along a mesh axis, from light at 0.0 to dark at 1.0.
+
+    Example:
+        >>> [round(channel, 2) for channel in tint(0, 1.0)]
+        [0.2, 0.57, 0.79]
+    """
+    hue, weight = axis_hue(axis), 0.15 + 0.65 * along
+    red, green, blue = (1 - weight * (1 - int(hue[i : i + 2], 16) / 255) for i in (1, 3, 5))
+    return red, green, blue
 
 
 def legend(colours: Mapping[str, str]) -> dict[str, str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from jaxckpt._core.text import size_text
 from jaxckpt._run.overview import StepOverview
-from jaxckpt._run.retention import KeepPolicy, value_of
+from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.integrations import _svg
 from jaxckpt.integrations._html import count, escape, moment
 from jaxckpt.integrations._svg import Mark
@@ -68,9 +69,10 @@ def story(
 
 
 def marks(told: Story, metric: str | None = None) -> list[Mark]:
-    """Returns a mark for each step, at the height of a metric; only the newest of very many."""
+    """Returns a mark for each step, at the height of a metric; of many, the newest and the best."""
     found = []
-    for step in told.steps[-_MAX_MARKS:]:
+    newest = told.steps[-_MAX_MARKS:]
+    for step in [*(step for step in told.steps[:-_MAX_MARKS] if step.step == told.best), *newest]:
         words = [f"step {step.step:,}", moment(step.saved_s), size_text(step.size_bytes)]
         words += [f"{name} {_cell(value)}" for name, value in [*step.metrics.items()][:8]]
         words += told.why.get(step.step, ()) if told.why else ()
@@ -78,7 +80,7 @@ def marks(told: Story, metric: str | None = None) -> list[Mark]:
         found.append(
             Mark(
                 step=step.step,
-                value=as_float(value_of(step.metrics, metric)),
+                value=number_of(step, metric),
                 title=" · ".join(word for word in words if word),
                 kept=told.why is None or step.step in told.why,
                 best=step.step == told.best,
@@ -94,10 +96,16 @@ def marks(told: Story, metric: str | None = None) -> list[Mark]:
     return sorted([*found, *coming], key=lambda mark: mark.step)
 
 
-def as_float(value: float | None) -> float | None:
-    """Returns a value that can be drawn, or None if it overflows a float."""
+def number_of(step: StepOverview, metric: str | None) -> float | None:
+    """Returns a metric of a step, also NaN; None if it is no number or overflows a float."""
+    return None if metric is None else _as_float(step.metrics.get(metric))
+
+
+def _as_float(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
     try:
-        return None if value is None else float(value)
+        return float(value)
     except OverflowError:
         return None
 
@@ -139,31 +147,35 @@ def metric_names(steps: Sequence[StepOverview], first: str | None = None) -> lis
 
 
 def table(told: Story) -> str:
-    """Returns the steps as a table, newest first; the older of many are collapsed."""
+    """Returns the steps as a table, newest first; the older of many are collapsed, but the best."""
     if not told.steps:
         return ""
     columns = metric_names(told.steps, told.metric)[:_MAX_COLUMNS]
-    rows = [_row(told, step, columns) for step in reversed(told.steps[-_MAX_ROWS:])]
     head = (
         '<thead><tr><th class="jc-num">step</th><th>saved (UTC)</th><th class="jc-num">size</th>'
         + "".join(f'<th class="jc-num">{escape(name, _MAX_NAME)}</th>' for name in columns)
+        + "<th>checked</th>"
         + f'<th class="jc-full">{"kept because" if told.why is not None else ""}</th></tr></thead>'
     )
-    shown = _scrolled(head, rows[:_MAX_SHOWN])
-    earlier, cut = rows[_MAX_SHOWN:], len(told.steps) - _MAX_ROWS
-    if earlier:
+    newest = [*reversed(told.steps)]
+    shown = newest[:_MAX_SHOWN] + [s for s in newest[_MAX_SHOWN:] if s.step == told.best]
+    rest = [step for step in newest[_MAX_SHOWN:] if step.step != told.best]
+    html = _rows(told, head, shown, columns)
+    if rest:
+        folded = rest[: _MAX_ROWS - _MAX_SHOWN]
+        cut = len(rest) - len(folded)
         more = f'<p class="jc-faint">… {count(cut, "more step")}</p>' if cut > 0 else ""
-        shown += (
-            f"<details><summary>… {count(len(told.steps) - _MAX_SHOWN, 'earlier step')}</summary>"
-            f"{_scrolled(head, earlier)}{more}</details>"
+        html += (
+            f"<details><summary>… {count(len(rest), 'earlier step')}</summary>"
+            f"{_rows(told, head, folded, columns)}{more}</details>"
         )
-    return shown
+    return html
 
 
-def _scrolled(head: str, rows: Sequence[str]) -> str:
+def _rows(told: Story, head: str, steps: Sequence[StepOverview], columns: Sequence[str]) -> str:
     """Returns a table that scrolls in its own box if the page is too narrow."""
-    body = f"<table>{head}<tbody>{''.join(rows)}</tbody></table>"
-    return f'<div class="jc-scroll">{body}</div>'
+    rows = "".join(_row(told, step, columns) for step in steps)
+    return f'<div class="jc-scroll"><table>{head}<tbody>{rows}</tbody></table></div>'
 
 
 def _row(told: Story, step: StepOverview, columns: Sequence[str]) -> str:
@@ -174,7 +186,12 @@ def _row(told: Story, step: StepOverview, columns: Sequence[str]) -> str:
     ]
     for name in columns:
         value = escape(_cell(step.metrics[name]), _MAX_CELL) if name in step.metrics else ""
+        if not math.isfinite(number_of(step, name) or 0.0):
+            value = f'<b class="jc-bad">{value}</b>'
         cells.append(f'<td class="jc-num" data-label="{escape(name, _MAX_CELL)}">{value}</td>')
+    what = "sizes" if step.writer.startswith("jaxckpt") else "markers"
+    checked = f"{what}; data not read" if step.problem is None else ""
+    cells.append(f'<td class="jc-faint" data-label="checked">{checked}</td>')
     cells.append(f'<td class="jc-full">{_tags(told, step)}</td>')
     return f"<tr>{''.join(cells)}</tr>"
 
@@ -199,7 +216,6 @@ def _tags(told: Story, step: StepOverview) -> str:
     return "".join(tags)
 
 
-def _cell(value: Any) -> str:  # JSON
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    floating = as_float(value) if number else None
-    return str(value)[: 2 * _MAX_CELL] if floating is None else f"{floating:.4g}"
+def _cell(value: object) -> str:  # JSON
+    number = _as_float(value)
+    return str(value)[: 2 * _MAX_CELL] if number is None else f"{number:.4g}"

@@ -6,16 +6,16 @@ Text and lines inherit the surrounding colour, so they are legible on light and 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.integrations._html import escape
-from jaxckpt.integrations._palette import BAD, BEST, BLUE, KEPT, PINNED, phase_colours
+from jaxckpt.integrations._palette import BAD, BEST, BLUE, KEPT, PINNED, axis_hue, phase_colours
 
 _WIDTH, _HEIGHT = 340, 170
-_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 10, 26
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 12, 26
 # More bars than pixels are invisible.
 _MAX_BARS: Final = 60
 _MAX_DOTS: Final = 90
@@ -30,7 +30,7 @@ class Mark:
     """One step in a drawing; `best`, `pinned` and `bad` highlight it."""
 
     step: int
-    value: float | None = None  # its height in a chart; not drawn if None or not finite
+    value: float | None = None  # its height in a chart; NaN and infinities are lines
     title: str = ""  # the tooltip
     kept: bool = True  # whether the policy keeps it
     best: bool = False
@@ -88,35 +88,60 @@ def division(sharding: SavedSharding | None, shape: Sequence[int]) -> str:
         return ""
     parts, copies = _parts(sharding, len(shape))
     most = sorted(sorted(range(len(parts)), key=lambda i: -parts[i])[:2])
-    rows, columns = ([1] * 2 + [parts[i] for i in most])[-2:]
+    rows, columns = ([None] * 2 + most)[-2:]
     # Only the visible part of the outline behind.
     back = '<path d="M4.5 3V.5H25.5V12.5H22"/>' if copies > 1 else ""
-    lines = "".join(
-        f"M{0.5 + 21 * i / n:.1f} 3.5v12" for n in (min(columns, _MAX_LINES),) for i in range(1, n)
-    ) + "".join(
-        f"M.5 {3.5 + 12 * i / n:.1f}h21" for n in (min(rows, _MAX_LINES),) for i in range(1, n)
-    )
+    down = [
+        f'<path d="M{0.5 + 21 * at:.1f} 3.5v12" stroke="{colour}"/>'
+        for at, colour in _cuts(sharding, parts, columns)
+    ]
+    across = [
+        f'<path d="M.5 {3.5 + 12 * at:.1f}h21" stroke="{colour}"/>'
+        for at, colour in _cuts(sharding, parts, rows)
+    ]
     words = " × ".join(map(str, parts)) or "1"
     title = f"{words} parts, each on {copies} device{'s' * (copies != 1)}"
-    fill = "" if rows * columns == 1 else ' class="jc-split"'
     return (
         f'<svg class="jc-layout" width="26" height="16" role="img"><title>{title}</title>{back}'
-        f'<rect{fill} x=".5" y="3.5" width="21" height="12" rx="1"/>'
-        f"{f'<path d={_quote(lines)}/>' if lines else ''}</svg>"
+        f'<rect x=".5" y="3.5" width="21" height="12" rx="1"/>{"".join([*down, *across])}</svg>'
     )
 
 
-def _quote(text: str) -> str:
-    return f'"{text}"'
+def swatch(colour: str) -> str:
+    """Draws a square for a legend."""
+    return (
+        f'<svg width="12" height="12"><rect width="12" height="12" rx="2" fill="{colour}"/></svg>'
+    )
+
+
+def _cuts(
+    sharding: SavedSharding, parts: Sequence[int], dim: int | None
+) -> Iterator[tuple[float, str]]:
+    """Yields where a dimension is cut, from 0 to 1, and the hue of the mesh axis that cuts it."""
+    if dim is None or parts[dim] == 1:
+        return
+    axes = _axes_of(sharding, dim)
+    sizes = [sharding.axis_sizes[axis] for axis in axes]
+    strides = [math.prod(sizes[i + 1 :]) for i in range(len(axes))]
+    step = -(-parts[dim] // _MAX_LINES)
+    for cut in range(step, parts[dim], step):
+        axis = next(axis for axis, stride in zip(axes, strides, strict=True) if cut % stride == 0)
+        yield cut / parts[dim], axis_hue(axis)
+
+
+def _axes_of(sharding: SavedSharding, dim: int) -> list[int]:
+    """Returns the numbers of the mesh axes that divide a dimension."""
+    found = sharding.spec[dim] if dim < len(sharding.spec) else None
+    names = () if found is None else (found,) if isinstance(found, str) else found
+    return [sharding.axis_names.index(name) for name in names]
 
 
 def _parts(sharding: SavedSharding, dims: int) -> tuple[list[int], int]:
     """Returns the number of parts of each dimension, and the number of devices of each part."""
-    sizes = dict(zip(sharding.axis_names, sharding.axis_sizes, strict=True))
-    parts = [1] * dims
-    for i, axes in enumerate(sharding.spec[:dims]):
-        names = () if axes is None else (axes,) if isinstance(axes, str) else axes
-        parts[i] = math.prod(sizes[name] for name in names)
+    parts = [
+        math.prod(sharding.axis_sizes[axis] for axis in _axes_of(sharding, dim))
+        for dim in range(dims)
+    ]
     return parts, max(1, math.prod(sharding.axis_sizes) // math.prod(parts))
 
 
@@ -180,23 +205,29 @@ def dot(mark: Mark, x: str, y: str, radius: float = 4.5) -> str:
 
 def line_chart(marks: Sequence[Mark], *, label: str) -> str:
     """Draws values over steps; returns "" if there are none."""
-    drawn = [(m, float(m.value)) for m in marks if m.value is not None and -_HUGE < m.value < _HUGE]
+    valued = [(m, float(m.value)) for m in marks if m.value is not None]
+    drawn = [(m, v) for m, v in valued if -_HUGE < v < _HUGE]
     if not drawn:
         return ""
-    low, high = _widened(min(v for _, v in drawn), max(v for _, v in drawn))
-    first, last = drawn[0][0].step, drawn[-1][0].step
+    scaled = math.log10 if spans_decades([v for _, v in drawn]) else float
+    low, high = _widened(min(scaled(v) for _, v in drawn), max(scaled(v) for _, v in drawn))
+    first, last = valued[0][0].step, valued[-1][0].step
 
-    def place(step: float, value: float) -> tuple[float, float]:
+    def x_of(step: float) -> float:
         across = (step - first) / (last - first) if last > first else 0.5
-        return (
-            _LEFT + across * (_WIDTH - _LEFT - _RIGHT),
-            _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM),
-        )
+        return _LEFT + across * (_WIDTH - _LEFT - _RIGHT)
 
-    spots = [(m, *place(m.step, v)) for m, v in drawn]
+    def y_of(height: float) -> float:
+        return _TOP + (high - height) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    spots = [(m, x_of(m.step), y_of(scaled(v))) for m, v in drawn]
     line = " ".join(f"{x:.1f},{y:.1f}" for _, x, y in spots)
-    across = [(place(t, low)[0], number(round(t))) for t in ticks(first, last, 4) if t == round(t)]
-    upwards = [(place(first, t)[1], number(t)) for t in ticks(low, high, 5)]
+    across = [(x_of(t), number(round(t))) for t in ticks(first, last, 4) if t == round(t)]
+    heights = ticks(low, high, 5)
+    if scaled is math.log10:
+        upwards = [(y_of(t), number(10.0**t)) for t in heights if t == round(t)]
+    else:
+        upwards = [(y_of(t), number(t)) for t in heights]
     few = len(spots) <= _MAX_DOTS  # otherwise only the highlighted dots
     dots = "".join(
         dot(m, f"{x:.1f}", f"{y:.1f}", 4.0 if len(spots) <= _MAX_DOTS / 3 else 2.5)
@@ -204,7 +235,27 @@ def line_chart(marks: Sequence[Mark], *, label: str) -> str:
         if few or m.best or m.pinned or m.bad
     )
     curve = f'<polyline points="{line}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>'
-    return _chart(label, _axes(across, upwards) + curve + dots)
+    lost = "".join(_not_finite(m, x_of(m.step)) for m, v in valued if not math.isfinite(v))
+    return _chart(label, _axes(across, upwards) + lost + curve + dots)
+
+
+def spans_decades(values: Sequence[float]) -> bool:
+    """Returns whether values are legible only on a logarithmic scale.
+
+    Example:
+        >>> spans_decades([1e-4, 1.0]), spans_decades([0.0, 1.0]), spans_decades([5.0, 50.0])
+        (True, False, False)
+    """
+    return 0 < min(values) <= max(values) / 1000
+
+
+def _not_finite(mark: Mark, x: float) -> str:
+    """Draws a line across a chart for a value that has no height."""
+    return (
+        f'<g><title>{escape(mark.title)}</title><line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" '
+        f'y2="{_HEIGHT - _BOTTOM}" stroke="{BAD}" stroke-width="2" stroke-opacity=".6"/>'
+        f'<text x="{x:.1f}" y="{_TOP - 1}" text-anchor="middle">{mark.value}</text></g>'
+    )
 
 
 def bar_chart(bars: Sequence[Bar], *, label: str, scale: float = 1.0) -> str:

@@ -7,9 +7,10 @@ A large tree is collapsed, and cut with a "… n more".
 from __future__ import annotations
 
 import json
+import math
 import posixpath
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final
@@ -22,6 +23,7 @@ from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.format.tree import path_text
 from jaxckpt.integrations import _steps, _svg
 from jaxckpt.integrations._html import block, count, escape, facts
+from jaxckpt.integrations._palette import axis_hue
 from jaxckpt.types import LeafInfo, LeafStatistics
 
 if TYPE_CHECKING:  # showing a checkpoint needs neither jax nor TensorStore
@@ -30,9 +32,12 @@ if TYPE_CHECKING:  # showing a checkpoint needs neither jax nor TensorStore
 # Limits on the rows of one container, all rows, and rows visible at first.
 _MAX_LEVEL: Final = 40
 _MAX_ROWS: Final = 200
-_MAX_OPEN: Final = 40
+_MAX_OPEN: Final = 100
 _MAX_DEPTH: Final = 24
 _MAX_LISTED: Final = 50
+_MAX_TEXT: Final = 60
+_MAX_JSON: Final = 4000
+_MAX_JSON_LINES: Final = 20
 
 
 def checkpoint_html(
@@ -127,7 +132,7 @@ def tree_head(ckpt: inspection.Checkpoint) -> str:
     told = [
         count(len(ckpt.leaves), "leaf"),
         size_text(ckpt.size_bytes),
-        f"mesh {escape(next(iter(meshes)))}" if len(meshes) == 1 else "",
+        f"mesh {_mesh_key(next(iter(meshes)))}" if len(meshes) == 1 else "",
         f"{len(meshes)} meshes" if len(meshes) > 1 else "",
         f"other items: {escape(', '.join(others))}" if others else "",
     ]
@@ -141,12 +146,21 @@ def tree_head(ckpt: inspection.Checkpoint) -> str:
     return f'<div class="jc-head">{_title(ckpt.path, item)}{facts(told)}{more}</div>'
 
 
-def _meshes(ckpt: inspection.Checkpoint) -> set[str]:
-    meshes = {
-        leaf.saved_sharding for leaf in ckpt.leaves.values() if leaf.saved_sharding is not None
+def _meshes(ckpt: inspection.Checkpoint) -> set[tuple[tuple[str, int], ...]]:
+    """Returns the meshes that leaves were on, as axes with their sizes."""
+    saved = {leaf.saved_sharding for leaf in ckpt.leaves.values()}
+    return {
+        tuple(zip(one.axis_names, one.axis_sizes, strict=True))
+        for one in saved
+        if one is not None and one.axis_names
     }
-    axes = [zip(one.axis_names, one.axis_sizes, strict=True) for one in meshes if one.axis_names]
-    return {", ".join(f"{name}={size}" for name, size in mesh) for mesh in axes}
+
+
+def _mesh_key(axes: Sequence[tuple[str, int]]) -> str:
+    """Renders a mesh, each axis with the colour of its cuts in the drawings of shardings."""
+    return ", ".join(
+        f"{_svg.swatch(axis_hue(i))} {escape(name)}={size}" for i, (name, size) in enumerate(axes)
+    )
 
 
 # --- the tree --------------------------------------------------------------------------------
@@ -157,31 +171,67 @@ def tree_html(
 ) -> str:
     """Renders the leaves as rows, collapsed by container."""
     if not ckpt.leaves:
-        return '<div class="jc-faint">no leaves: a JSON item, or an empty tree</div>'
+        return json_html(ckpt) or '<div class="jc-faint">an empty tree</div>'
     top = nested(ckpt.leaves.values())
     head = (
         '<div class="jc-row jc-top jc-faint"><span class="jc-name">name</span>'
         '<span>type</span><span class="jc-num">size</span><span>sharding</span></div>'
     )
-    one_mesh = len(_meshes(ckpt)) == 1
-    rows = _rows(top, 0, _allot(top), statistics or {}, one_mesh=one_mesh)
-    return f'<div class="jc-tree">{head}{"".join(rows)}</div>'
+    counts, opened = _allot(top)
+    shown = _Shown(
+        counts=counts,
+        opened=opened,
+        statistics=statistics or {},
+        texts=_texts(ckpt),
+        one_mesh=len(_meshes(ckpt)) == 1,
+    )
+    return f'<div class="jc-tree">{head}{"".join(_rows(top, 0, shown))}</div>'
+
+
+def _texts(ckpt: inspection.Checkpoint) -> dict[str, str]:
+    """Returns the leaves that are text, which the metadata contains."""
+    leaves = ckpt._tree.tree.leaves if ckpt._tree is not None else ()
+    return {leaf.text: leaf.value for leaf in leaves if isinstance(leaf.value, str)}
+
+
+def json_html(ckpt: inspection.Checkpoint) -> str:
+    """Renders the value of a JSON item, collapsed if it is long; returns "" for a tree."""
+    if ckpt._tree is not None:
+        return ""
+    value = getattr(ckpt._opened, "value", None)
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    lines = text.count("\n") + 1
+    shown = f'<pre class="jc-mono">{escape(text, _MAX_JSON)}</pre>'
+    if lines <= _MAX_JSON_LINES:
+        return shown
+    return f"<details><summary>JSON, {count(lines, 'line')}</summary>{shown}</details>"
+
+
+def is_scalar(leaf: LeafInfo) -> bool:
+    """Whether the leaf is one number."""
+    return math.prod(leaf.shape) == 1 and leaf.kind not in ("str", "bytes", "empty", "key")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shown:
-    """Which parts of a tree are shown.
+    """What is shown of a tree.
 
     Attributes:
         counts: So many children of each branch.
         opened: Branches that are not folded.
+        statistics: The values of leaves in words, where they were read.
+        texts: The leaves that are text.
+        one_mesh: Whether the head names the mesh of all leaves.
     """
 
     counts: Mapping[Branch, int]
     opened: Collection[Branch]
+    statistics: Mapping[str, LeafStatistics]
+    texts: Mapping[str, str]
+    one_mesh: bool
 
 
-def _allot(top: Branch) -> _Shown:
+def _allot(top: Branch) -> tuple[Mapping[Branch, int], Collection[Branch]]:
     """Decides what is shown, and what is open: the levels nearest to the root first."""
     left, open_left, level = _MAX_ROWS, _MAX_OPEN, [top]
     counts: dict[Branch, int] = {}
@@ -196,21 +246,14 @@ def _allot(top: Branch) -> _Shown:
         open_left -= shown
         children = [c for node in level for c in islice(node.children.values(), counts[node])]
         level = [child for child in children if isinstance(child, Branch)]
-    return _Shown(counts=counts, opened=opened)
+    return counts, opened
 
 
-def _rows(
-    node: Branch,
-    depth: int,
-    shown: _Shown,
-    statistics: Mapping[str, LeafStatistics],
-    *,
-    one_mesh: bool,
-) -> Iterator[str]:
+def _rows(node: Branch, depth: int, shown: _Shown) -> Iterator[str]:
     count_shown = shown.counts.get(node, 0)
     for name, child in islice(node.children.items(), count_shown):
         if isinstance(child, LeafInfo):
-            yield _leaf_row(name, child, depth, statistics.get(child.path), one_mesh=one_mesh)
+            yield _leaf_row(name, child, depth, shown)
             continue
         yield (
             f'<details{" open" if child in shown.opened else ""}><summary class="jc-row" '
@@ -218,7 +261,7 @@ def _rows(
             f'<span class="jc-type jc-faint">{count(child.leaf_count, "leaf")}</span>'
             f'<span class="jc-num">{size_text(child.size_bytes)}</span></summary>'
         )
-        yield from _rows(child, depth + 1, shown, statistics, one_mesh=one_mesh)
+        yield from _rows(child, depth + 1, shown)
         yield "</details>"
     if (cut := len(node.children) - count_shown) > 0:
         yield (
@@ -227,19 +270,20 @@ def _rows(
         )
 
 
-def _leaf_row(
-    name: str, leaf: LeafInfo, depth: int, found: LeafStatistics | None, *, one_mesh: bool
-) -> str:
+def _leaf_row(name: str, leaf: LeafInfo, depth: int, shown: _Shown) -> str:
     dims = ", ".join(map(str, leaf.shape))
     is_array = leaf.kind not in ("str", "bytes", "empty", "int")
     words = f'{escape(leaf.dtype)}<span class="jc-faint">[{escape(dims)}]</span>'
     words = words if is_array else escape(leaf.type_text)
+    found = shown.statistics.get(leaf.path)
+    if value := _value(found, shown.texts.get(leaf.path)):
+        words, found = f"{words} = <b>{escape(value)}</b>", None
     drawing, spec = "", ""
     if leaf.saved_sharding is not None:
         drawing = _svg.division(leaf.saved_sharding, leaf.shape)
         sharding = str(leaf.saved_sharding)
         # If there is only one mesh, the head names it.
-        is_short = one_mesh and not leaf.saved_sharding.is_single_device
+        is_short = shown.one_mesh and not leaf.saved_sharding.is_single_device
         spec = escape(sharding.rpartition(" on (")[0] if is_short else sharding)
     return (
         f'<div class="jc-row" style="--d:{depth}"><span class="jc-name jc-mono">{escape(name)}'
@@ -247,6 +291,15 @@ def _leaf_row(
         f'<span class="jc-num">{size_text(leaf.size_bytes)}</span>'
         f'<span class="jc-layouts jc-mono">{drawing}{spec}</span>{_statistics(found)}</div>'
     )
+
+
+def _value(found: LeafStatistics | None, text: str | None) -> str:
+    """Returns the value of a leaf that is one number, or text; else ""."""
+    if text is not None:
+        return json.dumps(text[:_MAX_TEXT], ensure_ascii=False)
+    if found is None or found.size != 1 or found.min is None:
+        return ""
+    return f"{found.min:,}" if isinstance(found.min, int) else f"{found.min:.6g}"
 
 
 def _statistics(found: LeafStatistics | None) -> str:
@@ -261,7 +314,6 @@ def _statistics(found: LeafStatistics | None) -> str:
             f"norm {_svg.number(found.norm)}",
             f"{found.zeros / found.size:.0%} zero" if found.zeros else "",
         ]
-        told = [_svg.number(found.min)] if found.size == 1 else told
     bad = [f"{found.nan:,} NaN" if found.nan else "", f"{found.inf:,} inf" if found.inf else ""]
     words = [f'<span class="jc-faint">{word}</span>' for word in told if word]
     words += [f'<b class="jc-bad">{word}</b>' for word in bad if word]

@@ -1,20 +1,22 @@
 """Plots with matplotlib: a metric over steps, the time of saves by phase, a sharding.
 
-Each function draws into `ax`, or into a new figure, and returns the axes.
+Each function draws into `ax`, or into a new figure, and returns the axes. A new figure is
+transparent, with colours that are legible on light and on dark pages.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from jaxckpt._run.overview import RunOverview, overview
+from jaxckpt._run.overview import overview
 from jaxckpt.format.sharding import SavedSharding
-from jaxckpt.integrations import _palette, _steps
+from jaxckpt.integrations import _palette, _steps, _svg
 from jaxckpt.types import LeafInfo, Timing
 
 if TYPE_CHECKING:
@@ -25,22 +27,22 @@ if TYPE_CHECKING:
 # Device numbers in larger grids are illegible.
 _MAX_LABELLED: Final = 64
 _MAX_NAMED: Final = 8
-# By device number, so that a device looks the same in every drawing; neighbours differ most.
-_SHADES: Final = tuple(0.1 + 0.9 * place / 7 for place in (0, 4, 2, 6, 1, 5, 3, 7))
 _MAX_BARS: Final = 40
 _MAX_DEVICES: Final = 1 << 16
 
 
 def metric(
-    run: CheckpointManager | RunOverview, name: str | None = None, ax: Axes | None = None
+    run: CheckpointManager | str | os.PathLike[str],
+    name: str | None = None,
+    ax: Axes | None = None,
 ) -> Axes:
     """Draws a metric over the existing steps.
 
-    For a manager, the plot marks the steps that its policy keeps, the best step and those that will
-    be deleted.
+    The plot marks the steps that the policy keeps, the best step and those that will be deleted.
+    NaN and infinite values are lines across it, and values that span decades have a log scale.
 
     Args:
-        run: A manager, or the result of `jaxckpt._run.overview.overview`.
+        run: A manager, or the root of a run, with the policy that its last job recorded.
         name: The metric. If None, the policy's metric, or else the first one.
         ax: The axes to draw into.
 
@@ -59,14 +61,14 @@ def metric(
     """
     from matplotlib.ticker import MaxNLocator
 
-    keep = None if isinstance(run, RunOverview) else run.keep
-    found = run if isinstance(run, RunOverview) else overview(run._url(run.directory))
-    told = _steps.story(found.steps, keep=keep, now_s=time.time())
+    is_root = isinstance(run, (str, os.PathLike))
+    found = overview(run if is_root else run._url(run.directory))
+    told = _steps.story(found.steps, keep=found.keep if is_root else run.keep, now_s=time.time())
     names = _steps.metric_names(found.steps, told.metric)
     name = name or told.metric or next(iter(names), None)
-    marks = [mark for mark in _steps.marks(told, name) if mark.value is not None]
-    marks = [mark for mark in marks if math.isfinite(mark.value or 0.0)]
-    if not marks:
+    valued = [mark for mark in _steps.marks(told, name) if mark.value is not None]
+    marks = [mark for mark in valued if math.isfinite(mark.value or 0.0)]
+    if not valued:
         raise ValueError(
             f"no step of {found.path} has a numeric metric {name!r}; found "
             f"{', '.join(names) or 'no metrics'}"
@@ -83,7 +85,7 @@ def metric(
         (
             "deleted after the next save",
             [m for m in marks if not m.kept and not m.bad],
-            {"marker": "o", "facecolors": ax.get_facecolor(), "edgecolors": _palette.KEPT},
+            {"marker": "o", "facecolors": "none", "edgecolors": _palette.KEPT},
         ),
         ("incomplete", [m for m in marks if m.bad], {"marker": "x", "color": _palette.BAD}),
         (
@@ -101,12 +103,17 @@ def metric(
         if some:
             steps, values = [m.step for m in some], [m.value for m in some]
             ax.scatter(steps, values, label=label, zorder=3, **{"s": 30, **look})
+    lost = [mark.step for mark in valued if mark not in marks]
+    for i, step in enumerate(lost):
+        ax.axvline(step, color=_palette.BAD, lw=1.5, label="" if i else "NaN or infinite")
+    if _svg.spans_decades([mark.value or 0.0 for mark in marks] or [1.0]):
+        ax.set_yscale("log")
     ax.set_xlabel("step")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.set_ylabel(_plain(name or ""))
-    if sum(bool(some) for _, some, _ in kinds) > 1:
-        ax.legend(frameon=False, fontsize="small")
+    if lost or sum(bool(some) for _, some, _ in kinds) > 1:
+        ax.legend(frameon=False, fontsize="small", labelcolor=_ink(ax))
     return ax
 
 
@@ -159,7 +166,7 @@ def timings(timings: Sequence[Timing], ax: Axes | None = None) -> Axes:
     for i, one in enumerate(shown):
         end = left[i] + rest[i]
         words = f" {one.gb_per_s:.2f} GB/s" if one.total_bytes else ""
-        ax.text(end, i, words, va="center", fontsize="small", alpha=0.7)
+        ax.text(end, i, words, va="center", fontsize="small", color=_ink(ax))
     ax.set_xlabel("seconds")
     ax.set_xlim(left=0)
     meaning = _palette.legend(colours)
@@ -170,6 +177,7 @@ def timings(timings: Sequence[Timing], ax: Axes | None = None) -> Axes:
         handles=handles,
         frameon=False,
         fontsize="small",
+        labelcolor=_ink(ax),
         ncols=len(handles) if len(handles) <= 6 else 4,
         loc="lower left",
         bbox_to_anchor=(0, 1),
@@ -183,9 +191,10 @@ def timings(timings: Sequence[Timing], ax: Axes | None = None) -> Axes:
 def sharding(of: Any, shape: Sequence[int] | None = None, ax: Axes | None = None) -> Axes:
     """Draws which device holds which part of an array.
 
-    Each part has the colour of its first device, the same in every drawing, so that two shardings
-    can be compared side by side. An array of more than two dimensions is drawn along its two most
-    divided dimensions, at the start of the others.
+    Each axis of the mesh that divides the array has a hue, which grows darker along the axis, so
+    that a part shows its place on every axis. The numbers are those of the devices. An array of
+    more than two dimensions is drawn along its two most divided dimensions, at the start of the
+    others.
 
     Args:
         of: A `jax.Array`, a `jax.sharding.Sharding`, or a leaf of `jaxckpt.open(path).leaves`.
@@ -202,7 +211,7 @@ def sharding(of: Any, shape: Sequence[int] | None = None, ax: Axes | None = None
         >>> sharding(jax.numpy.zeros((4, 6))).get_title()
         '[4, 6] on 1 device'
     """
-    boxes, shape, words = _boxes(of, shape)
+    boxes, saved, shape = _boxes(of, shape)
     parts: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for device, box in boxes.items():
         parts.setdefault(box, []).append(device)
@@ -210,10 +219,11 @@ def sharding(of: Any, shape: Sequence[int] | None = None, ax: Axes | None = None
     others = [i for i in range(len(shape)) if i not in (rows, columns)]
     shown = {box: ids for box, ids in parts.items() if all(box[i][0] == 0 for i in others)}
     ax = _axes(ax, height=3.0)
-    _draw_parts(ax, shown, shape, rows, columns)
+    _draw_parts(ax, shown, shape, rows, columns, _colours(saved))
+    _draw_key(ax, saved)
     dims = ", ".join(map(str, shape))
     ax.set_title(f"[{dims}] on {len(boxes)} device{'s' * (len(boxes) != 1)}", fontsize="medium")
-    below = [_axis_words(columns, shape), _plain(words)]
+    below = [_axis_words(columns, shape), _plain("" if saved.is_single_device else str(saved))]
     if others:
         below.append("first part of dimension " + ", ".join(map(str, others)))
     ax.set_xlabel("\n".join(word for word in below if word))
@@ -227,27 +237,23 @@ def _draw_parts(
     shape: Sequence[int],
     rows: int | None,
     columns: int | None,
+    colours: Mapping[int, _palette.Colour],
 ) -> None:
-    from matplotlib import colormaps
     from matplotlib.patches import Rectangle
-
-    colours = colormaps["cividis"]  # safe for colour-blind readers
 
     def span(box: tuple[tuple[int, int], ...], dim: int | None) -> tuple[int, int]:
         return (0, 1) if dim is None else box[dim]
 
     for box, ids in parts.items():
         (top, bottom), (left, right) = span(box, rows), span(box, columns)
-        colour = colours(_SHADES[ids[0] % len(_SHADES)])
+        colour = colours.get(ids[0], _palette.NEUTRAL)
         ax.add_patch(
-            Rectangle(
-                (left, top), right - left, bottom - top, fc=colour, ec=ax.get_facecolor(), lw=1.5
-            )
+            Rectangle((left, top), right - left, bottom - top, fc=colour, ec=_ink(ax), lw=0.8)
         )
         if len(parts) <= _MAX_LABELLED:
             named = " ".join(map(str, ids[:_MAX_NAMED]))
             more = f" +{len(ids) - _MAX_NAMED}" if len(ids) > _MAX_NAMED else ""
-            light = np.dot(colour[:3], (0.299, 0.587, 0.114)) > 0.5
+            light = np.dot(colour, (0.299, 0.587, 0.114)) > 0.5
             middle = ((left + right) / 2, (top + bottom) / 2)
             ink = "black" if light else "white"
             ax.text(*middle, named + more, ha="center", va="center", color=ink, fontsize="small")
@@ -260,14 +266,70 @@ def _draw_parts(
         spine.set_visible(False)
 
 
+def _draw_key(ax: Axes, saved: SavedSharding) -> None:
+    """Draws the legend: the tints along each axis that divides the array."""
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.patches import Patch
+
+    sizes = dict(zip(saved.axis_names, saved.axis_sizes, strict=True))
+    tints = {
+        axis: [_palette.tint(hue, i / 7) for i in range(8)]
+        for axis, hue in _dividing(saved).items()
+    }
+    if tints:
+        ax.legend(
+            handles=[tuple(Patch(color=colour) for colour in some) for some in tints.values()],
+            labels=[_plain(f"{axis}, 0 to {sizes[axis] - 1}") for axis in tints],
+            handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+            handlelength=4,
+            frameon=False,
+            fontsize="small",
+            labelcolor=_ink(ax),
+            loc="upper left",
+            bbox_to_anchor=(1, 1),
+        )
+
+
+def _dividing(saved: SavedSharding) -> dict[str, int]:
+    """Returns the number of each mesh axis that divides the array, by its name."""
+    used = {
+        axis for axes in saved.spec for axis in ((axes,) if isinstance(axes, str) else axes or ())
+    }
+    sizes = zip(saved.axis_names, saved.axis_sizes, strict=True)
+    return {axis: i for i, (axis, size) in enumerate(sizes) if axis in used and size > 1}
+
+
+def _colours(saved: SavedSharding) -> dict[int, _palette.Colour]:
+    """Returns the colour of each device: the product of its tints, one for each dividing axis."""
+    hues = _dividing(saved)
+    found = {}
+    for device, where in _places(saved):
+        tints = [
+            _palette.tint(hue, where[axis] / (saved.axis_sizes[hue] - 1))
+            for axis, hue in hues.items()
+        ]
+        red, green, blue = np.prod(tints, axis=0) if tints else _palette.NEUTRAL
+        found[device] = red, green, blue
+    return found
+
+
+def _places(saved: SavedSharding) -> Iterator[tuple[int, dict[str, int]]]:
+    """Yields each device of the mesh, with its index on each axis."""
+    if math.prod(saved.axis_sizes) > _MAX_DEVICES:  # the file is not trusted
+        raise ValueError(f"a mesh of {saved.axis_sizes} is too large to draw")
+    for place, at in enumerate(np.ndindex(saved.axis_sizes)):
+        device = saved.device_ids[place] if place < len(saved.device_ids) else place
+        yield device, dict(zip(saved.axis_names, at, strict=True))
+
+
 def _boxes(
     of: Any, shape: Sequence[int] | None
-) -> tuple[dict[int, tuple[tuple[int, int], ...]], tuple[int, ...], str]:
-    """Returns the part of each device, as `[start, stop)` per dimension; the shape; the spec."""
+) -> tuple[dict[int, tuple[tuple[int, int], ...]], SavedSharding, tuple[int, ...]]:
+    """Returns the part of each device, `[start, stop)` per dimension; the sharding; the shape."""
     if isinstance(of, LeafInfo):
         if of.saved_sharding is None:
             raise ValueError(f"the checkpoint does not record the sharding of {of.path!r}")
-        return _saved_boxes(of.saved_sharding, of.shape), of.shape, of.sharding or ""
+        return _saved_boxes(of.saved_sharding, of.shape), of.saved_sharding, of.shape
     found = getattr(of, "sharding", of)
     shape = getattr(of, "shape", None) if found is not of else shape
     if not hasattr(found, "devices_indices_map"):
@@ -277,13 +339,14 @@ def _boxes(
         )
     if shape is None:
         raise ValueError("a sharding has no shape; pass it: sharding(of, shape)")
+    from jaxckpt._save.tree_plan import saved_sharding  # imports jax
+
     shape = tuple(shape)
     boxes = {
         device.id: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         for device, index in found.devices_indices_map(shape).items()
     }
-    spec = getattr(found, "spec", None)
-    return boxes, shape, "" if spec is None else f"P({', '.join(map(repr, spec))})"
+    return boxes, saved_sharding(found), shape
 
 
 def _saved_boxes(
@@ -292,11 +355,8 @@ def _saved_boxes(
     if saved.is_single_device:
         return {0: tuple((0, size) for size in shape)}
     sizes = dict(zip(saved.axis_names, saved.axis_sizes, strict=True))
-    if math.prod(saved.axis_sizes) > _MAX_DEVICES:  # the file is not trusted
-        raise ValueError(f"a mesh of {saved.axis_sizes} is too large to draw")
     boxes = {}
-    for place, at in enumerate(np.ndindex(saved.axis_sizes)):
-        where = dict(zip(saved.axis_names, at, strict=True))
+    for device, where in _places(saved):
         box = []
         for dim, size in enumerate(shape):
             axes = saved.spec[dim] if dim < len(saved.spec) else None
@@ -305,7 +365,6 @@ def _saved_boxes(
                 index, count = index * sizes[axis] + where[axis], count * sizes[axis]
             each = -(-size // count)
             box.append((min(index * each, size), min((index + 1) * each, size)))
-        device = saved.device_ids[place] if place < len(saved.device_ids) else place
         boxes[device] = tuple(box)
     return boxes
 
@@ -328,9 +387,19 @@ def _axes(ax: Axes | None, *, height: float = 3.2) -> Axes:
     if ax is None:
         import matplotlib.pyplot as plt
 
-        _, ax = plt.subplots(figsize=(6.4, height), layout="constrained")
+        figure, ax = plt.subplots(figsize=(6.4, height), layout="constrained")
+        figure.patch.set_visible(False)
+        ax.patch.set_visible(False)
+        ax.tick_params(colors=_palette.INK, which="both")
+        ax.spines[:].set_color(_palette.INK)
+        for text in (ax.title, ax.xaxis.label, ax.yaxis.label):
+            text.set_color(_palette.INK)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
+
+
+def _ink(ax: Axes) -> Any:  # a colour of matplotlib's
+    return ax.xaxis.label.get_color()
 
 
 def _filled(marker: str) -> dict[str, Any]:

@@ -1,30 +1,39 @@
 """A run as one HTML page, without network, scripts or other files.
 
-The page shows the run's metadata; no array is read. Its content security policy forbids loading or
-running anything, so a name in a checkpoint cannot do so either.
+The page shows the run's metadata and leaves of one number; no larger array is read. Its content
+security policy forbids loading or running anything, so a name in a checkpoint cannot do so either.
 """
 
 from __future__ import annotations
 
+import glob
+import math
 import os
 import posixpath
 import secrets
+import shutil
+import statistics
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Final
 
 from jaxckpt._core.text import size_text
 from jaxckpt._inspect import open as inspection
 from jaxckpt._run.overview import RunOverview, StepOverview, overview
-from jaxckpt._run.retention import KeepPolicy, value_of
+from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._version import __version__
 from jaxckpt.errors import CheckpointError
+from jaxckpt.format import names
 from jaxckpt.integrations import _palette, _steps, _svg
-from jaxckpt.integrations._html import STYLE, count, escape, moment
+from jaxckpt.integrations._html import STYLE, count, duration, escape, moment
 from jaxckpt.integrations._svg import Bar
-from jaxckpt.integrations.notebook import listing, tree_head, tree_html
+from jaxckpt.integrations.notebook import is_scalar, json_html, listing, tree_head, tree_html
+from jaxckpt.types import LeafStatistics
 
 _MAX_CHARTS: Final = 12
+_MAX_ITEMS: Final = 20
+_MAX_SCALARS: Final = 50
 # At the top of every report; only a file with it is replaced.
 _MARK: Final = '<meta name="generator" content="jaxckpt'
 _UNITS: Final = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
@@ -116,7 +125,7 @@ def _check_out(file: str) -> None:
 def _page(run: RunOverview, root: str, keep: KeepPolicy | None, *, now_s: float) -> str:
     told = _steps.story(run.steps, keep=keep, now_s=now_s)
     name = posixpath.basename(run.path.rstrip("/")) or run.path
-    tree, broken = _newest_tree(run, root.rstrip("/"))
+    tree, broken = _newest_contents(run, root.rstrip("/"))
     has_times = any(step.phases for step in run.steps)
     sections = [
         ("Steps", _steps.line(told) + _steps.table(told)),
@@ -155,9 +164,15 @@ def _facts(run: RunOverview) -> str:
         rows.append(("steps", f"{len(steps):,}{missing}"))
         rows.append(("newest complete step", f"{whole[-1].step:,}" if whole else "none"))
         rows.append(("on disk", size_text(sum(step.size_bytes for step in steps))))
+    if free := _free_text(run.path, whole):
+        rows.append(("free", free))
     if times:
         first, last = moment(min(times)), moment(max(times))
         rows.append(("saved", f"{first} to {last} UTC" if first != last else f"{last} UTC"))
+    if interval := _interval_text(whole):
+        rows.append(("save interval", interval))
+    if rates := [rate for step in whole if (rate := _gb_per_s(step)) is not None]:
+        rows.append(("rate", f"{statistics.median(rates):.2g} GB/s, median of the saves"))
     if writers := sorted({step.writer for step in steps if step.writer}):
         rows.append(("written by", escape(", ".join(writers))))
     if steps and (lineage := steps[0].lineage):
@@ -167,21 +182,74 @@ def _facts(run: RunOverview) -> str:
     return "<dl>" + "".join(f"<dt>{key}</dt><dd>{value}</dd>" for key, value in rows) + "</dl>"
 
 
+def _free_text(path: str, whole: Sequence[StepOverview]) -> str:
+    try:
+        free = shutil.disk_usage(path).free
+    except OSError:
+        return ""
+    size = whole[-1].size_bytes if whole else 0
+    room = f", room for {count(free // size, 'step')} like the newest" if size else ""
+    return f"{size_text(free)}{room}"
+
+
+def _interval_text(whole: Sequence[StepOverview]) -> str:
+    """Describes the distance between neighbouring steps, which deleted steps make larger."""
+    pairs = [*pairwise(whole)]
+    if not pairs:
+        return ""
+    steps = statistics.median_low([after.step - before.step for before, after in pairs])
+    times = [(before.saved_s, after.saved_s) for before, after in pairs]
+    gaps = [b - a for a, b in times if a is not None and b is not None and b >= a]
+    took = f", {duration(statistics.median_low(gaps))}" if gaps else ""
+    return f"{count(steps, 'step')}{took}, median of the steps that are here"
+
+
+def _gb_per_s(step: StepOverview) -> float | None:
+    """Returns the rate of a save, or None if its phases are not recorded."""
+    seconds = sum(step.phases.values())
+    return step.size_bytes / 1e9 / seconds if seconds > 0 else None
+
+
 def _words(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-def _newest_tree(run: RunOverview, root: str) -> tuple[str, list[str]]:
-    """Returns the tree of the newest readable step, and why newer steps cannot be read."""
+def _newest_contents(run: RunOverview, root: str) -> tuple[str, list[str]]:
+    """Returns the contents of the newest readable step, and why newer steps cannot be read."""
     broken = []
     for step in reversed([step for step in run.steps if step.problem is None][-3:]):
+        path = f"{root}/{step.name}"
         try:
-            ckpt = inspection.open(f"{root}/{step.name}")
+            ckpt = inspection.open(path)
         except (CheckpointError, OSError, ValueError) as error:
             broken.append(f"step {step.step:,}: {error}")
             continue
-        return tree_head(ckpt) + tree_html(ckpt), broken
+        try:
+            numbers = _scalars(ckpt)
+        except (CheckpointError, OSError, ValueError) as error:
+            broken.append(f"step {step.step:,}: {error}")
+            numbers = {}
+        others = [name for name in ckpt.items if name not in (ckpt.item, names.METRICS_ITEM)]
+        shown = tree_head(ckpt) + tree_html(ckpt, numbers)
+        return shown + "".join(_json_item(path, name) for name in others[:_MAX_ITEMS]), broken
     return "", broken
+
+
+def _scalars(ckpt: inspection.Checkpoint) -> Mapping[str, LeafStatistics]:
+    """Reads the first leaves of one number each."""
+    only = [path for path, leaf in ckpt.leaves.items() if is_scalar(leaf)][:_MAX_SCALARS]
+    return ckpt.statistics(only=[glob.escape(path) for path in only]) if only else {}
+
+
+def _json_item(path: str, name: str) -> str:
+    """Returns the content of an item, collapsed if it is long; "" if it is a tree."""
+    try:
+        ckpt = inspection.open(path, item=name)
+    except (CheckpointError, OSError, ValueError) as error:
+        content = f'<span class="jc-bad">{escape(error)}</span>'
+    else:
+        content = json_html(ckpt)
+    return f"<h3>{escape(name)}</h3>{content}" if content else ""
 
 
 # --- charts ----------------------------------------------------------------------------------
@@ -189,27 +257,36 @@ def _newest_tree(run: RunOverview, root: str) -> tuple[str, list[str]]:
 
 def _metrics(told: _steps.Story, keep: KeepPolicy | None) -> str:
     charts = []
-    names = _steps.metric_names(told.steps, told.metric)
-    for name in names[:_MAX_CHARTS]:
-        values = [
-            (step.step, value)
-            for step in told.steps
-            if (value := _steps.as_float(value_of(step.metrics, name))) is not None
-        ]
+    metrics = _steps.metric_names(told.steps, told.metric)
+    for name in metrics[:_MAX_CHARTS]:
+        found = [(step.step, _steps.number_of(step, name)) for step in told.steps]
+        values = [(step, value) for step, value in found if value is not None]
         marks = _steps.marks(told, name)
         if keep is None or name != keep.metric:  # the best step is best by one metric only
             marks = [_svg.plain(mark) for mark in marks]
         drawn = _svg.line_chart(marks, label=f"{name[:80]} over steps")
-        if drawn:
-            least, most = (f(values, key=lambda pair: pair[1]) for f in (min, max))
-            caption = (
-                f"min {_svg.number(least[1])} at {least[0]:,} · max {_svg.number(most[1])} at "
-                f"{most[0]:,} · last {_svg.number(values[-1][1])}"
-            )
-            charts.append(_figure(escape(name, 80), drawn, caption))
-    more, shown = len(names) - _MAX_CHARTS, "".join(charts)
+        if values:
+            charts.append(_figure(escape(name, 80), drawn, _extremes(values)))
+    more, shown = len(metrics) - _MAX_CHARTS, "".join(charts)
     note = f'<p class="jc-faint">… {count(more, "more metric")}</p>' if more > 0 else ""
     return f'<div class="charts">{shown}</div>{note}' if shown else ""
+
+
+def _extremes(values: Sequence[tuple[int, float]]) -> str:
+    """Describes the values of a metric by step."""
+    finite = [pair for pair in values if math.isfinite(pair[1])]
+    words = []
+    if finite:
+        least, most = (f(finite, key=lambda pair: pair[1]) for f in (min, max))
+        words += [f"min {_svg.number(least[1])} at {least[0]:,}"]
+        words += [f"max {_svg.number(most[1])} at {most[0]:,}"]
+        words += ["log scale"] if _svg.spans_decades([value for _, value in finite]) else []
+    words.append(f"last {_svg.number(values[-1][1])}")
+    lost = [step for step, value in values if not math.isfinite(value)]
+    if lost:
+        text = f"{len(lost):,} NaN or infinite, first at {lost[0]:,}"
+        words.append(f'<b class="jc-bad">{text}</b>')
+    return " · ".join(words)
 
 
 def _costs(steps: Sequence[StepOverview]) -> str:
@@ -218,9 +295,8 @@ def _costs(steps: Sequence[StepOverview]) -> str:
     if drawn := _svg.bar_chart(times, label="seconds of each save by phase"):
         colours = _palette.phase_colours(name for bar in times for name in bar.parts)
         legend = "".join(
-            f'<span><svg width="12" height="12"><rect width="12" height="12" rx="2" '
-            f'fill="{colour}"/></svg>{escape(names, 80)}</span>'
-            for colour, names in _palette.legend(colours).items()
+            f"<span>{_svg.swatch(colour)}{escape(phases, 80)}</span>"
+            for colour, phases in _palette.legend(colours).items()
         )
         figures.append(
             _figure("seconds by phase", drawn, "", f'<div class="jc-key">{legend}</div>')
