@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import TreeMismatch
+from jaxckpt import TreeMismatch, UnsupportedLeaf
 from jaxckpt._core.cast import cast
 from jaxckpt.format.arrays import dtype_of
 from tests.strategies import same
@@ -257,3 +257,48 @@ def test_an_integer_is_cast_exactly_or_not_at_all(values, dtype):
     else:
         with pytest.raises(TreeMismatch):
             cast(array, dtype_of(dtype), leaf="w", place="")
+
+
+# --- on save ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3", "float64"])
+@pytest.mark.parametrize(
+    "call", [jaxckpt.save, lambda *a, **k: jaxckpt.save_async(*a, **k).result()]
+)
+def test_a_save_stores_floats_in_another_dtype(tmp_path, mesh, call, dtype):
+    """Arrays of all kinds and shardings, as `astype` rounds them; nothing else is changed."""
+    floats = {
+        "split": jax.device_put(np.linspace(-3, 3, 32), NamedSharding(mesh, P("x"))),
+        "numpy": np.linspace(-3, 3, 5),
+        "big-endian": np.linspace(-3, 3, 5, dtype=">f4"),
+        "scalar": np.float32(1.2),
+        "nan": np.array([np.nan, 0.0], np.float32),
+    }
+    others = {"int": np.arange(3), "complex": np.ones(2, np.complex64), "float": 1.2, "text": "t"}
+    jaxckpt.save(tmp_path / "as-is", floats | others)
+
+    call(tmp_path / "x", floats | others, dtype=dtype_of(dtype))
+
+    got = jaxckpt.restore(tmp_path / "x")
+    wanted = {name: np.asarray(value).astype(dtype_of(dtype)) for name, value in floats.items()}
+    assert {name: np.asarray(got[name]).tobytes() for name in floats} == {
+        name: value.tobytes() for name, value in wanted.items()
+    }
+    assert all(np.asarray(got[name]).dtype == dtype for name in floats)
+    assert got["split"].sharding.spec == P("x")
+    assert same({name: got[name] for name in others}, others)
+    assert jaxckpt.verify(tmp_path / "x").ok
+    assert jaxckpt.open(tmp_path / "as-is").leaves["split"].dtype == "float32"
+
+
+def test_a_save_refuses_to_lose_a_value(tmp_path):
+    """A finite value that would become infinite, and a dtype that is no float."""
+    tree = {"a": np.ones(3), "b": {"w": jnp.array([1.0, 1e30, np.inf])}}
+
+    with pytest.raises(UnsupportedLeaf, match=r"b/w cannot be saved as float16.* such as 1.0"):
+        jaxckpt.save(tmp_path / "x", tree, dtype=np.float16)
+    with pytest.raises(ValueError, match="'int8' is not a floating-point dtype"):
+        jaxckpt.save(tmp_path / "x", tree, dtype=np.int8)
+
+    assert not list(tmp_path.iterdir())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from jaxckpt._convert.source import floating, of_checkpoint
+from jaxckpt._convert.source import of_checkpoint
 from jaxckpt._convert.target import write_checkpoint
+from jaxckpt._core.cast import floating
 from jaxckpt._core.select import Globs
 from jaxckpt.storage import locate
 

@@ -19,7 +19,6 @@ from jaxckpt._convert.source import (
     Values,
     as_stored,
     check_leaves,
-    floating,
     of_checkpoint,
     plain_root,
     read_with_parts,
@@ -32,6 +31,7 @@ from jaxckpt._convert.target import (
     run_shape,
     write_checkpoint,
 )
+from jaxckpt._core.cast import floating
 from jaxckpt._core.select import Globs
 from jaxckpt.errors import (
     CheckpointNotFound,

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from jaxckpt._core.box import Box
-from jaxckpt._core.cast import cast
+from jaxckpt._core.cast import cast, is_floating
 from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._core.text import counted
 from jaxckpt._disk.chunks import LeafRead, Values
@@ -28,6 +28,7 @@ from jaxckpt.errors import CorruptCheckpoint, UnsupportedLeaf
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import (
+    ARRAY_KINDS,
     NAMED,
     SEQUENCE,
     Leaf,
@@ -41,7 +42,6 @@ from jaxckpt.format.tree import (
 from jaxckpt.storage import locate
 
 _BUDGET_BYTES: Final = 64 << 20
-_ARRAY_KINDS: Final = ("array", "numpy", "generic")
 # The dtypes in which `save` stores Python numbers; other writers may use smaller ones.
 _PYTHON_DTYPES: Final = {"int": "int64", "float": "float64", "complex": "complex128"}
 
@@ -75,26 +75,6 @@ def read_with_parts(
     with closing(source.read(wanted)) as values:
         for part in parts:
             yield part, next(values)  # a variable would keep it alive while the next one is read
-
-
-def floating(dtype: Any) -> str | None:  # whatever numpy takes for a dtype
-    """Returns the name of a floating-point dtype; ValueError for any other dtype.
-
-    Example:
-        >>> floating("bfloat16"), floating(np.float32)
-        ('bfloat16', 'float32')
-    """
-    if dtype is None:
-        return None
-    # A string may name a dtype that numpy lacks.
-    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
-    if not _is_floating(name) or name not in STORABLE_DTYPES | AS_BYTES_DTYPES:
-        raise ValueError(f"dtype {name!r} is not a floating-point dtype; only those are cast")
-    return name
-
-
-def _is_floating(name: str) -> bool:
-    return name.startswith(("float", "bfloat"))
 
 
 def of_checkpoint(
@@ -331,7 +311,7 @@ def with_dtype(leaf: Leaf, dtype: str | None) -> Leaf:
     if not leaf.has_array:
         return leaf
     name = leaf.dtype
-    if leaf.kind in _ARRAY_KINDS and dtype is not None and _is_floating(name):
+    if leaf.kind in ARRAY_KINDS and dtype is not None and is_floating(name):
         name = dtype
     elif leaf.kind in _PYTHON_DTYPES and name != "uint64":
         name = _PYTHON_DTYPES[leaf.kind]

@@ -14,6 +14,7 @@ import numpy as np
 from ml_dtypes import finfo
 
 from jaxckpt.errors import Difference, TreeMismatch
+from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES
 
 _KINDS: Final = ("bool", "uint", "int", "float", "complex")
 _FLOAT: Final = _KINDS.index("float")
@@ -29,6 +30,26 @@ def kind_rank(dtype: np.dtype[Any]) -> int:
         (0, 2, -1)
     """
     return next((i for i, kind in enumerate(_KINDS) if kind in dtype.name), -1)
+
+
+def floating(dtype: Any) -> str | None:  # whatever numpy takes for a dtype
+    """Returns the name of a floating-point dtype; ValueError for any other dtype.
+
+    Example:
+        >>> floating("bfloat16"), floating(np.float32)
+        ('bfloat16', 'float32')
+    """
+    if dtype is None:
+        return None
+    # A string may name a dtype that numpy lacks.
+    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    if not is_floating(name) or name not in STORABLE_DTYPES | AS_BYTES_DTYPES:
+        raise ValueError(f"dtype {name!r} is not a floating-point dtype; only those are cast")
+    return name
+
+
+def is_floating(name: str) -> bool:
+    return name.startswith(("float", "bfloat"))
 
 
 def cast(values: Values, dtype: np.dtype[Any], *, leaf: str, place: str) -> Values:

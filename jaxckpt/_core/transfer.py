@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxckpt._core import box as _box
 from jaxckpt._core.box import Box
+from jaxckpt._core.cast import cast
 from jaxckpt._core.plan import SavePlan
 from jaxckpt.format.arrays import dtype_of
 
@@ -32,13 +33,16 @@ class Source:
     shard: Box  # in the global array
     position: int | None  # among the array's addressable shards; None for a value on the host
     is_host_memory: bool  # whether the shard is in host memory already and needs no copy
-    dtype: np.dtype[Any]  # as stored
+    dtype: np.dtype[Any]  # of the saved leaf
+    stored: np.dtype[Any]  # of the zarr array
 
 
 def sources_of(
-    values: Sequence[jax.Array | np.ndarray[Any, Any]], plan: SavePlan
+    values: Sequence[jax.Array | np.ndarray[Any, Any]],
+    dtypes: Sequence[np.dtype[Any]],
+    plan: SavePlan,
 ) -> tuple[Source, ...]:
-    """Returns the distinct shards of a plan's writes."""
+    """Returns the distinct shards of a plan's writes, for arrays that are saved as `dtypes`."""
     import jax
 
     alike: dict[tuple[Any, tuple[int, ...]], tuple[dict[Box, int], bool]] = {}
@@ -54,7 +58,8 @@ def sources_of(
             shard=shard,
             position=position,
             is_host_memory=is_host_memory,
-            dtype=dtype_of(plan.stored[i].dtype),
+            dtype=dtypes[i],
+            stored=dtype_of(plan.stored[i].dtype),
         )
         sources.append(source)
     return tuple(sources)
@@ -71,6 +76,9 @@ def stage(
 
     Args:
         copy: Whether numpy arrays may change before the snapshot is written.
+
+    Raises:
+        TreeMismatch: a value does not fit the dtype to save it as; names the array's index.
     """
     shards: list[Any] = [
         values[source.array]
@@ -85,7 +93,7 @@ def stage(
     snapshot = []
     for source, shard in zip(sources, shards, strict=True):
         host = np.array(shard) if copy and source.position is None else np.asarray(shard)
-        snapshot.append(host if host.dtype == source.dtype else _as_stored(host, source.dtype))
+        snapshot.append(host if host.dtype == source.stored else _as_stored(host, source))
     return snapshot
 
 
@@ -107,11 +115,13 @@ def _positions(value: jax.Array) -> tuple[dict[Box, int], bool]:
     return positions, all(shard.device.platform == "cpu" for shard in shards)
 
 
-def _as_stored(host: np.ndarray[Any, Any], stored: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Converts to the stored dtype and byte order; dtypes that zarr lacks become bytes."""
-    if not host.dtype.isnative:
-        return host.astype(stored)
-    return np.ascontiguousarray(host).view(stored).reshape(host.shape)
+def _as_stored(host: np.ndarray[Any, Any], source: Source) -> np.ndarray[Any, Any]:
+    """Converts to the saved dtype, in native byte order; dtypes that zarr lacks become bytes."""
+    if host.dtype.name == source.dtype.name:
+        host = host.astype(source.dtype, copy=False)
+    else:
+        host = cast(host, source.dtype, leaf=str(source.array), place="the tree")
+    return np.ascontiguousarray(host).view(source.stored).reshape(host.shape)
 
 
 def empty(shapes: Sequence[Sequence[int]], dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:

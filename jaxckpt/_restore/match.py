@@ -110,7 +110,8 @@ def flatten_like(like: object, *, keep_values: bool) -> tuple[list[Wanted], Any]
     Keeps no reference to the arrays of `like` unless `keep_values`, so that the caller can free
     their memory.
     """
-    like = getattr(like, "_as_like", lambda: like)()  # what `open` returns has this method
+    if (as_like := getattr(like, "_as_like", None)) is not None:  # what `open` returned
+        like = as_like()
     check_levels(like, "like")
     pairs, treedef = tree_util.tree_flatten_with_path(like, is_leaf=is_empty)
     wanted = []

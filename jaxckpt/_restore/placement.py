@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,10 +27,7 @@ from jaxckpt._restore.match import LeafMatch, RestoreRequest, Wanted, describe
 from jaxckpt.errors import Difference, TreeMismatch
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.sharding import SavedSharding
-from jaxckpt.format.tree import Leaf, LeafKind, Path, path_text
-
-_ARRAY_KINDS: Final = ("array", "numpy", "generic")
-
+from jaxckpt.format.tree import ARRAY_KINDS, Leaf, LeafKind, Path, path_text
 
 # --- the plan of each leaf -------------------------------------------------------------------
 
@@ -89,7 +86,7 @@ def _plan_leaf(
         shape = saved.array.shape
     elif saved.kind != "key" and kind == "key" and wanted is not None:
         shape = wanted.shape
-    out = _out_dtype(saved, wanted, request.dtype if kind in _ARRAY_KINDS else None)
+    out = _out_dtype(saved, wanted, request.dtype if kind in ARRAY_KINDS else None)
     plan = LeafPlan(path=leaf.path, saved=saved, wanted=wanted, kind=kind, dtype=out)
     if kind not in ("array", "key"):
         return plan if saved.stored is None else replace(plan, boxes=(whole(saved.stored.shape),))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
+from jaxckpt._core.cast import floating
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._save import ending
@@ -32,6 +33,7 @@ def save(
     tree: object,
     *,
     overwrite: bool = False,
+    dtype: Any = None,  # whatever numpy takes for a dtype
     custom_metadata: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
 ) -> None:
@@ -45,6 +47,8 @@ def save(
             Process 0 writes host arrays.
         overwrite: Whether to replace a checkpoint at `path`. The old or the new one can be restored
             at any instant. Other directories are never replaced.
+        dtype: Saves all floating-point arrays in this dtype, also when they are restored. Values
+            are rounded, and a finite value that would become infinite is an error.
         custom_metadata: JSON to store with the checkpoint.
         on_progress: Called with a `Progress` a few times a second, in its own thread. Its errors
             are raised after the commit. If None, a terminal or notebook shows a bar if tqdm is
@@ -64,9 +68,8 @@ def save(
         ...     jaxckpt.restore(f"{folder}/a")
         {'w': array([0, 1, 2])}
     """
-    handle = SaveHandle(
-        prepare(path, tree, overwrite, custom_metadata, copy=False, on_progress=on_progress)
-    )
+    options = {"dtype": dtype, "on_progress": on_progress}
+    handle = SaveHandle(prepare(path, tree, overwrite, custom_metadata, copy=False, **options))
     handle.run()
     handle.raise_callback_error()
 
@@ -76,6 +79,7 @@ def save_async(
     tree: object,
     *,
     overwrite: bool = False,
+    dtype: Any = None,  # whatever numpy takes for a dtype
     custom_metadata: Mapping[str, Any] | None = None,
     on_progress: OnProgress | None = None,
 ) -> SaveHandle:
@@ -84,9 +88,8 @@ def save_async(
     Arguments and errors are those of `save`; the handle raises later errors. The interpreter exits
     only after the save has ended.
     """
-    return start(
-        prepare(path, tree, overwrite, custom_metadata, copy=True, on_progress=on_progress)
-    )
+    options = {"dtype": dtype, "on_progress": on_progress}
+    return start(prepare(path, tree, overwrite, custom_metadata, copy=True, **options))
 
 
 def start(request: SaveRequest) -> SaveHandle:
@@ -123,6 +126,7 @@ def prepare(
     custom_metadata: Mapping[str, Any] | None,
     *,
     copy: bool,
+    dtype: Any = None,  # whatever numpy takes for a dtype
     on_progress: OnProgress | None = None,
 ) -> SaveRequest:
     """Copies this process's share of the caller's tree to the host."""
@@ -139,7 +143,8 @@ def prepare(
         meter = Meter("save", where)
         meter.watch(display(on_progress, processes.index))
         with meter.phase("snapshot"):
-            item = take_tree(names.STATE_ITEM, value, processes, copy=copy)
+            dtype_name = None if dtype is None else floating(dtype)
+            item = take_tree(names.STATE_ITEM, value, processes, copy=copy, dtype=dtype_name)
     except BaseException as error:
         if meter is not None:
             meter.end()

@@ -17,7 +17,7 @@ from jaxckpt._core.transfer import stage
 from jaxckpt._disk.checksums import encode_share, merge_shares
 from jaxckpt._disk.writer import merge, write_arrays
 from jaxckpt._save.tree_plan import TreePlan, plan_tree
-from jaxckpt.errors import SaveFailed
+from jaxckpt.errors import SaveFailed, TreeMismatch, UnsupportedLeaf
 from jaxckpt.format import arrays, jsontext, names, step
 from jaxckpt.multihost import Json, Processes
 from jaxckpt.storage import Storage
@@ -172,14 +172,25 @@ def _read_back(storage: Storage, item: str, count: int) -> dict[str, bytes]:
 SaveItem = TreeItem | FileItem
 
 
-def take_tree(name: str, value: object, processes: Processes, *, copy: bool) -> TreeItem:
+def take_tree(
+    name: str, value: object, processes: Processes, *, copy: bool, dtype: str | None = None
+) -> TreeItem:
     """Copies this process's share of a tree to the host.
 
     Args:
         copy: Whether to copy numpy arrays, which the caller may change before they are written.
+        dtype: If given, the dtype in which all floating-point arrays are saved.
 
     Raises:
         UnsupportedLeaf: leaves cannot be stored; the message names all of them.
     """
-    tree, values = plan_tree(value, processes)
-    return TreeItem(name=name, tree=tree, snapshot=stage(values, tree.sources, copy=copy))
+    tree, values = plan_tree(value, processes, dtype)
+    try:
+        return TreeItem(name=name, tree=tree, snapshot=stage(values, tree.sources, copy=copy))
+    except TreeMismatch as error:
+        one = error.differences[0]
+        leaf = [leaf for leaf in tree.tree.leaves if leaf.has_array][int(one.leaf)]
+        raise UnsupportedLeaf(
+            f"leaf {leaf.text} cannot be saved as {one.wanted}: it is {one.saved}. Nothing was "
+            "written. Choose a dtype that holds its values."
+        ) from None

@@ -18,14 +18,16 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jaxckpt._core.cast import is_floating
 from jaxckpt._core.plan import ArraySpec, SavePlan, placement_of, plan_save
 from jaxckpt._core.pytree import Flat, check_levels, flatten, stored_value
 from jaxckpt._core.transfer import Source, sources_of
 from jaxckpt._disk.writer import WritePlan, metadata_files, plan_writes, texts_of
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, step
+from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.sharding import SavedSharding
-from jaxckpt.format.tree import Leaf, Tree
+from jaxckpt.format.tree import ARRAY_KINDS, Leaf, Tree
 from jaxckpt.multihost import Processes
 
 Array = jax.Array | np.ndarray[Any, Any]
@@ -64,19 +66,26 @@ class TreePlan:
         return metadata_files(self.tree, self.shardings)
 
 
-def plan_tree(value: object, processes: Processes) -> tuple[TreePlan, Sequence[Array]]:
+def plan_tree(
+    value: object, processes: Processes, dtype: str | None = None
+) -> tuple[TreePlan, Sequence[Array]]:
     """Returns the plan of a tree and the values of its arrays.
+
+    Args:
+        dtype: If given, the dtype in which all floating-point arrays are saved.
 
     Raises:
         UnsupportedLeaf: leaves cannot be stored; the message names all of them.
     """
     check_levels(value, "the tree")
-    form = _form_of(value, processes)
+    form = _form_of(value, processes, dtype)
     if form is not None and (kept := _find(form)) is not None:
         if kept is not _kept[0]:
             _put_first(kept)
         return kept.planned, [stored_value(kind, form.leaves[i]) for i, kind in kept.wanted]
     flat = flatten(value)
+    if dtype is not None:
+        flat = replace(flat, leaves=tuple(_cast_leaf(leaf, dtype) for leaf in flat.leaves))
     values = [v for v in flat.values if v is not None]
     planned = _work_out(flat, values, processes)
     if form is not None:
@@ -96,6 +105,7 @@ class _Form:
     keys: list[Any]  # the path of each leaf, since static data may name keys and change in place
     text: str  # of the treedef, since treedefs with static data 1 and True are equal
     treedef: Any
+    dtype: str | None  # as in `plan_tree`
     leaves: list[Any] = field(compare=False)  # without None and empty containers, like jax
 
 
@@ -132,7 +142,7 @@ def _put_first(kept: _Kept) -> None:
         _kept = (kept, *(other for other in _kept if other is not kept))[:_MAX_KEPT]
 
 
-def _form_of(value: object, processes: Processes) -> _Form | None:
+def _form_of(value: object, processes: Processes, dtype: str | None) -> _Form | None:
     """Returns None for a tree with leaves that only `flatten` can judge."""
     try:
         pairs, treedef = jax.tree_util.tree_flatten_with_path(value)
@@ -146,6 +156,7 @@ def _form_of(value: object, processes: Processes) -> _Form | None:
             keys=[keys for keys, _ in pairs],
             text=str(treedef),
             treedef=treedef,
+            dtype=dtype,
             leaves=leaves,
         )
     except Exception:  # `flatten` explains it, or there is nothing wrong but a `repr`
@@ -184,8 +195,13 @@ def _sort_of(cls: type) -> Literal["device", "host", "number", "text", "bytes"] 
 
 def _work_out(flat: Flat, values: Sequence[Array], processes: Processes) -> TreePlan:
     texts_of(flat.leaves)  # at once, not in the background
-    specs = [_spec(value, processes) for value in values]
-    _check_process_0_sees([leaf for leaf in flat.leaves if leaf.has_array], specs)
+    arrays_of = [leaf for leaf in flat.leaves if leaf.has_array]
+    dtypes = [
+        dtype_of(leaf.dtype) if leaf.kind in ARRAY_KINDS else np.dtype(value.dtype)
+        for leaf, value in zip(arrays_of, values, strict=True)
+    ]
+    specs = [_spec(v, processes, dtype) for v, dtype in zip(values, dtypes, strict=True)]
+    _check_process_0_sees(arrays_of, specs)
     plan = plan_save(specs, process=processes.index)
     stored = iter(plan.stored)
     leaves = tuple(
@@ -195,7 +211,7 @@ def _work_out(flat: Flat, values: Sequence[Array], processes: Processes) -> Tree
         tree=Tree(leaves=leaves, root=flat.root, typed=True, uses_ocdbt=bool(plan.stored)),
         shardings=_shardings(flat),
         plan=plan,
-        sources=sources_of(values, plan),
+        sources=sources_of(values, dtypes, plan),
     )
 
 
@@ -209,8 +225,14 @@ def _check_process_0_sees(leaves: Sequence[Leaf], specs: Sequence[ArraySpec]) ->
             )
 
 
-def _spec(value: Array, processes: Processes) -> ArraySpec:
-    name, itemsize = _stored_dtype(value.dtype)
+def _cast_leaf(leaf: Leaf, dtype: str) -> Leaf:
+    """Returns the leaf with another dtype if it is a floating-point array."""
+    is_cast = leaf.kind in ARRAY_KINDS and is_floating(leaf.dtype)
+    return replace(leaf, dtype=dtype) if is_cast else leaf
+
+
+def _spec(value: Array, processes: Processes, dtype: np.dtype[Any]) -> ArraySpec:
+    name, itemsize = _stored_dtype(dtype)
     placement = None
     if isinstance(value, jax.Array) and not _is_host_local(value, processes):
         placement = placement_of(value.sharding, value.shape, processes.process_of)
