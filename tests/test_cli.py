@@ -187,6 +187,21 @@ def test_show_prints_a_json_item(root):
     assert "is not a tree" in err
 
 
+def test_show_lists_the_items_beside_a_damaged_one(root):
+    """With the damage, and exit code 1; another item can be shown as always."""
+    (root / "300" / "state" / "_METADATA").write_bytes(b"{")
+
+    code, out, err = cli("show", root / "300")
+    _, found = said_json("show", root / "300", "--item", "state")
+
+    assert (code, err) == (1, "")
+    assert f"{root}/300 item 'config': not a tree" in out
+    assert f"item 'state': BAD. {root}/300/state/_METADATA is damaged" in out
+    assert list(found["problems"]) == ["state"]
+    assert "config" in found["items"]
+    assert cli("show", root / "300", "--item", "config")[0] == 0
+
+
 def test_show_reads_the_data_only_if_asked(root):
     """`--stats`: the numbers of each array, NaNs among them."""
     values = np.array([1.0, 2.0, np.nan, np.inf], np.float32)

@@ -18,8 +18,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt import CorruptCheckpoint
 from tests.golden import compare
 from tests.golden.fixture import Golden, PrngKey, Sample, golden_names
+from tests.strategies import same
 
 ocp = pytest.importorskip("orbax.checkpoint")
 from orbax.checkpoint import v1  # noqa: E402
@@ -368,6 +370,65 @@ def test_a_zarr2_chunk_that_is_not_there_is_an_error_whatever_is_said(tmp_path):
 
     with pytest.raises(jaxckpt.CorruptCheckpoint, match="w"):
         jaxckpt.restore(tmp_path / "a")
+
+
+@pytest.fixture
+def flat(tmp_path, mesh):
+    """A tree that Orbax saved at the top of a directory, one array of it in a file of its own."""
+    tree = {
+        "w": jax.device_put(np.ones((8, 4), np.float32), NamedSharding(mesh, P("x"))),
+        "large": np.random.default_rng(0).standard_normal(50_000, np.float32),
+    }
+
+    def save(**options):
+        handler = ocp.PyTreeCheckpointHandler(**options)
+        ocp.Checkpointer(handler).save(tmp_path / "x", tree)
+        return tmp_path / "x", tree
+
+    return save
+
+
+@pytest.mark.parametrize("use_zarr3", [False, True])
+def test_a_data_file_that_is_not_there_is_named(flat, use_zarr3):
+    """Though TensorStore only reports the database and what it could not decompress."""
+    path, _ = flat(use_ocdbt=True, use_zarr3=use_zarr3)
+    file = max((path / "ocdbt.process_0" / "d").iterdir(), key=lambda file: file.stat().st_size)
+    file.unlink()
+
+    with pytest.raises(CorruptCheckpoint, match=f"leaf large: {file} is missing") as caught:
+        jaxckpt.restore(path)
+
+    assert (caught.value.file, caught.value.leaf) == (str(file), "large")
+
+
+def test_the_metadata_that_is_not_there_is_named(flat):
+    """At the top of the checkpoint, not in the database of one process."""
+    path, _ = flat()
+    (path / "_METADATA").unlink()
+
+    for marked in (True, False):
+        with pytest.raises(CorruptCheckpoint) as caught:
+            jaxckpt.restore(path)
+        assert caught.value.file == f"{path}/_METADATA"
+        if marked:
+            (path / "_CHECKPOINT_METADATA").unlink()
+
+
+@pytest.mark.parametrize("damage", ["garbage", '{"dw==": "nonsense"}'])
+def test_damaged_shardings_matter_only_to_who_needs_them(flat, caplog, damage):
+    """A restore that brings its own shardings, or none, and a look at the tree."""
+    path, tree = flat()
+    (path / "_sharding").write_text(damage)
+
+    with pytest.raises(CorruptCheckpoint, match="_sharding"):
+        jaxckpt.restore(path)
+    ckpt = jaxckpt.open(path)
+
+    assert same(jaxckpt.restore(path, tree), tree)
+    assert same(ckpt.restore(tree), tree)
+    assert jaxckpt.restore(path, as_numpy=True)["w"].sum() == 32
+    assert "_sharding" in caplog.text
+    assert str(ckpt.leaves["w"]) == "float32[8,4]"
 
 
 # --- not committed, or going away ------------------------------------------------------------

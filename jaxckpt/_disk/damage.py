@@ -50,7 +50,7 @@ def bad_file(item: Item) -> tuple[str, str] | None:
 
 
 def _damaged_file(item: Item, message: str) -> tuple[str, str] | None:
-    """Returns the data file with the chunk that a TensorStore message names."""
+    """Returns the data file with the chunk that a TensorStore message names, and its problem."""
     from jaxckpt.storage._arrays import Extent, extents
 
     key = re.search(r'"([^"]*(?:/c(?:/\d+)*|[/.\d]+))"', message)
@@ -59,6 +59,9 @@ def _damaged_file(item: Item, message: str) -> tuple[str, str] | None:
     try:
         spec = item.found.storage.kvstore(item.path)
         extent = (extents(spec, max_keys=_MOST_KEYS) or {}).get(key[1])
+        if not isinstance(extent, Extent):
+            return None
+        file = f"{item.path}/{extent.file}"
+        return file, "is damaged" if item.found.storage.kind(file) else "is missing"
     except (ValueError, OSError):
         return None
-    return (f"{item.path}/{extent.file}", "is damaged") if isinstance(extent, Extent) else None

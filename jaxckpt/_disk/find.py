@@ -266,7 +266,9 @@ def _items(found: Found, entries: Entries) -> dict[str, str]:
     recorded = found.contents(found.path) if found.record is not None else {}
     items = {name: f"{found.path}/{name}" for name, kind in recorded.items() if kind == "dir"}
     others = {n: entry for n, entry in entries.items() if entry.kind == "dir" and n not in recorded}
-    return items | find_items(found, found.path, others) if others else items
+    items |= find_items(found, found.path, others) if others else {}
+    # A tree that has lost its `_METADATA` is the only item; reading it names the file.
+    return items or ({"": found.path} if is_item(found, found.path) else {})
 
 
 def _uncommitted(storage: Storage, path: str) -> CheckpointNotFound:
@@ -357,7 +359,8 @@ def _steps(entries: Entries) -> list[str]:
     found = []
     for name, entry in entries.items():
         number = _STEP.fullmatch(name)
-        if entry.kind == "dir" and number and not names.is_temporary(name):
+        is_other = names.is_temporary(name) or names.is_part_of_tree(name)
+        if entry.kind == "dir" and number and not is_other:
             found.append((float(number[1]), name))
         elif entry.kind == "file" and (flax := names.flax_step(name)) is not None:
             found.append((flax, name))

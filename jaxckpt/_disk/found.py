@@ -189,7 +189,10 @@ def find_items(found: Found, path: str, entries: Entries) -> dict[str, str]:
     return {
         name: f"{path}/{name}"
         for name, entry in sorted(entries.items())
-        if entry.kind == "dir" and not names.is_temporary(name) and is_item(found, f"{path}/{name}")
+        if entry.kind == "dir"
+        and not names.is_temporary(name)
+        and not name.startswith(names.OCDBT_PROCESS)  # a part of the tree in `path`
+        and is_item(found, f"{path}/{name}")
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -16,12 +17,14 @@ from jaxckpt._disk.find import at_rest, open_item
 from jaxckpt._disk.found import Found, JsonItem, while_current
 from jaxckpt._disk.native import Item, subtree
 from jaxckpt._inspect import tree_text
-from jaxckpt.errors import printable
+from jaxckpt.errors import CorruptCheckpoint, printable
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Path, parse_path, path_text
 from jaxckpt.storage import locate
 from jaxckpt.types import LeafInfo, LeafStatistics
+
+_logger = logging.getLogger("jaxckpt")
 
 _MAX_LINES: Final = 200
 
@@ -52,7 +55,7 @@ class Checkpoint:
         self.items = tuple(found.items)
         self.custom_metadata: Mapping[str, Any] = dict(found.metadata.custom_metadata or {})
         self.lineage: Mapping[str, Any] = dict(found.record.lineage if found.record else {})
-        shardings = {} if tree is None else tree.read_shardings()
+        shardings = {} if tree is None else _shardings(tree)
         leaves = () if tree is None else tree.tree.leaves
         self.leaves: Mapping[str, LeafInfo] = {
             leaf.text: _info(leaf, shardings.get(leaf.name)) for leaf in leaves
@@ -171,6 +174,17 @@ def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint
     return at_rest(
         storage, where, lambda found: Checkpoint(found, open_item(found, item)), fallback=True
     )
+
+
+def _shardings(item: Item) -> Mapping[str, SavedSharding]:
+    """Returns the recorded shardings; none if another program wrote them and they are damaged."""
+    try:
+        return item.read_shardings()
+    except CorruptCheckpoint as error:
+        if item.ours:
+            raise
+        _logger.warning("shardings are not shown, and must be given to a restore: %s", error)
+        return {}
 
 
 def _info(leaf: Leaf, sharding: SavedSharding | None) -> LeafInfo:

@@ -13,6 +13,7 @@ import click
 from jaxckpt._core.text import counted, size_text
 from jaxckpt.cli import _options, _output
 from jaxckpt.cli._output import Cell, Parts, Styled
+from jaxckpt.errors import CorruptCheckpoint
 
 if TYPE_CHECKING:
     from jaxckpt._inspect.open import Checkpoint
@@ -113,7 +114,7 @@ def show(
     depth: int | None,
     stats: bool,
     as_json: bool,
-) -> None:
+) -> int:
     """Show the tree of a checkpoint: shapes, dtypes, shardings, bytes.
 
     PATH is a checkpoint, an item of a checkpoint, or a run's root, which means its newest complete
@@ -121,14 +122,17 @@ def show(
     """
     from jaxckpt._inspect import open as inspection
 
-    ckpt = inspection.open(path, item=item)
+    try:
+        ckpt = inspection.open(path, item=item)
+    except CorruptCheckpoint as error:
+        return _show_items(path, str(error), as_json=as_json)
     if not ckpt.leaves and globs:
         raise ValueError(f"item {ckpt.item!r} of {ckpt.path} is not a tree: it has no leaves")
     leaves = _selected(ckpt, globs)
     statistics = ckpt.statistics(only=list(globs) or None) if stats and leaves else {}
     if as_json:
         _output.print_json(_checkpoint_facts(ckpt, leaves, statistics))
-        return
+        return 0
     _output.echo(_headline(ckpt, leaves))
     others = [name for name in ckpt.items if name != ckpt.item]
     if others:
@@ -138,12 +142,38 @@ def show(
             _output.print_entries({name: value})
     if not ckpt.leaves and (value := _json_value(ckpt)) is not None:
         _output.print_json(value)
-        return
+        return 0
     head = ["leaf", "type", "sharding", "bytes", *(_STATISTICS if statistics else ())]
     rows = list(_tree_rows(leaves, depth, statistics))
     if statistics or not any(row[2] for row in rows):  # beside the numbers there is no room
         head, rows = _without(head, rows, 2)
     _output.print_table(head, rows, right=("bytes", *_STATISTICS))
+    return 0
+
+
+def _show_items(path: str, problem: str, *, as_json: bool) -> int:
+    """Lists the items of a checkpoint of which one is damaged; returns the exit code."""
+    from jaxckpt._disk.find import find, open_item
+    from jaxckpt._inspect.open import Checkpoint
+    from jaxckpt.storage import locate
+
+    found = find(*locate(path))
+    shown: dict[str, str] = {}
+    problems: dict[str, str] = {}
+    for name in found.items:
+        try:
+            ckpt = Checkpoint(found, open_item(found, name))
+            shown[name] = _headline(ckpt, ckpt.leaves)
+        except CorruptCheckpoint as error:
+            problems[name] = str(error)
+    if as_json:
+        facts = {"path": found.path, "problem": problem, "items": list(found.items)}
+        _output.print_json(facts | {"problems": problems})
+    for line in () if as_json else shown.values():
+        _output.echo(line)
+    for name, text in () if as_json else problems.items():
+        _output.echo(f"{found.path} item {name!r}: ", Styled("BAD", "red"), f". {text}")
+    return 1
 
 
 _STATISTICS = ("min", "max", "mean", "std", "norm", "nan", "inf", "zeros")

@@ -404,4 +404,4 @@ def data_error(error: Exception, path: str, leaf: str | None) -> OSError:
 def _file_in(message: str, path: str) -> str:
     """Returns the file of the checkpoint at `path` that a message names, or `path`."""
     found = re.search(re.escape(path) + r"[^\s\"':,\]]*", message)
-    return found[0] if found else path
+    return found[0].rstrip("/") if found else path
