@@ -1249,6 +1249,41 @@ def test_items_come_back_as_they_were(tmp_path, mesh, processes):
 
 
 @as_processes
+def test_items_are_restored_onto_targets(tmp_path, mesh, processes):
+    """Only those named: onto a tree, in place, or as saved; with the step before if one is bad."""
+    array = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("x")))
+    items = {"ema": {"w": (array,)}, "config": {"lr": 0.1}, "other": b"x"}
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            settled = manager.save(step, {"n": step}, items=items | {"data": Counter(step)})
+            settled.result()
+        meet(processes)
+        in_first(processes, lambda: (tmp_path / "2" / "ema" / "_METADATA").write_bytes(b"{"))
+        split = NamedSharding(mesh, P("y"))
+        like = {"w": (jax.ShapeDtypeStruct((8,), jnp.bfloat16, sharding=split),)}
+        data = Counter(99)
+        targets = {"ema": like, "config": None, "data": data, "state": {"n": 0}}
+
+        got = manager.restore_items(items=targets)
+
+        assert manager.restored_step == 1
+        assert list(got) == list(targets)
+        assert same(got["ema"], {"w": (jax.device_put(array.astype(jnp.bfloat16), split),)})
+        assert (got["config"], got["state"], got["data"], data.at) == (
+            {"lr": 0.1},
+            {"n": 1},
+            data,
+            1,
+        )
+        with pytest.raises(TreeMismatch, match="float32"):
+            manager.restore_items(1, items={"data": data, "ema": {"w": (np.zeros(7, np.float32),)}})
+        with pytest.raises(TreeMismatch, match="no item 'typo'"):
+            manager.restore_items(1, items={"typo": None})
+        with pytest.raises(TypeError, match=r"restore_items\(step, items=\{'ema': like\}\)"):
+            manager.restore(items={"ema": like})
+
+
+@as_processes
 def test_objects_go_on_from_their_own_states(tmp_path, processes):
     """Each process's object gets what that process saved."""
     mine = processes.index

@@ -44,7 +44,8 @@ def check_stateful(objects: Mapping[str, object]) -> None:
         if not is_stateful(value):
             raise TypeError(
                 f"item {name!r} cannot be restored in place: {type(value).__name__} has neither "
-                "set_state nor load_state_dict. restore_items() returns the saved value."
+                "set_state nor load_state_dict. To restore it onto a target, call "
+                f"restore_items(step, items={{{name!r}: like}}), which returns it."
             )
 
 
@@ -185,10 +186,22 @@ def _read_state(checkpoint: Found, path: str, name: str, form: str) -> Any:  # J
     return data if form == "text" else _GrainState((data, value))
 
 
+# The key by which a state of Grain's DataLoader, which is bytes, differs from one of a dataset.
+_OF_LOADER: Final = "last_seen_indices"
+
+
 class _GrainState(tuple[bytes, Any]):
     """A state written by Grain's handler, as bytes and parsed; the object takes one of them."""
 
     __slots__ = ()
+
+
+def plain(state: Any) -> Any:  # JSON, or bytes
+    """Returns a state as `set_state` takes it, without an object to ask."""
+    if not isinstance(state, _GrainState):
+        return state
+    data, value = state
+    return data if isinstance(value, dict) and _OF_LOADER in value else value
 
 
 def state_for(

@@ -39,7 +39,7 @@ from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex, check_root
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.owner import Ownership
-from jaxckpt._run.resume import Resume, StateReading, read_everything, shapes_of, watch
+from jaxckpt._run.resume import ItemsReading, Resume, StateReading, shapes_of, watch
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.saver import Saver, raise_first
 from jaxckpt._run.schedule import SavePolicy
@@ -410,7 +410,7 @@ class CheckpointManager:
             like: The wanted structure, dtypes and shardings; see `jaxckpt.restore`.
             step: A number, "latest", or "best" by the metric of `keep`.
             items: Objects to restore in place, named as in `save`. They change only after
-                everything has been read.
+                everything has been read. For trees, see `restore_items`.
             fallback: Whether to restore the step before (or the next best) if a step is damaged.
                 The damaged step is listed in `problems`; a manager with mode "w" also sets it aside
                 if jaxckpt wrote it. A step given by number has no fallback.
@@ -495,20 +495,37 @@ class CheckpointManager:
         return self._go_on(steps, found, reading, start_s), found[0]
 
     def restore_items(
-        self, step: int | Literal["latest", "best"] = "latest", *, fallback: bool = True
+        self,
+        step: int | Literal["latest", "best"] = "latest",
+        *,
+        items: Mapping[str, Any] | None = None,
+        fallback: bool = True,
     ) -> dict[str, Any]:
-        """Returns all items of a step by name, including `state` and `metrics`.
+        """Returns items of a step by name, including `state` and `metrics`.
 
-        Trees and JSON come back as saved. For an object with a state, such as a data iterator, the
-        value is the list of the states of all processes.
+        Args:
+            step, fallback: As in `restore`.
+            items: A target for each item to restore: a `like` for a tree, an object for its own
+                state, which is restored in place after everything has been read, or None. If
+                `items` is None, all items are returned as they were saved; for an object with a
+                state, such as a data iterator, that is the list of the states of all processes.
+
+        Raises:
+            TreeMismatch: the step has no such item, or a target does not fit.
         """
         self._begin_call()
+        check_type("restore_items", "items", items, Mapping | None, "a dict of targets by name")
+        reading = ItemsReading(
+            index=self._index,
+            processes=self._processes,
+            targets=None if items is None else dict(items),
+            request=self._request({}),
+        )
         steps = self._resume.candidates(step)
         self.restored_step, found = self._resume.first_whole(
-            steps,
-            lambda step: partial(read_everything, self._index, step, timeout_s=self.timeout_s),
-            fallback=fallback and isinstance(step, str),
+            steps, reading.of, fallback=fallback and isinstance(step, str)
         )
+        reading.set_objects(found)
         return found
 
     # --- listing steps ---------------------------------------------------------------------------

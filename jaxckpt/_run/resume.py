@@ -251,25 +251,52 @@ class StateReading:
             _items.set_state(name, self._objects[name], state)
 
 
-def read_everything(
-    index: StepIndex, step: int, check: Check, *, timeout_s: float
-) -> dict[str, Any]:
-    """Reads every item of a step: trees, JSON, and lists of the states of objects."""
-    request = RestoreRequest(timeout_s=timeout_s)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemsReading:
+    """Reads items of a step: trees, JSON, and the states of objects."""
 
-    def names_of(found: Found) -> list[str]:
-        index.check_found(step, found)
+    index: StepIndex
+    processes: Processes
+    targets: Mapping[str, Any] | None  # by item; if None, reads every item as it was saved
+    request: RestoreRequest
+
+    def of(self, step: int) -> Callable[[Check], dict[str, Any]]:
+        """Returns the function that reads the items of a step."""
+        return partial(self._read, step)
+
+    def _read(self, step: int, check: Check) -> dict[str, Any]:
+        def read(open_: Callable[..., Any], like: Any = None) -> Any:
+            source = _source(self.index, step, check, partial(open_, step))
+            return restore_from(source, [like], self.request)
+
+        targets = self.targets
+        if targets is None:
+            targets = dict.fromkeys(read(self._names))
+        return {
+            name: read(partial(self._item, name, like), None if _items.is_stateful(like) else like)
+            for name, like in targets.items()
+        }
+
+    def _names(self, step: int, found: Found) -> list[str]:
+        self.index.check_found(step, found)
         return [*found.items]
 
-    def item(name: str, found: Found) -> Any:  # an Item, or the value of the item
-        index.check_found(step, found)
+    def _item(self, name: str, target: Any, step: int, found: Found) -> Any:
+        """Returns an `Item`, or the value of the item."""
+        self.index.check_found(step, found)
         states = _items.read_states(found, name)
-        return open_item(found, name) if states is None else states
+        if _items.is_stateful(target):
+            return _items.state_for(
+                target, states, name=name, path=found.path, processes=self.processes
+            )
+        return open_item(found, name) if states is None else list(map(_items.plain, states))
 
-    def read(open_: Callable[[Found], Any]) -> Any:
-        return restore_from(_source(index, step, check, open_), [None], request)
-
-    return {name: read(partial(item, name)) for name in read(names_of)}
+    def set_objects(self, values: dict[str, Any]) -> None:
+        """Sets the states of the targets that are objects, which take the place of the states."""
+        for name, target in (self.targets or {}).items():
+            if _items.is_stateful(target):
+                _items.set_state(name, target, values[name])
+                values[name] = target
 
 
 def _source(index: StepIndex, step: int, check: Check, open_: Callable[[Found], Any]) -> Source:
