@@ -377,7 +377,8 @@ class _PlainFiles:
 def _tree_files(goal: Tree, source: Leaves, *, ocdbt: bool) -> dict[str, bytes]:
     files = metadata_files(goal, source.shardings)
     if not ocdbt:
-        described = replace(goal, leaves=tuple(map(_as_orbax_has_it, goal.leaves)))
+        leaves = tuple(map(_as_orbax_has_it, goal.leaves))
+        described = replace(goal, leaves=leaves, kinds=tree.lost_kinds(goal.leaves))
         files[names.TREE_METADATA] = tree.encode(described)
     return files
 

@@ -202,10 +202,15 @@ def _complete_leaf(leaf: Leaf, data: bytes | None, impl: str | None, item: Item,
         return replace(
             leaf, kind="key", dtype=f"key<{impl}>", shape=shape[:-1], key_impl=impl, stored=stored
         )
-    if kind == "generic":
+    if recorded := item.tree.kinds.get(leaf.name):
+        kind = recorded
+    elif kind == "generic":
         # Orbax restores every scalar as a Python number.
         kind = _python_kind(np.dtype(arrays.dtype_of(stored.dtype)))
-    return replace(leaf, kind=kind, dtype=stored.dtype, shape=shape, stored=stored)
+    leaf = replace(leaf, kind=kind, dtype=stored.dtype, shape=shape, stored=stored)
+    if recorded and (problem := arrays.leaf_problem(leaf, stored)):
+        raise bad_leaf(leaf, f"{item.path}/{names.TREE_METADATA}", problem)
+    return leaf
 
 
 def _python_kind(dtype: np.dtype[Any]) -> tree.LeafKind:

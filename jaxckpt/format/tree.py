@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat, damaged
@@ -142,6 +142,8 @@ class Tree:
     uses_ocdbt: bool | None = None  # whether the arrays are in a database; None if not recorded
     fill_missing: bool = False  # whether a missing chunk means the fill value
     custom_metadata: Any = None  # the item's custom metadata, set by the caller of Orbax
+    # Kinds that Orbax lacks, by name, of leaves that only their arrays' own metadata describes.
+    kinds: Mapping[str, LeafKind] = field(default_factory=dict)
 
 
 def path_text(path: Sequence[str]) -> str:
@@ -210,6 +212,8 @@ def encode(tree: Tree) -> bytes:
         for leaf in tree.leaves
     }
     ours: dict[str, object] = {"version": VERSION, "tree": _encode_node(tree.root)}
+    if tree.kinds:
+        ours["kinds"] = dict(tree.kinds)
     return jsontext.dumps(
         {
             "tree_metadata": entries,
@@ -225,6 +229,12 @@ def encode(tree: Tree) -> bytes:
 def kind_of(value_type: str) -> LeafKind:
     """Returns our kind for a `value_type` of Orbax."""
     return _ORBAX_KIND[value_type]
+
+
+def lost_kinds(leaves: Sequence[Leaf]) -> dict[str, LeafKind]:
+    """Returns the kinds, by name, that would come back as another if only Orbax's were recorded."""
+    lost = ("bytes", "str", "generic", "complex")
+    return {leaf.name: leaf.kind for leaf in leaves if leaf.has_array and leaf.kind in lost}
 
 
 def orbax_value_type(leaf: Leaf) -> str:
@@ -285,7 +295,7 @@ def _encode_node(node: Node | None) -> object:
 def decode(data: bytes, *, file: str) -> Tree:
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     entries = expect(top.get("tree_metadata"), dict, "'tree_metadata'", file=file)
-    root, ours = None, top.get(_OURS)
+    root, kinds, ours = None, {}, top.get(_OURS)
     if ours is not None:
         version = expect(ours, dict, _OURS, file=file).get("version")
         if expect(version, int, "version", file=file) > VERSION:
@@ -297,6 +307,9 @@ def decode(data: bytes, *, file: str) -> Tree:
     if ours is not None:
         root = _decode_node(ours["tree"], file) if ours.get("tree") else None
         _check_containers(root, leaves, file)
+        kinds = expect(ours.get("kinds", {}), dict, "'kinds'", file=file)
+        if odd := [kind for kind in kinds.values() if kind not in _STORED_KINDS]:
+            raise damaged(file, f"unknown kind {odd[0]!r}")
     elif isinstance(text := top.get("value_metadata_tree"), str):
         root = _decode_rich(jsontext.loads(text.encode(), file=file), file)
     ocdbt, zarr3, stores_fill = (
@@ -311,6 +324,7 @@ def decode(data: bytes, *, file: str) -> Tree:
         uses_ocdbt=ocdbt,
         fill_missing=not stores_fill,
         custom_metadata=top.get("custom_metadata"),
+        kinds=kinds,
     )
 
 
