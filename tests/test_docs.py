@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import jaxckpt
+from jaxckpt._run import leases
+from jaxckpt.format import run, tree
 from tests.faults.scorecard import ROWS
 from tests.test_report import browse
 
@@ -250,6 +252,18 @@ def test_nothing_asks_to_install_jaxckpt_by_name() -> None:
 
     by_name = re.compile(r"pip install[^\n]*[\s'\"]jaxckpt\b")
     assert [path.name for path in files if by_name.search(path.read_text("utf-8"))] == []
+
+
+def test_the_limits_of_the_readme_are_those_of_the_code() -> None:
+    """One line each; the numbers are the constants of the package."""
+    limits = README.partition("## Limits today\n")[2].partition("\n## ")[0]
+    digits = len(str(run.MAX_STEP))
+    sizes = f"at most {tree.MAX_LEVELS} levels, a name at most {tree._MAX_NAME_BYTES >> 10} kB"
+
+    assert f"{sizes}, and a step number at most {digits} digits" in limits
+    assert leases.LEASE_S == 3600
+    assert "more than an hour on a step" in limits
+    assert all(line.startswith("- ") for line in limits.strip().splitlines()[:-2])
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/releasing.md"])
