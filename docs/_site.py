@@ -62,8 +62,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def _examples() -> Iterator[str]:
     """Yields the page of the examples in pieces; each file has a heading to link to."""
-    yield "# Examples\n\nComplete programs and job files; the directory `examples/` has them all."
-    for path in sorted((ROOT / "examples").iterdir()):
+    yield "# Examples\n\nComplete programs and job files, the shortest first."
+    for path in sorted((ROOT / "examples").iterdir(), key=lambda path: path.stat().st_size):
         if language := LANGUAGES.get(path.suffix):
             yield f"## {path.name}\n\n```{language}\n{path.read_text('utf-8')}```"
 

@@ -372,6 +372,17 @@ def test_a_policy_counts_a_damaged_step_as_the_manager_does(tmp_path):
     }
 
 
+def test_a_manager_says_how_fast_it_saved(tmp_path):
+    """The seconds and the rate of its last save; a reader has none."""
+    with trained(tmp_path, KeepPolicy(), {1: {}, 2: {}}) as manager:
+        writer = Outline(manager._repr_html_()).text
+    with jaxckpt.CheckpointManager(tmp_path, mode="r") as manager:
+        reader = Outline(manager._repr_html_()).text
+
+    assert re.search(r"last save [\d.e-]+ s, [\d.e-]+ GB/s", writer)
+    assert "last save" not in reader
+
+
 def test_a_manager_of_no_run_yet(tmp_path):
     """A reader may be there before the first step, or the directory."""
     with jaxckpt.CheckpointManager(tmp_path / "later", mode="r") as manager:

@@ -22,9 +22,9 @@ from jaxckpt._run.overview import RunOverview, overview
 from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.format.tree import path_text
 from jaxckpt.integrations import _steps, _svg
-from jaxckpt.integrations._html import block, count, escape, facts
+from jaxckpt.integrations._html import block, count, duration, escape, facts
 from jaxckpt.integrations._palette import axis_hue
-from jaxckpt.types import LeafInfo, LeafStatistics
+from jaxckpt.types import LeafInfo, LeafStatistics, Timing
 
 if TYPE_CHECKING:  # showing a checkpoint needs neither jax nor TensorStore
     from jaxckpt._run.manager import CheckpointManager
@@ -96,12 +96,19 @@ def manager_html(manager: CheckpointManager) -> str:
             f"{size_text(sum(step.size_bytes for step in run.steps))} on disk",
             "for reading" if manager.mode == "r" else "",
             f"restored step {manager.restored_step:,}" if manager.restored_step is not None else "",
+            _rate(manager.timings),
             "every step is kept" if manager.mode == "w" and not manager.keep.has_rules else "",
         ]
     )
     notes = list(dict.fromkeys([*run.strays, *manager.problems]))
     body = _steps.line(told) + _steps.table(told) + listing(notes, "note")
     return block(f'<div class="jc-head">{head}</div>{body}')
+
+
+def _rate(timings: Sequence[Timing]) -> str:
+    """Describes the last save; returns "" if there was none."""
+    last = next((one for one in reversed(timings) if one.kind == "save"), None)
+    return "" if last is None else f"last save {duration(last.seconds)}, {last.gb_per_s:.2g} GB/s"
 
 
 def listing(notes: list[str], word: str) -> str:
