@@ -108,7 +108,9 @@ def manager_html(manager: CheckpointManager) -> str:
 def _rate(timings: Sequence[Timing]) -> str:
     """Describes the last save; returns "" if there was none."""
     last = next((one for one in reversed(timings) if one.kind == "save"), None)
-    return "" if last is None else f"last save {duration(last.seconds)}, {last.gb_per_s:.2g} GB/s"
+    if last is None:
+        return ""
+    return f"last save {duration(last.seconds)}, {size_text(1e9 * last.gb_per_s)}/s"
 
 
 def listing(notes: list[str], word: str) -> str:

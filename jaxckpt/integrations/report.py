@@ -171,8 +171,8 @@ def _facts(run: RunOverview) -> str:
         rows.append(("saved", f"{first} to {last} UTC" if first != last else f"{last} UTC"))
     if interval := _interval_text(whole):
         rows.append(("save interval", interval))
-    if rates := [rate for step in whole if (rate := _gb_per_s(step)) is not None]:
-        rows.append(("rate", f"{statistics.median(rates):.2g} GB/s, median of the saves"))
+    if rates := [rate for step in whole if (rate := _bytes_per_s(step)) is not None]:
+        rows.append(("rate", f"{size_text(statistics.median(rates))}/s, median of the saves"))
     if writers := sorted({step.writer for step in steps if step.writer}):
         rows.append(("written by", escape(", ".join(writers))))
     if steps and (lineage := steps[0].lineage):
@@ -204,10 +204,10 @@ def _interval_text(whole: Sequence[StepOverview]) -> str:
     return f"{count(steps, 'step')}{took}, median of the steps that are here"
 
 
-def _gb_per_s(step: StepOverview) -> float | None:
+def _bytes_per_s(step: StepOverview) -> float | None:
     """Returns the rate of a save, or None if its phases are not recorded."""
     seconds = sum(step.phases.values())
-    return step.size_bytes / 1e9 / seconds if seconds > 0 else None
+    return step.size_bytes / seconds if seconds > 0 else None
 
 
 def _words(values: Mapping[str, object]) -> str:
