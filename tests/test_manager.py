@@ -1972,8 +1972,10 @@ def test_a_reader_writes_nothing(tmp_path, state):
 def test_a_reader_does_not_save(tmp_path):
     """Nor delete, nor pin; and a run that is not there yet has no steps, and is not made."""
     with CheckpointManager(tmp_path / "run", mode="r") as reader:
+        assert (reader.should_save(1), reader.save(1, {})) == (False, None)
+        assert "mode='r'" in reader.decision.reason
         for call in (
-            lambda: reader.save(1, {}),
+            lambda: reader.save(1, {}, force=True),
             lambda: reader.delete(1),
             lambda: reader.pin(1),
             lambda: reader.unpin(1),

@@ -188,7 +188,7 @@ class CheckpointManager:
             self._processes,
             save,
             keep,
-            listens=mode == "w",
+            writes=mode == "w",
             budget_bytes=budget_bytes,
             timeout_s=timeout_s,
             on_progress=on_progress,
@@ -264,7 +264,7 @@ class CheckpointManager:
     # --- saving ----------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
-        """Returns whether `save` would save at this step."""
+        """Returns whether `save` would save at this step; never with `mode="r"`."""
         self._begin_call()
         return self._saver.decide(as_step("should_save", step)).save
 
@@ -298,16 +298,17 @@ class CheckpointManager:
             custom_metadata: JSON to store with the step.
 
         Returns:
-            A handle, or None if the step is not due or the run has it already; `decision` has the
-            reason.
+            A handle, or None if the step is not due, the run has it already or the manager was
+            opened with `mode="r"`; `decision` has the reason.
 
         Raises:
             StepExists: the run already has this step, and `force` is set.
-            ValueError: the run has a later step, but not this one.
+            ValueError: the run has a later step, but not this one; or `force` is set, and `mode` is
+                "r".
             UnsupportedLeaf: a value cannot be stored; nothing was written.
             CheckpointTimeout: earlier saves did not free enough memory within `timeout_s`.
         """
-        if self._closed or self.mode == "r":
+        if self._closed or (force and self.mode == "r"):
             self._refuse()
         check_type("save", "items", items, Mapping | None, "a dict of values by name")
         check_type("save", "metrics", metrics, Mapping | None, "a dict of numbers by name")

@@ -50,7 +50,7 @@ class Saver:
         policy: SavePolicy,
         keep: KeepPolicy,
         *,
-        listens: bool,
+        writes: bool,
         budget_bytes: int,
         timeout_s: float,
         on_progress: OnProgress | None,
@@ -64,11 +64,12 @@ class Saver:
         self.floor: int | None = None  # the newest step known to be committed
         self.agreed: int | None = None  # the newest good step when all processes last agreed
         self.session = ""  # begins the names of attempts; equal in all processes
-        self.preemption = Preemption(processes, listens=listens and policy.on_preemption)
+        self.preemption = Preemption(processes, listens=writes and policy.on_preemption)
         self._index = index
         self._owner = owner
         self._deletion = deletion
         self._processes = processes
+        self._writes = writes
         self._keep = keep
         self._budget_bytes = budget_bytes
         self._timeout_s = timeout_s
@@ -96,7 +97,10 @@ class Saver:
             raise ValueError(f"step must be between 0 and {MAX_STEP}, got {step}")
         latest = (self.agreed, self.schedule.last_step)  # later steps are new
         is_old = any(known is not None and step <= known for known in latest)
-        if is_old and not force and self._is_there(step):
+        if not self._writes:
+            reason = "the manager was opened with mode='r'"
+            self.decision = Decision(step=step, save=False, reason=reason)
+        elif is_old and not force and self._is_there(step):
             reason = f"step {step} is there already or being saved"
             self.decision = Decision(step=step, save=False, reason=reason)
         elif self.preemption.reached(step) and not self._is_saved_for_preemption():
