@@ -632,6 +632,31 @@ def test_a_step_that_is_being_saved_is_not_due(tmp_path, state, processes):
 
 
 @as_processes
+def test_the_first_step_of_a_run_is_saved_once(tmp_path, processes):
+    """The first of a new run; not again after a restart."""
+    policy = SavePolicy(first=True, every_steps=10)
+    for step, saved in ((3, []), (4, [4]), (5, [4]), (10, [4, 10])):
+        with CheckpointManager(tmp_path, save=policy) as manager:
+            if saved:  # a job that ends before its first save leaves a new run
+                manager.save(step, {"n": step})
+            settle(manager, processes)
+            assert manager.all_steps() == saved
+
+
+def test_a_save_is_due_as_soon_as_the_one_before_is_committed(tmp_path):
+    """By `continuous`, while old steps are deleted or `on_commit` runs."""
+    ends = threading.Event()
+    with CheckpointManager(
+        tmp_path, save=SavePolicy(continuous=True), on_commit=lambda _: ends.wait(60)
+    ) as manager:
+        manager.save(1, {"n": 1}).result()
+        second = manager.save(2, {"n": 2})
+        ends.set()
+
+    assert second is not None
+
+
+@as_processes
 def test_an_empty_directory_is_no_step(tmp_path, processes):
     """A save takes its place; else the job would end there at each restart."""
     with CheckpointManager(tmp_path) as manager:

@@ -194,9 +194,9 @@ class CheckpointManager:
             on_progress=on_progress,
             on_commit=on_commit,
             timings=self._timings,
+            session=opened["session"],
+            newest=opened["newest"],
         )
-        self._saver.session = opened["session"]
-        self._saver.floor = self._saver.agreed = opened["newest"]
 
     def _open_run(self) -> Any:  # JSON
         """Opens the run in process 0; returns its newest step and naming to all processes.

@@ -56,14 +56,25 @@ class Saver:
         on_progress: OnProgress | None,
         on_commit: Callable[[Timing], None] | None,
         timings: deque[Timing],
+        session: str,
+        newest: int | None,
     ) -> None:
+        """Saves nothing yet.
+
+        Args:
+            session: Begins the names of attempts; equal in all processes.
+            newest: The newest step of the run, on which all processes have agreed.
+        """
         self.decision: Decision | None = None  # the latest
         self.schedule = Schedule(
-            policy=policy, processes=processes.count, started_s=time.monotonic()
+            policy=policy,
+            processes=processes.count,
+            started_s=time.monotonic(),
+            is_new=newest is None,
         )
-        self.floor: int | None = None  # the newest step known to be committed
-        self.agreed: int | None = None  # the newest good step when all processes last agreed
-        self.session = ""  # begins the names of attempts; equal in all processes
+        self.floor = newest  # the newest step known to be committed
+        self.agreed = newest  # the newest good step when all processes last agreed
+        self.session = session
         self.preemption = Preemption(processes, listens=writes and policy.on_preemption)
         self._index = index
         self._owner = owner
@@ -111,7 +122,8 @@ class Saver:
             known = self._by_rules
             # The answer holds until the step is saved, even as time passes.
             if known is None or known.step != step or self.schedule.last_step == step:
-                busy = bool(self.under_way())
+                # Deleting old steps after a commit does not count.
+                busy = not all(handle.done() for handle in self.under_way())
                 self._by_rules = self.schedule.decide(step, now_s=time.monotonic(), busy=busy)
             self.decision = self._by_rules
         assert self.decision is not None

@@ -33,7 +33,7 @@ class SavePolicy:
         every_seconds: Saves when this much time has passed since the previous save. Several
             processes agree on the step expected to reach it.
         at_steps: Saves at these steps.
-        first: Saves at the first call.
+        first: Saves at the first call, if the run has no step yet.
         on_preemption: Saves once when the job is about to be stopped. Does not count as a rule:
             without other fields, every call saves.
         continuous: Saves whenever the previous save has ended.
@@ -154,6 +154,7 @@ class Schedule:
     policy: SavePolicy
     processes: int = 1
     started_s: float = 0.0
+    is_new: bool = True  # whether the run had no step when it was opened
     costs: Costs = field(default_factory=Costs)  # measured here
     agreed: Costs | None = None  # measured by process 0; equal in every process
     last_step: int | None = None  # of the latest save
@@ -169,7 +170,7 @@ class Schedule:
             busy: Whether a save is under way. Several processes ignore it.
         """
         reason = self.policy.matches(step)
-        if reason is None and self.policy.first and self.last_step is None:
+        if reason is None and self.policy.first and self.is_new and self.last_step is None:
             reason = "first"
         if reason is None and self.policy.is_by_clock:
             if self.processes > 1:
