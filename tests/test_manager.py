@@ -16,6 +16,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,7 +237,7 @@ def test_a_step_that_is_not_due_is_none(tmp_path, state, processes):
 
 @pytest.mark.multihost
 def test_how_often_processes_meet(tmp_path, state):
-    """Twice for a save, and not at all for a step that is not due."""
+    """For a save, when it is written, committed and old steps are gone; not for others."""
 
     def meetings(processes):
         def so_far():
@@ -245,10 +247,42 @@ def test_how_often_processes_meet(tmp_path, state):
             start = so_far()
             manager.save(1, state(1))
             after_skipping = so_far()
-            manager.save(2, state(2)).result()
+            manager.save(2, state(2))
+            manager.wait_until_finished()
             return after_skipping - start, so_far() - after_skipping
 
-    assert simulate(4, meetings) == [(0, 2)] * 4
+    assert simulate(4, meetings) == [(0, 3)] * 4
+
+
+@as_processes
+def test_a_wait_ends_when_old_steps_are_gone(tmp_path, processes):
+    """In every process, though only process 0 deletes."""
+    goes_on = threading.Event()
+    keep = KeepPolicy(last=1, when=lambda info: info.step == 2 and not goes_on.wait(60))
+    with CheckpointManager(tmp_path, keep=keep) as manager:
+        manager.save(1, {"n": 1})
+        manager.save(2, {"n": 2}).result(60)
+        threading.Timer(0.2, goes_on.set).start()
+        manager.wait_until_finished()
+
+        assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["2"]
+
+
+def test_a_failure_is_raised_in_every_thread_that_waits(tmp_path):
+    """Not only in the first to wake up; later calls do not raise it again."""
+    gate = Gate("make_dir", FailingStorage(LocalStorage(), 0, FULL, once=False))
+    with CheckpointManager(tmp_path) as manager, ThreadPoolExecutor(6) as pool:
+        manager._index.storage = gate
+        manager.save(1, {"n": 1})
+        waits = [pool.submit(manager.wait_until_finished) for _ in range(6)]
+        while len(manager._saver._waiting) < 6:
+            time.sleep(0.01)
+        gate.open.set()
+
+        for wait in waits:
+            with pytest.raises(SaveFailed, match="No space left"):
+                wait.result(60)
+        manager.wait_until_finished()
 
 
 @pytest.mark.multihost

@@ -334,7 +334,7 @@ class CheckpointManager:
         raise ValueError(f"the manager of {self.directory} is closed: {self._closed}")
 
     def wait_until_finished(self, timeout_s: float | None = None) -> None:
-        """Waits until all saves have ended and the steps not kept are deleted.
+        """Waits until all saves have ended and the steps not kept are deleted, in every process.
 
         Args:
             timeout_s: If None, the manager's, for each round of the processes.
@@ -349,9 +349,7 @@ class CheckpointManager:
             self._refuse()
         seconds = "a number of seconds"
         check_type("wait_until_finished", "timeout_s", timeout_s, Real | None, seconds)
-        pending = self._saver.under_way()
-        self._saver.wait(pending, timeout_s)
-        raise_first(self._saver.take_errors())
+        self._saver.wait_for_all(timeout_s)
 
     def close(self) -> None:
         """Waits for the saves under way and releases the run; a forked child does neither.

@@ -29,7 +29,7 @@ from jaxckpt._save.snapshot import SaveItem, take_tree
 from jaxckpt.errors import CheckpointTimeout, StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import MAX_STEP
-from jaxckpt.multihost import Processes, lead, text_of
+from jaxckpt.multihost import Processes, lead, leading, text_of
 from jaxckpt.types import Decision, OnProgress, StepInfo, Timing
 
 _logger = logging.getLogger("jaxckpt")
@@ -96,9 +96,11 @@ class Saver:
         self._lacked_metric = False  # whether a step did, which is reported once
         self._metrics: dict[int, dict[str, Any]] = {}  # by step, until the commit
         self._thread: threading.Thread | None = None  # the latest that saved
-        self._changed = threading.Condition()  # guards `schedule` and the two below
+        self._changed = threading.Condition()  # guards `schedule` and the three below
         self._under_way: list[SaveHandle] = []
         self._errors: list[SaveHandle | BaseException] = []
+        self._waiting: dict[int, list[SaveHandle | BaseException]] = {}  # errors, by thread
+        self._is_stopped = False
 
     # --- which calls save ------------------------------------------------------------------------
 
@@ -366,14 +368,28 @@ class Saver:
 
     def finish(self) -> None:
         """Waits until all saves have ended."""
-        self.wait(self.under_way())
+        self.wait(self.under_way(), 0.0 if self._is_stopped else None)
+
+    def wait_for_all(self, timeout_s: float | None = None) -> None:
+        """Waits until all saves have ended; raises their errors in every thread that waits."""
+        thread = threading.get_ident()
+        with self._changed:
+            heard = self._waiting[thread] = []
+        try:
+            self.wait(self.under_way(), timeout_s)
+        finally:
+            with self._changed:
+                del self._waiting[thread]
+        errors = self.take_errors()  # those of `heard` too, in one of the threads
+        others = [e.error if isinstance(e, SaveHandle) else e for e in heard]
+        raise_first([*errors, *(e for e in others if e is not None and e not in errors)])
 
     def stop(self) -> None:
         """Waits until all saves have ended, for the last time."""
         try:
             self.finish()
         finally:
-            self._timeout_s = 0.0  # the end of the program does not wait again
+            self._is_stopped = True  # the end of the program does not wait again
         if not self._errors:
             ending.forget(self)
 
@@ -402,6 +418,8 @@ class Saver:
             with self._changed:
                 if error is not None:
                     self._errors.append(error)
+                    for heard in self._waiting.values():
+                        heard.append(error)
                 self._under_way.remove(handle)
                 handle = next(iter(self._under_way), None)
                 self._changed.notify_all()
@@ -414,12 +432,14 @@ class Saver:
         self._timings.append(timing)
         self.floor = step
         self.record(save_s=timing.seconds)
-        if self._processes.index == 0:  # only it knows the metrics
-            metrics = self._metrics.pop(step, {})
-            self._index.remember(StepInfo(step=step, saved_s=time.time(), metrics=metrics))
-            if self._keep.verified:
-                self._read_back(step)
-            self._delete_what_goes()
+        place, timeout_s = self._index.root, self._timeout_s
+        with leading(self._processes, f"{handle.name}/kept", place=place, timeout_s=timeout_s):
+            if self._processes.index == 0:  # only it knows the metrics
+                metrics = self._metrics.pop(step, {})
+                self._index.remember(StepInfo(step=step, saved_s=time.time(), metrics=metrics))
+                if self._keep.verified:
+                    self._read_back(step)
+                self._delete_what_goes()
         if self._on_commit is not None:
             with calling(f"on_commit; step {step} is committed"):
                 self._on_commit(timing)

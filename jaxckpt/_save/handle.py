@@ -91,7 +91,9 @@ class SaveHandle:
     def __init__(self, request: SaveRequest) -> None:
         self.path = request.path
         self.timing: Timing | None = None
-        # The next four are for the manager.
+        # The next six are for the manager.
+        self.name = request.name
+        self.error: BaseException | None = None
         self.step = request.meter.step
         self.size_bytes = sum(item.size_bytes for item in request.items)  # on the host
         self.refused = request.problem is not None
@@ -104,7 +106,6 @@ class SaveHandle:
         self._meter.total_bytes = self.size_bytes
         self._problem = request.problem
         self._transaction: Transaction | None = None  # in process 0
-        self._error: BaseException | None = None
         self._delivered = False
         self._ended = threading.Event()
         self._process = os.getpid()
@@ -133,9 +134,9 @@ class SaveHandle:
             raise CheckpointTimeout(
                 f"{self.path}: the save continues{where} and has not ended after {timeout_s:g} s"
             )
-        if self._error is not None:
+        if self.error is not None:
             self._delivered = True
-            raise self._error
+            raise self.error
         self.raise_callback_error()
 
     def raise_callback_error(self) -> None:
@@ -148,7 +149,7 @@ class SaveHandle:
         if self._delivered:
             return None
         self._delivered = True
-        return self._error
+        return self.error
 
     @property
     def is_meeting(self) -> bool:
@@ -162,7 +163,7 @@ class SaveHandle:
         return self._meter.waiting_for()
 
     def __repr__(self) -> str:
-        state = "under way" if not self.done() else "failed" if self._error else "committed"
+        state = "under way" if not self.done() else "failed" if self.error else "committed"
         return f"<SaveHandle {self.path}: {state}>"
 
     # --- the save ------------------------------------------------------------------------------
@@ -172,11 +173,11 @@ class SaveHandle:
         try:
             self.run()
         except BaseException as error:
-            self._error = error
+            self.error = error
             if logs:
                 _logger.exception("the save of %s failed", self.path)
         self._ended.set()
-        return self._error is None
+        return self.error is None
 
     def run(self) -> None:
         """Writes and commits; either all processes return or all raise."""
