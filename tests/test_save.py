@@ -96,6 +96,58 @@ def test_overwrite_replaces_a_checkpoint_and_only_on_request(tmp_path):
     assert os.listdir(tmp_path) == ["x"]
 
 
+def test_overwrite_takes_the_place_of_an_empty_directory(tmp_path):
+    """Such as one that a program made beforehand."""
+    (tmp_path / "x").mkdir()
+    with pytest.raises(StepExists, match="is a directory but not a checkpoint"):
+        jaxckpt.save(tmp_path / "x", 1)
+
+    jaxckpt.save(tmp_path / "x", 1, overwrite=True)
+    (tmp_path / "y").mkdir()
+    jaxckpt.save_async(tmp_path / "y", 2, overwrite=True).result()
+
+    assert (jaxckpt.restore(tmp_path / "x"), jaxckpt.restore(tmp_path / "y")) == (1, 2)
+
+
+def test_small_files_of_other_programs_move_along(tmp_path):
+    """At every replacement; they are no part of the checkpoint."""
+    jaxckpt.save(tmp_path / "x", 1)
+    (tmp_path / "x" / "config.json").write_text("{}")
+
+    for value in (2, 3):
+        jaxckpt.save(tmp_path / "x", value, overwrite=True)
+
+        assert jaxckpt.restore(tmp_path / "x") == value
+        assert (tmp_path / "x" / "config.json").read_text() == "{}"
+        assert jaxckpt.verify(tmp_path / "x").ok
+
+
+@pytest.mark.parametrize("added", ["many", "large", "a directory", "a link"])
+def test_a_checkpoint_with_much_of_other_programs_is_not_replaced(tmp_path, added):
+    """The error names what to move away; nothing changes."""
+    path = tmp_path / "x"
+    jaxckpt.save(path, 1)
+    match added:
+        case "many":
+            for i in range(101):
+                (path / f"added{i}").write_text("")
+        case "large":
+            (path / "added").touch()
+            os.truncate(path / "added", 16_000_001)
+        case "a directory":
+            (path / "added").mkdir()
+        case "a link":
+            (path / "added").symlink_to(tmp_path)
+    before = sorted(os.listdir(path))
+
+    with pytest.raises(StepExists, match=r"Move these away first: added.* Only up to 100 files"):
+        jaxckpt.save(path, 2, overwrite=True)
+
+    assert jaxckpt.restore(path) == 1
+    assert sorted(os.listdir(path)) == before
+    assert os.listdir(tmp_path) == ["x"]
+
+
 def test_custom_metadata_comes_back(tmp_path):
     """Any JSON, through `open`."""
     metadata = {"a": [1, 2.5, None, "ü"], "b": {"c": True}}

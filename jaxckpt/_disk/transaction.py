@@ -14,8 +14,9 @@ does this, and a crash after each line leaves:
      8. rename T to `<name>`, fsync the parent          the checkpoint, committed
      9. remove `_jaxckpt.writing`                       the same
 
-To replace a checkpoint, step 8 exchanges the two names in one step; T is then the old checkpoint,
-which is deleted. Where the file system cannot exchange names:
+To replace a checkpoint, small files that other programs put there are copied into T after step 4,
+and step 8 exchanges the two names in one; T is then the old checkpoint, which is deleted. Where
+the file system cannot exchange names:
 
     8a. rename T to `<name>.jaxckpt-committed`          the old one; recovery puts the new in place
     8b. rename `<name>` to a `...-deleting-...` name    the new one: readers look for it there
@@ -40,6 +41,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from jaxckpt._core.text import size_text
 from jaxckpt._version import __version__
 from jaxckpt.errors import CheckpointError, SaveFailed, StepExists, UnsupportedFormat
 from jaxckpt.format import names, step
@@ -58,6 +60,9 @@ _logger = logging.getLogger("jaxckpt")
 
 # Files that are in every directory of ours, from the first moment to the last.
 _OURS = (names.WRITER, names.RECORD)
+# Files of other programs that a checkpoint takes on from the one that it replaces.
+_MAX_TAKEN = 100
+_MAX_TAKEN_BYTES = 16_000_000
 # How often to begin again when another writer removes the work directory.
 _TRIES = 10
 # A directory with one of these is a checkpoint, or an item of one.
@@ -125,6 +130,8 @@ class Transaction:
             phases=phases or {},
         )
         self.storage.write(f"{self.work}/{names.RECORD}", step.encode_record(record))
+        if self.overwrite:
+            self._take_along()
         self._check_still_ours()
         self.storage.sync(self.work)
         if self.fence is not None:
@@ -144,6 +151,16 @@ class Transaction:
         except OSError as error:
             warn(self.path, f"saved, but the checkpoint it replaced is not deleted yet: {error}")
         self.release()
+
+    def _take_along(self) -> None:
+        """Copies the small files that other programs put into the checkpoint to be replaced.
+
+        Not part of the record: the next checkpoint here takes them along again.
+        """
+        around = listing(self.storage, posixpath.dirname(self.path))
+        for name in check_target(self.storage, self.path, around, overwrite=True):
+            data = self.storage.read(f"{self.path}/{name}", max_bytes=_MAX_TAKEN_BYTES)
+            self.storage.write(f"{self.work}/{name}", data)
 
     def abort(self) -> None:
         """Removes what was written, unless it is committed. Never raises an OSError."""
@@ -291,18 +308,27 @@ def discard_work(storage: Storage, path: str, token: str) -> None:
 
 def check_target(
     storage: Storage, path: str, around: Mapping[str, Entry] | None, *, overwrite: bool
-) -> None:
-    """Raises StepExists if a checkpoint may not be put at `path`; `around` lists its parent."""
+) -> list[str]:
+    """Returns the files of other programs at `path` that the checkpoint to put there must take on.
+
+    Args:
+        around: The listing of the parent.
+
+    Raises:
+        StepExists: a checkpoint may not be put at `path`.
+    """
     parent, name = posixpath.split(path)
     if around is None:
-        return
+        return []
     if not _MARKS.isdisjoint(around):
         raise StepExists(f"{path} would lie inside the checkpoint {parent}. Save beside it.")
     if name not in around or (not storage.atomic_rename and _is_leftover(storage, path)):
-        return
+        return []
     if (kind := around[name].kind) != "dir":
         raise StepExists(f"{path} is a {'file' if kind == 'file' else 'link or special file'}")
-    inside = set(storage.names(path))
+    inside = storage.entries(path)
+    if overwrite and not inside:
+        return []
     if _MARKS.isdisjoint(inside):
         found = ", ".join(sorted(inside)[:8]) or "nothing"
         raise StepExists(
@@ -310,14 +336,23 @@ def check_target(
         )
     if not overwrite:
         raise StepExists(f"{path} already exists. Save elsewhere, or set overwrite to replace it.")
-    foreign = sorted(_foreign(storage, path, inside))
-    if foreign:
-        raise StepExists(
-            f"{path} contains more than one tree, and is not replaced. Move these away first: "
-            f"{', '.join(foreign[:8])}"
-        )
     if not storage.atomic_rename:
         raise UnsupportedFormat(f"{path}: overwriting needs a storage with an atomic rename")
+    foreign = {name: inside[name] for name in sorted(_foreign(storage, path, set(inside)))}
+    total = sum(entry.size for entry in foreign.values())
+    is_file = [entry.kind == "file" for entry in foreign.values()]
+    if not all(is_file) or len(foreign) > _MAX_TAKEN or total > _MAX_TAKEN_BYTES:
+        listed = [f"{name} ({_words(entry)})" for name, entry in foreign.items()]
+        raise StepExists(
+            f"{path} contains more than the tree of a save, and is not replaced. Move these away "
+            f"first: {', '.join(listed[:8])}{', ...' if len(listed) > 8 else ''}. Only up to "
+            f"{_MAX_TAKEN} files of {size_text(_MAX_TAKEN_BYTES)} in all move along."
+        )
+    return [*foreign]
+
+
+def _words(entry: Entry) -> str:
+    return size_text(entry.size) if entry.kind == "file" else entry.kind
 
 
 def _foreign(storage: Storage, path: str, inside: set[str]) -> set[str]:

@@ -45,8 +45,10 @@ def save(
         path: Directory of the checkpoint. Missing parents are created.
         tree: Any pytree of jax and numpy arrays, PRNG keys, Python scalars, str, bytes and None.
             Process 0 writes host arrays.
-        overwrite: Whether to replace a checkpoint at `path`. The old or the new one can be restored
-            at any instant. Other directories are never replaced.
+        overwrite: Whether to replace a checkpoint or an empty directory at `path`. The old or the
+            new one can be restored at any instant. Up to 100 files of 16 MB in all that other
+            programs put into the checkpoint move along; with more, or with directories of theirs,
+            the save raises. Other directories are never replaced.
         dtype: Saves all floating-point arrays in this dtype, also when they are restored. Values
             are rounded, and a finite value that would become infinite is an error.
         custom_metadata: JSON to store with the checkpoint.
