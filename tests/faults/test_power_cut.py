@@ -56,7 +56,8 @@ class Disk:
             run("cp", "--sparse=always", self._image, copy)
         else:
             going_down(self.mount)
-        os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # the errors of the cut may have ended it
+            os.kill(child, signal.SIGKILL)
         said = []
         while "status" not in (word := zygote.answer()):
             said.append(word)
