@@ -6,20 +6,20 @@ security policy forbids loading or running anything, so a name in a checkpoint c
 
 from __future__ import annotations
 
-import glob
 import math
 import os
 import posixpath
 import secrets
 import shutil
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from statistics import median, median_low
 from typing import Final
 
 from jaxckpt._core.text import size_text
 from jaxckpt._inspect import open as inspection
+from jaxckpt._inspect.statistics import statistics
 from jaxckpt._run.overview import RunOverview, StepOverview, overview
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._version import __version__
@@ -172,7 +172,7 @@ def _facts(run: RunOverview) -> str:
     if interval := _interval_text(whole):
         rows.append(("save interval", interval))
     if rates := [rate for step in whole if (rate := _bytes_per_s(step)) is not None]:
-        rows.append(("rate", f"{size_text(statistics.median(rates))}/s, median of the saves"))
+        rows.append(("rate", f"{size_text(median(rates))}/s, median of the saves"))
     if writers := sorted({step.writer for step in steps if step.writer}):
         rows.append(("written by", escape(", ".join(writers))))
     if steps and (lineage := steps[0].lineage):
@@ -197,10 +197,10 @@ def _interval_text(whole: Sequence[StepOverview]) -> str:
     pairs = [*pairwise(whole)]
     if not pairs:
         return ""
-    steps = statistics.median_low([after.step - before.step for before, after in pairs])
+    steps = median_low([after.step - before.step for before, after in pairs])
     times = [(before.saved_s, after.saved_s) for before, after in pairs]
     gaps = [b - a for a, b in times if a is not None and b is not None and b >= a]
-    took = f", {duration(statistics.median_low(gaps))}" if gaps else ""
+    took = f", {duration(median_low(gaps))}" if gaps else ""
     return f"{count(steps, 'step')}{took}, median of the steps that are here"
 
 
@@ -237,8 +237,10 @@ def _newest_contents(run: RunOverview, root: str) -> tuple[str, list[str]]:
 
 def _scalars(ckpt: inspection.Checkpoint) -> Mapping[str, LeafStatistics]:
     """Reads the first leaves of one number each."""
-    only = [path for path, leaf in ckpt.leaves.items() if is_scalar(leaf)][:_MAX_SCALARS]
-    return ckpt.statistics(only=[glob.escape(path) for path in only]) if only else {}
+    if ckpt._tree is None:
+        return {}
+    scalars = [leaf for leaf in ckpt._tree.tree.leaves if is_scalar(ckpt.leaves[leaf.text])]
+    return statistics(ckpt._tree, scalars[:_MAX_SCALARS])
 
 
 def _json_item(path: str, name: str) -> str:
