@@ -265,7 +265,8 @@ class VerifyReport:
         return any(not problem.unreadable for problem in self.problems)
 
     def __repr__(self) -> str:
-        state = "good" if self.ok else f"BAD, {counted(len(self.problems), 'problem')}"
+        bad = "BAD" if self.damaged else "UNREADABLE"
+        state = "good" if self.ok else f"{bad}, {counted(len(self.problems), 'problem')}"
         lines = [
             f"{self.path}: {state}. Read {counted(self.files, 'file')} and "
             f"{counted(self.leaves, 'leaf')}, {size_text(self.size_bytes)}."

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt import CheckpointManager
 from jaxckpt.cli._app import app
+from jaxckpt.storage import LocalStorage
 from tests.commandline import TIMEOUT_S, cli, on_terminal, process, said_json
 from tests.golden.fixture import golden_names
 
@@ -386,8 +387,8 @@ def test_convert_copies_a_part_in_another_dtype(root, command):
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ((), "set overwrite to replace"),
-        (("--only", "nothing"), "only ['nothing'] matches no leaf"),
+        ((), "pass --overwrite to replace"),
+        (("--only", "nothing"), "only 'nothing' matches no leaf"),
         (("--only", "params", "--skip", "params"), "leave no leaf"),
         (("--dtype", "int32"), "dtype 'int32' is not a floating-point dtype"),
     ],
@@ -491,6 +492,76 @@ def test_a_number_is_only_a_step_after_a_run(root, tmp_path, monkeypatch):
     for command in ("du", "verify"):
         code, _, err = cli(command, root, 150)
         assert (code, "has no committed step 150. It has 100, 200, 300" in err) == (2, True)
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "parts"),
+    [
+        ("ls nowhere", ["{cwd}/nowhere: no such file or directory. {cwd} contains ", "run"]),
+        ("scrub nowhere", ["{cwd}/nowhere: no such", "{cwd} contains "]),
+        ("rm nowhere 1", ["{cwd}/nowhere: no such", "{cwd} contains "]),
+        ("ls file", ["{cwd}/file is a file, not a directory", "the directory that contains the"]),
+        ("ls run/300", ["is a checkpoint, not a run", "Did you mean {cwd}/run?"]),
+        ("show run/300 prams", ["error: 'prams' matches no leaf. Did you mean 'params'?"]),
+        ("show run 9", ["error: '9' matches no leaf", "The run has no step 9 either"]),
+        ("show m.safetensors", ["{cwd}/m.safetensors is neither", "jaxckpt import"]),
+        (
+            "diff run file",
+            ["{cwd}/file is damaged or not", "extra data.\n", "jaxckpt verify"],
+        ),
+        (
+            "convert run/300 run/200",
+            ["{cwd}/run/200 already exists", "pass --overwrite to replace"],
+        ),
+        ("convert run/300 file", ["{cwd}/file is a file, and is not replaced. Choose another"]),
+        ("convert run/300 file/x", ["Not a directory: '{cwd}/file'"]),
+        ("convert run new --dtype flaot32", ["'flaot32' is not a", "Did you mean 'float32'?"]),
+        ("convert run new --dtype int8", ["'int8' is not a", "These are bfloat16, float16"]),
+        ("export run m", ["m must end in .safetensors, such as {cwd}/m.safetensors"]),
+        ("export run m.safetensors --only step", ["pass --overwrite to replace"]),
+        ("export run file/x.safetensors --only step", ["{cwd}/file: Not a directory"]),
+        ("export run m.safetensors --max-shard 0", ["'--max-shard': must be positive, got 0"]),
+        ("fork weights x", ["{cwd}/weights is not named like a step; pass a number: --step 0"]),
+        ("fork run file", ["{cwd}/file: Not a directory"]),
+        ("pin run", ["Name the steps, as in `run 1000`; {cwd}/run has 100, 200, 300"]),
+        ("rm weights", ["Name the steps", "{cwd}/weights is not a run, nor a step of one"]),
+        ("unpin run/9", ["{cwd}/run has no committed step 9. It has 100, 200, 300"]),
+        ("gc run --best 1", ["--best needs --metric"]),
+    ],
+)
+def test_a_mistake_is_answered_with_the_place_and_what_to_do(root, command, parts, monkeypatch):
+    """What was wanted, what is there, and the option that helps; nothing is changed."""
+    monkeypatch.chdir(root.parent)
+    Path("file").write_text("hello")
+    Path("m.safetensors").write_bytes(b"12345678")
+    jaxckpt.save("weights", {"w": 1})
+    before = sorted(root.parent.rglob("*"))
+
+    code, _, err = cli(*command.split())
+
+    assert code == 2
+    for part in parts:
+        assert part.format(cwd=root.parent) in err
+    assert sorted(root.parent.rglob("*")) == before
+
+
+def test_a_permission_that_lacks_is_named_with_the_file(root, monkeypatch):
+    """Without the number of the error; what `verify` cannot read is not called bad."""
+
+    def denied(*args, **options):
+        raise PermissionError(13, "Permission denied", f"{root}/300/x")
+
+    for verb in ("names", "read", "entries"):
+        monkeypatch.setattr(LocalStorage, verb, denied)
+
+    for command in ("ls", "show", "du"):
+        _, _, err = cli(command, root)
+        assert err == f"error: {root}/300/x: Permission denied. `ls -ld` shows who may\n"
+    code, out, _ = cli("verify", root)
+    assert (code, f"{root}: UNREADABLE. " in out) == (2, True)
 
 
 # --- errors, terminals, processes -----------------------------------------------------------------

@@ -319,7 +319,7 @@ def test_make_dir_needs_directories(tmp_path):
     (tmp_path / "dangling").symlink_to("nowhere")
 
     for name in ("f", "f/below", "dangling"):
-        with pytest.raises(FileExistsError) as caught:
+        with pytest.raises(NotADirectoryError) as caught:
             LocalStorage().make_dir(f"{tmp_path}/{name}")
         assert caught.value.filename.startswith(f"{tmp_path}/{name.split('/')[0]}")
 

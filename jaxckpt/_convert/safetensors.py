@@ -108,7 +108,8 @@ def export_safetensors(
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     model = _Model(*_local(path))
     if not model.file.endswith(safetensors.SUFFIX):
-        raise ValueError(f"{path} must end in {safetensors.SUFFIX}")
+        suffix = safetensors.SUFFIX
+        raise ValueError(f"{path} must end in {suffix}, such as {model.file}{suffix}")
     source = of_checkpoint(src, item=item, only=only, skip=skip, dtype=floating(dtype), by="export")
     _check_exportable(source)
     _check_free(model, overwrite)

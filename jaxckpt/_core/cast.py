@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 from ml_dtypes import finfo
 
+from jaxckpt._core.text import nearest
 from jaxckpt.errors import Difference, TreeMismatch
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES
 
@@ -44,7 +45,11 @@ def floating(dtype: Any) -> str | None:  # whatever numpy takes for a dtype
     # A string may name a dtype that numpy lacks.
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     if not is_floating(name) or name not in STORABLE_DTYPES | AS_BYTES_DTYPES:
-        raise ValueError(f"dtype {name!r} is not a floating-point dtype; only those are cast")
+        known = sorted(filter(is_floating, STORABLE_DTYPES))
+        raise ValueError(
+            f"dtype {name!r} is not a floating-point dtype; only those are cast. "
+            f"{nearest(name, known).replace('It has', 'These are')}"
+        )
     return name
 
 

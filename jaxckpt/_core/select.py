@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 
@@ -32,13 +33,24 @@ def check_globs(only: Globs, skip: Globs, paths: Sequence[Path], *, place: str) 
             wanted = "a glob over leaf paths, or a list of them"
             check_type(place, option, glob, str | None, wanted)
         if globs is not None and not any(_is_any(globs, path) for path in paths):
-            raise ValueError(f"{option} {globs!r} matches no leaf. {some_paths(paths, place)}")
+            shown = globs[0] if not isinstance(globs, str) and len(globs) == 1 else globs
+            near = _nearest([shown] if isinstance(shown, str) else shown, paths)
+            raise ValueError(
+                f"{option} {shown!r} matches no leaf.{near} {some_paths(paths, place)}"
+            )
 
 
 def some_paths(paths: Sequence[Path], place: str) -> str:
     """Returns a phrase that names the first paths, for an error."""
     texts = list(dict.fromkeys(map(path_text, paths)))
     return f"{place} has {', '.join(texts[:20])}" + (", ..." if len(texts) > 20 else "")
+
+
+def _nearest(globs: Sequence[str], paths: Sequence[Path]) -> str:
+    """Returns a hint if a glob is like the path of a leaf or a container."""
+    known = {path_text(path[:i]) for path in paths for i in range(1, len(path) + 1)}
+    near = [found for glob in globs for found in difflib.get_close_matches(glob, known, n=1)]
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _is_any(globs: str | Sequence[str], path: Path) -> bool:

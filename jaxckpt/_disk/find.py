@@ -207,12 +207,15 @@ def find(storage: Storage, path: str) -> Found:
 
 def _no_directory(storage: Storage, path: str) -> Found:
     kind = storage.kind(path)
-    if kind == "file" and path.endswith((".safetensors", ".npz", ".pt", ".pkl")):
-        raise UnsupportedFormat(f"{path} is neither a checkpoint directory nor a Flax msgpack file")
+    suffix = posixpath.splitext(path)[1]
+    if kind == "file" and suffix in (".safetensors", ".npz", ".pt", ".pkl"):
+        what = f"{path} is neither a checkpoint directory nor a Flax msgpack file."
+        hint = " Make one with `jaxckpt import`." if suffix == ".safetensors" else ""
+        raise UnsupportedFormat(what + hint)
     if kind == "file":
         return Found(storage=storage, path=path, items={"": path}, is_file=True)
     if kind is None:
-        near = _neighbours(storage, path)
+        near = neighbours(storage, path)
         raise CheckpointNotFound(f"{path}: no such file or directory. {near}")
     raise CheckpointNotFound(f"{path} is neither a directory nor a regular file")
 
@@ -273,7 +276,7 @@ def _items(found: Found, entries: Entries) -> dict[str, str]:
 
 def _uncommitted(storage: Storage, path: str) -> CheckpointNotFound:
     return CheckpointNotFound(
-        f"{path} was never committed: its save is in progress or died. {_neighbours(storage, path)}"
+        f"{path} was never committed: its save is in progress or died. {neighbours(storage, path)}"
     )
 
 
@@ -302,7 +305,7 @@ def _find_around(storage: Storage, path: str, entries: Entries) -> Found:
     shown = ", ".join(sorted(entries)[:8]) + (", ..." if len(entries) > 8 else "")
     raise CheckpointNotFound(
         f"{path} is not a checkpoint, an item of a checkpoint or a run; it contains "
-        f"{shown or 'nothing'}. {_neighbours(storage, path)}"
+        f"{shown or 'nothing'}. {neighbours(storage, path)}"
     )
 
 
@@ -391,7 +394,8 @@ def warn_skipped(root: str, problems: Sequence[str]) -> None:
         _logger.warning("skipped a step of %s: %s", root, problem)
 
 
-def _neighbours(storage: Storage, path: str) -> str:
+def neighbours(storage: Storage, path: str) -> str:
+    """Describes what is beside a path that was not found."""
     parent = posixpath.dirname(path)
     if storage.kind(parent) != "dir":
         return f"{parent} is not a directory."

@@ -325,7 +325,8 @@ def check_target(
     if name not in around or (not storage.atomic_rename and _is_leftover(storage, path)):
         return []
     if (kind := around[name].kind) != "dir":
-        raise StepExists(f"{path} is a {'file' if kind == 'file' else 'link or special file'}")
+        what = "file" if kind == "file" else "link or special file"
+        raise StepExists(f"{path} is a {what}, and is not replaced. Choose another path.")
     inside = storage.entries(path)
     if overwrite and not inside:
         return []

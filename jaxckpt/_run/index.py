@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from jaxckpt._disk.find import find, looks_committed, read_found
+from jaxckpt._disk.find import find, looks_committed, neighbours, read_found
 from jaxckpt._disk.found import Found, check_sizes
 from jaxckpt._save.handle import is_under_way
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
@@ -38,6 +38,8 @@ _CHECKPOINT_FILES: Final = frozenset(
     {names.RECORD, names.CHECKPOINT_METADATA, names.TREE_METADATA, names.WRITER}
 )
 _ROOT_FILES: Final = frozenset({names.OWNER, names.DOOMED, names.LOCK, names.ROOT_METADATA})
+
+_RUN_IS: Final = "A run is the directory that contains the steps."
 
 State = Literal["committed", "torn"]
 
@@ -419,12 +421,11 @@ def check_root(storage: Storage, root: str) -> dict[str, Entry] | None:
     except NotADirectoryError as error:
         kind = storage.kind(root)
         what = f"is a {kind}, not a directory" if kind else f"lies below a file ({error})"
-        raise NotADirectoryError(f"{root} {what} and cannot hold a run") from error
+        raise NotADirectoryError(f"{root} {what} and cannot hold a run. {_RUN_IS}") from error
     if not _CHECKPOINT_FILES.isdisjoint(inside):
-        raise ValueError(
-            f"{root} is a checkpoint, not a run. A run is the directory that contains the steps; "
-            f"did you mean {posixpath.dirname(root)}?"
-        )
+        parent, name = posixpath.split(root)
+        hint = f" Did you mean {parent}?" if any(map(str.isdecimal, name)) else ""
+        raise ValueError(f"{root} is a checkpoint, not a run. {_RUN_IS}{hint}")
     return inside
 
 
@@ -437,7 +438,8 @@ def existing_root(root: str | os.PathLike[str]) -> tuple[Storage, str]:
     """
     storage, where = locate(root)
     if check_root(storage, where) is None:
-        raise CheckpointNotFound(f"{where}: no such file or directory")
+        near = neighbours(storage, where)
+        raise CheckpointNotFound(f"{where}: no such file or directory. {near}")
     return storage, where
 
 

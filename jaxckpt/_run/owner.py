@@ -75,8 +75,6 @@ class Ownership:
             self._hold = self._lock()
             if self._hold is not None:
                 return self.take_over()
-        except FileExistsError as error:
-            raise NotADirectoryError(f"{root} lies below a file: {error}") from error
         except IsADirectoryError as error:
             raise IsADirectoryError(
                 f"{root}/{names.OWNER} is a directory, but jaxckpt needs the name for a file; "

@@ -13,7 +13,7 @@ import click
 
 from jaxckpt._version import __version__
 from jaxckpt.cli import _check, _keep, _look, _make, _output
-from jaxckpt.errors import CheckpointError
+from jaxckpt.errors import CheckpointError, CorruptCheckpoint
 
 _NAME = "jaxckpt"
 _PIPE_CLOSED = 128 + 13  # SIGPIPE: the reader has exited, as `head` does
@@ -49,6 +49,27 @@ class _Warning(logging.Formatter):
         return _output.harmless(f"warning: {super().format(record)}")
 
 
+# The library's errors name arguments.
+_OPTIONS = {
+    "set overwrite": "pass --overwrite",
+    "fork(..., step=0)": "--step 0",
+    "(skip)": "(--skip)",
+}
+
+
+def _text(error: Exception) -> str:
+    """Returns the message of an error in the words of a command."""
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+        hint = ". `ls -ld` shows who may" if isinstance(error, PermissionError) else ""
+        return f"{error.filename}: {error.strerror}{hint}"
+    text = str(error) or type(error).__name__
+    for argument, option in _OPTIONS.items():
+        text = text.replace(argument, option)
+    if isinstance(error, CorruptCheckpoint):
+        text += "\n`jaxckpt verify` lists all damage to a checkpoint, `jaxckpt ls` a run's steps."
+    return text
+
+
 def run(argv: Sequence[str]) -> int:
     """Runs one command, prints its error if it fails, and returns the exit code."""
     debug = "--debug" in argv[:1]
@@ -80,7 +101,7 @@ def run(argv: Sequence[str]) -> int:
         if debug:
             traceback.print_exc()
         else:
-            _output.error(str(error) or type(error).__name__)
+            _output.error(_text(error))
         return 2
     except Exception:  # a bug in this program; 1 would mean a damaged checkpoint
         traceback.print_exc()

@@ -34,7 +34,7 @@ def verify(path: str, as_json: bool) -> int:
     else:
         _output.echo(
             f"{found.path}: ",
-            Styled("good", "green") if found.ok else Styled("BAD", "red"),
+            Styled("good", "green") if found.ok else Styled(_bad(found), "red"),
             f". Read {counted(found.files, 'file')} and {counted(found.leaves, 'leaf')}, "
             f"{size_text(found.size_bytes)}.",
         )
@@ -44,6 +44,10 @@ def verify(path: str, as_json: bool) -> int:
         for what in found.unchecked:
             _output.echo(f"  unchecked: {what}")
     return _code(found)
+
+
+def _bad(report: VerifyReport) -> str:
+    return "BAD" if report.damaged else "UNREADABLE"
 
 
 def _facts(report: VerifyReport) -> dict[str, object]:
@@ -150,7 +154,7 @@ def read_steps(run: Deletion, numbers: Sequence[int]) -> dict[int, VerifyReport]
 def _print_reports(root: str, reports: dict[int, VerifyReport]) -> None:
     rows: list[list[str | Styled]] = []
     for number, found in reports.items():
-        state = Styled("good", "green") if found.ok else Styled("BAD", "bold red")
+        state = Styled("good", "green") if found.ok else Styled(_bad(found), "bold red")
         what = "; ".join(problem.message for problem in found.problems[:3])
         more = f"; and {len(found.problems) - 3} more" if len(found.problems) > 3 else ""
         if found.ok and found.unchecked:

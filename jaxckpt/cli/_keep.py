@@ -152,12 +152,13 @@ def _target(path: str, steps: Sequence[int]) -> tuple[Deletion, list[int]]:
     storage, where = locate(path)
     root, name = posixpath.split(where)
     run = run_at(storage, root)
-    for number, step in run.index.listing().steps.items():
-        if step == name:
-            return run, [number]
-    raise click.UsageError(
-        f"{where} is not a step of a run. Name the steps, as in `jaxckpt pin {path} 1000`."
-    )
+    listing = run.index.listing()
+    number = listing.naming.step(name) if listing.steps else None
+    if number is not None:
+        return run, [number]
+    inside = run_at(storage, where).index.listing().steps
+    has = f"has {_list(list(inside)[-8:])}" if inside else "is not a run, nor a step of one"
+    raise click.UsageError(f"Name the steps, as in `{path} 1000`; {where} {has}.")
 
 
 def _why_not(run: Deletion, number: int) -> str:
@@ -249,6 +250,8 @@ def gc(
     from jaxckpt._run.retention import KeepPolicy
     from jaxckpt.cli._owned import owned
 
+    if best is not None and metric is None:
+        raise click.UsageError("--best needs --metric, the name of the metric to rank by.")
     policy = KeepPolicy(
         last=last,
         every_steps=every_steps,

@@ -185,7 +185,11 @@ def _selected(ckpt: Checkpoint, globs: Sequence[str]) -> dict[str, LeafInfo]:
 
     only = list(globs) or None
     paths = {text: parse_path(text) for text in ckpt.leaves}
-    check_globs(only, None, list(paths.values()), place=ckpt.path)
+    try:
+        check_globs(only, None, list(paths.values()), place=ckpt.path)
+    except ValueError as error:
+        hint = f"\nThe run has no step {globs[0]} either." if globs[0].isdecimal() else ""
+        raise ValueError(str(error).removeprefix("only ") + hint) from None
     selected = selector(only, None)
     return {text: ckpt.leaves[text] for text, parts in paths.items() if selected(parts)}
 

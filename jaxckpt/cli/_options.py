@@ -26,9 +26,12 @@ class _Quantity(click.ParamType):
         self, value: str, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         try:
-            return self._parse(value)
+            number = self._parse(value)
         except ValueError as error:
             self.fail(f"{error}.", param, ctx)
+        if not number:
+            self.fail("must be positive, got 0.", param, ctx)
+        return number
 
 
 SIZE: Final = _Quantity("size", size_of)
@@ -47,7 +50,7 @@ class OnSteps(click.Command):
 
     Args:
         pair: Whether a second step of the same run may follow.
-        globs: Whether a number that is not a step may have another meaning.
+        globs: Whether a number that is not a step may be a glob.
     """
 
     def __init__(self, *args: Any, pair: bool = False, globs: bool = False, **options: Any) -> None:

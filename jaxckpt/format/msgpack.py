@@ -114,8 +114,9 @@ class _Decoder:
         return self._finish(self._unpack(data, depth=0), depth=0)
 
     def _corrupt(self, what: str) -> CorruptCheckpoint:
+        file = self._file or "a msgpack checkpoint"
         return CorruptCheckpoint(
-            f"{self._file or 'a msgpack checkpoint'} is damaged or not a checkpoint: {what}.\n"
+            f"{file} is damaged or not a checkpoint: {what.rstrip('.')}.\n"
             "Restore an earlier step, or another copy of this file.",
             file=self._file,
         )

@@ -141,9 +141,10 @@ class LocalStorage:
                 # it too.
                 try:
                     os.mkdir(directory)
-                except FileExistsError:
+                except FileExistsError as error:
                     if not os.path.isdir(directory):
-                        raise
+                        code = errno.ENOTDIR
+                        raise NotADirectoryError(code, os.strerror(code), directory) from error
                 _sync_parents(directory)
 
     def make_new_dir(self, path: str) -> None:
