@@ -217,7 +217,7 @@ def json_html(ckpt: inspection.Checkpoint) -> str:
 
 
 def is_scalar(leaf: LeafInfo) -> bool:
-    """Whether the leaf is one number."""
+    """Returns whether the leaf is one number."""
     return math.prod(leaf.shape) == 1 and leaf.kind not in ("str", "bytes", "empty", "key")
 
 
