@@ -7,6 +7,7 @@ A class exists here only if a caller would handle it differently from the others
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -25,6 +26,12 @@ def is_io_failure(error: BaseException) -> bool:
     """
     number = error.errno if isinstance(error, OSError) else None
     return number is not None and number not in _OF_WHAT_IS_STORED
+
+
+def os_code_in(text: str) -> int | None:
+    """Returns the error number that TensorStore's text of an error ends with."""
+    found = re.search(r"os_error_code='(\d+)'", text)
+    return int(found[1]) if found else None
 
 
 def printable(text: str) -> str:

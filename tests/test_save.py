@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -16,8 +18,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import StepExists
+from jaxckpt import SaveFailed, StepExists
+from jaxckpt._save.handle import SaveHandle
+from jaxckpt._save.save import prepare
 from jaxckpt.format import names
+from jaxckpt.storage import LocalStorage
 from tests.strategies import same
 
 ROOT = Path(__file__).parents[1]
@@ -94,6 +99,39 @@ def test_overwrite_replaces_a_checkpoint_and_only_on_request(tmp_path):
 
     assert jaxckpt.restore(tmp_path / "x") == {"b": 3}
     assert os.listdir(tmp_path) == ["x"]
+
+
+class Full(LocalStorage):
+    """Fails like TensorStore, or like the operating system, when the record is written."""
+
+    error: Exception
+
+    def write(self, path, data):
+        if path.endswith(names.RECORD):
+            raise self.error
+        super().write(path, data)
+
+
+TENSORSTORE = "RESOURCE_EXHAUSTED: Failed to write 800 bytes to file 4: [os_error_code='28']"
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError(TENSORSTORE)])
+def test_a_full_disk_is_an_error_of_the_system(tmp_path, error):
+    """With the cause OSError(ENOSPC); it says what the save needs, what is free and what to do."""
+    storage = Full()
+    storage.error = error
+    request = replace(
+        prepare(tmp_path / "x", np.ones(100), False, None, copy=False), storage=storage
+    )
+
+    with pytest.raises(
+        SaveFailed, match=r"saves 800 B; free now: .* Delete .* elsewhere"
+    ) as caught:
+        SaveHandle(request).run()
+
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == errno.ENOSPC
+    assert os.listdir(tmp_path) == []
 
 
 def test_overwrite_takes_the_place_of_an_empty_directory(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -172,6 +173,23 @@ def test_a_crash_of_a_save_leaves_all_or_nothing(new_world, torn):
 
     assert seen == sorted(seen, key=lambda seed: seed is not None)
     assert set(seen) == {None, 1}
+
+
+def test_ctrl_c_leaves_nothing_behind(new_disk):
+    """At whatever verb it comes, the temporary directory is gone and the checkpoint is whole."""
+    for at in itertools.count():
+        world, count = new_disk(), itertools.count()
+
+        def interrupt(verb, at=at, count=count):
+            if next(count) == at:
+                raise KeyboardInterrupt
+
+        with contextlib.suppress(KeyboardInterrupt):
+            world.save(Intercepted(world.storage, before=interrupt), 1)
+        left = [e for e in LocalStorage().names(world.folder) if names.is_ours_temporary(e, "a")]
+        assert (left, world.seed()) in (([], None), ([], 1)), at
+        if next(count) <= at:
+            return
 
 
 @pytest.mark.parametrize("torn", [False, True])

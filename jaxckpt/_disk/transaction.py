@@ -33,8 +33,10 @@ files by which the next writer recognizes the remains as ours.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
+import os
 import posixpath
 import secrets
 from collections.abc import Callable, Mapping
@@ -43,7 +45,13 @@ from typing import Any, NoReturn
 
 from jaxckpt._core.text import size_text
 from jaxckpt._version import __version__
-from jaxckpt.errors import CheckpointError, SaveFailed, StepExists, UnsupportedFormat
+from jaxckpt.errors import (
+    CheckpointError,
+    SaveFailed,
+    StepExists,
+    UnsupportedFormat,
+    os_code_in,
+)
 from jaxckpt.format import names, step
 from jaxckpt.format.step import FileFacts, Record
 from jaxckpt.storage import (
@@ -52,6 +60,7 @@ from jaxckpt.storage import (
     Storage,
     beside,
     files_in,
+    free_bytes,
     is_temporary_file,
     listing,
 )
@@ -505,11 +514,27 @@ def warn(path: str, text: str) -> None:
     _logger.warning("%s: %s", path, text)
 
 
-def raise_save_error(path: str, error: BaseException) -> NoReturn:
-    """Raises the error of a failed save: a CheckpointError as it is, others inside SaveFailed."""
+def raise_save_error(path: str, error: BaseException, *, size_bytes: int = 0) -> NoReturn:
+    """Raises the error of a failed save: a CheckpointError as it is, others inside SaveFailed.
+
+    Args:
+        size_bytes: Of the values that this process saves, for the error of a full disk.
+    """
     if isinstance(error, CheckpointError) or not isinstance(error, Exception):
         raise error
+    cause, code = error, os_code_in(str(error))
+    if code is not None:
+        cause = OSError(code, os.strerror(code), path)
+        cause.__cause__ = error
+    full = ""
+    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = free_bytes(posixpath.dirname(path))
+        full = (
+            f" This process saves {size_text(size_bytes)}; free now: "
+            f"{'unknown' if free is None else size_text(free)}. Delete what is not needed, such as "
+            "old steps, or save elsewhere."
+        )
     raise SaveFailed(
-        f"{path}: the save failed: {type(error).__name__}: {error}. The previous checkpoint, or "
-        "the new one if it was committed, is complete and can be restored."
-    ) from error
+        f"{path}: the save failed: {type(cause).__name__}: {cause}.{full} The previous checkpoint, "
+        "or the new one if it was committed, is complete and can be restored."
+    ) from cause

@@ -219,7 +219,7 @@ class SaveHandle:
             elif request.processes.index == 0 and self._token is not None:
                 # Other processes may have written where process 0 could not.
                 _transaction.discard_work(request.storage, self.path, self._token)
-            _transaction.raise_save_error(self.path, error)
+            _transaction.raise_save_error(self.path, error, size_bytes=self.size_bytes)
         else:
             self.timing = self._meter.timing()
             if request.processes.index == 0:

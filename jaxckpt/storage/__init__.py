@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -29,6 +30,7 @@ __all__ = [
     "Storage",
     "beside",
     "files_in",
+    "free_bytes",
     "is_temporary_file",
     "listing",
     "locate",
@@ -98,6 +100,14 @@ def files_in(entries: Callable[[str], Mapping[str, Entry]], root: str) -> dict[s
             elif not is_temporary_file(name):
                 found[path] = entry
     return dict(sorted(found.items()))
+
+
+def free_bytes(path: str) -> int | None:
+    """Returns how much can still be written to a local directory; None if that is unknown."""
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
 
 
 def beside(path: str, name: str) -> str:

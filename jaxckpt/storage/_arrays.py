@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import tensorstore as ts
 
-from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure
+from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure, os_code_in
 
 _context: ts.Context | None = None
 _context_lock = threading.Lock()  # guards _context
@@ -394,8 +394,8 @@ def data_error(error: Exception, path: str, leaf: str | None) -> OSError:
     told: OSError = CorruptCheckpoint(
         f"{file}: {where}stored data cannot be read: {error}", leaf=leaf, file=file
     )
-    if code := re.search(r"os_error_code='(\d+)'", str(error)):
-        failure = OSError(int(code[1]), f"{where}cannot be read: {os.strerror(int(code[1]))}", file)
+    if code := os_code_in(str(error)):
+        failure = OSError(code, f"{where}cannot be read: {os.strerror(code)}", file)
         told = failure if is_io_failure(failure) else told
     told.__cause__ = error
     return told
