@@ -690,6 +690,21 @@ def test_a_save_is_due_as_soon_as_the_one_before_is_committed(tmp_path):
     assert second is not None
 
 
+@pytest.mark.multihost
+def test_processes_with_long_steps_do_not_wait_eight_of_them(tmp_path):
+    """They measure the step after the first save, before they decide about it."""
+
+    def run(processes):
+        with CheckpointManager(tmp_path, save=SavePolicy(every_seconds=0.05)) as manager:
+            for step in (1, 2):
+                manager.save(step, {"n": step})
+                manager.wait_until_finished()
+                time.sleep(0.1)
+            return manager.all_steps()
+
+    assert simulate(3, run) == [[1, 2]] * 3
+
+
 @as_processes
 def test_an_empty_directory_is_no_step(tmp_path, processes):
     """A save takes its place; else the job would end there at each restart."""

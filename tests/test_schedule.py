@@ -248,6 +248,11 @@ def run_together(policy, seconds, *, count=3, saves_of=(), costs=Costs()):  # no
     saved, times_s, now_s = [], [], 50.0
     for step, step_s in enumerate(seconds, 1):
         now_s += step_s
+        needs_pace = {schedule.needs_pace(step) for schedule in schedules}
+        assert len(needs_pace) == 1
+        if needs_pace.pop():
+            agreed = replace(costs, step_s=(now_s - times_s[-1]) / (step - saved[-1]))
+            schedules = [schedule.paced(agreed) for schedule in schedules]
         decisions = {
             schedule.decide(
                 step,
@@ -332,6 +337,17 @@ def test_the_second_gap_uses_the_time_of_the_first():
     saved, _ = run_together(SavePolicy(every_seconds=1), [1 / 16] * 60)
 
     assert saved == [1, 9, 25, 41, 57]
+
+
+def test_the_first_gap_of_long_steps_is_the_interval():
+    """As soon as the first save has ended; else the second save comes eight steps later."""
+    policy = SavePolicy(every_seconds=60)
+
+    saved, _ = run_together(policy, [30.0] * 8, costs=Costs(save_s=1.0))
+    unmeasured, _ = run_together(policy, [30.0] * 12)
+
+    assert saved == [1, 3, 5, 7]
+    assert unmeasured == [1, 9, 11]
 
 
 def test_a_run_whose_steps_become_slow_comes_back_to_the_interval():

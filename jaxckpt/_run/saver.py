@@ -124,6 +124,10 @@ class Saver:
             known = self._by_rules
             # The answer holds until the step is saved, even as time passes.
             if known is None or known.step != step or self.schedule.last_step == step:
+                if self._processes.count > 1 and self.schedule.needs_pace(step):
+                    agreed = self._costs(f"manager {self.session}/pace", step)
+                    with self._changed:
+                        self.schedule = self.schedule.paced(agreed)
                 # Deleting old steps after a commit does not count.
                 busy = not all(handle.done() for handle in self.under_way())
                 self._by_rules = self.schedule.decide(step, now_s=time.monotonic(), busy=busy)
@@ -222,11 +226,14 @@ class Saver:
         try:
             if self._latest is not None:
                 self.wait([self._latest])  # process 0 reports how long it took
-            mine = asdict(self.schedule.costs_at(step, now_s=time.monotonic()))
-            agreed = self._processes.agree(f"{name}/costs", mine, timeout_s=self._timeout_s)
+            return self._costs(f"{name}/costs", step)
         except Exception as error:
             raise_first([*errors, error])
             raise
+
+    def _costs(self, name: str, step: int) -> Costs:
+        mine = asdict(self.schedule.costs_at(step, now_s=time.monotonic()))
+        agreed = self._processes.agree(name, mine, timeout_s=self._timeout_s)
         return Costs(**cast("dict[str, Any]", agreed))
 
     def _move_on(self, step: int, entered_s: float, agreed: Costs | None) -> None:

@@ -6,7 +6,8 @@ on the step alone needs nothing else. For a rule by the clock:
 - a single process reads its clock;
 - several processes turn the time into a step number. At each save, process 0 reports how long
   steps and saves take, from which every process computes the step of the next save. Nothing is
-  known at the first save: the second comes `FIRST_GUESS` steps later. A later gap is at most
+  known at the first save, so process 0 reports once more at the call after it: a second save comes
+  when it is due, and `FIRST_GUESS` steps after the first at the latest. A later gap is at most
   `FIRST_GUESS` times the longest before, since steps look short while jax only dispatches them.
 """
 
@@ -233,19 +234,36 @@ class Schedule:
         """
         agreed = agreed or self.agreed
         gap = self.gap if self.last_step is None else max(self.gap, step - self.last_step)
-        ahead = gap * FIRST_GUESS
-        if agreed is not None and agreed.step_s:
-            steps = agreed.interval_s(self.policy) / agreed.step_s
-            ahead = max(1, math.floor(min(ahead, steps)))
         return replace(
             self,
             costs=replace(self.costs_at(step, now_s=now_s), blocked_s=blocked_s),
             agreed=agreed,
             last_step=step,
             last_s=now_s,
-            next_step=step + ahead,
+            next_step=None if self.processes == 1 else step + self._ahead(gap, agreed),
             gap=gap,
         )
+
+    def needs_pace(self, step: int) -> bool:
+        """Returns whether this is the first call after the first save of several processes."""
+        is_first = self.agreed is not None and self.agreed.step_s is None
+        is_after = self.last_step is not None and step > self.last_step
+        return is_first and is_after and self.policy.is_by_clock
+
+    def paced(self, agreed: Costs) -> Schedule:
+        """Returns the schedule with the report of process 0 at that call."""
+        if self.last_step is None or agreed.save_s is None:  # the first save has not ended
+            return replace(self, agreed=agreed)
+        return replace(
+            self, agreed=agreed, next_step=self.last_step + self._ahead(self.gap, agreed)
+        )
+
+    def _ahead(self, gap: int, agreed: Costs | None) -> int:
+        """Returns how many steps after a save the next one is due."""
+        ahead = gap * FIRST_GUESS
+        if agreed is None or not agreed.step_s:
+            return ahead
+        return max(1, math.floor(min(ahead, agreed.interval_s(self.policy) / agreed.step_s)))
 
     def explanation(self) -> str | None:
         """Describes the interval of `SavePolicy.auto`; None until it is measured."""
