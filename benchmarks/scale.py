@@ -81,7 +81,7 @@ def _plan(count: int, leaves: int) -> dict[str, float]:
     from jax.sharding import PartitionSpec as P
 
     from jaxckpt._core.plan import ArraySpec, placement_of, plan_save
-    from jaxckpt._save.tree_plan import TreePlan, _saved_sharding
+    from jaxckpt._save.tree_plan import TreePlan, saved_sharding
     from jaxckpt.format.tree import NAMED, Leaf, Node, Tree
 
     mesh = Mesh(np.array(jax.devices()).reshape(count // 8, 8), ("fsdp", "tensor"))
@@ -127,7 +127,7 @@ def _plan(count: int, leaves: int) -> dict[str, float]:
             uses_ocdbt=True,
         ),
         shardings={
-            name: _saved_sharding(shardings[spec])
+            name: saved_sharding(shardings[spec])
             for name, (spec, _) in zip(names, arrays, strict=True)
         },
         plan=plan,

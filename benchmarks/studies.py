@@ -72,7 +72,7 @@ def _forget_plans() -> None:
     for cached in (
         _plan.placement_of,
         _plan._grid_of,
-        _tree_plan._saved_sharding,
+        _tree_plan.saved_sharding,
         _writer.is_direct,
         arrays.encode_zarr3,
         arrays.zarr3_metadata,
