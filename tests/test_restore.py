@@ -713,6 +713,73 @@ def test_differences_come_in_the_order_of_the_target(tmp_path):
     ]
 
 
+DENSE = {"dense": {"b": np.ones(4, np.float32), "w": np.ones((3, 4), np.float32)}, "n": 3}
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "hint"),
+    [
+        ("dense", "linear", r"rename={'\\bdense\\b': 'linear'} lets 4 leaves fit"),
+        ("dense", "dense/inner", r"rename={'\\bdense/': 'dense/inner/'} lets 4 leaves fit"),
+        ("a/dense", "dense", r"rename={'\\ba/': ''} lets 4 leaves fit"),
+        ("x.y-1", r"\d", r"rename={'\\bx\\.y\\-1\\b': '\\\\d'} lets 4 leaves fit"),
+    ],
+)
+def test_a_likely_rename_is_suggested(tmp_path, saved, wanted, hint):
+    """One that lets leaves of the same shapes fit, wherever the name is; and it does."""
+
+    def tree(name):
+        part = DENSE["dense"]
+        for key in reversed(name.split("/")):
+            part = {key: part}
+        return {"opt": {"mu": part}, "params": part, "step": 1}
+
+    jaxckpt.save(tmp_path / "x", tree(saved))
+
+    with pytest.raises(TreeMismatch) as caught:
+        jaxckpt.restore(tmp_path / "x", tree(wanted))
+
+    assert hint in str(caught.value)
+    rename = eval(str(caught.value).partition("rename=")[2].partition(" lets")[0])
+    assert same(jaxckpt.restore(tmp_path / "x", tree(wanted), rename=rename), tree(wanted))
+
+
+def test_no_rename_is_suggested_where_none_helps(tmp_path):
+    """Other shapes, other dtypes, and names that have nothing in common."""
+    jaxckpt.save(tmp_path / "x", {"a": np.ones(3), "b": {"c": np.ones(4)}})
+    for like in ({"d": {"e": np.ones(4)}}, {"z": {"c": np.ones(5)}}, {"a": np.ones(3)}):
+        with pytest.raises(TreeMismatch) as caught:
+            jaxckpt.restore(tmp_path / "x", like)
+        assert "names changed" not in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"only": "params"}, {"only": ["params/*"]}])
+def test_a_target_that_is_a_part_is_recognised(tmp_path, options):
+    """The error says how to restore the part, in columns."""
+    jaxckpt.save(tmp_path / "x", {"params": DENSE, "opt": {"mu": DENSE}, "step": 1})
+
+    with pytest.raises(TreeMismatch) as caught:
+        jaxckpt.restore(tmp_path / "x", DENSE, **options)
+
+    assert "jaxckpt.open(path)['params'].restore(like)" in str(caught.value)
+    lines = [line for line in str(caught.value).splitlines() if "   wanted " in line]
+    assert len({line.index("   saved ") for line in lines}) == 1
+    assert same(jaxckpt.open(tmp_path / "x")["params"].restore(DENSE), DENSE)
+
+
+def test_a_name_with_a_slash_is_taken_as_shown(tmp_path):
+    """As the tree shows it, or escaped as in `leaves`; a path without such names goes first."""
+    tree = {"a": {"b": 1}, "a/b": {"c~": 2}, "d": {"e/f": {"g": 3}}}
+    jaxckpt.save(tmp_path / "x", tree)
+    ckpt = jaxckpt.open(tmp_path / "x")
+
+    assert (ckpt["a/b"].restore(), ckpt["a~1b"].restore()) == (1, {"c~": 2})
+    assert ckpt["a/b/c~"].restore() == ckpt["a~1b/c~0"].restore() == 2
+    assert ckpt["d/e/f/g"].restore() == ckpt["d"]["e/f"]["g"].restore() == 3
+    with pytest.raises(KeyError):
+        ckpt["d/e"]
+
+
 # --- the newest good step of a run -----------------------------------------------------------
 
 
@@ -796,7 +863,7 @@ def test_an_empty_place_of_a_target_asks_for_nothing_with_extra(tmp_path):
 
     assert got == {"a": None, "b": {"c": optax.MaskedNode(), "d": 3}, "e": 4}
     assert told[0].extra == ("a", "b/c")
-    with pytest.raises(TreeMismatch, match="a   wanted empty"):
+    with pytest.raises(TreeMismatch, match="a     wanted empty"):
         jaxckpt.restore(tmp_path / "x", like)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, final
@@ -42,7 +42,7 @@ class Checkpoint:
         custom_metadata: The custom metadata passed to `save`.
         lineage: The source, if `fork`, `convert` or `import_safetensors` made the checkpoint.
         leaves: The leaves by path, in tree order. A path is the keys joined by `/`; a `/` in a key
-            is written `~1`, a `~` is written `~0`. `ckpt[("a/b", 0)]` takes keys as they are.
+            is written `~1`, a `~` is written `~0`.
     """
 
     def __init__(self, found: Found, opened: Item | JsonItem, below: Path = ()) -> None:
@@ -70,12 +70,14 @@ class Checkpoint:
     def __getitem__(self, path: str | tuple[object, ...]) -> Checkpoint:
         """Returns the part below a path: `"params/layer_0"`, or a tuple of keys.
 
+        A name that contains a `/` may be written as it is shown, or escaped as in `leaves`.
+
         Raises:
             KeyError: the tree has no such path.
         """
         if self._tree is None:
             raise KeyError(f"item {self.item!r} of {self.path} is JSON, not a tree")
-        names = parse_path(path)
+        names = _names(path, self._tree.tree.leaves)
         part = subtree(self._tree, names)
         return Checkpoint(self._found, part, (*self._below, *names))
 
@@ -174,6 +176,15 @@ def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint
     return at_rest(
         storage, where, lambda found: Checkpoint(found, open_item(found, item)), fallback=True
     )
+
+
+def _names(path: str | tuple[object, ...], leaves: Sequence[Leaf]) -> Path:
+    """Returns the names of a path, in which those with `/` may not be escaped."""
+    names = parse_path(path)
+    if not isinstance(path, str) or any(leaf.path[: len(names)] == names for leaf in leaves):
+        return names
+    starts = (leaf.path[:depth] for leaf in leaves for depth in range(1, len(leaf.path) + 1))
+    return next((start for start in starts if "/".join(start) == path), names)
 
 
 def _shardings(item: Item) -> Mapping[str, SavedSharding]:

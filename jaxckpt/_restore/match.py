@@ -16,6 +16,7 @@ from jaxckpt._core.cast import kind_rank
 from jaxckpt._core.check import check_dtype, check_type
 from jaxckpt._core.pytree import SCALARS, check_levels, is_empty, is_key_dtype, key_path
 from jaxckpt._core.select import Globs, check_globs, selector, some_paths
+from jaxckpt._restore import mismatch
 from jaxckpt.errors import Difference, TreeMismatch
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.tree import Leaf, LeafKind, Path, parse_path, path_text
@@ -208,7 +209,10 @@ def match(
     if request.extra == "error":
         differences += [_difference(None, leaf) for leaf in left]
     if differences:
-        raise TreeMismatch(_mismatch_text(differences, place), differences)
+        is_apart = selected is not None and not any(selected(want.path) for want in wanted or ())
+        raise TreeMismatch(
+            mismatch.text(differences, place, only=request.only if is_apart else None), differences
+        )
     valueless = [w.path for w in lost if isinstance(w.value, jax.ShapeDtypeStruct)]
     if valueless:
         raise TypeError(
@@ -293,16 +297,3 @@ def _casts(leaf: Leaf, out: np.dtype[Any], asked: Any) -> bool:
     # A Python int has no dtype, so it may become unsigned.
     saved = np.dtype("uint8") if leaf.kind == "int" else dtype_of(leaf.dtype)
     return kind_rank(saved) <= kind_rank(out)
-
-
-def _mismatch_text(differences: Sequence[Difference], place: str) -> str:
-    lines = [f"{len(differences)} leaves of the target do not fit {place}"]
-    lines += [f"  {difference}" for difference in differences[:200]]
-    if len(differences) > 200:
-        lines.append(f"  ... and {len(differences) - 200} more")
-    lines.append(
-        "Change the target, or restore around them: skip=[...], rename={...}, missing='keep' for "
-        "leaves that were not saved, extra='ignore' for leaves that are not wanted, dtype=... for "
-        "a cast from float to int, int to bool or signed to unsigned."
-    )
-    return "\n".join(lines)

@@ -24,6 +24,7 @@ from jaxckpt._core.check import calling
 from jaxckpt._core.pytree import check_levels, key_path
 from jaxckpt._core.transfer import boxes_here
 from jaxckpt._restore.match import LeafMatch, RestoreRequest, Wanted, describe
+from jaxckpt._restore.mismatch import table
 from jaxckpt.errors import Difference, TreeMismatch
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.sharding import SavedSharding
@@ -63,7 +64,7 @@ def plan_leaves(
     if differences:
         raise TreeMismatch(
             f"{len(differences)} leaves of {place} do not fit their sharding:\n"
-            + "\n".join(f"  {difference}" for difference in differences[:200])
+            + "\n".join(table(differences))
             + "\nUse shardings whose mesh axes divide the shapes.",
             differences,
         )
