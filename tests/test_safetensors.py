@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import functools
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,11 +33,15 @@ from jaxckpt import (
     CorruptCheckpoint,
     SaveFailed,
     StepExists,
+    TreeMismatch,
     UnsupportedFormat,
     UnsupportedLeaf,
 )
 from jaxckpt._convert.safetensors import _of_files
 from jaxckpt._convert.target import write_checkpoint
+from jaxckpt._core.box import Box
+from jaxckpt._disk.chunks import LeafRead
+from jaxckpt._disk.reader import read_leaves
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.safetensors import MAX_HEADER_BYTES, WORDS
 from jaxckpt.storage import LocalStorage, MemoryStorage
@@ -385,6 +391,127 @@ def test_large_tensors_are_read_in_pieces(ram_path):
     assert all(np.array_equal(got[name], values) for name, values in tensors.items())
 
 
+# --- without an import ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(ram_path):
+    """Returns tensors of every rank by nested names, and the paths of one file and of an index."""
+    rng = np.random.default_rng(0)
+    tree = {
+        "layers": {
+            "0": {
+                "w": rng.standard_normal((64, 4096), np.float32),
+                "thin": rng.standard_normal((300, 8), np.float32),
+                "cube": rng.standard_normal((6, 4, 10), np.float32).astype(jnp.bfloat16),
+            }
+        },
+        "large": rng.standard_normal((3000, 1000), np.float32),  # more than one piece
+        "scalar": np.float32(3),
+        "empty": np.zeros((0, 4), np.float32),
+        "flags": np.array([True, False]),
+    }
+    jaxckpt.save(ram_path / "saved", tree)
+    one = jaxckpt.export_safetensors(ram_path / "saved", ram_path / "model.safetensors")
+    many = jaxckpt.export_safetensors(
+        ram_path / "saved", ram_path / "many" / "model.safetensors", max_shard_bytes=1 << 20
+    )
+    return jax.tree.map(np.asarray, tree), one, many
+
+
+@pytest.mark.parametrize(
+    "specs", [P(), P("x"), P(None, "x"), P("x", "y"), P(None, ("x", "y"))], ids=str
+)
+def test_tensors_are_restored_onto_shardings(model, mesh, specs):
+    """From one file and from several, whole and in parts that are not one run of the file."""
+    tree, *files = model
+
+    def like(value):
+        spec = specs if value.ndim > 1 and value.size and value.shape[0] % 4 == 0 else P()
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+
+    wanted = jax.tree.map(lambda v: jax.device_put(v, like(v).sharding), tree)
+    for file in files:
+        assert same(jaxckpt.restore(file), tree)
+        assert same(jaxckpt.restore(file, jax.tree.map(like, tree)), wanted)
+
+
+def test_tensors_are_cast_and_selected(model):
+    """As with any checkpoint: dtype, only, a part of the tree; a misfit is an error."""
+    tree, file, index = model
+
+    got = jaxckpt.restore(index, dtype=jnp.bfloat16, only="layers")
+    assert same(got, {"layers": jax.tree.map(lambda v: v.astype(jnp.bfloat16), tree["layers"])})
+    assert same(jaxckpt.open(file)["layers/0/cube"].restore(), tree["layers"]["0"]["cube"])
+    assert jaxckpt.verify(file).ok
+    with pytest.raises(TreeMismatch, match="layers/0/w"):
+        jaxckpt.restore(file, tree | {"layers": {"0": {"w": np.zeros(3)}}})
+
+
+@pytest.mark.parametrize(
+    ("leaf", "box", "least"),
+    [
+        ("layers/0/w", Box((0, 0), (1, 4096)), 1 << 14),
+        ("layers/0/w", Box((3, 1024), (5, 2048)), 2 << 12),
+        ("layers/0/thin", Box((8, 4), (200, 8)), 192 * 32),  # its rows are too short to read alone
+        ("large", Box((1000, 500), (2000, 1000)), 1000 * 4000),
+    ],
+)
+def test_only_the_wanted_part_of_a_tensor_is_read(model, monkeypatch, leaf, box, least):
+    """Or its rows, where reading each part of a row would take thousands of calls."""
+    tree, file, _ = model
+    item = jaxckpt.open(file)[leaf]._opened
+    read_into, sizes = LocalStorage.read_into, []
+
+    def counted(self, path, offset, buffers):
+        sizes.extend(buffer.nbytes for buffer in buffers)
+        return read_into(self, path, offset, buffers)
+
+    monkeypatch.setattr(LocalStorage, "read_into", counted)
+    read = LeafRead(leaf=item.tree.leaves[0], boxes=(box,), dtype=np.dtype(np.float32))
+
+    (buffers,) = read_leaves(item, [read], budget_bytes=1 << 30)
+
+    wanted = functools.reduce(dict.__getitem__, leaf.split("/"), tree)[box.slices]
+    assert np.array_equal(buffers[box], wanted)
+    assert wanted.nbytes <= sum(sizes) <= max(least, wanted.nbytes + 2 * 4096)
+
+
+def test_a_file_that_ends_early_names_the_tensor(model):
+    """If it was cut after the header was read; before that the header does not fit."""
+    _, file, _ = model
+    ckpt = jaxckpt.open(file)
+    os.truncate(file, os.path.getsize(file) - 1000)
+
+    with pytest.raises(CorruptCheckpoint, match="was truncated"):
+        ckpt.restore()
+    with pytest.raises(CorruptCheckpoint):
+        jaxckpt.restore(file)
+
+
+@pytest.mark.parametrize("call", ["restore", "open", "import"])
+def test_a_link_out_of_the_directory_is_not_followed(model, tmp_path, call):
+    """An index from elsewhere must not make a file of this machine into weights."""
+    *_, index = model
+    index = Path(index)
+    secret = (tmp_path / "secret.safetensors").absolute()
+    shard = sorted(index.parent.glob("*.safetensors"))[0]
+    shutil.move(shard, secret)
+    shard.symlink_to(secret)
+    calls = {
+        "restore": jaxckpt.restore,
+        "open": jaxckpt.open,
+        "import": lambda path: jaxckpt.import_safetensors(path, tmp_path / "new"),
+    }
+
+    with pytest.raises(CorruptCheckpoint, match="out of the directory") as caught:
+        calls[call](index)
+
+    assert caught.value.file == str(shard)
+    assert os.listdir(tmp_path) == ["secret.safetensors"]
+
+
 def test_links_of_a_cache_are_followed(saved, tmp_path):
     """A model hub keeps files under other names, and links to them."""
     jaxckpt.export_safetensors(saved, tmp_path / "hub" / "model.safetensors", max_shard_bytes=250)
@@ -397,6 +524,7 @@ def test_links_of_a_cache_are_followed(saved, tmp_path):
     jaxckpt.import_safetensors(index, tmp_path / "ours")
 
     assert len(jaxckpt.open(tmp_path / "ours").leaves) == len(EXPECTED)
+    assert same(jaxckpt.restore(index), jaxckpt.restore(tmp_path / "ours"))
 
 
 def test_an_import_replaces_nothing_unasked(saved, tmp_path):

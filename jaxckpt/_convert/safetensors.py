@@ -33,15 +33,15 @@ from jaxckpt._convert.target import (
 )
 from jaxckpt._core.cast import floating
 from jaxckpt._core.select import Globs
+from jaxckpt._disk.tensors import read_headers, runs
 from jaxckpt.errors import (
-    CheckpointNotFound,
     CorruptCheckpoint,
     SaveFailed,
     StepExists,
     UnsupportedFormat,
     UnsupportedLeaf,
 )
-from jaxckpt.format import jsontext, safetensors
+from jaxckpt.format import safetensors
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.safetensors import Header, Tensor
 from jaxckpt.format.tree import NAMED, Leaf, StoredArray, Tree
@@ -280,20 +280,10 @@ def _write_file(
 
 def _write_runs(file: Any, base: int, shape: tuple[int, ...], part: Part, values: Values) -> None:
     """Writes a part of an array, which consists of one or more runs of the file."""
-    # The part has all of the dimensions after `axis`, and one run of dimension `axis`.
-    axis = len(shape)
-    while axis and part.box.shape[axis - 1] == shape[axis - 1]:
-        axis -= 1
-    axis = max(0, axis - 1)
-    strides = [math.prod(shape[i + 1 :]) * values.itemsize for i in range(len(shape))]
-    inner = sum(a * s for a, s in zip(part.box.start[axis:], strides[axis:], strict=True))
-    data = np.ascontiguousarray(values)
-    for index in np.ndindex(part.box.shape[:axis]):
-        outer = sum(
-            (a + i) * s for a, i, s in zip(part.box.start, index, strides[:axis], strict=False)
-        )
-        run = data[index].reshape(-1).view(np.uint8)
-        file.write(base + outer + inner, run)
+    data, at = np.ascontiguousarray(values).reshape(-1).view(np.uint8), 0
+    for offset, size in runs(part.box, shape, values.itemsize):
+        file.write(base + offset, data[at : at + size])
+        at += size
 
 
 # --- into a checkpoint -----------------------------------------------------------------------
@@ -335,27 +325,10 @@ def import_safetensors(
 
 
 def _of_files(storage: Storage, file: str, dtype: str | None) -> Leaves:
-    if file.endswith(safetensors.INDEX_SUFFIX):
-        folder = posixpath.dirname(file)
-        data = storage.read(_real(storage, file), max_bytes=jsontext.MAX_BYTES)
-        wanted = safetensors.decode_index(data, file=file)
-        headers = {}
-        for name, tensors in sorted(wanted.items()):
-            shard = _real(storage, f"{folder}/{name}")
-            headers[shard] = _read_header(storage, shard)
-            if odd := tensors ^ {tensor.name for tensor in headers[shard].tensors}:
-                raise CorruptCheckpoint(
-                    f"{file}: the index and {name} disagree on its tensors: {sorted(odd)[:8]}",
-                    file=shard,
-                )
-    elif file.endswith(safetensors.SUFFIX):
-        real = _real(storage, file)
-        headers = {real: _read_header(storage, real)}
-    else:
+    if not file.endswith((safetensors.SUFFIX, safetensors.INDEX_SUFFIX)):
         raise ValueError(f"{file} must end in {safetensors.SUFFIX} or {safetensors.INDEX_SUFFIX}")
+    headers = read_headers(storage, file)
     places = [(tensor, shard) for shard, header in headers.items() for tensor in header.tensors]
-    if not places:
-        raise UnsupportedFormat(f"{file} contains no tensors")
     leaves = [_leaf(tensor, dtype) for tensor, _ in places]
     check_leaves(leaves, _nesting_problems(leaves), file)
     metadata: dict[str, str] = {}
@@ -370,25 +343,6 @@ def _of_files(storage: Storage, file: str, dtype: str | None) -> Leaves:
         custom_metadata=metadata,
         lineage={"by": "import", "path": file, "token": None},
     )
-
-
-def _real(storage: Storage, file: str) -> str:
-    # The files in a model hub's cache are links.
-    real = os.path.realpath(file)
-    if storage.kind(real) != "file":
-        raise CheckpointNotFound(f"{file}: no such file")
-    return real
-
-
-def _read_header(storage: Storage, file: str) -> Header:
-    size = storage.size(file)
-    if size < safetensors.LENGTH_BYTES:
-        raise CorruptCheckpoint(f"{file} is not a safetensors file: {size} bytes", file=file)
-    length = np.empty(safetensors.LENGTH_BYTES, np.uint8)
-    storage.read_into(file, 0, [length])
-    text = np.empty(safetensors.header_bytes(length.tobytes(), size, file=file), np.uint8)
-    storage.read_into(file, safetensors.LENGTH_BYTES, [text])
-    return safetensors.decode_header(text.tobytes(), size, file=file)
 
 
 def _check_unchanged(storage: Storage, headers: Mapping[str, Header]) -> None:

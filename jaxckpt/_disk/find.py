@@ -42,7 +42,7 @@ from jaxckpt.errors import (
     UnsupportedFormat,
     is_io_failure,
 )
-from jaxckpt.format import jsontext, names, step, tree
+from jaxckpt.format import jsontext, names, safetensors, step, tree
 from jaxckpt.format.step import StepMetadata
 from jaxckpt.storage import Storage, beside, listing
 
@@ -56,6 +56,7 @@ T = TypeVar("T")
 # How often a read of a checkpoint that keeps being replaced starts again.
 _TRIES: Final = 20
 _STEP: Final = re.compile(r"(?:.*_)?(\d{1,18})$")
+_SAFETENSORS: Final = (safetensors.SUFFIX, safetensors.INDEX_SUFFIX)
 _CHECKPOINT_MARKS: Final = frozenset(
     {
         names.CHECKPOINT_METADATA,
@@ -192,26 +193,26 @@ def find(storage: Storage, path: str) -> Found:
         CheckpointNotFound: there is none, or it is not committed.
         CorruptCheckpoint: its own metadata files are damaged.
     """
-    path = real(storage, path)
+    linked, path = path, real(storage, path)
     entries = listing(storage, path)
     if entries is None:
         replacement = beside(path, names.replacement(posixpath.basename(path)))
         entries = listing(storage, replacement)
         if entries is None:
-            return _no_directory(storage, path)
+            return _no_directory(storage, path, linked)
         path = replacement
     if names.TREE_METADATA in entries or _CHECKPOINT_MARKS.isdisjoint(entries):
         return _find_around(storage, path, entries)
     return read_found(storage, path, entries)
 
 
-def _no_directory(storage: Storage, path: str) -> Found:
+def _no_directory(storage: Storage, path: str, linked: str) -> Found:
     kind = storage.kind(path)
-    suffix = posixpath.splitext(path)[1]
-    if kind == "file" and suffix in (".safetensors", ".npz", ".pt", ".pkl"):
-        what = f"{path} is neither a checkpoint directory nor a Flax msgpack file."
-        hint = " Make one with `jaxckpt import`." if suffix == ".safetensors" else ""
-        raise UnsupportedFormat(what + hint)
+    if kind == "file" and linked.endswith(_SAFETENSORS):
+        # Not the file that a link leads to: its name may not say what it is.
+        return Found(storage=storage, path=linked, items={"": linked}, is_file=True)
+    if kind == "file" and path.endswith((".npz", ".pt", ".pkl")):
+        raise UnsupportedFormat(f"{path} is no checkpoint, safetensors file or Flax msgpack file")
     if kind == "file":
         return Found(storage=storage, path=path, items={"": path}, is_file=True)
     if kind is None:
@@ -418,12 +419,13 @@ def open_item(found: Found, name: str | None = None) -> Item | JsonItem:
         CorruptCheckpoint: a metadata file is missing or damaged; the error names it.
         UnsupportedFormat: a newer program wrote it.
     """
-    from jaxckpt._disk import foreign, native  # these import numpy; listing steps does without
+    from jaxckpt._disk import foreign, native, tensors  # numpy; listing steps does without
 
     name = choose_item(found, name)
     path = found.items[name]
     if found.is_file:
-        return foreign.read_flax(found, name)
+        is_safetensors = path.endswith(_SAFETENSORS)
+        return (tensors.read_item if is_safetensors else foreign.read_flax)(found, name)
     inside = found.contents(path)
     if (file := json_name(found, path)) is not None:
         value = jsontext.loads(found.read(path, file), file=f"{path}/{file}")

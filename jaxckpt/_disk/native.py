@@ -11,6 +11,7 @@ from jaxckpt._disk.checksums import Sums
 from jaxckpt._disk.found import Found
 from jaxckpt.errors import CorruptCheckpoint, damaged
 from jaxckpt.format import arrays, names, sharding, step, tree
+from jaxckpt.format.safetensors import Tensor
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Path, Tree, bad_leaf
 
@@ -27,6 +28,7 @@ class Item:
     read_sums: Callable[[], Mapping[str, Sums] | None]  # by prefix, if recorded; reads once
     database: bool  # its arrays are in an OCDBT database, not in plain files
     ours: bool  # chunks have the bytes that `format.arrays` writes
+    tensors: Mapping[str, tuple[str, Tensor]] | None = None  # of safetensors files, with the file
 
 
 def read_tree(found: Found, name: str, saved: Tree) -> Item:

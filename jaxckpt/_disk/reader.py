@@ -2,7 +2,8 @@
 
 `chunks` reads our own arrays, small adjacent leaves together. TensorStore (`regions`) reads
 everything else, one leaf at a time: arrays of Orbax, dtypes of less than a byte, and a few leaves
-of a checkpoint that has far more, since it finds them without a look at all others.
+of a checkpoint that has far more, since it finds them without a look at all others. `tensors` reads
+safetensors files.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jaxckpt._disk.chunks import Buffers, Chunks, Failed, Landed, LeafRead, Valu
 from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.regions import Regions, open_reader
+from jaxckpt._disk.tensors import Tensors
 from jaxckpt.format.arrays import MAX_UNIT_BYTES, PLAIN_DTYPES
 
 # How many arrays to open ahead of the one being read.
@@ -36,7 +38,7 @@ CHUNKS_AT_ONCE: Final = 1 << 12
 _READS_AT_ONCE: Final = 1 << 10
 
 _T = TypeVar("_T")
-_Batch = Chunks | Regions  # leaves that are read together
+_Batch = Chunks | Regions | Tensors  # leaves that are read together
 
 
 def _raise(_: LeafRead, error: Exception) -> None:
@@ -104,7 +106,9 @@ def _batches(
         sums = None if extents is None else item.read_sums()
         ahead: deque[_Batch] = deque()
         for group in _grouped(reads, min(_BATCH_BYTES, window_bytes), extents is not None):
-            if extents is not None and group[0].leaf.array.dtype in PLAIN_DTYPES:
+            if item.tensors is not None:
+                ahead.append(Tensors(item, group[0], executor))
+            elif extents is not None and group[0].leaf.array.dtype in PLAIN_DTYPES:
                 ahead.append(Chunks(item, group, extents, sums, executor))
             else:
                 reader = reader or open_reader(item)

@@ -157,7 +157,8 @@ def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint
     """Opens a checkpoint: reads its metadata, but no array data.
 
     Args:
-        path: A checkpoint, one of its items, or a run's root (opens its newest good step).
+        path: A checkpoint, one of its items, a run's root (opens its newest good step), or a
+            safetensors file or index.
         item: Name of the item, if the checkpoint has several trees.
 
     Raises:

@@ -75,14 +75,15 @@ def restore(
     budget_bytes: int = 1 << 30,
     on_progress: OnProgress | None = None,
 ) -> Any:  # any pytree
-    """Restores a tree from a checkpoint that jaxckpt, Orbax or Flax wrote.
+    """Restores a tree from a checkpoint that jaxckpt, Orbax or Flax wrote, or from safetensors.
 
     In a job of several processes, every process calls it; with `as_numpy`, any process may.
 
     Args:
         path: A checkpoint, one of its items, or a run's root (restores its newest good step). If
             that proves damaged, in any process, all processes restore the step before and log a
-            warning.
+            warning. Or `*.safetensors`, or `*.safetensors.index.json` with its files beside it;
+            dots in the names of tensors make nested dicts.
         like: The target, a tree of arrays, `jax.ShapeDtypeStruct`s or Python values that give
             structure, dtype and sharding, or what `jaxckpt.open` returns, for the same tree as in
             that checkpoint. If None, the tree is restored as it was saved. A cast
