@@ -203,6 +203,16 @@ def test_show_lists_the_items_beside_a_damaged_one(root):
     assert cli("show", root / "300", "--item", "config")[0] == 0
 
 
+def test_show_of_a_bad_safetensors_file_says_so(tmp_path):
+    """It is read without an import; a file that is none is damage, not a mistake."""
+    (file := tmp_path / "m.safetensors").write_bytes(b"1234567")
+
+    code, out, err = cli("show", file)
+
+    assert (code, err) == (1, "")
+    assert out == f"{file}: BAD. {file} is not a safetensors file: 7 bytes\n"
+
+
 def test_show_reads_the_data_only_if_asked(root):
     """`--stats`: the numbers of each array, NaNs among them."""
     values = np.array([1.0, 2.0, np.nan, np.inf], np.float32)
@@ -507,7 +517,7 @@ def test_a_number_is_only_a_step_after_a_run(root, tmp_path, monkeypatch):
         ("ls run/300", ["is a checkpoint, not a run", "Did you mean {cwd}/run?"]),
         ("show run/300 prams", ["error: 'prams' matches no leaf. Did you mean 'params'?"]),
         ("show run 9", ["error: '9' matches no leaf", "The run has no step 9 either"]),
-        ("show m.safetensors", ["{cwd}/m.safetensors is neither", "jaxckpt import"]),
+        ("show m.npz", ["{cwd}/m.npz is no checkpoint, safetensors file or Flax"]),
         (
             "diff run file",
             ["{cwd}/file is damaged or not", "extra data.\n", "jaxckpt verify"],
@@ -536,7 +546,8 @@ def test_a_mistake_is_answered_with_the_place_and_what_to_do(root, command, part
     """What was wanted, what is there, and the option that helps; nothing is changed."""
     monkeypatch.chdir(root.parent)
     Path("file").write_text("hello")
-    Path("m.safetensors").write_bytes(b"12345678")
+    for name in ("m.safetensors", "m.npz"):
+        Path(name).write_bytes(b"12345678")
     jaxckpt.save("weights", {"w": 1})
     before = sorted(root.parent.rglob("*"))
 

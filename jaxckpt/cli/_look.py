@@ -172,7 +172,8 @@ def _show_items(path: str, problem: str, *, as_json: bool) -> int:
     for line in () if as_json else shown.values():
         _output.echo(line)
     for name, text in () if as_json else problems.items():
-        _output.echo(f"{found.path} item {name!r}: ", Styled("BAD", "red"), f". {text}")
+        place = f"{found.path} item {name!r}" if name else found.path
+        _output.echo(f"{place}: ", Styled("BAD", "red"), f". {text}")
     return 1
 
 
