@@ -106,6 +106,17 @@ def test_a_good_checkpoint_is_good(saved, tree):
     assert same(jaxckpt.restore(saved), tree)
 
 
+def test_a_file_that_is_missing_is_one_problem(tmp_path):
+    """Though the record and the item both lack it."""
+    jaxckpt.save(tmp_path / "a", {"w": 1.0})
+    (tmp_path / "a" / "state" / "_METADATA").unlink()
+
+    (problem,) = jaxckpt.verify(tmp_path / "a").problems
+
+    assert problem.file == str(tmp_path / "a" / "state" / "_METADATA")
+    assert problem.message.startswith(f"{problem.file} is missing")
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -62,7 +62,9 @@ def _verify(found: Found) -> VerifyReport:
         except CheckpointNotFound:
             raise
         except (CheckpointError, OSError) as error:
-            problems.append(_problem(error))
+            problem = _problem(error)
+            if problem.file is None or problem.file not in {known.file for known in problems}:
+                problems.append(problem)
             continue
         if isinstance(item, JsonItem):
             continue
