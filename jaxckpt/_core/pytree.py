@@ -24,6 +24,7 @@ import numpy as np
 from jax import tree_util
 from jax.core import Tracer
 
+from jaxckpt._core.text import counted
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedLeaf
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
 from jaxckpt.format.tree import (
@@ -133,7 +134,7 @@ def flatten(tree: object) -> Flat:
     problems += name_problems(paths)
     if problems:
         raise UnsupportedLeaf(
-            f"{len(problems)} leaves cannot be saved; nothing was written:\n"
+            f"{counted(len(problems), 'leaf')} cannot be saved; nothing was written:\n"
             + "\n".join(problems[:50])
             + "\nLeave them out of the tree, or convert them to arrays."
         )
