@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from jaxckpt._core.text import aligned, counted, size_text
+from jaxckpt.errors import printable
 from jaxckpt.format.sharding import SavedSharding
 
 __all__ = [
@@ -214,7 +215,7 @@ class LeafStatistics:
         parts.append(f"norm {self.norm:g}")
         counts = {"zero": self.zeros, "NaN": self.nan, "infinite": self.inf}
         parts += [f"{count} {word}" for word, count in counts.items() if count]
-        return f"{self.path or _ROOT}: {', '.join(parts)}"
+        return f"{printable(self.path) or _ROOT}: {', '.join(parts)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +277,7 @@ class VerifyReport:
             for problem in self.problems
         ]
         lines += [f"  unchecked: {what}" for what in self.unchecked]
-        return "\n".join(lines)
+        return "\n".join(printable(part) for line in lines for part in line.split("\n"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +314,7 @@ class LeafDiff:
     nan_b: int | None = None
 
     def __str__(self) -> str:
-        text = f"{self.path or _ROOT}  {self._what}"
+        text = f"{printable(self.path) or _ROOT}  {self._what}"
         if self.differing is None:
             return text
         text += f": {self.differing} of {self.size} differ"
@@ -333,7 +334,7 @@ class LeafDiff:
     def _cells(self) -> list[str]:
         """Returns the columns of `_DIFF_HEAD`."""
         values = "" if self.differing is None else f"{self.differing} of {self.size}"
-        cells = [self.path or _ROOT, self._what, values]
+        cells = [printable(self.path) or _ROOT, self._what, values]
         if self.max_abs is None:
             return [*cells, "", "", ""]
         nans = f"{self.nan_a} -> {self.nan_b}" if self.nan_a or self.nan_b else ""
@@ -397,7 +398,7 @@ class DiffReport:
             others = (path for group in groups.values() if group is not paths for path in group)
             for branch, leaves in _branches(paths, others).items():
                 count = counted(leaves, "leaf") if branch.endswith("/") else ""
-                yield [sign, branch or _ROOT, count, "", "", "", ""]
+                yield [sign, printable(branch) or _ROOT, count, "", "", "", ""]
 
 
 def _branches(paths: Sequence[str], others: Iterable[str]) -> Counter[str]:

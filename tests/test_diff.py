@@ -410,6 +410,18 @@ def test_a_report_is_a_table(tmp_path):
     assert repr(equal).endswith(": equal, 8 leaves the same")
 
 
+def test_a_report_gives_a_terminal_no_commands(tmp_path):
+    """Names with control characters are escaped, in one row each."""
+    hostile = "a\x1b[2Jb\nc"
+
+    report = jaxckpt.diff(*save_two(tmp_path, {hostile: 1, "x": 1}, {hostile: 2, "x": 1}))
+    one_sided = jaxckpt.diff(*save_two(tmp_path / "2", {hostile: 1, "x": 1}, {"x": 1}))
+
+    for text in (str(report), str(one_sided), str(report.changed[0])):
+        assert r"a\x1b[2Jb\nc" in text
+        assert "\x1b" not in text
+
+
 def test_a_long_report_is_cut(tmp_path):
     """To some lines; the attributes have all."""
     a, b = save_two(tmp_path, {str(i): i for i in range(300)}, {"x": 1})
