@@ -711,8 +711,8 @@ def test_a_narrow_terminal_folds_prose_and_nothing_else(root):
 
     lines = read.splitlines()
     (first,) = [i for i, line in enumerate(lines) if re.search(r"300 .*BAD", line)]
-    assert "older checkpoint" not in lines[first]
-    assert "older checkpoint" in " ".join(" ".join(lines[first + 1 :]).split())
+    assert "is damaged" not in lines[first]
+    assert "is damaged" in " ".join(" ".join(lines[first + 1 :]).split())
     assert re.search(r"─ w +float32\[8,4\] +128 B +200 +200 +200 ", shown)
 
 
