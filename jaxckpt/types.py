@@ -125,6 +125,7 @@ class RestoreReport:
         extra: Leaves of the checkpoint that are not in `like`, and were not read.
         cast: The (saved, restored) dtypes of leaves restored with another dtype, by path.
         renamed: The wanted path of each renamed leaf, by saved path.
+        resized: Leaves that were cut off, or padded with zeros, to the wanted shape.
         timing: The time that the restore took.
     """
 
@@ -133,6 +134,7 @@ class RestoreReport:
     extra: tuple[str, ...]
     cast: Mapping[str, tuple[str, str]]
     renamed: Mapping[str, str]
+    resized: tuple[str, ...] = ()
     timing: Timing | None = None
 
 

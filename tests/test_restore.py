@@ -780,6 +780,67 @@ def test_a_name_with_a_slash_is_taken_as_shown(tmp_path):
         ckpt["d/e"]
 
 
+# --- other sizes -----------------------------------------------------------------------------
+
+
+def fitted(values, shape):
+    """What `resize` promises, by numpy: cut off, and padded with zeros."""
+    out = np.zeros(shape, values.dtype)
+    common = tuple(slice(min(a, b)) for a, b in zip(values.shape, shape, strict=True))
+    out[common] = values[common]
+    return out
+
+
+@pytest.mark.parametrize("budget_bytes", [1 << 30, 1 << 12])
+@pytest.mark.parametrize("shape", [(8, 4), (12, 4), (4, 8), (16, 16), (24, 2), (0, 4), (40, 4)])
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "y"), P("x", "y")], ids=str)
+def test_an_array_of_another_size_is_cut_off_or_padded(tmp_path, mesh, shape, spec, budget_bytes):
+    """Onto any sharding; some shards may have nothing but zeros, and others are not read."""
+    values = np.arange(1, 33, dtype=np.float32).reshape(8, 4)
+    saved = jax.device_put(values, NamedSharding(mesh, P("x", "y")))
+    jaxckpt.save(tmp_path / "x", {"a": saved, "n": values, "k": 1})
+    like = {
+        "a": jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec)),
+        "n": np.empty(shape, np.float32),
+        "k": 0,
+    }
+    reports = []
+
+    got = jaxckpt.restore(
+        tmp_path / "x", like, resize=True, report=reports.append, budget_bytes=budget_bytes
+    )
+
+    assert np.array_equal(got["a"], fitted(values, shape).astype(jnp.bfloat16))
+    assert (got["a"].sharding, got["a"].shape) == (like["a"].sharding, shape)
+    assert np.array_equal(got["n"], fitted(values, shape))
+    assert reports[0].resized == (() if shape == values.shape else ("a", "n"))
+
+
+def test_sizes_change_only_on_request(tmp_path):
+    """And only those of arrays: not the number of dimensions, and no keys or scalars."""
+    jaxckpt.save(tmp_path / "x", {"w": np.ones((2, 3)), "k": jax.random.split(jax.random.key(0))})
+    like = {"w": np.ones((2, 4)), "k": jax.random.split(jax.random.key(0))}
+
+    with pytest.raises(TreeMismatch, match="resize=True"):
+        jaxckpt.restore(tmp_path / "x", like)
+    for change in ({"w": np.ones(6)}, {"w": 1.0}, {"k": jax.random.key(0)}):
+        with pytest.raises(TreeMismatch, match="1 leaves"):
+            jaxckpt.restore(tmp_path / "x", like | change, resize=True)
+
+
+def test_a_checkpoint_of_another_program_is_resized(tmp_path):
+    """Also where its values are in the metadata."""
+    (tmp_path / "checkpoint_1").write_bytes(serialization.to_bytes({"w": np.ones(3, np.float32)}))
+
+    split = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P("x"))
+
+    got = jaxckpt.restore(
+        tmp_path, {"w": jax.ShapeDtypeStruct((6,), np.float32, sharding=split)}, resize=True
+    )
+
+    assert np.array_equal(got["w"], [1, 1, 1, 0, 0, 0])
+
+
 # --- the newest good step of a run -----------------------------------------------------------
 
 

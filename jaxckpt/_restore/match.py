@@ -19,7 +19,7 @@ from jaxckpt._core.select import Globs, check_globs, selector, some_paths
 from jaxckpt._restore import mismatch
 from jaxckpt.errors import Difference, TreeMismatch
 from jaxckpt.format.arrays import dtype_of
-from jaxckpt.format.tree import Leaf, LeafKind, Path, parse_path, path_text
+from jaxckpt.format.tree import ARRAY_KINDS, Leaf, LeafKind, Path, parse_path, path_text
 from jaxckpt.types import OnProgress, RestoreReport
 
 # Kinds whose values are numbers in an array.
@@ -39,6 +39,7 @@ class RestoreRequest:
     rename: Mapping[str, str] | None = None
     missing: Literal["error", "keep"] = "error"
     extra: Literal["error", "ignore"] = "error"
+    resize: bool = False
     report: Callable[[RestoreReport], None] | None = None
     budget_bytes: int = 1 << 30
     on_progress: OnProgress | None = None
@@ -201,7 +202,7 @@ def match(
             kept[want.path] = want.value
             if request.missing == "error":
                 differences.append(_difference(want, None))
-        elif _fits(want, leaf, request.dtype):
+        elif _fits(want, leaf, request):
             leaves.append(LeafMatch(path=want.path, saved=leaf, wanted=want))
         else:
             differences.append(_difference(want, leaf))
@@ -270,7 +271,7 @@ def _replaced(text: str, pattern: str, replacement: str) -> tuple[str, int]:
         ) from error
 
 
-def _fits(want: Wanted, leaf: Leaf, asked: Any) -> bool:
+def _fits(want: Wanted, leaf: Leaf, request: RestoreRequest) -> bool:
     if want.kind in ("str", "bytes", "empty") or leaf.kind in ("str", "bytes", "empty", "ellipsis"):
         return want.kind == leaf.kind
     if want.kind == "key":
@@ -282,12 +283,13 @@ def _fits(want: Wanted, leaf: Leaf, asked: Any) -> bool:
     if leaf.kind == "key":
         stored = leaf.stored.shape if leaf.stored else ()
         return want.dtype == np.uint32 and want.shape == stored
-    if leaf.kind not in _NUMERIC or leaf.shape != want.shape:
+    can_resize = request.resize and leaf.kind in ARRAY_KINDS and len(leaf.shape) == len(want.shape)
+    if leaf.kind not in _NUMERIC or (leaf.shape != want.shape and not can_resize):
         return False
     if leaf.value is not None and leaf.kind == "int":
         return want.kind == "int"
     out = np.dtype(want.kind) if want.dtype is None else want.dtype
-    return out.name == leaf.dtype or _casts(leaf, out, asked)
+    return out.name == leaf.dtype or _casts(leaf, out, request.dtype)
 
 
 def _casts(leaf: Leaf, out: np.dtype[Any], asked: Any) -> bool:

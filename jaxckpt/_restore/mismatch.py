@@ -37,8 +37,9 @@ def text(differences: Sequence[Difference], place: str, *, only: Globs = None) -
         lines.append(_of(part) if part else rename)
     lines.append(
         "Change the target, or restore around them: skip=[...], rename={...}, missing='keep' for "
-        "leaves that were not saved, extra='ignore' for leaves that are not wanted, dtype=... for "
-        "a cast from float to int, int to bool or signed to unsigned."
+        "leaves that were not saved, extra='ignore' for leaves that are not wanted, resize=True "
+        "for arrays of other sizes, dtype=... for a cast from float to int, int to bool or signed "
+        "to unsigned."
     )
     return "\n".join(lines)
 

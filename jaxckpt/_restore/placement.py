@@ -44,6 +44,12 @@ class LeafPlan:
     dtype: np.dtype[Any] | None  # of the returned array
     sharding: Sharding | None = None  # of a jax array; None for the default device, uncommitted
     boxes: tuple[Box, ...] = ()  # the parts of the stored array that this process needs
+    resized: bool = False  # whether `boxes` are parts of an array of the wanted shape instead
+
+    def stored_boxes(self) -> tuple[Box, ...]:
+        """Returns the parts of the stored array to read for the boxes of a resized one."""
+        stored = whole(self.saved.shape)
+        return tuple(dict.fromkeys(filter(None, map(stored.intersect, self.boxes))))
 
 
 def plan_leaves(
@@ -87,11 +93,15 @@ def _plan_leaf(
         shape = saved.array.shape
     elif saved.kind != "key" and kind == "key" and wanted is not None:
         shape = wanted.shape
+    data_shape = saved.shape if saved.stored is None else saved.stored.shape
     out = _out_dtype(saved, wanted, request.dtype if kind in ARRAY_KINDS else None)
     plan = LeafPlan(path=leaf.path, saved=saved, wanted=wanted, kind=kind, dtype=out)
+    if wanted is not None and {saved.kind, wanted.kind} <= ARRAY_KINDS and wanted.shape != shape:
+        shape = data_shape = wanted.shape
+        plan = replace(plan, resized=True)
     if kind not in ("array", "key"):
-        return plan if saved.stored is None else replace(plan, boxes=(whole(saved.stored.shape),))
-    data_shape = saved.shape if saved.stored is None else saved.stored.shape
+        has_none = saved.stored is None and not plan.resized
+        return plan if has_none else replace(plan, boxes=(whole(data_shape),))
     sharding = None
     if not request.as_numpy:
         sharding = chooser.place(leaf.path, saved.name, shape, out, wanted)

@@ -71,6 +71,7 @@ def restore(
     rename: Mapping[str, str] | None = None,
     missing: Literal["error", "keep"] = "error",
     extra: Literal["error", "ignore"] = "error",
+    resize: bool = False,
     report: Callable[[RestoreReport], None] | None = None,
     budget_bytes: int = 1 << 30,
     on_progress: OnProgress | None = None,
@@ -102,6 +103,8 @@ def restore(
         missing: Whether a leaf of `like` that was not saved is an error, or keeps the value in
             `like`.
         extra: Whether a saved leaf that is not in `like` is an error, or is ignored.
+        resize: Whether to cut off arrays that are longer than in `like`, and to add zeros to those
+            that are shorter, at the end of each dimension, as for a vocabulary that grows.
         report: Called with a `RestoreReport` before the restore returns.
         budget_bytes: Host memory to use beside the returned arrays. One array uses about a quarter
             of it, and at least a chunk of 32 MiB.
@@ -147,6 +150,7 @@ def restore(
             rename=rename,
             missing=missing,
             extra=extra,
+            resize=resize,
             report=report,
             budget_bytes=budget_bytes,
             on_progress=on_progress,
@@ -249,7 +253,9 @@ def _read(
             len(chooser.replicated),
             next(iter(chooser.replicated)),
         )
-    return _Read(opened=item, values=values, report=replace(matched.report, cast=_casts(plans)))
+    resized = tuple(path_text(plan.path) for plan in plans if plan.resized)
+    report = replace(matched.report, cast=_casts(plans), resized=resized)
+    return _Read(opened=item, values=values, report=report)
 
 
 def _read_together(
@@ -350,7 +356,11 @@ def _values(
     item: Item, plans: Sequence[LeafPlan], budget_bytes: int, meter: Meter
 ) -> Iterator[tuple[Path, object]]:
     reads = [
-        LeafRead(leaf=plan.saved, boxes=plan.boxes, dtype=_read_dtype(plan))
+        LeafRead(
+            leaf=plan.saved,
+            boxes=plan.stored_boxes() if plan.resized else plan.boxes,
+            dtype=_read_dtype(plan),
+        )
         for plan in plans
         if plan.saved.has_array
     ]
@@ -382,8 +392,8 @@ def _inline(plan: LeafPlan) -> dict[Box, np.ndarray[Any, Any]]:
     value = plan.saved.value
     if not isinstance(value, np.ndarray):
         return {}
-    boxes = plan.boxes or (whole(value.shape),)
-    return {box: np.array(value[box.slices]) for box in boxes}
+    boxes = plan.stored_boxes() if plan.resized else plan.boxes
+    return {box: np.array(value[box.slices]) for box in boxes or (whole(value.shape),)}
 
 
 def _convert(plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]], place: str) -> object:
@@ -395,6 +405,8 @@ def _convert(plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]], place: str)
     if isinstance(saved.value, (str, bytes)):
         return _inline_value(saved)
     parts = {box: _as_wanted(plan, values, place) for box, values in parts.items()}
+    if plan.resized:
+        parts = {box: _resized(plan, box, parts) for box in plan.boxes}
     if plan.kind == "key":
         impl = saved.key_impl if wanted is None or wanted.key_impl is None else wanted.key_impl
         return _wrap_key(plan, parts, impl)
@@ -402,6 +414,8 @@ def _convert(plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]], place: str)
         if plan.sharding is None:
             return to_default_device(next(iter(parts.values())))
         shape = saved.shape if saved.kind != "key" else saved.array.shape
+        if plan.resized and wanted is not None:
+            shape = wanted.shape
         dtype = plan.dtype or dtype_of(saved.array.dtype)
         return to_device(parts, plan.sharding, shape, dtype)
     values = next(iter(parts.values()))
@@ -425,6 +439,16 @@ def _as_wanted(plan: LeafPlan, values: np.ndarray[Any, Any], place: str) -> np.n
     if values.dtype == plan.dtype:
         return values
     return cast(values, plan.dtype, leaf=path_text(plan.path), place=place)
+
+
+def _resized(
+    plan: LeafPlan, box: Box, parts: Mapping[Box, np.ndarray[Any, Any]]
+) -> np.ndarray[Any, Any]:
+    """Returns a part of an array of the wanted shape: what was saved there, and zeros."""
+    values = np.zeros(box.shape, plan.dtype)
+    if (part := box.intersect(whole(plan.saved.shape))) is not None:
+        values[part.within(box)] = parts[part]
+    return values
 
 
 def _inline_value(saved: Leaf) -> object:

@@ -41,7 +41,9 @@ LeafKind = Literal[
 """The type to restore: a jax.Array, a typed PRNG key, a numpy array or scalar, a Python value, an
 empty container (or None), `...`. "absent" marks an array whose data was never stored."""
 
-ARRAY_KINDS: Final = ("array", "numpy", "generic")  # the arrays and scalars of jax and numpy
+ARRAY_KINDS: Final = frozenset(
+    {"array", "numpy", "generic"}
+)  # the arrays and scalars of jax and numpy
 
 # Orbax's names; Orbax refuses any other name.
 _ORBAX_KIND: Final[dict[str, LeafKind]] = {
