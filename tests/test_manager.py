@@ -2295,9 +2295,25 @@ def test_a_metric_may_be_donated(tmp_path, mesh, spec):
         assert [manager.metrics(step)["loss"] for step in range(20)] == list(range(20))
 
 
-def test_a_metric_that_is_changed_later_is_that_of_the_call(tmp_path):
-    """Also an array of numpy."""
-    loss = np.array(1.0)
+class Tensor:
+    """A number of another library, which changes in place."""
+
+    shape = ()
+
+    def __init__(self, value):
+        self.value = value
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.value)
+
+    def __setitem__(self, where, value):
+        self.value = value
+
+
+@pytest.mark.parametrize("kind", [np.array, Tensor])
+def test_a_metric_that_is_changed_later_is_that_of_the_call(tmp_path, kind):
+    """Of numpy, or of another library."""
+    loss = kind(1.0)
     gate = Gate("make_dir")
     with CheckpointManager(tmp_path) as manager:
         manager._index.storage = gate

@@ -101,9 +101,9 @@ def detached(value: Any) -> Any:
     """Copies a replicated array, which may then be changed or donated; waits for no computation."""
     import jax
 
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if not isinstance(value, jax.Array) or not (shards := value.addressable_shards):
+    if not isinstance(value, jax.Array):
+        return np.array(value) if hasattr(value, "__array__") else value
+    if not (shards := value.addressable_shards):
         return value
     return jax.device_put(shards[0].data, may_alias=False)
 
