@@ -1484,6 +1484,21 @@ def test_no_step_is_the_best_without_the_metric(tmp_path, processes):
 
 
 @as_processes
+def test_a_function_of_the_metrics_ranks(tmp_path, processes):
+    """A step that lacks what the function reads is not ranked."""
+    keep = KeepPolicy(last=1, best=1, metric=lambda metrics: metrics["hits"] / metrics["all"])
+    hits = {1: 3, 2: 1, 3: None, 4: 2}
+    with CheckpointManager(tmp_path, keep=keep) as manager:
+        for step, n in hits.items():
+            metrics = {"all": 4} if n is None else {"all": 4, "hits": jnp.int32(n)}
+            manager.save(step, {"n": step}, metrics=metrics)
+        settle(manager, processes)
+
+        assert manager.all_steps() == [2, 4]
+        assert manager.best_step() == 2
+
+
+@as_processes
 def test_no_step_goes_while_none_has_the_metric(tmp_path, processes, caplog):
     """A misspelt metric is reported once, not for each step; the first that has it ends this."""
     with CheckpointManager(tmp_path, keep=KeepPolicy(best=1, last=2, metric="lss")) as manager:

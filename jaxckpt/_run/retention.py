@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, Final, Literal
 
 from jaxckpt._core.check import calling, check_count, check_flag, check_positive, check_type
@@ -23,7 +25,8 @@ class KeepPolicy:
         every_seconds: From the oldest on, keeps each step saved this long after the last one kept.
         best: Keeps this many steps with the best `metric`. Steps without the metric, or with NaN,
             are not ranked; on a tie the newer step wins. While no step is ranked, all stay.
-        metric: Name of a number in the metrics.
+        metric: Name of a number in the metrics, or a function of the metrics that returns one; a
+            step for which it raises `KeyError` is not ranked.
         mode: Whether a small ("min") or a large ("max") metric is better.
         newer_than_s: Keeps steps saved less than this many seconds ago.
         when: Keeps steps for which this function of the `StepInfo` is true.
@@ -41,7 +44,7 @@ class KeepPolicy:
     every_steps: int | None = None
     every_seconds: float | None = None
     best: int | None = None
-    metric: str | None = None
+    metric: str | Callable[[Mapping[str, Any]], Any] | None = None
     mode: Literal["min", "max"] = "min"
     newer_than_s: float | None = None
     when: Callable[[StepInfo], Any] | None = None
@@ -52,16 +55,18 @@ class KeepPolicy:
         check_positive(_KEEP, every_seconds=self.every_seconds, newer_than_s=self.newer_than_s)
         check_type(_KEEP, "when", self.when, Callable | None, "a function")
         check_flag(_KEEP, verified=self.verified)
-        check_type(_KEEP, "metric", self.metric, str | None, "the name of a number in the metrics")
+        metric = "a name in the metrics, or a function of them"
+        check_type(_KEEP, "metric", self.metric, str | Callable | None, metric)
         if self.mode not in ("min", "max"):
             raise ValueError(f"{_KEEP}: mode must be 'min' or 'max', got {self.mode!r}")
         if self.best is not None and self.metric is None:
             raise ValueError(f"KeepPolicy(best={self.best}) needs metric=, the name to rank by")
 
     def fields(self) -> dict[str, Any]:
-        """Returns the fields that are set, as JSON and so without `when`."""
+        """Returns the fields that are set, as JSON and so without functions."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
-        found.pop("when")
+        for name in ("when", *(("best", "metric") if callable(self.metric) else ())):
+            found.pop(name)
         return {name: x for name, x in found.items() if x is not None and x is not False}
 
     @property
@@ -75,6 +80,11 @@ class KeepPolicy:
         """Whether a rule depends on more than the number of a step."""
         rules = (self.every_seconds, self.best, self.newer_than_s, self.when)
         return any(rule is not None for rule in rules)
+
+    @property
+    def metric_name(self) -> str | None:
+        """The name of the metric, or of the function that computes it."""
+        return getattr(self.metric, "__name__", None) if callable(self.metric) else self.metric
 
     def kept(self, steps: Iterable[StepInfo], *, now_s: float) -> dict[int, str]:
         """Returns the steps that stay, each with its rules as one text."""
@@ -116,9 +126,9 @@ class KeepPolicy:
             keep(_spaced(infos, self.every_seconds), f"every {self.every_seconds:g} s")
         if self.best is not None:
             if ranked := self.ranked(infos):
-                keep(ranked[: self.best], f"best {self.best} by {self.metric}")
+                keep(ranked[: self.best], f"best {self.best} by {self.metric_name}")
             else:  # a misspelt metric must not delete the best step
-                keep(infos, f"no step has the metric {self.metric}, so all")
+                keep(infos, f"no step has the metric {self.metric_name}, so all")
         if self.newer_than_s is not None:
             since = now_s - self.newer_than_s
             recent = (info for info in infos if info.saved_s >= since)
@@ -139,13 +149,22 @@ class KeepPolicy:
     def unranked(self, steps: Iterable[StepInfo]) -> str:
         """Describes steps that cannot be ranked: which metrics they have instead."""
         there = ", ".join(sorted({name for info in steps for name in info.metrics}))
-        return f"no step has a number {self.metric!r} in its metrics, which are {there or 'none'}"
+        return (
+            f"no step has a number {self.metric_name!r} in its metrics, which are {there or 'none'}"
+        )
 
 
-def value_of(metrics: Mapping[str, Any], metric: str | None) -> float | None:
+def value_of(
+    metrics: Mapping[str, Any], metric: str | Callable[[Mapping[str, Any]], Any] | None
+) -> float | None:
     """Returns the number to rank by, or None if it is missing or NaN."""
-    value = metrics.get(metric) if metric is not None else None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:  # NaN
+    value = None
+    if callable(metric):
+        with contextlib.suppress(KeyError), calling("KeepPolicy.metric"):
+            value = metric(metrics)
+    elif metric is not None:
+        value = metrics.get(metric)
+    if isinstance(value, bool) or not isinstance(value, Real) or value != value:  # NaN
         return None
     return value
 

@@ -284,7 +284,7 @@ class Saver:
         with meter.phase("snapshot"):
             held: list[SaveItem] = [take_tree(names.STATE_ITEM, state, processes, copy=True)]
             held += [_items.take_item(name, value, processes) for name, value in items.items()]
-        if self._keep.metric is not None:
+        if isinstance(self._keep.metric, str):  # a function needs the numbers, which may come later
             self._check_metric(step, metrics or {}, self._keep.metric)
         if metrics is not None:
             found = partial(self._metrics.__setitem__, step)

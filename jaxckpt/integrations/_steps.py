@@ -64,7 +64,7 @@ def story(
         why=keep.why(infos, now_s=now_s) if keep.has_rules else None,
         best=ranked[0].step if ranked else None,
         under_way=under_way,
-        metric=keep.metric,
+        metric=keep.metric_name,
     )
 
 

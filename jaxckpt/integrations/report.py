@@ -264,7 +264,7 @@ def _metrics(told: _steps.Story, keep: KeepPolicy | None) -> str:
         found = [(step.step, _steps.number_of(step, name)) for step in told.steps]
         values = [(step, value) for step, value in found if value is not None]
         marks = _steps.marks(told, name)
-        if keep is None or name != keep.metric:  # the best step is best by one metric only
+        if keep is None or name != keep.metric_name:  # the best step is best by one metric only
             marks = [_svg.plain(mark) for mark in marks]
         drawn = _svg.line_chart(marks, label=f"{name[:80]} over steps")
         if values:
