@@ -537,6 +537,27 @@ def test_several_failures_are_raised_together(tmp_path, processes):
 
 
 @as_processes
+def test_a_save_that_is_cancelled_is_not_committed(tmp_path, processes):
+    """Nothing is left of it, only its handle raises, and the step can be saved again."""
+    gate = Gate("make_dir")
+    with CheckpointManager(tmp_path) as manager:
+        manager._index.storage = gate
+        handle = manager.save(1, {"n": 1})
+        handle.cancel()
+        gate.open.set()
+        with pytest.raises(FAILURES, match="cancelled"):
+            handle.result()
+        settle(manager, processes)
+        assert (manager.all_steps(), temporaries(tmp_path)) == ([], [])
+
+        again = manager.save(1, {"n": 11})
+        again.result()
+        again.cancel()  # too late
+        again.result()
+        assert manager.restore() == {"n": 11}
+
+
+@as_processes
 def test_a_disk_that_was_full_has_room_again(tmp_path, state, processes):
     """Earlier steps stay, nothing is left of the attempts, and the next save simply works."""
     with CheckpointManager(tmp_path, keep=KeepPolicy(last=2)) as manager:

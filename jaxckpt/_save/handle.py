@@ -107,6 +107,7 @@ class SaveHandle:
         self._problem = request.problem
         self._transaction: Transaction | None = None  # in process 0
         self._delivered = False
+        self._is_cancelled = False
         self._ended = threading.Event()
         self._process = os.getpid()
         self._key = request.path, request.processes.index
@@ -138,6 +139,14 @@ class SaveHandle:
             self._delivered = True
             raise self.error
         self.raise_callback_error()
+
+    def cancel(self) -> None:
+        """Ends the save without a commit, unless it has been committed.
+
+        Returns at once. `result` then raises the failure, which a manager does not raise again. All
+        processes of a job must call it; a save that only some of them cancel fails in all.
+        """
+        self._is_cancelled = True
 
     def raise_callback_error(self) -> None:
         """Raises the error of `on_progress`, if it raised one."""
@@ -173,7 +182,7 @@ class SaveHandle:
         try:
             self.run()
         except BaseException as error:
-            self.error = error
+            self.error, self._delivered = error, self._is_cancelled
             if logs:
                 _logger.exception("the save of %s failed", self.path)
         self._ended.set()
@@ -248,7 +257,7 @@ class SaveHandle:
 
     def _write(self, work: str) -> None:
         request = self._request
-        if self._problem is None:
+        if self._problem is None and not self._is_cancelled:
             folders = [item.folder(work, request.processes) for item in request.items]
             measure = partial(_transaction.bytes_below, request.storage)
             self._meter.measure = lambda: sum(map(measure, folders))
@@ -262,6 +271,8 @@ class SaveHandle:
     def _meet(self) -> list[Any]:
         """Waits until all have written; returns the reports on the items, if several processes."""
         request = self._request
+        if self._is_cancelled and self._problem is None:
+            self._problem = SaveFailed(f"{self.path}: the save was cancelled before its commit")
         if request.processes.count == 1:
             if self._problem is not None:
                 raise self._problem
