@@ -6,7 +6,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Real
 from typing import Any, Final, Literal
 
 from jaxckpt._core.check import calling, check_count, check_flag, check_positive, check_type
@@ -164,7 +163,7 @@ def value_of(
             value = metric(metrics)
     elif metric is not None:
         value = metrics.get(metric)
-    if isinstance(value, bool) or not isinstance(value, Real) or value != value:  # NaN
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:  # NaN
         return None
     return value
 
