@@ -534,7 +534,9 @@ def raise_save_error(path: str, error: BaseException, *, size_bytes: int = 0) ->
             f"{'unknown' if free is None else size_text(free)}. Delete what is not needed, such as "
             "old steps, or save elsewhere."
         )
+    # TensorStore's text names the file that it could not write.
+    told = f"{cause}" if cause is error else f"{cause} ({error})"
     raise SaveFailed(
-        f"{path}: the save failed: {type(cause).__name__}: {cause}.{full} The previous checkpoint, "
+        f"{path}: the save failed: {type(cause).__name__}: {told}.{full} The previous checkpoint, "
         "or the new one if it was committed, is complete and can be restored."
     ) from cause
