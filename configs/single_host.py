@@ -38,5 +38,6 @@ def get_config() -> ml_collections.ConfigDict:
         timeout_s=1200.0,  # waits for an earlier save, for example on a hanging disk
         step_prefix=None,  # a directory is called `1000`; with "ckpt", `ckpt_1000`
         step_digits=None,  # with 8, a directory is called `00001000`
+        run_metadata=None,  # JSON to store with the run
     )
     return config

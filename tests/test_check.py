@@ -73,7 +73,7 @@ CALLS = {
     "watch(after='1')": (lambda m: m.watch(1, after="1"), "watch(after=...): step must be an int"),
     "wait('1')": (
         lambda m: m.wait_until_finished("1"),
-        "wait_until_finished: timeout_s must be a number of seconds, got '1'",
+        "wait_until_finished: timeout_s must be a number, got '1'",
     ),
 }
 

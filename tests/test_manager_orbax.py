@@ -219,6 +219,25 @@ def test_orbax_shows_the_metadata_of_our_steps(tmp_path, state):
     assert new.metrics == {"loss": 0.7}
 
 
+def test_the_metadata_of_a_run_is_read_by_both(tmp_path):
+    """Written once: another job's stays, and is a problem."""
+    with CheckpointManager(tmp_path / "ours", run_metadata={"lang": "en"}) as manager:
+        assert manager.run_metadata == {"lang": "en"}
+    with CheckpointManager(tmp_path / "ours", run_metadata={"lang": "de"}) as manager:
+        assert manager.run_metadata == {"lang": "en"}
+        assert any("other run_metadata" in problem for problem in manager.problems)
+    with ocp.CheckpointManager(tmp_path / "ours") as manager:
+        theirs = manager.metadata().custom_metadata
+    with ocp.CheckpointManager(tmp_path / "orbax", metadata={"lang": "fr"}):
+        pass
+    with CheckpointManager(tmp_path / "orbax", mode="r") as reader:
+        assert reader.run_metadata == {"lang": "fr"}
+    with CheckpointManager(tmp_path / "none", mode="r") as reader:
+        assert reader.run_metadata == {}
+
+    assert theirs == {"lang": "en"}
+
+
 def test_orbax_sees_nothing_of_what_is_not_committed(tmp_path, state):
     """Neither a step that was set aside, nor one that is being deleted, nor a reader's lease."""
     save_run(tmp_path, state)

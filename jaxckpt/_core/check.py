@@ -9,7 +9,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Real
-from typing import Any, Final, ParamSpec
+from typing import Any, ParamSpec
 
 import numpy as np
 
@@ -18,16 +18,12 @@ from jaxckpt.format.arrays import STORABLE_DTYPES
 
 P = ParamSpec("P")
 
-_MAX_SHOWN: Final = 80
-
 
 def check_type(who: str, name: str, value: object, kind: Any, wanted: str) -> None:
     """Checks that a value is of a kind, which is a class or several; True is no number."""
     is_flag = isinstance(value, bool) and kind is not bool
     if is_flag or not isinstance(value, kind):
-        text = repr(value)
-        shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-        raise TypeError(f"{who}: {name} must be {wanted}, got {shown}")
+        raise TypeError(f"{who}: {name} must be {wanted}, got {value!r:.80}")
 
 
 def check_count(who: str, **values: int | None) -> None:

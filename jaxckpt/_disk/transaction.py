@@ -352,17 +352,13 @@ def check_target(
     total = sum(entry.size for entry in foreign.values())
     is_file = [entry.kind == "file" for entry in foreign.values()]
     if not all(is_file) or len(foreign) > _MAX_TAKEN or total > _MAX_TAKEN_BYTES:
-        listed = [f"{name} ({_words(entry)})" for name, entry in foreign.items()]
+        listed = [f"{name} ({e.kind}, {size_text(e.size)})" for name, e in foreign.items()]
         raise StepExists(
             f"{path} contains more than the tree of a save, and is not replaced. Move these away "
             f"first: {', '.join(listed[:8])}{', ...' if len(listed) > 8 else ''}. Only up to "
             f"{_MAX_TAKEN} files of {size_text(_MAX_TAKEN_BYTES)} in all move along."
         )
     return [*foreign]
-
-
-def _words(entry: Entry) -> str:
-    return size_text(entry.size) if entry.kind == "file" else entry.kind
 
 
 def _foreign(storage: Storage, path: str, inside: set[str]) -> set[str]:

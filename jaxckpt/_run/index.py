@@ -24,7 +24,7 @@ from jaxckpt._disk.find import find, looks_committed, neighbours, read_found
 from jaxckpt._disk.found import Found, check_sizes
 from jaxckpt._save.handle import is_under_way
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
-from jaxckpt.format import jsontext, names
+from jaxckpt.format import jsontext, names, run
 from jaxckpt.format.run import StepNames, guess_names
 from jaxckpt.storage import Entry, Storage, is_temporary_file, locate
 from jaxckpt.storage import listing as entries_of
@@ -402,6 +402,26 @@ def is_ours(storage: Storage, path: str) -> bool:
         return False
     files = (inside.get(name) for name in (names.RECORD, names.WRITER))
     return any(file is not None and file.kind == "file" for file in files)
+
+
+def run_metadata(index: StepIndex) -> dict[str, Any]:
+    """Reads the metadata of a run; empty if it has none."""
+    file = f"{index.root}/{names.ROOT_METADATA}/{names.ROOT_METADATA_FILE}"
+    try:
+        data = index.storage.read(file, max_bytes=jsontext.MAX_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    return run.decode_metadata(data, file=file)
+
+
+def write_run_metadata(index: StepIndex, metadata: Mapping[str, Any]) -> None:
+    """Writes the metadata of a run that has none; other metadata stays and is reported."""
+    folder = f"{index.root}/{names.ROOT_METADATA}"
+    index.storage.make_dir(folder)
+    data = run.encode_metadata(metadata)
+    written = index.storage.create(f"{folder}/{names.ROOT_METADATA_FILE}", data)
+    if not written and run_metadata(index) != metadata:
+        index.report(f"{folder} has other run_metadata than this job, and stays as it is")
 
 
 # --- the root --------------------------------------------------------------------------------

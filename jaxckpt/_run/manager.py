@@ -36,7 +36,7 @@ from jaxckpt._inspect import open as inspection
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._run.config import check_arguments_alike, manager_arguments, suggest
 from jaxckpt._run.deletion import Deletion
-from jaxckpt._run.index import StepIndex, check_root
+from jaxckpt._run.index import StepIndex, check_root, run_metadata, write_run_metadata
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.owner import Ownership
 from jaxckpt._run.resume import ItemsReading, Resume, StateReading, shapes_of, watch
@@ -45,6 +45,7 @@ from jaxckpt._run.saver import Saver, raise_first
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.scrub import scrub
 from jaxckpt._save.handle import SaveHandle
+from jaxckpt._save.save import check_metadata
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Json, current, lead, leading, text_of
 from jaxckpt.storage import locate
@@ -52,10 +53,6 @@ from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
 _MANAGER: Final = "CheckpointManager"
 _MAX_TIMINGS: Final = 1000
-_TAKEN: Final = (
-    "another manager of this process has opened the run. Use that one, or open this one with "
-    "mode='r'"
-)
 _FORKED: Final = (
     "this process was forked from the one that saves. Save and wait there, or start this one with "
     "'spawn'"
@@ -112,6 +109,7 @@ class CheckpointManager:
         step_digits: int | None = None,
         on_progress: OnProgress | None = None,
         on_commit: Callable[[Timing], None] | None = None,
+        run_metadata: Mapping[str, Any] | None = None,
     ) -> None:
         """Opens a run without reading a checkpoint.
 
@@ -131,6 +129,7 @@ class CheckpointManager:
             on_commit: Called with the `Timing` of each commit, in the background thread of every
                 process; it cannot wait for saves (RuntimeError). The next call of the manager
                 raises its errors.
+            run_metadata: JSON to store with the run when it has none yet, where Orbax reads it.
 
         Raises:
             NotADirectoryError, PermissionError: `directory` cannot hold a run.
@@ -148,6 +147,7 @@ class CheckpointManager:
         check_type(_MANAGER, "on_commit", on_commit, Callable | None, "a function")
         self.budget_bytes, self.timeout_s = budget_bytes, timeout_s
         storage, root = locate(directory)
+        metadata = run_metadata and check_metadata(run_metadata, "run_metadata")
         naming = None
         if step_prefix is not None or step_digits is not None:
             naming = StepNames(prefix=step_prefix, digits=step_digits)
@@ -175,8 +175,9 @@ class CheckpointManager:
             if self._processes.count > 1:
                 arguments = {"directory": root, "step_prefix": step_prefix}
                 arguments |= {"step_digits": step_digits, "save": save, "keep": keep}
+                arguments |= {"run_metadata": metadata}
                 check_arguments_alike(self._processes, arguments, timeout_s=timeout_s)
-            opened = self._open_run()
+            opened = self._open_run(metadata)
         else:
             if check_root(storage, root) is None:
                 self._index.warn(f"{root} does not exist yet; a job that saves there makes it")
@@ -198,7 +199,7 @@ class CheckpointManager:
             newest=opened["newest"],
         )
 
-    def _open_run(self) -> Any:  # JSON
+    def _open_run(self, metadata: Mapping[str, Any] | None) -> Any:  # JSON
         """Opens the run in process 0; returns its newest step and naming to all processes.
 
         First closes this process's earlier writing manager of the run, after its saves.
@@ -207,7 +208,7 @@ class CheckpointManager:
             earlier = CheckpointManager._open.get(self._key)
             CheckpointManager._open[self._key] = self
         if earlier is not None:
-            earlier._shut(_TAKEN)
+            earlier._shut("another manager of this process has opened the run. Use that one")
         name = f"manager {self.directory}/open"
         try:
             with leading(
@@ -216,6 +217,8 @@ class CheckpointManager:
                 if self._processes.index == 0:
                     listing = self._owner.open()
                     self._index.note_strays(listing)
+                    if metadata:
+                        write_run_metadata(self._index, metadata)
                     naming = self._index.naming
                     led.value = {
                         "session": secrets.token_hex(8),
@@ -347,8 +350,7 @@ class CheckpointManager:
         """
         if self._closed == _FORKED:
             self._refuse()
-        seconds = "a number of seconds"
-        check_type("wait_until_finished", "timeout_s", timeout_s, Real | None, seconds)
+        check_type("wait_until_finished", "timeout_s", timeout_s, Real | None, "a number")
         self._saver.wait_for_all(timeout_s)
 
     def close(self) -> None:
@@ -561,6 +563,11 @@ class CheckpointManager:
         self._begin_call()
         found = find(self._index.storage, self._index.check_step(as_step("custom_metadata", step)))
         return dict(found.metadata.custom_metadata or {})
+
+    @property
+    def run_metadata(self) -> dict[str, Any]:
+        """The `run_metadata` stored with the run, or the metadata that Orbax stored."""
+        return run_metadata(self._index)
 
     def _url(self, path: str) -> str:
         scheme = self._index.storage.scheme

@@ -57,14 +57,8 @@ class Saver:
         on_commit: Callable[[Timing], None] | None,
         timings: deque[Timing],
         session: str,
-        newest: int | None,
+        newest: int | None,  # on which all processes have agreed
     ) -> None:
-        """Saves nothing yet.
-
-        Args:
-            session: Begins the names of attempts; equal in all processes.
-            newest: The newest step of the run, on which all processes have agreed.
-        """
         self.decision: Decision | None = None  # the latest
         self.schedule = Schedule(
             policy=policy,
@@ -74,7 +68,7 @@ class Saver:
         )
         self.floor = newest  # the newest step known to be committed
         self.agreed = newest  # the newest good step when all processes last agreed
-        self.session = session
+        self.session = session  # begins the names of attempts; equal in all processes
         self.preemption = Preemption(processes, listens=writes and policy.on_preemption)
         self._index = index
         self._owner = owner

@@ -178,14 +178,16 @@ def _check_target(storage: Storage, path: str, overwrite: bool) -> None:
         _transaction.raise_save_error(path, error)
 
 
-def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+def check_metadata(
+    metadata: Mapping[str, Any] | None, name: str = "custom_metadata"
+) -> dict[str, Any]:
     """Returns custom metadata after a round trip through JSON."""
     if metadata is None:
         return {}
     try:
-        return jsontext.loads(jsontext.dumps(dict(metadata)), file="custom_metadata")
+        return jsontext.loads(jsontext.dumps(dict(metadata)), file=name)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"custom_metadata must be a dict of JSON values: {error}") from error
+        raise TypeError(f"{name} must be a dict of JSON values: {error}") from error
 
 
 def _take_part(processes: Processes, name: str, error: Exception) -> None:

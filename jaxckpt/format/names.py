@@ -64,8 +64,9 @@ TOP_FILES: Final = (ORBAX_MARKER, CHECKPOINT_METADATA, COMMIT_MARKER, RECORD, WR
 OWNER: Final = "_jaxckpt.owner"
 LOCK: Final = "_jaxckpt.lock"
 DOOMED: Final = "_jaxckpt.doomed"
-# Orbax keeps the custom metadata of a whole run in this directory.
+# Orbax keeps the custom metadata of a whole run in this directory, in this file.
 ROOT_METADATA: Final = "metadata"
+ROOT_METADATA_FILE: Final = "_ROOT_METADATA"
 _LEASE: Final = "_jaxckpt.lease-"
 
 # Tried in this order by a restore that names no item.

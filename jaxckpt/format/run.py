@@ -151,6 +151,16 @@ def decode_owner(data: bytes, *, file: str) -> Owner:
     )
 
 
+def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
+    return jsontext.dumps({"internal_metadata": {}, "custom_metadata": dict(metadata)})
+
+
+def decode_metadata(data: bytes, *, file: str) -> dict[str, Any]:
+    top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
+    found = top.get("custom_metadata", top.get("custom", {}))  # the second until Orbax 0.11.0
+    return expect(found, dict, "'custom_metadata'", file=file)
+
+
 def encode_doomed(steps: Sequence[str]) -> bytes:
     return jsontext.dumps({"steps": list(steps)})
 
