@@ -429,6 +429,8 @@ def test_damaged_shardings_matter_only_to_who_needs_them(flat, caplog, damage):
     assert jaxckpt.restore(path, as_numpy=True)["w"].sum() == 32
     assert "_sharding" in caplog.text
     assert str(ckpt.leaves["w"]) == "float32[8,4]"
+    (problem,) = jaxckpt.verify(path).problems
+    assert problem.file == f"{path}/_sharding"
 
 
 # --- not committed, or going away ------------------------------------------------------------

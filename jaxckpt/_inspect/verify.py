@@ -68,6 +68,8 @@ def _verify(found: Found) -> VerifyReport:
             continue
         if isinstance(item, JsonItem):
             continue
+        if not item.ours:
+            _check_shardings(item, problems)
         leaves += len(item.tree.leaves)
         read_bytes = _read_all(item, problems)
         size += read_bytes
@@ -108,6 +110,13 @@ def _check_files(found: Found, problems: list[Problem], unchecked: list[str]) ->
     except OSError as error:
         problems.append(_problem(error))
     return len(found.record.files)
+
+
+def _check_shardings(item: Item, problems: list[Problem]) -> None:
+    try:
+        item.read_shardings()
+    except (CheckpointError, OSError) as error:
+        problems.append(_problem(error))
 
 
 def _has_digests(item: Item) -> bool:
