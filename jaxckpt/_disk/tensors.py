@@ -107,17 +107,10 @@ def read_item(found: Found, name: str) -> Item:
 
 
 def _leaf(tensor: Tensor) -> Leaf:
-    path = tuple(tensor.name.split("."))
-    chunk_shape = tuple(max(1, n) for n in tensor.shape)
-    stored = StoredArray(shape=tensor.shape, dtype=tensor.dtype, chunk_shape=chunk_shape)
-    return Leaf(
-        path=path,
-        key_types=(NAMED,) * len(path),
-        kind="numpy",
-        dtype=tensor.dtype,
-        shape=tensor.shape,
-        stored=stored,
-    )
+    path, shape, dtype = tuple(tensor.name.split(".")), tensor.shape, tensor.dtype
+    stored = StoredArray(shape=shape, dtype=dtype, chunk_shape=tuple(max(1, n) for n in shape))
+    kinds = (NAMED,) * len(path)
+    return Leaf(path=path, key_types=kinds, kind="numpy", dtype=dtype, shape=shape, stored=stored)
 
 
 class Tensors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Final
 
 from jaxckpt._core.select import Globs
@@ -21,11 +22,7 @@ _WIDEST: Final = 60  # of a column; a longer name moves only its own line
 
 
 def text(differences: Sequence[Difference], place: str, *, only: Globs = None) -> str:
-    """Returns the message of a `TreeMismatch`.
-
-    Args:
-        only: The argument of this name, if it selects no leaf of the target.
-    """
+    """Returns the message of a `TreeMismatch`; `only` is given if it selects nothing wanted."""
     lines = [f"{len(differences)} leaves of the target do not fit {place}"]
     lines += table(differences)
     if only is not None:
@@ -103,7 +100,4 @@ def _rule(old: Path, new: Path) -> _Rule:
 
 def _shared(a: Path, b: Path) -> int:
     """Returns how many names two paths have in common at the beginning."""
-    return next(
-        (i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]),
-        min(len(a), len(b)),
-    )
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -271,15 +271,11 @@ class ItemsReading:
 
         targets = self.targets
         if targets is None:
-            targets = dict.fromkeys(read(self._names))
+            targets = dict.fromkeys(read(lambda _, found: [*found.items]))
         return {
             name: read(partial(self._item, name, like), None if _items.is_stateful(like) else like)
             for name, like in targets.items()
         }
-
-    def _names(self, step: int, found: Found) -> list[str]:
-        self.index.check_found(step, found)
-        return [*found.items]
 
     def _item(self, name: str, target: Any, step: int, found: Found) -> Any:
         """Returns an `Item`, or the value of the item."""
