@@ -293,7 +293,8 @@ def test_a_part_of_a_checkpoint(opened):
     assert ckpt["opt/1"].restore() is None
     assert "opt" in str(ckpt["opt"])
     assert same(ckpt["opt"].restore(only="0"), {"0": tree["opt"][0]})
-    for wrong in ("nope", "opt/9", "params/layer/0", "name/x"):
+    assert set(ckpt["params/layer/0"].restore()) == {"w"}  # as it is shown elsewhere
+    for wrong in ("nope", "opt/9", "params/layer/1", "name/x"):
         with pytest.raises(KeyError, match=r"nope|opt/9|layer|name/x"):
             ckpt[wrong]
 
