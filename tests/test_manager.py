@@ -549,6 +549,7 @@ def test_a_save_that_is_cancelled_is_not_committed(tmp_path, processes):
             handle.result()
         settle(manager, processes)
         assert (manager.all_steps(), temporaries(tmp_path)) == ([], [])
+        meet(processes)  # before any of them saves
 
         again = manager.save(1, {"n": 11})
         again.result()
