@@ -82,7 +82,7 @@ def check_others(found, victim, phase):
             continue
         lost, then = end.result["lost"], end.result["then"]
         is_waited_for = phase in ("writing", "restoring") or (
-            victim == 0 and phase in ("written", "renaming")
+            victim == 0 and phase in ("written", "renaming", "committed", "deleting")
         )
         word = lost if is_waited_for else then
         assert word["error"] in ("CheckpointTimeout", "ProcessesDisagree"), word
@@ -209,6 +209,8 @@ def live(zygote, root, how, victim, recoverable, heartbeat_s):
         limit_s=6 * DEADLINE_S + 10,
     ) as job:
         job.wait_for(victim, "paused")
+        for index in range(3):
+            job.wait_for(index, "acked-1")
         getattr(job, how)(victim)
         job.release("on")
         return job.wait()
