@@ -275,7 +275,7 @@ def test_a_failure_is_raised_in_every_thread_that_waits(tmp_path):
         manager._index.storage = gate
         manager.save(1, {"n": 1})
         waits = [pool.submit(manager.wait_until_finished) for _ in range(6)]
-        while len(manager._saver._waiting) < 6:
+        while len(manager._saver._waiting) < 6:  # only this shows that a thread waits
             time.sleep(0.01)
         gate.open.set()
 
@@ -721,7 +721,7 @@ def test_processes_with_long_steps_do_not_wait_eight_of_them(tmp_path):
             for step in (1, 2):
                 manager.save(step, {"n": step})
                 manager.wait_until_finished()
-                time.sleep(0.1)
+                time.sleep(0.1)  # the step itself, twice as long as the interval
             return manager.all_steps()
 
     assert simulate(3, run) == [[1, 2]] * 3

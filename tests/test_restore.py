@@ -984,6 +984,7 @@ def test_processes_that_find_different_steps_read_the_same(run, monkeypatch):
             steps = steps[1:]
         return newest_good(storage, path, steps)
 
+    # The time between two looks is too short to commit a step in it.
     monkeypatch.setattr(_find, "_newest_good", earlier_once)
 
     assert simulate(2, lambda _: jaxckpt.restore(run)["w"][0]) == [3, 3]

@@ -468,7 +468,7 @@ def test_only_the_wanted_part_of_a_tensor_is_read(model, monkeypatch, leaf, box,
         sizes.extend(buffer.nbytes for buffer in buffers)
         return read_into(self, path, offset, buffers)
 
-    monkeypatch.setattr(LocalStorage, "read_into", counted)
+    monkeypatch.setattr(LocalStorage, "read_into", counted)  # which reads, and notes how much
     read = LeafRead(leaf=item.tree.leaves[0], boxes=(box,), dtype=np.dtype(np.float32))
 
     (buffers,) = read_leaves(item, [read], budget_bytes=1 << 30)
@@ -826,7 +826,7 @@ def test_without_locks_leftovers_stay(tmp_path, monkeypatch, caplog):
     def flock(fd, how):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("fcntl.flock", flock)
+    monkeypatch.setattr("fcntl.flock", flock)  # as on NFS without a lock service
     jaxckpt.export_safetensors(tmp_path / "ours", folder / "m.safetensors")
 
     assert "m.safetensors" in os.listdir(folder)
