@@ -607,6 +607,7 @@ def test_what_cannot_be_stored_is_refused_at_once(tmp_path, processes):
             (TypeError, "one number", {"metrics": {"loss": np.ones(2)}}),
             (TypeError, "one number", {"metrics": {"loss": object()}}),
             (TypeError, "must be str", {"metrics": {1: 2.0}}),
+            (ValueError, "'int8' is not a floating-point dtype", {"dtype": np.int8}),
         ]
         taken = ("state", "metrics", "default", "", ".a", "a/b", "_METADATA", names.RECORD)
         refused += [(ValueError, "item", {"items": {name: 1}}) for name in taken]
@@ -1342,6 +1343,19 @@ def test_items_come_back_as_they_were(tmp_path, mesh, processes):
         assert {name for name in items if not same(got[name], items[name])} == set()
         assert set(got) == set(items)
         assert manager.restore() == {"n": 1}
+
+
+@as_processes
+def test_a_dtype_is_for_the_state_alone(tmp_path, state, processes):
+    """Its floating-point arrays are cast; keys, ints and every item stay as they are."""
+    items = {"ema": jnp.full(3, 1 / 3)}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1), items=items, dtype=jnp.bfloat16)
+        manager.save(2, state(2), items=items).result()
+
+        assert same(manager.restore(step=1), state(1) | {"w": state(1)["w"].astype(jnp.bfloat16)})
+        assert same(manager.restore_items(1, items={"ema": None}), items)
+        assert same(manager.restore(step=2), state(2))
 
 
 @as_processes

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Final, Literal, NoReturn, Self, final
 
 from jaxckpt._core import notebook
+from jaxckpt._core.cast import floating
 from jaxckpt._core.check import (
     as_step,
     check_count,
@@ -283,6 +284,7 @@ class CheckpointManager:
         *,
         items: Mapping[str, object] | None = None,
         metrics: Mapping[str, Any] | None = None,
+        dtype: Any = None,  # whatever numpy takes for a dtype
         force: bool = False,
         custom_metadata: Mapping[str, Any] | None = None,
     ) -> SaveHandle | None:
@@ -297,6 +299,8 @@ class CheckpointManager:
                 `set_state`, or `state_dict` and `load_state_dict`, such as data iterators. Each
                 process stores the states of its own objects; JSON is taken from process 0.
             metrics: Numbers by name, also arrays still being computed. `keep` may rank by one.
+            dtype: Saves the floating-point arrays of `state`, but not those of `items`, in this
+                dtype; see `jaxckpt.save`.
             force: Whether to save even if the step is not due.
             custom_metadata: JSON to store with the step.
 
@@ -320,6 +324,7 @@ class CheckpointManager:
             state,
             dict(items or {}),
             metrics,
+            dtype=None if dtype is None else floating(dtype),
             force=force,
             custom_metadata=custom_metadata,
         )

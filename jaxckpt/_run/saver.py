@@ -163,6 +163,7 @@ class Saver:
         items: Mapping[str, object],
         metrics: Mapping[str, Any] | None,
         *,
+        dtype: str | None,
         force: bool,
         custom_metadata: Mapping[str, Any] | None,
     ) -> SaveHandle | None:
@@ -185,7 +186,7 @@ class Saver:
             raise_first(errors)
             self._check_step(step)
             metadata = check_metadata(custom_metadata)
-            held = self._take(state, items, metrics, step, meter)
+            held = self._take(state, items, metrics, step, meter, dtype)
         except BaseException as error:
             meter.end()
             if self._processes.count == 1 or not isinstance(error, Exception):
@@ -269,6 +270,7 @@ class Saver:
         metrics: Mapping[str, Any] | None,
         step: int,
         meter: Meter,
+        dtype: str | None,
     ) -> list[SaveItem]:
         """Copies everything to the host once there is room for it."""
         _items.check_names(items)
@@ -276,7 +278,8 @@ class Saver:
         meter.waited()
         processes = self._processes
         with meter.phase("snapshot"):
-            held: list[SaveItem] = [take_tree(names.STATE_ITEM, state, processes, copy=True)]
+            main = take_tree(names.STATE_ITEM, state, processes, copy=True, dtype=dtype)
+            held: list[SaveItem] = [main]
             held += [_items.take_item(name, value, processes) for name, value in items.items()]
         if isinstance(self._keep.metric, str):  # a function needs the numbers, which may come later
             self._check_metric(step, metrics or {}, self._keep.metric)
