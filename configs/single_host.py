@@ -31,6 +31,7 @@ def get_config() -> ml_collections.ConfigDict:
             "metric": "loss",  # as passed to manager.save(..., metrics={"loss": ...})
             "mode": "min",
             "newer_than_s": None,
+            "move_to": None,  # with "deleted", steps move to this directory of the run instead
             "verified": False,  # True reads each step back before older ones are deleted
         },
         mode="w",  # "r" for a program that only reads and deletes nothing

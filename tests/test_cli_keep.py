@@ -137,9 +137,32 @@ def test_rm_deletes_what_it_says(root):
     assert out.endswith(f"deleted 2 steps of {root}: 100, 600\n")
     assert facts == (
         0,
-        {"path": str(root), "dry_run": False, "delete": [200], "deleted": [200]},
+        {
+            "path": str(root),
+            "dry_run": False,
+            "delete": [200],
+            "deleted": [200],
+            "moved_to": None,
+        },
     )
     assert steps_of(root) == [300, 400, 500]
+
+
+def test_rm_and_gc_move_steps_as_the_policy_of_the_run_does(root):
+    """They say so in the question, and `rm` of a step there deletes it."""
+    with CheckpointManager(root, keep=jaxckpt.KeepPolicy(move_to="bin")):
+        pass
+
+    unanswered, _, err = cli("rm", root, 100)
+    _, out, _ = cli("rm", root, 100, "--yes")
+    facts = said_json("gc", root, "--last", 3, "--yes")[1]
+
+    assert (unanswered, f"Move 1 step of {root} to {root}/bin?" in err) == (2, True)
+    assert out.endswith(f"moved 1 step of {root} to {root}/bin: 100\n")
+    assert (facts["deleted"], facts["moved_to"]) == ([200, 300], f"{root}/bin")
+    assert (steps_of(root), steps_of(root / "bin")) == ([400, 500, 600], [100, 200, 300])
+    assert cli("rm", root / "bin" / "200", "--yes")[0] == 0
+    assert steps_of(root / "bin") == [100, 300]
 
 
 @pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, 5), ("n\n", 2, 6), ("\n", 2, 6)])

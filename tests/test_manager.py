@@ -40,9 +40,11 @@ from jaxckpt import (
     StepExists,
     TreeMismatch,
     UnsupportedLeaf,
+    restore,
 )
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
+from jaxckpt._run.overview import overview
 from jaxckpt._run.owner import Ownership
 from jaxckpt.format import names
 from jaxckpt.format.step import FileFacts, decode_record, digest, encode_record
@@ -1696,6 +1698,46 @@ def test_deleting_by_hand(tmp_path, processes):
         meet(processes)
         manager.save(3, {"n": 33}).result()
         assert manager.restore() == {"n": 33}
+
+
+@as_processes
+def test_steps_are_moved_instead_of_deleted(tmp_path, processes):
+    """They restore by their path and do not count, also if the run has no other steps left."""
+    keep = KeepPolicy(last=1, move_to="deleted")
+    for start in (1, 3):
+        with CheckpointManager(tmp_path, keep=keep) as manager:
+            for step in (start, start + 1):
+                manager.save(step, {"n": step})
+            settle(manager, processes)
+            assert (manager.all_steps(), manager.problems) == ([start + 1], [])
+            assert restore(tmp_path) == {"n": start + 1}
+            meet(processes)
+    with CheckpointManager(tmp_path, keep=keep) as manager:
+        manager.delete(4)
+
+        assert manager.restore_or(lambda: {"n": 0}) == ({"n": 0}, 0)
+        assert [restore(tmp_path / "deleted" / str(n)) for n in (1, 4)] == [{"n": 1}, {"n": 4}]
+        with pytest.raises(CheckpointNotFound):
+            restore(tmp_path)
+        assert overview(tmp_path).strays == ()
+        assert [step.step for step in overview(tmp_path / "deleted").steps] == [1, 2, 3, 4]
+        meet(processes)
+
+
+def test_a_run_is_not_opened_if_its_steps_cannot_be_moved(tmp_path):
+    """Nothing is written but the owner, and the run opens with another directory."""
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, {"n": 1})
+    (tmp_path / "file").touch()
+
+    with pytest.raises(NotADirectoryError, match=r"/file"):
+        CheckpointManager(tmp_path / "run", keep=KeepPolicy(move_to=f"{tmp_path}/file"))
+    with pytest.raises(ValueError, match="cannot rename directories"):
+        CheckpointManager("memory://moves/run", keep=KeepPolicy(move_to="deleted"))
+
+    with CheckpointManager(tmp_path / "run", keep=KeepPolicy(move_to=f"{tmp_path}/bin")) as manager:
+        manager.delete(1)
+    assert restore(tmp_path / "bin" / "1") == {"n": 1}
 
 
 def test_what_could_not_be_deleted_is_deleted_later(tmp_path):

@@ -276,6 +276,11 @@ def test_no_steps_keep_nothing():
         ({"metric": 5}, TypeError, r"KeepPolicy: metric"),
         ({"mode": "least"}, ValueError, r"KeepPolicy: mode"),
         ({"when": 3}, TypeError, r"KeepPolicy: when"),
+        ({"move_to": 3}, TypeError, r"KeepPolicy: move_to must be a name for a directory"),
+        *(
+            ({"move_to": name}, ValueError, r"KeepPolicy: move_to")
+            for name in ("", "..", "a/b", "7", "ckpt_7", "metadata", "_jaxckpt.owner", "a\0")
+        ),
     ],
 )
 def test_a_wrong_field_is_named(fields, error, named):

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import jaxckpt
 from jaxckpt import CheckpointNotFound, CorruptCheckpoint, SaveFailed
 from jaxckpt._progress.meter import Meter
-from jaxckpt._run.deletion import Deletion
+from jaxckpt._run.deletion import Deletion, check_folder
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import LEASE_S, Leases
 from jaxckpt._run.owner import Ownership
@@ -31,7 +31,7 @@ from jaxckpt.format import jsontext, names, run, step, typed_json
 from jaxckpt.format.run import Lease, Owner, StepNames
 from jaxckpt.format.step import Record
 from jaxckpt.multihost import Single
-from jaxckpt.storage import LocalStorage, MemoryStorage
+from jaxckpt.storage import LocalStorage, MemoryStorage, listing
 from jaxckpt.testing import CrashingStorage, FailingStorage, SimulatedCrash
 from jaxckpt.testing._storage import MUTATING_VERBS
 from tests.strategies import host_arrays
@@ -955,6 +955,120 @@ def test_a_leftover_that_cannot_go_stops_no_deletion(disk):
     assert f"{stuck}/state/data" in said[0]
     assert disk.run().deletion.delete([]) == []
     assert disk.entries() == {"4"}
+
+
+# --- moving instead ------------------------------------------------------------------------------
+
+
+def moving(world, storage=None):
+    """A job whose deletions move steps."""
+    found = world.run(storage, naming=StepNames())
+    found.deletion = Deletion(found.index, found.leases, move_to="bin")
+    return found
+
+
+def moved(disk):
+    """The names of the steps that were moved, all of them whole."""
+    there = listing(disk.storage, f"{disk.root}/bin") or ()
+    steps = [name for name in there if names.ours_temporary(name) is None]
+    assert all(disk.is_whole(f"bin/{name}") for name in steps)
+    return steps
+
+
+def test_a_step_is_moved_as_it_is(disk):
+    """A name that is taken there gets a number; pinned steps and those of others stay."""
+    disk.add("1", "2", "3")
+    disk.write("4/_CHECKPOINT_METADATA", b"{}")
+    found = moving(disk)
+    check_folder(found.index, found.deletion.folder)
+    found.deletion.pin(3)
+
+    assert found.deletion.delete([1, 2, 3, 4]) == [1, 2]
+    for _ in range(2):
+        disk.add("1")
+        assert found.deletion.delete([1]) == [1]
+
+    assert moved(disk) == ["1", "1-1", "1-2", "2"]
+    assert disk.entries() == {"3", "4", "bin"}
+    assert found.index.steps() == [3, 4]
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_crash_of_a_move_leaves_each_step_whole(disk, torn):
+    """In the run or in the directory, and in one of them only."""
+    for after in itertools.count():
+        disk.add("1", "2", "3")
+        died = False
+        try:
+            found = moving(disk, CrashingStorage(disk.storage, after, torn=torn))
+            check_folder(found.index, found.deletion.folder)
+            found.deletion.delete([1, 2])
+        except SimulatedCrash:
+            died = True
+
+        steps = [str(number) for number in disk.run().index.steps()]
+        assert sorted([*steps, *moved(disk)]) == ["1", "2", "3"]
+        assert all(disk.is_whole(name) for name in steps)
+        again = moving(disk)
+        again.owner.open()
+        again.deletion.delete([1, 2])
+        again.owner.close()
+        assert {e for e in disk.entries() if not e.startswith(".jaxckpt-tmp-")} == {"3", "bin"}
+        for entry in disk.entries():
+            disk.storage.delete(f"{disk.root}/{entry}")
+        if not died:
+            break
+    assert after > 6
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_an_error_at_any_verb_of_a_move_leaves_each_step_whole(disk, reads):
+    """It is reported, not raised; the next deletion ends it."""
+    for at in itertools.count():
+        disk.add("1", "2", "3")
+        storage = FailingStorage(disk.storage, at, OSError(errno.EXDEV, "no"), reads=reads)
+        found = moving(disk, storage)
+
+        gone = found.deletion.delete([1, 2])
+
+        steps = [str(number) for number in disk.run().index.steps()]
+        assert sorted([*steps, *moved(disk)]) == ["1", "2", "3"]
+        assert {*map(str, gone)} <= {*moved(disk)}
+        assert found.index.problems or gone == [1, 2] or not storage.failed
+        moving(disk).deletion.delete([1, 2])
+        assert moved(disk) == ["1", "2"]
+        for entry in disk.entries():
+            disk.storage.delete(f"{disk.root}/{entry}")
+        if not storage.failed:
+            break
+    assert at > 4
+
+
+def test_a_directory_to_which_no_step_can_be_renamed_is_refused(disk, tmp_path):
+    """On another file system, or where steps and files of the run are; nothing is lost."""
+    disk.add("1")
+    other = tmp_path / "bin"
+    there = {f"{disk.root}/1/bin": "name of a step", disk.root: "name of a step"}
+    if os.stat(tmp_path).st_dev != os.stat(disk.root).st_dev:
+        there[str(other)] = f"{other} is on another file system than {disk.root}"
+
+    for folder, said in there.items():
+        with pytest.raises(ValueError, match=said):
+            check_folder(disk.run().index, folder)
+    storage = FailingStorage(disk.storage, 2, OSError(errno.EXDEV, "Invalid cross-device link"))
+    with pytest.raises(ValueError, match="on another file system"):
+        check_folder(disk.run(storage).index, f"{disk.root}/bin")
+
+    assert disk.is_whole("1")
+    assert disk.entries() == {"1", "bin"}
+
+
+def test_a_store_without_renames_moves_no_step():
+    """It is said before there is a step to move."""
+    world = World(MemoryStorage(), f"/{uuid.uuid4()}")
+
+    with pytest.raises(ValueError, match="cannot rename directories"):
+        check_folder(world.run().index, f"{world.root}/bin")
 
 
 # --- readers and writers at once -----------------------------------------------------------------

@@ -2,29 +2,37 @@
 
 To delete steps, a writer names them in `_jaxckpt.doomed`, looks for leases and pins, unpublishes
 each step that is free and removes its files. A crash in the middle leaves complete steps, or a name
-that no reader mistakes for a step and that the next deletion removes.
+that no reader mistakes for a step and that the next deletion removes. With `move_to` it renames the
+step instead, which a crash leaves either in the run or there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import posixpath
 import secrets
 from collections.abc import Iterable
-from typing import final
+from itertools import count
+from typing import Final, final
 
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._run.index import StepIndex, is_ours
 from jaxckpt._run.leases import Leases
 from jaxckpt.errors import CheckpointNotFound
 from jaxckpt.format import names, run
-from jaxckpt.storage import is_temporary_file
+from jaxckpt.storage import Storage, is_temporary_file
+
+_MOVE_TO: Final = "KeepPolicy.move_to"
 
 
 @final
 class Deletion:
-    def __init__(self, index: StepIndex, leases: Leases) -> None:
+    def __init__(self, index: StepIndex, leases: Leases, *, move_to: str | None = None) -> None:
         self.index = index
         self.leases = leases
+        # Where steps go instead of being deleted.
+        self.folder = move_to and posixpath.normpath(posixpath.join(index.root, move_to))
         self._failed = False  # whether a failed deletion may have left a file
 
     def delete(self, numbers: Iterable[int], *, asked_for: bool = False) -> list[int]:
@@ -80,12 +88,17 @@ class Deletion:
             if not asked_for and names.RECORD not in inside:
                 self.index.report(f"{path} was not written by jaxckpt, so no policy deletes it")
                 return False
-            _transaction.remove(storage, path)
-        except FileNotFoundError:
-            return True  # deleted by somebody else
+            if self.folder is None:
+                _transaction.remove(storage, path)
+            else:
+                storage.make_dir(self.folder)
+                _move(storage, path, self.folder)
         except OSError as error:
-            self.index.report(f"{path} cannot be deleted: {error}. The next deletion tries again.")
-            return storage.kind(path) is None
+            is_gone = storage.kind(path) is None
+            if not (is_gone and isinstance(error, FileNotFoundError)):  # else somebody deleted it
+                again = "The next deletion tries again."
+                self.index.report(f"{path} cannot be deleted: {error}. {again}")
+            return is_gone
         return True
 
     def why_not(self, number: int) -> str:
@@ -127,3 +140,42 @@ class Deletion:
     def is_pinned(self, number: int) -> bool:
         path = self.index.path(number)
         return self.index.storage.kind(f"{path}/{names.PINNED}") is not None
+
+
+def _move(storage: Storage, path: str, folder: str) -> None:
+    """Renames a directory into another one; `-1`, `-2`, ... are added if the name is taken."""
+    target = f"{folder}/{posixpath.basename(path)}"
+    for n in count():
+        with contextlib.suppress(FileExistsError):
+            storage.rename(path, f"{target}-{n}" if n else target)
+            return
+
+
+def check_folder(index: StepIndex, folder: str) -> None:
+    """Makes the directory to which steps go, and moves an empty directory there.
+
+    Raises:
+        ValueError: no step can be renamed to there.
+        OSError: the directory cannot be made or written.
+    """
+    storage, root = index.storage, index.root
+    inside = posixpath.relpath(folder, root).split("/")[0]
+    if inside != ".." and not run.is_free_in_root(inside):
+        raise ValueError(f"{_MOVE_TO}: {folder} has the name of a step or file of {root}")
+    if not storage.atomic_rename:
+        raise ValueError(f"{_MOVE_TO}: the storage of {root} cannot rename directories")
+    name = names.deleting("move_to", secrets.token_hex(8))  # a crash leaves nothing but that
+    storage.make_dir(folder)
+    storage.make_new_dir(probe := f"{root}/{name}")
+    try:
+        storage.rename(probe, f"{folder}/{name}")
+        probe = f"{folder}/{name}"
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        raise ValueError(
+            f"{_MOVE_TO}: {folder} is on another file system than {root}, so no step can be "
+            "renamed to there. Choose a directory on the same one."
+        ) from error
+    finally:
+        storage.delete(probe)

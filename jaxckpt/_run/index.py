@@ -3,6 +3,7 @@
     <root>/<step>                            a step: committed, torn or still being written
     <root>/<step>.orbax-checkpoint-tmp-...   a step that is being written or deleted
     <root>/<step>.jaxckpt-bad-...            a damaged step that was set aside
+    <root>/<KeepPolicy.move_to>              steps that were moved instead of deleted
     <root>/_jaxckpt.owner, .lock             see `owner`
     <root>/_jaxckpt.doomed, .lease-...       see `leases` and `deletion`
 
@@ -67,9 +68,13 @@ class Listing:
         }
         return {name: int(n) for name, n in numbered.items() if n is not None and n.is_integer()}
 
-    def strays(self) -> dict[str, str]:
-        """Returns a description of each entry that is neither a step nor a file of the run."""
-        described = {name: _describe(name, self) for name in self.entries}
+    def strays(self, *, besides: str | None = None) -> dict[str, str]:
+        """Returns a description of each entry that is neither a step nor a file of the run.
+
+        Args:
+            besides: An entry to leave out: the directory to which steps are moved.
+        """
+        described = {name: _describe(name, self) for name in self.entries if name != besides}
         return {name: text for name, text in described.items() if text is not None}
 
 
@@ -122,9 +127,9 @@ class StepIndex:
         if not self.quiet:
             _logger.warning("%s", text)
 
-    def note_strays(self, listing: Listing) -> None:
+    def note_strays(self, listing: Listing, *, besides: str | None = None) -> None:
         """Records the entries of the root that do not belong to the run."""
-        for name, text in listing.strays().items():
+        for name, text in listing.strays(besides=besides).items():
             if f"{self.root}/{name}: {text}" not in self.problems:
                 self.problems.append(f"{self.root}/{name}: {text}")
 

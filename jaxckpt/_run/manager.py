@@ -36,7 +36,7 @@ from jaxckpt._disk.find import find
 from jaxckpt._inspect import open as inspection
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._run.config import check_arguments_alike, manager_arguments, suggest
-from jaxckpt._run.deletion import Deletion
+from jaxckpt._run.deletion import Deletion, check_folder
 from jaxckpt._run.index import StepIndex, check_root, run_metadata, write_run_metadata
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.owner import Ownership
@@ -160,7 +160,7 @@ class CheckpointManager:
         self._key = storage.scheme, root, self._processes.index
         self._index = StepIndex(storage, root, naming=naming)
         self._leases = Leases(self._index)
-        self._deletion = Deletion(self._index, self._leases)
+        self._deletion = Deletion(self._index, self._leases, move_to=keep.move_to)
         self._owner = Ownership(self._index, self._leases, keep=keep.fields())
         self._resume = Resume(
             index=self._index,
@@ -217,7 +217,9 @@ class CheckpointManager:
             ) as led:
                 if self._processes.index == 0:
                     listing = self._owner.open()
-                    self._index.note_strays(listing)
+                    if (folder := self._deletion.folder) is not None:
+                        check_folder(self._index, folder)
+                    self._index.note_strays(listing, besides=self.keep.move_to)
                     if metadata:
                         write_run_metadata(self._index, metadata)
                     naming = self._index.naming
@@ -623,7 +625,7 @@ class CheckpointManager:
         self._lead("unpin", partial(self._deletion.unpin, as_step("unpin", step)))
 
     def delete(self, step: int) -> None:
-        """Deletes a step now.
+        """Deletes a step now, or moves it (`KeepPolicy.move_to`).
 
         Raises:
             ValueError: the step is pinned or a reader holds it.

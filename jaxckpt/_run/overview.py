@@ -87,8 +87,9 @@ def overview(root: str | os.PathLike[str]) -> RunOverview:
     while not steps and (later := next(listings, None)) is not None:
         listing, steps = later, _look_at_all(index, later)
     seen = {step.name for step in steps}
-    strays = [f"{name}: {text}" for name, text in listing.strays().items() if name not in seen]
     keep = _policy(index)
+    described = listing.strays(besides=keep and keep.move_to)
+    strays = [f"{name}: {text}" for name, text in described.items() if name not in seen]
     return RunOverview(
         path=index.root, steps=tuple(steps), strays=(*strays, *index.problems), keep=keep
     )

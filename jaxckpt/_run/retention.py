@@ -9,9 +9,11 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
 from jaxckpt._core.check import calling, check_count, check_flag, check_positive, check_type
+from jaxckpt.format.run import is_free_in_root
 from jaxckpt.types import StepInfo
 
 _KEEP: Final = "KeepPolicy"
+_FOLDER: Final = "a name for a directory beside the steps, such as 'deleted', or an absolute path"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,8 @@ class KeepPolicy:
         mode: Whether a small ("min") or a large ("max") metric is better.
         newer_than_s: Keeps steps saved less than this many seconds ago.
         when: Keeps steps for which this function of the `StepInfo` is true.
+        move_to: Where steps go instead of being deleted, in one rename: the name of a directory in
+            the run's root, or an absolute path on the same file system.
         verified: Whether a manager reads each step back once after its commit, in the background of
             process 0, and deletes steps only while a newer one that it read without damage stays.
 
@@ -47,6 +51,7 @@ class KeepPolicy:
     mode: Literal["min", "max"] = "min"
     newer_than_s: float | None = None
     when: Callable[[StepInfo], Any] | None = None
+    move_to: str | None = None
     verified: bool = False
 
     def __post_init__(self) -> None:
@@ -54,6 +59,9 @@ class KeepPolicy:
         check_positive(_KEEP, every_seconds=self.every_seconds, newer_than_s=self.newer_than_s)
         check_type(_KEEP, "when", self.when, Callable | None, "a function")
         check_flag(_KEEP, verified=self.verified)
+        check_type(_KEEP, "move_to", self.move_to, str | None, _FOLDER)
+        if self.move_to is not None and not _is_folder(self.move_to):
+            raise ValueError(f"{_KEEP}: move_to must be {_FOLDER}, got {self.move_to!r}")
         metric = "a name in the metrics, or a function of them"
         check_type(_KEEP, "metric", self.metric, str | Callable | None, metric)
         if self.mode not in ("min", "max"):
@@ -166,6 +174,10 @@ def value_of(
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:  # NaN
         return None
     return value
+
+
+def _is_folder(path: str) -> bool:
+    return (path.startswith("/") and "\0" not in path) or is_free_in_root(path)
 
 
 def _spaced(infos: Sequence[StepInfo], seconds: float) -> list[StepInfo]:

@@ -2,7 +2,8 @@
 
 A pin is a file in its step, so it may be made while a job writes the run. Deletion uses the same
 code as a manager (`_run.deletion`), and only while no job is running: steps that are pinned or
-being read stay, and a crash leaves complete steps or none.
+being read stay, and a crash leaves complete steps or none. If the policy of the last job moves
+steps instead of deleting them, so do the commands.
 """
 
 from __future__ import annotations
@@ -91,11 +92,11 @@ def rm(
 ) -> None:
     """Delete steps of a run. Refuses pinned steps and steps that are being read.
 
-    PATH is a run's root, followed by steps, or the directory of one step. Refused while a running
-    job writes the run.
+    PATH is a run's root, followed by steps, or the directory of one step. Moves the steps instead
+    if the run was opened with KeepPolicy(move_to=...). Refused while a running job writes the run.
     """
     from jaxckpt._run.overview import overview
-    from jaxckpt.cli._owned import owned
+    from jaxckpt.cli._owned import owned, run_at
 
     run, numbers = _target(path, steps)
     for number in numbers:
@@ -107,23 +108,26 @@ def rm(
             f"{root}: cannot delete pinned steps: {_list(pinned)}. To unpin them, run: "
             f"jaxckpt unpin {root} {' '.join(map(str, pinned))}"
         )
-    known = {step.step: step for step in overview(root).steps}
+    found = overview(root)
+    folder = run_at(run.index.storage, root, keep=found.keep).folder
+    known = {step.step: step for step in found.steps}
     doomed = [known[number] for number in numbers if number in known]
     if not as_json:
         _print_doomed(root, doomed, list(known))
     gone: list[int] = []
     if not dry_run:
-        _output.confirm(f"Delete {counted(len(numbers), 'step')} of {root}?", yes=yes)
-        with owned(run.index.storage, root, no_job=no_job) as owner:
+        _output.confirm(_question(numbers, root, folder), yes=yes)
+        with owned(run.index.storage, root, no_job=no_job, keep=found.keep) as owner:
             gone = owner.delete(numbers, asked_for=True)
             stay = {n: _why_not(owner, n) for n in numbers if n not in gone}
         if stay:
             why = "; ".join(f"step {number}: {reason}" for number, reason in stay.items())
             raise ValueError(f"{root}: deleted {_list(gone) or 'nothing'}. Not deleted: {why}")
     if as_json:
-        _output.print_json({"path": root, "dry_run": dry_run, "delete": numbers, "deleted": gone})
+        facts = {"path": root, "dry_run": dry_run, "delete": numbers, "deleted": gone}
+        _output.print_json(facts | {"moved_to": folder})
     elif gone:
-        _output.echo(f"deleted {counted(len(gone), 'step')} of {root}: {_list(gone)}")
+        _output.echo(_answer(gone, root, folder))
 
 
 def _print_doomed(root: str, doomed: Sequence[StepOverview], known: Sequence[int]) -> None:
@@ -159,6 +163,17 @@ def _target(path: str, steps: Sequence[int]) -> tuple[Deletion, list[int]]:
     inside = run_at(storage, where).index.listing().steps
     has = f"has {_list(list(inside)[-8:])}" if inside else "is not a run, nor a step of one"
     raise click.UsageError(f"Name the steps, as in `{path} 1000`; {where} {has}.")
+
+
+def _question(numbers: Sequence[int], root: str, folder: str | None) -> str:
+    what = f"{counted(len(numbers), 'step')} of {root}"
+    return f"Delete {what}?" if folder is None else f"Move {what} to {folder}?"
+
+
+def _answer(gone: Sequence[int], root: str, folder: str | None) -> str:
+    what = f"{counted(len(gone), 'step')} of {root}"
+    done = f"deleted {what}" if folder is None else f"moved {what} to {folder}"
+    return f"{done}: {_list(gone)}"
 
 
 def _why_not(run: Deletion, number: int) -> str:
@@ -242,13 +257,13 @@ def gc(
 
     Shows the plan, with the reasons for each kept step, and asks. The newest step, pinned steps,
     steps being read, incomplete steps and steps of other programs always stay. First reads the
-    steps that stay while older ones go; if one is damaged, deletes nothing. Refused while a running
-    job writes the run.
+    steps that stay while older ones go; if one is damaged, deletes nothing. Moves steps instead if
+    the run was opened with KeepPolicy(move_to=...). Refused while a running job writes the run.
     """
     from jaxckpt._run.index import existing_root
     from jaxckpt._run.overview import overview
     from jaxckpt._run.retention import KeepPolicy
-    from jaxckpt.cli._owned import owned
+    from jaxckpt.cli._owned import owned, run_at
 
     if best is not None and metric is None:
         raise click.UsageError("--best needs --metric, the name of the metric to rank by.")
@@ -264,6 +279,7 @@ def gc(
         raise click.UsageError("Pass at least one rule for the steps to keep, such as --last 3.")
     storage, where = existing_root(root)
     found = overview(where)
+    folder = run_at(storage, where, keep=found.keep).folder
     _check_metric(found, policy)
     planned = plan(found, policy, now_s=time.time())
     if not as_json:
@@ -271,20 +287,21 @@ def gc(
     gone: list[int] = []
     stay: dict[int, str] = {}
     if planned.delete and not dry_run:
-        _output.confirm(f"Delete {counted(len(planned.delete), 'step')} of {where}?", yes=yes)
+        _output.confirm(_question(planned.delete, where, folder), yes=yes)
         if not no_verify:
             _verify_kept(found, planned)
-        with owned(storage, where, no_job=no_job) as run:
+        with owned(storage, where, no_job=no_job, keep=found.keep) as run:
             # Steps pinned or saved while the question was open stay too.
             again = plan(overview(where), policy, now_s=time.time()).delete
             wanted = [number for number in planned.delete if number in again]
             gone = run.delete(wanted)
             stay = {n: _why_not(run, n) for n in planned.delete if n not in gone}
     if as_json:
-        _output.print_json(_plan_facts(where, planned, dry_run=dry_run, gone=gone, stay=stay))
+        facts = _plan_facts(where, planned, dry_run=dry_run, gone=gone, stay=stay)
+        _output.print_json(facts | {"moved_to": folder})
         return
     if gone:
-        _output.echo(f"deleted {counted(len(gone), 'step')} of {where}: {_list(gone)}")
+        _output.echo(_answer(gone, where, folder))
     for number, why in stay.items():
         _output.echo(f"kept step {number}: {why}")
 

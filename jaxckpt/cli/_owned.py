@@ -10,19 +10,22 @@ from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.owner import Ownership
+from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names
 from jaxckpt.storage import Storage
 
 
-def run_at(storage: Storage, root: str) -> Deletion:
+def run_at(storage: Storage, root: str, *, keep: KeepPolicy | None = None) -> Deletion:
     """Returns a run as a command sees it; problems are recorded, and not logged."""
     index = StepIndex(storage, root, quiet=True)
-    return Deletion(index, Leases(index))
+    return Deletion(index, Leases(index), move_to=keep and keep.move_to)
 
 
 @contextlib.contextmanager
-def owned(storage: Storage, root: str, *, no_job: bool = False) -> Iterator[Deletion]:
+def owned(
+    storage: Storage, root: str, *, no_job: bool = False, keep: KeepPolicy | None = None
+) -> Iterator[Deletion]:
     """Owns a run for a moment, like a job that opens it when no other lives.
 
     What an interrupted save or deletion left there is cleared up, as by each job that opens it.
@@ -31,13 +34,14 @@ def owned(storage: Storage, root: str, *, no_job: bool = False) -> Iterator[Dele
         storage, root: The place of a root that is there; see `existing_root`.
         no_job: Whether the user says that no job writes the run, where the file system has no
             locks to show it.
+        keep: The policy of the last writer, which may move steps instead of deleting them.
 
     Raises:
         SaveFailed: a running job owns the run, or this is unknown; nothing was changed.
     """
     if not no_job:
         _check_locks(storage, root)
-    run = run_at(storage, root)
+    run = run_at(storage, root, keep=keep)
     owner = Ownership(run.index, run.leases)
     owner.open()
     try:

@@ -68,6 +68,14 @@ def is_like_step(entry: str) -> bool:
     return _STEP.fullmatch(entry) is not None and not (names.is_reserved(entry) or "\\" in entry)
 
 
+def is_free_in_root(name: str) -> bool:
+    """Returns whether a user's directory in the root of a run may have this name."""
+    is_known = name in (*names.TOP_FILES, names.ROOT_METADATA) or names.is_part_of_tree(name)
+    is_path = name in ("", ".", "..") or any(mark in name for mark in "/\\\0")
+    is_ours = names.is_reserved(name) or name.startswith(("_", ".jaxckpt-"))
+    return not (is_known or is_path or is_ours or is_like_step(name))
+
+
 def guess_names(entries: Iterable[str], is_step: Callable[[str], bool]) -> list[StepNames]:
     """Infers the naming scheme of a run: the one that fits most steps.
 
