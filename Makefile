@@ -15,13 +15,14 @@ python := $(VENV)/bin/python
 pip := $(python) -m pip --quiet --disable-pip-version-check
 empty := build/empty/bin/python
 
-.PHONY: help test faults faults-root browser soak fuzz check demo bench bench-quick notebooks docs dist publish clean
+.PHONY: help test stores faults faults-root browser soak fuzz check demo bench bench-quick notebooks docs dist publish clean
 .DELETE_ON_ERROR:
 # Targets that run in parallel would install into one environment at the same time.
 .NOTPARALLEL:
 
 help:
-	@echo "make test         runs all tests except slow, fault, GPU and browser tests"
+	@echo "make test         runs all tests except slow, store, fault, GPU and browser tests"
+	@echo "make stores       runs the tests with object stores, which it starts on this machine"
 	@echo "make faults       runs the fault tests and prints the scorecard; faults-root: those that need root"
 	@echo "make browser      builds the pages and runs the tests that need Chromium in PATH"
 	@echo "make soak         exposes one run to random faults for SOAK_MINUTES=$(SOAK_MINUTES)"
@@ -38,6 +39,9 @@ help:
 
 test: $(VENV)/.installed-test
 	$(python) -m pytest -n auto --maxprocesses 2 --dist worksteal $(PYTEST_ARGS)
+
+stores: $(VENV)/.installed-test
+	$(python) -m pytest -m "stores and not slow" -n auto --maxprocesses 2 --dist worksteal $(PYTEST_ARGS)
 
 faults: $(VENV)/.installed-test
 	@mkdir -p build

@@ -1,0 +1,91 @@
+"""Marks all tests here; runs each store once for all tests that ask for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.stores import servers
+from tests.stores.proxy import Proxy
+
+HERE = Path(__file__).parent
+_CLOUDS = ("AWS_", "GOOGLE_", "AZURE_", "TENSORSTORE_")
+
+
+def pytest_collection_modifyitems(items):
+    """Marks each test here."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.stores)
+
+
+@pytest.fixture(scope="session")
+def seaweedfs_server():
+    """A real S3 store; contended conditional writes take it a second or two."""
+    with servers.seaweedfs() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto_server():
+    """A quick S3 store in memory."""
+    with servers.moto() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rclone_server():
+    """An S3 store without preconditions."""
+    with servers.rclone() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gcs_server():
+    """A quick GCS store in memory."""
+    with servers.gcs() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azurite_server():
+    """An Azure store, where Azurite is installed."""
+    try:
+        servers.find_program("azurite-blob")
+    except FileNotFoundError as error:
+        pytest.skip(f"{error}; npm install --global azurite")
+    with servers.azurite() as server:
+        yield server
+
+
+@pytest.fixture
+def use_store(monkeypatch):
+    """Makes a new bucket and lets the clients of this process reach its store, and no other.
+
+    `use_store(server)` returns the server with that bucket.
+    """
+
+    def use(server):
+        for name in [name for name in os.environ if name.startswith(_CLOUDS)]:
+            monkeypatch.delenv(name)
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        return server.with_new_bucket()
+
+    return use
+
+
+@pytest.fixture
+def proxied(use_store):
+    """Puts a proxy in front of a store: `server, proxy = proxied(moto_server)`."""
+    proxies = []
+
+    def start(server):
+        proxies.append(Proxy(server.url).__enter__())
+        return use_store(server.at(proxies[-1].url)), proxies[-1]
+
+    yield start
+    for proxy in proxies:
+        proxy.__exit__()
