@@ -87,6 +87,40 @@ def test_ls_as_json_has_all_facts(root):
     assert found["strays"] == ["notes: not part of the run; left alone"]
 
 
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_ls_of_one_step_shows_its_row_and_its_items(root, is_torn):
+    """By its path or by its number, complete or not; as JSON, like a run with this step."""
+    if is_torn:
+        (root / "200" / "commit_success.txt").unlink()
+
+    code, out, _ = cli("ls", root / "200")
+
+    lines = out.splitlines()
+    assert (code, len(lines)) == (0, 3)
+    assert lines[1].split()[1] == ("INCOMPLETE," if is_torn else "complete,")
+    if is_torn:
+        assert lines[2].startswith("step 200 is incomplete: ")
+    else:
+        assert lines[2].startswith(f"{root}/200: config, metrics, state; written by jaxckpt ")
+        assert cli("ls", root, 200)[1] == out
+    [of_run] = [step for step in said_json("ls", root)[1]["steps"] if step["step"] == 200]
+    assert said_json("ls", f"{root}/200/") == (
+        0,
+        {"path": str(root), "steps": [of_run], "strays": []},
+    )
+
+
+def test_ls_of_a_run_named_like_a_step_lists_its_steps(ram_path):
+    """Such as `runs/2026`; and a step that is not there is named."""
+    root = ram_path / "2026"
+    with CheckpointManager(root, step_digits=4) as manager:
+        manager.save(7, {"w": 1})
+
+    assert cli("ls", root)[1].splitlines()[-1].startswith(f"{root}: 1 step, ")
+    assert cli("ls", root / "0007")[1].splitlines()[-1].startswith(f"{root}/0007: state; ")
+    assert "has no committed step 8" in cli("ls", root, 8)[2]
+
+
 def test_metrics_that_json_has_no_word_for_are_texts(ram_path):
     """NaN and the infinities."""
     with CheckpointManager(ram_path / "run") as manager:
@@ -514,7 +548,8 @@ def test_a_number_is_only_a_step_after_a_run(root, tmp_path, monkeypatch):
         ("scrub nowhere", ["{cwd}/nowhere: no such", "{cwd} contains "]),
         ("rm nowhere 1", ["{cwd}/nowhere: no such", "{cwd} contains "]),
         ("ls file", ["{cwd}/file is a file, not a directory", "the directory that contains the"]),
-        ("ls run/300", ["is a checkpoint, not a run", "Did you mean {cwd}/run?"]),
+        ("ls weights", ["{cwd}/weights is a checkpoint, not a run"]),
+        ("report run/300", ["is a checkpoint, not a run", "Did you mean {cwd}/run?"]),
         ("show run/300 prams", ["error: 'prams' matches no leaf. Did you mean 'params'?"]),
         ("show run 9", ["error: '9' matches no leaf", "The run has no step 9 either"]),
         ("show m.npz", ["{cwd}/m.npz is no checkpoint, safetensors file or Flax"]),

@@ -21,7 +21,8 @@ from jaxckpt._run.owner import read_owner
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.errors import CheckpointError, CheckpointNotFound
 from jaxckpt.format import names
-from jaxckpt.storage import Storage, is_temporary_file
+from jaxckpt.format.run import guess_names
+from jaxckpt.storage import Storage, is_temporary_file, locate
 from jaxckpt.types import StepInfo
 
 _AT_ONCE: Final = 8  # hides the latency of a network file system
@@ -93,6 +94,19 @@ def overview(root: str | os.PathLike[str]) -> RunOverview:
     return RunOverview(
         path=index.root, steps=tuple(steps), strays=(*strays, *index.problems), keep=keep
     )
+
+
+def step_overview(path: str | os.PathLike[str]) -> StepOverview | None:
+    """Describes the step at a path; None if there is no step of a run, complete or torn."""
+    storage, where = locate(path)
+    root, name = posixpath.split(where)
+    naming = next(iter(guess_names([name], bool)), None)
+    index = StepIndex(storage, root, naming=naming, quiet=True)
+    listing = index.listing()
+    number = listing.directories().get(name)
+    if number is None or index.state(listing, number) is None:
+        return None
+    return look(index, listing, name, number)
 
 
 def _policy(index: StepIndex) -> KeepPolicy | None:

@@ -26,21 +26,31 @@ _MAX_BRANCHES: Final = 12
 _MAX_STRAYS: Final = 20
 
 
-@click.command()
+@click.command(cls=_options.OnSteps)
 @click.argument("path", type=_options.PATH)
 @_options.as_json
 def ls(path: str, as_json: bool) -> None:
     """List the steps of a run: state, age, size, metrics.
 
-    PATH is the run's root. A step is complete if it is committed and every file has its size.
+    PATH is the run's root, or one step, whose items are listed too. A step is complete if it is
+    committed and every file has its size.
     """
-    from jaxckpt._run.overview import overview
+    from jaxckpt._run.overview import RunOverview, overview, step_overview
 
-    found = overview(path)
+    step = step_overview(path)
+    if step is None:
+        found = overview(path)
+    else:
+        found = RunOverview(path=os.path.dirname(step.path), steps=(step,), strays=())
     if as_json:
         _output.print_json(run_facts(found))
         return
     print_steps(found.steps)
+    if step is not None:
+        if step.items:  # unknown if it is torn
+            items = ", ".join(name or "the only item" for name in step.items)
+            _output.echo(f"{step.path}: {items}; written by {step.writer}")
+        return
     whole = [step.step for step in found.steps if step.problem is None]
     _output.echo(
         f"{found.path}: {counted(len(found.steps), 'step')}"
