@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -68,24 +69,30 @@ def use_store(monkeypatch):
     """
 
     def use(server):
-        for name in [name for name in os.environ if name.startswith(_CLOUDS)]:
-            monkeypatch.delenv(name)
-        for name, value in server.env.items():
-            monkeypatch.setenv(name, value)
-        return server.with_new_bucket()
+        server = server.with_new_bucket()
+        _set_environment(monkeypatch, server)
+        return server
 
     return use
 
 
 @pytest.fixture
-def proxied(use_store):
-    """Puts a proxy in front of a store: `server, proxy = proxied(moto_server)`."""
-    proxies = []
+def proxied(monkeypatch):
+    """Does the same through a new proxy: `server, proxy = proxied(server)`."""
+    with contextlib.ExitStack() as stack:
 
-    def start(server):
-        proxies.append(Proxy(server.url).__enter__())
-        return use_store(server.at(proxies[-1].url)), proxies[-1]
+        def use(server):
+            server = server.with_new_bucket()
+            proxy = stack.enter_context(Proxy(server.url))
+            server = server.at(proxy.url)
+            _set_environment(monkeypatch, server)
+            return server, proxy
 
-    yield start
-    for proxy in proxies:
-        proxy.__exit__()
+        yield use
+
+
+def _set_environment(monkeypatch, server):
+    for name in [name for name in os.environ if name.startswith(_CLOUDS)]:
+        monkeypatch.delenv(name)
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)

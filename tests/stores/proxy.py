@@ -289,10 +289,10 @@ class _Connection(socketserver.StreamRequestHandler):
             if isinstance(action, Truncate):
                 kept = piece[: action.keep_bytes - request.sent_bytes]
             request.sent_bytes += len(kept)
-            self.wfile.write(kept)
             if isinstance(action, Slow):
                 due = started + request.sent_bytes / action.bytes_per_s
                 time.sleep(max(0.0, due - time.monotonic()))
+            self.wfile.write(kept)
         is_cut = isinstance(action, Truncate)
         return not (is_cut or _closes(head) or _closes(answer) or not _has_length(answer))
 
