@@ -23,17 +23,24 @@ CPU devices. Each one calls the same function of a file in `tests/workers/`:
         job.kill(1)                      # SIGKILL; job.stop(1) and job.resume(1): SIGSTOP, SIGCONT
         done = job.wait(check=False)     # [Finished(index, returncode, stdout, result), ...]
 
+The processes are forked from one that has imported JAX and jaxckpt already: a start costs a tenth
+of the time. With `fresh=True` each is a new interpreter, for tests of how one ends, and so that a
+set has another order in each.
+
 Run as a script, this file is the first thing that each of the processes executes.
 """
 
 from __future__ import annotations
 
-import argparse
+import atexit
 import contextlib
 import faulthandler
+import functools
+import gc
 import importlib.util
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -41,6 +48,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +88,7 @@ class Job:
         args: Sequence[object] = (),
         timeout_s: float = 90.0,
         heartbeat_s: int = 100,
+        fresh: bool = False,
         env: Mapping[str, str] | None = None,
     ) -> None:
         """Starts the processes and returns when all of them are connected.
@@ -90,6 +99,7 @@ class Job:
             timeout_s: For the whole job, from now. Then every process is killed. Stay below
                 pytest's `faulthandler_timeout`, which ends the whole test run.
             heartbeat_s: After so long without a sign of life from one, JAX aborts all the others.
+            fresh: Whether each process is a new interpreter instead of a fork.
             env: Added to the environment of every process.
         """
         self.worker = worker
@@ -97,16 +107,18 @@ class Job:
         self._deadline = time.monotonic() + timeout_s
         self._directory = tempfile.TemporaryDirectory(prefix="jaxckpt-job-")
         self._port: socket.socket | None = None
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: Sequence[subprocess.Popen[bytes] | Forked] = []
+        self._start_processes = _start_fresh if fresh else _fork
         options = {
             "worker": worker,
             "count": count,
             "args": list(args),
             "timeout_s": timeout_s,
             "heartbeat_s": heartbeat_s,
+            "env": _environment(devices_per_process, env or {}),
         }
         try:
-            self._start(options, _environment(devices_per_process, env or {}))
+            self._start(options)
         except BaseException:
             self.close()
             raise
@@ -207,39 +219,27 @@ class Job:
     ) -> None:
         self.close()
 
-    def _start(self, options: Mapping[str, object], env: Mapping[str, str]) -> None:
+    def _start(self, options: Mapping[str, object]) -> None:
         """Launches the processes until all are connected; a strange port or a busy machine may
         take a second try."""
         outputs = ""
         for attempt in range(_START_TRIES):
             self._path = Path(self._directory.name, str(attempt))
             self._path.mkdir()
-            self._launch(options, env)
+            self._launch(options)
             if self._has_started():
                 return
             outputs = self.outputs()
             self._kill_all()
         raise JobFailed(f"{self.worker}: did not start in {_START_TRIES} tries{outputs}")
 
-    def _launch(self, options: Mapping[str, object], env: Mapping[str, str]) -> None:
+    def _launch(self, options: Mapping[str, object]) -> None:
         if self._port is not None:
             self._port.close()
         self._port = _reserve_port()
         options = {**options, "port": self._port.getsockname()[1], "path": str(self._path)}
-        encoded = json.dumps(options, default=os.fspath)
         self._stopped: set[int] = set()
-        self.processes = []
-        for index in range(self.count):
-            with (self._path / f"{index}.out").open("wb") as out:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, __file__, "--index", str(index), "--options", encoded],
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,  # a file: a full pipe would block the worker
-                        stderr=subprocess.STDOUT,
-                        env=dict(env),
-                    )
-                )
+        self.processes = self._start_processes(json.dumps(options, default=os.fspath), self.count)
 
     def _has_started(self) -> bool:
         """Waits until all are connected; False when one ended before or it takes too long."""
@@ -300,6 +300,7 @@ def run_processes(
     args: Sequence[object] = (),
     timeout_s: float = 90.0,
     heartbeat_s: int = 100,
+    fresh: bool = False,
     env: Mapping[str, str] | None = None,
     check: bool = True,
 ) -> list[Finished]:
@@ -315,9 +316,80 @@ def run_processes(
         args=args,
         timeout_s=timeout_s,
         heartbeat_s=heartbeat_s,
+        fresh=fresh,
         env=env,
     ) as job:
         return job.wait(check=check)
+
+
+def _start_fresh(encoded: str, count: int) -> list[subprocess.Popen[bytes]]:
+    """Starts new interpreters."""
+    options = json.loads(encoded)
+    processes = []
+    for index in range(count):
+        with Path(options["path"], f"{index}.out").open("wb") as out:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, str(index), encoded],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,  # a file: a full pipe would block the worker
+                    stderr=subprocess.STDOUT,
+                    env=options["env"],
+                )
+            )
+    return processes
+
+
+def _fork(encoded: str, count: int) -> list[Forked]:
+    """Has the process that has imported everything fork."""
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    server.stdin.write(encoded.encode() + b"\n")
+    server.stdin.flush()
+    path = Path(json.loads(encoded)["path"])
+    pids = json.loads(server.stdout.readline())
+    return [Forked(pid, path / f"{index}.ended") for index, pid in enumerate(pids)]
+
+
+@functools.cache
+def _server() -> subprocess.Popen[bytes]:
+    """Starts the process that forks, which ends with this one."""
+    server = subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=_environment(1, {}),
+    )
+    atexit.register(server.communicate)
+    return server
+
+
+class Forked:
+    """A process that another one has forked, with what `Job` needs of `subprocess.Popen`."""
+
+    def __init__(self, pid: int, ended: Path) -> None:
+        """The parent writes to `ended` how it ended."""
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = ended
+
+    def poll(self) -> int | None:
+        if self.returncode is None and self._ended.exists():
+            self.returncode = int(self._ended.read_text())
+        return self.returncode
+
+    def wait(self) -> None:
+        while self.poll() is None:
+            time.sleep(0.005)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it ends just now
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def load(path: Path) -> ModuleType:
@@ -392,13 +464,56 @@ class Member:
         raise AssertionError("unreachable")
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--index", type=int, required=True)
-    parser.add_argument("--options", type=json.loads, required=True)
-    given = parser.parse_args()
-    options = given.options
-    me = Member(index=given.index, count=options["count"], path=Path(options["path"]))
+def _serve() -> tuple[int, dict[str, Any]]:
+    """Forks the processes of a job for each line on stdin; returns only in these."""
+    import tensorstore  # noqa: F401
+
+    import jaxckpt
+
+    warnings.simplefilter("ignore")  # of JAX, about forks: none of its threads runs yet
+    for name in jaxckpt.__all__:
+        getattr(jaxckpt, name)
+    gc.freeze()  # no fork looks through, and so copies, what has been imported
+    running: dict[int, Path] = {}
+    while True:
+        if select.select([0], [], [], 0.005 if running else None)[0]:
+            encoded = sys.stdin.buffer.readline()
+            if not encoded:
+                os._exit(0)
+            options = json.loads(encoded)
+            pids = []
+            for index in range(options["count"]):
+                if not (pid := os.fork()):
+                    return index, options
+                running[pid] = Path(options["path"], f"{index}.ended")
+                pids.append(pid)
+            os.write(1, json.dumps(pids).encode() + b"\n")
+        _note_ended(running)
+
+
+def _note_ended(running: dict[int, Path]) -> None:
+    while running and (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+        pid, status = ended
+        path = running.pop(pid)
+        if path.parent.exists():
+            partial = path.with_suffix(".ending")
+            partial.write_text(str(os.waitstatus_to_exitcode(status)))
+            partial.rename(path)
+
+
+def _become_member(index: int, options: Mapping[str, Any]) -> None:
+    """Gives a fork what a new interpreter gets when it is started."""
+    warnings.resetwarnings()
+    os.environ.clear()
+    os.environ.update(options["env"])
+    out = os.open(Path(options["path"], f"{index}.out"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+
+
+def _main(index: int, options: Mapping[str, Any]) -> None:
+    me = Member(index=index, count=options["count"], path=Path(options["path"]))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     # Should the test run itself be killed, nobody else ends this process.
@@ -453,4 +568,9 @@ def _leave(me: Member, status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _main()
+    if len(sys.argv) > 1:
+        _main(int(sys.argv[1]), json.loads(sys.argv[2]))
+    else:
+        member = _serve()
+        _become_member(*member)
+        _main(*member)

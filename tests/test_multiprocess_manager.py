@@ -525,7 +525,11 @@ def test_the_end_of_the_processes_waits_for_their_saves(
 ):
     """Before JAX shuts down; if one leaves early, the other does not wait for ever."""
     job = start_processes(
-        "manages:leave_open", count=2, devices_per_process=2, args=[tmp_path, steps, timeout_s]
+        "manages:leave_open",
+        count=2,
+        devices_per_process=2,
+        args=[tmp_path, steps, timeout_s],
+        fresh=True,
     )
 
     done = job.wait(check=False)

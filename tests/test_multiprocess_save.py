@@ -29,7 +29,10 @@ def shared(tmp_path_factory):
 
     def job(count, others):
         args = [paths[count], [paths[other] for other in others]]
-        return Job("saves:share", count=count, devices_per_process=8 // count, args=args)
+        devices = 8 // count
+        return Job(
+            "saves:share", count=count, devices_per_process=devices, args=args, fresh=count == 2
+        )
 
     with job(2, [1, 4]) as two, job(4, [1, 2]) as four:
         for running, count in ((two, 2), (four, 4)):
@@ -237,7 +240,11 @@ def test_failures_leave_nothing_behind(told):
 def test_exit_completes_a_save_of_several_processes(run_processes, tmp_path):
     """Nobody calls result(); every interpreter waits for its share."""
     run_processes(
-        "saves:leave_without_waiting", count=2, devices_per_process=2, args=[tmp_path / "a"]
+        "saves:leave_without_waiting",
+        count=2,
+        devices_per_process=2,
+        args=[tmp_path / "a"],
+        fresh=True,
     )
 
     assert np.array_equal(jaxckpt.restore(tmp_path / "a")["w"], np.arange(8) + 5)

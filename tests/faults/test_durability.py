@@ -70,6 +70,7 @@ def test_a_save_of_two_processes_is_durable_when_it_returns(run_processes, zygot
         count=2,
         devices_per_process=2,
         args=[tmp_path / "top" / "new" / "a", tmp_path],
+        fresh=True,
         env={"LD_PRELOAD": str(zygote.shim)},
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -139,6 +140,7 @@ def _main():
     warnings.simplefilter("ignore")  # of JAX, about forks: none of its threads runs yet
     for name in jaxckpt.__all__:
         getattr(jaxckpt, name)
+    gc.freeze()  # no child looks through, and so copies, what has been imported
     for line in sys.stdin:
         name, args, kwargs = json.loads(line)
         module, _, function = name.partition(":")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from dataclasses import replace
@@ -25,6 +26,7 @@ TIMEOUT_S = 3.0  # for those who wait for the lost
 SMALL = 60  # replicated leaves of 4 KiB and more
 
 
+@functools.cache
 def expected():
     """The values of `tree`, and the specs it is saved with, by leaf."""
     rng = np.random.default_rng(0)
