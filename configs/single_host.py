@@ -40,5 +40,6 @@ def get_config() -> ml_collections.ConfigDict:
         step_prefix=None,  # a directory is called `1000`; with "ckpt", `ckpt_1000`
         step_digits=None,  # with 8, a directory is called `00001000`
         run_metadata=None,  # JSON to store with the run
+        item="state",  # "default" is the name that a manager of Orbax gives it
     )
     return config

@@ -52,8 +52,9 @@ class Intercepted:
 class World:
     """One directory of a storage with the checkpoint `a` in it, and foreign things."""
 
-    def __init__(self, storage, folder):
+    def __init__(self, storage, folder, item="state"):
         self.storage, self.folder, self.path = storage, folder, f"{folder}/a"
+        self.item = item
         for foreign in FOREIGN:
             storage.make_dir(os.path.dirname(f"{folder}/{foreign}"))
             storage.write(f"{folder}/{foreign}", b"foreign")
@@ -63,7 +64,7 @@ class World:
         return self.path if self.storage.atomic_rename else f"memory:/{self.path}"
 
     def job(self, storage, seed, *, overwrite=False):
-        request = prepare(self.url, tree(seed), overwrite, None, copy=False)
+        request = prepare(self.url, tree(seed), overwrite, None, copy=False, item=self.item)
         return SaveHandle(replace(request, storage=storage))
 
     def save(self, storage, seed, *, overwrite=False):
@@ -105,12 +106,15 @@ def is_tree(found, seed):
     )
 
 
-DISKS = ["exchange", "no exchange"]
+DISKS = ["exchange", "no exchange", "flat"]
 
 
-@pytest.fixture(params=[*DISKS, "memory"])
+@pytest.fixture(params=[*DISKS, "memory", "memory, flat"])
 def new_world(request, ram_path):
-    """Makes worlds: on a file system with and without RENAME_EXCHANGE, and in a memory store."""
+    """Makes worlds: on a file system with and without RENAME_EXCHANGE, and in a memory store.
+
+    In some, the checkpoint itself is the item.
+    """
     return maker(request.param, ram_path)
 
 
@@ -124,10 +128,11 @@ def maker(kind, ram_path):
     count = itertools.count()
 
     def make():
-        if kind == "memory":
-            return World(MemoryStorage(), f"/{uuid.uuid4()}")
+        item = None if "flat" in kind else "state"
+        if "memory" in kind:
+            return World(MemoryStorage(), f"/{uuid.uuid4()}", item)
         storage = Intercepted(LocalStorage(), exchanges=kind == "exchange")
-        return World(storage, f"{ram_path}/{next(count)}")
+        return World(storage, f"{ram_path}/{next(count)}", item)
 
     return make
 

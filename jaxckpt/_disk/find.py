@@ -412,7 +412,7 @@ def open_item(found: Found, name: str | None = None) -> Item | JsonItem:
     """Reads everything about an item but its array data; a JSON item is read completely.
 
     Args:
-        name: If None, the only tree, `state`, or `default`.
+        name: If None, the main one by the record, the only tree, `state`, or `default`.
 
     Raises:
         CheckpointNotFound: there is no such item, or there are several and `name` is None.
@@ -469,7 +469,8 @@ def choose_item(found: Found, item: str | None) -> str:
     trees = find_trees(found)
     if len(trees) == 1:
         return trees[0]
-    for name in (names.STATE_ITEM, names.DEFAULT_ITEM):
+    main = names.STATE_ITEM if found.record is None else found.record.item
+    for name in (main, names.STATE_ITEM, names.DEFAULT_ITEM):
         if name in trees:
             return name
     raise CheckpointNotFound(

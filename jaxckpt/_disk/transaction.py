@@ -119,12 +119,13 @@ class Transaction:
         *,
         lineage: Mapping[str, Any],
         phases: Mapping[str, float] | None = None,
+        item: str = names.STATE_ITEM,
     ) -> None:
         """Makes the checkpoint durable and visible.
 
         Args:
             digests: SHA-256 of the metadata files, by path inside the checkpoint.
-            lineage, phases: For the record.
+            lineage, phases, item: For the record.
 
         Raises:
             SaveFailed: another writer took over.
@@ -137,6 +138,7 @@ class Transaction:
             name=posixpath.basename(self.path),
             lineage=lineage,
             phases=phases or {},
+            item=item,
         )
         self.storage.write(f"{self.work}/{names.RECORD}", step.encode_record(record))
         if self.overwrite:

@@ -63,7 +63,8 @@ def fork(
     try:
         files = _link(storage, found, transaction.work)
         _check_whole(storage, found, transaction.work, files)
-        transaction.commit(_digests(found), lineage=_lineage("fork", found))
+        item = names.STATE_ITEM if found.record is None else found.record.item
+        transaction.commit(_digests(found), lineage=_lineage("fork", found), item=item)
     except BaseException as error:
         transaction.abort()
         if isinstance(error, FileNotFoundError):

@@ -23,8 +23,6 @@ from jaxckpt.errors import CorruptCheckpoint, TreeMismatch, UnsupportedLeaf
 from jaxckpt.format import jsontext, names, typed_json
 from jaxckpt.multihost import Processes
 
-_MAX_NAME: Final = 128
-
 
 def is_stateful(value: object) -> bool:
     """Returns whether an object has methods for its state, like a data iterator."""
@@ -54,17 +52,6 @@ def set_state(name: str, value: object, state: Any) -> None:
     assert methods is not None  # checked before anything was read
     with calling(f"item {name!r} when it was given its saved state"):
         methods[1](state)
-
-
-def check_names(items: Mapping[str, object]) -> None:
-    for name in items:
-        taken = (names.STATE_ITEM, names.METRICS_ITEM, names.DEFAULT_ITEM, *names.TOP_FILES)
-        if not isinstance(name, str) or not name or len(name) > _MAX_NAME:
-            raise ValueError(f"item name must be 1 to {_MAX_NAME} characters, got {name!r}")
-        if name in taken or names.is_reserved(name) or names.is_part_of_tree(name):
-            raise ValueError(f"an item cannot be named {name!r}: the name is reserved")
-        if name.startswith(".") or any(mark in name for mark in "/\\\0"):
-            raise ValueError(f"item name {name!r} begins with a dot or contains a slash or NUL")
 
 
 def take_item(name: str, value: object, processes: Processes) -> SaveItem:

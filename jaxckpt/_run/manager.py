@@ -47,6 +47,7 @@ from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.scrub import scrub
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import check_metadata
+from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Json, current, lead, leading, text_of
 from jaxckpt.storage import locate
@@ -111,6 +112,7 @@ class CheckpointManager:
         on_progress: OnProgress | None = None,
         on_commit: Callable[[Timing], None] | None = None,
         run_metadata: Mapping[str, Any] | None = None,
+        item: str = names.STATE_ITEM,
     ) -> None:
         """Opens a run without reading a checkpoint.
 
@@ -131,6 +133,8 @@ class CheckpointManager:
                 process; it cannot wait for saves (RuntimeError). The next call of the manager
                 raises its errors.
             run_metadata: JSON to store with the run when it has none yet, where Orbax reads it.
+            item: Name of the state in each step to save, and the first choice in others: "default"
+                is what a manager of Orbax without item names restores.
 
         Raises:
             NotADirectoryError, PermissionError: `directory` cannot hold a run.
@@ -146,6 +150,8 @@ class CheckpointManager:
         check_positive(_MANAGER, timeout_s=timeout_s)
         check_type(_MANAGER, "on_progress", on_progress, Callable | None, "a function")
         check_type(_MANAGER, "on_commit", on_commit, Callable | None, "a function")
+        if item != names.STATE_ITEM:
+            names.check_item(item)
         self.budget_bytes, self.timeout_s = budget_bytes, timeout_s
         storage, root = locate(directory)
         metadata = run_metadata and check_metadata(run_metadata, "run_metadata")
@@ -154,6 +160,7 @@ class CheckpointManager:
             naming = StepNames(prefix=step_prefix, digits=step_digits)
         self.directory, self.mode, self.keep = root, mode, keep
         self.restored_step: int | None = None
+        self._item = item
         self._on_progress = on_progress
         self._timings: deque[Timing] = deque(maxlen=_MAX_TIMINGS)
         self._processes = current()
@@ -176,7 +183,7 @@ class CheckpointManager:
             if self._processes.count > 1:
                 arguments = {"directory": root, "step_prefix": step_prefix}
                 arguments |= {"step_digits": step_digits, "save": save, "keep": keep}
-                arguments |= {"run_metadata": metadata}
+                arguments |= {"run_metadata": metadata, "item": item}
                 check_arguments_alike(self._processes, arguments, timeout_s=timeout_s)
             opened = self._open_run(metadata)
         else:
@@ -197,6 +204,7 @@ class CheckpointManager:
             on_commit=on_commit,
             timings=self._timings,
             session=opened["session"],
+            item=item,
             newest=opened["newest"],
         )
 
@@ -452,7 +460,8 @@ class CheckpointManager:
         self, like: Any, items: Mapping[str, object] | None, request: RestoreRequest
     ) -> StateReading:
         check_type("restore", "items", items, Mapping | None, "a dict of objects by name")
-        return StateReading(self._index, self._processes, like, dict(items or {}), request)
+        objects = dict(items or {})
+        return StateReading(self._index, self._processes, self._item, like, objects, request)
 
     def _go_on(
         self, steps: list[int], found: tuple[int, Any], reading: StateReading, start_s: float

@@ -207,6 +207,7 @@ class StateReading:
         self,
         index: StepIndex,
         processes: Processes,
+        item: str,
         like: Any,  # any pytree
         objects: Mapping[str, object],
         request: RestoreRequest,
@@ -214,6 +215,7 @@ class StateReading:
         """Reads nothing yet.
 
         Args:
+            item: The name of the state, if the step has it.
             objects: The objects to restore in place, by item.
 
         Raises:
@@ -222,6 +224,7 @@ class StateReading:
         _items.check_stateful(objects)
         self._index = index
         self._processes = processes
+        self._item = item
         self._like = like
         self._objects = objects
         self._request = request
@@ -243,7 +246,7 @@ class StateReading:
             self._states[name] = _items.state_for(
                 value, states, name=name, path=found.path, processes=self._processes
             )
-        return open_item(found)
+        return open_item(found, self._item if self._item in found.items else None)
 
     def set_objects(self) -> None:
         """Sets the states of the objects from the step read last."""

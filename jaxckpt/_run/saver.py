@@ -57,6 +57,7 @@ class Saver:
         on_commit: Callable[[Timing], None] | None,
         timings: deque[Timing],
         session: str,
+        item: str,  # of the state
         newest: int | None,  # on which all processes have agreed
     ) -> None:
         self.decision: Decision | None = None  # the latest
@@ -76,6 +77,7 @@ class Saver:
         self._processes = processes
         self._writes = writes
         self._keep = keep
+        self._item = item
         self._budget_bytes = budget_bytes
         self._timeout_s = timeout_s
         self._on_progress = on_progress
@@ -273,12 +275,13 @@ class Saver:
         dtype: str | None,
     ) -> list[SaveItem]:
         """Copies everything to the host once there is room for it."""
-        _items.check_names(items)
+        for name in items:
+            names.check_item(name, self._item, names.STATE_ITEM, names.DEFAULT_ITEM)
         self._wait_for_room(self._latest.size_bytes if self._latest is not None else 0)
         meter.waited()
         processes = self._processes
         with meter.phase("snapshot"):
-            main = take_tree(names.STATE_ITEM, state, processes, copy=True, dtype=dtype)
+            main = take_tree(self._item, state, processes, copy=True, dtype=dtype)
             held: list[SaveItem] = [main]
             held += [_items.take_item(name, value, processes) for name, value in items.items()]
         if isinstance(self._keep.metric, str):  # a function needs the numbers, which may come later

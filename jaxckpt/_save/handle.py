@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import posixpath
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -51,7 +52,8 @@ class SaveRequest:
 
     storage: Storage
     path: str
-    items: list[SaveItem]  # emptied after the save, so that a handle does not keep the values
+    # The main one first. Emptied after the save, so that a handle does not keep the values.
+    items: list[SaveItem]
     processes: Processes
     name: str  # where the processes meet; unique
     meter: Meter  # started when the caller called
@@ -210,8 +212,8 @@ class SaveHandle:
             with self._meter.phase("commit"), _leading(request, "committed"), _explaining(request):
                 if self._transaction is not None:
                     digests = _describe(request, led.value, written)
-                    phases = self._meter.timing().phases
-                    self._transaction.commit(digests, lineage={}, phases=phases)
+                    phases, item = self._meter.timing().phases, request.items[0].name
+                    self._transaction.commit(digests, lineage={}, phases=phases, item=item)
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:
@@ -332,7 +334,8 @@ def _differences(items: list[SaveItem], reports: list[Any]) -> dict[int, str]:
         if one["path"] != reports[0]["path"]:
             failures[i] = f"saves to a different path than process 0: {one['path']}"
         elif kinds[i] != kinds[0]:
-            failures[i] = f"saves different items than process 0: {', '.join(one['items'])}"
+            different = ", ".join(one["items"]) or "item=None"
+            failures[i] = f"saves different items than process 0: {different}"
     for item in items if not failures else ():
         for i, why in item.disagreement([one["items"][item.name] for one in reports]).items():
             failures.setdefault(i, why if len(items) == 1 else f"{item.name} {why}")
@@ -348,8 +351,8 @@ def _describe(request: SaveRequest, work: str, written: list[Any]) -> dict[str, 
         if request.is_step:
             marker = f"Checkpoint commit was successful to {request.path}".encode()
             added = {**added, names.COMMIT_MARKER: marker}
-        files |= {f"{item.name}/{name}": data for name, data in added.items()}
-        found |= {f"{item.name}/{name}": data for name, data in there.items()}
+        files |= {posixpath.join(item.name, name): data for name, data in added.items()}
+        found |= {posixpath.join(item.name, name): data for name, data in there.items()}
     files[names.CHECKPOINT_METADATA] = step.encode(
         StepMetadata(
             handlers={item.name: item.handler for item in request.items},
@@ -358,7 +361,7 @@ def _describe(request: SaveRequest, work: str, written: list[Any]) -> dict[str, 
             custom_metadata=request.custom_metadata,
         )
     )
-    if not request.is_step:
+    if not request.is_step and request.items[0].name:
         files[names.ORBAX_MARKER] = b""
     for path, data in files.items():
         request.storage.write(f"{work}/{path}", data)

@@ -32,6 +32,7 @@ def save(
     path: str | os.PathLike[str],
     tree: object,
     *,
+    item: str | None = names.STATE_ITEM,
     overwrite: bool = False,
     dtype: Any = None,  # whatever numpy takes for a dtype
     custom_metadata: Mapping[str, Any] | None = None,
@@ -45,6 +46,8 @@ def save(
         path: Directory of the checkpoint. Missing parents are created.
         tree: Any pytree of jax and numpy arrays, PRNG keys, Python scalars, str, bytes and None.
             Process 0 writes host arrays.
+        item: Name of the directory of the tree in the checkpoint; restoring finds any. If None, the
+            tree is in `path` itself, as Orbax's `StandardCheckpointer` saves it.
         overwrite: Whether to replace a checkpoint or an empty directory at `path`. The old or the
             new one can be restored at any instant. Up to 100 files of 16 MB in all that other
             programs put into the checkpoint move along; with more, or with directories of theirs,
@@ -70,7 +73,7 @@ def save(
         ...     jaxckpt.restore(f"{folder}/a")
         {'w': array([0, 1, 2])}
     """
-    options = {"dtype": dtype, "on_progress": on_progress}
+    options = {"item": item, "dtype": dtype, "on_progress": on_progress}
     handle = SaveHandle(prepare(path, tree, overwrite, custom_metadata, copy=False, **options))
     handle.run()
     handle.raise_callback_error()
@@ -80,6 +83,7 @@ def save_async(
     path: str | os.PathLike[str],
     tree: object,
     *,
+    item: str | None = names.STATE_ITEM,
     overwrite: bool = False,
     dtype: Any = None,  # whatever numpy takes for a dtype
     custom_metadata: Mapping[str, Any] | None = None,
@@ -90,7 +94,7 @@ def save_async(
     Arguments and errors are those of `save`; the handle raises later errors. The interpreter exits
     only after the save has ended.
     """
-    options = {"dtype": dtype, "on_progress": on_progress}
+    options = {"item": item, "dtype": dtype, "on_progress": on_progress}
     return start(prepare(path, tree, overwrite, custom_metadata, copy=True, **options))
 
 
@@ -128,6 +132,7 @@ def prepare(
     custom_metadata: Mapping[str, Any] | None,
     *,
     copy: bool,
+    item: str | None = names.STATE_ITEM,
     dtype: Any = None,  # whatever numpy takes for a dtype
     on_progress: OnProgress | None = None,
 ) -> SaveRequest:
@@ -139,6 +144,8 @@ def prepare(
     try:
         storage, where = locate(path)
         _check_name(where)
+        if item not in (names.STATE_ITEM, None):
+            names.check_item(item)
         metadata = check_metadata(custom_metadata)
         if processes.count == 1 and copy:  # otherwise checked when the save begins
             _check_target(storage, where, overwrite)
@@ -146,7 +153,7 @@ def prepare(
         meter.watch(display(on_progress, processes.index))
         with meter.phase("snapshot"):
             dtype_name = None if dtype is None else floating(dtype)
-            item = take_tree(names.STATE_ITEM, value, processes, copy=copy, dtype=dtype_name)
+            taken = take_tree(item or "", value, processes, copy=copy, dtype=dtype_name)
     except BaseException as error:
         if meter is not None:
             meter.end()
@@ -156,7 +163,7 @@ def prepare(
     return SaveRequest(
         storage=storage,
         path=where,
-        items=[item],
+        items=[taken],
         processes=processes,
         name=name,
         meter=meter,

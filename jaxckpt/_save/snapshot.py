@@ -78,7 +78,7 @@ class FileItem:
 class TreeItem:
     """A pytree of which this process writes its share."""
 
-    name: str
+    name: str  # "" if its directory is that of the checkpoint
     tree: TreePlan
     snapshot: Sequence[np.ndarray[Any, Any]] | None  # values of `tree.sources`, until written
     share: bytes = b""  # the checksums of process 0's chunks
@@ -91,7 +91,7 @@ class TreeItem:
 
     def folder(self, work: str, processes: Processes) -> str:
         """Returns the directory of the database that this process writes."""
-        item = f"{work}/{self.name}"
+        item = f"{work}/{self.name}" if self.name else work
         return item if processes.count == 1 else f"{item}/{names.process_database(processes.index)}"
 
     def write(self, storage: Storage, work: str, processes: Processes) -> None:
@@ -134,7 +134,8 @@ class TreeItem:
         self, storage: Storage, work: str, processes: Processes, said: Sequence[Any]
     ) -> tuple[dict[str, bytes], dict[str, bytes]]:
         """Merges the databases; returns small files to add and already written, by name."""
-        item, files = f"{work}/{self.name}", dict(self.tree.files)
+        item = f"{work}/{self.name}" if self.name else work
+        files = dict(self.tree.files)
         if any("/" in name for name in files):
             storage.make_dir(f"{item}/{names.ARRAY_METADATAS}")
         elif not self.tree.plan.stored:  # nobody wrote there

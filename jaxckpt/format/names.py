@@ -8,7 +8,7 @@ other's checkpoints.
       _CHECKPOINT_METADATA        JSON: a handler for each item, timestamps, custom metadata
       commit_success.txt          written last: the checkpoint is complete
       _jaxckpt.json               ours: sizes and checksums of the other files, lineage
-      <item>/                     a pytree: arrays in zarr, inside one OCDBT database
+      <item>/                     a pytree (`state`): arrays in zarr, inside one OCDBT database
         _METADATA                 JSON: the tree, a kind for each leaf
         _sharding                 JSON: the sharding of each jax.Array
         _strings.json             JSON: the str leaves
@@ -16,6 +16,9 @@ other's checkpoints.
         _jaxckpt.sums             ours: the checksum of each chunk
         manifest.ocdbt  d/        the database
         ocdbt.process_<i>/        the part written by process i (only with several processes)
+
+On request, the files of the one item are in <checkpoint> itself, which then lacks
+`orbax.checkpoint`, as where Orbax's v0 saves one tree. Its name is "".
 
 A step of a run lacks `orbax.checkpoint`, as in Orbax's managers, and may have more items:
 
@@ -92,6 +95,7 @@ _DELETING: Final = _TEMPORARY + "-deleting-"
 _REPLACEMENT: Final = ".jaxckpt-committed"
 _SET_ASIDE: Final = ".jaxckpt-bad-"
 _TOKEN: Final = re.compile("[0-9a-f]{16}")
+_MAX_ITEM_NAME: Final = 128
 _PROCESS_FILE: Final = re.compile(r"process_\d{1,9}-of-(\d{1,9})\.json")
 _FLAX_FILE: Final = re.compile(r"(.*)_(\d+(?:\.\d+)?(?:e[+-]?\d+)?)$")
 
@@ -118,6 +122,17 @@ def is_part_of_tree(name: str) -> bool:
 def is_reserved(name: str) -> bool:
     """Returns whether a checkpoint of this name would be mistaken for something else."""
     return _TEMPORARY in name or _SET_ASIDE in name or name.endswith(_REPLACEMENT)
+
+
+def check_item(name: object, *taken: str) -> None:
+    """Raises ValueError if an item cannot have this name."""
+    if not isinstance(name, str) or not name or len(name) > _MAX_ITEM_NAME:
+        raise ValueError(f"item name must be 1 to {_MAX_ITEM_NAME} characters, got {name!r}")
+    is_taken = name in (METRICS_ITEM, *TOP_FILES, *taken)
+    if is_taken or is_reserved(name) or is_part_of_tree(name):
+        raise ValueError(f"an item cannot be named {name!r}: the name is reserved")
+    if name.startswith(".") or any(mark in name for mark in "/\\\0"):
+        raise ValueError(f"item name {name!r} begins with a dot or contains a slash or NUL")
 
 
 def is_ours_temporary(entry: str, name: str) -> bool:

@@ -3,13 +3,14 @@
 The record, `_jaxckpt.json`, has two lines. The first is JSON:
 
     {"version": 1, "writer": "jaxckpt 0.1.0", "token": ..., "name": "1000", "lineage": ...,
-     "phases": {"snapshot": 0.01, "write": 1.2, ...},
+     "phases": {"snapshot": 0.01, "write": 1.2, ...}, "item": "model",
      "files": {"state/_METADATA": {"bytes": 1234, "sha256": ...},
                "state/d/5c1f...": {"bytes": 99}}}
 
 The second is the SHA-256 of the first, in hex. The record lists every file of the checkpoint except
-itself and `commit_success.txt`. Data files have no SHA-256: each chunk carries a checksum, and a
-file with a SHA-256 lists the checksums of all chunks.
+itself and `commit_success.txt`; "item" is the main item, left out if it is "state". Data files have
+no SHA-256: each chunk carries a checksum, and a file with a SHA-256 lists the checksums of all
+chunks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from jaxckpt.errors import UnsupportedFormat, damaged
-from jaxckpt.format import jsontext
+from jaxckpt.format import jsontext, names
 from jaxckpt.format.jsontext import expect
 
 VERSION: Final = 1
@@ -48,7 +49,8 @@ def encode(step: StepMetadata) -> bytes:
     """Encodes `_CHECKPOINT_METADATA`. Orbax refuses further keys."""
     return jsontext.dumps(
         {
-            "item_handlers": dict(step.handlers),
+            # A flat checkpoint has one string here, for an unnamed item.
+            "item_handlers": step.handlers.get("") or dict(step.handlers),
             "metrics": {},
             "performance_metrics": {},
             "init_timestamp_nsecs": step.init_ns,
@@ -67,7 +69,6 @@ def decode(data: bytes, *, file: str) -> StepMetadata:
     )
     custom = top.get("custom_metadata")
     return StepMetadata(
-        # A flat checkpoint has one string here, for an unnamed item.
         handlers={k: str(v) for k, v in handlers.items()} if isinstance(handlers, dict) else {},
         init_ns=init_ns,
         commit_ns=commit_ns,
@@ -112,6 +113,7 @@ class Record:
     name: str = ""  # the directory name it was saved under; "" if an earlier jaxckpt wrote it
     lineage: Mapping[str, Any] = field(default_factory=dict)  # the source of copied values
     phases: Mapping[str, float] = field(default_factory=dict)  # see `jaxckpt.types.Timing`
+    item: str = names.STATE_ITEM  # the one to restore if none is named; "" if the tree is flat
     digest: str = field(default="", compare=False)  # of the file, once read
 
 
@@ -124,6 +126,7 @@ def encode_record(record: Record) -> bytes:
             "name": record.name,
             "lineage": dict(record.lineage),
             "phases": {name: round(seconds, 6) for name, seconds in record.phases.items()},
+            **({} if record.item == names.STATE_ITEM else {"item": record.item}),
             "files": {
                 path: {"bytes": facts.size} | ({"sha256": facts.sha256} if facts.sha256 else {})
                 for path, facts in record.files.items()
@@ -164,6 +167,7 @@ def decode_record(data: bytes, *, file: str) -> Record:
             name: expect(seconds, float, "a phase", file=file)
             for name, seconds in expect(top.get("phases", {}), dict, "'phases'", file=file).items()
         },
+        item=expect(top.get("item", names.STATE_ITEM), str, "'item'", file=file),
         digest=digest(data),
     )
 
