@@ -135,16 +135,20 @@ class Checkpoint:
             CorruptCheckpoint: stored data is missing or damaged; the error names leaf and file.
             ValueError: `only` or `skip` matches no leaf.
         """
-        from jaxckpt._inspect.statistics import statistics
-
         if self._tree is None:
             return {}
-        tree, found = self._tree, self._found
-        check_globs(only, skip, [leaf.path for leaf in tree.tree.leaves], place=self.path)
+        leaves = self._tree.tree.leaves
+        check_globs(only, skip, [leaf.path for leaf in leaves], place=self.path)
         chosen = selector(only, skip)
-        leaves = [leaf for leaf in tree.tree.leaves if chosen(leaf.path)]
+        return self._statistics([leaf for leaf in leaves if chosen(leaf.path)])
 
-        return while_current(found, lambda _: statistics(tree, leaves))
+    def _statistics(self, leaves: Sequence[Leaf]) -> Mapping[str, LeafStatistics]:
+        tree = self._tree
+        if tree is None or not leaves:
+            return {}
+        from jaxckpt._inspect.statistics import statistics  # and with it TensorStore
+
+        return while_current(self._found, lambda _: statistics(tree, leaves))
 
     def __repr__(self) -> str:
         return "\n".join(map(printable, _lines(self)))

@@ -1,4 +1,4 @@
-"""Shows a checkpoint and a manager in a notebook: HTML, from metadata only.
+"""Shows a checkpoint and a manager in a notebook: HTML, from metadata and a few single numbers.
 
 The text may come from untrusted files, so all of it is escaped and truncated; there are no scripts.
 A large tree is collapsed, and cut with a "… n more".
@@ -6,6 +6,7 @@ A large tree is collapsed, and cut with a "… n more".
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import posixpath
@@ -19,14 +20,14 @@ from jaxckpt._core.text import size_text
 from jaxckpt._inspect import open as inspection
 from jaxckpt._inspect.tree_text import Branch, nested
 from jaxckpt._run.overview import RunOverview, overview
-from jaxckpt.errors import CheckpointNotFound
+from jaxckpt.errors import CheckpointError, CheckpointNotFound
 from jaxckpt.format.tree import path_text
 from jaxckpt.integrations import _steps, _svg
 from jaxckpt.integrations._html import block, count, duration, escape, facts
 from jaxckpt.integrations._palette import axis_hue
 from jaxckpt.types import LeafInfo, LeafStatistics, Timing
 
-if TYPE_CHECKING:  # showing a checkpoint needs neither jax nor TensorStore
+if TYPE_CHECKING:  # showing a checkpoint does not need jax
     from jaxckpt._run.manager import CheckpointManager
 
 # Limits on the rows of one container, all rows, and rows visible at first.
@@ -38,6 +39,8 @@ _MAX_LISTED: Final = 50
 _MAX_TEXT: Final = 60
 _MAX_JSON: Final = 4000
 _MAX_JSON_LINES: Final = 20
+_MAX_NUMBERS: Final = 32
+_NUMBER_BYTES: Final = 8
 
 
 def checkpoint_html(
@@ -45,11 +48,11 @@ def checkpoint_html(
 ) -> str:
     """Renders a checkpoint as a collapsible tree: names, types, bytes and shardings.
 
-    Reads no array data.
-
     Args:
         ckpt: The result of `jaxckpt.open`, or a part of it.
-        statistics: The result of `ckpt.statistics()`, to show below each leaf.
+        statistics: The result of `ckpt.statistics()`, to show below each leaf. If None, the values
+            of up to 32 leaves of one number of at most 8 bytes are read, if jaxckpt wrote them and
+            they can be read; no other array data is.
 
     Example:
         >>> import tempfile, jaxckpt
@@ -59,7 +62,22 @@ def checkpoint_html(
         >>> html.count("<details")
         1
     """
+    if statistics is None:
+        statistics = _numbers(ckpt)
     return block(tree_head(ckpt) + tree_html(ckpt, statistics))
+
+
+def _numbers(ckpt: inspection.Checkpoint) -> Mapping[str, LeafStatistics]:
+    """Reads single numbers that jaxckpt wrote, nearest to the root first; none after an error."""
+    tree = ckpt._tree
+    if tree is None or not tree.ours:  # the chunks of other programs may be large
+        return {}
+    small = (leaf for leaf in ckpt.leaves.values() if leaf.size_bytes <= _NUMBER_BYTES)
+    wanted = {leaf.path for leaf in small if is_scalar(leaf)}
+    found = [leaf for leaf in tree.tree.leaves if leaf.text in wanted]
+    with contextlib.suppress(CheckpointError, OSError, ValueError):
+        return ckpt._statistics(sorted(found, key=lambda leaf: len(leaf.path))[:_MAX_NUMBERS])
+    return {}
 
 
 def manager_html(manager: CheckpointManager) -> str:

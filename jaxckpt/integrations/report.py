@@ -19,7 +19,6 @@ from typing import Final
 
 from jaxckpt._core.text import size_text
 from jaxckpt._inspect import open as inspection
-from jaxckpt._inspect.statistics import statistics
 from jaxckpt._run.overview import RunOverview, StepOverview, overview
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._version import __version__
@@ -240,7 +239,7 @@ def _scalars(ckpt: inspection.Checkpoint) -> Mapping[str, LeafStatistics]:
     if ckpt._tree is None:
         return {}
     scalars = [leaf for leaf in ckpt._tree.tree.leaves if is_scalar(ckpt.leaves[leaf.text])]
-    return statistics(ckpt._tree, scalars[:_MAX_SCALARS])
+    return ckpt._statistics(scalars[:_MAX_SCALARS])
 
 
 def _json_item(path: str, name: str) -> str:
