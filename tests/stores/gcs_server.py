@@ -3,12 +3,12 @@
 It speaks the parts of two protocols that clients use:
 
 - JSON (`/storage/v1/b/...`): TensorStore's driver `gcs`. Also the metadata of buckets and objects,
-  multipart uploads, copies and rewrites, which fsspec's client asks for.
+  multipart and resumable uploads, copies and rewrites, which fsspec's client asks for.
 - XML (`/bucket/key`): obstore's `GCSStore`, with its multipart uploads and `list-type=2`.
 
 As in the real one, a write, a delete and a listing each happen at one moment, every write gives a
 new generation, and a precondition is checked at the moment of the write. The only access control
-is that a token other than `TOKEN` is refused. There are no resumable uploads and no versions.
+is that a token other than `TOKEN` is refused. There are no versions.
 
 Example:
     with GcsServer() as server:
@@ -21,8 +21,6 @@ Example:
 from __future__ import annotations
 
 import base64
-import email.parser
-import email.policy
 import email.utils
 import hashlib
 import itertools
@@ -36,7 +34,7 @@ from datetime import UTC, datetime
 from email.message import Message
 from http.server import BaseHTTPRequestHandler
 from typing import Any, NoReturn
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
@@ -177,6 +175,11 @@ class Bucket:
         made = self.put(name, b"".join(data), if_generation)
         self.abort_upload(upload)
         return made
+
+    def uploaded(self, upload: str) -> bytes:
+        """Returns all parts in the order of their numbers."""
+        with self._lock:
+            return b"".join(data for _, data in sorted(self._parts(upload).items()))
 
     def abort_upload(self, upload: str) -> None:
         with self._lock:
@@ -335,6 +338,7 @@ def _media(stored: Object, headers: Message) -> Answer:
 
 # The JSON protocol
 
+_CONTENT_RANGE = r"bytes (?:(\d+)-\d+|\*)/(\d+|\*)"
 _JSON_PATH = re.compile(
     r"(?:/(?P<way>upload|download))?/storage/v1/b"
     r"(?:/(?P<bucket>[^/]+)(?P<objects>/o(?:/(?P<name>[^/]+)"
@@ -356,7 +360,7 @@ def _answer_json(server: GcsServer, call: Call, match: re.Match[str]) -> Answer:
             return _json_list(bucket, call)
         case "GET", True, str(name):
             return _json_get(bucket, name, call)
-        case "POST", True, None:
+        case "POST" | "PUT", True, None:
             return _json_upload(bucket, call)
         case "DELETE", True, str(name):
             bucket.delete(name, call.query.get("ifGenerationMatch"))
@@ -384,20 +388,42 @@ def _json_upload(bucket: Bucket, call: Call) -> Answer:
         case "multipart":
             resource, data = _two_parts(call)
             name = resource.get("name", name)
+        case "resumable":
+            return _json_resumable(bucket, call)
         case other:
             raise Refused(501, "notImplemented", f"uploadType={other}")
     stored = bucket.put(name, data, call.query.get("ifGenerationMatch"))
     return _json(_metadata(bucket, stored))
 
 
+def _json_resumable(bucket: Bucket, call: Call) -> Answer:
+    """Starts an upload, whose address names the object; then takes its pieces one by one."""
+    upload = call.query.get("upload_id")
+    if upload is None:
+        name = call.query.get("name") or json.loads(call.body)["name"]
+        query = urlencode({**call.query, "name": name, "upload_id": bucket.start_upload()})
+        return Answer(headers={"Location": f"http://{call.headers['Host']}{call.path}?{query}"})
+    first, total = re.fullmatch(_CONTENT_RANGE, call.headers["Content-Range"]).groups()
+    if first:
+        bucket.put_part(upload, int(first), call.body)
+    data = bucket.uploaded(upload)
+    if total != str(len(data)):
+        headers = {"Range": f"bytes=0-{len(data) - 1}"} if data else {}
+        return Answer(status=308, headers=headers)
+    stored = bucket.put(call.query["name"], data, call.query.get("ifGenerationMatch"))
+    bucket.abort_upload(upload)
+    return _json(_metadata(bucket, stored))
+
+
 def _two_parts(call: Call) -> tuple[dict[str, Any], bytes]:
     """Takes a multipart upload apart: its metadata and its data."""
-    head = f"Content-Type: {call.headers['Content-Type']}\r\n\r\n".encode()
-    parsed = email.parser.BytesParser(policy=email.policy.HTTP).parsebytes(head + call.body)
-    boundary = parsed.get_boundary("")
-    _, resource, data, _ = call.body.split(f"--{boundary}".encode())
+    _, _, boundary = call.headers["Content-Type"].partition("boundary=")
+    mark = b"--" + boundary.strip("\"'").encode()
+    _, resource, rest = call.body.split(mark, 2)
+    newline = b"\r\n" if resource.startswith(b"\r\n") else b"\n"  # fsspec's client sends the latter
     resource, data = (
-        part.partition(b"\r\n\r\n")[2].removesuffix(b"\r\n") for part in (resource, data)
+        part.partition(2 * newline)[2].removesuffix(newline)
+        for part in (resource, rest.rpartition(mark)[0])
     )
     return json.loads(resource), data
 

@@ -146,17 +146,32 @@ def test_names_are_bytes_to_the_server(ask):
     assert ask("GET", f"/storage/v1/b/tests/o/{quote(name, safe='')}?alt=media")[2] == b"1"
 
 
-def test_metadata_with_the_data(ask):
-    """A multipart upload names its object in its first part."""
-    body = (
-        b"--x\r\nContent-Type: application/json\r\n\r\n" + b'{"name": "a"}\r\n'
-        b"--x\r\nContent-Type: text/plain\r\n\r\nline\r\n\r\n--x--\r\n"
-    )
-    kind = 'multipart/related; boundary="x"'
+@pytest.mark.parametrize("newline", ["\r\n", "\n"])
+def test_metadata_with_the_data(ask, newline):
+    """A multipart upload names its object in its first part; the data is not changed."""
+    data = "line--x\r\n\r"
+    parts = [("application/json", '{"name": "a"}'), ("text/plain", data)]
+    lines = [line for kind, text in parts for line in ("--x", f"Content-Type: {kind}", "", text)]
+    body = newline.join([*lines, "--x--", ""]).encode()
     path = "/upload/storage/v1/b/tests/o?uploadType=multipart"
 
-    assert ask("POST", path, body, Content_Type=kind)[0] == 200
-    assert ask("GET", "/tests/a")[2] == b"line\r\n"
+    assert ask("POST", path, body, Content_Type='multipart/related; boundary="x"')[0] == 200
+    assert ask("GET", "/tests/a")[2] == data.encode()
+
+
+def test_resumable_uploads(server, ask):
+    """The object appears with the last piece; until then the answer says how far it is."""
+    path = "/upload/storage/v1/b/tests/o?uploadType=resumable"
+    _, headers, _ = ask("POST", f"{path}&name=a%20b&ifGenerationMatch=0", b"")
+    place = headers["Location"].removeprefix(server.url)
+
+    status, headers, _ = ask("PUT", place, b"123", Content_Range="bytes 0-2/*")
+    assert (status, headers["Range"]) == (308, "bytes=0-2")
+    assert ask("GET", "/tests/a%20b")[0] == 404
+    assert ask("PUT", place, b"", Content_Range="bytes */*")[0] == 308
+    assert ask("PUT", place, b"45", Content_Range="bytes 3-4/5")[0] == 200
+    assert ask("GET", "/tests/a%20b")[2] == b"12345"
+    assert server.bucket("tests").uploads() == []
 
 
 def test_uploads_in_parts(server, ask):
