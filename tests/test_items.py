@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import re
+import uuid
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +16,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import CheckpointManager, CorruptCheckpoint, ProcessesDisagree
+from jaxckpt import CheckpointManager, CheckpointNotFound, CorruptCheckpoint, ProcessesDisagree
+from jaxckpt._run.deletion import Deletion
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.leases import Leases
 from jaxckpt.format import names
-from jaxckpt.testing import simulate
+from jaxckpt.storage import locate
+from jaxckpt.testing import CrashingStorage, SimulatedCrash, simulate
 from tests.commandline import cli, said_json
 from tests.strategies import same
 
@@ -269,3 +277,197 @@ def test_orbax_restores_a_state_by_its_name(tmp_path, tree):
 
     assert same(dict(named), tree)
     assert same(dict(plain), tree)
+
+
+# --- deleting an item ---------------------------------------------------------------------------
+
+ITEMS = {"ema": {"w": np.arange(70_000.0), "b": np.arange(3)}, "config": {"lr": 0.1}}
+places = pytest.mark.parametrize("where", ["disk", "memory"])
+
+
+def run_at(tmp_path, where, item="state"):
+    """Returns a run with one step, and its storage and root."""
+    url = tmp_path / f"run {uuid.uuid4()}" if where == "disk" else f"memory://{uuid.uuid4()}/run"
+    with CheckpointManager(url, item=item) as manager:
+        manager.save(1, {"n": 1, "w": np.ones(70_000)}, items=ITEMS, metrics={"loss": 0.5})
+    return url, *locate(url)
+
+
+def deletion(storage, root):
+    index = StepIndex(storage, root)
+    return Deletion(index, Leases(index))
+
+
+def check_the_rest(url):
+    """Every other item is as it was; returns whether the item is there too, and then as it was."""
+    with CheckpointManager(url, mode="r") as manager:
+        assert same(manager.restore(), {"n": 1, "w": np.ones(70_000)})
+        found = manager.restore_items()
+        assert manager.metrics(1) == {"loss": 0.5}
+    assert found["config"] == ITEMS["config"]
+    assert found.keys() - {"ema"} == {"state", "config", "metrics"}
+    assert jaxckpt.verify(f"{url}/1").ok
+    if "ema" not in found:
+        with pytest.raises(CheckpointNotFound, match="ema"):
+            jaxckpt.restore(f"{url}/1", item="ema")
+        return False
+    assert same(found["ema"], ITEMS["ema"])
+    return True
+
+
+@places
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_crash_while_an_item_is_deleted_leaves_the_step(tmp_path, where, torn):
+    """Whole with the item or whole without it, and deleting it again leaves nothing of it."""
+    seen = []
+    for after in itertools.count():
+        url, storage, root = run_at(tmp_path, where)
+        dying = CrashingStorage(storage, after, torn=torn)
+        with contextlib.suppress(SimulatedCrash):
+            deletion(dying, root).delete_item(1, "ema")
+        seen.append(check_the_rest(url))
+
+        # A crash after the last change leaves nothing to do.
+        with contextlib.suppress(CheckpointNotFound):
+            deletion(storage, root).delete_item(1, "ema")
+
+        assert not check_the_rest(url)
+        assert storage.kind(f"{root}/1/ema") is None
+        assert storage.kind(f"{root}/1/{names.DELETION_RECORD}") is None
+        unchecked = jaxckpt.verify(f"{url}/1").unchecked
+        assert [text for text in unchecked if ".jaxckpt-tmp-" not in text] == []
+        if len(dying.events) <= after:
+            break
+    assert seen == sorted(seen, reverse=True)
+    assert set(seen) == {True, False}
+
+
+@counts
+def test_a_manager_deletes_an_item(tmp_path, count):
+    """Never the state, nor of a step that is pinned or being read; the other steps keep theirs."""
+
+    def delete(processes):
+        with CheckpointManager(tmp_path) as manager:
+            for step in (1, 2):
+                manager.save(step, {"n": step}, items=ITEMS).result()
+            manager.delete(1, item="ema")
+            for item, step, error, text in (
+                ("state", 1, ValueError, "main item"),
+                ("ema", 1, CheckpointNotFound, "no item 'ema'"),
+                ("ema", 7, CheckpointNotFound, "no committed step 7"),
+            ):
+                with pytest.raises((error, ProcessesDisagree), match=text):
+                    manager.delete(step, item=item)
+            manager.pin(2)
+            with pytest.raises((ValueError, ProcessesDisagree), match="pinned"):
+                manager.delete(2, item="ema")
+            processes.barrier("test", timeout_s=20)
+            return [set(manager.restore_items(step)) for step in (1, 2)]
+
+    assert simulate(count, delete) == [[{"state", "config"}, {"state", "ema", "config"}]] * count
+
+
+def test_an_item_that_is_read_stays(tmp_path):
+    """The error says so, and nothing was changed."""
+    url, storage, root = run_at(tmp_path, "disk")
+    found = deletion(storage, root)
+
+    with found.leases.hold(1), pytest.raises(ValueError, match="a reader holds"):
+        found.delete_item(1, "ema")
+
+    assert check_the_rest(url)
+
+
+def test_what_is_linked_to_a_deleted_item_stays(tmp_path):
+    """A fork shares its files with the step."""
+    url, storage, root = run_at(tmp_path, "disk")
+    jaxckpt.fork(f"{url}/1", tmp_path / "fork")
+
+    deletion(storage, root).delete_item(1, "ema")
+
+    assert not check_the_rest(url)
+    assert check_the_rest(tmp_path / "fork")
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "state/d", "/"])
+def test_a_deletion_of_something_else_is_not_finished(tmp_path, name):
+    """Whoever wrote the file, it can name an item only."""
+    url, storage, root = run_at(tmp_path, "disk")
+    text = json.dumps({"checkpointable_name": name})
+    (url / "1" / names.DELETION_RECORD).write_text(text)
+
+    with pytest.raises(CorruptCheckpoint, match="invalid item name"):
+        deletion(storage, root).delete_item(1, name)
+
+    (url / "1" / names.DELETION_RECORD).unlink()
+    assert check_the_rest(url)
+
+
+def test_one_deletion_ends_before_the_next_begins(tmp_path):
+    """The error says which is to be done again."""
+    url, storage, root = run_at(tmp_path, "disk")
+    with contextlib.suppress(SimulatedCrash):
+        deletion(CrashingStorage(storage, 2), root).delete_item(1, "ema")
+
+    with pytest.raises(ValueError, match="deletion of item 'ema' has not ended"):
+        deletion(storage, root).delete_item(1, "config")
+
+    deletion(storage, root).delete_item(1, "ema")
+    assert not check_the_rest(url)
+
+
+def test_an_item_of_orbax_is_left_to_it(tmp_path):
+    """jaxckpt rewrites only its own steps."""
+    with ocp.CheckpointManager(tmp_path) as manager:
+        args = {name: ocp.args.StandardSave({"n": 1}) for name in ("state", "ema")}
+        manager.save(1, args=ocp.args.Composite(**args))
+
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(ValueError, match="another program wrote it"),
+    ):
+        manager.delete(1, item="ema")
+
+    assert jaxckpt.open(tmp_path / "1").items == ("ema", "state")
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_orbax_reads_a_step_without_the_item(tmp_path, dies):
+    """With both managers; the new one also when the deletion was interrupted."""
+    url, storage, root = run_at(tmp_path, "disk")
+    dying = CrashingStorage(storage, 2 if dies else None)
+    with contextlib.suppress(SimulatedCrash):
+        deletion(dying, root).delete_item(1, "ema")
+
+    with v1.training.Checkpointer(url) as checkpointer:
+        assert checkpointer.load(1)["n"] == 1
+        assert set(checkpointer.load_checkpointables(1)) == {"state", "config"}
+    with ocp.CheckpointManager(url) as manager:
+        args = ocp.args.Composite(state=ocp.args.StandardRestore())
+        assert manager.restore(1, args=args)["state"]["n"] == 1
+    if not dies:
+        with ocp.CheckpointManager(url) as manager:
+            assert manager.restore(1)["config"] == ITEMS["config"]
+
+
+def test_rm_deletes_an_item(tmp_path):
+    """After a question; it names the item, and refuses the main one before it asks."""
+    url, _, _ = run_at(tmp_path, "disk", item="model")
+
+    code, out, _ = cli("rm", url, 1, "--item", "ema", "--dry-run")
+    assert (code, "ema" in jaxckpt.open(url).items) == (0, True)
+    assert re.search(r"item 'ema' of 1 step of .*/run .*: 5\d\d kB to delete", out)
+    for arguments, text in (
+        (["ema"], "pass --yes"),  # nobody answers
+        (["model", "--yes"], "main item"),
+        (["typo", "--yes"], "no item 'typo'; its items are"),
+    ):
+        code, _, err = cli("rm", url, 1, "--item", *arguments)
+        assert (code, text in err) == (2, True), err
+    assert jaxckpt.verify(url).ok
+    assert set(jaxckpt.open(url).items) == {"model", "ema", "config", "metrics"}
+    code, told = said_json("rm", url, 1, "--item", "ema", "--yes")
+
+    assert (code, told["deleted"], told["item"]) == (0, [1], "ema")
+    assert set(jaxckpt.open(url).items) == {"model", "config", "metrics"}
+    assert jaxckpt.verify(url).unchecked == ()

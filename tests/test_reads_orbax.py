@@ -476,10 +476,10 @@ def test_an_item_that_orbax_is_deleting_is_refused(tmp_path, gone):
 
     assert jaxckpt.restore(path) == {"x": 1}
     assert jaxckpt.open(path).items == ("one",)
-    with pytest.raises(jaxckpt.CheckpointNotFound, match="begun to delete item 'two'"):
+    with pytest.raises(jaxckpt.CheckpointNotFound, match="deletion of item 'two' has begun"):
         jaxckpt.restore(path, item="two")
     if not gone:
-        with pytest.raises(jaxckpt.CheckpointNotFound, match="begun to delete item 'two'"):
+        with pytest.raises(jaxckpt.CheckpointNotFound, match="deletion of item 'two' has begun"):
             jaxckpt.restore(path / "two")
 
 

@@ -481,7 +481,7 @@ def choose_item(found: Found, item: str | None) -> str:
 
 def _being_deleted(found: Found) -> CheckpointNotFound:
     return CheckpointNotFound(
-        f"{found.path}: Orbax has begun to delete item {found.deleting!r} "
+        f"{found.path}: the deletion of item {found.deleting!r} has begun "
         f"({names.DELETION_RECORD} exists), so part of it may be gone. Other items: "
         f"{', '.join(found.items) or 'none'}."
     )

@@ -32,7 +32,7 @@ class Found:
     items: Mapping[str, str] = field(default_factory=dict)  # paths by name; a flat tree is ""
     metadata: StepMetadata = field(default_factory=StepMetadata)  # empty if there is no such file
     record: Record | None = None  # None if another program wrote the checkpoint
-    deleting: str | None = None  # the item that Orbax has begun to delete; not in `items`
+    deleting: str | None = None  # the item whose deletion has begun; not in `items`
     is_file: bool = False  # a Flax file, not a directory
     listings: dict[str, Entries] = field(default_factory=dict, compare=False, repr=False)
 

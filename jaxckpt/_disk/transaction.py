@@ -25,6 +25,16 @@ the file system cannot exchange names:
 To delete: rename to `...-deleting-...`, then remove the files. A crash leaves a name that no reader
 takes for a checkpoint, and the next writer finishes the job.
 
+To delete one item of a checkpoint, in the files and the order of Orbax's v1:
+
+    1. write `_CHECKPOINT_DELETION`                    a checkpoint without the item, for readers
+    2. rewrite `_jaxckpt.json`: without its files,     the same
+       and without the file of step 4
+    3. remove the item's files                         the same
+    4. rewrite `_CHECKPOINT_METADATA`                  the same
+    5. rewrite `_jaxckpt.json` with that file          the same
+    6. remove `_CHECKPOINT_DELETION`                   the same, with nothing left over
+
 Without an atomic rename (object stores), T is `<name>` itself and step 7 is the commit: readers
 ignore a directory without `commit_success.txt`. A deletion removes this file first, and last the
 files by which the next writer recognizes the remains as ours.
@@ -40,7 +50,7 @@ import os
 import posixpath
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from jaxckpt._core.text import size_text
@@ -52,7 +62,7 @@ from jaxckpt.errors import (
     UnsupportedFormat,
     os_code_in,
 )
-from jaxckpt.format import names, step
+from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record
 from jaxckpt.storage import (
     Entry,
@@ -421,6 +431,23 @@ def remove(storage: Storage, path: str) -> None:
     if not storage.atomic_rename:
         storage.delete(f"{path}/{names.COMMIT_MARKER}")
     _discard(storage, path)
+
+
+def remove_item(storage: Storage, path: str, record: Record, item: str) -> None:
+    """Deletes an item of a checkpoint, or finishes a deletion that was interrupted."""
+    file = f"{path}/{names.CHECKPOINT_METADATA}"
+    before = storage.read(file, max_bytes=jsontext.MAX_BYTES)
+    after = step.without_item(before, item, file=file)
+    left = {name: facts for name, facts in record.files.items() if not name.startswith(f"{item}/")}
+    left.pop(names.CHECKPOINT_METADATA, None)
+    about = step.encode_deletion(item, token=secrets.token_hex(16), before=before, after=after)
+    storage.create(f"{path}/{names.DELETION_RECORD}", about)
+    storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
+    storage.delete(f"{path}/{item}")
+    storage.write(file, after)
+    left[names.CHECKPOINT_METADATA] = FileFacts(size=len(after), sha256=step.digest(after))
+    storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
+    storage.delete(f"{path}/{names.DELETION_RECORD}")
 
 
 def _discard(storage: Storage, path: str) -> None:

@@ -3,7 +3,8 @@
 To delete steps, a writer names them in `_jaxckpt.doomed`, looks for leases and pins, unpublishes
 each step that is free and removes its files. A crash in the middle leaves complete steps, or a name
 that no reader mistakes for a step and that the next deletion removes. With `move_to` it renames the
-step instead, which a crash leaves either in the run or there.
+step instead, which a crash leaves either in the run or there. The deletion of one item leaves the
+rest of its step as it is; see `_disk.transaction`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from itertools import count
 from typing import Final, final
 
 from jaxckpt._disk import transaction as _transaction
+from jaxckpt._disk.find import choose_item, find
+from jaxckpt._disk.found import Found
 from jaxckpt._run.index import StepIndex, is_ours
 from jaxckpt._run.leases import Leases
 from jaxckpt.errors import CheckpointNotFound
@@ -100,6 +103,42 @@ class Deletion:
                 self.index.report(f"{path} cannot be deleted: {error}. {again}")
             return is_gone
         return True
+
+    def delete_item(self, number: int, item: str) -> None:
+        """Deletes one item of a step, or finishes its deletion.
+
+        Raises:
+            CheckpointNotFound, ValueError: the item cannot be deleted; nothing was changed.
+        """
+        found = self.check_item(number, item)
+        assert found.record is not None  # checked
+        _transaction.remove_item(self.index.storage, found.path, found.record, item)
+        self.index.forget(number)
+
+    def check_item(self, number: int, item: str) -> Found:
+        """Returns the step of an item that may be deleted.
+
+        Raises:
+            CheckpointNotFound: no such step or item.
+            ValueError: the item is the main one, another program wrote the step, a reader holds
+                it, or the deletion of another item has not ended.
+        """
+        path = self.index.check_step(number)
+        found = find(self.index.storage, path)
+        if item != found.deleting:
+            choose_item(found, item)  # checks that it is there
+        problem = None
+        if found.record is None:
+            problem = "another program wrote it. Delete the item there, or convert the step"
+        elif choose_item(found, None) == item:
+            problem = "it is the main item. To delete the step, name no item"
+        elif found.deleting not in (None, item):
+            problem = f"the deletion of item {found.deleting!r} has not ended. Delete that again"
+        elif posixpath.basename(path) in self.leases.held(self.index.entries()):
+            problem = "a reader holds the step. Try again later"
+        if problem is not None:
+            raise ValueError(f"item {item!r} of {path} was not deleted: {problem}.")
+        return found
 
     def why_not(self, number: int) -> str:
         step = posixpath.basename(self.index.path(number))

@@ -633,11 +633,17 @@ class CheckpointManager:
         self._begin_call(writes=True)
         self._lead("unpin", partial(self._deletion.unpin, as_step("unpin", step)))
 
-    def delete(self, step: int) -> None:
+    def delete(self, step: int, *, item: str | None = None) -> None:
         """Deletes a step now, or moves it (`KeepPolicy.move_to`).
 
+        Args:
+            item: Deletes only this item, and never moves it. The state, which is the main item,
+                goes only with the step. If a crash interrupts the deletion, the item is gone, and
+                deleting it again frees its space.
+
         Raises:
-            ValueError: the step is pinned or a reader holds it.
+            CheckpointNotFound: no such step or item.
+            ValueError: the step is pinned, a reader holds it, or the item is the main one.
         """
         self._begin_call(writes=True)
         step = as_step("delete", step)
@@ -648,7 +654,9 @@ class CheckpointManager:
             if self._deletion.is_pinned(step):
                 raise ValueError(f"{path} is pinned; unpin it first")
             self._owner.fence()
-            if step not in self._deletion.delete([step], asked_for=True):
+            if item is not None:
+                self._deletion.delete_item(step, item)
+            elif step not in self._deletion.delete([step], asked_for=True):
                 raise ValueError(f"{path} was not deleted: {self._deletion.why_not(step)}")
             return self._index.newest()
 

@@ -86,14 +86,22 @@ def unpin(path: str, steps: tuple[int, ...], as_json: bool) -> None:
 @_options.dry_run
 @_options.yes
 @click.option("--no-job", is_flag=True, help="Assume no running job (file system without locks).")
+@click.option("--item", metavar="NAME", help="Delete only this item of each step.")
 @_options.as_json
 def rm(
-    path: str, steps: tuple[int, ...], dry_run: bool, yes: bool, no_job: bool, as_json: bool
+    path: str,
+    steps: tuple[int, ...],
+    dry_run: bool,
+    yes: bool,
+    no_job: bool,
+    item: str | None,
+    as_json: bool,
 ) -> None:
     """Delete steps of a run. Refuses pinned steps and steps that are being read.
 
     PATH is a run's root, followed by steps, or the directory of one step. Moves the steps instead
-    if the run was opened with KeepPolicy(move_to=...). Refused while a running job writes the run.
+    if the run was opened with KeepPolicy(move_to=...). With --item, deletes one item of each step,
+    but never the main one, and moves nothing. Refused while a running job writes the run.
     """
     from jaxckpt._run.overview import overview
     from jaxckpt.cli._owned import owned, run_at
@@ -108,6 +116,9 @@ def rm(
             f"{root}: cannot delete pinned steps: {_list(pinned)}. To unpin them, run: "
             f"jaxckpt unpin {root} {' '.join(map(str, pinned))}"
         )
+    if item is not None:
+        _rm_item(run, numbers, item, dry_run=dry_run, yes=yes, no_job=no_job, as_json=as_json)
+        return
     found = overview(root)
     folder = run_at(run.index.storage, root, keep=found.keep).folder
     known = {step.step: step for step in found.steps}
@@ -128,6 +139,39 @@ def rm(
         _output.print_json(facts | {"moved_to": folder})
     elif gone:
         _output.echo(_answer(gone, root, folder))
+
+
+def _rm_item(
+    run: Deletion,
+    numbers: Sequence[int],
+    item: str,
+    *,
+    dry_run: bool,
+    yes: bool,
+    no_job: bool,
+    as_json: bool,
+) -> None:
+    from jaxckpt.cli._owned import owned
+
+    root, size = run.index.root, 0
+    for number in numbers:
+        found = run.check_item(number, item)  # check all steps before the first is changed
+        size += sum(facts.size for facts in found.recorded(f"{found.path}/{item}").values())
+    what = f"item {item!r} of {counted(len(numbers), 'step')} of {root}"
+    if not as_json:
+        _output.echo(f"{what}: {size_text(size)} to delete")
+    gone: list[int] = []
+    if not dry_run:
+        _output.confirm(f"Delete {what}?", yes=yes)
+        with owned(run.index.storage, root, no_job=no_job) as owner:
+            for number in numbers:
+                owner.delete_item(number, item)
+                gone.append(number)
+    if as_json:
+        facts = {"path": root, "dry_run": dry_run, "delete": numbers, "deleted": gone}
+        _output.print_json(facts | {"item": item})
+    elif gone:
+        _output.echo(f"deleted {what}: {_list(gone)}")
 
 
 def _print_doomed(root: str, doomed: Sequence[StepOverview], known: Sequence[int]) -> None:

@@ -27,6 +27,7 @@ A step of a run lacks `orbax.checkpoint`, as in Orbax's managers, and may have m
       <item>/process_<i>-of-<n>.json   the state of a data iterator, one for each process
       metrics/metrics             JSON
       _jaxckpt.pinned             ours: the step must not be deleted
+      _CHECKPOINT_DELETION        JSON: the item whose deletion has begun, which is no longer read
     <run>/_jaxckpt.owner          ours: the job that may commit here, the last to open the run
     <run>/_jaxckpt.lock           ours: locked while that job lives
     <run>/_jaxckpt.doomed         ours: the steps that are being deleted

@@ -16,6 +16,7 @@ chunks.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -83,10 +84,33 @@ def is_array_handler(handler: str) -> bool:
     return handler.endswith(".ArrayCheckpointHandler")
 
 
-def decode_deletion(data: bytes, *, file: str) -> str:
-    """Decodes `_CHECKPOINT_DELETION`: the name of the item that Orbax has begun to delete."""
+def without_item(data: bytes, item: str, *, file: str) -> bytes:
+    """Returns the bytes of `_CHECKPOINT_METADATA` without an item, and otherwise as it was."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
-    return expect(top.get("checkpointable_name"), str, "'checkpointable_name'", file=file)
+    handlers = expect(top.get("item_handlers") or {}, dict, "'item_handlers'", file=file)
+    left = {name: handler for name, handler in handlers.items() if name != item}
+    return jsontext.dumps({**top, "item_handlers": left}, allow_nan=True)
+
+
+def encode_deletion(item: str, *, token: str, before: bytes, after: bytes) -> bytes:
+    """Encodes `_CHECKPOINT_DELETION`.
+
+    Args:
+        token: 32 hex digits.
+        before, after: `_CHECKPOINT_METADATA` with and without the item, which Orbax compares.
+    """
+    said = {"operation_id": token, "checkpointable_name": item, "destination": None}
+    said |= {"original_metadata": json.loads(before), "updated_metadata": json.loads(after)}
+    return jsontext.dumps(said, allow_nan=True)
+
+
+def decode_deletion(data: bytes, *, file: str) -> str:
+    """Decodes `_CHECKPOINT_DELETION`: the name of the item whose deletion has begun."""
+    top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
+    name = expect(top.get("checkpointable_name"), str, "'checkpointable_name'", file=file)
+    if "/" in name or name in ("", ".", ".."):
+        raise damaged(file, f"invalid item name {name!r}")
+    return name
 
 
 def decode_key_facts(data: bytes, *, file: str) -> bool:
