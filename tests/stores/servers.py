@@ -20,6 +20,9 @@ told where the credentials are:
 TensorStore, `gcs`: {"driver": "gcs", "bucket": bucket, "path": "a/"}. It reads the environment each
 time that a store is opened. A bucket's name has at least 3 characters. There is no driver
 for Azure.
+
+Orbax, on `gs://`: needs the package gcsfs and, before fsspec is imported, three more variables:
+STORAGE_EMULATOR_HOST=server.url, FSSPEC_GS_TOKEN=anon, GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT=false.
 """
 
 from __future__ import annotations

@@ -250,9 +250,10 @@ def test_ocdbt(store):
 # The servers themselves
 
 
-def test_rclone_is_not_a_store_for_checkpoints(rclone_server, use_store):
+@pytest.mark.parametrize("kind", [Obstore, TensorStore])
+def test_rclone_is_not_a_store_for_checkpoints(rclone_server, use_store, kind):
     """It ignores conditions: creating twice succeeds, and so does a stale swap."""
-    client = Obstore(use_store(rclone_server))
+    client = kind(use_store(rclone_server))
 
     assert client.create("marker", b"first")
     assert client.create("marker", b"second")
