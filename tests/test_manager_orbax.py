@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -23,6 +24,7 @@ from jaxckpt import (
 )
 from jaxckpt.format import names
 from jaxckpt.testing import simulate
+from tests.golden.fixture import golden_names
 from tests.strategies import same
 
 ocp = pytest.importorskip("orbax.checkpoint")
@@ -236,6 +238,24 @@ def test_the_metadata_of_a_run_is_read_by_both(tmp_path):
         assert reader.run_metadata == {}
 
     assert theirs == {"lang": "en"}
+
+
+@pytest.mark.parametrize("name", golden_names("-manager-"))
+def test_the_metadata_of_runs_of_every_orbax_is_read(golden, tmp_path, name):
+    """Also from the file of releases before 0.10; a later job's does not take its place."""
+    root = golden(name).path
+    files = [root / "metadata" / file for file in ("_ROOT_METADATA", "metadata")]
+    stored = next((json.loads(file.read_text()) for file in files if file.is_file()), {})
+    custom = stored.get("custom_metadata", stored.get("custom", stored))
+    shutil.copytree(root, tmp_path / "run")
+
+    with CheckpointManager(tmp_path / "run", run_metadata={"lang": "de"}) as manager:
+        found = manager.run_metadata
+
+    assert found == (custom or {"lang": "de"})
+    assert any("other run_metadata" in text for text in manager.problems) == bool(custom)
+    with CheckpointManager(root, mode="r") as reader:
+        assert reader.run_metadata == custom
 
 
 def test_orbax_sees_nothing_of_what_is_not_committed(tmp_path, state):

@@ -13,6 +13,7 @@ only directories and small files, never arrays, and does not import jax.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import posixpath
@@ -411,21 +412,22 @@ def is_ours(storage: Storage, path: str) -> bool:
 
 def run_metadata(index: StepIndex) -> dict[str, Any]:
     """Reads the metadata of a run; empty if it has none."""
-    file = f"{index.root}/{names.ROOT_METADATA}/{names.ROOT_METADATA_FILE}"
-    try:
-        data = index.storage.read(file, max_bytes=jsontext.MAX_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    return run.decode_metadata(data, file=file)
+    for name in (names.ROOT_METADATA_FILE, names.OLD_ROOT_METADATA_FILE):
+        file = f"{index.root}/{names.ROOT_METADATA}/{name}"
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            data = index.storage.read(file, max_bytes=jsontext.MAX_BYTES)
+            return run.decode_metadata(data, file=file)
+    return {}
 
 
 def write_run_metadata(index: StepIndex, metadata: Mapping[str, Any]) -> None:
     """Writes the metadata of a run that has none; other metadata stays and is reported."""
     folder = f"{index.root}/{names.ROOT_METADATA}"
-    index.storage.make_dir(folder)
-    data = run.encode_metadata(metadata)
-    written = index.storage.create(f"{folder}/{names.ROOT_METADATA_FILE}", data)
-    if not written and run_metadata(index) != metadata:
+    if not run_metadata(index):
+        index.storage.make_dir(folder)
+        data = run.encode_metadata(metadata)
+        index.storage.create(f"{folder}/{names.ROOT_METADATA_FILE}", data)
+    if run_metadata(index) != metadata:
         index.report(f"{folder} has other run_metadata than this job, and stays as it is")
 
 

@@ -71,6 +71,7 @@ DOOMED: Final = "_jaxckpt.doomed"
 # Orbax keeps the custom metadata of a whole run in this directory, in this file.
 ROOT_METADATA: Final = "metadata"
 ROOT_METADATA_FILE: Final = "_ROOT_METADATA"
+OLD_ROOT_METADATA_FILE: Final = "metadata"  # until Orbax 0.9
 _LEASE: Final = "_jaxckpt.lease-"
 
 # Tried in this order by a restore that names no item.

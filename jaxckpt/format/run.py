@@ -9,6 +9,7 @@ All are JSON. Times are wall clock, ns since 1970.
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -165,6 +166,8 @@ def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
 
 def decode_metadata(data: bytes, *, file: str) -> dict[str, Any]:
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
+    if posixpath.basename(file) == names.OLD_ROOT_METADATA_FILE:
+        return top
     found = top.get("custom_metadata", top.get("custom", {}))  # the second until Orbax 0.11.0
     return expect(found, dict, "'custom_metadata'", file=file)
 
