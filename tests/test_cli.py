@@ -610,6 +610,25 @@ def test_a_permission_that_lacks_is_named_with_the_file(root, monkeypatch):
     assert (code, f"{root}: UNREADABLE. " in out) == (2, True)
 
 
+def test_a_step_without_permission_is_listed_as_unreadable(root, monkeypatch):
+    """With the reason, by `ls` of the run and of the step; `gc` leaves it."""
+    real = LocalStorage.entries
+
+    def entries(self, path):
+        if path.startswith(f"{root}/200"):
+            raise PermissionError(13, "Permission denied", path)
+        return real(self, path)
+
+    monkeypatch.setattr(LocalStorage, "entries", entries)
+
+    for lines in (cli("ls", root)[1], cli("ls", root / "200")[1]):
+        assert re.search(r"^ *200  UNREADABLE ", lines, re.MULTILINE)
+        assert f"step 200 cannot be read: [Errno 13] Permission denied: '{root}/200'" in lines
+    planned = said_json("gc", root, "--last", 1, "--dry-run")[1]
+    assert planned["delete"] == [100]
+    assert {"step": 200, "why": ["unreadable: see `jaxckpt scrub`"]} in planned["keep"]
+
+
 # --- errors, terminals, processes -----------------------------------------------------------------
 
 

@@ -1740,6 +1740,50 @@ def test_a_run_is_not_opened_if_its_steps_cannot_be_moved(tmp_path):
     assert restore(tmp_path / "bin" / "1") == {"n": 1}
 
 
+def without(directory, verb):
+    """A verb of a storage with no permission for a directory; root would have it."""
+
+    def denied(self, path, *args, **options):
+        if Path(path).is_relative_to(directory):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return verb(self, path, *args, **options)
+
+    return denied
+
+
+def test_a_step_without_permission_stops_only_its_own_restore(tmp_path, monkeypatch):
+    """It is reported, neither counted nor deleted, and no other is restored in its place."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"n": step})
+    for verb in ("entries", "names", "read"):
+        monkeypatch.setattr(
+            LocalStorage, verb, without(tmp_path / "3", getattr(LocalStorage, verb))
+        )
+
+    with CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as manager:
+        assert (manager.all_steps(), manager.latest_step()) == ([1, 2], 2)
+        assert manager.problems == [
+            f"{tmp_path}/3 cannot be listed, for lack of permission; it is left alone"
+        ]
+        assert [step for step, report in manager.scrub().items() if not report.ok] == [3]
+        for restore_it in (manager.restore, lambda: manager.restore_or(dict)):
+            with pytest.raises(PermissionError, match="/3'"):
+                restore_it()
+        with pytest.raises(PermissionError, match="/3'"):
+            manager.delete(3)
+        assert manager.restore(step=2) == {"n": 2}
+        with pytest.raises(SaveFailed, match="Permission denied"):
+            manager.save(3, {"n": 33}).result()
+        manager.save(4, {"n": 4})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [4]
+
+    [listed] = [step for step in overview(tmp_path).steps if step.problem is not None]
+    assert (listed.step, listed.unreadable) == (3, True)
+    assert {"commit_success.txt", "state"} <= {*os.listdir(tmp_path / "3")}
+
+
 def test_what_could_not_be_deleted_is_deleted_later(tmp_path):
     """A failure to delete is reported, fails no save, and is made up for by the next one."""
     with CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as manager:

@@ -43,7 +43,7 @@ _ROOT_FILES: Final = frozenset({names.OWNER, names.DOOMED, names.LOCK, names.ROO
 
 _RUN_IS: Final = "A run is the directory that contains the steps."
 
-State = Literal["committed", "torn"]
+State = Literal["committed", "torn", "unreadable"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,8 @@ class StepIndex:
         """
         directories = [name for name, entry in entries.items() if entry.kind == "dir"]
         guesses = guess_names(
-            directories, lambda name: self._state_of(name, entries[name]) == "committed"
+            directories,
+            lambda name: self._state_of(name, entries[name]) in ("committed", "unreadable"),
         )
         if len(guesses) > 1:
             alike = shown([naming.of(7) for naming in guesses])
@@ -180,11 +181,11 @@ class StepIndex:
                 return
 
     def state(self, listing: Listing, number: int) -> State | None:
-        """Returns the state of a step, or None if it is neither committed nor torn.
+        """Returns the state of a step, or None if it is no step.
 
         A torn step was written by jaxckpt but lacks its commit marker, such as an incomplete copy.
         Without atomic renames it may be a save under way, whose files the next save removes; so
-        such a storage never reports torn steps.
+        such a storage never reports torn steps. There is no permission to list an unreadable one.
         """
         name = listing.steps.get(number)
         return None if name is None else self._state_of(name, listing.entries[name])
@@ -203,12 +204,16 @@ class StepIndex:
             is_torn = self.storage.atomic_rename and is_ours(self.storage, path)
         except FileNotFoundError:  # deleted just now
             return None
+        except PermissionError:
+            return "unreadable"
         return "torn" if is_torn else None
 
     def _check(self, listing: Listing, number: int) -> State | None:
         """Returns the state of a step, reporting a step that is not committed."""
         path, state = f"{self.root}/{listing.steps[number]}", self.state(listing, number)
-        if state != "committed" and not is_under_way(path):
+        if state == "unreadable":
+            self.report(f"{path} cannot be listed, for lack of permission; it is left alone")
+        elif state != "committed" and not is_under_way(path):
             self.report(f"{path} is not a committed step and is left alone")
         return state
 
@@ -235,7 +240,7 @@ class StepIndex:
         return next((n for n in numbers if self._check(listing, n) == "committed"), None)
 
     def to_restore(self) -> list[int]:
-        """Returns the steps to try from the newest down, including torn ones.
+        """Returns the steps to try from the newest down, including torn and unreadable ones.
 
         Lists directories only down to the newest committed step.
         """
@@ -245,13 +250,13 @@ class StepIndex:
                 state = self._check(listing, number)
                 if state == "committed":
                     return [*torn, *numbers[i:]]
-                torn += [number] if state == "torn" else []
+                torn += [number] if state is not None else []
             if torn:
                 return torn
         return []
 
     def present(self) -> list[int]:
-        """Returns the steps that are committed or torn, in order."""
+        """Returns the steps that are committed, torn or unreadable, in order."""
         for listing in self.listings():
             if steps := [n for n in listing.steps if self._check(listing, n) is not None]:
                 return steps

@@ -19,7 +19,7 @@ from jaxckpt._disk.found import Found
 from jaxckpt._run.index import Listing, StepIndex, existing_root, metrics_of, saved_s, shown
 from jaxckpt._run.owner import read_owner
 from jaxckpt._run.retention import KeepPolicy
-from jaxckpt.errors import CheckpointError, CheckpointNotFound
+from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
 from jaxckpt.format import names
 from jaxckpt.format.run import guess_names
 from jaxckpt.storage import Storage, is_temporary_file, locate
@@ -41,6 +41,9 @@ class StepOverview:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     pinned: bool = False
     problem: str | None = None  # why the step cannot be restored; None if it is complete
+    unreadable: bool = (
+        False  # whether that is an error of reading, which says nothing about the step
+    )
     writer: str = ""  # program and version, as far as known
     lineage: Mapping[str, Any] = field(default_factory=dict)  # the checkpoint that it came from
     custom_metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -141,7 +144,7 @@ def _look(index: StepIndex, listing: Listing, name: str, number: int) -> StepOve
         facts |= _size(index.storage, path, listing)
         found = _find(index, listing, name, number)
     except (CheckpointError, OSError) as error:
-        problem = str(error)
+        problem, facts["unreadable"] = str(error), is_io_failure(error)
         with contextlib.suppress(CheckpointError, OSError):
             found = read_found(index.storage, path, index.storage.entries(path))
     if found is not None:

@@ -256,7 +256,8 @@ def plan(found: RunOverview, policy: KeepPolicy, *, now_s: float) -> Plan:
     keep = dict(policy.why([step.info(now_s) for step in whole], now_s=now_s))
     for step in found.steps:
         if step.problem is not None:
-            keep[step.step] = ("incomplete: see `jaxckpt scrub`",)
+            what = "unreadable" if step.unreadable else "incomplete"
+            keep[step.step] = (f"{what}: see `jaxckpt scrub`",)
         elif not _is_ours(step):
             keep[step.step] = (*keep.get(step.step, ()), "not written by jaxckpt")
     return Plan(

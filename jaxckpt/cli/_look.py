@@ -65,13 +65,14 @@ def ls(path: str, as_json: bool) -> None:
 
 
 def print_steps(steps: Sequence[StepOverview]) -> None:
-    """Prints a row for each step, and below why steps are incomplete."""
+    """Prints a row for each step, and below why steps are incomplete or unreadable."""
     rows = [step_row(step, _state(step), step.metrics) for step in steps]
     if rows:
         _output.print_table(STEP_HEAD, rows, right=STEP_RIGHT)
     for step in steps:
         if step.problem is not None:
-            _output.echo(f"step {step.step} is incomplete: {step.problem}")
+            what = "cannot be read" if step.unreadable else "is incomplete"
+            _output.echo(f"step {step.step} {what}: {step.problem}")
 
 
 STEP_HEAD = ("step", "state", "age", "size", "metrics")
@@ -94,7 +95,8 @@ def _state(step: StepOverview) -> Styled:
     pinned = ", pinned" if step.pinned else ""
     if step.problem is None:
         return Styled(f"complete{pinned}", "green")
-    return Styled(f"INCOMPLETE{pinned}", "bold red")
+    state = "UNREADABLE" if step.unreadable else "INCOMPLETE"
+    return Styled(f"{state}{pinned}", "bold red")
 
 
 def run_facts(found: RunOverview) -> dict[str, Any]:

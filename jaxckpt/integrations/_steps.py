@@ -199,7 +199,8 @@ def _row(told: Story, step: StepOverview, columns: Sequence[str]) -> str:
 def _tags(told: Story, step: StepOverview) -> str:
     tags = []
     if step.problem is not None:
-        tags.append('<span class="jc-tag jc-bad">incomplete</span>')
+        what = "unreadable" if step.unreadable else "incomplete"
+        tags.append(f'<span class="jc-tag jc-bad">{what}</span>')
     words = told.why.get(step.step, ()) if told.why is not None else ()
     words = words or (("pinned",) if step.pinned else ())
     for word in words:
