@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "preemptible.py"
 SLURM = ROOT / "examples" / "slurm.sh"
 KUBERNETES = ROOT / "examples" / "kubernetes.yaml"
-STEPS = 3000
-STEPS_OF_TWO = 300  # each waits for the other
-SAVE_EVERY = 1000
+STEPS = 1200
+STEPS_OF_TWO = 150  # each waits for the other
+SAVE_EVERY = 500
 
 # Starts a process for each task, hands signals on, and ends with the worst status, as srun does.
 SRUN = """#!/bin/bash
