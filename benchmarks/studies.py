@@ -287,9 +287,9 @@ def _unchecked() -> Iterator[None]:
         _forget_plans()
         yield
     finally:
-        _forget_plans()
         for (module, name, _), value in zip(patches, kept, strict=True):
             setattr(module, name, value)
+        _forget_plans()
 
 
 def _inner_codecs(codecs: Sequence[Any]) -> Iterator[list[Any]]:

@@ -109,7 +109,7 @@ def damaged(file: str, what: str, *, leaf: str | None = None) -> CorruptCheckpoi
 
 
 class SaveFailed(CheckpointError, RuntimeError):
-    """The save failed. A checkpoint at the path is complete, normally the previous one.
+    """The save failed. If there is a checkpoint at the path, it is complete.
 
     The cause is chained.
     """

@@ -86,6 +86,21 @@ def test_data_without_checksums_is_data_without_checksums(tmp_path):
     assert all(np.array_equal(got[name], tree[name]) for name in tree)
 
 
+def test_checksums_are_back_after_any_error(monkeypatch):
+    """Also if a cache that the study empties is no longer there."""
+
+    def patched():
+        return studies._chunks.checksum, studies._chunks.CRC_BYTES, studies._writer.encode_chunk
+
+    before = patched()
+    monkeypatch.setattr(studies, "_forget_plans", lambda: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError), studies._unchecked():
+        pass
+
+    assert patched() == before
+
+
 def test_a_ratio_pairs_figures_of_one_round():
     """The extremes are taken over pairs within a round, not over all pairs."""
     assert paired([1.0, 4.0, 2.0], [2.0, 4.0, 8.0]) == (2.0, 1.0, 4.0)

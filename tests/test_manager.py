@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_threads
 from dataclasses import replace
 from pathlib import Path
 
@@ -895,6 +896,37 @@ def test_a_manager_that_is_closed_does_nothing_more(tmp_path):
     for call in (manager.all_steps, manager.restore, lambda: manager.save(1, {})):
         with pytest.raises(ValueError, match="closed"):
             call()
+
+
+def test_every_thread_that_closes_waits_for_the_end(tmp_path):
+    """Except the one that saves, for which they wait; closing in a signal handler is fine too."""
+    entered, go_on, closed_in = threading.Event(), threading.Event(), []
+
+    def on_commit(_):
+        entered.set()
+        assert go_on.wait(30)
+        manager.close()
+        closed_in.append("on_commit")
+
+    manager = CheckpointManager(tmp_path, on_commit=on_commit)
+    manager.save(1, {"n": 1})
+    with ThreadPoolExecutor(2) as pool:
+        assert entered.wait(30)
+        first = pool.submit(manager.close)
+        while not manager._closed:
+            time.sleep(0.01)
+        second = pool.submit(lambda: (manager.close(), closed_in.append("second")))
+        assert not wait_for_threads([second], timeout=0.2).done
+        go_on.set()
+        first.result(30)
+        second.result(30)
+
+    assert closed_in == ["on_commit", "second"]
+    with CheckpointManager(tmp_path) as manager:
+        signal.signal(signal.SIGALRM, lambda *_: manager.close())
+        stop = manager._saver.stop
+        manager._saver.stop = lambda: (signal.raise_signal(signal.SIGALRM), stop())
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 @as_processes

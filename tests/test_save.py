@@ -131,6 +131,7 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path, error):
 
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.ENOSPC
+    assert "previous" not in str(caught.value)  # there is none
     assert os.listdir(tmp_path) == []
 
 
@@ -184,6 +185,33 @@ def test_a_checkpoint_with_much_of_other_programs_is_not_replaced(tmp_path, adde
     assert jaxckpt.restore(path) == 1
     assert sorted(os.listdir(path)) == before
     assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("levels", [198, 199, 200, 201])
+def test_custom_metadata_that_is_too_deep_is_an_error_of_the_call(tmp_path, levels):
+    """With the dict around it that is stored; never a failed save, in a manager neither."""
+    metadata = {}
+    for _ in range(levels - 1):
+        metadata = {"a": metadata}
+
+    def save():
+        jaxckpt.save(tmp_path / "x", 1, custom_metadata=metadata)
+        with jaxckpt.CheckpointManager(tmp_path / "run", run_metadata=metadata) as manager:
+            manager.save(1, 1, custom_metadata=metadata).result()
+
+    if levels < 200:
+        save()
+        assert jaxckpt.open(tmp_path / "x").custom_metadata == metadata
+    else:
+        with pytest.raises(TypeError, match="nested deeper than 200 levels"):
+            save()
+        with (
+            jaxckpt.CheckpointManager(tmp_path / "run") as manager,
+            pytest.raises(TypeError, match="nested deeper"),
+        ):
+            manager.save(1, 1, custom_metadata=metadata)
+        with pytest.raises(TypeError, match="nested deeper"):
+            jaxckpt.CheckpointManager(tmp_path / "run", run_metadata=metadata)
 
 
 def test_custom_metadata_comes_back(tmp_path):

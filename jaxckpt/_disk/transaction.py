@@ -562,6 +562,6 @@ def raise_save_error(path: str, error: BaseException, *, size_bytes: int = 0) ->
     # TensorStore's text names the file that it could not write.
     told = f"{cause}" if cause is error else f"{cause} ({error})"
     raise SaveFailed(
-        f"{path}: the save failed: {type(cause).__name__}: {told}.{full} The previous checkpoint, "
-        "or the new one if it was committed, is complete and can be restored."
+        f"{path}: the save failed: {type(cause).__name__}: {told}.{full} Any earlier "
+        "checkpoint, and this one if it was committed, is complete and can be restored."
     ) from cause

@@ -179,6 +179,7 @@ class CheckpointManager:
             writes=mode == "w",
         )
         self._closed = ""  # why, once it is
+        self._closing = threading.RLock()  # held while closing; a signal handler may close too
         if mode == "w":
             if self._processes.count > 1:
                 arguments = {"directory": root, "step_prefix": step_prefix}
@@ -371,6 +372,8 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits for the saves under way and releases the run; a forked child does neither.
 
+        In a second thread, waits for the first one to have closed it.
+
         Raises:
             Any error of a save that has not been raised yet.
         """
@@ -380,18 +383,25 @@ class CheckpointManager:
         raise_first(self._saver.take_errors())  # also after another manager has closed it
 
     def _shut(self, why: str) -> None:
-        if self._closed:
-            return
-        self._saver.refuse_own_thread()
-        self._closed = why
+        if not self._closing.acquire(blocking=False):
+            if self._saver.is_own_thread():  # the thread that closes waits for this one
+                return
+            self._closing.acquire()
         try:
-            self._saver.stop()
+            if self._closed:
+                return
+            self._saver.refuse_own_thread()
+            self._closed = why
+            try:
+                self._saver.stop()
+            finally:
+                self._saver.preemption.close()
+                self._owner.close()
+                with CheckpointManager._open_lock:
+                    if CheckpointManager._open.get(self._key) is self:
+                        del CheckpointManager._open[self._key]
         finally:
-            self._saver.preemption.close()
-            self._owner.close()
-            with CheckpointManager._open_lock:
-                if CheckpointManager._open.get(self._key) is self:
-                    del CheckpointManager._open[self._key]
+            self._closing.release()
 
     def __enter__(self) -> Self:
         return self

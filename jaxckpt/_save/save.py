@@ -192,7 +192,8 @@ def check_metadata(
     if metadata is None:
         return {}
     try:
-        return jsontext.loads(jsontext.dumps(dict(metadata)), file=name)
+        # Inside another dict, as it is stored: the levels of both count.
+        return jsontext.loads(jsontext.dumps({name: dict(metadata)}), file=name)[name]
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be a dict of JSON values: {error}") from error
 
