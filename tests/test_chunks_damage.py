@@ -85,6 +85,26 @@ def test_damage_names_the_leaf_and_the_file(saved, leaf, how):
     assert same(read, [tree[name] for name in others])
 
 
+@pytest.mark.parametrize("damaged", ["node", "manifest"])
+def test_a_damaged_list_of_the_chunks_is_named(tmp_path, damaged):
+    """With its file, by everything that reads values."""
+    for name in "ab":
+        jaxckpt.save(tmp_path / name, {"w": VALUES, "n": 1})
+    [data] = (tmp_path / "a/state/d").iterdir()  # ends with the node of the tree
+    file = data if damaged == "node" else tmp_path / "a/state/manifest.ocdbt"
+    file.write_bytes(file.read_bytes()[:-20] + bytes(20))
+
+    for read in (
+        lambda: jaxckpt.restore(tmp_path / "a", as_numpy=True),
+        lambda: jaxckpt.open(tmp_path / "a").statistics(),
+        lambda: jaxckpt.diff(tmp_path / "a", tmp_path / "b"),
+        lambda: jaxckpt.convert(tmp_path / "a", tmp_path / "c"),
+    ):
+        with pytest.raises(CorruptCheckpoint, match=str(file)) as caught:
+            read()
+        assert caught.value.file == str(file)
+
+
 def test_swapped_chunks_of_a_size_are_found(saved):
     """Each has the checksum that it carries; the file is not the one that was written."""
     path, _, places = saved

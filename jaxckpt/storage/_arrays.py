@@ -319,9 +319,13 @@ def extents(spec: Mapping[str, Any], *, max_keys: int) -> dict[str, Extent | byt
     entries = 0
     while nodes:
         location, prefix, height = nodes.pop()
-        if _REFERENCE.fullmatch(location) is None:
+        place = _REFERENCE.fullmatch(location)
+        if place is None:
             return None
-        node: Any = ts.ocdbt.dump(base, location, context=context()).result()
+        try:
+            node: Any = ts.ocdbt.dump(base, location, context=context()).result()
+        except ValueError as error:  # does not name the file
+            raise ValueError(f"{spec['path']}{place[2]}{place[3]}: {error}") from error
         entries += len(node["entries"])
         if node["height"] != height or entries > 2 * max_keys:
             raise ValueError(f"{location} is not a node of this tree")
