@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+TEST_DIR ?= /dev/shm
 DEMO_ARGS ?=
 SOAK_MINUTES ?= 30
 FUZZ_MINUTES ?= 10
@@ -35,10 +36,11 @@ help:
 	@echo "make dist         builds the wheel and the sdist, and tries both in an empty environment"
 	@echo "make publish      does the same and uploads them"
 	@echo "make clean        removes everything that these targets made"
-	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) PYTEST_ARGS= DEMO_ARGS= BENCH_ARGS= BENCH_TMPFS=$(BENCH_TMPFS) BENCH_DISK=$(BENCH_DISK)"
+	@echo "Settings: PYTHON=$(PYTHON) VENV=$(VENV) PYTEST_ARGS= TEST_DIR=$(TEST_DIR) DEMO_ARGS= BENCH_ARGS= BENCH_TMPFS=$(BENCH_TMPFS) BENCH_DISK=$(BENCH_DISK)"
 
+# In memory nothing waits for the disk; the tests leave a folder there only for those that failed.
 test: $(VENV)/.installed-test
-	$(python) -m pytest -n auto --maxprocesses 2 --dist worksteal $(PYTEST_ARGS)
+	PYTEST_DEBUG_TEMPROOT=$(TEST_DIR) $(python) -m pytest -n auto --maxprocesses 2 --dist worksteal $(PYTEST_ARGS)
 
 stores: $(VENV)/.installed-test
 	$(python) -m pytest -m "stores and not slow" -n auto --maxprocesses 2 --dist worksteal $(PYTEST_ARGS)
