@@ -50,7 +50,7 @@ def measure_plans(counts: Sequence[int], *, leaves: int) -> dict[int, dict[str, 
 
 def measure_merges(counts: Sequence[int], *, keys: int, root: Path) -> dict[int, dict[str, float]]:
     """Returns the seconds to merge the databases of all processes, in total and per key."""
-    from jaxckpt.storage._arrays import Writer, merge_databases
+    from jaxckpt.storage._arrays import Database, Writer, merge_databases
 
     samples = {}
     for count in counts:
@@ -58,10 +58,12 @@ def measure_merges(counts: Sequence[int], *, keys: int, root: Path) -> dict[int,
             parts = [Path(folder, f"ocdbt.process_{i}") for i in range(count)]
             for i, part in enumerate(parts):
                 part.mkdir()
-                writer = Writer(_file(part))
+                database = Database(_file(part))
+                writer = Writer(database)
                 for key in range(keys):  # each process writes one chunk of each array
                     writer.put(f"leaf_{key:05d}/c/{i}/0", bytes(_VALUE_BYTES))
                 writer.commit()
+                (part / "manifest.ocdbt").write_bytes(database.take_manifest())
             start = time.perf_counter()
             merge_databases(_file(Path(folder)), [_file(part) for part in parts])
             seconds = time.perf_counter() - start

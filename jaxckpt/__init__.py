@@ -62,10 +62,12 @@ if TYPE_CHECKING:
         ProcessesDisagree,
         SaveFailed,
         StepExists,
+        StoreError,
         TreeMismatch,
         UnsupportedFormat,
         UnsupportedLeaf,
     )
+    from jaxckpt.storage._settings import StoreSettings, use_store
 
 # Where each public name is defined. Importing jaxckpt imports none of it, nor jax, nor TensorStore.
 _HOME = {
@@ -84,6 +86,8 @@ _HOME = {
     "save_async": "_save.save",
     "SaveHandle": "_save.handle",
     "verify": "_inspect.verify",
+    "StoreSettings": "storage._settings",
+    "use_store": "storage._settings",
     **dict.fromkeys(
         (
             "CheckpointError",
@@ -93,6 +97,7 @@ _HOME = {
             "ProcessesDisagree",
             "SaveFailed",
             "StepExists",
+            "StoreError",
             "TreeMismatch",
             "UnsupportedFormat",
             "UnsupportedLeaf",
@@ -115,6 +120,8 @@ __all__ = [
     "SaveHandle",
     "SavePolicy",
     "StepExists",
+    "StoreError",
+    "StoreSettings",
     "TreeMismatch",
     "UnsupportedFormat",
     "UnsupportedLeaf",
@@ -127,6 +134,7 @@ __all__ = [
     "restore",
     "save",
     "save_async",
+    "use_store",
     "verify",
 ]
 

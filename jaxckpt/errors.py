@@ -108,6 +108,14 @@ def damaged(file: str, what: str, *, leaf: str | None = None) -> CorruptCheckpoi
     return CorruptCheckpoint(f"{file}: {what}", leaf=leaf, file=file)
 
 
+class StoreError(CheckpointError, OSError):
+    """An object store refused a request or did not answer; the message says what to do."""
+
+    def __init__(self, message: str, *, code: int = errno.EIO) -> None:
+        super().__init__(message)
+        self.errno = code
+
+
 class SaveFailed(CheckpointError, RuntimeError):
     """The save failed. If there is a checkpoint at the path, it is complete.
 

@@ -202,11 +202,13 @@ def hand_made(path, metadata, chunk, **said):
     shutil.rmtree(state / names.OCDBT_DATA)
     (state / names.OCDBT_MANIFEST).unlink()
     storage, where = locate(state)
-    writer = _arrays.Writer(storage.kvstore(where))
+    database = _arrays.Database(storage.kvstore(where))
+    writer = _arrays.Writer(database)
     for key, value in (("w/zarr.json", metadata), ("w/c/0", chunk)):
         if value is not None:
             writer.put(key, value if isinstance(value, bytes) else json.dumps(value).encode())
     writer.commit()
+    (state / names.OCDBT_MANIFEST).write_bytes(database.take_manifest())
     record = json.loads((path / names.RECORD).read_bytes().splitlines()[0])
     files = {k: v for k, v in record["files"].items() if (path / k).is_file()}
     files |= {str(f.relative_to(path)): {"bytes": 0} for f in (state / "d").iterdir()}

@@ -649,7 +649,7 @@ def test_a_step_without_permission_is_listed_as_unreadable(root, monkeypatch):
         ["export", "nowhere", "new.safetensors"],
         ["import", "nowhere", "new"],
         ["report", "nowhere"],
-        ["ls", "gs://bucket/run"],
+        ["ls", "hdfs://host/run"],
         ["ls"],
         ["frobnicate"],
         ["show", "nowhere", "--depth", "0"],

@@ -131,12 +131,12 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Functions, modules, depth, storage calls.
 CEILINGS = {
-    "save again": (100, 19, 8, 24),
-    "manager open + save": (180, 32, 10, 33),
-    "restore(path, like)": (119, 24, 11, 8),
-    "manager.restore(like)": (156, 30, 16, 10),
-    "open": (64, 12, 9, 7),
-    "verify": (103, 19, 11, 16),
+    "save again": (113, 19, 10, 11),
+    "manager open + save": (193, 32, 12, 18),
+    "restore(path, like)": (120, 25, 11, 9),
+    "manager.restore(like)": (157, 31, 16, 11),
+    "open": (64, 12, 9, 8),
+    "verify": (103, 20, 11, 17),
 }
 
 
@@ -198,8 +198,8 @@ def code_lines(source: str) -> int:
 
 def test_the_package_stays_small():
     """Lines in all, and of code, without the command line, integrations, testing, convert."""
-    assert sum(source.count("\n") for source in sources()) <= 17_670
-    assert sum(map(code_lines, sources())) <= 12_005
+    assert sum(source.count("\n") for source in sources()) <= 19_380
+    assert sum(map(code_lines, sources())) <= 13_200
 
 
 def test_functions_stay_short():

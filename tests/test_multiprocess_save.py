@@ -119,7 +119,7 @@ def told(run_processes, tmp_path_factory):
         ("shape", "ProcessesDisagree", "other shapes"),
         ("path", "ProcessesDisagree", "different path"),
         ("leaf", "UnsupportedLeaf", "object"),
-        ("argument", "UnsupportedFormat", "gs://"),
+        ("argument", "UnsupportedFormat", "hdfs://"),
         ("full", "SaveFailed", "No space left"),
         ("no directory", "SaveFailed", "/dev/null/x"),
         ("async", "ProcessesDisagree", "another tree"),

@@ -412,6 +412,7 @@ def test_every_error_of_the_package_is_public_and_a_built_in_too():
         "TreeMismatch": ValueError,
         "UnsupportedLeaf": ValueError,
         "CorruptCheckpoint": OSError,
+        "StoreError": OSError,
         "UnsupportedFormat": ValueError,
         "SaveFailed": RuntimeError,
         "ProcessesDisagree": RuntimeError,

@@ -126,12 +126,29 @@ def test_memory_urls_have_a_storage_of_their_own():
 
 @pytest.mark.parametrize(
     "given",
-    ["gs://b/run", "s3://b/run", "GS://b", "https://x/y", "gs:/b/run", Path("s3://b/run")],
+    ["https://x/y", "HDFS://x/y", "gs:/bucket/run", Path("s3://bucket/run")],
 )
-def test_object_stores_are_refused(given):
-    """A URL of an object store is never taken for a local path, even one that pathlib broke."""
-    with pytest.raises(UnsupportedFormat, match=r"(?i)as a str|object store"):
+def test_a_url_without_a_storage_is_refused(given):
+    """A URL is never taken for a local path, even one that pathlib broke."""
+    with pytest.raises(UnsupportedFormat, match=r"(?i)as a str|no storage for"):
         locate(given)
+
+
+@pytest.mark.parametrize(
+    "given", ["gs://", "gs:///run", "s3://B_/x", "s3://bucket/a/../b", "gs://b"]
+)
+def test_a_url_names_a_bucket_and_what_is_in_it(given):
+    """Neither the bucket nor a part of the path may be missing or go elsewhere."""
+    with pytest.raises(ValueError, match="must"):
+        locate(given)
+
+
+def test_the_path_in_a_bucket_is_its_url():
+    """So that every error names it in full."""
+    storage, path = locate("S3://bucket/runs/vit/")
+
+    assert (storage.scheme, path) == ("s3", "s3://bucket/runs/vit")
+    assert locate("s3://bucket/other")[0] is storage
 
 
 @pytest.mark.parametrize(

@@ -348,7 +348,7 @@ def test_a_writer_whose_directory_is_taken_away_commits_nothing(new_disk, how):
         if len(seen) <= at:
             break
 
-    assert {"make_dir", "write", "sync", "create", "rename"} <= set(verbs)
+    assert {"make_dir", "add", "sync", "create", "rename"} <= set(verbs)
 
 
 def test_of_two_saves_at_once_one_wins_whole(new_world):

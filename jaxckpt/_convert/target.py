@@ -31,7 +31,7 @@ from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, names, step, tree
 from jaxckpt.format.step import StepMetadata
 from jaxckpt.format.tree import Leaf, StoredArray, Tree, bad_leaf
-from jaxckpt.storage import Storage, files_in
+from jaxckpt.storage import Storage
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -78,10 +78,9 @@ def write_checkpoint(
             f"{names.STATE_ITEM}/{name}": data
             for name, data in (_tree_files(goal, source, ocdbt=ocdbt) | writer.files()).items()
         }
-        digests = _write_files(storage, transaction.work, files, source, started_ns)
-        if not ocdbt:
-            digests |= _digests(storage, transaction.work)
-        transaction.commit(digests, lineage=source.lineage)
+        _add_metadata(storage, transaction.work, files, source, started_ns)
+        digests = {} if ocdbt else _digests(storage, transaction.work)
+        transaction.commit(files, digests=digests, lineage=source.lineage)
     except BaseException as error:
         if transaction is not None:
             transaction.abort()
@@ -281,8 +280,11 @@ class _Database:
     """Writes the same database as `save`."""
 
     def __init__(self, storage: Storage, item: str, goal: Tree) -> None:
+        from jaxckpt.storage._arrays import Database
+
         leaves = [leaf for leaf in goal.leaves if leaf.has_array]
         self._storage, self._item = storage, item
+        self._database = Database(storage.kvstore(item))
         self._prefixes = [leaf.prefix for leaf in leaves]
         self._stored = [leaf.array for leaf in leaves]
         *self._starts, count = starts_of(self._stored)
@@ -314,7 +316,14 @@ class _Database:
         places = {(i - first, box): n for n, (i, box, _) in enumerate(chunks)}
         requests = plan_writes(self._prefixes[first:last], plan, places)
         snapshot = [_padded(values, self._stored[i]) for i, _, values in chunks]
-        sums = write_arrays(self._storage, self._item, requests, snapshot, describe=describe)
+        sums, _ = write_arrays(
+            self._storage,
+            self._item,
+            requests,
+            snapshot,
+            describe=describe,
+            database=self._database,
+        )
         if sums:
             units = np.array(requests.units) + self._starts[first]
             self._sums[units], self._known[units] = sums, True
@@ -323,10 +332,9 @@ class _Database:
         if not self._stored:
             return {}
         assert self._known.all()  # each chunk was put
-        manifest = f"{self._item}/{names.OCDBT_MANIFEST}"
         return {
             names.CHUNK_SUMS: self._sums.astype("<u4").tobytes(),
-            names.OCDBT_MANIFEST: self._storage.read(manifest, max_bytes=1 << 30),
+            names.OCDBT_MANIFEST: self._database.take_manifest(),
         }
 
 
@@ -345,7 +353,7 @@ class _PlainFiles:
     def __init__(self, storage: Storage, item: str, goal: Tree) -> None:
         from jaxckpt.storage._arrays import Writer
 
-        self._writer = Writer(storage.kvstore(item), database=False)
+        self._writer = Writer(storage.kvstore(item))
         self._arrays = [
             (leaf.prefix, arrays.zarr3_metadata(leaf.array))
             for leaf in goal.leaves
@@ -395,15 +403,15 @@ def _digests(storage: Storage, work: str) -> dict[str, str]:
     """Returns the digests of all files, since plain arrays have no checksums."""
     return {
         name: step.digest(storage.read(f"{work}/{name}", max_bytes=entry.size))
-        for name, entry in files_in(storage.entries, work).items()
+        for name, entry in storage.files(work).items()
         if entry.size <= _MOST_FILE_BYTES
     }
 
 
-def _write_files(
+def _add_metadata(
     storage: Storage, work: str, files: dict[str, bytes], source: Leaves, started_ns: int
-) -> dict[str, str]:
-    """Writes the metadata files; returns their digests."""
+) -> None:
+    """Adds the metadata of the checkpoint, and makes the directories of all files."""
     files[names.CHECKPOINT_METADATA] = step.encode(
         StepMetadata(
             handlers={names.STATE_ITEM: step.PYTREE_HANDLER},
@@ -413,8 +421,5 @@ def _write_files(
         )
     )
     files[names.ORBAX_MARKER] = b""
-    for name, data in files.items():
-        if posixpath.basename(name) != names.OCDBT_MANIFEST:
-            storage.make_dir(posixpath.dirname(f"{work}/{name}"))
-            storage.write(f"{work}/{name}", data)
-    return {name: step.digest(data) for name, data in files.items()}
+    for name in files:
+        storage.make_dir(posixpath.dirname(f"{work}/{name}"))

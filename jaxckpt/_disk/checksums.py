@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any, Final
 
 import numpy as np
 
 from jaxckpt.errors import CorruptCheckpoint
-from jaxckpt.format.arrays import CRC_BYTES, chunk_key, decode_index, index_bytes
+from jaxckpt.format.arrays import CRC_BYTES, checksum, chunk_key, decode_index, index_bytes
 from jaxckpt.format.tree import Leaf, StoredArray
 
 _SUM: Final = np.dtype("<u4")
@@ -58,6 +58,24 @@ def units_in(stored: StoredArray, index: Sequence[int]) -> list[int]:
 def encode_share(units: Sequence[int], sums: Sequence[int]) -> bytes:
     """Encodes the numbers of one process's chunks, then their checksums, for process 0."""
     return np.array([units, sums], _SUM).tobytes()
+
+
+def unit_sums(stored: StoredArray, values: np.ndarray[Any, Any]) -> list[int]:
+    """Returns the checksum of a chunk, or of each of its inner chunks, from its values."""
+    starts = [
+        range(0, chunk, unit)
+        for chunk, unit in zip(stored.chunk_shape, stored.unit_shape, strict=True)
+    ]
+    sums = []
+    for start in product(*starts):
+        box = zip(start, stored.unit_shape, strict=True)
+        part = values[tuple(slice(at, at + n) for at, n in box)]
+        if part.shape != stored.unit_shape:  # at the edge, zarr pads with zeros
+            whole = np.zeros(stored.unit_shape, values.dtype)
+            whole[tuple(map(slice, part.shape))] = part
+            part = whole
+        sums.append(checksum(np.ascontiguousarray(part).reshape(-1).view(np.uint8)))
+    return sums
 
 
 def merge_shares(shares: Iterable[bytes], count: int) -> bytes | None:

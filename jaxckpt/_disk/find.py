@@ -84,7 +84,7 @@ def at_rest(
     for _ in range(_TRIES):
         found, problem = None, None
         try:
-            found = find(storage, path)
+            found = find(storage.ahead(path), path)
             result = read(found)
             if is_sealed(found) or is_current(found):
                 return result

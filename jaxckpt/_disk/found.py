@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record, StepMetadata
-from jaxckpt.storage import Entry, EntryKind, Storage, listing
+from jaxckpt.storage import Entry, EntryKind, Storage, listing, now
 
 Entries = Mapping[str, Entry]
 T = TypeVar("T")
@@ -120,11 +120,11 @@ def check_current(found: Found) -> None:
 
 def is_current(found: Found) -> bool:
     """Returns whether the same checkpoint is still there, or any if another program wrote it."""
-    file = f"{found.path}/{names.RECORD}"
+    file, storage = f"{found.path}/{names.RECORD}", now(found.storage)
     try:
-        digest = step.digest(found.storage.read(file, max_bytes=step.MAX_RECORD_BYTES))
+        digest = step.digest(storage.read(file, max_bytes=step.MAX_RECORD_BYTES))
     except (FileNotFoundError, NotADirectoryError):
-        return found.record is None and found.storage.kind(found.path) is not None
+        return found.record is None and storage.kind(found.path) is not None
     except CorruptCheckpoint:  # such as a link
         return found.record is None
     return found.record is not None and digest == found.record.digest

@@ -22,6 +22,8 @@ from jaxckpt._disk.native import Item
 from jaxckpt._disk.regions import Regions, open_reader
 from jaxckpt._disk.tensors import Tensors
 from jaxckpt.format.arrays import MAX_UNIT_BYTES, PLAIN_DTYPES
+from jaxckpt.format.names import OCDBT_MANIFEST
+from jaxckpt.storage import held
 
 # How many arrays to open ahead of the one being read.
 _OPEN_AHEAD: Final = 64
@@ -70,10 +72,9 @@ def read_leaves(
     """
     if not reads:
         return
-    from jaxckpt.storage._arrays import usable_cores
-
     window_bytes = int(budget_bytes * _WINDOW)
-    threads = max(1, min(_MAX_THREADS, 2 + usable_cores(), window_bytes // MAX_UNIT_BYTES))
+    at_once = item.found.storage.reads_at_once
+    threads = max(1, min(at_once, window_bytes // MAX_UNIT_BYTES))
     executor = ThreadPoolExecutor(threads, thread_name_prefix="jaxckpt-read")
     started: deque[tuple[int, _Batch]] = deque()
     in_flight = 0
@@ -150,8 +151,11 @@ def _extents(item: Item, reads: Sequence[LeafRead]) -> Mapping[str, Any] | None:
     wanted = sum(1 + count_chunks(read.leaf.array.chunk_shape, read.boxes) for read in ours)
     if not wanted:
         return None
-    spec = item.found.storage.kvstore(item.path)
-    return extents(spec, max_keys=int(wanted / _WORTH_LOOKING))
+    storage = item.found.storage
+    manifest = held(storage, f"{item.path}/{OCDBT_MANIFEST}")
+    return extents(
+        storage.kvstore(item.path), max_keys=int(wanted / _WORTH_LOOKING), manifest=manifest
+    )
 
 
 # --- streams of unknown length ---------------------------------------------------------------

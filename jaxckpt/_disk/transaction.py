@@ -51,6 +51,7 @@ import posixpath
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 from jaxckpt._core.text import size_text
@@ -69,7 +70,6 @@ from jaxckpt.storage import (
     Hold,
     Storage,
     beside,
-    files_in,
     free_bytes,
     is_temporary_file,
     listing,
@@ -111,22 +111,17 @@ class Transaction:
             SaveFailed: another writer was faster, or has just taken this writer for dead.
         """
         writer = f"{self.work}/{names.WRITER}"
-        mine = self.storage.create(writer, self.token.encode())
-        if mine:
-            try:
-                self.hold = self.storage.hold(writer)
-                mine = self.hold is not None
-            except io.UnsupportedOperation:
-                pass  # without locks, other writers leave everything temporary alone
-        if not mine:
+        self.hold = self.storage.claim(writer, self.token.encode())
+        if self.hold is None:
             raise SaveFailed(
                 f"{self.path}: another writer owns {writer}. Let only one job save here."
             )
 
     def commit(
         self,
-        digests: Mapping[str, str],
+        files: Mapping[str, bytes],
         *,
+        digests: Mapping[str, str] | None = None,
         lineage: Mapping[str, Any],
         phases: Mapping[str, float] | None = None,
         item: str = names.STATE_ITEM,
@@ -134,7 +129,8 @@ class Transaction:
         """Makes the checkpoint durable and visible.
 
         Args:
-            digests: SHA-256 of the metadata files, by path inside the checkpoint.
+            files: The metadata files, still to be written, by path inside the checkpoint.
+            digests: SHA-256 of small files that are there, by path inside the checkpoint.
             lineage, phases, item: For the record.
 
         Raises:
@@ -144,29 +140,26 @@ class Transaction:
         record = Record(
             writer=f"jaxckpt {__version__}",
             token=self.token,
-            files=self._facts(digests),
+            files=self._add(files, digests or {}),
             name=posixpath.basename(self.path),
             lineage=lineage,
             phases=phases or {},
             item=item,
         )
-        self.storage.write(f"{self.work}/{names.RECORD}", step.encode_record(record))
-        if self.overwrite:
-            self._take_along()
-        self._check_still_ours()
-        self.storage.sync(self.work)
-        if self.fence is not None:
-            self.fence()
+        written = {f"{self.work}/{names.RECORD}": step.encode_record(record)}
+        self.storage.together([partial(self.storage.add, written), self._check])
         marker = f"{self.work}/{names.COMMIT_MARKER}"
-        text = f"Checkpoint commit was successful to {self.path}".encode()
-        if not self.storage.create(marker, text):
+        text = f"Checkpoint commit was successful to {self.path}"
+        if not self.storage.atomic_rename:
+            text += f" by {self.token}"  # shows whose it is if the answer to its creation is lost
+        if not self.storage.create(marker, text.encode()):
             raise SaveFailed(f"{marker} already exists: another writer committed {self.path}")
         self.publishing = True
         old = self._publish() if self.storage.atomic_rename else None
         self.committed = True
         try:
             # Readers ignore both leftovers, and the next save removes them.
-            self.storage.delete(f"{self.path}/{names.WRITER}")
+            self.storage.delete_files([f"{self.path}/{names.WRITER}"])
             if old is not None:
                 _discard(self.storage, old)
         except OSError as error:
@@ -188,7 +181,8 @@ class Transaction:
         try:
             # After an exchange that raised, `work` may be the previous checkpoint, which has no
             # owner. Before, a directory of this name without an owner is ours: claiming it failed.
-            mine = (self.token,) if self.publishing else (self.token, None)
+            unowned = self.storage.atomic_rename and not self.publishing
+            mine = (self.token, None) if unowned else (self.token,)
             if not self.committed and self._owner() in mine:
                 _delete(self.storage, self.work)
         except OSError as error:
@@ -200,16 +194,34 @@ class Transaction:
         if self.hold is not None:
             self.hold.release()
 
-    def _facts(self, digests: Mapping[str, str]) -> dict[str, FileFacts]:
-        files = files_in(self.storage.entries, self.work)
-        for path, entry in files.items():
+    def _check(self) -> None:
+        """Checks that this attempt may commit, and makes its files durable."""
+        if self.overwrite:
+            self._take_along()
+        if self.storage.atomic_rename or self.fence is None:
+            self._check_still_ours()  # where attempts share a directory, the fence shows it
+        self.storage.sync(self.work)
+        if self.fence is not None:
+            self.fence()
+
+    def _add(self, files: Mapping[str, bytes], digests: Mapping[str, str]) -> dict[str, FileFacts]:
+        """Writes metadata files, and returns the facts about all files."""
+        storage, added = self.storage, {f"{self.work}/{f}": data for f, data in files.items()}
+        _, there = storage.together(
+            [partial(storage.add, added), partial(storage.files, self.work)]
+        )
+        for path, entry in there.items():
             if entry.kind != "file":
-                self.storage.size(f"{self.work}/{path}")  # raises an error that names it
-        return {
+                storage.size(f"{self.work}/{path}")  # raises an error that names it
+        facts = {
             path: FileFacts(size=entry.size, sha256=digests.get(path))
-            for path, entry in files.items()
-            if path != names.WRITER
+            for path, entry in there.items()
         }
+        # The listing may have been made before they were written.
+        for path, data in files.items():
+            facts[path] = FileFacts(size=len(data), sha256=step.digest(data))
+        facts.pop(names.WRITER, None)
+        return dict(sorted(facts.items()))
 
     def _check_still_ours(self) -> None:
         owner = self._owner()
@@ -263,11 +275,11 @@ def begin(
     Raises:
         StepExists: `path` exists (with `overwrite`: and is not a checkpoint).
     """
-    if fence is not None:
+    if fence is not None and storage.atomic_rename:
         fence()  # before anything is written, which may take long
     # The other processes may already be writing for this attempt.
-    spare = work_of(storage, path, token) if token else None
-    around = recover(storage, path, spare=spare, fenced=fence is not None)
+    spare = spare_of(storage, path, token) if token else None
+    around = recover(storage, path, spare=spare, fence=fence)
     if fence is not None and around is not None:
         _remove_empty(storage, path, around)
     check_target(storage, path, around, overwrite=overwrite)
@@ -278,7 +290,7 @@ def begin(
         work = work_of(storage, path, attempt)
         transaction = Transaction(storage, path, work, attempt, overwrite, fence=fence)
         try:
-            if token is None:
+            if token is None and storage.atomic_rename:
                 storage.make_new_dir(work)
             else:
                 storage.make_dir(work)
@@ -319,10 +331,25 @@ def work_of(storage: Storage, path: str, token: str) -> str:
     return beside(path, names.temporary(posixpath.basename(path), token))
 
 
+def mark_of(storage: Storage, token: str) -> str:
+    """Returns what distinguishes an attempt from others in its directory; "" if it has its own."""
+    return "" if storage.atomic_rename else token
+
+
+def spare_of(storage: Storage, path: str, token: str) -> str:
+    """Returns what the paths begin with, or contain, of all that an attempt's processes write."""
+    return f".{token}/" if mark_of(storage, token) else work_of(storage, path, token)
+
+
 def discard_work(storage: Storage, path: str, token: str) -> None:
     """Removes what other processes wrote for an attempt that did not begin. Never raises."""
+    work = work_of(storage, path, token)
     try:
-        storage.delete(work_of(storage, path, token))
+        if mark := mark_of(storage, token):
+            written = [f"{work}/{file}" for file in storage.files(work) if f".{mark}/" in file]
+            storage.delete_files(written)
+        else:
+            storage.delete(work)
     except OSError as error:
         warn(path, f"the remains of a failed save cannot be removed: {error}")
 
@@ -391,13 +418,18 @@ def _foreign(storage: Storage, path: str, inside: set[str]) -> set[str]:
 
 
 def recover(
-    storage: Storage, path: str, *, spare: str | None = None, fenced: bool = False
+    storage: Storage,
+    path: str,
+    *,
+    spare: str | None = None,
+    fence: Callable[[], None] | None = None,
 ) -> dict[str, Entry] | None:
     """Finishes or removes what a crash left of a save, a replacement or a deletion of `path`.
 
     Args:
-        spare: A directory that is not touched.
-        fenced: Whether only this writer may write here; then it removes live writers' work too.
+        spare: What is not touched; see `spare_of`.
+        fence: Raises unless only this writer may write here. If given, the work of live writers
+            is removed too.
 
     Returns:
         The listing of the directory that `path` is in, which may still have removed temporary
@@ -409,7 +441,11 @@ def recover(
         return None
     if not storage.atomic_rename:
         if name in around and _is_leftover(storage, path):
-            _remove_leftover(storage, path)
+            if fence is not None:
+                fence()
+            if fence is not None or not _may_be_written(storage, path):
+                warn(path, "removing the remains of an interrupted save or deletion")
+                _delete(storage, path, spare)
             around = listing(storage, parent)
         return around
     replacement = names.replacement(name)
@@ -419,7 +455,7 @@ def recover(
         around = storage.entries(parent)
     for entry in around:
         if names.is_ours_temporary(entry, name) and f"{parent}/{entry}" != spare:
-            if fenced:
+            if fence is not None:
                 remove_work(storage, f"{parent}/{entry}")
             else:
                 _remove_leftover(storage, f"{parent}/{entry}")
@@ -429,7 +465,7 @@ def recover(
 def remove(storage: Storage, path: str) -> None:
     """Deletes a checkpoint; after a crash in the middle no reader takes the rest for one."""
     if not storage.atomic_rename:
-        storage.delete(f"{path}/{names.COMMIT_MARKER}")
+        storage.delete_files([f"{path}/{names.COMMIT_MARKER}"])
     _discard(storage, path)
 
 
@@ -458,12 +494,15 @@ def _discard(storage: Storage, path: str) -> None:
     _delete(storage, path)
 
 
-def _delete(storage: Storage, path: str) -> None:
-    if not storage.atomic_rename:
-        for name in storage.names(path):
-            if name not in _OURS:
-                storage.delete(f"{path}/{name}")
-    storage.delete(path)
+def _delete(storage: Storage, path: str, spare: str | None = None) -> None:
+    if storage.atomic_rename:
+        storage.delete(path)
+        return
+    files = [file for file in storage.files(path) if spare is None or spare not in file]
+    # Last the files by which the next writer recognizes the remains as ours.
+    for are_last in (False, True):
+        some = [f"{path}/{file}" for file in files if (file in _OURS) == are_last]
+        storage.delete_files(some)
 
 
 def _remove_leftover(storage: Storage, path: str) -> None:

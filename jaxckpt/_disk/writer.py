@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import numpy as np
 
 from jaxckpt._core.box import Box
 from jaxckpt._core.plan import SavePlan
-from jaxckpt._disk.checksums import starts_of, stored_sums, units_in
+from jaxckpt._disk.checksums import starts_of, stored_sums, unit_sums, units_in
 from jaxckpt.errors import SaveFailed, UnsupportedLeaf
 from jaxckpt.format import names, sharding, step, tree
 from jaxckpt.format.arrays import (
@@ -126,30 +126,34 @@ def texts_of(leaves: Sequence[Leaf]) -> bytes:
 
 def write_arrays(
     storage: Storage,
-    database: str,
+    folder: str,
     writes: WritePlan,
     snapshot: Sequence[np.ndarray[Any, Any]],
     *,
     describe: bool,
-) -> list[int]:
+    database: Any = None,  # a `Database` of storage._arrays
+) -> tuple[list[int], bytes]:
     """Writes this process's chunks in one atomic transaction; they are on disk when it returns.
 
     Args:
-        database: Directory of the database; made if there is anything to write.
+        folder: Directory of the database; made if there is anything to write.
         snapshot: The values of each shard.
         describe: Whether to write the arrays' metadata too; only one process does.
+        database: The database if it takes more than one transaction.
 
     Returns:
-        The checksum of each of `writes.units`.
+        The checksum of each of `writes.units`. The manifest of the database, still to be stored;
+        empty if there was nothing to write or `database` was given.
     """
-    from jaxckpt.storage._arrays import Reader, Writer
+    from jaxckpt.storage._arrays import Database, Reader, Writer
 
     has_metadata = describe and (writes.described or writes.arrays)
     sums: list[int] = []
     if not (writes.direct or writes.written or has_metadata):
-        return sums
-    storage.make_dir(database)
-    writer = Writer(storage.kvstore(database))
+        return sums, b""
+    storage.make_dir(folder)
+    mine = database or Database(storage.kvstore(folder))
+    writer = Writer(mine)
     try:
         opened = {}
         if describe:
@@ -172,27 +176,35 @@ def write_arrays(
     except BaseException:
         writer.abort()
         raise
-    if writes.written:
+    if writes.written and storage.atomic_rename:
         chunks = [(*writes.arrays[i], index) for i, _, index, *_ in writes.written]
-        reader = Reader(storage.kvstore(database), database=True)
+        reader = Reader(storage.kvstore(folder), database=mine)
         for of_chunk in stored_sums(reader, chunks):
             sums += of_chunk
-    return sums
+    elif writes.written:  # each would be a request
+        for i, _, _, source, part in writes.written:
+            values = snapshot[source]
+            sums += unit_sums(writes.arrays[i][1], values if part is None else values[part])
+    return sums, b"" if database else mine.take_manifest()
 
 
-def merge(storage: Storage, item_path: str, writers: Sequence[int]) -> None:
-    """Merges the databases of `writers`, without moving values; SaveFailed if one is missing."""
+def merge(storage: Storage, item_path: str, writers: Sequence[int], token: str) -> bytes:
+    """Merges the databases of `writers`, without moving values; SaveFailed if one is missing.
+
+    Returns:
+        The manifest of the merged database, still to be stored.
+    """
     from jaxckpt.storage._arrays import merge_databases
 
-    databases = [f"{item_path}/{names.process_database(process)}" for process in writers]
-    unseen = [
-        process
-        for process, database in zip(writers, databases, strict=True)
-        if storage.kind(f"{database}/{names.OCDBT_MANIFEST}") is None
-    ]
+    databases = [f"{item_path}/{names.process_database(process, token)}" for process in writers]
+    manifests = [f"{database}/{names.OCDBT_MANIFEST}" for database in databases]
+    kinds = storage.together([partial(storage.kind, manifest) for manifest in manifests])
+    unseen = [process for process, kind in zip(writers, kinds, strict=True) if kind is None]
     if unseen:
         raise SaveFailed(
             f"{item_path}: process 0 does not see the files of processes {unseen}. The path must "
             "be on a file system that all hosts share."
         )
-    merge_databases(storage.kvstore(item_path), [storage.kvstore(path) for path in databases])
+    return merge_databases(
+        storage.kvstore(item_path), [storage.kvstore(path) for path in databases]
+    )

@@ -64,7 +64,8 @@ def fork(
         files = _link(storage, found, transaction.work)
         _check_whole(storage, found, transaction.work, files)
         item = names.STATE_ITEM if found.record is None else found.record.item
-        transaction.commit(_digests(found), lineage=_lineage("fork", found), item=item)
+        lineage = _lineage("fork", found)
+        transaction.commit({}, digests=_digests(found), lineage=lineage, item=item)
     except BaseException as error:
         transaction.abort()
         if isinstance(error, FileNotFoundError):

@@ -198,7 +198,8 @@ class StepIndex:
         path = f"{self.root}/{name}"
         try:
             if looks_committed(self.storage, path):
-                if self.storage.atomic_rename:  # otherwise it may be replaced in place
+                # Without renames it may be replaced in place, but only by the owner.
+                if self.storage.atomic_rename or self.owned:
                     self._committed.add(name)
                 return "committed"
             is_torn = self.storage.atomic_rename and is_ours(self.storage, path)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.transaction import Transaction
 from jaxckpt._progress.meter import Meter
+from jaxckpt._save.snapshot import Work
 from jaxckpt.errors import CheckpointTimeout, SaveFailed
 from jaxckpt.format import names, step
 from jaxckpt.format.step import StepMetadata
@@ -101,9 +102,7 @@ class SaveHandle:
         self.refused = request.problem is not None
         self.skipped = False  # whether only skipping processes made it fail
         self._request = request
-        # Of the directory where processes may write before process 0 has begun. Without renames all
-        # write to the final place, which process 0 must check first.
-        self._token = request.token if request.storage.atomic_rename else None
+        self._token = request.token
         self._meter = request.meter
         self._meter.total_bytes = self.size_bytes
         self._problem = request.problem
@@ -205,15 +204,18 @@ class SaveHandle:
                         token=self._token,
                         fence=request.fence,
                     )
-                    led.value = self._transaction.work
-            self._write(led.value)
+                    led.value = self._work(self._transaction.token)
+            work = Work(*led.value)
+            self._write(work)
             with self._meter.phase("meet"):
                 written = self._meet()
             with self._meter.phase("commit"), _leading(request, "committed"), _explaining(request):
                 if self._transaction is not None:
-                    digests = _describe(request, led.value, written)
+                    files, digests = _describe(request, work, written)
                     phases, item = self._meter.timing().phases, request.items[0].name
-                    self._transaction.commit(digests, lineage={}, phases=phases, item=item)
+                    self._transaction.commit(
+                        files, digests=digests, lineage={}, phases=phases, item=item
+                    )
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:
@@ -253,16 +255,22 @@ class SaveHandle:
                 yield led
             return
         try:
-            yield Lead(_transaction.work_of(request.storage, self.path, self._token))
+            yield Lead(self._work(self._token))
         except Exception as error:  # reported at `written`, then raised
             self._problem = error
 
-    def _write(self, work: str) -> None:
+    def _work(self, token: str) -> Work:
+        storage = self._request.storage
+        mark = _transaction.mark_of(storage, token)
+        return Work(_transaction.work_of(storage, self.path, token), mark)
+
+    def _write(self, work: Work) -> None:
         request = self._request
         if self._problem is None and not self._is_cancelled:
             folders = [item.folder(work, request.processes) for item in request.items]
-            measure = partial(_transaction.bytes_below, request.storage)
-            self._meter.measure = lambda: sum(map(measure, folders))
+            if request.storage.atomic_rename:  # in a store, files appear when they are complete
+                measure = partial(_transaction.bytes_below, request.storage)
+                self._meter.measure = lambda: sum(map(measure, folders))
             try:
                 with self._meter.phase("write"), _explaining(request):
                     for item in request.items:
@@ -342,8 +350,10 @@ def _differences(items: list[SaveItem], reports: list[Any]) -> dict[int, str]:
     return failures
 
 
-def _describe(request: SaveRequest, work: str, written: list[Any]) -> dict[str, str]:
-    """Completes the items and writes the metadata files; returns the digests of small files."""
+def _describe(
+    request: SaveRequest, work: Work, written: list[Any]
+) -> tuple[dict[str, bytes], dict[str, str]]:
+    """Completes the items; returns the metadata files, and the digests of small files there."""
     files, found = {}, {}
     for item in request.items:
         reports = [one[item.name] for one in written]
@@ -363,6 +373,4 @@ def _describe(request: SaveRequest, work: str, written: list[Any]) -> dict[str, 
     )
     if not request.is_step and request.items[0].name:
         files[names.ORBAX_MARKER] = b""
-    for path, data in files.items():
-        request.storage.write(f"{work}/{path}", data)
-    return {path: step.digest(data) for path, data in (files | found).items()}
+    return files, {path: step.digest(data) for path, data in found.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,15 @@ from jaxckpt.errors import SaveFailed, TreeMismatch, UnsupportedLeaf
 from jaxckpt.format import arrays, jsontext, names, step
 from jaxckpt.multihost import Json, Processes
 from jaxckpt.storage import Storage
+
+
+class Work(NamedTuple):
+    """Where an attempt writes a checkpoint."""
+
+    path: str
+    # The token of the attempt, if attempts share the directory: it is then part of the name of
+    # whatever a process writes before process 0 has begun. Otherwise "".
+    mark: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,18 +47,22 @@ class FileItem:
         """The approximate size of the values in memory."""
         return sum(map(len, self.mine.values()))
 
-    def folder(self, work: str, processes: Processes) -> str:
+    def folder(self, work: Work, processes: Processes) -> str:
         """Returns the directory that this process writes."""
-        del processes
-        return f"{work}/{self.name}"
+        return self._folder(work, processes.index)
 
-    def write(self, storage: Storage, work: str, processes: Processes) -> None:
+    def _folder(self, work: Work, process: int) -> str:
+        item = f"{work.path}/{self.name}"
+        return f"{item}/{names.process_database(process, work.mark)}" if work.mark else item
+
+    def write(self, storage: Storage, work: Work, processes: Processes) -> None:
         """Writes this process's files below the directory of the checkpoint."""
-        del processes
+        folder = self.folder(work, processes)
         if self.mine:
-            storage.make_dir(f"{work}/{self.name}")
-        for file, data in self.mine.items():
-            storage.write(f"{work}/{self.name}/{file}", data)
+            storage.make_dir(folder)
+        # In a shared directory only process 0 gives files their final names.
+        if not (work.mark and processes.index == 0):
+            storage.add({f"{folder}/{file}": data for file, data in self.mine.items()})
 
     def said(self) -> Json:
         """Returns the facts that the processes compare."""
@@ -60,18 +73,19 @@ class FileItem:
         return {}
 
     def finish(
-        self, storage: Storage, work: str, processes: Processes, said: Sequence[Any]
+        self, storage: Storage, work: Work, processes: Processes, said: Sequence[Any]
     ) -> tuple[dict[str, bytes], dict[str, bytes]]:
         """Returns the files to add and those already written, by name in the item."""
         del said
-        folder, there = f"{work}/{self.name}", {}
-        if self.mine:
-            for i in range(processes.count):
-                file = names.process_file(i, processes.count)
-                there[file] = storage.read(f"{folder}/{file}", max_bytes=jsontext.MAX_BYTES)
-        else:
-            storage.make_dir(folder)
-        return dict(self.shared()), there
+        if not self.mine:
+            storage.make_dir(f"{work.path}/{self.name}")
+            return dict(self.shared()), {}
+        files = dict(self.mine) if work.mark else {}
+        for i in range(1 if work.mark else 0, processes.count):
+            file = names.process_file(i, processes.count)
+            place = f"{self._folder(work, i)}/{file}"
+            files[file] = storage.read(place, max_bytes=jsontext.MAX_BYTES)
+        return (dict(self.shared()) | files, {}) if work.mark else (dict(self.shared()), files)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,6 +96,7 @@ class TreeItem:
     tree: TreePlan
     snapshot: Sequence[np.ndarray[Any, Any]] | None  # values of `tree.sources`, until written
     share: bytes = b""  # the checksums of process 0's chunks
+    manifest: bytes = b""  # of the database, if one process writes it
     handler: str = step.PYTREE_HANDLER
 
     @property
@@ -89,25 +104,33 @@ class TreeItem:
         """The approximate size of the values in memory."""
         return self.tree.plan.total_bytes
 
-    def folder(self, work: str, processes: Processes) -> str:
+    def folder(self, work: Work, processes: Processes) -> str:
         """Returns the directory of the database that this process writes."""
-        item = f"{work}/{self.name}" if self.name else work
-        return item if processes.count == 1 else f"{item}/{names.process_database(processes.index)}"
+        item = self._item(work)
+        if processes.count == 1:
+            return item
+        return f"{item}/{names.process_database(processes.index, work.mark)}"
 
-    def write(self, storage: Storage, work: str, processes: Processes) -> None:
+    def _item(self, work: Work) -> str:
+        return f"{work.path}/{self.name}" if self.name else work.path
+
+    def write(self, storage: Storage, work: Work, processes: Processes) -> None:
         """Writes this process's share and releases its memory."""
         assert self.snapshot is not None  # a save is run once
-        database = self.folder(work, processes)
+        folder = self.folder(work, processes)
         snapshot, self.snapshot = self.snapshot, None
-        writes = self.tree.writes
-        sums = write_arrays(storage, database, writes, snapshot, describe=processes.index == 0)
+        writes, leads = self.tree.writes, processes.index == 0
+        sums, manifest = write_arrays(storage, folder, writes, snapshot, describe=leads)
         share = encode_share(writes.units, sums)
-        if processes.index == 0:
+        if leads:
             self.share = share
-        elif share:
-            storage.write(f"{database}/{names.CHUNK_SUMS}", share)
-        if processes.index != 0 and storage.kind(database) == "dir":
-            storage.sync(database)
+        if processes.count == 1:
+            self.manifest = manifest
+            return
+        files = {names.OCDBT_MANIFEST: manifest, names.CHUNK_SUMS: b"" if leads else share}
+        storage.add({f"{folder}/{name}": data for name, data in files.items() if data})
+        if not leads and manifest:
+            storage.sync(folder)
 
     def said(self) -> Json:
         """Returns the facts that the processes compare."""
@@ -131,42 +154,39 @@ class TreeItem:
         return failures
 
     def finish(
-        self, storage: Storage, work: str, processes: Processes, said: Sequence[Any]
+        self, storage: Storage, work: Work, processes: Processes, said: Sequence[Any]
     ) -> tuple[dict[str, bytes], dict[str, bytes]]:
         """Merges the databases; returns small files to add and already written, by name."""
-        item = f"{work}/{self.name}" if self.name else work
-        files = dict(self.tree.files)
+        item, files = self._item(work), dict(self.tree.files)
         if any("/" in name for name in files):
             storage.make_dir(f"{item}/{names.ARRAY_METADATAS}")
         elif not self.tree.plan.stored:  # nobody wrote there
             storage.make_dir(item)
         if not self.tree.plan.stored:
             return files, {}
+        manifest, there = self.manifest, {}
         if processes.count > 1:
-            merge(storage, item, [i for i, one in enumerate(said) if one["bytes"] or i == 0])
-        there = _read_back(storage, item, processes.count)
+            writers = [i for i, one in enumerate(said) if one["bytes"] or i == 0]
+            manifest = merge(storage, item, writers, work.mark)
+            there = _read_back(
+                storage, item, [names.process_database(i, work.mark) for i in writers]
+            )
         shares = [data for name, data in there.items() if name.endswith(names.CHUNK_SUMS)]
         table = merge_shares([self.share, *shares], count := self.tree.writes.unit_count)
         if table is None:
             raise SaveFailed(f"{item}: no process wrote some of the {count} chunks")
-        return {**files, names.CHUNK_SUMS: table}, there
+        return {**files, names.CHUNK_SUMS: table, names.OCDBT_MANIFEST: manifest}, there
 
 
-def _read_back(storage: Storage, item: str, count: int) -> dict[str, bytes]:
+def _read_back(storage: Storage, item: str, folders: Sequence[str]) -> dict[str, bytes]:
     """Reads the small files that the processes wrote, all at once; by name in the item."""
     from jaxckpt.storage._arrays import Reader, value_of
 
-    files = [names.OCDBT_MANIFEST]
-    for i in range(count if count > 1 else 0):
-        folder = names.process_database(i)
-        files += [f"{folder}/{names.OCDBT_MANIFEST}", f"{folder}/{names.CHUNK_SUMS}"]
+    small = (names.OCDBT_MANIFEST, names.CHUNK_SUMS)
+    files = [f"{folder}/{name}" for folder in folders for name in small]
     reader = Reader(storage.kvstore(item), database=False)
     reads = [reader.get(file) for file in files]
     found = {file: value_of(read.result()) for file, read in zip(files, reads, strict=True)}
-    if found[names.OCDBT_MANIFEST] is None:
-        raise SaveFailed(
-            f"{item}/{names.OCDBT_MANIFEST} is missing although the arrays were written"
-        )
     return {file: data for file, data in found.items() if data is not None}
 
 

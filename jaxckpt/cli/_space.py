@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxckpt._disk.find import find
+from jaxckpt._disk.find import find, real
 from jaxckpt._disk.found import Found
 from jaxckpt._inspect import open as inspection
 from jaxckpt._run.overview import overview
-from jaxckpt.errors import CheckpointError, CheckpointNotFound, UnsupportedFormat
+from jaxckpt.errors import CheckpointError, CheckpointNotFound
 from jaxckpt.format.tree import parse_path
 from jaxckpt.storage import locate
 
@@ -47,7 +47,7 @@ class _File:
     """A file, by its path relative to the top."""
 
     path: str
-    inode: tuple[int, int]
+    inode: tuple[int | str, int]  # what tells it from others
     size_bytes: int
     is_shared: bool
 
@@ -59,9 +59,7 @@ def space(path: str) -> Space:
         CheckpointNotFound: no such file or directory.
     """
     storage, where = locate(path)
-    if storage.scheme != "file":
-        raise UnsupportedFormat(f"{path}: du needs a path in a file system")
-    where = os.path.realpath(where)
+    where = real(storage, where)
     try:
         steps = overview(where).steps
     except (NotADirectoryError, ValueError):  # a Flax file, or a checkpoint
@@ -109,7 +107,7 @@ def _part(path: str, step: int | None, items: Sequence[str]) -> tuple[Part, str,
 
 def _items_of_all(parts: Iterable[tuple[Part, str, list[_File]]]) -> dict[str, int]:
     total: Counter[str] = Counter()
-    seen: set[tuple[int, int]] = set()
+    seen: set[tuple[int | str, int]] = set()
     for part, _, files in parts:
         new = [file for file in files if file.inode not in seen]
         seen.update(file.inode for file in new)
@@ -142,6 +140,12 @@ def _branches(path: str, items: Sequence[str]) -> dict[str, int]:
 
 
 def _files(top: str) -> list[_File]:
+    storage, where = locate(top)
+    if storage.scheme != "file":
+        return [
+            _File(path=name, inode=(f"{top}/{name}", 0), size_bytes=entry.size, is_shared=False)
+            for name, entry in storage.files(where).items()
+        ]
     if not os.path.isdir(top):
         return [_file(top, os.path.basename(top))]
     found = []

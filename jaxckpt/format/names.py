@@ -201,9 +201,13 @@ def replacement(name: str) -> str:
     return name + _REPLACEMENT
 
 
-def process_database(index: int) -> str:
-    """Returns the directory of the database that process `index` writes."""
-    return f"{OCDBT_PROCESS}{index}"
+def process_database(index: int, token: str = "") -> str:
+    """Returns the directory of the database that process `index` writes.
+
+    Args:
+        token: Of the attempt, where the attempts to write a checkpoint share its directory.
+    """
+    return f"{OCDBT_PROCESS}{index}" + (f".{token}" if token else "")
 
 
 def key_facts(folder: str) -> str:

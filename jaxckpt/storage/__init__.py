@@ -10,13 +10,20 @@ import os
 import posixpath
 import re
 import shutil
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from jaxckpt.errors import UnsupportedFormat
-from jaxckpt.storage._local import LocalStorage, is_temporary_file, listing
+from jaxckpt.storage._ahead import held, now
+from jaxckpt.storage._local import (
+    LocalStorage,
+    files_in,
+    is_temporary_file,
+    listing,
+    usable_cores,
+)
 from jaxckpt.storage._protocol import Entry, EntryKind, Hold, Storage
+from jaxckpt.storage._settings import SCHEMES, StoreSettings, use_store
 
 if TYPE_CHECKING:
     from jaxckpt.storage._memory import MemoryStorage
@@ -28,12 +35,17 @@ __all__ = [
     "LocalStorage",
     "MemoryStorage",
     "Storage",
+    "StoreSettings",
     "beside",
     "files_in",
     "free_bytes",
+    "held",
     "is_temporary_file",
     "listing",
     "locate",
+    "now",
+    "usable_cores",
+    "use_store",
 ]
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -48,7 +60,8 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     `file://` URL may contain %-escapes.
 
     Args:
-        path: A local path, `file:///...`, or `memory://name/...`.
+        path: A local path, `file:///...`, `gs://bucket/...`, `s3://bucket/...` or
+            `memory://name/...`.
 
     Raises:
         ValueError: the path is empty, contains NUL or a backslash, or is a URL without a name.
@@ -77,29 +90,18 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     scheme = url[1].lower() if url else ""
     if scheme == "memory":
         return _memory_url(text)
+    if scheme in SCHEMES:
+        from jaxckpt.storage._object import object_storage
+
+        return object_storage(scheme, text)
     if scheme not in ("", "file"):
         raise UnsupportedFormat(
-            f"{text!r}: jaxckpt does not support {scheme}:// or any other object store yet. Save "
-            "to a local or network file system, and copy committed checkpoints with the store's "
-            "own tool (gcloud storage rsync, aws s3 sync)."
+            f"{text!r}: jaxckpt has no storage for {scheme}://. It saves to local paths, gs://, "
+            "s3:// and memory://."
         )
     local = _file_url_path(text) if scheme else os.path.expanduser(text)
     # POSIX allows two leading slashes to have a special meaning; no system here uses it.
     return LocalStorage(), "/" + os.path.abspath(local).lstrip("/")
-
-
-def files_in(entries: Callable[[str], Mapping[str, Entry]], root: str) -> dict[str, Entry]:
-    """Returns the entries below `root` by sorted path, without directories and unfinished files."""
-    found, folders = {}, [""]
-    while folders:
-        folder = folders.pop()
-        for name, entry in entries(f"{root}/{folder}".rstrip("/")).items():
-            path = f"{folder}/{name}".lstrip("/")
-            if entry.kind == "dir":
-                folders.append(path)
-            elif not is_temporary_file(name):
-                found[path] = entry
-    return dict(sorted(found.items()))
 
 
 def free_bytes(path: str) -> int | None:

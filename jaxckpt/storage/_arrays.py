@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -16,6 +17,8 @@ import numpy as np
 import tensorstore as ts
 
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure, os_code_in
+from jaxckpt.format.names import OCDBT_MANIFEST
+from jaxckpt.storage._local import usable_cores
 
 _context: ts.Context | None = None
 _context_lock = threading.Lock()  # guards _context
@@ -48,14 +51,6 @@ def context() -> ts.Context:
                 }
             )
         return _context
-
-
-def usable_cores() -> int:
-    """Returns how many cores this process may use."""
-    # sched_getaffinity respects taskset and cpusets, but exists on Linux only.
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 class Keys:
@@ -138,6 +133,28 @@ class Pending(Protocol):
         ...
 
 
+class Database:
+    """An OCDBT database that is being written: data in a directory, the manifest in memory.
+
+    TensorStore gives each data file a new, random name. The manifest is the one file that it would
+    change, so its owner stores it, as it stores other files: once, and when all else is there.
+
+    Args:
+        spec: The kvstore spec of the directory.
+    """
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self._manifest = {"driver": "memory", "path": f"manifest-{uuid.uuid4().hex}/"}
+        self.spec = {**_database(spec), "manifest": self._manifest}
+
+    def take_manifest(self) -> bytes:
+        """Returns the file of the manifest and forgets it; empty if nothing was written."""
+        keys = Keys(self._manifest)
+        data = keys.read(OCDBT_MANIFEST)
+        keys.delete("")
+        return data or b""
+
+
 class Writer:
     """Writes arrays and single values of one item, normally in one atomic database transaction.
 
@@ -145,13 +162,13 @@ class Writer:
     given arrays; their owner must not change them.
 
     Args:
-        spec: The kvstore spec of the database's directory.
-        database: Whether to write an OCDBT database. If not, arrays are plain files, readable at
-            once.
+        place: The database, or the kvstore spec of a directory in which arrays are plain files,
+            readable at once.
     """
 
-    def __init__(self, spec: Mapping[str, Any], *, database: bool = True) -> None:
-        self._spec = _database(spec) if database else dict(spec)
+    def __init__(self, place: Database | Mapping[str, Any]) -> None:
+        database = isinstance(place, Database)
+        self._spec = place.spec if isinstance(place, Database) else dict(place)
         self._base = "" if database else self._spec.get("path", "")
         self._transaction = ts.Transaction(atomic=True) if database else None
         store = ts.KvStore.open(self._spec, context=context()).result()
@@ -222,13 +239,17 @@ def _database(spec: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def merge_databases(parent: Mapping[str, Any], children: Sequence[Mapping[str, Any]]) -> None:
+def merge_databases(parent: Mapping[str, Any], children: Sequence[Mapping[str, Any]]) -> bytes:
     """Merges the OCDBT databases of several processes into one, in one atomic transaction.
 
     Values stay in place; the parent refers to them.
+
+    Returns:
+        The parent's manifest, still to be stored.
     """
+    database = Database(parent)
     transaction = ts.Transaction(atomic=True)
-    store = ts.KvStore.open(_database(parent), context=context()).result()
+    store = ts.KvStore.open(database.spec, context=context()).result()
     target = store.with_transaction(transaction)
     copies = []
     for child in children:
@@ -237,6 +258,7 @@ def merge_databases(parent: Mapping[str, Any], children: Sequence[Mapping[str, A
     for copy in copies:
         copy.result()
     transaction.commit_sync()
+    return database.take_manifest()
 
 
 class Reader:
@@ -244,12 +266,14 @@ class Reader:
 
     Args:
         spec: The kvstore spec of the item's directory.
-        database: Whether the directory contains an OCDBT database.
+        database: Whether the directory contains an OCDBT database; or the one being written.
     """
 
-    def __init__(self, spec: Mapping[str, Any], *, database: bool) -> None:
+    def __init__(self, spec: Mapping[str, Any], *, database: bool | Database) -> None:
         # The configuration comes from the manifest: Orbax's has changed over time.
         nodes = {"driver": "ocdbt", "base": dict(spec), "cache_pool": _NODES}
+        if isinstance(database, Database):
+            nodes["manifest"] = database.spec["manifest"]
         self._spec = nodes if database else dict(spec)
         self._base = "" if database else self._spec.get("path", "")
         limit = {"total_bytes_limit": _NODE_CACHE_BYTES}
@@ -290,15 +314,19 @@ class Extent(NamedTuple):
 # TensorStore's text form of a reference: kind, directory of the database that wrote it, file,
 # offset, size. The pattern admits only our directory names and TensorStore's file names.
 _REFERENCE: Final = re.compile(
-    r"(value|btreenode):((?:ocdbt\.process_\d{1,9}/)?):(d/[0-9a-f]{32}):(\d{1,18}):(\d{1,18})"
+    r"(value|btreenode):((?:ocdbt\.process_\d{1,9}(?:\.[0-9a-f]{16})?/)?):(d/[0-9a-f]{32})"
+    r":(\d{1,18}):(\d{1,18})"
 )
 
 
-def extents(spec: Mapping[str, Any], *, max_keys: int) -> dict[str, Extent | bytes] | None:
+def extents(
+    spec: Mapping[str, Any], *, max_keys: int, manifest: bytes | None = None
+) -> dict[str, Extent | bytes] | None:
     """Returns the place of each value of an OCDBT database by key, or a small value itself.
 
     Args:
         max_keys: The limit on keys.
+        manifest: The file of the manifest, if it was read before.
 
     Returns:
         None if there are more keys, or if only TensorStore can find the values.
@@ -307,10 +335,10 @@ def extents(spec: Mapping[str, Any], *, max_keys: int) -> dict[str, Extent | byt
         ValueError, OSError: the tree is damaged.
     """
     base = ts.KvStore.open(dict(spec), context=context()).result()
-    manifest: Any = ts.ocdbt.dump(base, context=context()).result()
-    if not manifest.get("versions"):
+    described = _decode_manifest(base, manifest)
+    if not described.get("versions"):
         return None
-    version = manifest["versions"][-1]
+    version = described["versions"][-1]
     root = version["root"]
     if root["statistics"]["num_keys"] > max_keys or root["location"] is None:
         return None
@@ -344,6 +372,19 @@ def extents(spec: Mapping[str, Any], *, max_keys: int) -> dict[str, Extent | byt
             _, folder, file, offset, size = reference.groups()
             found[key] = Extent(folder + file, int(offset), int(size))
     return found
+
+
+def _decode_manifest(base: ts.KvStore, data: bytes | None) -> Any:
+    if data is None:
+        return ts.ocdbt.dump(base, context=context()).result()
+    place = {"driver": "memory", "path": f"manifest-{uuid.uuid4().hex}/"}
+    keys = Keys(place)
+    keys.write(OCDBT_MANIFEST, data)
+    try:
+        store = ts.KvStore.open(place, context=context()).result()
+        return ts.ocdbt.dump(store, context=context()).result()
+    finally:
+        keys.delete("")
 
 
 def value_of(read: Any) -> bytes | None:

@@ -22,12 +22,12 @@ import io
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
-from jaxckpt.storage._protocol import Entry, EntryKind, Storage
+from jaxckpt.storage._protocol import Entry, EntryKind, Hold, Storage
 
 _TEMPORARY = ".jaxckpt-tmp-"
 _MOST_BUFFERS = 1024  # per system call
@@ -42,6 +42,45 @@ def listing(storage: Storage, folder: str) -> dict[str, Entry] | None:
         return storage.entries(folder)
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def files_in(entries: Callable[[str], Mapping[str, Entry]], root: str) -> dict[str, Entry]:
+    """Returns the entries below `root` by sorted path, without directories and unfinished files."""
+    found, folders = {}, [""]
+    while folders:
+        folder = folders.pop()
+        for name, entry in entries(f"{root}/{folder}".rstrip("/")).items():
+            path = f"{folder}/{name}".lstrip("/")
+            if entry.kind == "dir":
+                folders.append(path)
+            elif not is_temporary_file(name):
+                found[path] = entry
+    return dict(sorted(found.items()))
+
+
+def claim(storage: Storage, path: str, data: bytes) -> Hold | None:
+    """Creates a file and locks it; see `Storage.claim`."""
+    if not storage.create(path, data):
+        return None
+    try:
+        return storage.hold(path)
+    except io.UnsupportedOperation:
+        return _NoHold()  # without locks, other writers leave everything temporary alone
+
+
+class _NoHold:
+    """Stands in for a lock on storage without locks."""
+
+    def release(self) -> None:
+        """Does nothing."""
+
+
+def usable_cores() -> int:
+    """Returns how many cores this process may use."""
+    # sched_getaffinity respects taskset and cpusets, but exists on Linux only.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def is_temporary_file(name: str) -> bool:
@@ -61,6 +100,7 @@ class LocalStorage:
 
     scheme = "file"
     atomic_rename = True
+    reads_at_once = 2 + usable_cores()
 
     def read(self, path: str, *, max_bytes: int) -> bytes:
         with _about(path):
@@ -97,6 +137,10 @@ class LocalStorage:
         with _about(path):
             return _publish(_write_temporary(path, data), path, replace=False)
 
+    def add(self, files: Mapping[str, bytes]) -> None:
+        for path, data in files.items():
+            self.write(path, data)
+
     def kind(self, path: str) -> EntryKind | None:
         with _about(path):
             try:
@@ -129,6 +173,9 @@ class LocalStorage:
                     is_file = stat.S_ISREG(status.st_mode)
                     found[entry.name] = Entry("file", status.st_size) if is_file else _OTHER
         return dict(sorted(found.items()))
+
+    def files(self, path: str) -> dict[str, Entry]:
+        return files_in(lambda folder: listing(self, folder) or {}, path)
 
     def make_dir(self, path: str) -> None:
         with _about(path):
@@ -203,6 +250,10 @@ class LocalStorage:
                 _delete(path, path, is_dir=kind == "dir")
                 _sync_parents(path)
 
+    def delete_files(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            self.delete(path)
+
     def delete_empty(self, path: str) -> bool:
         with _about(path):
             try:
@@ -213,6 +264,9 @@ class LocalStorage:
                 return error.errno == errno.ENOENT
             _sync_parents(path)
         return True
+
+    def claim(self, path: str, data: bytes) -> Hold | None:
+        return claim(self, path, data)
 
     def hold(self, path: str) -> _LocalHold | None:
         # The previous holder may just have deleted the file. A lock on a deleted file excludes
@@ -232,6 +286,12 @@ class LocalStorage:
                         stack.pop_all()
                         _held.add(hold := _LocalHold(fd))
                         return hold
+
+    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        return [call() for call in calls]
+
+    def ahead(self, path: str) -> Storage:
+        return self
 
     def kvstore(self, path: str) -> dict[str, Any]:
         try:

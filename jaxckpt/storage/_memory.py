@@ -6,12 +6,13 @@ import errno
 import io
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.storage._arrays import Keys
-from jaxckpt.storage._protocol import Entry, EntryKind
+from jaxckpt.storage._local import claim, files_in, listing
+from jaxckpt.storage._protocol import Entry, EntryKind, Hold, Storage
 
 
 @final
@@ -23,6 +24,7 @@ class MemoryStorage:
 
     scheme = "memory"
     atomic_rename = False
+    reads_at_once = 4
 
     def read(self, path: str, *, max_bytes: int) -> bytes:
         data = self._value(path)
@@ -46,6 +48,11 @@ class MemoryStorage:
     def create(self, path: str, data: bytes) -> bool:
         return _keys().create(path, data)
 
+    def add(self, files: Mapping[str, bytes]) -> None:
+        for path, data in files.items():
+            if not self.create(path, data):
+                raise _os_error(errno.EEXIST, path)
+
     def kind(self, path: str) -> EntryKind | None:
         if _keys().read(path) is not None:
             return "file"
@@ -64,6 +71,9 @@ class MemoryStorage:
             if "/" not in key and (data := _keys().read(_prefix(path) + key)) is not None:
                 found[key] = Entry("file", len(data))
         return dict(sorted(found.items()))
+
+    def files(self, path: str) -> dict[str, Entry]:
+        return files_in(lambda folder: listing(self, folder) or {}, path)
 
     def make_dir(self, path: str) -> None:
         pass
@@ -90,8 +100,15 @@ class MemoryStorage:
         _keys().delete_key(path)
         _keys().delete(_prefix(path))
 
+    def delete_files(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            _keys().delete_key(path)
+
     def delete_empty(self, path: str) -> bool:
         return self.kind(path) is None  # only keys make a directory
+
+    def claim(self, path: str, data: bytes) -> Hold | None:
+        return claim(self, path, data)
 
     def hold(self, path: str) -> _MemoryHold | None:
         self.create(path, b"")
@@ -100,6 +117,12 @@ class MemoryStorage:
                 return None
             _held.add(path)
         return _MemoryHold(path)
+
+    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        return [call() for call in calls]
+
+    def ahead(self, path: str) -> Storage:
+        return self
 
     def kvstore(self, path: str) -> dict[str, Any]:
         # For `_arrays.context()` only: every context has its own memory store.

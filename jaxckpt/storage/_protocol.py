@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -35,8 +35,9 @@ class Storage(Protocol):
     and an empty one does not exist.
     """
 
-    scheme: str  # "file", "memory"
+    scheme: str  # "file", "gs", "memory", "s3"
     atomic_rename: bool  # False: a commit is a marker written last, not a rename
+    reads_at_once: int  # how many reads from it are worth making at the same time
 
     def read(self, path: str, *, max_bytes: int) -> bytes:
         """Returns a whole file; raises `CorruptCheckpoint` if larger or not a regular file."""
@@ -59,6 +60,13 @@ class Storage(Protocol):
         """Like `write`, but does nothing and returns False if the path exists."""
         ...
 
+    def add(self, files: Mapping[str, bytes]) -> None:
+        """Writes files, by path, into a directory that only this writer fills.
+
+        Where other writers can reach it (object stores), raises `FileExistsError` if one exists.
+        """
+        ...
+
     def kind(self, path: str) -> EntryKind | None:
         """Returns the kind of entry at `path`, or None. A symbolic link is "other"."""
         ...
@@ -76,6 +84,13 @@ class Storage(Protocol):
 
         Follows a link at `path`, like `names`; a link inside is "other". Leaves out a name that is
         deleted during the listing.
+        """
+        ...
+
+    def files(self, path: str) -> dict[str, Entry]:
+        """Returns all below a directory but directories and unfinished files, by path in it.
+
+        Empty if there is no such directory.
         """
         ...
 
@@ -111,8 +126,16 @@ class Storage(Protocol):
         """Deletes `path` and everything under it, durably, if it exists. Does not follow links."""
         ...
 
+    def delete_files(self, paths: Sequence[str]) -> None:
+        """Deletes files durably, those that exist."""
+        ...
+
     def delete_empty(self, path: str) -> bool:
         """Deletes a directory durably if nothing is in it; returns whether it is gone."""
+        ...
+
+    def claim(self, path: str, data: bytes) -> Hold | None:
+        """Creates a file, locked where the storage can; returns None if the path exists."""
         ...
 
     def hold(self, path: str) -> Hold | None:
@@ -120,6 +143,17 @@ class Storage(Protocol):
 
         Raises `io.UnsupportedOperation` (an OSError) if the storage cannot lock files.
         """
+        ...
+
+    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Returns the results of calls that use this storage, made at once where that is faster.
+
+        The first error is raised when all have ended. A call must not call `together`.
+        """
+        ...
+
+    def ahead(self, path: str) -> Storage:
+        """Returns a storage for reading one checkpoint, which may hold part of it already."""
         ...
 
     def kvstore(self, path: str) -> dict[str, Any]:

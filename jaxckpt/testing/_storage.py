@@ -8,14 +8,15 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from jaxckpt.storage import Entry, EntryKind, Hold, Storage
-from jaxckpt.storage._local import temporary_sibling
+from jaxckpt.storage._local import claim, files_in, listing, temporary_sibling
 
 MUTATING_VERBS = frozenset(
-    "write create make_dir make_new_dir sync link rename exchange delete delete_empty".split()
+    "write create add claim make_dir make_new_dir sync link rename exchange delete delete_files "
+    "delete_empty".split()
 )
 
 
@@ -29,6 +30,7 @@ class _Relay:
         self.inner = inner
         self.scheme = inner.scheme
         self.atomic_rename = inner.atomic_rename
+        self.reads_at_once = inner.reads_at_once
 
     def _before(self, verb: str, path: str, data: bytes = b"") -> None:
         raise NotImplementedError
@@ -49,6 +51,11 @@ class _Relay:
         self._before("create", path, data)
         return self.inner.create(path, data)
 
+    def add(self, files: Mapping[str, bytes]) -> None:
+        for path, data in files.items():
+            self._before("write", path, data)
+            self.inner.add({path: data})
+
     def kind(self, path: str) -> EntryKind | None:
         self._before("kind", path)
         return self.inner.kind(path)
@@ -64,6 +71,9 @@ class _Relay:
     def entries(self, path: str) -> dict[str, Entry]:
         self._before("entries", path)
         return self.inner.entries(path)
+
+    def files(self, path: str) -> dict[str, Entry]:
+        return files_in(lambda folder: listing(self, folder) or {}, path)
 
     def make_dir(self, path: str) -> None:
         self._before("make_dir", path)
@@ -93,13 +103,27 @@ class _Relay:
         self._before("delete", path)
         self.inner.delete(path)
 
+    def delete_files(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            self._before("delete", path)
+            self.inner.delete_files([path])
+
     def delete_empty(self, path: str) -> bool:
         self._before("delete_empty", path)
         return self.inner.delete_empty(path)
 
+    def claim(self, path: str, data: bytes) -> Hold | None:
+        return claim(self, path, data)
+
     def hold(self, path: str) -> Hold | None:
         self._before("hold", path)
         return self.inner.hold(path)
+
+    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        return [call() for call in calls]
+
+    def ahead(self, path: str) -> Storage:
+        return self
 
     def kvstore(self, path: str) -> dict[str, Any]:
         self._before("kvstore", path)

@@ -71,6 +71,7 @@ class Object:
     generation: int
     updated: datetime
     md5: bytes
+    custom: Mapping[str, str] = field(default_factory=dict)  # headers x-goog-meta-...
 
     @property
     def etag(self) -> str:
@@ -99,7 +100,13 @@ class Bucket:
         with self._lock:
             return self._find(name)
 
-    def put(self, name: str, data: bytes, if_generation: str | None = None) -> Object:
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        if_generation: str | None = None,
+        custom: Mapping[str, str] | None = None,
+    ) -> Object:
         with self._lock:
             self._check(name, if_generation)
             self._objects[name] = Object(
@@ -108,6 +115,7 @@ class Bucket:
                 generation=next(_generations),
                 updated=datetime.now(UTC),
                 md5=hashlib.md5(data, usedforsecurity=False).digest(),
+                custom=custom or {},
             )
             return self._objects[name]
 
@@ -322,6 +330,7 @@ def _media(stored: Object, headers: Message) -> Answer:
         "Accept-Ranges": "bytes",
         "x-goog-generation": str(stored.generation),
         "x-goog-metageneration": "1",
+        **stored.custom,
     }
     size = len(stored.data)
     asked = re.fullmatch(r"bytes=(\d*)-(\d*)", headers.get("Range", ""))
@@ -525,11 +534,16 @@ def _answer_xml(server: GcsServer, call: Call) -> Answer:
             data = server.bucket(unquote(source_bucket)).get(unquote(source)).data
             return _xml_copied(bucket.put(name, data, condition))
         case "PUT":
-            return Answer(headers=_written(bucket.put(name, call.body, condition)))
+            return Answer(headers=_written(bucket.put(name, call.body, condition, _custom(call))))
         case "DELETE":
             bucket.delete(name, condition)
             return Answer(status=204)
     return _xml_unknown(call)
+
+
+def _custom(call: Call) -> dict[str, str]:
+    headers = {name.lower(): value for name, value in call.headers.items()}
+    return {name: value for name, value in headers.items() if name.startswith("x-goog-meta-")}
 
 
 def _xml_get(bucket: Bucket, name: str, call: Call) -> Answer:

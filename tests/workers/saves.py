@@ -201,6 +201,14 @@ class Elsewhere:
         self._before()
         return self._inner.kvstore(self._there(path))
 
+    def add(self, files):
+        moved = {}
+        for path, data in files.items():
+            folder, _, name = path.rpartition("/")
+            self._inner.make_dir(self._there(folder))
+            moved[f"{self._there(folder)}/{name}"] = data
+        self._inner.add(moved)
+
 
 def small_tree(seed):
     return {
@@ -249,7 +257,7 @@ def disagree(me, root):
         "path": said(lambda: save_with(path + "1" * odd, small_tree(1))),
         "leaf": save({**small_tree(1), "n": object()} if odd else None),
         "all leaves": save({**small_tree(1), "n": object()}),
-        "argument": said(lambda: save_with("gs://b/a" if odd else path, small_tree(1))),
+        "argument": said(lambda: save_with("hdfs://b/a" if odd else path, small_tree(1))),
         "on one": save(
             {"w": put(np.arange(2, dtype=np.int32), mesh_of(last_devices(), x=2), ("x",))}
         ),

@@ -1,0 +1,590 @@
+"""Checkpoints in the buckets of an object store: `gs://bucket/...` and `s3://bucket/...`.
+
+A path here is the URL itself. Each object appears whole or not at all; a directory exists while an
+object's name begins with it. Nothing can be renamed, so a commit is a marker created last.
+
+A lock is a lease: attributes of the object say that it is held, and its holder writes it again
+every quarter of `lease_s`. Whoever finds it unrenewed for `lease_s`, by the store's own clock,
+takes it with a conditional write of other bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import posixpath
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import lru_cache, partial
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+
+from jaxckpt.errors import CorruptCheckpoint, StoreError
+from jaxckpt.storage._ahead import read_ahead
+from jaxckpt.storage._local import is_temporary_file
+from jaxckpt.storage._protocol import Entry, EntryKind, Storage
+from jaxckpt.storage._requests import REQUESTS_AT_ONCE, Requests, pool
+from jaxckpt.storage._settings import (
+    StoreSettings,
+    check_bucket,
+    kvstore_spec,
+    open_store,
+    settings_of,
+)
+
+# Larger reads are divided, so that the parts arrive together and none takes far longer than others.
+_PART_BYTES: Final = 8 << 20
+_PAGE: Final = 1000  # what stores list in one request
+_HELD: Final = "jaxckpt-held"  # the attribute of an object that is a held lock
+_MAX_LOCK_BYTES: Final = 1 << 20
+_OTHER_HOLDER: Final = ("PreconditionError", "AlreadyExistsError")
+
+
+def _alike(error: Exception) -> bool:
+    return type(error).__name__ in _OTHER_HOLDER
+
+
+@final
+class ObjectStorage:
+    """One bucket; see `Storage`. `object_storage` makes one."""
+
+    atomic_rename = False
+    reads_at_once = REQUESTS_AT_ONCE
+
+    def __init__(self, scheme: str, bucket: str, settings: StoreSettings) -> None:
+        self.scheme = scheme
+        self.root = f"{scheme}://{bucket}"
+        self.settings = settings
+        self._bucket = bucket
+        self._store = open_store(scheme, bucket, settings)
+        self.requests = Requests(self.root, settings)
+        self._clock: float | None = None  # the store's time minus ours, once it is known
+        self._clock_lock = threading.Lock()  # guards the probe
+
+    # --- reading -----------------------------------------------------------------------------
+
+    def read(self, path: str, *, max_bytes: int) -> bytes:
+        def get() -> bytes:
+            answer = obs().get(self._store, self._key(path))
+            if answer.meta["size"] > max_bytes:
+                raise CorruptCheckpoint(
+                    f"{path} must have at most {max_bytes} bytes, got {answer.meta['size']}",
+                    file=path,
+                )
+            return bytes(answer.bytes())
+
+        return self.requests.read("read", path, get)
+
+    def read_into(self, path: str, offset: int, buffers: Sequence[Any]) -> None:
+        total = sum(map(len, buffers))
+        if not total:
+            return
+        parts = [
+            (at, min(_PART_BYTES, offset + total - at))
+            for at in range(offset, offset + total, _PART_BYTES)
+        ]
+        if len(parts) == 1:
+            answers = [self._range(path, *parts[0])]
+        else:
+            answers = _all(_callers(), [partial(self._range, path, *part) for part in parts])
+        _scatter(answers, buffers)
+
+    def _range(self, path: str, start: int, length: int) -> memoryview:
+        def get() -> memoryview:
+            return memoryview(
+                obs().get_range(self._store, self._key(path), start=start, length=length)
+            )
+
+        try:
+            data = self.requests.read("read", path, get, size=length)
+        except StoreError as error:
+            # Beyond the end, stores answer with 416.
+            if "416" not in str(error) and "range" not in str(error).lower():
+                raise
+            data = memoryview(b"")
+        if len(data) != length:
+            raise EOFError(
+                f"{path}: the file ends at byte {start + len(data)}, expected {length} more bytes"
+            )
+        return data
+
+    def kind(self, path: str) -> EntryKind | None:
+        below = pool().submit(self._first_below, path)
+        try:
+            self._head(path)
+        except FileNotFoundError:
+            return "dir" if below.result() else None
+        return "file"
+
+    def size(self, path: str) -> int:
+        return self._head(path)["size"]
+
+    def names(self, path: str) -> list[str]:
+        return list(self.entries(path))
+
+    def entries(self, path: str) -> dict[str, Entry]:
+        key = self._key(path)
+        answer = self.requests.read(
+            "list", path, lambda: obs().list_with_delimiter(self._store, key or None)
+        )
+        found = {
+            posixpath.basename(prefix): Entry("dir", 0) for prefix in answer["common_prefixes"]
+        }
+        for one in answer["objects"]:
+            if one["path"] != key:  # a placeholder that some tools make for a directory
+                found.setdefault(posixpath.basename(one["path"]), Entry("file", one["size"]))
+        if not found and path != self.root:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return dict(sorted(found.items()))
+
+    def files(self, path: str) -> dict[str, Entry]:
+        key = self._key(path)
+        return {
+            one["path"].removeprefix(f"{key}/"): Entry("file", one["size"])
+            for one in sorted(self._below(path), key=lambda one: one["path"])
+            if not is_temporary_file(posixpath.basename(one["path"]))
+        }
+
+    def _below(self, path: str) -> list[Any]:
+        key = self._key(path)
+
+        def listed() -> list[Any]:
+            return [one for some in obs().list(self._store, key or None) for one in some]
+
+        found = self.requests.read("list", path, listed)
+        return [one for one in found if one["path"] != key]
+
+    def _first_below(self, path: str) -> bool:
+        def first() -> bool:
+            pages = obs().list(self._store, self._key(path) or None, chunk_size=1)
+            return any(one["path"] != self._key(path) for one in next(iter(pages), ()))
+
+        return self.requests.read("list", path, first)
+
+    def _head(self, path: str) -> Any:
+        return self.requests.read("look at", path, lambda: obs().head(self._store, self._key(path)))
+
+    # --- writing -----------------------------------------------------------------------------
+
+    def write(self, path: str, data: bytes) -> None:
+        self._put(path, data, mode="overwrite")
+
+    def create(self, path: str, data: bytes) -> bool:
+        self._probe(path)
+        return self._create(path, data) is not None
+
+    def _create(self, path: str, data: bytes, **attributes: str) -> Mapping[str, Any] | None:
+        """Creates an object; returns its version, or None if there was one."""
+
+        def put(unsure: bool) -> Mapping[str, Any] | None:
+            try:
+                return self._put_once(path, data, "create", attributes)
+            except Exception as error:
+                if not _alike(error):
+                    raise
+                # An earlier try may have acted although its answer was lost.
+                return self._mine(path, data) if unsure else None
+
+        try:
+            return self.requests.change("create", path, put)
+        except StoreError:
+            if (mine := self._mine(path, data)) is not None:
+                return mine
+            raise
+
+    def _mine(self, path: str, data: bytes) -> Mapping[str, Any] | None:
+        with contextlib.suppress(OSError):
+            answer, found = self._get(path)
+            if found == data:
+                return answer.meta
+        return None
+
+    def _put(
+        self, path: str, data: bytes, *, mode: Any, attributes: Mapping[str, str] | None = None
+    ) -> Mapping[str, Any]:
+        return self.requests.change(
+            "write", path, lambda _: self._put_once(path, data, mode, attributes or {})
+        )
+
+    def _put_once(
+        self, path: str, data: bytes, mode: Any, attributes: Mapping[str, str]
+    ) -> Mapping[str, Any]:
+        key = self._key(path)
+        return obs().put(
+            self._store, key, data, mode=mode, use_multipart=False, attributes=dict(attributes)
+        )
+
+    def _get(self, path: str) -> tuple[Any, bytes]:
+        def get() -> tuple[Any, bytes]:
+            answer = obs().get(self._store, self._key(path))
+            if answer.meta["size"] > _MAX_LOCK_BYTES:
+                raise CorruptCheckpoint(f"{path} is too large for a lock", file=path)
+            return answer, bytes(answer.bytes())
+
+        return self.requests.read("read", path, get)
+
+    def add(self, files: Mapping[str, bytes]) -> None:
+        if files:
+            self._probe(next(iter(files)))
+        calls = [partial(self._create, path, data) for path, data in files.items()]
+        for path, made in zip(files, _all(_callers(), calls), strict=True):
+            if made is None:
+                raise FileExistsError(errno.EEXIST, "another writer is saving here", path)
+
+    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        return _all(_outer_callers(), calls)
+
+    def make_dir(self, path: str) -> None:
+        pass
+
+    def make_new_dir(self, path: str) -> None:
+        if self.kind(path) is not None:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+
+    def sync(self, path: str) -> None:
+        pass
+
+    def rename(self, src: str, dst: str) -> None:
+        raise io.UnsupportedOperation(
+            errno.ENOTSUP, "an object store cannot rename", src, None, dst
+        )
+
+    def link(self, src: str, dst: str) -> bool:
+        if self.kind(dst) is not None:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), dst)
+        self.requests.change(
+            "copy", src, lambda _: obs().copy(self._store, self._key(src), self._key(dst))
+        )
+        return False
+
+    def exchange(self, a: str, b: str) -> bool:
+        return False
+
+    def delete(self, path: str) -> None:
+        _forget(path)
+        below = [one["path"] for one in self._below(path)]
+        self._delete(path, below or [self._key(path)])
+
+    def delete_files(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            _forget(path)
+        if paths:
+            self._delete(paths[0], [*map(self._key, paths)])
+
+    def _delete(self, path: str, keys: Sequence[str]) -> None:
+        def delete(one: str | Sequence[str], _: bool) -> None:
+            obs().delete(self._store, one)
+
+        def delete_one(key: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self.requests.change("delete", path, partial(delete, key))
+
+        try:
+            self.requests.change("delete", path, partial(delete, list(keys)))
+        except FileNotFoundError:  # some stores then leave the others
+            _all(_callers(), [partial(delete_one, key) for key in keys])
+
+    def delete_empty(self, path: str) -> bool:
+        return self.kind(path) is None  # only objects make a directory
+
+    # --- locks -------------------------------------------------------------------------------
+
+    def claim(self, path: str, data: bytes) -> ObjectHold | None:
+        self._probe(path)
+        token = secrets.token_hex(8)
+        made = self._create(path, data, **{_HELD: token})
+        return None if made is None else self._held(path, data, token, made)
+
+    def hold(self, path: str) -> ObjectHold | None:
+        self._probe(path)
+        token = secrets.token_hex(8)
+        try:
+            answer, data = self._get(path)
+        except FileNotFoundError:
+            made = self._create(path, token.encode(), **{_HELD: token})
+            return None if made is None else self._held(path, token.encode(), token, made)
+        was_held = answer.attributes.get(_HELD)
+        if was_held and not self._is_over(answer.meta):
+            return None
+        # The former holder must find another version, and a version may be a hash of the bytes.
+        data = token.encode() if was_held or not data else data
+        taken = self._replace(path, data, answer.meta, token)
+        return None if taken is None else self._held(path, data, token, taken)
+
+    def _held(self, path: str, data: bytes, token: str, version: Mapping[str, Any]) -> ObjectHold:
+        hold = ObjectHold(self, path, data, token, version)
+        _renew(hold)
+        return hold
+
+    def _is_over(self, meta: Mapping[str, Any]) -> bool:
+        assert self._clock is not None
+        age_s = time.time() + self._clock - meta["last_modified"].timestamp()
+        return age_s > self.settings.lease_s
+
+    def _replace(
+        self, path: str, data: bytes, version: Mapping[str, Any], token: str
+    ) -> Mapping[str, Any] | None:
+        """Writes an object again if it still has a version; returns the new one, or None."""
+        mode = {k: version[k] for k in ("e_tag", "version") if version.get(k)}
+        attributes = {_HELD: token} if token else {}
+
+        def put(unsure: bool) -> Mapping[str, Any] | None:
+            try:
+                return self._put_once(path, data, mode, attributes)
+            except Exception as error:
+                if not _alike(error) and not isinstance(error, FileNotFoundError):
+                    raise
+                if unsure:
+                    with contextlib.suppress(OSError):
+                        answer, _ = self._get(path)
+                        if answer.attributes.get(_HELD, "") == token:
+                            return answer.meta
+                return None
+
+        return self.requests.change("lock", path, put)
+
+    # --- what the store can do -----------------------------------------------------------------
+
+    def _probe(self, path: str) -> None:
+        """Finds out, at the first write, whether conditional writes work, and what time it is.
+
+        Raises:
+            StoreError: they do not, so that two writers could both commit a step.
+        """
+        with self._clock_lock:
+            if self._clock is not None:
+                return
+            if self.settings.single_writer:
+                self._clock = 0.0
+                return
+            file = f"{posixpath.dirname(path)}/.jaxckpt-tmp-{secrets.token_hex(8)}"
+            try:
+                problem = self._try_conditions(file)
+            finally:
+                with contextlib.suppress(OSError):
+                    self._delete(file, [self._key(file)])
+            if problem:
+                self._clock = None
+                raise StoreError(
+                    f"{self.root}: {problem}, so two jobs could both commit a step. Use a store "
+                    "with conditional writes; or, if only one job writes here at a time, set "
+                    "single_writer=True in StoreSettings or JAXCKPT_SINGLE_WRITER=1."
+                )
+
+    def _try_conditions(self, file: str) -> str:
+        """Returns what does not work, or "", and measures the store's clock."""
+        first = self._create(file, b"1")
+        if first is None:
+            return "an object with a new, random name was said to exist"
+        if self._create(file, b"2") is not None:
+            return "it created an object that existed"
+        now_s = time.time()
+        second = self._replace(file, b"3", first, "probe")
+        if second is None:
+            return "it refused to replace an object of the right version"
+        self._clock = self._head(file)["last_modified"].timestamp() - now_s
+        if self._replace(file, b"4", first, "") is not None:
+            return "it replaced an object that had changed"
+        return ""
+
+    def ahead(self, path: str) -> Storage:
+        return read_ahead(self, path, partial(self._first_files, path))
+
+    def _first_files(self, path: str) -> dict[str, Entry] | None:
+        """Returns the files below a path; None if one request does not list them all."""
+        key = self._key(path)
+
+        def first() -> list[Any]:
+            pages = obs().list(self._store, key or None, chunk_size=_PAGE)
+            return list(next(iter(pages), ()))
+
+        page = self.requests.read("list", path, first)
+        if len(page) >= _PAGE:
+            return None
+        return {
+            one["path"].removeprefix(f"{key}/"): Entry("file", one["size"])
+            for one in page
+            if one["path"] != key
+        }
+
+    def kvstore(self, path: str) -> dict[str, Any]:
+        prefix = f"{self._key(path)}/" if path != self.root else ""
+        return kvstore_spec(self.scheme, self._bucket, self.settings, prefix)
+
+    def _key(self, path: str) -> str:
+        return path.removeprefix(self.root).strip("/")
+
+
+def obs() -> Any:
+    """Returns obstore, which `open_store` has found."""
+    import obstore
+
+    return obstore
+
+
+@lru_cache(maxsize=1)
+def _callers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="jaxckpt-calls")
+
+
+@lru_cache(maxsize=1)
+def _outer_callers() -> ThreadPoolExecutor:
+    # Calls of `together` may wait for tasks of the other threads.
+    return ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="jaxckpt-together")
+
+
+def _all(threads: ThreadPoolExecutor, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    if len(calls) == 1:
+        return [calls[0]()]
+    tasks = [threads.submit(call) for call in calls]
+    wait(tasks)
+    return [task.result() for task in tasks]
+
+
+def _scatter(answers: Sequence[memoryview], buffers: Sequence[Any]) -> None:
+    """Copies bytes that arrived in parts into buffers, one after the other."""
+    parts = iter(answers)
+    part = np.frombuffer(next(parts), np.uint8)
+    for buffer in buffers:
+        out = np.frombuffer(memoryview(buffer), np.uint8) if len(buffer) else buffer
+        while len(out):
+            if not part.size:
+                part = np.frombuffer(next(parts), np.uint8)
+            count = min(len(out), part.size)
+            out[:count] = part[:count]
+            out, part = out[count:], part[count:]
+
+
+_storages: dict[tuple[str, str, StoreSettings], ObjectStorage] = {}
+_storages_lock = threading.Lock()  # guards _storages
+
+
+def object_storage(scheme: str, text: str) -> tuple[ObjectStorage, str]:
+    """Returns the storage of a URL, and its path in it: the URL without a slash at its end.
+
+    Raises:
+        ValueError: the URL has no valid bucket, or has empty, `.` or `..` parts.
+        UnsupportedFormat: obstore is not installed.
+    """
+    bucket, _, key = text.partition("://")[2].partition("/")
+    check_bucket(scheme, bucket, text)
+    key = key.rstrip("/")
+    if any(part in ("", ".", "..") for part in key.split("/")) and key:
+        raise ValueError(f"{text!r} must not have empty, '.' or '..' parts in its path")
+    settings = settings_of(scheme, bucket)
+    with _storages_lock:
+        storage = _storages.get((scheme, bucket, settings))
+        if storage is None:
+            storage = ObjectStorage(scheme, bucket, settings)
+            _storages[scheme, bucket, settings] = storage
+    return storage, f"{storage.root}/{key}".rstrip("/")
+
+
+# --- leases ------------------------------------------------------------------------------------
+
+
+class _Lease(NamedTuple):
+    hold: ObjectHold
+    due_s: float
+
+
+@final
+class ObjectHold:
+    """A lease on an object, renewed in the background until `release`."""
+
+    def __init__(
+        self,
+        storage: ObjectStorage,
+        path: str,
+        data: bytes,
+        token: str,
+        version: Mapping[str, Any],
+    ) -> None:
+        self.path = path
+        self._storage = storage
+        self._data = data
+        self._token = token
+        self._version: Mapping[str, Any] | None = version  # None once it is released or lost
+        self._lock = threading.Lock()  # guards _version
+
+    @property
+    def every_s(self) -> float:
+        return self._storage.settings.lease_s / 4
+
+    def renew(self) -> bool:
+        """Writes the object again; returns whether the lease goes on."""
+        with self._lock:
+            if self._version is not None:
+                with contextlib.suppress(StoreError):  # the next renewal may succeed
+                    self._version = self._storage._replace(
+                        self.path, self._data, self._version, self._token
+                    )
+            return self._version is not None
+
+    def release(self) -> None:
+        _holds.pop(id(self), None)
+        with self._lock:
+            version, self._version = self._version, None
+        if version is not None:
+            with contextlib.suppress(StoreError):  # it ends by itself
+                self._storage._replace(self.path, self._data, version, "")
+
+    def drop(self) -> None:
+        """Ends the lease of an object that is being deleted."""
+        _holds.pop(id(self), None)
+        with self._lock:
+            self._version = None
+
+
+_holds: dict[int, _Lease] = {}
+_wake = threading.Condition()  # guards _renewer
+_renewer: threading.Thread | None = None
+
+
+def _renew(hold: ObjectHold) -> None:
+    """Has a lease renewed from now on."""
+    global _renewer
+    with _wake:
+        _holds[id(hold)] = _Lease(hold, time.monotonic() + hold.every_s)
+        if _renewer is None or not _renewer.is_alive():
+            _renewer = threading.Thread(target=_renew_all, name="jaxckpt-leases", daemon=True)
+            _renewer.start()
+        _wake.notify()
+
+
+def _renew_all() -> None:
+    while True:
+        with _wake:
+            due_s = min((lease.due_s for lease in list(_holds.values())), default=None)
+            _wake.wait(None if due_s is None else max(0.0, due_s - time.monotonic()))
+        for key, lease in list(_holds.items()):
+            if lease.due_s <= time.monotonic():
+                goes_on = lease.hold.renew()
+                if goes_on and key in _holds:
+                    _holds[key] = _Lease(lease.hold, time.monotonic() + lease.hold.every_s)
+                else:
+                    _holds.pop(key, None)
+
+
+def _forget(path: str) -> None:
+    """Ends the leases of this process on objects at or below a path."""
+    for lease in list(_holds.values()):
+        if lease.hold.path == path or lease.hold.path.startswith(f"{path}/"):
+            lease.hold.drop()
+
+
+def _forget_all_in_child() -> None:
+    global _renewer
+    _holds.clear()  # the parent renews them
+    _renewer = None
+    _callers.cache_clear()
+    _outer_callers.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget_all_in_child)

@@ -1,0 +1,206 @@
+"""Sends requests to an object store: each with a deadline, a bounded number of tries and a reason.
+
+A read that takes far longer than its peers is sent a second time, and the first answer counts. A
+write is sent again only after an error, and `unsure` then tells that an earlier try may have acted.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Final, TypeVar, final
+
+from jaxckpt.errors import StoreError
+from jaxckpt.storage._settings import StoreSettings
+
+T = TypeVar("T")
+
+REQUESTS_AT_ONCE: Final = 32
+# A read is hedged after this many times the seconds that nine of ten of its peers took.
+_HEDGE_FACTOR: Final = 3.0
+_HEDGE_FLOOR_S: Final = 0.2
+_HEDGE_BYTES: Final = 0.05  # of the bytes read
+_PEERS: Final = 64
+# What takes this long is no longer a matter of latency but of the bytes.
+_BYTES_PER_S: Final = 20e6
+_FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 5.0
+_FINAL: Final = re.compile(r"status code: (?!408|409|425|429)4\d\d|NotImplemented")
+
+_pool: ThreadPoolExecutor | None = None
+_pool_lock = threading.Lock()  # guards _pool
+
+
+def pool() -> ThreadPoolExecutor:
+    """Returns the threads that wait for answers; none of them ever waits for another."""
+    global _pool
+    with _pool_lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(2 * REQUESTS_AT_ONCE, thread_name_prefix="jaxckpt-store")
+        return _pool
+
+
+def _forget_pool_in_child() -> None:
+    global _pool
+    _pool = None  # a forked child lacks its threads
+
+
+os.register_at_fork(after_in_child=_forget_pool_in_child)
+
+
+@final
+class Requests:
+    """The requests of this process to one bucket.
+
+    Args:
+        name: Of the bucket, as a URL.
+    """
+
+    def __init__(self, name: str, settings: StoreSettings) -> None:
+        self.hedged = 0  # reads that were sent twice
+        self._name = name
+        self._settings = settings
+        self._lock = threading.Lock()  # guards the three below, and `hedged`
+        self._peers: deque[float] = deque(maxlen=_PEERS)
+        self._read_bytes = 0
+        self._hedged_bytes = 0
+
+    def read(self, what: str, path: str, call: Callable[[], T], *, size: int = 0) -> T:
+        """Returns the answer to a read.
+
+        Args:
+            what: The verb, for errors.
+            call: Sends the request and waits for its answer; may be called again, in any thread.
+            size: Bytes expected.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            StoreError: the store did not answer, or refused.
+        """
+        return self._tried(what, path, lambda _: self._hedge(call, size))
+
+    def change(self, what: str, path: str, call: Callable[[bool], T]) -> T:
+        """Returns the answer to a request that changes something.
+
+        Args:
+            call: Called with whether an earlier try may have acted.
+
+        Raises:
+            FileNotFoundError, StoreError: as for `read`.
+        """
+        return self._tried(what, path, call)
+
+    def _tried(self, what: str, path: str, call: Callable[[bool], T]) -> T:
+        started_s = time.monotonic()
+        for n in range(1, self._settings.tries + 1):
+            try:
+                return call(n > 1)
+            except Exception as error:
+                waited_s = time.monotonic() - started_s
+                pause_s = min(_FIRST_PAUSE_S * 2**n, _LONGEST_PAUSE_S) * random.uniform(0.5, 1)
+                is_last = n == self._settings.tries
+                late = waited_s + pause_s >= self._settings.timeout_s
+                if is_last or late or not _may_pass(error):
+                    raise self._explained(error, what, path, waited_s, n) from error
+            time.sleep(pause_s)
+        raise AssertionError
+
+    def _hedge(self, call: Callable[[], T], size: int) -> T:
+        started_s = time.monotonic()
+        first = pool().submit(call)
+        patience_s = self._patience_s(size)
+        futures: set[Future[T]] = {first}
+        done, _ = wait(futures, timeout=patience_s)
+        if not done:
+            if self._may_hedge(size):
+                futures.add(pool().submit(call))
+            done, _ = wait(futures, return_when=FIRST_COMPLETED)
+            if len(futures) == 2 and all(one.exception() for one in done):
+                done, _ = wait(futures)  # the other may still succeed
+        good = [one for one in done if one.exception() is None]
+        answer = (good or [*done])[0].result()
+        with self._lock:
+            self._peers.append(time.monotonic() - started_s - size / _BYTES_PER_S)
+            self._read_bytes += size
+        return answer
+
+    def _patience_s(self, size: int) -> float | None:
+        """Returns after how many seconds a read is sent again; None if its peers do not tell."""
+        with self._lock:
+            peers = sorted(self._peers)
+        if len(peers) < 4:
+            return None
+        usual_s = max(peers[int(0.9 * (len(peers) - 1))], 0.0)
+        return max(_HEDGE_FACTOR * usual_s, _HEDGE_FLOOR_S) + size / _BYTES_PER_S
+
+    def _may_hedge(self, size: int) -> bool:
+        with self._lock:
+            # One more request of the usual size is always allowed.
+            allowed = self._hedged_bytes + size <= max(_HEDGE_BYTES * self._read_bytes, 1 << 20)
+            if allowed:
+                self._hedged_bytes += size
+                self.hedged += 1
+            return allowed
+
+    def _explained(
+        self, error: Exception, what: str, path: str, waited_s: float, tries: int
+    ) -> Exception:
+        """Returns the error to raise: what was asked, what the store said and what to do."""
+        text = _said(error)
+        if (
+            not type(error).__module__.startswith("obstore")
+            and type(error) is not FileNotFoundError
+        ):
+            return error
+        if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in text:
+            return FileNotFoundError(errno.ENOENT, "no such object", path)
+        name = type(error).__name__
+        if name in ("AlreadyExistsError", "PreconditionError"):
+            return error  # an answer, for the caller
+        advice = _advice(name, text, self._name)
+        tried = f"{tries} {'try' if tries == 1 else 'tries'}"
+        return StoreError(
+            f"{path}: cannot {what}: {advice} ({waited_s:.1f} s, {tried}). {self._name} said: "
+            f"{text}",
+            code=errno.EACCES if "permission" in advice or "credential" in advice else errno.EIO,
+        )
+
+
+def _may_pass(error: Exception) -> bool:
+    """Returns whether sending a request again may help."""
+    name = type(error).__name__
+    return name == "GenericError" and not _FINAL.search(_said(error))
+
+
+def _said(error: BaseException) -> str:
+    """Returns what the store or the client said, on one line, without a dump of its internals."""
+    return " ".join(str(error).partition("\n\nDebug source")[0].split())[:500]
+
+
+def _advice(name: str, text: str, bucket: str) -> str:
+    if "NoSuchBucket" in text or "bucket does not exist" in text:
+        return f"there is no bucket {bucket}. Make it, or correct its name or the endpoint"
+    if "PermanentRedirect" in text or "AuthorizationHeaderMalformed" in text or "301" in text:
+        return "the bucket is in another region. Set AWS_REGION, or `region` in StoreSettings"
+    if "PathStyle" in text or "path-style" in text.lower():
+        return (
+            "the store wants the bucket in the host's name. Set virtual_hosted=True in "
+            "StoreSettings, or AWS_VIRTUAL_HOSTED_STYLE_REQUEST=true"
+        )
+    if name == "UnauthenticatedError" or "credential" in text.lower() or "InvalidAccessKey" in text:
+        return (
+            "the credentials are missing or not accepted. Set those of the store's own chain, such "
+            "as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS"
+        )
+    if name == "PermissionDeniedError" or "status code: 403" in text:
+        return "no permission. `jaxckpt doctor URL` shows which one is missing"
+    if "status code: 429" in text or "status code: 503" in text:
+        return "the store is overloaded or limits the rate of requests"
+    return "the store did not answer in time, or not as a store does"

@@ -1,0 +1,204 @@
+"""How to reach a bucket: one settings object for both clients, obstore and TensorStore."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Final, Literal
+
+from jaxckpt.errors import UnsupportedFormat
+
+Credentials = Literal["default", "environment", "anonymous"]
+
+SCHEMES: Final = ("gs", "s3")
+_BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSettings:
+    """How to reach the buckets of an object store, and how long to wait for it.
+
+    Without settings for a bucket, the standard environment variables decide, such as
+    `AWS_ENDPOINT_URL`, `AWS_REGION` and `GOOGLE_APPLICATION_CREDENTIALS`.
+
+    Attributes:
+        endpoint: `http://` or `https://` and a host. If None, the provider's own.
+        region: Of an S3 bucket.
+        virtual_hosted: Whether an S3 bucket's name is part of the host's name instead of the path.
+        credentials: `"default"`: the store's own chain (environment, files, the machine's role);
+            `"environment"`: environment variables only; `"anonymous"`: none. Never stored.
+        single_writer: Whether you guarantee that only one job writes to these buckets at a time. A
+            store whose conditional writes do not work is refused without it.
+        timeout_s: Seconds after which a request has failed, all tries included.
+        stall_s: Seconds without a byte after which one try is given up.
+        tries: How often a request is sent before it has failed.
+        lease_s: Seconds after which the lock of a writer that no longer renews it is over.
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+    virtual_hosted: bool = False
+    credentials: Credentials = "default"
+    single_writer: bool = False
+    timeout_s: float = 300.0
+    stall_s: float = 60.0
+    tries: int = 8
+    lease_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.endpoint is not None and not re.match(r"https?://[^/]+/?$", self.endpoint):
+            raise ValueError(
+                f"endpoint must be http:// or https:// and a host, got {self.endpoint!r}"
+            )
+        for name in ("timeout_s", "stall_s", "tries", "lease_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
+
+
+_given: dict[str, StoreSettings] = {}  # by "scheme://bucket" or "scheme://"
+
+
+def use_store(url: str, settings: StoreSettings) -> None:
+    """Sets how this process reaches a bucket, or all buckets of a scheme.
+
+    Every process calls it before the bucket's first use.
+
+    Args:
+        url: Such as `s3://bucket` or `s3://`.
+
+    Raises:
+        ValueError: the URL has a path or a scheme that is no object store's.
+
+    Example:
+        >>> import jaxckpt
+        >>> jaxckpt.use_store(
+        ...     "s3://bucket",
+        ...     jaxckpt.StoreSettings(endpoint="https://objects.example.com", region="eu-1"),
+        ... )
+    """
+    scheme, _, bucket = url.partition("://")
+    if scheme not in SCHEMES or "/" in bucket.rstrip("/"):
+        raise ValueError(f"url must be such as 's3://bucket' or 's3://', got {url!r}")
+    _given[f"{scheme}://{bucket.rstrip('/')}"] = settings
+
+
+def settings_of(scheme: str, bucket: str) -> StoreSettings:
+    """Returns the settings of a bucket: those given, else those of the environment."""
+    for name in (f"{scheme}://{bucket}", f"{scheme}://"):
+        if name in _given:
+            return _given[name]
+    return _from_environment(scheme, os.environ)
+
+
+def _from_environment(scheme: str, env: Mapping[str, str]) -> StoreSettings:
+    settings = StoreSettings(single_writer=_is_true(env, "JAXCKPT_SINGLE_WRITER"))
+    if scheme == "gs":
+        endpoint = env.get("TENSORSTORE_GCS_HTTP_URL") or env.get("STORAGE_EMULATOR_HOST")
+        if endpoint and "://" not in endpoint:
+            endpoint = f"http://{endpoint}"
+        return replace(settings, endpoint=endpoint)
+    return replace(
+        settings,
+        endpoint=env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or None,
+        region=env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or None,
+        virtual_hosted=_is_true(env, "AWS_VIRTUAL_HOSTED_STYLE_REQUEST"),
+    )
+
+
+def _is_true(env: Mapping[str, str], name: str) -> bool:
+    return env.get(name, "").lower() in ("1", "true", "yes")
+
+
+def check_bucket(scheme: str, bucket: str, url: str) -> None:
+    """Raises ValueError if a URL has no valid bucket."""
+    if not _BUCKET.fullmatch(bucket):
+        raise ValueError(f"{url!r} must have the form {scheme}://bucket/..., got bucket {bucket!r}")
+
+
+# --- obstore ---------------------------------------------------------------------------------
+
+
+def open_store(scheme: str, bucket: str, settings: StoreSettings) -> Any:
+    """Returns obstore's client of a bucket; it sends nothing yet, and never tries again itself."""
+    try:
+        from obstore.store import GCSStore, S3Store
+    except ImportError as error:
+        raise UnsupportedFormat(
+            f"{scheme}://{bucket} needs the package obstore; install the extra jaxckpt[cloud]"
+        ) from error
+    options: dict[str, Any] = {
+        "client_options": {
+            "timeout": timedelta(seconds=settings.timeout_s),
+            "read_timeout": timedelta(seconds=min(settings.stall_s, settings.timeout_s)),
+            "connect_timeout": timedelta(seconds=min(10.0, settings.stall_s)),
+            "allow_http": (settings.endpoint or "").startswith("http://"),
+        },
+        # We try again ourselves: only then is it known whether an earlier try may have acted.
+        "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=settings.timeout_s)},
+    }
+    if settings.credentials == "anonymous":
+        options["skip_signature"] = True
+    if scheme == "gs":
+        if settings.endpoint:
+            options["base_url"] = settings.endpoint.rstrip("/")
+        if token := os.environ.get("GOOGLE_AUTH_TOKEN_FOR_TESTING"):
+            options["bearer_token"] = token
+        return GCSStore(bucket, **options)
+    if settings.endpoint:
+        options["endpoint"] = _s3_endpoint(bucket, settings)
+    return S3Store(
+        bucket,
+        region=settings.region or "us-east-1",
+        virtual_hosted_style_request=settings.virtual_hosted,
+        **options,
+    )
+
+
+def _s3_endpoint(bucket: str, settings: StoreSettings) -> str:
+    scheme, _, host = (settings.endpoint or "").rstrip("/").partition("://")
+    return f"{scheme}://{bucket}.{host}" if settings.virtual_hosted else f"{scheme}://{host}"
+
+
+# --- TensorStore -----------------------------------------------------------------------------
+
+
+def kvstore_spec(scheme: str, bucket: str, settings: StoreSettings, path: str) -> dict[str, Any]:
+    """Returns TensorStore's spec of a directory of a bucket."""
+    if scheme == "gs":
+        _set_gcs_endpoint(settings)
+        return {"driver": "gcs", "bucket": bucket, "path": path}
+    spec: dict[str, Any] = {
+        "driver": "s3",
+        "bucket": bucket,
+        "path": path,
+        "aws_region": settings.region or "us-east-1",
+        "aws_credentials": {"type": _s3_credentials(settings)},
+    }
+    if settings.endpoint:
+        spec["endpoint"] = _s3_endpoint(bucket, settings)
+        if settings.virtual_hosted:
+            spec["bucket"] = ""
+    return spec
+
+
+def _s3_credentials(settings: StoreSettings) -> str:
+    # TensorStore's chain would look for files and ask the machine first, and log what is missing.
+    if settings.credentials == "default" and "AWS_ACCESS_KEY_ID" in os.environ:
+        return "environment"
+    return settings.credentials
+
+
+def _set_gcs_endpoint(settings: StoreSettings) -> None:
+    # TensorStore reads it from the environment, once for the whole process.
+    name = "TENSORSTORE_GCS_HTTP_URL"
+    if settings.endpoint is None:
+        return
+    wanted = settings.endpoint.rstrip("/")
+    if os.environ.setdefault(name, wanted).rstrip("/") != wanted:
+        raise UnsupportedFormat(
+            f"{name} is {os.environ[name]}, but the settings of gs:// have the endpoint {wanted}. "
+            "TensorStore reaches only one of them in a process: set both to the same."
+        )

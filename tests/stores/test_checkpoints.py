@@ -1,0 +1,136 @@
+"""Every verb takes a bucket: what it does on a file system, it does there."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxckpt
+from jaxckpt.errors import StepExists, UnsupportedFormat
+from jaxckpt.storage import locate
+from tests.commandline import cli
+
+
+@pytest.fixture(params=["moto_server", "gcs_server"])
+def root(request, use_store):
+    server = use_store(request.getfixturevalue(request.param))
+    return f"{server.scheme}://{server.bucket}/runs"
+
+
+@pytest.fixture
+def tree(mesh):
+    values = np.arange(1 << 18, dtype=np.float32).reshape(512, 512)
+    return {
+        "w": jax.device_put(values, NamedSharding(mesh, PartitionSpec("x", "y"))),
+        "b": np.arange(10.0),
+        "step": 7,
+        "name": "a text",
+        "key": jax.random.key(3),
+    }
+
+
+def assert_same(found, tree):
+    assert (found["step"], found["name"]) == (tree["step"], tree["name"])
+    for name in ("w", "b"):
+        assert np.array_equal(found[name], tree[name])
+    assert jax.random.key_data(found["key"]).tolist() == [0, 3]
+
+
+def test_a_checkpoint_is_saved_restored_and_verified(root, tree, make_mesh):
+    """Also onto a mesh of another shape; the text of `open` names the URL."""
+    jaxckpt.save(f"{root}/a", tree)
+
+    assert_same(jaxckpt.restore(f"{root}/a"), tree)
+    other = NamedSharding(make_mesh(x=2), PartitionSpec("x"))
+    like = {**tree, "w": jax.ShapeDtypeStruct((512, 512), np.float32, sharding=other)}
+    restored = jaxckpt.restore(f"{root}/a", like)
+    assert_same(restored, tree)
+    assert restored["w"].sharding == other
+    assert jaxckpt.verify(f"{root}/a").ok
+    assert f"{root}/a" in str(jaxckpt.open(f"{root}/a"))
+
+
+def test_a_save_in_the_background_commits(root, tree):
+    """And a second one to the same place is refused before anything is written."""
+    jaxckpt.save_async(f"{root}/a", tree).result()
+    before = locate(root)[0].files(f"{root}/a")
+
+    with pytest.raises(StepExists):
+        jaxckpt.save(f"{root}/a", tree)
+
+    assert locate(root)[0].files(f"{root}/a") == before
+    assert_same(jaxckpt.restore(f"{root}/a"), tree)
+
+
+def test_a_checkpoint_is_not_replaced_in_place(root, tree):
+    """The layout that Orbax reads leaves no single file to switch."""
+    jaxckpt.save(f"{root}/a", tree)
+
+    with pytest.raises(UnsupportedFormat, match="overwrit"):
+        jaxckpt.save(f"{root}/a", {**tree, "step": 8}, overwrite=True)
+
+    assert_same(jaxckpt.restore(f"{root}/a"), tree)
+
+
+def test_checkpoints_are_copied_between_places(root, tree, tmp_path):
+    """`convert` goes both ways; `export` and `import` of safetensors read and write locally."""
+    jaxckpt.save(tmp_path / "a", tree)
+
+    jaxckpt.convert(tmp_path / "a", f"{root}/b")
+    jaxckpt.convert(f"{root}/b", tmp_path / "c")
+
+    assert_same(jaxckpt.restore(f"{root}/b"), tree)
+    assert_same(jaxckpt.restore(tmp_path / "c"), tree)
+    assert jaxckpt.diff(f"{root}/b", tmp_path / "c").equal
+
+
+def test_a_run_keeps_its_last_steps(root, tree):
+    """A manager saves, deletes, restores the newest step, and hands the run to the next job."""
+    with jaxckpt.CheckpointManager(f"{root}/run", keep=jaxckpt.KeepPolicy(last=2)) as manager:
+        for step in range(4):
+            manager.save(step, {**tree, "step": step}, metrics={"loss": 1.0 / (step + 1)})
+    with jaxckpt.CheckpointManager(f"{root}/run", keep=jaxckpt.KeepPolicy(last=2)) as manager:
+        assert manager.all_steps() == [2, 3]
+        assert_same(manager.restore(), {**tree, "step": 3})
+        manager.save(4, {**tree, "step": 4})
+
+    files = locate(root)[0].files(f"{root}/run")
+    assert {name.partition("/")[0] for name in files if "/" in name} == {"3", "4"}
+
+
+def test_a_second_job_takes_the_run_over(root, tree, caplog):
+    """The first job can then no longer commit; nothing that it wrote is taken for a step."""
+    first = jaxckpt.CheckpointManager(f"{root}/run")
+    first.save(1, tree)
+    first.wait_until_finished()
+    storage, path = locate(f"{root}/run")
+    with caplog.at_level(logging.WARNING):
+        owner = storage.read(f"{path}/_jaxckpt.owner", max_bytes=1 << 20)
+        storage.write(
+            f"{path}/_jaxckpt.owner", owner.replace(b'"token"', b'"token":"another","old"')
+        )
+        first.save(2, tree)
+        with pytest.raises(jaxckpt.SaveFailed, match="another job"):
+            first.close()
+
+    assert jaxckpt.open(f"{root}/run").path == f"{root}/run/1"
+    assert "2/commit_success.txt" not in storage.files(path)
+
+
+def test_the_command_line_takes_a_bucket(root, tree):
+    """`ls`, `show`, `verify`, `du` and `rm`."""
+    with jaxckpt.CheckpointManager(f"{root}/run") as manager:
+        for step in (1, 2):
+            manager.save(step, tree)
+
+    for verb in (["ls"], ["show"], ["verify"], ["du"]):
+        code, out, err = cli(*verb, f"{root}/run")
+        assert code == 0, (verb, out, err)
+    code, out, err = cli("rm", f"{root}/run", "1", "-y")
+    assert code == 0, (out, err)
+    assert jaxckpt.open(f"{root}/run").path == f"{root}/run/2"
+    assert "1/commit_success.txt" not in locate(root)[0].files(f"{root}/run")

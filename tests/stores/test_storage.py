@@ -1,0 +1,169 @@
+"""Object stores keep the contract of a storage, and their locks end with whoever took them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+
+from jaxckpt.errors import StoreError
+from jaxckpt.storage import StoreSettings, locate, use_store
+from jaxckpt.storage import _settings as settings_module
+from tests.storage_contract import StorageContract
+
+_numbers = itertools.count()
+LIMIT = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    """Settings are of the process: each test begins with those of the environment."""
+    monkeypatch.setattr(settings_module, "_given", {})
+
+
+class _InABucket(StorageContract):
+    @pytest.fixture
+    def storage(self, url):
+        return locate(url)[0]
+
+    @pytest.fixture
+    def root(self, url):
+        return locate(f"{url}/contract {next(_numbers)}/run")[1]
+
+
+class TestMoto(_InABucket):
+    @pytest.fixture
+    def url(self, moto_server, use_store):
+        return f"s3://{use_store(moto_server).bucket}"
+
+
+class TestGcs(_InABucket):
+    @pytest.fixture
+    def url(self, gcs_server, use_store):
+        return f"gs://{use_store(gcs_server).bucket}"
+
+
+class TestSeaweedFs(_InABucket):
+    @pytest.fixture
+    def url(self, seaweedfs_server, use_store):
+        return f"s3://{use_store(seaweedfs_server).bucket}"
+
+    @pytest.fixture(autouse=True)
+    def no_backslash(self, request):
+        if "\\" in getattr(getattr(request.node, "callspec", None), "params", {}).get("name", ""):
+            pytest.skip("SeaweedFS takes a backslash for a slash")
+
+    def test_delete_takes_a_tree_and_nothing_else(self, storage, root):
+        """SeaweedFS lists a directory for a while after the last object in it was deleted."""
+        for name in ("a", "a/b", "ab", "a b"):
+            storage.write(f"{root}/{name}/f", b"1")
+
+        storage.delete(f"{root}/a")
+
+        assert storage.kind(f"{root}/a") is None
+        assert storage.files(f"{root}/a") == {}
+        assert storage.names(f"{root}/a b") == ["f"]
+        assert storage.names(f"{root}/ab") == ["f"]
+
+
+@pytest.fixture(params=["moto_server", "gcs_server"])
+def server(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def root(server, use_store):
+    made = use_store(server)
+    return f"{made.scheme}://{made.bucket}/run"
+
+
+# --- locks -------------------------------------------------------------------------------------
+
+
+def test_a_lock_that_nobody_renews_is_taken(server, root):
+    """After `lease_s` without a renewal another writer takes it, and the first one knows."""
+    url = root.rpartition("/")[0]
+    use_store(url, StoreSettings(endpoint=server.url, region="us-east-1", lease_s=2))
+    storage, path = locate(f"{root}/lock")
+    dead = storage.hold(path)
+    assert dead is not None
+    dead.drop()  # as when its process is killed: nobody renews it
+
+    assert storage.hold(path) is None
+    time.sleep(4)  # the store's times have whole seconds
+    taken = storage.hold(path)
+
+    assert taken is not None
+    assert storage.hold(path) is None
+    taken.release()
+
+
+def test_a_lock_is_renewed_until_it_is_released(server, root):
+    """A lock outlives its lease while its holder lives."""
+    url = root.rpartition("/")[0]
+    use_store(url, StoreSettings(endpoint=server.url, region="us-east-1", lease_s=2))
+    storage, path = locate(f"{root}/lock")
+    hold = storage.hold(path)
+    assert hold is not None
+
+    time.sleep(5)  # longer than the lease
+
+    assert storage.hold(path) is None
+    hold.release()
+    again = storage.hold(path)
+    assert again is not None
+    again.release()
+
+
+def test_a_holder_that_was_replaced_does_not_come_back(server, root):
+    """A process that was stopped for longer than its lease cannot renew it."""
+    url = root.rpartition("/")[0]
+    use_store(url, StoreSettings(endpoint=server.url, region="us-east-1", lease_s=2))
+    storage, path = locate(f"{root}/lock")
+    stopped = storage.hold(path)
+    assert stopped is not None
+    version = stopped._version
+    stopped.drop()
+    time.sleep(4)
+    taken = storage.hold(path)
+    assert taken is not None
+
+    stopped._version = version
+    assert not stopped.renew()
+    assert taken.renew()
+    taken.release()
+
+
+# --- what a store must be able to do -----------------------------------------------------------
+
+
+def test_a_store_without_conditional_writes_is_refused(rclone_server, use_store, monkeypatch):
+    """Two jobs could both commit: the reason is told, and what allows one job to go on."""
+    url = f"s3://{use_store(rclone_server).bucket}/run"
+    storage, path = locate(f"{url}/f")
+
+    with pytest.raises(StoreError, match=r"two jobs could both commit.*single_writer=True"):
+        storage.create(path, b"1")
+    assert storage.kind(path) is None
+
+    monkeypatch.setenv("JAXCKPT_SINGLE_WRITER", "1")
+    storage, path = locate(f"{url}/f")
+    assert storage.create(path, b"1")
+
+
+def test_a_read_in_parts_is_whole(server, root):
+    """A read of more than one part fills its buffers in order."""
+    storage, path = locate(f"{root}/large")
+    data = np.random.default_rng(0).integers(0, 256, 20 << 20, np.uint8)
+    storage.write(path, data.tobytes())
+    buffers = [np.zeros(n, np.uint8) for n in (1, 9 << 20, 0, (11 << 20) - 7)]
+
+    storage.read_into(path, 6, buffers)
+
+    assert np.array_equal(np.concatenate(buffers), data[6:])
+    with pytest.raises(EOFError):
+        storage.read_into(path, 7, buffers)
+    with pytest.raises(EOFError):
+        storage.read_into(path, 1 << 30, buffers[:1])
