@@ -91,6 +91,8 @@ def at_rest(
             del result
             continue
         except (CheckpointError, FileNotFoundError) as error:
+            if is_io_failure(error):  # an object store did not answer; asking again takes as long
+                raise
             problem = error
         before, seen = seen, _generation(storage, path)
         try:

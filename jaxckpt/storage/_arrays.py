@@ -16,9 +16,22 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import tensorstore as ts
 
-from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure, os_code_in
+from jaxckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    StoreError,
+    is_io_failure,
+    os_code_in,
+)
 from jaxckpt.format.names import OCDBT_MANIFEST
 from jaxckpt.storage._local import usable_cores
+
+# TensorStore has no deadline for a request to a store unless libcurl is told of one, before the
+# first request: a connection that moves no byte for this long is given up, and tried again.
+_STALL_S: Final = 60
+os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_STALL_S))
+os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+_RETRIES: Final = {"max_retries": 7, "initial_delay": "100ms", "max_delay": "5s"}
 
 _context: ts.Context | None = None
 _context_lock = threading.Lock()  # guards _context
@@ -48,6 +61,8 @@ def context() -> ts.Context:
                     "cache_pool": {"total_bytes_limit": 0},
                     "file_io_concurrency": {"limit": 32},
                     "data_copy_concurrency": {"limit": usable_cores()},
+                    "s3_request_retries": _RETRIES,
+                    "gcs_request_retries": _RETRIES,
                 }
             )
         return _context
@@ -429,6 +444,13 @@ class data_errors:  # lower case, as in `with data_errors(path, leaf):`
             raise data_error(error, self._path, self._leaf) from error
 
 
+# How TensorStore's text begins if a store refused or did not answer; not if the data is bad.
+_STORE_FAILURE: Final = re.compile(
+    "(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|CANCELLED|PERMISSION_DENIED"
+    "|UNAUTHENTICATED|INTERNAL|UNKNOWN):"
+)
+
+
 def data_error(error: Exception, path: str, leaf: str | None) -> OSError:
     """Returns TensorStore's error about stored data as an error that names file and leaf.
 
@@ -439,6 +461,8 @@ def data_error(error: Exception, path: str, leaf: str | None) -> OSError:
     told: OSError = CorruptCheckpoint(
         f"{file}: {where}stored data cannot be read: {error}", leaf=leaf, file=file
     )
+    if _STORE_FAILURE.match(str(error)):
+        told = StoreError(f"{file}: {where}cannot be read: {error}")
     if code := os_code_in(str(error)):
         failure = OSError(code, f"{where}cannot be read: {os.strerror(code)}", file)
         told = failure if is_io_failure(failure) else told
