@@ -503,6 +503,8 @@ def _delete(storage: Storage, path: str, spare: str | None = None) -> None:
     for are_last in (False, True):
         some = [f"{path}/{file}" for file in files if (file in _OURS) == are_last]
         storage.delete_files(some)
+    if spare is None:
+        storage.delete(path)  # also unfinished files
 
 
 def _remove_leftover(storage: Storage, path: str) -> None:
@@ -549,9 +551,10 @@ def _put_in_place(storage: Storage, path: str, replacement: str) -> str | None:
 
 def _is_leftover(storage: Storage, path: str) -> bool:
     """Returns whether `path` is left of a save or a deletion, on a storage without renames."""
-    return storage.kind(f"{path}/{names.COMMIT_MARKER}") is None and any(
-        storage.kind(f"{path}/{name}") == "file" for name in _OURS
-    )
+    inside = listing(storage, path) or {}
+    is_ours = any(name in inside and inside[name].kind == "file" for name in _OURS)
+    # A writer that dies while it tries out the store leaves no more than a temporary file.
+    return names.COMMIT_MARKER not in inside and (is_ours or all(map(is_temporary_file, inside)))
 
 
 def _is_whole(storage: Storage, path: str) -> bool:

@@ -12,6 +12,8 @@ from tests.stores import servers
 from tests.stores.proxy import Proxy
 
 HERE = Path(__file__).parent
+# TensorStore reads it before its first request.
+_DEADLINE = {"TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "2"}
 _CLOUDS = ("AWS_", "GOOGLE_", "AZURE_", "TENSORSTORE_")
 
 
@@ -94,5 +96,5 @@ def proxied(monkeypatch):
 def _set_environment(monkeypatch, server):
     for name in [name for name in os.environ if name.startswith(_CLOUDS)]:
         monkeypatch.delenv(name)
-    for name, value in server.env.items():
+    for name, value in {**server.env, **_DEADLINE}.items():
         monkeypatch.setenv(name, value)

@@ -1,0 +1,63 @@
+"""What a zygote's forked children do with a store; their parent kills some of them."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+import jaxckpt
+from jaxckpt import StoreSettings, use_store
+from tests.faults.zygote import say
+
+LEASE_S = 2.0
+
+
+def reach(url, env):
+    """Reaches the store of a URL, with short leases and waits."""
+    os.environ.update(env)
+    settings = StoreSettings(
+        endpoint=env.get("AWS_ENDPOINT_URL") or env["TENSORSTORE_GCS_HTTP_URL"],
+        region="us-east-1",
+        lease_s=LEASE_S,
+        stall_s=1.0,
+        timeout_s=8.0,
+        tries=4,
+    )
+    use_store("://".join(url.split("://")[:1] + [url.split("://")[1].partition("/")[0]]), settings)
+
+
+def state(step):
+    """Two leaves whose every value tells the step: a small one, and one with a chunk of its own."""
+    return {"small": np.full(8, step), "large": np.full(1 << 17, step, np.float32)}
+
+
+def is_state(found, step):
+    return all(
+        found[name].dtype == leaf.dtype and np.array_equal(found[name], leaf)
+        for name, leaf in state(step).items()
+    )
+
+
+def save_alone(url, env, step):
+    """Saves one checkpoint."""
+    reach(url, env)
+    jaxckpt.save(url, state(step))
+    say(done=True)
+
+
+def save_steps(url, env, steps, last):
+    """Saves steps of a run with a manager that keeps the last ones."""
+    reach(url, env)
+    with jaxckpt.CheckpointManager(url, keep=jaxckpt.KeepPolicy(last=last)) as manager:
+        for step in steps:
+            manager.save(step, state(step))
+    say(done=True)
+
+
+def delete_step(url, env, step):
+    """Deletes a step of a run."""
+    reach(url, env)
+    with jaxckpt.CheckpointManager(url) as manager:
+        manager.delete(step)
+    say(done=True)
