@@ -24,7 +24,8 @@ def reach(url, env):
         timeout_s=8.0,
         tries=4,
     )
-    use_store("://".join(url.split("://")[:1] + [url.split("://")[1].partition("/")[0]]), settings)
+    scheme, _, path = url.partition("://")
+    use_store(f"{scheme}://{path.partition('/')[0]}", settings)
 
 
 def state(step):
