@@ -15,7 +15,6 @@ something does not fit (see `found`) because the checkpoint was replaced in the 
 from __future__ import annotations
 
 import logging
-import os
 import posixpath
 import re
 from collections.abc import Callable, Sequence
@@ -44,7 +43,7 @@ from jaxckpt.errors import (
 )
 from jaxckpt.format import jsontext, names, safetensors, step, tree
 from jaxckpt.format.step import StepMetadata
-from jaxckpt.storage import Storage, beside, listing
+from jaxckpt.storage import Storage, beside, listing, real
 
 if TYPE_CHECKING:
     from jaxckpt._disk.native import Item
@@ -183,11 +182,6 @@ def _record_digest(storage: Storage, path: str) -> str | None:
         return None
 
 
-def real(storage: Storage, path: str) -> str:
-    """Follows a link to a checkpoint, such as the newest step; never follows links inside."""
-    return os.path.realpath(path) if storage.scheme == "file" else path
-
-
 def find(storage: Storage, path: str) -> Found:
     """Finds the checkpoint that a path means; for a run's root, its newest good step.
 
@@ -221,6 +215,16 @@ def _no_directory(storage: Storage, path: str, linked: str) -> Found:
         near = neighbours(storage, path)
         raise CheckpointNotFound(f"{path}: no such file or directory. {near}")
     raise CheckpointNotFound(f"{path} is neither a directory nor a regular file")
+
+
+def read_record(storage: Storage, path: str, entries: Entries) -> Found:
+    """Reads no more of a committed checkpoint than its record, if it has one; see `read_found`."""
+    found = Found(storage=storage, path=path, listings={path: entries})
+    if names.WRITER not in entries and names.RECORD not in entries:
+        return read_found(storage, path, entries)
+    found = _read_record(found, entries)
+    found.refuse_holes(path)
+    return found
 
 
 def read_found(storage: Storage, path: str, entries: Entries) -> Found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import posixpath
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
@@ -21,7 +20,7 @@ from jaxckpt.format import jsontext, safetensors
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.safetensors import Header, Tensor
 from jaxckpt.format.tree import NAMED, Leaf, StoredArray, Tree
-from jaxckpt.storage import Storage
+from jaxckpt.storage import Storage, real
 
 # A part is read in pieces of at most this size, and never in shorter runs than this.
 _PIECE_BYTES: Final = 8 << 20
@@ -36,12 +35,12 @@ def read_headers(storage: Storage, file: str) -> dict[str, Header]:
         CorruptCheckpoint: a file is malformed, or a link leads out of the directory of the index.
         UnsupportedFormat: there are no tensors, or one has a dtype that jax lacks.
     """
-    real = _real(storage, file)
+    place = _real(storage, file)
     if not file.endswith(safetensors.INDEX_SUFFIX):
-        headers = {real: _read_header(storage, real)}
+        headers = {place: _read_header(storage, place)}
     else:
-        data = storage.read(real, max_bytes=jsontext.MAX_BYTES)
-        headers = _read_shards(storage, file, real, safetensors.decode_index(data, file=file))
+        data = storage.read(place, max_bytes=jsontext.MAX_BYTES)
+        headers = _read_shards(storage, file, place, safetensors.decode_index(data, file=file))
     if not any(header.tensors for header in headers.values()):
         raise UnsupportedFormat(f"{file} contains no tensors")
     return headers
@@ -52,7 +51,7 @@ def _read_shards(
 ) -> dict[str, Header]:
     folder, headers = posixpath.dirname(index), {}
     # In the cache of a model hub, the index and its files are links into one directory.
-    allowed = (os.path.realpath(folder), posixpath.dirname(real_index))
+    allowed = (real(storage, folder), posixpath.dirname(real_index))
     for name, tensors in sorted(wanted.items()):
         shard = _real(storage, f"{folder}/{name}")
         if posixpath.dirname(shard) not in allowed:
@@ -71,10 +70,10 @@ def _read_shards(
 
 
 def _real(storage: Storage, file: str) -> str:
-    real = os.path.realpath(file)
-    if storage.kind(real) != "file":
+    place = real(storage, file)
+    if storage.kind(place) != "file":
         raise CheckpointNotFound(f"{file}: no such file")
-    return real
+    return place
 
 
 def _read_header(storage: Storage, file: str) -> Header:

@@ -36,8 +36,10 @@ To delete one item of a checkpoint, in the files and the order of Orbax's v1:
     6. remove `_CHECKPOINT_DELETION`                   the same, with nothing left over
 
 Without an atomic rename (object stores), T is `<name>` itself and step 7 is the commit: readers
-ignore a directory without `commit_success.txt`. A deletion removes this file first, and last the
-files by which the next writer recognizes the remains as ours.
+ignore a directory without `commit_success.txt`. All attempts share it, so each file is created and
+none replaced, and what a process writes before step 2 has the token in its path: a writer that
+wakes up late cannot change a checkpoint that was committed since. A deletion removes
+`commit_success.txt` first, and last the files by which the next writer recognizes the remains.
 """
 
 from __future__ import annotations
@@ -441,12 +443,7 @@ def recover(
         return None
     if not storage.atomic_rename:
         if name in around and _is_leftover(storage, path):
-            if fence is not None:
-                fence()
-            if fence is not None or not _may_be_written(storage, path):
-                warn(path, "removing the remains of an interrupted save or deletion")
-                _delete(storage, path, spare)
-            around = listing(storage, parent)
+            return _clear(storage, path, spare, fence)
         return around
     replacement = names.replacement(name)
     if replacement in around and _is_whole(storage, beside(path, replacement)):
@@ -460,6 +457,19 @@ def recover(
             else:
                 _remove_leftover(storage, f"{parent}/{entry}")
     return around
+
+
+def _clear(
+    storage: Storage, path: str, spare: str | None, fence: Callable[[], None] | None
+) -> dict[str, Entry] | None:
+    """Removes a leftover where nothing can be renamed; returns the listing around it."""
+    if not all(spare is not None and spare in file for file in storage.files(path)):
+        if fence is not None:
+            fence()
+        if fence is not None or not _may_be_written(storage, path):
+            warn(path, "removing the remains of an interrupted save or deletion")
+            _delete(storage, path, spare)
+    return listing(storage, posixpath.dirname(path))
 
 
 def remove(storage: Storage, path: str) -> None:
@@ -551,10 +561,11 @@ def _put_in_place(storage: Storage, path: str, replacement: str) -> str | None:
 
 def _is_leftover(storage: Storage, path: str) -> bool:
     """Returns whether `path` is left of a save or a deletion, on a storage without renames."""
-    inside = listing(storage, path) or {}
-    is_ours = any(name in inside and inside[name].kind == "file" for name in _OURS)
-    # A writer that dies while it tries out the store leaves no more than a temporary file.
-    return names.COMMIT_MARKER not in inside and (is_ours or all(map(is_temporary_file, inside)))
+    files = storage.files(path)
+    # Before process 0 begins, others may have written; and a writer that dies while it tries out
+    # the store leaves no more than a temporary file, which is not in `files`.
+    is_ours = not files.keys().isdisjoint(_OURS) or all(map(names.is_of_attempt, files))
+    return names.COMMIT_MARKER not in files and is_ours
 
 
 def _is_whole(storage: Storage, path: str) -> bool:

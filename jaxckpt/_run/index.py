@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from jaxckpt._disk.find import find, looks_committed, neighbours, read_found
+from jaxckpt._disk.find import find, looks_committed, neighbours, read_found, read_record
 from jaxckpt._disk.found import Found, check_sizes
 from jaxckpt._save.handle import is_under_way
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
@@ -114,6 +114,7 @@ class StepIndex:
     _committed: set[str] = field(default_factory=set)
     _whole: set[str] = field(default_factory=set)
     _infos: dict[int, StepInfo] = field(default_factory=dict)
+    _views: dict[str, Storage] = field(default_factory=dict)
 
     # --- problems ----------------------------------------------------------------------------
 
@@ -145,6 +146,7 @@ class StepIndex:
 
     def listing(self) -> Listing:
         """Lists the root and finds its steps by their names."""
+        self._views.clear()
         entries = self.entries()
         naming = self.naming or self.learn_naming(entries)
         numbered = ((naming.step(name), name) for name in entries)
@@ -197,7 +199,7 @@ class StepIndex:
             return "committed"
         path = f"{self.root}/{name}"
         try:
-            if looks_committed(self.storage, path):
+            if looks_committed(self._view(name), path):
                 # Without renames it may be replaced in place, but only by the owner.
                 if self.storage.atomic_rename or self.owned:
                     self._committed.add(name)
@@ -208,6 +210,12 @@ class StepIndex:
         except PermissionError:
             return "unreadable"
         return "torn" if is_torn else None
+
+    def _view(self, name: str) -> Storage:
+        """Returns a view of a step, which lists it once until the root is listed again."""
+        if name not in self._views:
+            self._views[name] = self.storage.ahead(f"{self.root}/{name}", reads=False)
+        return self._views[name]
 
     def _check(self, listing: Listing, number: int) -> State | None:
         """Returns the state of a step, reporting a step that is not committed."""
@@ -346,9 +354,11 @@ class StepIndex:
         name = posixpath.basename(self.path(number))
         if name in self._whole:
             return True
+        path = f"{self.root}/{name}"
         try:
-            self.find_whole(number)
-        except CheckpointNotFound:
+            view = self._view(name)
+            self.check_found(number, read_record(view, path, view.entries(path)))
+        except (CheckpointNotFound, FileNotFoundError):
             return False
         except CorruptCheckpoint as error:
             self.report(f"step {number} is damaged and is skipped: {error}")

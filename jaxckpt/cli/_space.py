@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxckpt._disk.find import find, real
+from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._inspect import open as inspection
 from jaxckpt._run.overview import overview
 from jaxckpt.errors import CheckpointError, CheckpointNotFound
 from jaxckpt.format.tree import parse_path
-from jaxckpt.storage import locate
+from jaxckpt.storage import locate, real
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -210,6 +210,14 @@ def process_database(index: int, token: str = "") -> str:
     return f"{OCDBT_PROCESS}{index}" + (f".{token}" if token else "")
 
 
+_OF_ATTEMPT = re.compile(re.escape(OCDBT_PROCESS) + r"\d+\.[0-9a-f]{16}")
+
+
+def is_of_attempt(file: str) -> bool:
+    """Returns whether a file is in a directory that `process_database` names with a token."""
+    return any(map(_OF_ATTEMPT.fullmatch, file.split("/")[:-1]))
+
+
 def key_facts(folder: str) -> str:
     """Returns the file that describes the random key in `folder`, beside it."""
     return f"{folder}_metadata/metadata"

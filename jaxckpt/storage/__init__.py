@@ -44,6 +44,7 @@ __all__ = [
     "listing",
     "locate",
     "now",
+    "real",
     "usable_cores",
     "use_store",
 ]
@@ -110,6 +111,11 @@ def free_bytes(path: str) -> int | None:
         return shutil.disk_usage(path).free
     except OSError:
         return None
+
+
+def real(storage: Storage, path: str) -> str:
+    """Follows a link to a checkpoint, such as the newest step; never for what is inside one."""
+    return os.path.realpath(path) if storage.scheme == "file" else path
 
 
 def beside(path: str, name: str) -> str:

@@ -31,12 +31,13 @@ _MOST_BYTES: Final = 16 << 20  # of one file
 
 
 def read_ahead(
-    storage: Storage, path: str, files: Callable[[], dict[str, Entry] | None]
+    storage: Storage, path: str, files: Callable[[], dict[str, Entry] | None], *, reads: bool
 ) -> Storage:
     """Returns a view of the checkpoint at `path`, or `storage` if there is none or it is large.
 
     Args:
         files: Returns all files below `path`, or None if there are very many.
+        reads: Whether to read the metadata too.
     """
     found = files()
     if found is None or names.CHECKPOINT_METADATA not in found:
@@ -44,7 +45,7 @@ def read_ahead(
     wanted = [
         f"{path}/{name}"
         for name, entry in found.items()
-        if _is_first(name) and entry.size <= _MOST_BYTES
+        if reads and _is_first(name) and entry.size <= _MOST_BYTES
     ]
     calls = [partial(_read, storage, file) for file in wanted]
     data = dict(zip(wanted, storage.together(calls), strict=True))

@@ -393,8 +393,8 @@ class ObjectStorage:
             return "it replaced an object that had changed"
         return ""
 
-    def ahead(self, path: str) -> Storage:
-        return read_ahead(self, path, partial(self._first_files, path))
+    def ahead(self, path: str, *, reads: bool = True) -> Storage:
+        return read_ahead(self, path, partial(self._first_files, path), reads=reads)
 
     def _first_files(self, path: str) -> dict[str, Entry] | None:
         """Returns the files below a path; None if one request does not list them all."""

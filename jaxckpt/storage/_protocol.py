@@ -152,8 +152,12 @@ class Storage(Protocol):
         """
         ...
 
-    def ahead(self, path: str) -> Storage:
-        """Returns a storage for reading one checkpoint, which may hold part of it already."""
+    def ahead(self, path: str, *, reads: bool = True) -> Storage:
+        """Returns a storage for reading one checkpoint, which may hold part of it already.
+
+        Args:
+            reads: Whether to read metadata ahead, or only to list.
+        """
         ...
 
     def kvstore(self, path: str) -> dict[str, Any]:

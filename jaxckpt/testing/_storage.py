@@ -122,7 +122,7 @@ class _Relay:
     def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         return [call() for call in calls]
 
-    def ahead(self, path: str) -> Storage:
+    def ahead(self, path: str, *, reads: bool = True) -> Storage:
         return self
 
     def kvstore(self, path: str) -> dict[str, Any]:

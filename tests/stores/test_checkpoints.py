@@ -134,3 +134,46 @@ def test_the_command_line_takes_a_bucket(root, tree):
     assert code == 0, (out, err)
     assert jaxckpt.open(f"{root}/run").path == f"{root}/run/2"
     assert "1/commit_success.txt" not in locate(root)[0].files(f"{root}/run")
+
+
+def test_a_step_is_forked_within_a_store(root, tree):
+    """By copies that the store makes; between two storages `convert` is named."""
+    with jaxckpt.CheckpointManager(f"{root}/run") as manager:
+        manager.save(1, tree)
+
+    jaxckpt.fork(f"{root}/run/1", f"{root}/other")
+
+    assert_same(jaxckpt.restore(f"{root}/other"), tree)
+    assert jaxckpt.verify(f"{root}/other").ok
+
+
+def test_safetensors_come_out_of_a_store_and_go_into_it(root, tmp_path):
+    """From a checkpoint there to a file here, and back; and a file there is restored in place."""
+    weights = {"a": np.arange(12.0).reshape(3, 4), "b": {"c": np.ones(5, np.int32)}}
+    jaxckpt.save(f"{root}/a", weights)
+
+    jaxckpt.export_safetensors(f"{root}/a", tmp_path / "m.safetensors")
+    jaxckpt.import_safetensors(tmp_path / "m.safetensors", f"{root}/b")
+    storage, path = locate(f"{root}/m.safetensors")
+    storage.write(path, (tmp_path / "m.safetensors").read_bytes())
+
+    for place in (f"{root}/b", f"{root}/m.safetensors"):
+        found = jaxckpt.restore(place, weights)
+        assert np.array_equal(found["a"], weights["a"])
+        assert np.array_equal(found["b"]["c"], weights["b"]["c"])
+
+
+def test_a_reader_holds_a_step_that_a_writer_would_delete(root, tree):
+    """Leases and pins are files of the run, in a store too."""
+    with jaxckpt.CheckpointManager(f"{root}/run", keep=jaxckpt.KeepPolicy(last=1)) as manager:
+        manager.save(1, tree)
+        manager.wait_until_finished()
+        manager.pin(1)
+        manager.save(2, tree)
+        manager.save(3, tree)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [1, 3]
+        manager.unpin(1)
+        manager.save(4, tree)
+        manager.wait_until_finished()
+        assert manager.all_steps() == [4]
