@@ -200,7 +200,7 @@ class ObjectStorage:
 
     def _mine(self, path: str, data: bytes) -> Mapping[str, Any] | None:
         with contextlib.suppress(OSError):
-            answer, found = self._get(path)
+            answer, found = self._get(path, tries=1)
             if found == data:
                 return answer.meta
         return None
@@ -220,14 +220,14 @@ class ObjectStorage:
             self._store, key, data, mode=mode, use_multipart=False, attributes=dict(attributes)
         )
 
-    def _get(self, path: str) -> tuple[Any, bytes]:
+    def _get(self, path: str, *, tries: int | None = None) -> tuple[Any, bytes]:
         def get() -> tuple[Any, bytes]:
             answer = obs().get(self._store, self._key(path))
             if answer.meta["size"] > _MAX_LOCK_BYTES:
                 raise CorruptCheckpoint(f"{path} is too large for a lock", file=path)
             return answer, bytes(answer.bytes())
 
-        return self.requests.read("read", path, get)
+        return self.requests.read("read", path, get, tries=tries)
 
     def add(self, files: Mapping[str, bytes]) -> None:
         if files:

@@ -47,6 +47,20 @@ def pool() -> ThreadPoolExecutor:
         return _pool
 
 
+_process: int | None = None  # that sent the first request
+
+
+def _check_not_forked(what: str, path: str) -> None:
+    """Raises StoreError in a forked child: it lacks the threads of the clients, and would hang."""
+    global _process
+    _process = _process or os.getpid()
+    if _process != os.getpid():
+        raise StoreError(
+            f"{path}: cannot {what} in a forked process: an object store was in use before the "
+            "fork, and its connections do not survive that. Start the process with spawn."
+        )
+
+
 def _forget_pool_in_child() -> None:
     global _pool
     _pool = None  # a forked child lacks its threads
@@ -72,19 +86,29 @@ class Requests:
         self._read_bytes = 0
         self._hedged_bytes = 0
 
-    def read(self, what: str, path: str, call: Callable[[], T], *, size: int = 0) -> T:
+    def read(
+        self,
+        what: str,
+        path: str,
+        call: Callable[[], T],
+        *,
+        size: int = 0,
+        tries: int | None = None,
+    ) -> T:
         """Returns the answer to a read.
 
         Args:
             what: The verb, for errors.
             call: Sends the request and waits for its answer; may be called again, in any thread.
             size: Bytes expected.
+            tries: How often to ask; as the settings say if None.
 
         Raises:
             FileNotFoundError: there is no such object.
             StoreError: the store did not answer, or refused.
         """
-        return self._tried(what, path, lambda _: self._hedge(call, size))
+        most = self._settings.tries if tries is None else tries
+        return self._tried(what, path, lambda _: self._hedge(call, size), most)
 
     def change(self, what: str, path: str, call: Callable[[bool], T]) -> T:
         """Returns the answer to a request that changes something.
@@ -95,17 +119,18 @@ class Requests:
         Raises:
             FileNotFoundError, StoreError: as for `read`.
         """
-        return self._tried(what, path, call)
+        return self._tried(what, path, call, self._settings.tries)
 
-    def _tried(self, what: str, path: str, call: Callable[[bool], T]) -> T:
+    def _tried(self, what: str, path: str, call: Callable[[bool], T], tries: int) -> T:
+        _check_not_forked(what, path)
         started_s = time.monotonic()
-        for n in range(1, self._settings.tries + 1):
+        for n in range(1, tries + 1):
             try:
                 return call(n > 1)
             except Exception as error:
                 waited_s = time.monotonic() - started_s
                 pause_s = min(_FIRST_PAUSE_S * 2**n, _LONGEST_PAUSE_S) * random.uniform(0.5, 1)
-                is_last = n == self._settings.tries
+                is_last = n == tries
                 late = waited_s + pause_s >= self._settings.timeout_s
                 if is_last or late or not _may_pass(error):
                     raise self._explained(error, what, path, waited_s, n) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 
 import numpy as np
@@ -167,3 +168,20 @@ def test_a_read_in_parts_is_whole(server, root):
         storage.read_into(path, 7, buffers)
     with pytest.raises(EOFError):
         storage.read_into(path, 1 << 30, buffers[:1])
+
+
+def test_a_forked_process_is_refused(root, tmp_path):
+    """The clients' threads are missing there, and it would hang."""
+    storage, path = locate(f"{root}/f")
+    storage.write(path, b"1")
+
+    child = os.fork()
+    if child == 0:
+        try:
+            storage.read(path, max_bytes=LIMIT)
+        except StoreError as error:
+            (tmp_path / "said").write_text(str(error))
+        os._exit(0)
+    os.waitpid(child, 0)
+
+    assert "Start the process with spawn" in (tmp_path / "said").read_text()
