@@ -12,8 +12,11 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from itertools import islice
 from typing import Any, Final, TypeVar
+
+import numpy as np
 
 from jaxckpt._core.plan import count_chunks
 from jaxckpt._disk.chunks import Buffers, Chunks, Failed, Landed, LeafRead, Values, nothing
@@ -23,7 +26,7 @@ from jaxckpt._disk.regions import Regions, open_reader
 from jaxckpt._disk.tensors import Tensors
 from jaxckpt.format.arrays import MAX_UNIT_BYTES, PLAIN_DTYPES
 from jaxckpt.format.names import OCDBT_MANIFEST
-from jaxckpt.storage import held
+from jaxckpt.storage import Storage, held
 
 # How many arrays to open ahead of the one being read.
 _OPEN_AHEAD: Final = 64
@@ -35,6 +38,7 @@ _BATCH_LEAVES: Final = 1024
 # Listing the whole database pays if at least this share of its keys is wanted.
 _WORTH_LOOKING: Final = 1 / 16
 _MAX_THREADS: Final = 16
+_MOST_NODE_BYTES: Final = 64 << 20
 # A foreign array has as many chunks as its metadata claims, whether they exist or not.
 CHUNKS_AT_ONCE: Final = 1 << 12
 _READS_AT_ONCE: Final = 1 << 10
@@ -152,10 +156,25 @@ def _extents(item: Item, reads: Sequence[LeafRead]) -> Mapping[str, Any] | None:
     if not wanted:
         return None
     storage = item.found.storage
+    most = int(wanted / _WORTH_LOOKING)
     manifest = held(storage, f"{item.path}/{OCDBT_MANIFEST}")
-    return extents(
-        storage.kvstore(item.path), max_keys=int(wanted / _WORTH_LOOKING), manifest=manifest
-    )
+    if manifest is None:
+        return extents(storage.kvstore(item.path), max_keys=most)
+    fetch = partial(_fetch, storage, item.path)
+    return extents({"path": f"{item.path}/"}, max_keys=most, manifest=manifest, fetch=fetch)
+
+
+def _fetch(storage: Storage, database: str, places: Sequence[Any]) -> list[bytes]:
+    """Reads nodes of a database in a store, with the deadlines of all our requests."""
+
+    def read(place: Any) -> bytes:
+        if place.size > _MOST_NODE_BYTES:
+            raise ValueError(f"a node of {place.size} bytes is too large")
+        data = np.empty(place.size, np.uint8)
+        storage.read_into(f"{database}/{place.file}", place.offset, [data])
+        return data.tobytes()
+
+    return storage.together([partial(read, place) for place in places])
 
 
 # --- streams of unknown length ---------------------------------------------------------------

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -334,14 +334,22 @@ _REFERENCE: Final = re.compile(
 )
 
 
+Fetch = Callable[[Sequence[Extent]], list[bytes]]  # reads parts of a database's files
+
+
 def extents(
-    spec: Mapping[str, Any], *, max_keys: int, manifest: bytes | None = None
+    spec: Mapping[str, Any],
+    *,
+    max_keys: int,
+    manifest: bytes | None = None,
+    fetch: Fetch | None = None,
 ) -> dict[str, Extent | bytes] | None:
     """Returns the place of each value of an OCDBT database by key, or a small value itself.
 
     Args:
         max_keys: The limit on keys.
         manifest: The file of the manifest, if it was read before.
+        fetch: Reads the nodes; if None, TensorStore does.
 
     Returns:
         None if there are more keys, or if only TensorStore can find the values.
@@ -349,8 +357,8 @@ def extents(
     Raises:
         ValueError, OSError: the tree is damaged.
     """
-    base = ts.KvStore.open(dict(spec), context=context()).result()
-    described = _decode_manifest(base, manifest)
+    dump = _Dump(spec, manifest, fetch)
+    described = dump.manifest()
     if not described.get("versions"):
         return None
     version = described["versions"][-1]
@@ -361,14 +369,14 @@ def extents(
     nodes: list[tuple[str, bytes, int]] = [(root["location"], b"", version["root_height"])]
     entries = 0
     while nodes:
-        location, prefix, height = nodes.pop()
-        place = _REFERENCE.fullmatch(location)
-        if place is None:
+        if any(_REFERENCE.fullmatch(location) is None for location, _, _ in nodes):
             return None
+        dump.prepare([location for location, _, _ in nodes])
+        location, prefix, height = nodes.pop()
         try:
-            node: Any = ts.ocdbt.dump(base, location, context=context()).result()
+            node = dump.node(location)
         except ValueError as error:  # does not name the file
-            raise ValueError(f"{spec['path']}{place[2]}{place[3]}: {error}") from error
+            raise ValueError(f"{spec['path']}{_place(location).file}: {error}") from error
         entries += len(node["entries"])
         if node["height"] != height or entries > 2 * max_keys:
             raise ValueError(f"{location} is not a node of this tree")
@@ -381,23 +389,63 @@ def extents(
             if (data := entry.get("inline_value")) is not None:
                 found[key] = data
                 continue
-            reference = _REFERENCE.fullmatch(entry["indirect_value"])
-            if reference is None:
+            if _REFERENCE.fullmatch(entry["indirect_value"]) is None:
                 return None
-            _, folder, file, offset, size = reference.groups()
-            found[key] = Extent(folder + file, int(offset), int(size))
+            found[key] = _place(entry["indirect_value"])
     return found
 
 
-def _decode_manifest(base: ts.KvStore, data: bytes | None) -> Any:
-    if data is None:
-        return ts.ocdbt.dump(base, context=context()).result()
-    place = {"driver": "memory", "path": f"manifest-{uuid.uuid4().hex}/"}
-    keys = Keys(place)
-    keys.write(OCDBT_MANIFEST, data)
+class _Dump:
+    """Decodes the manifest and the nodes of a database, which may have been read before."""
+
+    def __init__(
+        self, spec: Mapping[str, Any], manifest: bytes | None, fetch: Fetch | None
+    ) -> None:
+        self._spec, self._manifest, self._fetch = spec, manifest, fetch
+        self._nodes: dict[str, bytes] = {}
+
+    def manifest(self) -> Any:
+        if self._manifest is None:
+            return _dump(self._spec)
+        return _dump_bytes(OCDBT_MANIFEST, self._manifest)
+
+    def prepare(self, locations: Sequence[str]) -> None:
+        """Reads nodes, all at once."""
+        if self._fetch is not None and (new := [n for n in locations if n not in self._nodes]):
+            datas = self._fetch([_place(location) for location in new])
+            self._nodes.update(zip(new, datas, strict=True))
+
+    def node(self, location: str) -> Any:
+        if self._fetch is None:
+            return _dump(self._spec, location)
+        kind, folder, file, _, _ = _groups(location)
+        data = self._nodes.pop(location)
+        return _dump_bytes(folder + file, data, f"{kind}:{folder}:{file}:0:{len(data)}")
+
+
+def _groups(location: str) -> tuple[str, str, str, str, str]:
+    reference = _REFERENCE.fullmatch(location)
+    assert reference is not None  # the caller has checked it
+    kind, folder, file, offset, size = reference.groups()
+    return kind, folder, file, offset, size
+
+
+def _place(location: str) -> Extent:
+    _, folder, file, offset, size = _groups(location)
+    return Extent(folder + file, int(offset), int(size))
+
+
+def _dump(spec: Mapping[str, Any], *location: str) -> Any:
+    base = ts.KvStore.open(dict(spec), context=context()).result()
+    return ts.ocdbt.dump(base, *location, context=context()).result()
+
+
+def _dump_bytes(name: str, data: bytes, *location: str) -> Any:
+    spec = {"driver": "memory", "path": f"nodes-{uuid.uuid4().hex}/"}
+    keys = Keys(spec)
+    keys.write(name, data)
     try:
-        store = ts.KvStore.open(place, context=context()).result()
-        return ts.ocdbt.dump(store, context=context()).result()
+        return _dump(spec, *location)
     finally:
         keys.delete("")
 

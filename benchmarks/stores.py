@@ -1,0 +1,199 @@
+"""Measures checkpoints in object stores on this machine: requests, throughput, slow answers.
+
+    python -m benchmarks.stores              needs the extras cloud and test
+    python -m benchmarks.stores --quick
+
+Times are those of servers that share the machine's cores: only ratios within one run mean much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+import jaxckpt
+from jaxckpt.storage import locate
+from tests.stores import servers
+from tests.stores.proxy import Delay, Proxy
+
+LATENCY_S: Final = 0.05
+SLOW_S: Final = 5.0
+SLOW_SHARE: Final = 0.01
+_LEAF_BYTES: Final = 8 << 20
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the bytes and repeats")
+    args = parser.parse_args(argv)
+    part = 10 if args.quick else 1
+    print("## Requests and seconds of a small step, each request 50 ms\n")
+    for line in small_step(repeats=max(3, 10 // part)):
+        print(line, flush=True)
+    print("\n## 806 MB beside TensorStore alone, on SeaweedFS\n")
+    for line in throughput(leaves=max(4, 96 // part), repeats=max(2, 5 // part)):
+        print(line, flush=True)
+    print("\n## Restores while 1 % of the answers take 5 s longer\n")
+    for line in slow_answers(repeats=max(20, 200 // part)):
+        print(line, flush=True)
+
+
+# --- a small step ------------------------------------------------------------------------------
+
+
+def small_step(*, repeats: int) -> Iterator[str]:
+    tree = {"w": np.arange(1 << 14, dtype=np.float32), "step": 3}
+    with servers.gcs() as server:
+        server = server.with_new_bucket()
+        os.environ.update(server.env)
+        running, url = server.running, f"gs://{server.bucket}"
+        assert running is not None
+        found: dict[str, list[tuple[float, int]]] = {}
+
+        def note(name: str, call: Callable[[], object]) -> None:
+            running.requests.clear()
+            start = time.perf_counter()
+            call()
+            seconds = time.perf_counter() - start
+            found.setdefault(name, []).append((seconds, len(running.requests.all())))
+
+        with jaxckpt.CheckpointManager(f"{url}/run") as manager:
+            manager.save(0, tree)
+            manager.wait_until_finished()
+            jaxckpt.restore(f"{url}/run/0", tree)
+            running.delay_s = LATENCY_S
+            for i in range(1, repeats + 1):
+                note("save", lambda i=i: manager.save(i, tree).result())  # pyright: ignore
+                manager.wait_until_finished()
+                note("restore(path, like)", lambda i=i: jaxckpt.restore(f"{url}/run/{i}", tree))
+                note("latest_step", manager.latest_step)
+            running.delay_s = 0.0
+    yield "| | requests | seconds (median) |"
+    yield "| --- | --- | --- |"
+    for name, samples in found.items():
+        times, counts = zip(*samples, strict=True)
+        yield f"| {name} | {max(counts)} | {statistics.median(times):.2f} |"
+
+
+# --- throughput --------------------------------------------------------------------------------
+
+
+def throughput(*, leaves: int, repeats: int) -> Iterator[str]:
+    rng = np.random.default_rng(0)
+    tree = {
+        f"leaf_{i:03d}": rng.integers(0, 1 << 30, _LEAF_BYTES // 4, np.int32) for i in range(leaves)
+    }
+    with servers.seaweedfs() as server:
+        server = server.with_new_bucket()
+        os.environ.update(server.env)
+        url = f"s3://{server.bucket}"
+        found: dict[str, list[float]] = {}
+        for i in range(repeats):
+            calls: dict[str, Callable[[], object]] = {
+                "TensorStore writes": lambda i=i: _write_alone(f"{url}/ts{i}", tree),
+                "save": lambda i=i: jaxckpt.save(f"{url}/ours{i}", tree),
+                "TensorStore reads": lambda i=i: _read_alone(f"{url}/ts{i}", tree),
+                "restore": lambda i=i: jaxckpt.restore(f"{url}/ours{i}", tree),
+            }
+            for name, call in calls.items():
+                start = time.perf_counter()
+                call()
+                found.setdefault(name, []).append(time.perf_counter() - start)
+            for name in ("ts", "ours"):
+                storage, path = locate(f"{url}/{name}{i}")
+                storage.delete(path)
+    yield "| | MB/s (median) | share of TensorStore alone, in pairs (median) |"
+    yield "| --- | --- | --- |"
+    size = leaves * _LEAF_BYTES / 1e6
+    for alone, ours in (("TensorStore writes", "save"), ("TensorStore reads", "restore")):
+        ratio = statistics.median(a / b for a, b in zip(found[alone], found[ours], strict=True))
+        yield f"| {alone} | {size / statistics.median(found[alone]):.0f} | 1 |"
+        yield f"| {ours} | {size / statistics.median(found[ours]):.0f} | {ratio:.2f} |"
+
+
+def _spec(url: str) -> dict[str, Any]:
+    storage, path = locate(url)
+    return {
+        "driver": "ocdbt",
+        "base": storage.kvstore(path),
+        "config": {"max_inline_value_bytes": 4096},
+        "target_data_file_size": 64 << 20,
+    }
+
+
+def _arrays(url: str, tree: dict[str, np.ndarray[Any, Any]], **how: Any) -> Iterator[Any]:
+    import tensorstore as ts
+
+    from jaxckpt.storage._arrays import context
+
+    for name, values in tree.items():
+        metadata = {
+            "shape": values.shape,
+            "data_type": "int32",
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": values.shape}},
+            "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
+        }
+        kvstore = {**_spec(url), "path": f"{name}/"}
+        spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata}
+        yield ts.open(spec, context=context(), **how)
+
+
+def _write_alone(url: str, tree: dict[str, np.ndarray[Any, Any]]) -> None:
+    import tensorstore as ts
+
+    transaction = ts.Transaction(atomic=True)
+    opened = [*_arrays(url, tree, create=True, transaction=transaction)]
+    writes = [
+        array.result().write(values, can_reference_source_data_indefinitely=True)
+        for array, values in zip(opened, tree.values(), strict=True)
+    ]
+    transaction.commit_sync()
+    for write in writes:
+        write.result()
+
+
+def _read_alone(url: str, tree: dict[str, np.ndarray[Any, Any]]) -> None:
+    opened = [*_arrays(url, tree, open=True)]
+    for read in [array.result().read() for array in opened]:
+        read.result()
+
+
+# --- slow answers ------------------------------------------------------------------------------
+
+
+def slow_answers(*, repeats: int) -> Iterator[str]:
+    tree = {f"leaf_{i}": np.arange(1 << 20, dtype=np.float32) + i for i in range(8)}
+    chance = random.Random(0)
+    with servers.gcs() as server, Proxy(server.url) as proxy:
+        server = server.with_new_bucket().at(proxy.url)
+        os.environ.update(server.env)
+        url = f"gs://{server.bucket}/a"
+        jaxckpt.save(url, tree)
+        times: dict[str, list[float]] = {"undelayed": [], "delayed": []}
+        for _ in range(20):
+            jaxckpt.restore(url, tree)
+        for _ in range(repeats):
+            for name, samples in times.items():
+                proxy.heal()
+                if name == "delayed":
+                    proxy.add(Delay(SLOW_S), when=lambda _: chance.random() < SLOW_SHARE)
+                start = time.perf_counter()
+                jaxckpt.restore(url, tree)
+                samples.append(time.perf_counter() - start)
+    yield "| | median s | p99 s |"
+    yield "| --- | --- | --- |"
+    for name, samples in times.items():
+        samples.sort()
+        p99 = samples[int(0.99 * (len(samples) - 1))]
+        yield f"| {name} | {statistics.median(samples):.3f} | {p99:.3f} |"
+
+
+if __name__ == "__main__":
+    main()
