@@ -189,8 +189,8 @@ def reads(monkeypatch):
                 seen[key] += 1
             return super().get(key)
 
-    def counted_extents(spec, *, max_keys):
-        found = extents(spec, max_keys=max_keys)
+    def counted_extents(spec, **options):
+        found = extents(spec, **options)
         return None if found is None else Counted(found)
 
     def counted_read_into(array, wheres, outs):

@@ -83,7 +83,7 @@ def at_rest(
     for _ in range(_TRIES):
         found, problem = None, None
         try:
-            found = find(storage.ahead(path), path)
+            found = find(storage if storage.atomic_rename else storage.ahead(path), path)
             result = read(found)
             if is_sealed(found) or is_current(found):
                 return result

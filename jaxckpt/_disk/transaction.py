@@ -54,7 +54,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from jaxckpt._core.text import size_text
 from jaxckpt._version import __version__
@@ -90,6 +90,15 @@ _TRIES = 10
 _MARKS = frozenset(
     {names.RECORD, names.CHECKPOINT_METADATA, names.ORBAX_MARKER, names.TREE_METADATA}
 )
+
+
+class Work(NamedTuple):
+    """Where an attempt writes a checkpoint."""
+
+    path: str
+    # The token of the attempt, if attempts share the directory: it is then part of the path of
+    # whatever a process writes before process 0 has begun. Otherwise "".
+    mark: str
 
 
 @dataclass(slots=True)
@@ -331,6 +340,11 @@ def work_of(storage: Storage, path: str, token: str) -> str:
     if not storage.atomic_rename:
         return path
     return beside(path, names.temporary(posixpath.basename(path), token))
+
+
+def work_for(storage: Storage, path: str, token: str) -> Work:
+    """Returns where an attempt to save `path` writes."""
+    return Work(work_of(storage, path, token), mark_of(storage, token))
 
 
 def mark_of(storage: Storage, token: str) -> str:

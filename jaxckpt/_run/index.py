@@ -213,6 +213,8 @@ class StepIndex:
 
     def _view(self, name: str) -> Storage:
         """Returns a view of a step, which lists it once until the root is listed again."""
+        if self.storage.atomic_rename:
+            return self.storage
         if name not in self._views:
             self._views[name] = self.storage.ahead(f"{self.root}/{name}", reads=False)
         return self._views[name]

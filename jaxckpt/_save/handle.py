@@ -26,9 +26,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 from jaxckpt._disk import transaction as _transaction
-from jaxckpt._disk.transaction import Transaction
+from jaxckpt._disk.transaction import Transaction, Work
 from jaxckpt._progress.meter import Meter
-from jaxckpt._save.snapshot import Work
 from jaxckpt.errors import CheckpointTimeout, SaveFailed
 from jaxckpt.format import names, step
 from jaxckpt.format.step import StepMetadata
@@ -204,7 +203,9 @@ class SaveHandle:
                         token=self._token,
                         fence=request.fence,
                     )
-                    led.value = self._work(self._transaction.token)
+                    led.value = _transaction.work_for(
+                        request.storage, self.path, self._transaction.token
+                    )
             work = Work(*led.value)
             self._write(work)
             with self._meter.phase("meet"):
@@ -255,14 +256,9 @@ class SaveHandle:
                 yield led
             return
         try:
-            yield Lead(self._work(self._token))
+            yield Lead(_transaction.work_for(request.storage, self.path, self._token))
         except Exception as error:  # reported at `written`, then raised
             self._problem = error
-
-    def _work(self, token: str) -> Work:
-        storage = self._request.storage
-        mark = _transaction.mark_of(storage, token)
-        return Work(_transaction.work_of(storage, self.path, token), mark)
 
     def _write(self, work: Work) -> None:
         request = self._request

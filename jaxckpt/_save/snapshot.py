@@ -9,27 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxckpt._core.transfer import stage
 from jaxckpt._disk.checksums import encode_share, merge_shares
+from jaxckpt._disk.transaction import Work
 from jaxckpt._disk.writer import merge, write_arrays
 from jaxckpt._save.tree_plan import TreePlan, plan_tree
 from jaxckpt.errors import SaveFailed, TreeMismatch, UnsupportedLeaf
 from jaxckpt.format import arrays, jsontext, names, step
 from jaxckpt.multihost import Json, Processes
 from jaxckpt.storage import Storage
-
-
-class Work(NamedTuple):
-    """Where an attempt writes a checkpoint."""
-
-    path: str
-    # The token of the attempt, if attempts share the directory: it is then part of the name of
-    # whatever a process writes before process 0 has begun. Otherwise "".
-    mark: str
 
 
 @dataclass(slots=True, kw_only=True)
