@@ -23,13 +23,13 @@ from jaxckpt.storage._settings import StoreSettings
 T = TypeVar("T")
 
 REQUESTS_AT_ONCE: Final = 32
-# A read is hedged after this many times the seconds that nine of ten of its peers took.
+# A read is sent again after this many times the seconds that nine of ten of its peers took. Peers
+# are the latest reads of about its size.
 _HEDGE_FACTOR: Final = 3.0
-_HEDGE_FLOOR_S: Final = 0.2
+_HEDGE_FLOOR_S: Final = 0.05
 _HEDGE_BYTES: Final = 0.05  # of the bytes read
 _PEERS: Final = 64
-# What takes this long is no longer a matter of latency but of the bytes.
-_BYTES_PER_S: Final = 20e6
+_LEAST_PEERS: Final = 4
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 _FINAL: Final = re.compile(r"status code: (?!408|409|425|429)4\d\d|NotImplemented")
@@ -82,7 +82,7 @@ class Requests:
         self._name = name
         self._settings = settings
         self._lock = threading.Lock()  # guards the three below, and `hedged`
-        self._peers: deque[float] = deque(maxlen=_PEERS)
+        self._peers: dict[int, deque[float]] = {}  # seconds, by the magnitude of the size
         self._read_bytes = 0
         self._hedged_bytes = 0
 
@@ -152,18 +152,19 @@ class Requests:
         good = [one for one in done if one.exception() is None]
         answer = (good or [*done])[0].result()
         with self._lock:
-            self._peers.append(time.monotonic() - started_s - size / _BYTES_PER_S)
+            peers = self._peers.setdefault(size.bit_length() // 2, deque(maxlen=_PEERS))
+            peers.append(time.monotonic() - started_s)
             self._read_bytes += size
         return answer
 
     def _patience_s(self, size: int) -> float | None:
         """Returns after how many seconds a read is sent again; None if its peers do not tell."""
         with self._lock:
-            peers = sorted(self._peers)
-        if len(peers) < 4:
+            peers = sorted(self._peers.get(size.bit_length() // 2, ()))
+        if len(peers) < _LEAST_PEERS:
             return None
-        usual_s = max(peers[int(0.9 * (len(peers) - 1))], 0.0)
-        return max(_HEDGE_FACTOR * usual_s, _HEDGE_FLOOR_S) + size / _BYTES_PER_S
+        usual_s = peers[int(0.9 * (len(peers) - 1))]
+        return max(_HEDGE_FACTOR * usual_s, _HEDGE_FLOOR_S)
 
     def _may_hedge(self, size: int) -> bool:
         with self._lock:
