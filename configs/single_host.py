@@ -41,5 +41,6 @@ def get_config() -> ml_collections.ConfigDict:
         step_digits=None,  # with 8, a directory is called `00001000`
         run_metadata=None,  # JSON to store with the run
         item="state",  # "default" is the name that a manager of Orbax gives it
+        compression=None,  # "zstd" for slow or costly storage; "zstd:3" for level 3
     )
     return config

@@ -150,6 +150,7 @@ class LeafInfo:
         sharding: The sharding that it was saved with, in words, or None.
         size_bytes: Bytes of its values on disk, uncompressed.
         saved_sharding: `sharding` as data.
+        compression: "zstd" if jaxckpt compressed it, or None.
         container: Name of the class of an empty container, unless it is built into Python.
     """
 
@@ -160,6 +161,7 @@ class LeafInfo:
     sharding: str | None
     size_bytes: int
     saved_sharding: SavedSharding | None = None
+    compression: str | None = None
     container: str | None = None
 
     @property
@@ -173,7 +175,7 @@ class LeafInfo:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
     def __str__(self) -> str:
-        return f"{self.type_text}  {self.sharding}" if self.sharding else self.type_text
+        return "  ".join(filter(None, (self.type_text, self.sharding, self.compression)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -206,6 +206,7 @@ def test_show_as_json_has_all_leaves(root):
             "shape": [8, 4],
             "sharding": "P('x', 'y') on (x=4, y=2)",
             "size_bytes": 128,
+            "compression": None,
         }
     ]
 

@@ -117,6 +117,7 @@ def told(run_processes, tmp_path_factory):
         ("structure", "ProcessesDisagree", "another tree"),
         ("text leaf", "ProcessesDisagree", "another tree"),
         ("shape", "ProcessesDisagree", "other shapes"),
+        ("compression", "ProcessesDisagree", "or compression than process 0"),
         ("path", "ProcessesDisagree", "different path"),
         ("leaf", "UnsupportedLeaf", "object"),
         ("argument", "UnsupportedFormat", "hdfs://"),

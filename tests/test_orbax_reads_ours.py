@@ -246,6 +246,23 @@ def test_orbax_restores_chunks_with_inner_chunks(tmp_path, entry):
     assert_same(got, tree)
 
 
+@every_entry_point
+def test_orbax_restores_compressed_arrays(tmp_path, mesh, entry):
+    """In one chunk, one for each device, or with inner chunks, to the bit."""
+    values = np.cumsum(np.random.default_rng(0).integers(-2, 3, 9 << 20), dtype=np.int32)
+    tree = {
+        "inner": values,
+        "jax": jnp.asarray(values[: 1 << 18], jnp.bfloat16),
+        "sharded": jax.device_put(values[: 1 << 20], NamedSharding(mesh, P(("x", "y")))),
+        "text": "abc",
+    }
+    jaxckpt.save(tmp_path / "3", tree, compression="zstd")
+
+    got = ENTRY_POINTS[entry](tmp_path / "3")
+
+    assert_same(got, tree)
+
+
 # --- targets, metadata, damage ---------------------------------------------------------------
 
 
@@ -374,9 +391,10 @@ def test_our_tree_has_only_words_of_orbax(tmp_path, mesh):
 
 
 @pytest.mark.multihost
-def test_orbax_restores_what_two_processes_saved(tmp_path, run_processes):
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_orbax_restores_what_two_processes_saved(tmp_path, run_processes, compression):
     """In the two processes with the same shardings, and afterwards in one."""
-    done = run_processes("reads_orbax:ours_to_orbax", count=2, args=[tmp_path])
+    done = run_processes("reads_orbax:ours_to_orbax", count=2, args=[tmp_path, compression])
 
     here = NamedSharding(jax.make_mesh((8,), ("z",)), P())
     shapes = {
@@ -392,7 +410,9 @@ def test_orbax_restores_what_two_processes_saved(tmp_path, run_processes):
     )
     new = v1.load(tmp_path / "3", like)
 
-    assert [process.result for process in done] == [[[], [], []], [[], [], []]]
+    assert [process.result for process in done] == [[[], [], [], []], [[], [], [], []]]
+    assert jaxckpt.verify(tmp_path / "3").ok
+    assert jaxckpt.open(tmp_path / "3").leaves["all"].compression == compression
     for got in (old, new):
         assert np.array_equal(got["both"], np.arange(64).reshape(8, 8))
         assert np.array_equal(got["all"], np.arange(1 << 19))

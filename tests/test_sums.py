@@ -99,13 +99,13 @@ def tree(seed):
     }
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+@pytest.fixture(scope="module", params=[None, "zstd"])
+def saved(request, tmp_path_factory):
     """Two saves of the same tree with other values, and many more leaves beside them."""
     root = tmp_path_factory.mktemp("sums")
     more = {f"more{i}": np.zeros(2, np.float32) for i in range(200)}
     for seed in (1, 2):
-        jaxckpt.save(root / str(seed), {**tree(seed), **more})
+        jaxckpt.save(root / str(seed), {**tree(seed), **more}, compression=request.param)
     return root
 
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Real
 from typing import Any, ParamSpec
@@ -14,7 +15,7 @@ from typing import Any, ParamSpec
 import numpy as np
 
 from jaxckpt._core.text import nearest
-from jaxckpt.format.arrays import STORABLE_DTYPES
+from jaxckpt.format.arrays import MAX_ZSTD_LEVEL, STORABLE_DTYPES
 
 P = ParamSpec("P")
 
@@ -55,6 +56,18 @@ def check_dtype(who: str, dtype: Any) -> None:
     except TypeError:
         hint = nearest(str(dtype), sorted(STORABLE_DTYPES))
         raise TypeError(f"{who}: dtype must be a dtype, got {dtype!r}. {hint}") from None
+
+
+def zstd_level(who: str, compression: object) -> int:
+    """Returns the level of "zstd" or "zstd:<level>"."""
+    found = re.fullmatch(r"zstd(?::([0-9]+))?", compression if isinstance(compression, str) else "")
+    level = int(found[1] or 1) if found else 0
+    if not 1 <= level <= MAX_ZSTD_LEVEL:
+        raise ValueError(
+            f"{who}: compression must be None, 'zstd' or 'zstd:<level>' with a level from 1 to "
+            f"{MAX_ZSTD_LEVEL}, got {compression!r}"
+        )
+    return level
 
 
 def as_step(who: str, step: Any) -> int:  # of an int, or an array of one

@@ -103,29 +103,34 @@ def decode(leaves: Sequence[Leaf], data: bytes, *, file: str) -> dict[str, Sums]
 
 def stored_sums(
     reader: Any,  # a `Reader` of storage._arrays
-    chunks: Sequence[tuple[str, StoredArray, Sequence[int]]],
+    chunks: Sequence[tuple[str, StoredArray, Sequence[int], Sequence[int] | None]],
 ) -> list[list[int]]:
-    """Reads the checksum stored at the end of each chunk, or of each of its inner chunks.
+    """Reads the checksum stored at the end of each chunk, or of some of its inner chunks.
 
     Args:
-        chunks: The prefix of the array's keys, its storage layout, and the index of the chunk.
+        chunks: The prefix of the array's keys, its storage layout, the index of the chunk, and
+            which of its inner chunks in C order; None for all.
 
     Raises:
         ValueError, OSError: a chunk is missing or too short, or cannot be read.
     """
     tails = [
         reader.get(prefix + chunk_key(index), slice(-_tail_bytes(stored), None))
-        for prefix, stored, index in chunks
+        for prefix, stored, index, _ in chunks
     ]
     found = []
-    for (prefix, stored, index), tail in zip(chunks, tails, strict=True):
+    for (prefix, stored, index, inner), tail in zip(chunks, tails, strict=True):
         key = prefix + chunk_key(index)
         data = np.frombuffer(_value(key, tail, _tail_bytes(stored)), np.uint8)
         if stored.inner_shape is None:
             found.append(data.view(_SUM).tolist())
             continue
-        ends = [offset + size for offset, size in decode_index(data, _ANYWHERE)]
-        reads = [reader.get(key, slice(end - CRC_BYTES, end)) for end in ends]
+        try:
+            ends = [offset + size for offset, size in decode_index(data, _ANYWHERE)]
+        except ValueError as error:
+            raise ValueError(f'chunk "{key}": {error}') from error
+        wanted = ends if inner is None else [ends[i] for i in inner]
+        reads = [reader.get(key, slice(end - CRC_BYTES, end)) for end in wanted]
         found.append([int.from_bytes(_value(key, read, CRC_BYTES), "little") for read in reads])
     return found
 

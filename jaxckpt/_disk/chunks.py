@@ -30,6 +30,7 @@ from jaxckpt._disk.native import Item
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, TreeMismatch, is_io_failure
 from jaxckpt.format.arrays import (
     CRC_BYTES,
+    PLAIN_DTYPES,
     checksum,
     chunk_key,
     decode_index,
@@ -61,10 +62,14 @@ class LeafRead:
     boxes: tuple[Box, ...]  # the distinct parts wanted, in the global array
     dtype: np.dtype[Any]  # of the host buffers
     total_bytes: int = field(init=False)  # of the buffers
+    is_plain: bool = field(init=False)  # whether our chunks have the bytes of its values
 
     def __post_init__(self) -> None:
         size = sum(box.size for box in self.boxes) * self.dtype.itemsize
         object.__setattr__(self, "total_bytes", size)
+        stored = self.leaf.stored  # None for tensors of safetensors files
+        is_plain = stored is not None and stored.dtype in PLAIN_DTYPES and stored.zstd is None
+        object.__setattr__(self, "is_plain", is_plain)
 
 
 def make_buffers(item: Item, read: LeafRead) -> list[Values]:

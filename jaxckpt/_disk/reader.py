@@ -1,9 +1,9 @@
 """Reads the parts of stored arrays that the shards of this process need, within a budget.
 
 `chunks` reads our own arrays, small adjacent leaves together. TensorStore (`regions`) reads
-everything else, one leaf at a time: arrays of Orbax, dtypes of less than a byte, and a few leaves
-of a checkpoint that has far more, since it finds them without a look at all others. `tensors` reads
-safetensors files.
+everything else, one leaf at a time: arrays of Orbax, compressed ones, dtypes of less than a byte,
+and a few leaves of a checkpoint that has far more, since it finds them without a look at all
+others. `tensors` reads safetensors files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.regions import Regions, open_reader
 from jaxckpt._disk.tensors import Tensors
-from jaxckpt.format.arrays import MAX_UNIT_BYTES, PLAIN_DTYPES
+from jaxckpt.format.arrays import MAX_UNIT_BYTES
 from jaxckpt.format.names import OCDBT_MANIFEST
 from jaxckpt.storage import Storage, held
 
@@ -113,7 +113,7 @@ def _batches(
         for group in _grouped(reads, min(_BATCH_BYTES, window_bytes), extents is not None):
             if item.tensors is not None:
                 ahead.append(Tensors(item, group[0], executor))
-            elif extents is not None and group[0].leaf.array.dtype in PLAIN_DTYPES:
+            elif extents is not None and group[0].is_plain:
                 ahead.append(Chunks(item, group, extents, sums, executor))
             else:
                 reader = reader or open_reader(item)
@@ -131,7 +131,7 @@ def _grouped(
     group: list[LeafRead] = []
     size = 0
     for read in reads:
-        alone = not may_group or read.leaf.array.dtype not in PLAIN_DTYPES
+        alone = not may_group or not read.is_plain
         full = size + read.total_bytes > most_bytes or len(group) >= _BATCH_LEAVES
         if group and (alone or full):
             yield group
@@ -151,8 +151,9 @@ def _extents(item: Item, reads: Sequence[LeafRead]) -> Mapping[str, Any] | None:
 
     if not (item.ours and item.database):
         return None
-    ours = [read for read in reads if read.leaf.array.dtype in PLAIN_DTYPES]
-    wanted = sum(1 + count_chunks(read.leaf.array.chunk_shape, read.boxes) for read in ours)
+    wanted = sum(
+        1 + count_chunks(read.leaf.array.chunk_shape, read.boxes) for read in reads if read.is_plain
+    )
     if not wanted:
         return None
     storage = item.found.storage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -12,7 +13,7 @@ import numpy as np
 from jaxckpt._core.box import Box, whole
 from jaxckpt._core.cast import cast
 from jaxckpt._core.plan import plan_chunks, plan_reads
-from jaxckpt._disk.checksums import stored_sums, units_in
+from jaxckpt._disk.checksums import grid_of, stored_sums
 from jaxckpt._disk.chunks import (
     Buffers,
     Failed,
@@ -167,10 +168,16 @@ def refuse_others(item: Item, reader: Any, leaf: Leaf, boxes: tuple[Box, ...]) -
     sums, stored = item.read_sums(), leaf.array
     if sums is None:
         return
-    chunks = {plan.index for plan in plan_chunks(stored.chunk_shape, boxes)}
-    asked = [(leaf.prefix, stored, index) for index in sorted(chunks)]
-    for (_, _, index), found in zip(asked, stored_sums(reader, asked), strict=True):
-        if sums[leaf.prefix][units_in(stored, index)].tolist() != found:
+    counts = tuple(map(operator.floordiv, stored.chunk_shape, stored.unit_shape))
+    recorded = sums[leaf.prefix].reshape(grid_of(stored))
+    units: dict[tuple[int, ...], dict[int, int]] = {}  # of each chunk: which, and its checksum
+    for plan in plan_chunks(stored.unit_shape, boxes):
+        index = tuple(map(operator.floordiv, plan.index, counts))
+        within = int(np.ravel_multi_index(tuple(map(operator.mod, plan.index, counts)), counts))
+        units.setdefault(index, {})[within] = int(recorded[plan.index])
+    asked = [(leaf.prefix, stored, index, tuple(inner)) for index, inner in units.items()]
+    for (_, _, index, _), found in zip(asked, stored_sums(reader, asked), strict=True):
+        if list(units[index].values()) != found:
             raise another_chunk(leaf, leaf.prefix + chunk_key(index), item.path)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Final
 
@@ -40,6 +40,11 @@ def is_direct(stored: StoredArray) -> bool:
     if stored.inner_shape is not None or stored.dtype not in PLAIN_DTYPES:
         return False
     return math.prod(stored.chunk_shape) * dtype_of(stored.dtype).itemsize <= _MAX_DIRECT_BYTES
+
+
+def compressed(stored: StoredArray, level: int | None) -> StoredArray:
+    """Returns the layout of an array with compressed chunks, if they are large enough to pay."""
+    return stored if level is None or is_direct(stored) else replace(stored, zstd=level)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,12 +181,14 @@ def write_arrays(
     except BaseException:
         writer.abort()
         raise
-    if writes.written and storage.atomic_rename:
-        chunks = [(*writes.arrays[i], index) for i, _, index, *_ in writes.written]
+    # In a store, each is a request. But only stored chunks have the checksums of compressed bytes.
+    reads_back = storage.atomic_rename or any(array.zstd for _, array in writes.arrays.values())
+    if writes.written and reads_back:
+        chunks = [(*writes.arrays[i], index, None) for i, _, index, *_ in writes.written]
         reader = Reader(storage.kvstore(folder), database=mine)
         for of_chunk in stored_sums(reader, chunks):
             sums += of_chunk
-    elif writes.written:  # each would be a request
+    elif writes.written:
         for i, _, _, source, part in writes.written:
             values = snapshot[source]
             sums += unit_sums(writes.arrays[i][1], values if part is None else values[part])

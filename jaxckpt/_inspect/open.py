@@ -67,6 +67,14 @@ class Checkpoint:
         """Bytes of all values, uncompressed."""
         return sum(leaf.size_bytes for leaf in self.leaves.values())
 
+    @property
+    def _stored_bytes(self) -> int | None:
+        """Bytes of the item's files, if some of its arrays are compressed; None for a part."""
+        tree = self._tree
+        if tree is None or self._below or not any(x.compression for x in self.leaves.values()):
+            return None
+        return sum(facts.size for facts in self._found.recorded(tree.path).values())
+
     def __getitem__(self, path: str | tuple[object, ...]) -> Checkpoint:
         """Returns the part below a path: `"params/layer_0"`, or a tuple of keys.
 
@@ -219,6 +227,7 @@ def _info(leaf: Leaf, sharding: SavedSharding | None) -> LeafInfo:
         sharding=None if sharding is None else str(sharding),
         size_bytes=size,
         saved_sharding=sharding,
+        compression="zstd" if leaf.stored is not None and leaf.stored.zstd else None,
         container=leaf.container.cls[1] if leaf.container and leaf.container.cls else None,
     )
 
@@ -234,6 +243,8 @@ def _lines(ckpt: Checkpoint) -> list[str]:
         f"{ckpt.path}{f' item {ckpt.item!r}' if ckpt.item else ''}{f' at {below}' if below else ''}"
     )
     size = f"{counted(len(ckpt.leaves), 'leaf')}, {size_text(ckpt.size_bytes)}"
+    if (stored_bytes := ckpt._stored_bytes) is not None:
+        size += f", {size_text(stored_bytes)} on disk"
     lines = [f"{head}: {size}, written by {writer}"]
     others = [name for name in ckpt.items if name != ckpt.item]
     if others:

@@ -54,7 +54,9 @@ def set_state(name: str, value: object, state: Any) -> None:
         methods[1](state)
 
 
-def take_item(name: str, value: object, processes: Processes) -> SaveItem:
+def take_item(
+    name: str, value: object, processes: Processes, *, zstd: int | None = None
+) -> SaveItem:
     """Copies an item to the host; the caller may change the value afterwards."""
     if is_stateful(value):
         return _take_state(name, value, processes)
@@ -65,7 +67,7 @@ def take_item(name: str, value: object, processes: Processes) -> SaveItem:
         except ValueError as error:
             raise UnsupportedLeaf(f"item {name!r} cannot be stored as JSON: {error}") from error
         return FileItem(name=name, shared=lambda: {names.JSON_ITEM_FILE: data})
-    return take_tree(name, value, processes, copy=True)
+    return take_tree(name, value, processes, copy=True, zstd=zstd)
 
 
 def take_metrics(metrics: Mapping[str, Any], found: Callable[[dict[str, Any]], None]) -> FileItem:

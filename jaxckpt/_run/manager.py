@@ -30,6 +30,7 @@ from jaxckpt._core.check import (
     check_positive,
     check_type,
     names_checked,
+    zstd_level,
 )
 from jaxckpt._core.text import nearest
 from jaxckpt._disk.find import find
@@ -113,6 +114,7 @@ class CheckpointManager:
         on_commit: Callable[[Timing], None] | None = None,
         run_metadata: Mapping[str, Any] | None = None,
         item: str = names.STATE_ITEM,
+        compression: str | None = None,
     ) -> None:
         """Opens a run without reading a checkpoint.
 
@@ -135,6 +137,8 @@ class CheckpointManager:
             run_metadata: JSON to store with the run when it has none yet, where Orbax reads it.
             item: Name of the state in each step to save, and the first choice in others: "default"
                 is what a manager of Orbax without item names restores.
+            compression: "zstd", or "zstd:3" for level 3, compresses the arrays of each step; see
+                `jaxckpt.save`.
 
         Raises:
             NotADirectoryError, PermissionError: `directory` cannot hold a run.
@@ -153,6 +157,7 @@ class CheckpointManager:
         if item != names.STATE_ITEM:
             names.check_item(item)
         self.budget_bytes, self.timeout_s = budget_bytes, timeout_s
+        zstd = None if compression is None else zstd_level(_MANAGER, compression)
         storage, root = locate(directory)
         metadata = run_metadata and check_metadata(run_metadata, "run_metadata")
         naming = None
@@ -184,7 +189,7 @@ class CheckpointManager:
             if self._processes.count > 1:
                 arguments = {"directory": root, "step_prefix": step_prefix}
                 arguments |= {"step_digits": step_digits, "save": save, "keep": keep}
-                arguments |= {"run_metadata": metadata, "item": item}
+                arguments |= {"run_metadata": metadata, "item": item, "compression": zstd}
                 check_arguments_alike(self._processes, arguments, timeout_s=timeout_s)
             opened = self._open_run(metadata)
         else:
@@ -206,6 +211,7 @@ class CheckpointManager:
             timings=self._timings,
             session=opened["session"],
             item=item,
+            zstd=zstd,
             newest=opened["newest"],
         )
 

@@ -58,6 +58,7 @@ class Saver:
         timings: deque[Timing],
         session: str,
         item: str,  # of the state
+        zstd: int | None,  # the level at which each step is compressed
         newest: int | None,  # on which all processes have agreed
     ) -> None:
         self.decision: Decision | None = None  # the latest
@@ -78,6 +79,7 @@ class Saver:
         self._writes = writes
         self._keep = keep
         self._item = item
+        self._zstd = zstd
         self._budget_bytes = budget_bytes
         self._timeout_s = timeout_s
         self._on_progress = on_progress
@@ -281,9 +283,10 @@ class Saver:
         meter.waited()
         processes = self._processes
         with meter.phase("snapshot"):
-            main = take_tree(self._item, state, processes, copy=True, dtype=dtype)
-            held: list[SaveItem] = [main]
-            held += [_items.take_item(name, value, processes) for name, value in items.items()]
+            how = {"copy": True, "dtype": dtype, "zstd": self._zstd}
+            held: list[SaveItem] = [take_tree(self._item, state, processes, **how)]
+            for name, value in items.items():
+                held.append(_items.take_item(name, value, processes, zstd=self._zstd))
         if isinstance(self._keep.metric, str):  # a function needs the numbers, which may come later
             self._check_metric(step, metrics or {}, self._keep.metric)
         if metrics is not None:

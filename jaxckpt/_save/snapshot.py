@@ -131,7 +131,7 @@ class TreeItem:
     def disagreement(self, said: Sequence[Any]) -> dict[int, str]:
         """Returns how the trees differ from process 0's, by process."""
         failures = {
-            i: "has another tree, other shapes or other shardings than process 0"
+            i: "has another tree, other shapes, shardings or compression than process 0"
             for i, one in enumerate(said)
             if one["tree"] != said[0]["tree"]
         }
@@ -186,18 +186,25 @@ SaveItem = TreeItem | FileItem
 
 
 def take_tree(
-    name: str, value: object, processes: Processes, *, copy: bool, dtype: str | None = None
+    name: str,
+    value: object,
+    processes: Processes,
+    *,
+    copy: bool,
+    dtype: str | None = None,
+    zstd: int | None = None,
 ) -> TreeItem:
     """Copies this process's share of a tree to the host.
 
     Args:
         copy: Whether to copy numpy arrays, which the caller may change before they are written.
         dtype: If given, the dtype in which all floating-point arrays are saved.
+        zstd: If given, the level at which chunks are compressed.
 
     Raises:
         UnsupportedLeaf: leaves cannot be stored; the message names all of them.
     """
-    tree, values = plan_tree(value, processes, dtype)
+    tree, values = plan_tree(value, processes, dtype, zstd)
     try:
         return TreeItem(name=name, tree=tree, snapshot=stage(values, tree.sources, copy=copy))
     except TreeMismatch as error:

@@ -22,7 +22,7 @@ from jaxckpt._core.cast import is_floating
 from jaxckpt._core.plan import ArraySpec, SavePlan, placement_of, plan_save
 from jaxckpt._core.pytree import Flat, check_levels, flatten, stored_value
 from jaxckpt._core.transfer import Source, sources_of
-from jaxckpt._disk.writer import WritePlan, metadata_files, plan_writes, texts_of
+from jaxckpt._disk.writer import WritePlan, compressed, metadata_files, plan_writes, texts_of
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, step
 from jaxckpt.format.arrays import dtype_of
@@ -56,7 +56,7 @@ class TreePlan:
     def fingerprint(self) -> str:
         """A digest that is equal in all processes if their trees differ only in values."""
         leaves = [(leaf.path, leaf.kind, leaf.shape) for leaf in self.tree.leaves]
-        stored = [(array.shape, array.dtype, array.chunk_shape) for array in self.plan.stored]
+        stored = [(one.shape, one.dtype, one.chunk_shape, one.zstd) for one in self.plan.stored]
         specs = [(name, saved.axis_sizes, saved.spec) for name, saved in self.shardings.items()]
         return step.digest(repr((leaves, stored, specs)).encode())
 
@@ -67,18 +67,19 @@ class TreePlan:
 
 
 def plan_tree(
-    value: object, processes: Processes, dtype: str | None = None
+    value: object, processes: Processes, dtype: str | None = None, zstd: int | None = None
 ) -> tuple[TreePlan, Sequence[Array]]:
     """Returns the plan of a tree and the values of its arrays.
 
     Args:
         dtype: If given, the dtype in which all floating-point arrays are saved.
+        zstd: If given, the level at which chunks are compressed.
 
     Raises:
         UnsupportedLeaf: leaves cannot be stored; the message names all of them.
     """
     check_levels(value, "the tree")
-    form = _form_of(value, processes, dtype)
+    form = _form_of(value, processes, dtype, zstd)
     if form is not None and (kept := _find(form)) is not None:
         if kept is not _kept[0]:
             _put_first(kept)
@@ -87,7 +88,7 @@ def plan_tree(
     if dtype is not None:
         flat = replace(flat, leaves=tuple(_cast_leaf(leaf, dtype) for leaf in flat.leaves))
     values = [v for v in flat.values if v is not None]
-    planned = _work_out(flat, values, processes)
+    planned = _work_out(flat, values, processes, zstd)
     if form is not None:
         _keep(form, planned)
     return planned, values
@@ -106,6 +107,7 @@ class _Form:
     text: str  # of the treedef, since treedefs with static data 1 and True are equal
     treedef: Any
     dtype: str | None  # as in `plan_tree`
+    zstd: int | None
     leaves: list[Any] = field(compare=False)  # without None and empty containers, like jax
 
 
@@ -142,7 +144,9 @@ def _put_first(kept: _Kept) -> None:
         _kept = (kept, *(other for other in _kept if other is not kept))[:_MAX_KEPT]
 
 
-def _form_of(value: object, processes: Processes, dtype: str | None) -> _Form | None:
+def _form_of(
+    value: object, processes: Processes, dtype: str | None, zstd: int | None
+) -> _Form | None:
     """Returns None for a tree with leaves that only `flatten` can judge."""
     try:
         pairs, treedef = jax.tree_util.tree_flatten_with_path(value)
@@ -157,6 +161,7 @@ def _form_of(value: object, processes: Processes, dtype: str | None) -> _Form | 
             text=str(treedef),
             treedef=treedef,
             dtype=dtype,
+            zstd=zstd,
             leaves=leaves,
         )
     except Exception:  # `flatten` explains it, or there is nothing wrong but a `repr`
@@ -193,7 +198,9 @@ def _sort_of(cls: type) -> Literal["device", "host", "number", "text", "bytes"] 
 # --- working it out --------------------------------------------------------------------------
 
 
-def _work_out(flat: Flat, values: Sequence[Array], processes: Processes) -> TreePlan:
+def _work_out(
+    flat: Flat, values: Sequence[Array], processes: Processes, zstd: int | None
+) -> TreePlan:
     texts_of(flat.leaves)  # at once, not in the background
     arrays_of = [leaf for leaf in flat.leaves if leaf.has_array]
     dtypes = [
@@ -203,6 +210,7 @@ def _work_out(flat: Flat, values: Sequence[Array], processes: Processes) -> Tree
     specs = [_spec(v, processes, dtype) for v, dtype in zip(values, dtypes, strict=True)]
     _check_process_0_sees(arrays_of, specs)
     plan = plan_save(specs, process=processes.index)
+    plan = replace(plan, stored=tuple(compressed(array, zstd) for array in plan.stored))
     stored = iter(plan.stored)
     leaves = tuple(
         replace(leaf, stored=next(stored)) if leaf.has_array else leaf for leaf in flat.leaves

@@ -211,6 +211,8 @@ def _headline(ckpt: Checkpoint, leaves: Mapping[str, LeafInfo]) -> str:
     size = size_text(sum(leaf.size_bytes for leaf in leaves.values()))
     of = f" of {len(ckpt.leaves):,}" if len(leaves) < len(ckpt.leaves) else ""
     item = f" item {ckpt.item!r}" if ckpt.item else ""
+    if not of and (stored_bytes := ckpt._stored_bytes) is not None:  # private, as below
+        size += f", {size_text(stored_bytes)} on disk"
     what = f"{counted(len(leaves), 'leaf')}{of}, {size}" if ckpt.leaves else "not a tree"
     return f"{ckpt.path}{item}: {what}, written by {_writer(ckpt) or 'another program'}"
 
@@ -227,7 +229,7 @@ def _json_value(ckpt: Checkpoint) -> Any:  # JSON, or None if the item is none
 def _checkpoint_facts(
     ckpt: Checkpoint, leaves: Mapping[str, LeafInfo], statistics: Mapping[str, Any]
 ) -> dict[str, Any]:
-    names = ("path", "kind", "dtype", "shape", "sharding", "size_bytes")
+    names = ("path", "kind", "dtype", "shape", "sharding", "size_bytes", "compression")
     facts = {
         "path": ckpt.path,
         "item": ckpt.item,
@@ -255,7 +257,8 @@ def _tree_rows(
         size = size_text(node.size_bytes) if node.size_bytes or is_folded else ""
         if not isinstance(node, Branch):
             numbers = _numbers(statistics[node.path]) if node.path in statistics else blank
-            yield [label, node.type_text, node.sharding or "", size, *numbers]
+            kind = f"{node.type_text} {node.compression or ''}".rstrip()
+            yield [label, kind, node.sharding or "", size, *numbers]
         elif is_folded:
             yield [label, f"({counted(node.leaf_count, 'leaf')})", "", size, *blank]
         else:

@@ -1,9 +1,10 @@
 """Zarr array metadata, and the bytes of one chunk.
 
-We write zarr v3: little-endian, row-major, uncompressed, each chunk followed by its CRC-32C (the
-`crc32c` codec of the specification). A chunk larger than `MAX_UNIT_BYTES` is stored as
-`sharding_indexed`, as inner chunks with a checksum each, so that reading, checking and memory use
-are bounded. We read v2 and v3 written by Orbax, with any codec that TensorStore knows.
+We write zarr v3: little-endian, row-major, uncompressed or with zstd, each chunk followed by the
+CRC-32C of its stored bytes (the `crc32c` codec of the specification). A chunk larger than
+`MAX_UNIT_BYTES` is stored as `sharding_indexed`, as inner chunks with a checksum each, so that
+reading, checking and memory use are bounded. We read v2 and v3 written by Orbax, with any codec
+that TensorStore knows.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from jaxckpt.format.tree import Leaf, StoredArray, bad_leaf, check_grid
 
 MAX_UNIT_BYTES: Final = 32 << 20
 CRC_BYTES: Final = 4
+MAX_ZSTD_LEVEL: Final = 22
 # A chunk is a device shard or a slice of one, and no job has that many devices.
 _MAX_CHUNKS: Final = 1 << 20
 # A prime dimension can make inner chunks small, but not smaller than this on average.
@@ -39,8 +41,8 @@ _MAX_PADDING: Final = 64
 # Arrays with more than one chunk per device have chunks of at least this size.
 _SMALL_BYTES: Final = 1 << 10
 _MAX_FOREIGN_CHUNKS: Final = 10**8
-# The compression ratio of zstd on zeros.
-_MAX_RATIO: Final = 1 << 14
+# Zstd stores at most 128 KiB in 4 bytes.
+_MAX_RATIO: Final = 1 << 15
 
 # TensorStore's names of the dtypes that its zarr v3 driver stores in the same bytes as numpy.
 PLAIN_DTYPES: Final = frozenset(
@@ -111,6 +113,9 @@ def _smallest_divisor(n: int, *, at_least: int) -> int:
 def zarr3_metadata(stored: StoredArray) -> dict[str, Any]:
     little = {"name": "bytes", "configuration": {"endian": "little"}}
     codecs: list[Any] = [little, {"name": "crc32c"}]
+    if stored.zstd is not None:
+        level = {"level": stored.zstd, "checksum": False}
+        codecs.insert(1, {"name": "zstd", "configuration": level})
     if stored.inner_shape is not None:
         codecs = [
             {
@@ -261,20 +266,20 @@ def check_total(leaves: Sequence[tuple[Leaf, StoredArray]], *, data_bytes: int, 
     """Raises CorruptCheckpoint if the arrays are larger than the data files that should hold them.
 
     Without this check, a damaged tree makes a reader allocate memory before it notices that the
-    data is missing. Only for checkpoints of jaxckpt, which compresses only values small enough
-    for the nodes of the database.
+    data is missing. Only for checkpoints of jaxckpt, which compresses only on request, besides
+    values small enough for the nodes of the database.
     """
-    raw = packed = 0
+    least_bytes = 0.0  # of the data files
     for leaf, stored in leaves:
         itemsize = dtype_of(stored.dtype).itemsize
         size = math.prod(stored.shape) * itemsize
         if stored.dtype in PACKED_DTYPES:
             size //= 4  # the lower bound: two bits each
-        if math.prod(stored.chunk_shape) * itemsize > _PACKABLE_BYTES:
-            raw += size
-        else:
-            packed += size
-        if raw > data_bytes or packed > data_bytes * _MAX_RATIO:
+        chunk_bytes = math.prod(stored.chunk_shape) * itemsize
+        # Compressed chunks may be so small that they lie in nodes, which are compressed again.
+        packs = 2 if stored.zstd else int(chunk_bytes <= _PACKABLE_BYTES)
+        least_bytes += size / _MAX_RATIO**packs
+        if least_bytes > data_bytes:
             array = f"{stored.dtype}{list(stored.shape)} needs {size} bytes"
             raise bad_leaf(leaf, file, f"{array}, but all data files together have {data_bytes}")
 

@@ -19,7 +19,8 @@ from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat, damaged
 from jaxckpt.format import jsontext
 from jaxckpt.format.jsontext import expect, expect_shape
 
-VERSION: Final = 1
+# Version 2 has compressed chunks; trees without them remain readable to releases that know 1.
+VERSION: Final = 2
 _OURS: Final = "jaxckpt"
 
 SEQUENCE: Final = 1  # key_type: an index of a list or tuple
@@ -72,6 +73,7 @@ class StoredArray:
     chunk_shape: tuple[int, ...]  # the stored chunks form a regular grid of this shape
     inner_shape: tuple[int, ...] | None = None  # of the chunks inside a chunk (`sharding_indexed`)
     has_fill: bool = True  # whether the array defines a fill value for missing chunks
+    zstd: int | None = None  # the level at which we compressed each unit; None if we did not
 
     @property
     def unit_shape(self) -> tuple[int, ...]:
@@ -213,7 +215,9 @@ def encode(tree: Tree) -> bytes:
         }
         for leaf in tree.leaves
     }
-    ours: dict[str, object] = {"version": VERSION, "tree": _encode_node(tree.root)}
+    compressed = any(leaf.stored is not None and leaf.stored.zstd for leaf in tree.leaves)
+    version = VERSION if compressed else 1
+    ours: dict[str, object] = {"version": version, "tree": _encode_node(tree.root)}
     if tree.kinds:
         ours["kinds"] = dict(tree.kinds)
     return jsontext.dumps(
@@ -267,6 +271,8 @@ def _encode_value(leaf: Leaf) -> dict[str, object]:
         ours |= {"shape": stored.shape, "dtype": stored.dtype, "chunk": stored.chunk_shape}
         if stored.inner_shape is not None:
             ours["inner"] = stored.inner_shape
+        if stored.zstd is not None:
+            ours["zstd"] = stored.zstd
         if stored.dtype != leaf.dtype:
             ours["as"] = leaf.dtype
         if leaf.kind == "key":
@@ -402,11 +408,13 @@ def _decode_ours(kind: str, ours: Mapping[str, Any], where: str, file: str) -> d
         key: expect_shape(ours.get(key), f"{where}: {key}", file=file)
         for key in ("shape", "chunk", *inner, *of_key)
     }
+    level = ours.get("zstd")
     stored = StoredArray(
         shape=shapes["shape"],
         dtype=expect(ours.get("dtype"), str, f"{where}: dtype", file=file),
         chunk_shape=shapes["chunk"],
         inner_shape=shapes.get("inner"),
+        zstd=None if level is None else expect(level, int, f"{where}: zstd", file=file),
     )
     check_grid(stored, where=where, file=file)
     impl = ours.get("impl")

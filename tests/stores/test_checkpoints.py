@@ -54,6 +54,17 @@ def test_a_checkpoint_is_saved_restored_and_verified(root, tree, make_mesh):
     assert f"{root}/a" in str(jaxckpt.open(f"{root}/a"))
 
 
+def test_a_compressed_checkpoint_is_saved_restored_and_verified(root, tree):
+    """The checksums of its compressed chunks are read back."""
+    tree["b"] = np.arange(1 << 18) // 7
+    jaxckpt.save(f"{root}/a", tree, compression="zstd")
+
+    assert_same(jaxckpt.restore(f"{root}/a"), tree)
+    assert jaxckpt.verify(f"{root}/a").ok
+    assert jaxckpt.open(f"{root}/a").leaves["b"].compression == "zstd"
+    assert sum(entry.size for entry in locate(root)[0].files(f"{root}/a").values()) < 2 << 20
+
+
 def test_a_save_in_the_background_commits(root, tree):
     """And a second one to the same place is refused before anything is written."""
     jaxckpt.save_async(f"{root}/a", tree).result()

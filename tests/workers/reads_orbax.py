@@ -77,12 +77,12 @@ def _wrong(got):
     return wrong
 
 
-def ours_to_orbax(me, root):
-    """Saves with jaxckpt, restores with Orbax; returns what is wrong."""
+def ours_to_orbax(me, root, compression):
+    """Saves with jaxckpt, restores with Orbax and jaxckpt; returns what is wrong."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint import v1
 
-    jaxckpt.save(f"{root}/3", _tree())
+    jaxckpt.save(f"{root}/3", _tree(), compression=compression)
     with ocp.CheckpointManager(root) as manager:
         managed = manager.restore(3)["state"]
     return [
@@ -91,6 +91,7 @@ def ours_to_orbax(me, root):
             ocp.PyTreeCheckpointer().restore(f"{root}/3/state"),
             managed,
             v1.load(f"{root}/3"),
+            jaxckpt.restore(f"{root}/3"),
         )
     ]
 

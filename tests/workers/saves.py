@@ -254,6 +254,9 @@ def disagree(me, root):
         "structure": save({**small_tree(1), "extra": np.zeros(2)} if odd else None),
         "text leaf": save({"w": small_tree(1)["w"], "n": np.arange(3)} if odd else None),
         "shape": save({**small_tree(1), "n": np.arange(4)} if odd else None),
+        "compression": said(
+            lambda: jaxckpt.save(path, np.zeros(1 << 17), compression="zstd" if odd else None)
+        ),
         "path": said(lambda: save_with(path + "1" * odd, small_tree(1))),
         "leaf": save({**small_tree(1), "n": object()} if odd else None),
         "all leaves": save({**small_tree(1), "n": object()}),
