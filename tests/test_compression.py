@@ -201,14 +201,19 @@ def test_a_flipped_byte_is_found(saved, leaf, at):
 
 
 def test_other_verbs_take_it(saved, tmp_path):
-    """`diff` compares values, not bytes; `convert` leaves the compression out; `fork` copies it."""
+    """`diff` compares values, not bytes; `convert` compresses only on request."""
     path, values = saved
     jaxckpt.save(tmp_path / "plain", values)
     jaxckpt.convert(path, tmp_path / "copy")
+    code, _, _ = cli("convert", path, tmp_path / "again", "--compression", "zstd:2")
 
     assert jaxckpt.diff(path, tmp_path / "plain").equal
     assert jaxckpt.diff(tmp_path / "copy", path).equal
     assert jaxckpt.open(tmp_path / "copy").leaves["inner"].compression is None
+    assert (code, jaxckpt.diff(tmp_path / "again", path).equal) == (0, True)
+    assert jaxckpt.verify(tmp_path / "again").ok
+    (sharding,) = metadata_of(tmp_path / "again" / "state", "inner")["codecs"]
+    assert sharding["configuration"]["codecs"][1]["configuration"]["level"] == 2
     found = jaxckpt.open(path).statistics(only="inner")["inner"]
     assert (found.min, found.max) == (SMOOTH.min(), SMOOTH.max())
 
@@ -233,11 +238,15 @@ def test_a_run_compresses_every_step(ram_path):
 
 
 def test_zeros_take_almost_nothing(ram_path):
-    """A checkpoint far smaller than its values is not taken for one that lost its data."""
-    jaxckpt.save(ram_path / "a", {"w": np.zeros(40 << 20, np.float32)}, compression="zstd")
+    """A checkpoint far smaller than its values is not taken for one that lost its data.
 
-    assert size_of(ram_path / "a") < 20_000
-    assert not jaxckpt.restore(ram_path / "a")["w"].any()
+    Its chunks are so small that they lie in the nodes of the database, which are compressed again.
+    """
+    tree = {"w": np.zeros(40 << 20, np.float32)} | {str(i): np.zeros(4 << 20) for i in range(16)}
+    jaxckpt.save(ram_path / "a", tree, compression="zstd")
+
+    assert size_of(ram_path / "a") < 40_000
+    assert not any(values.any() for values in jaxckpt.restore(ram_path / "a").values())
 
 
 def test_a_store_of_objects_takes_it(mesh):
@@ -248,6 +257,20 @@ def test_a_store_of_objects_takes_it(mesh):
 
     assert same(jaxckpt.restore("memory://compression/a"), values)
     assert jaxckpt.verify("memory://compression/a").ok
+
+
+def test_plain_files_are_compressed_too(saved, tmp_path):
+    """With the same codecs, for zarr-python and others; the record has their digests."""
+    path, values = saved
+    jaxckpt.convert(path, tmp_path / "plain", ocdbt=False)
+    jaxckpt.convert(path, tmp_path / "zstd", ocdbt=False, compression="zstd")
+
+    assert size_of(tmp_path / "zstd") < size_of(tmp_path / "plain") / 2
+    assert jaxckpt.diff(tmp_path / "zstd", path).equal
+    assert jaxckpt.verify(tmp_path / "zstd").ok
+    zarr = pytest.importorskip("zarr")
+    got = zarr.open_array(tmp_path / "zstd" / "state" / "sharded", mode="r")
+    assert np.array_equal(got[...], values["sharded"])
 
 
 # --- other readers ---------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 from jaxckpt._convert.source import of_checkpoint
 from jaxckpt._convert.target import write_checkpoint
 from jaxckpt._core.cast import floating
+from jaxckpt._core.check import zstd_level
 from jaxckpt._core.select import Globs
 from jaxckpt.storage import locate
 
@@ -20,6 +21,7 @@ def convert(
     only: Globs = None,
     skip: Globs = None,
     dtype: Any = None,  # whatever numpy takes for a dtype
+    compression: str | None = None,
     ocdbt: bool = True,
     overwrite: bool = False,
 ) -> None:
@@ -44,6 +46,8 @@ def convert(
         only, skip: Globs over leaf paths; the name of a container includes its leaves.
         dtype: The new dtype of all floating-point arrays; Python numbers stay as they are. A finite
             value that would become infinite raises `TreeMismatch`.
+        compression: As of `save`; "zstd" also compresses plain files. If None, the copy is
+            uncompressed, whatever the source is.
         ocdbt: Whether the arrays are in one database, or each in a directory of plain files.
         overwrite: Whether to replace a checkpoint at `dst`, in one step.
 
@@ -63,7 +67,8 @@ def convert(
         ...     jaxckpt.restore(f"{folder}/weights")
         {'params': {'w': array([1., 1.], dtype=float16)}}
     """
+    zstd = None if compression is None else zstd_level("convert", compression)
     leaves = of_checkpoint(
         src, item=item, only=only, skip=skip, dtype=floating(dtype), by="convert"
     )
-    write_checkpoint(*locate(dst), leaves, ocdbt=ocdbt, overwrite=overwrite)
+    write_checkpoint(*locate(dst), leaves, ocdbt=ocdbt, zstd=zstd, overwrite=overwrite)

@@ -26,7 +26,7 @@ from jaxckpt._core.text import counted
 from jaxckpt._disk.checksums import starts_of
 from jaxckpt._disk.found import key_folder
 from jaxckpt._disk.transaction import begin, raise_save_error
-from jaxckpt._disk.writer import is_direct, metadata_files, plan_writes, write_arrays
+from jaxckpt._disk.writer import compressed, is_direct, metadata_files, plan_writes, write_arrays
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, names, step, tree
 from jaxckpt.format.step import StepMetadata
@@ -47,12 +47,19 @@ _MOST_CHUNKS: Final = 1 << 18
 
 
 def write_checkpoint(
-    storage: Storage, path: str, source: Leaves, *, overwrite: bool, ocdbt: bool = True
+    storage: Storage,
+    path: str,
+    source: Leaves,
+    *,
+    overwrite: bool,
+    ocdbt: bool = True,
+    zstd: int | None = None,
 ) -> None:
     """Makes a committed checkpoint with one item from `source`.
 
     Args:
         ocdbt: Whether its arrays are in one database, or in plain files.
+        zstd: The level at which they are compressed, if they are.
 
     Raises:
         UnsupportedLeaf: plain files cannot store some leaves; nothing was written.
@@ -63,7 +70,7 @@ def write_checkpoint(
     start, started_ns = time.monotonic(), time.time_ns()
     if names.is_reserved(posixpath.basename(path)):
         raise ValueError(f"{path}: this name is reserved for temporary checkpoints")
-    goal = _goal(source.tree, ocdbt=ocdbt)
+    goal = _goal(source.tree, ocdbt=ocdbt, zstd=zstd)
     if not ocdbt:
         _check_plain(goal.leaves, path)
     transaction = None
@@ -92,10 +99,12 @@ def write_checkpoint(
 # --- the layout of each array ----------------------------------------------------------------
 
 
-def _goal(copied: Tree, *, ocdbt: bool) -> Tree:
+def _goal(copied: Tree, *, ocdbt: bool, zstd: int | None) -> Tree:
     """Returns the tree with the layout of its arrays in the copy."""
     leaves = tuple(
-        replace(leaf, stored=chunked(leaf.array, inner=ocdbt)) if leaf.has_array else leaf
+        replace(leaf, stored=compressed(chunked(leaf.array, inner=ocdbt), zstd))
+        if leaf.has_array
+        else leaf
         for leaf in copied.leaves
     )
     for leaf in leaves:

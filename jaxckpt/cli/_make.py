@@ -17,6 +17,7 @@ _INDEX = ".index.json"
 @_options.item
 @_options.selection
 @_options.dtype
+@click.option("--compression", help="zstd, or zstd:3 for level 3; by default none.")
 @click.option("--ocdbt/--no-ocdbt", default=True, help="One database (default), or plain files.")
 @_options.overwrite
 @_options.yes
@@ -28,6 +29,7 @@ def convert(
     only: tuple[str, ...],
     skip: tuple[str, ...],
     dtype: str | None,
+    compression: str | None,
     ocdbt: bool,
     overwrite: bool,
     yes: bool,
@@ -45,6 +47,7 @@ def convert(
         dst,
         item=item,
         dtype=dtype,
+        compression=compression,
         ocdbt=ocdbt,
         overwrite=overwrite,
         **_options.chosen(only, skip),
