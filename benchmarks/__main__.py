@@ -114,6 +114,11 @@ def _verified(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Ite
     yield studies.verified(args.scales, root=args.dir, repeats=args.repeats)
 
 
+def _compression(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
+    del name, peers
+    yield studies.compression(args.scales["large"], root=args.dir, repeats=args.repeats)
+
+
 def _imports(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
     del name, peers
     yield studies.imports(repeats=args.repeats)
@@ -173,6 +178,7 @@ STUDIES: Final[
     "interference": _interference,
     "integrity": _integrity,
     "verified": _verified,
+    "compression": _compression,
     "imports": _imports,
     "processes": _processes,
     "scale": _scale,

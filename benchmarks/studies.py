@@ -318,6 +318,58 @@ def _read_run_without(chunks: Any, run: list[Any]) -> None:
         chunks._take(job, out, 0, file)
 
 
+_COMPRESSIONS: Final = (None, "zstd", "zstd:6")
+
+
+def compression(scale: float, *, root: Path, repeats: int) -> Section:
+    """Compares size and times of saves with and without compression, for several kinds of data."""
+    count = max(1, round(scale * 64)) << 20
+    rows = [[f"{amount(4 * count)} of", "", "on disk", "save", "restore"]]
+    samples: dict[str, Any] = {}
+    for kind, array in _kinds(count).items():
+        found: dict[str, dict[str, list[float]]] = {}
+        for i in range(repeats + 1):
+            for how in _COMPRESSIONS[:: 1 if i % 2 else -1]:
+                by_figure = found.setdefault(how or "none", {})
+                for figure, value in _time_compressed(array, root, how).items():
+                    by_figure.setdefault(figure, []).extend([value] if i else [])
+        for how in _COMPRESSIONS:
+            by_figure = found[how or "none"]
+            stored, *times = (statistics.median(values) for values in by_figure.values())
+            times = map(seconds, times)
+            rows.append([kind, how or "none", f"{stored / array.nbytes:.0%}", *times])
+        samples[kind] = found
+    return Section(title="Compression", rows=rows, samples=samples)
+
+
+def _kinds(count: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Returns `count` values of each kind, as many bytes of each."""
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal(count, np.float32) * np.float32(0.02)
+    rounded = weights.astype(jax.numpy.bfloat16)
+    return {
+        "float32 weights": weights,
+        "float32 weights that were bfloat16": rounded.astype(np.float32),
+        "float32 second moments": np.square(weights * np.float32(1e-2)),
+        "bfloat16 weights": np.tile(rounded, 2),
+        "int8 quantised weights": (np.tile(weights, 4) * 1600).astype(np.int8),
+        "zeros": np.zeros(count, np.float32),
+    }
+
+
+def _time_compressed(array: np.ndarray[Any, Any], root: Path, how: str | None) -> dict[str, float]:
+    tree = {str(i): part for i, part in enumerate(np.split(array, 16))}
+    with tempfile.TemporaryDirectory(dir=root, prefix="bench-") as folder:
+        trim()
+        start = time.perf_counter()
+        jaxckpt.save(f"{folder}/x", tree, compression=how)
+        saved = time.perf_counter()
+        jaxckpt.restore(f"{folder}/x", as_numpy=True)
+        end = time.perf_counter()
+        stored = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+    return {"bytes": stored, "save": saved - start, "restore": end - saved}
+
+
 def imports(*, repeats: int) -> Section:
     """Measures the cost of imports on top of jax, in new interpreters."""
     statements = {

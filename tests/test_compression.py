@@ -237,6 +237,20 @@ def test_a_run_compresses_every_step(ram_path):
     assert levels[1]["configuration"]["level"] == 3
 
 
+def test_it_takes_bounded_memory(ram_path, monkeypatch):
+    """Some of the compressed chunks are on disk before the next are compressed."""
+    tree = {str(i): np.roll(SMOOTH, i) for i in range(8)}
+    jaxckpt.save(ram_path / "a", tree, compression="zstd")
+    monkeypatch.setattr("jaxckpt._disk.writer._MAX_COMPRESSED_BYTES", 4 << 20)
+    jaxckpt.save(ram_path / "b", tree, compression="zstd")
+
+    files = {name: len([*(ram_path / name / "state" / "d").iterdir()]) for name in "ab"}
+    assert files["b"] >= files["a"] + 7
+    assert same(jaxckpt.restore(ram_path / "b"), tree)
+    assert jaxckpt.verify(ram_path / "b").ok
+    assert jaxckpt.diff(ram_path / "a", ram_path / "b").equal
+
+
 def test_zeros_take_almost_nothing(ram_path):
     """A checkpoint far smaller than its values is not taken for one that lost its data.
 

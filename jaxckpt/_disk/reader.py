@@ -62,7 +62,8 @@ def read_leaves(
     """Yields the buffers of each leaf by box, in order.
 
     Leaves are read ahead while they fit into the budget: their buffers, and as much again, up to a
-    share of the budget, for what TensorStore holds or what is cast or divided. A larger leaf is
+    share of the budget, for what TensorStore holds or what is cast or divided, and twice that if it
+    is decoded: TensorStore holds the stored bytes too. A larger leaf is
     read alone, in pieces, and the budget is for the memory it takes beside its buffers. The first
     bad leaf raises when its turn comes.
 
@@ -84,7 +85,10 @@ def read_leaves(
     in_flight = 0
     try:
         for batch in _batches(item, reads, executor, window_bytes):
-            cost = sum(r.total_bytes + min(r.total_bytes, window_bytes) for r in batch.reads)
+            cost = sum(
+                r.total_bytes + min(r.total_bytes, window_bytes) * (1 if r.is_plain else 2)
+                for r in batch.reads
+            )
             while started and in_flight + cost > budget_bytes:
                 yield from started[0][1].finish(failed, landed)
                 in_flight -= started.popleft()[0]

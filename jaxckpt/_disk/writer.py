@@ -32,6 +32,8 @@ from jaxckpt.storage import Storage
 # Opening an array costs TensorStore more than writing a small chunk, whose bytes we can make
 # ourselves. It is better at large chunks: it copies them only once, without the interpreter's lock.
 _MAX_DIRECT_BYTES: Final = 256 << 10
+# A transaction keeps compressed chunks in memory until its commit; others stay where they are.
+_MAX_COMPRESSED_BYTES: Final = 256 << 20
 
 
 @lru_cache(maxsize=1 << 12)
@@ -138,13 +140,16 @@ def write_arrays(
     describe: bool,
     database: Any = None,  # a `Database` of storage._arrays
 ) -> tuple[list[int], bytes]:
-    """Writes this process's chunks in one atomic transaction; they are on disk when it returns.
+    """Writes this process's chunks; they are on disk when it returns.
+
+    That takes one transaction, or several if many chunks are compressed. None of the chunks can be
+    read before the manifest is stored.
 
     Args:
         folder: Directory of the database; made if there is anything to write.
         snapshot: The values of each shard.
         describe: Whether to write the arrays' metadata too; only one process does.
-        database: The database if it takes more than one transaction.
+        database: The database if it is written by several calls.
 
     Returns:
         The checksum of each of `writes.units`. The manifest of the database, still to be stored;
@@ -160,18 +165,23 @@ def write_arrays(
     mine = database or Database(storage.kvstore(folder))
     writer = Writer(mine)
     try:
-        opened = {}
+        opened, compressed_bytes = {}, 0
         if describe:
             for key, data in writes.described:
                 writer.put(key, data)
             for i, (prefix, stored) in writes.arrays.items():
                 opened[i] = writer.create_array(prefix, zarr3_metadata(stored))
         for i, where, _, source, part in writes.written:
+            prefix, stored = writes.arrays[i]
+            values = snapshot[source] if part is None else snapshot[source][part]
+            if stored.zstd:
+                compressed_bytes += values.nbytes
+                if compressed_bytes > _MAX_COMPRESSED_BYTES:
+                    writer.commit()
+                    writer, opened, compressed_bytes = Writer(mine), {}, values.nbytes
             if i not in opened:
-                prefix, stored = writes.arrays[i]
                 opened[i] = writer.array(prefix, zarr3_metadata(stored))
-            values = snapshot[source]
-            writer.write(opened[i], where, values if part is None else values[part])
+            writer.write(opened[i], where, values)
         for key, source, part in writes.direct:
             values = snapshot[source]
             data = encode_chunk(values if part is None else values[part])
