@@ -133,10 +133,10 @@ def verbs(ram_path, mesh, monkeypatch):
 CEILINGS = {
     "save again": (113, 19, 10, 11),
     "manager open + save": (193, 32, 12, 18),
-    "restore(path, like)": (120, 25, 11, 9),
-    "manager.restore(like)": (157, 31, 16, 11),
+    "restore(path, like)": (123, 25, 12, 9),
+    "manager.restore(like)": (160, 32, 16, 11),
     "open": (64, 12, 9, 8),
-    "verify": (103, 20, 11, 17),
+    "verify": (106, 20, 12, 17),
 }
 
 

@@ -54,7 +54,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from jaxckpt._core.text import size_text
 from jaxckpt._version import __version__
@@ -92,6 +92,9 @@ _MARKS = frozenset(
 )
 
 
+Overwrite = bool | Literal["delete_first"]
+
+
 class Work(NamedTuple):
     """Where an attempt writes a checkpoint."""
 
@@ -109,7 +112,7 @@ class Transaction:
     path: str
     work: str  # the directory until the commit
     token: str  # unique to this attempt
-    overwrite: bool
+    overwrite: Overwrite
     hold: Hold | None = None
     fence: Callable[[], None] | None = None  # raises if this writer may no longer commit
     publishing: bool = False
@@ -272,7 +275,7 @@ def begin(
     storage: Storage,
     path: str,
     *,
-    overwrite: bool,
+    overwrite: Overwrite,
     token: str | None = None,
     fence: Callable[[], None] | None = None,
 ) -> Transaction:
@@ -293,7 +296,9 @@ def begin(
     around = recover(storage, path, spare=spare, fence=fence)
     if fence is not None and around is not None:
         _remove_empty(storage, path, around)
-    check_target(storage, path, around, overwrite=overwrite)
+    foreign = check_target(storage, path, around, overwrite=overwrite)
+    if overwrite == "delete_first" and not storage.atomic_rename:
+        _delete_first(storage, path, foreign, fence)
     if around is None:
         storage.make_dir(posixpath.dirname(path))
     for _ in range(_TRIES if token is None else 1):
@@ -319,6 +324,22 @@ def begin(
         else:
             return transaction
     raise SaveFailed(f"{path}: other writers keep starting to save here. Let only one job save.")
+
+
+def _delete_first(
+    storage: Storage, path: str, foreign: list[str], fence: Callable[[], None] | None
+) -> None:
+    """Deletes the checkpoint that a store cannot replace."""
+    if foreign:
+        raise StepExists(
+            f"{path} contains files of other programs ({', '.join(foreign[:8])}), and is not "
+            "deleted. Move them away first."
+        )
+    if storage.kind(f"{path}/{names.COMMIT_MARKER}") is not None:
+        if fence is not None:
+            fence()
+        warn(path, "deleting the checkpoint before the new one is written, as asked")
+        remove(storage, path)
 
 
 def _remove_empty(storage: Storage, path: str, around: dict[str, Entry]) -> None:
@@ -371,7 +392,7 @@ def discard_work(storage: Storage, path: str, token: str) -> None:
 
 
 def check_target(
-    storage: Storage, path: str, around: Mapping[str, Entry] | None, *, overwrite: bool
+    storage: Storage, path: str, around: Mapping[str, Entry] | None, *, overwrite: Overwrite
 ) -> list[str]:
     """Returns the files of other programs at `path` that the checkpoint to put there must take on.
 
@@ -401,8 +422,11 @@ def check_target(
         )
     if not overwrite:
         raise StepExists(f"{path} already exists. Save elsewhere, or set overwrite to replace it.")
-    if not storage.atomic_rename:
-        raise UnsupportedFormat(f"{path}: overwriting needs a storage with an atomic rename")
+    if not storage.atomic_rename and overwrite != "delete_first":
+        raise UnsupportedFormat(
+            f"{path} cannot be replaced: overwriting needs a storage with an atomic rename. Save "
+            'elsewhere; or pass overwrite="delete_first", with which a crash may leave neither.'
+        )
     foreign = {name: inside[name] for name in sorted(_foreign(storage, path, set(inside)))}
     total = sum(entry.size for entry in foreign.values())
     is_file = [entry.kind == "file" for entry in foreign.values()]

@@ -26,7 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 from jaxckpt._disk import transaction as _transaction
-from jaxckpt._disk.transaction import Transaction, Work
+from jaxckpt._disk.transaction import Overwrite, Transaction, Work
 from jaxckpt._progress.meter import Meter
 from jaxckpt.errors import CheckpointTimeout, SaveFailed
 from jaxckpt.format import names, step
@@ -58,7 +58,7 @@ class SaveRequest:
     name: str  # where the processes meet; unique
     meter: Meter  # started when the caller called
     custom_metadata: Mapping[str, Any] = field(default_factory=dict)
-    overwrite: bool = False
+    overwrite: Overwrite = False
     is_step: bool = False  # whether to lay it out like a step of an Orbax manager
     token: str | None = None  # of the attempt; if None, process 0 makes one
     fence: Callable[[], None] | None = None  # before the commit; raises if this job lost the run

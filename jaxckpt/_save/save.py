@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from jaxckpt._core.cast import floating
 from jaxckpt._core.check import zstd_level
 from jaxckpt._disk import transaction as _transaction
+from jaxckpt._disk.transaction import Overwrite
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._save import ending
 from jaxckpt._save.handle import DEFAULT_TIMEOUT_S, SaveHandle, SaveRequest
@@ -34,7 +35,7 @@ def save(
     tree: object,
     *,
     item: str | None = names.STATE_ITEM,
-    overwrite: bool = False,
+    overwrite: Overwrite = False,
     dtype: Any = None,  # whatever numpy takes for a dtype
     compression: str | None = None,
     custom_metadata: Mapping[str, Any] | None = None,
@@ -53,7 +54,9 @@ def save(
         overwrite: Whether to replace a checkpoint or an empty directory at `path`. The old or the
             new one can be restored at any instant. Up to 100 files of 16 MB in all that other
             programs put into the checkpoint move along; with more, or with directories of theirs,
-            the save raises. Other directories are never replaced.
+            the save raises. Other directories are never replaced. In an object store nothing can
+            be replaced in one step: there `True` raises, and `"delete_first"` deletes the old
+            checkpoint before the new one is written, so that a crash may leave neither.
         dtype: Saves all floating-point arrays in this dtype, also when they are restored. Values
             are rounded, and a finite value that would become infinite is an error.
         compression: "zstd" compresses arrays losslessly, for storage that is slow or paid by the
@@ -90,7 +93,7 @@ def save_async(
     tree: object,
     *,
     item: str | None = names.STATE_ITEM,
-    overwrite: bool = False,
+    overwrite: Overwrite = False,
     dtype: Any = None,  # whatever numpy takes for a dtype
     compression: str | None = None,
     custom_metadata: Mapping[str, Any] | None = None,
@@ -136,7 +139,7 @@ class _OneSave:
 def prepare(
     path: str | os.PathLike[str],
     value: object,
-    overwrite: bool,
+    overwrite: Overwrite,
     custom_metadata: Mapping[str, Any] | None,
     *,
     copy: bool,
@@ -152,7 +155,7 @@ def prepare(
     name, meter = f"save/{attempt}", None
     try:
         storage, where = locate(path)
-        _check_name(where)
+        _check_name(where, overwrite)
         if item not in (names.STATE_ITEM, None):
             names.check_item(item)
         metadata = check_metadata(custom_metadata)
@@ -183,12 +186,14 @@ def prepare(
     )
 
 
-def _check_name(where: str) -> None:
+def _check_name(where: str, overwrite: Overwrite) -> None:
+    if overwrite not in (False, True, "delete_first"):
+        raise ValueError(f'overwrite must be a bool or "delete_first", got {overwrite!r}')
     if names.is_reserved(posixpath.basename(where)):
         raise ValueError(f"{where}: this name is reserved for unfinished saves; choose another")
 
 
-def _check_target(storage: Storage, path: str, overwrite: bool) -> None:
+def _check_target(storage: Storage, path: str, overwrite: Overwrite) -> None:
     try:
         around = _transaction.listing(storage, posixpath.dirname(path))
         _transaction.check_target(storage, path, around, overwrite=overwrite)

@@ -81,10 +81,27 @@ def test_a_checkpoint_is_not_replaced_in_place(root, tree):
     """The layout that Orbax reads leaves no single file to switch."""
     jaxckpt.save(f"{root}/a", tree)
 
-    with pytest.raises(UnsupportedFormat, match="overwrit"):
+    with pytest.raises(UnsupportedFormat, match="delete_first"):
         jaxckpt.save(f"{root}/a", {**tree, "step": 8}, overwrite=True)
 
     assert_same(jaxckpt.restore(f"{root}/a"), tree)
+
+
+def test_a_checkpoint_is_deleted_first_on_request(root, tree, tmp_path):
+    """The weaker way has a name of its own; a directory that is no checkpoint is not deleted."""
+    new = {**tree, "step": 8}
+    for place in (f"{root}/a", tmp_path / "a"):
+        jaxckpt.save(place, tree)
+        jaxckpt.save(place, new, overwrite="delete_first")
+        assert_same(jaxckpt.restore(place), new)
+        assert jaxckpt.verify(place).ok
+    storage, path = locate(f"{root}/mine")
+    storage.write(f"{path}/notes.txt", b"1")
+
+    with pytest.raises(StepExists):
+        jaxckpt.save(f"{root}/mine", tree, overwrite="delete_first")
+
+    assert storage.read(f"{path}/notes.txt", max_bytes=9) == b"1"
 
 
 def test_checkpoints_are_copied_between_places(root, tree, tmp_path):
