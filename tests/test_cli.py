@@ -704,7 +704,7 @@ def test_version_and_help():
     assert code == 0
     commands = out.partition("Commands:")[2].partition("Exit codes")[0]
     names = [line.split()[0] for line in commands.splitlines() if line.strip()]
-    assert len(names) == 16
+    assert len(names) == 17
     for name in names:
         assert cli(name, "--help")[0] == 0
 
@@ -957,6 +957,7 @@ def keys_of(facts):
         "rm {root} 100 --dry-run",
         "gc {root} --last 1 --dry-run",
         "report {root} -o {new}",
+        "doctor {root}",
     ],
     ids=lambda argv: argv.replace("/", "-"),
 )

@@ -13,14 +13,18 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Final, TypeVar, final
+from typing import Final, Literal, TypeVar, final
 
 from jaxckpt.errors import StoreError
 from jaxckpt.storage._settings import StoreSettings
 
 T = TypeVar("T")
+# Why a store refused.
+Reason = Literal[
+    "bucket", "clock", "region", "addressing", "credentials", "permission", "load", "silence"
+]
 
 REQUESTS_AT_ONCE: Final = 32
 # A read is sent again after this many times the seconds that nine of ten of its peers took. Peers
@@ -33,6 +37,10 @@ _LEAST_PEERS: Final = 4
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 _FINAL: Final = re.compile(r"status code: (?!408|409|425|429)4\d\d|NotImplemented")
+# The last two are those of a machine's own service, which is asked when nothing else is set.
+_CREDENTIALS: Final = re.compile(
+    "credential|InvalidAccessKey|SignatureDoesNotMatch|/latest/api/token|computeMetadata", re.I
+)
 
 _pool: ThreadPoolExecutor | None = None
 _pool_lock = threading.Lock()  # guards _pool
@@ -179,7 +187,7 @@ class Requests:
         self, error: Exception, what: str, path: str, waited_s: float, tries: int
     ) -> Exception:
         """Returns the error to raise: what was asked, what the store said and what to do."""
-        text = _said(error)
+        text = said(error)
         if (
             not type(error).__module__.startswith("obstore")
             and type(error) is not FileNotFoundError
@@ -187,46 +195,62 @@ class Requests:
             return error
         if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in text:
             return FileNotFoundError(errno.ENOENT, "no such object", path)
-        name = type(error).__name__
-        if name in ("AlreadyExistsError", "PreconditionError"):
+        if type(error).__name__ in ("AlreadyExistsError", "PreconditionError"):
             return error  # an answer, for the caller
-        advice = _advice(name, text, self._name)
+        reason = reason_of(error)
+        advice = advice_of(reason, self._name)
         tried = f"{tries} {'try' if tries == 1 else 'tries'}"
         return StoreError(
             f"{path}: cannot {what}: {advice} ({waited_s:.1f} s, {tried}). {self._name} said: "
             f"{text}",
-            code=errno.EACCES if "permission" in advice or "credential" in advice else errno.EIO,
+            code=errno.EACCES if reason in ("permission", "credentials") else errno.EIO,
         )
 
 
 def _may_pass(error: Exception) -> bool:
     """Returns whether sending a request again may help."""
     name = type(error).__name__
-    return name == "GenericError" and not _FINAL.search(_said(error))
+    return name == "GenericError" and not _FINAL.search(said(error))
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
     """Returns what the store or the client said, on one line, without a dump of its internals."""
     return " ".join(str(error).partition("\n\nDebug source")[0].split())[:500]
 
 
-def _advice(name: str, text: str, bucket: str) -> str:
+def reason_of(error: BaseException) -> Reason:
+    """Returns why a store refused a request, from what it or a client said."""
+    error = error.__cause__ or error
+    name, text = type(error).__name__, said(error)
     if "NoSuchBucket" in text or "bucket does not exist" in text:
-        return f"there is no bucket {bucket}. Make it, or correct its name or the endpoint"
-    if "PermanentRedirect" in text or "AuthorizationHeaderMalformed" in text or "301" in text:
-        return "the bucket is in another region. Set AWS_REGION, or `region` in StoreSettings"
+        return "bucket"
+    if "RequestTimeTooSkewed" in text:
+        return "clock"
+    if "PermanentRedirect" in text or "AuthorizationHeaderMalformed" in text or "code: 301" in text:
+        return "region"
     if "PathStyle" in text or "path-style" in text.lower():
-        return (
-            "the store wants the bucket in the host's name. Set virtual_hosted=True in "
-            "StoreSettings, or AWS_VIRTUAL_HOSTED_STYLE_REQUEST=true"
-        )
-    if name == "UnauthenticatedError" or "credential" in text.lower() or "InvalidAccessKey" in text:
-        return (
-            "the credentials are missing or not accepted. Set those of the store's own chain, such "
-            "as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS"
-        )
-    if name == "PermissionDeniedError" or "status code: 403" in text:
-        return "no permission. `jaxckpt doctor URL` shows which one is missing"
-    if "status code: 429" in text or "status code: 503" in text:
-        return "the store is overloaded or limits the rate of requests"
-    return "the store did not answer in time, or not as a store does"
+        return "addressing"
+    if name == "UnauthenticatedError" or _CREDENTIALS.search(text):
+        return "credentials"
+    if name == "PermissionDeniedError" or "status code: 403" in text or "PERMISSION_DENIED" in text:
+        return "permission"
+    return "load" if re.search("status code: (429|503)", text) else "silence"
+
+
+def advice_of(reason: Reason, bucket: str) -> str:
+    """Returns what is wrong, and what to do about it."""
+    return _ADVICE[reason].format(bucket=bucket)
+
+
+_ADVICE: Final[Mapping[Reason, str]] = {
+    "bucket": "there is no bucket {bucket}. Make it, or correct its name or the endpoint",
+    "clock": "this machine's clock is wrong, so its signatures are refused. Set the clock",
+    "region": "the bucket is in another region. Set AWS_REGION, or `region` in StoreSettings",
+    "addressing": "the store wants the bucket in the host's name. Set virtual_hosted=True in "
+    "StoreSettings, or AWS_VIRTUAL_HOSTED_STYLE_REQUEST=true",
+    "credentials": "the credentials are missing or not accepted. Set those of the store's own "
+    "chain, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS",
+    "permission": "no permission. `jaxckpt doctor URL` shows which one is missing",
+    "load": "the store is overloaded or limits the rate of requests",
+    "silence": "the store did not answer in time, or not as a store does",
+}

@@ -1,0 +1,234 @@
+"""The checks of a bucket, with the permission to grant for each that is refused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import metadata
+from typing import Final, final
+
+import numpy as np
+
+from jaxckpt.errors import StoreError
+from jaxckpt.storage._checks import (
+    SMALL,
+    Check,
+    Finding,
+    Problem,
+    check_same,
+    clock,
+    latency,
+    read_large,
+    write_large,
+)
+from jaxckpt.storage._local import temporary_sibling
+from jaxckpt.storage._object import ObjectStorage, object_storage
+from jaxckpt.storage._requests import Reason, advice_of, reason_of
+
+# A check is no job: it soon says that something does not answer.
+_TIMEOUT_S: Final = 60.0
+_TRIES: Final = 3
+
+_READ: Final = {"gs": "storage.objects.get", "s3": "s3:GetObject"}
+_CREATE: Final = {"gs": "storage.objects.create", "s3": "s3:PutObject"}
+_PERMISSIONS: Final[Mapping[str, Mapping[str, str]]] = {
+    "list": {"gs": "storage.objects.list", "s3": "s3:ListBucket (of the bucket itself)"},
+    "create": _CREATE,
+    # On Google Cloud Storage, to replace an object is to delete it.
+    "compare-and-swap": {"gs": "storage.objects.delete", "s3": "s3:PutObject"},
+    "read a range": _READ,
+    "copy": {scheme: f"{_READ[scheme]} and {_CREATE[scheme]}" for scheme in _READ},
+    "both clients": {scheme: f"{_READ[scheme]} and {_CREATE[scheme]}" for scheme in _READ},
+    "write 64 MiB": _CREATE,
+    "read 64 MiB": _READ,
+    "small read": _READ,
+    "clock": _READ,
+    "delete": {"gs": "storage.objects.delete", "s3": "s3:DeleteObject"},
+}
+_CONDITIONS: Final = (
+    "two jobs could both commit a step. Use a store with conditional writes; or, if only one job "
+    "writes here at a time, set single_writer=True in StoreSettings or JAXCKPT_SINGLE_WRITER=1"
+)
+_FILES: Final = ("marker", "data", "copy", "by TensorStore", "large")
+
+
+@final
+class BucketPlace:
+    """A URL in a bucket; see `Place`.
+
+    Raises:
+        ValueError: as `locate`.
+    """
+
+    def __init__(self, scheme: str, url: str) -> None:
+        storage, self._path = object_storage(scheme, url)
+        soon = replace(
+            storage.settings,
+            timeout_s=min(_TIMEOUT_S, storage.settings.timeout_s),
+            tries=min(_TRIES, storage.settings.tries),
+        )
+        self._storage = ObjectStorage(scheme, storage.root.partition("://")[2], soon)
+        self._folder = temporary_sibling(f"{self._path}/any")
+        self._marker, self._data, self._copy, self._other, self._large = self._files()
+        self._refusal: StoreError | None = None
+        self._has_begun = False
+
+    def _files(self) -> list[str]:
+        return [f"{self._folder}/{name}" for name in _FILES]
+
+    @property
+    def checks(self) -> Sequence[Check]:
+        """The checks, in order."""
+        there, made = ("extra cloud", "answers", "credentials", "bucket"), ("create",)
+        return [
+            Check(name="extra cloud", call=_extra),
+            Check(name="answers", call=self._answers),
+            Check(name="credentials", call=self._credentials, needs=there[:2]),
+            Check(name="bucket", call=self._bucket, needs=there[:3]),
+            Check(name="list", call=self._list, needs=there),
+            Check(name="create", call=self._create, needs=there),
+            Check(name="create again", call=self._create_again, needs=made),
+            Check(name="compare-and-swap", call=self._swap, needs=made),
+            Check(name="read a range", call=self._read_range, needs=made),
+            Check(name="copy", call=self._make_copy, needs=("list", "create")),
+            Check(name="both clients", call=self._both_clients, needs=made),
+            Check(name="write 64 MiB", call=self._write_large, needs=made),
+            Check(name="read 64 MiB", call=self._read_large, needs=("write 64 MiB",)),
+            Check(name="small read", call=self._small_read, needs=("read a range",)),
+            Check(name="clock", call=self._clock, needs=made),
+            Check(name="delete", call=self._delete, needs=made),
+        ]
+
+    def advice(self, check: str, error: Exception) -> str:
+        """Returns what to do about an error: the permission to grant, or what to set."""
+        reason = reason_of(error)
+        if reason == "permission" and check in _PERMISSIONS:
+            advice = f"grant {_PERMISSIONS[check][self._storage.scheme]} to these credentials"
+        else:
+            advice = advice_of(reason, self._storage.root)
+        return advice if check != "delete" else f"{advice}; delete {self._folder}"
+
+    def clean(self) -> None:
+        """Deletes all that the checks wrote."""
+        if self._has_begun:
+            self._storage.delete_files(self._files())
+
+    # --- is there anything to write to -----------------------------------------------------------
+
+    def _answers(self) -> Finding:
+        try:
+            self._storage._first_below(self._path)
+        except StoreError as error:
+            self._refusal = error
+        self._raise_if("silence", "load", "region", "addressing", "clock")
+        return Finding(text=self._storage.settings.endpoint or "the provider's endpoint")
+
+    def _credentials(self) -> Finding:
+        self._raise_if("credentials")
+        return Finding(text=self._storage.settings.credentials)
+
+    def _bucket(self) -> Finding:
+        self._raise_if("bucket")
+        return Finding(text=self._storage.root)
+
+    def _list(self) -> Finding:
+        self._raise_if("permission")
+        return Finding()
+
+    def _raise_if(self, *reasons: Reason) -> None:
+        """Raises the refusal of the first request if it has one of the reasons."""
+        if self._refusal is not None and reason_of(self._refusal) in reasons:
+            raise self._refusal
+
+    # --- what jaxckpt does there -----------------------------------------------------------------
+
+    def _create(self) -> Finding:
+        self._has_begun = True
+        if not self._storage._create(self._marker, b"1"):
+            raise self._unconditional("an object with a new, random name was said to exist")
+        return Finding()
+
+    def _create_again(self) -> Finding:
+        if self._storage._create(self._marker, b"2"):
+            raise self._unconditional("it created an object that existed")
+        return Finding()
+
+    def _swap(self) -> Finding:
+        version = self._storage._put(self._marker, b"3", mode="overwrite")
+        swap = partial(self._storage._replace, self._marker, version=version)
+        if not swap(b"4", token="doctor"):
+            raise self._unconditional("it refused to replace an object of the right version")
+        if swap(b"5", token=""):
+            raise self._unconditional("it replaced an object that had changed")
+        return Finding()
+
+    def _unconditional(self, what: str) -> Problem:
+        is_allowed = self._storage.settings.single_writer
+        return Problem(what, _CONDITIONS, state="missing" if is_allowed else "failed")
+
+    def _read_range(self) -> Finding:
+        self._storage.write(self._data, SMALL)
+        buffer = np.empty(5, np.uint8)
+        self._storage.read_into(self._data, 10, [buffer])
+        check_same(buffer.tobytes(), SMALL[10:15])
+        return Finding()
+
+    def _make_copy(self) -> Finding:
+        self._storage.write(self._data, SMALL)
+        self._storage.link(self._data, self._copy)
+        check_same(self._read(self._copy), SMALL)
+        return Finding()
+
+    def _both_clients(self) -> Finding:
+        from jaxckpt.storage._arrays import Keys
+
+        keys = Keys(self._storage.kvstore(self._folder))
+        self._storage.write(self._data, SMALL)
+        if keys.read("data") != SMALL:
+            raise self._apart("TensorStore does not see the object that obstore wrote")
+        keys.write("by TensorStore", SMALL)
+        try:
+            check_same(self._read(self._other), SMALL)
+        except FileNotFoundError as error:
+            raise self._apart("obstore does not see the object that TensorStore wrote") from error
+        return Finding()
+
+    def _apart(self, what: str) -> Problem:
+        return Problem(
+            what,
+            "set the endpoint, region and credentials in StoreSettings, which both clients follow",
+        )
+
+    def _write_large(self) -> Finding:
+        return write_large(self._storage, self._folder, "large")
+
+    def _read_large(self) -> Finding:
+        return read_large(self._storage, self._large)
+
+    def _small_read(self) -> Finding:
+        advice = "each save and restore waits for several requests; use a bucket nearer by"
+        return latency(lambda: self._read(self._data), advice)
+
+    def _clock(self) -> Finding:
+        before_s = time.time()
+        self._storage.write(self._data, SMALL)
+        ours_s = (before_s + time.time()) / 2
+        return clock(self._storage._head(self._data)["last_modified"].timestamp() - ours_s)
+
+    def _delete(self) -> Finding:
+        self.clean()
+        if self._refusal is None and self._storage.files(self._folder):
+            raise Problem(
+                "the store said that the objects are deleted, but lists them still",
+                f"delete {self._folder}; see whether the bucket holds or retains objects",
+            )
+        return Finding()
+
+    def _read(self, path: str) -> bytes:
+        return self._storage.read(path, max_bytes=len(SMALL))
+
+
+def _extra() -> Finding:
+    return Finding(text=f"obstore {metadata.version('obstore')}")

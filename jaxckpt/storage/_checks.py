@@ -1,0 +1,191 @@
+"""Tries out a place for checkpoints, one check after the other, and deletes what it wrote there."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, Protocol
+
+import numpy as np
+
+from jaxckpt.errors import CheckpointError
+from jaxckpt.storage._protocol import Storage
+from jaxckpt.storage._requests import said
+
+State = Literal["ok", "slow", "missing", "failed", "skipped"]
+
+SMALL: Final = bytes(range(256))
+LARGE_BYTES: Final = 64 << 20  # as large as a data file of a checkpoint
+_SLOW_BYTES_PER_S: Final = 20e6
+_SLOW_S: Final = 0.2
+_MOST_SKEW_S: Final = 60.0
+_UNFIT: Final = "do not keep checkpoints here: what is read is not what was written"
+_TIMES: Final = 9  # an odd number, so that the median is one of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one check found.
+
+    Attributes:
+        state: `"missing"` if jaxckpt does without what does not work, as `advice` explains;
+            `"skipped"` if an earlier check failed that this one needs.
+        value: A figure, in the unit.
+        text: What there is, where it is no figure.
+        advice: What to do. Empty if nothing is wrong.
+        error: What went wrong, in the words of the place.
+    """
+
+    name: str = ""
+    state: State = "ok"
+    value: float | None = None
+    unit: Literal["", "s", "B", "B/s"] = ""
+    text: str = ""
+    advice: str = ""
+    error: str = ""
+
+
+class Problem(Exception):
+    """A check found that something does not work."""
+
+    def __init__(self, what: str, advice: str, *, state: State = "failed") -> None:
+        super().__init__(what)
+        self.finding = Finding(state=state, advice=advice, error=what)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing to try.
+
+    Attributes:
+        call: Raises a `Problem`, or the error of the place.
+        needs: The names of checks that must not have failed.
+    """
+
+    name: str
+    call: Callable[[], Finding]
+    needs: Sequence[str] = field(default=())
+
+
+class Place(Protocol):
+    """A place to try out."""
+
+    @property
+    def checks(self) -> Sequence[Check]:
+        """The checks, in order."""
+        ...
+
+    def advice(self, check: str, error: Exception) -> str:
+        """Returns what to do about an error."""
+        ...
+
+    def clean(self) -> None:
+        """Deletes all that the checks wrote."""
+        ...
+
+
+def try_out(place: Place) -> list[Finding]:
+    """Makes all checks of a place. Nothing of them remains there, also after Ctrl-C."""
+    stop = threading.Event()
+    # Not in this thread: Ctrl-C must not leave a request under way that writes after `clean`.
+    with ThreadPoolExecutor(1, thread_name_prefix="jaxckpt-doctor") as thread:
+        try:
+            return thread.submit(_run, place, stop).result()
+        finally:
+            stop.set()
+
+
+def _run(place: Place, stop: threading.Event) -> list[Finding]:
+    found: dict[str, Finding] = {}
+    try:
+        for check in place.checks:
+            if not stop.is_set():
+                found[check.name] = replace(_tried(place, check, found), name=check.name)
+    finally:
+        with contextlib.suppress(CheckpointError, OSError):  # "delete" has found it
+            place.clean()
+    return [*found.values()]
+
+
+def _tried(place: Place, check: Check, found: Mapping[str, Finding]) -> Finding:
+    for name in check.needs:
+        if found[name].state in ("failed", "skipped"):
+            return Finding(state="skipped", text=f"needs: {name}")
+    try:
+        return check.call()
+    except Problem as problem:
+        return problem.finding
+    except EOFError as error:
+        return Problem(str(error), _UNFIT).finding
+    except (CheckpointError, OSError, ValueError) as error:
+        text = said(error.__cause__ or error)
+        return Finding(state="failed", advice=place.advice(check.name, error), error=text)
+
+
+# --- checks of any place -----------------------------------------------------------------------
+
+
+def write_large(storage: Storage, folder: str, name: str) -> Finding:
+    """Writes with TensorStore, as a save does."""
+    from jaxckpt.storage._arrays import Keys
+
+    keys = Keys(storage.kvstore(folder))
+    data = np.random.default_rng(0).bytes(LARGE_BYTES)
+    return _speed(lambda: keys.write(name, data))
+
+
+def read_large(storage: Storage, path: str) -> Finding:
+    """Reads as a restore does.
+
+    Raises:
+        Problem: the bytes differ from those of `write_large`.
+    """
+    buffer = np.empty(LARGE_BYTES, np.uint8)
+    found = _speed(lambda: storage.read_into(path, 0, [buffer]))
+    check_same(buffer.tobytes(), np.random.default_rng(0).bytes(LARGE_BYTES))
+    return found
+
+
+def _speed(call: Callable[[], None]) -> Finding:
+    bytes_per_s = LARGE_BYTES / seconds(call)
+    if bytes_per_s >= _SLOW_BYTES_PER_S:
+        return Finding(value=bytes_per_s, unit="B/s")
+    advice = "saves and restores take long; use a place nearer to these machines, or a faster one"
+    return Finding(state="slow", value=bytes_per_s, unit="B/s", advice=advice)
+
+
+def latency(call: Callable[[], object], advice: str) -> Finding:
+    """Returns the median of the seconds that a call takes."""
+    value = statistics.median(seconds(call) for _ in range(_TIMES))
+    if value <= _SLOW_S:
+        return Finding(value=value, unit="s")
+    return Finding(state="slow", value=value, unit="s", advice=advice)
+
+
+def clock(skew_s: float) -> Finding:
+    """Judges the time of the place minus that of this machine."""
+    if abs(skew_s) <= _MOST_SKEW_S:
+        return Finding(value=skew_s, unit="s")
+    advice = (
+        "set the clock of this machine or of the place: readers keep steps for a time that other "
+        "machines compare with their clocks, and stores refuse signatures of another time"
+    )
+    return Finding(state="failed", value=skew_s, unit="s", advice=advice)
+
+
+def check_same(found: bytes, wanted: bytes) -> None:
+    """Raises a `Problem` if bytes were not read as they were written."""
+    if found != wanted:
+        raise Problem(f"read {len(found)} bytes, which are not the {len(wanted)} written", _UNFIT)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Returns how long a call takes."""
+    started_s = time.perf_counter()
+    call()
+    return time.perf_counter() - started_s

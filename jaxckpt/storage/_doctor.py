@@ -1,0 +1,39 @@
+"""Examines a path or URL where checkpoints are to be kept."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from jaxckpt.errors import UnsupportedFormat
+from jaxckpt.storage import locate
+from jaxckpt.storage._checks import Finding, Place, try_out
+from jaxckpt.storage._settings import SCHEMES
+
+
+def examine(path: str) -> list[Finding]:
+    """Tries out a place for checkpoints: what works there, how fast, and what to do about the rest.
+
+    All that it writes is below one temporary name at the path, and is deleted at the end.
+
+    Raises:
+        ValueError, UnsupportedFormat: as `locate`.
+        NotADirectoryError: the path is a file.
+    """
+    scheme = path.partition("://")[0].lower() if "://" in path else ""
+    if scheme in SCHEMES and importlib.util.find_spec("obstore") is None:
+        advice = "install the extra jaxckpt[cloud], or the package obstore"
+        return [Finding(name="extra cloud", state="failed", advice=advice)]
+    return try_out(_place(path, scheme))
+
+
+def _place(path: str, scheme: str) -> Place:
+    if scheme in SCHEMES:
+        from jaxckpt.storage._bucket_checks import BucketPlace
+
+        return BucketPlace(scheme, path)
+    from jaxckpt.storage._folder_checks import FolderPlace
+
+    storage, where = locate(path)
+    if storage.scheme != "file":
+        raise UnsupportedFormat(f"{path} is in the memory of one program: nothing to try out")
+    return FolderPlace(where)

@@ -1,0 +1,189 @@
+"""The checks of a local path, mounted file systems included."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Final, final
+
+from jaxckpt.storage._checks import (
+    LARGE_BYTES,
+    SMALL,
+    Check,
+    Finding,
+    Problem,
+    check_same,
+    clock,
+    latency,
+    read_large,
+    write_large,
+)
+from jaxckpt.storage._local import LocalStorage, temporary_sibling
+from jaxckpt.storage._mounts import mount_of
+
+_ADVICE: Final[Mapping[int | None, str]] = {
+    errno.EACCES: "let this user write there, or use another directory: `ls -ld` shows who may",
+    errno.EPERM: "let this user write there, or use another directory: `ls -ld` shows who may",
+    errno.EROFS: "the file system is mounted read-only: mount it for writing",
+    errno.ENOSPC: "the file system is full: make room",
+    errno.EDQUOT: "the quota of this user is used up: make room",
+}
+
+
+@final
+class FolderPlace:
+    """A local directory, or where it would be made; see `Place`.
+
+    Raises:
+        NotADirectoryError: the path is a file, or below one.
+    """
+
+    def __init__(self, path: str) -> None:
+        while not os.path.isdir(path):
+            if os.path.lexists(path):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+            path = os.path.dirname(path)
+        self._path = path
+        self._storage = LocalStorage()
+        self._folder = temporary_sibling(f"{path}/any")
+
+    @property
+    def checks(self) -> Sequence[Check]:
+        """The checks, in order."""
+        written = ("write",)
+        return [
+            Check(name="file system", call=self._file_system),
+            Check(name="free space", call=self._free_space),
+            Check(name="write", call=self._write),
+            Check(name="fsync", call=self._fsync, needs=written),
+            Check(name="create again", call=self._create_again, needs=written),
+            Check(name="exchange", call=self._exchange, needs=written),
+            Check(name="locks", call=self._locks, needs=written),
+            Check(name="hard links", call=self._hard_links, needs=written),
+            Check(name="write 64 MiB", call=self._write_large, needs=("free space", "write")),
+            Check(name="read 64 MiB", call=self._read_large, needs=("write 64 MiB",)),
+            Check(name="small read", call=self._small_read, needs=written),
+            Check(name="clock", call=self._clock, needs=written),
+            Check(name="delete", call=self._delete, needs=written),
+        ]
+
+    def advice(self, check: str, error: Exception) -> str:
+        """Returns what to do about an error."""
+        code = error.errno if isinstance(error, OSError) else None
+        return _ADVICE.get(code, f"use a file system that can do this ({check})")
+
+    def clean(self) -> None:
+        """Deletes all that the checks wrote."""
+        self._storage.delete(self._folder)
+
+    def _file_system(self) -> Finding:
+        mount = mount_of(self._path)
+        if mount is None:
+            return Finding(text="unknown")
+        text = f"{mount.kind} on {mount.point}"
+        if not mount.bucket_tool:
+            return Finding(text=text)
+        return Finding(
+            state="failed",
+            text=text,
+            advice=f"{mount.bucket_tool} shows a bucket as files: names are not exchanged or "
+            "renamed in one step, and locks do not reach other machines. Pass the URL of the "
+            "bucket to jaxckpt instead: gs://... or s3://...",
+        )
+
+    def _free_space(self) -> Finding:
+        free = shutil.disk_usage(self._path).free
+        if free < 2 * LARGE_BYTES:
+            advice = "make room: a save needs room for one checkpoint beside those that are kept"
+            return Finding(state="failed", value=free, unit="B", advice=advice)
+        return Finding(value=free, unit="B")
+
+    def _write(self) -> Finding:
+        self._storage.make_new_dir(self._folder)
+        self._storage.write(self._file("a"), b"a")
+        self._storage.write(self._file("b"), b"b")
+        check_same(self._read("a"), b"a")
+        return Finding()
+
+    def _fsync(self) -> Finding:
+        path = self._file("synced")
+        self._storage.write(path, SMALL)
+        with open(path, "ab", buffering=0) as file:
+
+            def sync() -> None:
+                file.write(SMALL)
+                self._storage.sync(path)
+
+            return latency(sync, "each save waits for several; use a faster disk")
+
+    def _create_again(self) -> Finding:
+        if self._storage.create(self._file("a"), b"other"):
+            raise Problem("a file that existed was created", "do not let two jobs write here")
+        return Finding()
+
+    def _exchange(self) -> Finding:
+        if not self._storage.exchange(self._file("a"), self._file("b")):
+            raise Problem(
+                "two names cannot be exchanged",
+                "a checkpoint is replaced in three renames instead of one, and after a crash "
+                "between them the next save puts it right",
+                state="missing",
+            )
+        check_same(self._read("a"), b"b")
+        return Finding()
+
+    def _locks(self) -> Finding:
+        try:
+            first = self._storage.hold(self._file("lock"))
+        except io.UnsupportedOperation as error:
+            raise Problem(
+                str(error),
+                "whether a job is alive cannot be seen: let one job write a run, and pass --no-job "
+                "to commands",
+                state="missing",
+            ) from error
+        second = self._storage.hold(self._file("lock"))
+        for hold in (first, second):
+            if hold is not None:
+                hold.release()
+        if first is None or second is not None:
+            raise Problem("a lock does not exclude others", "let one job write a run at a time")
+        return Finding()
+
+    def _hard_links(self) -> Finding:
+        if not self._storage.link(self._file("a"), self._file("linked")):
+            raise Problem("no hard links", "`fork` copies all bytes", state="missing")
+        return Finding()
+
+    def _write_large(self) -> Finding:
+        return write_large(self._storage, self._folder, "large")
+
+    def _read_large(self) -> Finding:
+        path = self._file("large")
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # not from the cache
+        return read_large(self._storage, path)
+
+    def _small_read(self) -> Finding:
+        return latency(partial(self._read, "a"), "each restore waits for several; use a faster one")
+
+    def _clock(self) -> Finding:
+        before_s = time.time()
+        self._storage.write(self._file("a"), b"a")
+        ours_s = (before_s + time.time()) / 2
+        return clock(os.stat(self._file("a")).st_mtime - ours_s)
+
+    def _delete(self) -> Finding:
+        self.clean()
+        return Finding()
+
+    def _file(self, name: str) -> str:
+        return f"{self._folder}/{name}"
+
+    def _read(self, name: str) -> bytes:
+        return self._storage.read(self._file(name), max_bytes=len(SMALL))

@@ -1,0 +1,118 @@
+"""`jaxckpt doctor` of a local path: what works there, and nothing remains."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from jaxckpt.storage._checks import clock
+from jaxckpt.storage._folder_checks import FolderPlace
+from jaxckpt.storage._mounts import find_mount, mount_of
+from tests.commandline import cli, said_json
+
+CHECKS = [
+    *("file system", "free space", "write", "fsync", "create again", "exchange", "locks"),
+    *("hard links", "write 64 MiB", "read 64 MiB", "small read", "clock", "delete"),
+]
+TABLE = """\
+20 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
+21 20 0:20 / /dev/shm rw shared:3 - tmpfs tmpfs rw
+30 20 0:39 / /mnt/s3fs rw,nosuid - fuse.s3fs s3fs rw,user_id=0
+31 20 0:40 / /mnt/a\\040b rw master:2 propagate_from:1 - fuse.gcsfuse bucket rw
+32 20 0:41 / /mnt/mountpoint rw - fuse mountpoint-s3 rw
+33 20 0:42 / /mnt/rclone rw - fuse.rclone remote:bucket rw
+34 20 0:43 / /mnt/juicefs rw - fuse.juicefs JuiceFS:name rw
+35 20 0:44 / /mnt/sshfs rw - fuse.sshfs host:/s3fs rw
+36 20 0:45 / /data rw - nfs4 server:/gcsfuse rw
+37 36 0:46 / /data rw - xfs /dev/sdb rw
+"""
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("folder", ["tmp_path", "ram_path"])
+def test_a_local_path_passes(request, folder, is_there):
+    """On a disk and in memory, also if the path is still to be made; nothing remains."""
+    root = request.getfixturevalue(folder)
+    (root / "notes").write_text("x")
+    path = root if is_there else root / "runs" / "new"
+
+    code, found = said_json("doctor", path)
+
+    assert [check["name"] for check in found["checks"]] == CHECKS
+    states = {check["name"]: check["state"] for check in found["checks"]}
+    assert {name: s for name, s in states.items() if s not in ("ok", "slow", "missing")} == {}
+    assert (code, found["ok"], found["path"]) == (0, True, str(path))
+    assert os.listdir(root) == ["notes"]
+
+
+def test_a_place_that_cannot_be_written_to():
+    """The checks that need a file are skipped."""
+    code, found = said_json("doctor", "/proc/runs")
+
+    states = {check["name"]: check["state"] for check in found["checks"]}
+    assert (code, found["ok"]) == (1, False)
+    assert states["write"] == "failed"
+    assert {states[name] for name in ("fsync", "locks", "read 64 MiB", "delete")} == {"skipped"}
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(errno.EACCES, "ls -ld"), (errno.EROFS, "read-only"), (errno.ENOSPC, "make room")],
+)
+def test_an_error_has_an_advice(tmp_path, code, words):
+    """By its number."""
+    assert words in FolderPlace(str(tmp_path)).advice("write", OSError(code, "text"))
+
+
+def test_a_file_is_wrong_usage(tmp_path):
+    """Nothing is tried at a file, or below one."""
+    (tmp_path / "file").write_text("x")
+
+    for path in ("file", "file/run"):
+        code, out, err = cli("doctor", tmp_path / path)
+        assert (code, out) == (2, "")
+        assert f"{tmp_path / 'file'}: Not a directory" in err
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "tool"),
+    [
+        ("/home/me", "ext4", ""),
+        ("/dev/shm/run", "tmpfs", ""),
+        ("/dev/shmother", "ext4", ""),
+        ("/mnt/s3fs", "fuse.s3fs", "s3fs"),
+        ("/mnt/a b/run", "fuse.gcsfuse", "gcsfuse"),
+        ("/mnt/mountpoint/x", "fuse", "mountpoint-s3"),
+        ("/mnt/rclone/x", "fuse.rclone", "rclone"),
+        ("/mnt/juicefs/x", "fuse.juicefs", "juicefs"),
+        ("/mnt/sshfs/x", "fuse.sshfs", ""),
+        ("/data/run", "xfs", ""),
+    ],
+)
+def test_a_bucket_that_is_mounted_is_recognized(path, kind, tool):
+    """By the longest mount point, and of two at the same place by the last one."""
+    mount = find_mount(TABLE, path)
+
+    assert mount is not None
+    assert (mount.kind, mount.bucket_tool) == (kind, tool)
+
+
+def test_the_mount_of_a_link_is_that_of_its_target(tmp_path):
+    """Links are followed."""
+    (tmp_path / "link").symlink_to("/dev/shm")
+
+    mount = mount_of(str(tmp_path / "link" / "run"))
+
+    assert mount == mount_of("/dev/shm")
+    assert mount is not None
+    assert Path(mount.point).is_dir()
+
+
+def test_a_clock_that_differs_is_found():
+    """By more than a minute, in either direction."""
+    assert [clock(skew_s).state for skew_s in (-61, -1, 0, 59, 3600)] == [
+        *("failed", "ok", "ok", "ok", "failed")
+    ]
