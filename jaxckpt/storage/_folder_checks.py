@@ -91,9 +91,9 @@ class FolderPlace:
         return Finding(
             state="failed",
             text=text,
-            advice=f"{mount.bucket_tool} shows a bucket as files: names are not exchanged or "
-            "renamed in one step, and locks do not reach other machines. Pass the URL of the "
-            "bucket to jaxckpt instead: gs://... or s3://...",
+            advice=f"{mount.bucket_tool} shows a bucket as files: a rename may take several steps, "
+            "and locks may not reach other machines. Pass the URL of the bucket to jaxckpt "
+            "instead: gs://... or s3://...",
         )
 
     def _free_space(self) -> Finding:

@@ -249,7 +249,8 @@ _ADVICE: Final[Mapping[Reason, str]] = {
     "addressing": "the store wants the bucket in the host's name. Set virtual_hosted=True in "
     "StoreSettings, or AWS_VIRTUAL_HOSTED_STYLE_REQUEST=true",
     "credentials": "the credentials are missing or not accepted. Set those of the store's own "
-    "chain, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or GOOGLE_APPLICATION_CREDENTIALS",
+    "chain, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (profiles in ~/.aws are not read), "
+    "or GOOGLE_APPLICATION_CREDENTIALS",
     "permission": "no permission. `jaxckpt doctor URL` shows which one is missing",
     "load": "the store is overloaded or limits the rate of requests",
     "silence": "the store did not answer in time, or not as a store does",

@@ -1,0 +1,126 @@
+"""What `docs/stores.md` says holds: its program, its permissions, and what it costs in requests.
+
+`pytest -m stores -s tests/stores/test_page.py -k requests` prints what was counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxckpt
+from jaxckpt.storage import _settings as settings_module
+from jaxckpt.storage._bucket_checks import _PERMISSIONS
+from tests.commandline import cli
+from tests.stores.proxy import Answer
+
+PAGE = (Path(__file__).parents[2] / "docs" / "stores.md").read_text("utf-8")
+KINDS = ("writes", "lists", "reads", "deletes")
+TREE = {"w": np.ones((64, 64), np.float32), "b": np.zeros(64), "step": 1}
+
+
+def told():
+    """The table of the page: by what is done, the most requests of each kind."""
+    rows = re.findall(r"^\| (.+?) \|" + r" (\d+) \|" * 5 + "$", PAGE, re.MULTILINE)
+    return {
+        name: dict(zip(("total", *KINDS), map(int, counts), strict=True)) for name, *counts in rows
+    }
+
+
+def kind_of(request):
+    if "delete" in request.path or request.method == "DELETE":
+        return "deletes"
+    if request.method in ("PUT", "POST"):
+        return "writes"
+    return "lists" if "list-type" in request.path else "reads"
+
+
+@pytest.mark.parametrize("name", ["moto_server", "gcs_server"])
+def test_requests_are_at_most_those_of_the_page(request, proxied, name):
+    """Of a tree of three leaves, one process; the first save to a bucket also tries it out."""
+    server, proxy = proxied(request.getfixturevalue(name))
+    url = f"{server.scheme}://{server.bucket}"
+    counted = {}
+
+    def count(what, call):
+        proxy.requests.clear()
+        result = call()
+        counted[what] = Counter(map(kind_of, proxy.requests.all()))
+        return result
+
+    count("the first save to a bucket", lambda: jaxckpt.save(f"{url}/first", TREE))
+    count("`save`", lambda: jaxckpt.save(f"{url}/a", TREE))
+    count("`restore(path, like)`", lambda: jaxckpt.restore(f"{url}/a", TREE))
+    count("`open`", lambda: jaxckpt.open(f"{url}/a"))
+    count("`verify`", lambda: jaxckpt.verify(f"{url}/a"))
+    keep = jaxckpt.KeepPolicy(last=2)
+    manager = count("opening a manager", lambda: jaxckpt.CheckpointManager(f"{url}/run", keep=keep))
+
+    def save(step):
+        manager.save(step, TREE)
+        manager.wait_until_finished()
+
+    count("a manager's step", lambda: save(1))
+    save(2)
+    count("a manager's step that deletes another", lambda: save(3))
+    count("`manager.restore(like)`", lambda: manager.restore(TREE))
+    count("`manager.latest_step()`", manager.latest_step)
+    count("closing a manager", manager.close)
+
+    for what, found in counted.items():
+        print(f"{what}: {found.total()} {dict(found)}")
+    assert counted.keys() == told().keys()
+    above = {
+        what: dict(found)
+        for what, found in counted.items()
+        if found.total() > told()[what]["total"]
+        or any(found[kind] > told()[what][kind] for kind in KINDS)
+    }
+    assert above == {}
+
+
+@pytest.mark.parametrize("name", ["moto_server", "gcs_server"])
+def test_the_program_of_the_page_runs_with_a_bucket(request, use_store, monkeypatch, name):
+    """The page itself names a store in memory, which needs nothing."""
+    monkeypatch.setattr(settings_module, "_given", {})
+    server = use_store(request.getfixturevalue(name))
+    program = "".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+    assert "memory://training/vit" in program
+
+    exec(program.replace("memory://training", f"{server.scheme}://{server.bucket}"), {})
+
+    assert jaxckpt.open(f"{server.scheme}://{server.bucket}/vit").path.endswith("/vit/3")
+
+
+@pytest.mark.parametrize("name", ["moto_server", "gcs_server"])
+def test_readers_need_no_permission_to_write(request, proxied, name):
+    """Those to get and to list are enough for all that reads."""
+    server, proxy = proxied(request.getfixturevalue(name))
+    run = f"{server.scheme}://{server.bucket}/run"
+    with jaxckpt.CheckpointManager(run) as manager:
+        manager.save(1, TREE)
+    for method in ("PUT", "POST", "DELETE"):
+        proxy.add(Answer(403), method=method)
+
+    assert jaxckpt.restore(run, TREE)["step"] == 1
+    assert jaxckpt.verify(run).ok
+    assert [cli(verb, run)[0] for verb in ("ls", "show", "du")] == [0, 0, 0]
+    with jaxckpt.CheckpointManager(run, mode="r") as reader:
+        assert reader.restore(TREE)["step"] == 1
+
+
+def test_the_page_lists_the_permissions_of_the_doctor():
+    """Every one that it may ask for."""
+    asked = {
+        permission
+        for of_store in _PERMISSIONS.values()
+        for text in of_store.values()
+        for permission in re.findall(r"[a-z0-9]+[:.][A-Za-z.]+", text)
+    }
+
+    assert len(asked) == 8
+    assert {one for one in asked if f"`{one}`" not in PAGE} == set()
