@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ import pytest
 from jaxckpt.storage._checks import clock
 from jaxckpt.storage._folder_checks import FolderPlace
 from jaxckpt.storage._mounts import find_mount, mount_of
-from tests.commandline import cli, said_json
+from tests.commandline import TIMEOUT_S, cli, said_json
 
 CHECKS = [
     *("file system", "free space", "write", "fsync", "create again", "exchange", "locks"),
@@ -65,6 +69,19 @@ def test_a_place_that_cannot_be_written_to():
 def test_an_error_has_an_advice(tmp_path, code, words):
     """By its number."""
     assert words in FolderPlace(str(tmp_path)).advice("write", OSError(code, "text"))
+
+
+def test_ctrl_c_leaves_nothing(tmp_path):
+    """What is being written is finished and deleted."""
+    command = [sys.executable, "-m", "jaxckpt", "doctor", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as program:
+        while not os.listdir(tmp_path) and program.poll() is None:
+            time.sleep(0.001)
+        program.send_signal(signal.SIGINT)
+        _, err = program.communicate(timeout=TIMEOUT_S)
+
+    assert (program.returncode, err) == (130, b"\nInterrupted.\n")
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_file_is_wrong_usage(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from jaxckpt.errors import UnsupportedFormat
+from jaxckpt.errors import StoreError, UnsupportedFormat
 from jaxckpt.storage import locate
 from jaxckpt.storage._checks import Finding, Place, try_out
 from jaxckpt.storage._settings import SCHEMES
@@ -23,7 +23,12 @@ def examine(path: str) -> list[Finding]:
     if scheme in SCHEMES and importlib.util.find_spec("obstore") is None:
         advice = "install the extra jaxckpt[cloud], or the package obstore"
         return [Finding(name="extra cloud", state="failed", advice=advice)]
-    return try_out(_place(path, scheme))
+    try:
+        place = _place(path, scheme)
+    except StoreError as error:
+        advice = "correct StoreSettings, or the environment"
+        return [Finding(name="credentials", state="failed", advice=advice, error=str(error))]
+    return try_out(place)
 
 
 def _place(path: str, scheme: str) -> Place:

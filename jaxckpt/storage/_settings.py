@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final, Literal
 
-from jaxckpt.errors import UnsupportedFormat
+from jaxckpt.errors import StoreError, UnsupportedFormat
 
 Credentials = Literal["default", "environment", "anonymous"]
 
@@ -122,13 +122,31 @@ def check_bucket(scheme: str, bucket: str, url: str) -> None:
 
 
 def open_store(scheme: str, bucket: str, settings: StoreSettings) -> Any:
-    """Returns obstore's client of a bucket; it sends nothing yet, and never tries again itself."""
+    """Returns obstore's client of a bucket; it sends nothing yet, and never tries again itself.
+
+    Raises:
+        UnsupportedFormat: obstore is not installed.
+        StoreError: the settings are wrong, or those of the credentials, such as the path of a file.
+    """
     try:
-        from obstore.store import GCSStore, S3Store
+        from obstore.exceptions import BaseError
     except ImportError as error:
         raise UnsupportedFormat(
             f"{scheme}://{bucket} needs the package obstore; install the extra jaxckpt[cloud]"
         ) from error
+    try:
+        return _client(scheme, bucket, settings)
+    except BaseError as error:
+        text = str(error).partition("\n\nDebug source")[0]
+        raise StoreError(
+            f"{scheme}://{bucket}: {text}. Correct StoreSettings, or the variables of the "
+            "environment such as GOOGLE_APPLICATION_CREDENTIALS"
+        ) from error
+
+
+def _client(scheme: str, bucket: str, settings: StoreSettings) -> Any:
+    from obstore.store import GCSStore, S3Store
+
     options: dict[str, Any] = {
         "client_options": {
             "timeout": timedelta(seconds=settings.timeout_s),

@@ -8,10 +8,13 @@ import sys
 
 import pytest
 
+import jaxckpt
+from jaxckpt.errors import StoreError
 from jaxckpt.storage._requests import reason_of
 from tests.commandline import cli, said_json
 from tests.stores.clients import Obstore
 from tests.stores.proxy import Answer, Delay
+from tests.stores.servers import ACCESS_KEY, SECRET_KEY
 
 CHECKS = [
     *("extra cloud", "answers", "credentials", "bucket", "list", "create", "create again"),
@@ -104,6 +107,8 @@ def test_wrong_credentials(seaweedfs_server, use_store, monkeypatch, variable):
     assert found["credentials"]["state"] == "failed"
     assert "AWS_ACCESS_KEY_ID" in found["credentials"]["advice"]
     assert found["bucket"]["state"] == "skipped"
+    right = {"access_key_id": ACCESS_KEY, "secret_access_key": SECRET_KEY}
+    assert Obstore(server, **right).names() == []
     assert os.environ["AWS_SECRET_ACCESS_KEY"] not in str(found)
 
 
@@ -117,6 +122,26 @@ def test_no_credentials(moto_server, use_store, monkeypatch):
     code, found = examined(url_of(server))
 
     assert (code, found["credentials"]["state"]) == (1, "failed")
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_bad_file_of_credentials(gcs_server, use_store, monkeypatch, tmp_path, is_there):
+    """Is named by `doctor`, and by a save."""
+    server = use_store(gcs_server)
+    monkeypatch.delenv("GOOGLE_BEARER_TOKEN")
+    monkeypatch.delenv("GOOGLE_AUTH_TOKEN_FOR_TESTING")
+    file = tmp_path / "credentials.json"
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+    if is_there:
+        file.write_text("{}")
+
+    code, found = said_json("doctor", url_of(server))
+
+    [check] = found["checks"]
+    assert (code, check["name"], check["state"]) == (1, "credentials", "failed")
+    assert ("missing field" if is_there else str(file)) in check["error"]
+    with pytest.raises(StoreError, match="GOOGLE_APPLICATION_CREDENTIALS"):
+        jaxckpt.save(url_of(server), {"a": 1})
 
 
 @pytest.mark.parametrize("store", ["moto_server", "gcs_server"])
@@ -197,6 +222,7 @@ def test_a_slow_store_passes(moto_server, proxied):
     assert (code, found["small read"]["state"]) == (0, "slow")
     assert found["small read"]["value"] >= 0.3
     assert "nearer" in found["small read"]["advice"]
+    assert Obstore(server).names() == []
 
 
 @pytest.mark.parametrize("store", ["moto_server", "gcs_server"])
