@@ -430,5 +430,7 @@ def _add_metadata(
         )
     )
     files[names.ORBAX_MARKER] = b""
+    if not storage.atomic_rename:  # as a save does
+        files[f"{names.STATE_ITEM}/{names.COMMIT_MARKER}"] = b""
     for name in files:
         storage.make_dir(posixpath.dirname(f"{work}/{name}"))

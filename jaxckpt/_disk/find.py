@@ -237,6 +237,8 @@ def read_found(storage: Storage, path: str, entries: Entries) -> Found:
     found = Found(storage=storage, path=path, listings={path: entries})
     if names.WRITER in entries or names.RECORD in entries:
         found = _read_record(found, entries)
+    elif names.CHECKPOINT_METADATA in entries and _lacks_marker(storage, entries):
+        raise _no_marker(path, f" If it is a complete copy, add an empty {names.COMMIT_MARKER}.")
     name = posixpath.basename(path)
     if (found.record is None or found.record.name != name) and names.is_temporary(name):
         raise _uncommitted(storage, path)
@@ -256,13 +258,22 @@ def read_found(storage: Storage, path: str, entries: Entries) -> Found:
     return replace(found, items=items, metadata=metadata, deleting=deleting)
 
 
+def _lacks_marker(storage: Storage, entries: Entries) -> bool:
+    """Returns whether a directory of Orbax is a half step: on gs://, it too writes in place."""
+    return storage.scheme == "gs" and names.COMMIT_MARKER not in entries
+
+
+def _no_marker(path: str, advice: str = "") -> CheckpointNotFound:
+    return CheckpointNotFound(
+        f"{path} is not committed: no regular file {names.COMMIT_MARKER}. A save is in "
+        f"progress or died, or the checkpoint is being deleted.{advice}"
+    )
+
+
 def _read_record(found: Found, entries: Entries) -> Found:
     marker = entries.get(names.COMMIT_MARKER)
     if marker is None or marker.kind != "file":
-        raise CheckpointNotFound(
-            f"{found.path} is not committed: no regular file {names.COMMIT_MARKER}. A save is in "
-            "progress or died, or the checkpoint is being deleted."
-        )
+        raise _no_marker(found.path)
     file = f"{found.path}/{names.RECORD}"
     if names.RECORD not in entries:
         raise CorruptCheckpoint(f"{file} is missing", file=file)
@@ -344,6 +355,8 @@ def looks_committed(storage: Storage, path: str) -> bool:
     if names.RECORD in entries or names.WRITER in entries:
         marker = entries.get(names.COMMIT_MARKER)
         return names.RECORD in entries and marker is not None and marker.kind == "file"
+    if _lacks_marker(storage, entries):
+        return False
     if any(entries[name].kind != "dir" for name in _STEP_MARKS & entries.keys()):
         return True
     # A run inside the run is not a step: whoever deletes a step must not delete many checkpoints.
@@ -381,7 +394,7 @@ def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Found:
     problems = []
     for name in steps:
         try:
-            found = find(storage, f"{path}/{name}")
+            found = find(storage.ahead(f"{path}/{name}"), f"{path}/{name}")
             if posixpath.dirname(found.path) != path:
                 problems.append(f"{name} is a run, not a step")
                 continue

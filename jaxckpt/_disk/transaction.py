@@ -421,7 +421,10 @@ def check_target(
             f"{path} is a directory but not a checkpoint, and is not replaced. It contains {found}"
         )
     if not overwrite:
-        raise StepExists(f"{path} already exists. Save elsewhere, or set overwrite to replace it.")
+        instead = "set overwrite to replace it" if storage.atomic_rename else "delete it first"
+        half = storage.scheme == "gs" and names.COMMIT_MARKER not in inside
+        what = f", not committed: it has no {names.COMMIT_MARKER}" if half else ""
+        raise StepExists(f"{path} already exists{what}. Save elsewhere, or {instead}.")
     if not storage.atomic_rename and overwrite != "delete_first":
         raise UnsupportedFormat(
             f"{path} cannot be replaced: overwriting needs a storage with an atomic rename. Save "

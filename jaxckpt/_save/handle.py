@@ -354,7 +354,8 @@ def _describe(
     for item in request.items:
         reports = [one[item.name] for one in written]
         added, there = item.finish(request.storage, work, request.processes, reports)
-        if request.is_step:
+        # Orbax looks for it in each item of a step, and of anything on gs://.
+        if request.is_step or (item.name and not request.storage.atomic_rename):
             marker = f"Checkpoint commit was successful to {request.path}".encode()
             added = {**added, names.COMMIT_MARKER: marker}
         files |= {posixpath.join(item.name, name): data for name, data in added.items()}
