@@ -412,8 +412,8 @@ class _Dump:
     def prepare(self, locations: Sequence[str]) -> None:
         """Reads nodes, all at once."""
         if self._fetch is not None and (new := [n for n in locations if n not in self._nodes]):
-            datas = self._fetch([_place(location) for location in new])
-            self._nodes.update(zip(new, datas, strict=True))
+            found = self._fetch([_place(location) for location in new])
+            self._nodes.update(zip(new, found, strict=True))
 
     def node(self, location: str) -> Any:
         if self._fetch is None:

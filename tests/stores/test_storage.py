@@ -170,6 +170,8 @@ def test_a_read_in_parts_is_whole(server, root):
         storage.read_into(path, 1 << 30, buffers[:1])
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_is_refused(root, tmp_path):
     """The clients' threads are missing there, and it would hang."""
     storage, path = locate(f"{root}/f")
