@@ -2306,6 +2306,24 @@ def handler(number, what):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_manager_closed_in_another_thread_does_not_end_the_job(tmp_path, state, number):
+    """It cannot remove its handler there; the next manager still saves before the end."""
+    before = signal.getsignal(number)
+    closed = CheckpointManager(tmp_path / "a")
+    closer = threading.Thread(target=closed.close)
+    closer.start()
+    closer.join()
+    try:
+        with CheckpointManager(tmp_path / "b", save=SavePolicy(every_steps=100)) as manager:
+            os.kill(os.getpid(), number)
+            handle = manager.save(7, state(7))
+            assert handle is not None
+            assert manager.decision.reason == "preemption"
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_the_step_of_a_signal_is_saved_once(tmp_path, number):
     """Whatever the policy says; `reached_preemption` is then true, and handlers are chained."""
     heard = []

@@ -66,7 +66,7 @@ class Preemption:
         # A forked child, such as a data loader, inherits the handler but has nothing to save.
         listens = self._listens and os.getpid() == self._process
         again, self._told = self._told or not listens, True
-        before = self._before[number]
+        before = _past_closed(self._before[number], number)
         if callable(before):
             before(number, frame)
         if self._count > 1 and listens:
@@ -74,6 +74,15 @@ class Preemption:
         elif again and before == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _past_closed(handler: Any, number: int) -> Any:
+    """Returns the handler below those of managers that were closed but could not remove theirs."""
+    while isinstance(owner := getattr(handler, "__self__", None), Preemption):
+        if owner._listens:
+            return handler
+        handler = owner._before[number]
+    return handler
 
 
 def _reached_sync_point(step: int) -> bool:
