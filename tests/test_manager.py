@@ -1796,7 +1796,7 @@ def test_a_step_without_permission_stops_only_its_own_restore(tmp_path, monkeypa
     with CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as manager:
         assert (manager.all_steps(), manager.latest_step()) == ([1, 2], 2)
         assert manager.problems == [
-            f"{tmp_path}/3 cannot be listed, for lack of permission; it is left alone"
+            f"{tmp_path}/3 cannot be listed (Permission denied); it is left alone"
         ]
         assert [step for step, report in manager.scrub().items() if not report.ok] == [3]
         for restore_it in (manager.restore, lambda: manager.restore_or(dict)):

@@ -223,7 +223,7 @@ class StepIndex:
         """Returns the state of a step, reporting a step that is not committed."""
         path, state = f"{self.root}/{listing.steps[number]}", self.state(listing, number)
         if state == "unreadable":
-            self.report(f"{path} cannot be listed, for lack of permission; it is left alone")
+            self.report(f"{path} cannot be listed (Permission denied); it is left alone")
         elif state != "committed" and not is_under_way(path):
             self.report(f"{path} is not a committed step and is left alone")
         return state
