@@ -103,7 +103,7 @@ def test_a_killed_job_loses_no_step_and_shows_no_half_one(place, zygote):  # noq
     base, deaths = 0, 0
 
     def args():
-        return f"{url}/run{base}", server.env, [10, 11, 12], 2
+        return f"{url}/run{base}", server.env, [10, 11], 1
 
     for _, status in kill_at_every_request(zygote, proxy, children.save_steps, args):
         run = f"{url}/run{base}"
@@ -114,12 +114,12 @@ def test_a_killed_job_loses_no_step_and_shows_no_half_one(place, zygote):  # noq
             if status != 0 and base % 8 == 0:
                 manager.save(20, state(20))
         if status == 0:
-            assert listed == [11, 12]
+            assert listed == [11]
         elif base % 8 == 0:
             assert jaxckpt.open(run).path == f"{run}/20"
         deaths += status != 0
         base += 1
-    assert deaths >= 40
+    assert deaths >= 30
 
 
 # --- a store that fails ------------------------------------------------------------------------
