@@ -159,10 +159,12 @@ def seaweedfs() -> Iterator[Server]:
         command = [
             *("mini", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
             *("-master.telemetry=false", "-webdav=false", "-admin.ui=false"),
-            *("-s3.port.iceberg=0", "-s3.port.lance=0"),
+            *("-s3.port.iceberg=0", "-s3.port.lance=0", "-volume.max=1000"),
             *(f"-{name}.port={port}" for name, port in ports.items()),
         ]
-        program = running("weed", command, port=ports["s3"], env=_s3_environment(""))
+        # By default each bucket takes seven volumes, and the tests make more buckets than that.
+        env = {**_s3_environment(""), "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}
+        program = running("weed", command, port=ports["s3"], env=env)
         yield _ready(Server(scheme="s3", url=stack.enter_context(program), bucket=""))
 
 
