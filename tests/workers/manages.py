@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 
 import numpy as np
 
@@ -151,18 +152,24 @@ def train(me, root, steps):
         }
         return state, state["split"].sum()  # over all processes
 
-    rounds, asked, saved, data = [], [], [], Data(me)
+    rounds, here, asked, saved, data = [], [], [], [], Data(me)
+
+    def hear(name):
+        rounds.append(name)
+        if threading.current_thread() is threading.main_thread():
+            here.append(name)
+
     policy = SavePolicy(every_steps=25, every_seconds=0.05)
-    with heard(rounds.append), CheckpointManager(root, save=policy, keep=KEEP) as manager:
+    with heard(hear), CheckpointManager(root, save=policy, keep=KEEP) as manager:
         state, step = manager.restore_or(make_init(), items={"data": data})
         assert (step, data.given) == (0, 0)
         for step in range(1, steps + 1):
             next(data)
             np.linalg.svd(np.ones((20 + 40 * me.index, 20)))  # some are slower than others
             state, total = train_step(state)
-            before = len(rounds)
+            before = len(here)
             due = manager.should_save(step)
-            asked += rounds[before:] if not manager._saver.under_way() else []
+            asked += here[before:]
             metrics = {"score": -abs(step - BEST_AT), "total": total}
             handle = manager.save(step, state, items={"data": data}, metrics=metrics)
             assert due == (handle is not None)
@@ -179,7 +186,7 @@ def train(me, root, steps):
             "total": manager.metrics(kept[-1])["total"],
             "in saves": [name.removeprefix(session) for name in rounds if session in name],
             "others": [name.rpartition("/")[2] for name in rounds if session not in name],
-            "asked": asked,
+            "asked": [name.removeprefix(session) for name in asked],
         }
 
 
