@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import math
 import os
 import posixpath
 import secrets
@@ -29,7 +30,12 @@ from jaxckpt.errors import CorruptCheckpoint, StoreError
 from jaxckpt.storage._ahead import read_ahead
 from jaxckpt.storage._local import is_temporary_file
 from jaxckpt.storage._protocol import Entry, EntryKind, Storage
-from jaxckpt.storage._requests import REQUESTS_AT_ONCE, Requests, pool
+from jaxckpt.storage._requests import (
+    REQUESTS_AT_ONCE,
+    Requests,
+    is_beyond_the_end,
+    pool,
+)
 from jaxckpt.storage._settings import (
     StoreSettings,
     check_bucket,
@@ -104,8 +110,7 @@ class ObjectStorage:
         try:
             data = self.requests.read("read", path, get, size=length)
         except StoreError as error:
-            # Beyond the end, stores answer with 416.
-            if "416" not in str(error) and "range" not in str(error).lower():
+            if not is_beyond_the_end(error):
                 raise
             data = memoryview(b"")
         if len(data) != length:
@@ -328,26 +333,40 @@ class ObjectStorage:
         return age_s > self.settings.lease_s
 
     def _replace(
-        self, path: str, data: bytes, version: Mapping[str, Any], token: str
+        self,
+        path: str,
+        data: bytes,
+        version: Mapping[str, Any],
+        token: str,
+        *,
+        tries: int | None = None,
     ) -> Mapping[str, Any] | None:
-        """Writes an object again if it still has a version; returns the new one, or None."""
+        """Writes an object again if it still has a version; returns the new one, or None.
+
+        Args:
+            token: Of the lock, unless it is released.
+            tries: How often to ask; as the settings say if None.
+        """
         mode = {k: version[k] for k in ("e_tag", "version") if version.get(k)}
         attributes = {_HELD: token} if token else {}
 
-        def put(unsure: bool) -> Mapping[str, Any] | None:
+        def put(_: bool) -> Mapping[str, Any] | None:
             try:
                 return self._put_once(path, data, mode, attributes)
             except Exception as error:
                 if not _alike(error) and not isinstance(error, FileNotFoundError):
                     raise
-                if unsure:
-                    with contextlib.suppress(OSError):
-                        answer, _ = self._get(path)
-                        if answer.attributes.get(_HELD, "") == token:
-                            return answer.meta
-                return None
+                # An earlier try, here or at an earlier renewal, may have acted.
+                return self._mine_by_token(path, token) if token else None
 
-        return self.requests.change("lock", path, put)
+        return self.requests.change("lock", path, put, tries=tries)
+
+    def _mine_by_token(self, path: str, token: str) -> Mapping[str, Any] | None:
+        try:
+            answer, _ = self._get(path)
+        except FileNotFoundError:
+            return None
+        return answer.meta if answer.attributes.get(_HELD) == token else None
 
     # --- what the store can do -----------------------------------------------------------------
 
@@ -365,33 +384,33 @@ class ObjectStorage:
                 return
             file = f"{posixpath.dirname(path)}/.jaxckpt-tmp-{secrets.token_hex(8)}"
             try:
-                problem = self._try_conditions(file)
+                problem, clock = self._try_conditions(file)
             finally:
+                # If it stays, it is a temporary file of one byte.
                 with contextlib.suppress(OSError):
                     self._delete(file, [self._key(file)])
             if problem:
-                self._clock = None
                 raise StoreError(
                     f"{self.root}: {problem}, so two jobs could both commit a step. Use a store "
                     "with conditional writes; or, if only one job writes here at a time, set "
                     "single_writer=True in StoreSettings or JAXCKPT_SINGLE_WRITER=1."
                 )
+            self._clock = clock
 
-    def _try_conditions(self, file: str) -> str:
-        """Returns what does not work, or "", and measures the store's clock."""
+    def _try_conditions(self, file: str) -> tuple[str, float]:
+        """Returns what does not work, or "", and how far the store's clock is ahead of ours."""
         first = self._create(file, b"1")
         if first is None:
-            return "an object with a new, random name was said to exist"
+            return "an object with a new, random name was said to exist", 0.0
         if self._create(file, b"2") is not None:
-            return "it created an object that existed"
+            return "it created an object that existed", 0.0
         now_s = time.time()
-        second = self._replace(file, b"3", first, "probe")
-        if second is None:
-            return "it refused to replace an object of the right version"
-        self._clock = self._head(file)["last_modified"].timestamp() - now_s
+        if self._replace(file, b"3", first, "probe") is None:
+            return "it refused to replace an object of the right version", 0.0
+        clock = self._head(file)["last_modified"].timestamp() - now_s
         if self._replace(file, b"4", first, "") is not None:
-            return "it replaced an object that had changed"
-        return ""
+            return "it replaced an object that had changed", 0.0
+        return "", clock
 
     def ahead(self, path: str, *, reads: bool = True) -> Storage:
         return read_ahead(self, path, partial(self._first_files, path), reads=reads)
@@ -518,13 +537,16 @@ class ObjectHold:
         return self._storage.settings.lease_s / 4
 
     def renew(self) -> bool:
-        """Writes the object again; returns whether the lease goes on."""
+        """Writes the object again, in one try; returns whether the lease goes on.
+
+        Raises:
+            StoreError: the store did not answer; the lease may go on.
+        """
         with self._lock:
             if self._version is not None:
-                with contextlib.suppress(StoreError):  # the next renewal may succeed
-                    self._version = self._storage._replace(
-                        self.path, self._data, self._version, self._token
-                    )
+                self._version = self._storage._replace(
+                    self.path, self._data, self._version, self._token, tries=1
+                )
             return self._version is not None
 
     def release(self) -> None:
@@ -562,14 +584,32 @@ def _renew_all() -> None:
     while True:
         with _wake:
             due_s = min((lease.due_s for lease in list(_holds.values())), default=None)
-            _wake.wait(None if due_s is None else max(0.0, due_s - time.monotonic()))
+            if due_s is None or due_s == math.inf:  # none, or all are being renewed
+                _wake.wait()
+            else:
+                _wake.wait(max(0.0, due_s - time.monotonic()))
         for key, lease in list(_holds.items()):
             if lease.due_s <= time.monotonic():
-                goes_on = lease.hold.renew()
-                if goes_on and key in _holds:
-                    _holds[key] = _Lease(lease.hold, time.monotonic() + lease.hold.every_s)
-                else:
-                    _holds.pop(key, None)
+                _put_off(key, lease.hold, math.inf)
+                _callers().submit(_renew_one, key, lease.hold)  # a silent store delays no other
+
+
+def _renew_one(key: int, hold: ObjectHold) -> None:
+    try:
+        goes_on, pause_s = hold.renew(), hold.every_s
+    except OSError:  # there is time for several tries
+        goes_on, pause_s = True, hold.every_s / 4
+    if goes_on:
+        _put_off(key, hold, time.monotonic() + pause_s)
+    else:
+        _holds.pop(key, None)
+
+
+def _put_off(key: int, hold: ObjectHold, due_s: float) -> None:
+    with _wake:
+        if key in _holds:  # otherwise it was released
+            _holds[key] = _Lease(hold, due_s)
+            _wake.notify()
 
 
 def _forget(path: str) -> None:

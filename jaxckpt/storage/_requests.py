@@ -118,16 +118,19 @@ class Requests:
         most = self._settings.tries if tries is None else tries
         return self._tried(what, path, lambda _: self._hedge(call, size), most)
 
-    def change(self, what: str, path: str, call: Callable[[bool], T]) -> T:
+    def change(
+        self, what: str, path: str, call: Callable[[bool], T], *, tries: int | None = None
+    ) -> T:
         """Returns the answer to a request that changes something.
 
         Args:
             call: Called with whether an earlier try may have acted.
+            tries: As for `read`.
 
         Raises:
             FileNotFoundError, StoreError: as for `read`.
         """
-        return self._tried(what, path, call, self._settings.tries)
+        return self._tried(what, path, call, self._settings.tries if tries is None else tries)
 
     def _tried(self, what: str, path: str, call: Callable[[bool], T], tries: int) -> T:
         _check_not_forked(what, path)
@@ -211,6 +214,12 @@ def _may_pass(error: Exception) -> bool:
     """Returns whether sending a request again may help."""
     name = type(error).__name__
     return name == "GenericError" and not _FINAL.search(said(error))
+
+
+def is_beyond_the_end(error: StoreError) -> bool:
+    """Returns whether a store refused a read because the object ends before it."""
+    # Only the client's words: an object's name may contain anything.
+    return "non-2xx status code: 416" in said(error.__cause__ or error)
 
 
 def said(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from jaxckpt.errors import StoreError
 from jaxckpt.storage import StoreSettings, locate, use_store
 from jaxckpt.storage import _settings as settings_module
 from tests.storage_contract import StorageContract
+from tests.stores.proxy import Answer, Reset
 
 _numbers = itertools.count()
 LIMIT = 1 << 20
@@ -152,6 +153,55 @@ def test_a_store_without_conditional_writes_is_refused(rclone_server, use_store,
     monkeypatch.setenv("JAXCKPT_SINGLE_WRITER", "1")
     storage, path = locate(f"{url}/f")
     assert storage.create(path, b"1")
+
+
+def test_a_probe_that_fails_is_made_again(server, proxied):
+    """A store that stops answering in the middle of it has shown nothing yet."""
+    behind, proxy = proxied(server)
+    url = f"{behind.scheme}://{behind.bucket}"
+    use_store(url, StoreSettings(endpoint=behind.url, region="us-east-1", tries=1))
+    storage, path = locate(f"{url}/f")
+    proxy.add(Answer(503), when=lambda request: request.number >= 4)  # the last of its conditions
+
+    with pytest.raises(StoreError, match="overloaded"):
+        storage.create(path, b"1")
+    proxy.heal()
+    proxy.requests.clear()
+
+    assert storage.create(path, b"1")
+    assert proxy.requests.count(path="jaxckpt") > 4
+
+
+def test_a_renewal_whose_answer_is_lost_keeps_the_lock(server, proxied):
+    """The store has the renewal; the next one finds another version, which is its own."""
+    behind, proxy = proxied(server)
+    url = f"{behind.scheme}://{behind.bucket}"
+    use_store(url, StoreSettings(endpoint=behind.url, region="us-east-1"))
+    storage, path = locate(f"{url}/lock")
+    hold = storage.hold(path)
+    assert hold is not None
+    proxy.add(Reset(applied=True), method="PUT", path="/lock")
+
+    with pytest.raises(StoreError):
+        hold.renew()
+    proxy.heal()
+
+    assert hold.renew()
+    assert storage.hold(path) is None
+    hold.release()
+
+
+def test_a_silent_store_is_not_the_end_of_a_file(server, proxied):
+    """Whatever the object's name contains: an end that comes early counts as damage."""
+    behind, proxy = proxied(server)
+    url = f"{behind.scheme}://{behind.bucket}"
+    use_store(url, StoreSettings(endpoint=behind.url, region="us-east-1", tries=1))
+    storage, path = locate(f"{url}/orange 416/f")
+    storage.write(path, b"12345")
+    proxy.add(Answer(503), path="/f")
+
+    with pytest.raises(StoreError, match="overloaded"):
+        storage.read_into(path, 3, [np.zeros(2, np.uint8)])
 
 
 def test_a_read_in_parts_is_whole(server, root):
