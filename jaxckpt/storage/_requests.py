@@ -23,7 +23,15 @@ from jaxckpt.storage._settings import StoreSettings
 T = TypeVar("T")
 # Why a store refused.
 Reason = Literal[
-    "bucket", "clock", "region", "addressing", "credentials", "permission", "load", "silence"
+    "bucket",
+    "clock",
+    "region",
+    "addressing",
+    "credentials",
+    "permission",
+    "ranges",
+    "load",
+    "silence",
 ]
 
 REQUESTS_AT_ONCE: Final = 32
@@ -36,7 +44,7 @@ _PEERS: Final = 64
 _LEAST_PEERS: Final = 4
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
-_FINAL: Final = re.compile(r"status code: (?!408|409|425|429)4\d\d|NotImplemented")
+_FINAL: Final = re.compile(r"status code: (?!408|409|425|429)4\d\d|NotImplemented|non-partial")
 # The last two are those of a machine's own service, which is asked when nothing else is set.
 _CREDENTIALS: Final = re.compile(
     "credential|InvalidAccessKey|SignatureDoesNotMatch|/latest/api/token|computeMetadata", re.I
@@ -243,6 +251,8 @@ def reason_of(error: BaseException) -> Reason:
         return "credentials"
     if name == "PermissionDeniedError" or "status code: 403" in text or "PERMISSION_DENIED" in text:
         return "permission"
+    if "non-partial" in text:
+        return "ranges"
     return "load" if re.search("status code: (429|503)", text) else "silence"
 
 
@@ -261,6 +271,7 @@ _ADVICE: Final[Mapping[Reason, str]] = {
     "chain, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (profiles in ~/.aws are not read), "
     "or GOOGLE_APPLICATION_CREDENTIALS",
     "permission": "no permission. `jaxckpt doctor URL` shows which one is missing",
+    "ranges": "the store gives the whole object where a part was asked for. Use another store",
     "load": "the store is overloaded or limits the rate of requests",
     "silence": "the store did not answer in time, or not as a store does",
 }

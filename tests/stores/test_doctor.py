@@ -197,7 +197,7 @@ def test_a_store_without_conditional_writes(rclone_server, use_store, monkeypatc
         assert found[check]["state"] == ("missing" if single_writer else "failed")
         assert "two jobs could both commit" in found[check]["advice"]
         assert "JAXCKPT_SINGLE_WRITER=1" in found[check]["advice"]
-    assert "do not keep checkpoints here" in found["read a range"]["advice"]
+    assert "the whole object where a part was asked for" in found["read a range"]["advice"]
     assert Obstore(server).names() == []
 
 
