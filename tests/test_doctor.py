@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxckpt.storage import LocalStorage
 from jaxckpt.storage._checks import clock
 from jaxckpt.storage._folder_checks import FolderPlace
-from jaxckpt.storage._mounts import find_mount, mount_of
+from jaxckpt.storage._mounts import find_mounts, mount_of
 from tests.commandline import TIMEOUT_S, cli, said_json
 
 CHECKS = [
@@ -27,11 +28,11 @@ TABLE = """\
 30 20 0:39 / /mnt/s3fs rw,nosuid - fuse.s3fs s3fs rw,user_id=0
 31 20 0:40 / /mnt/a\\040b rw master:2 propagate_from:1 - fuse.gcsfuse bucket rw
 32 20 0:41 / /mnt/mountpoint rw - fuse mountpoint-s3 rw
-33 20 0:42 / /mnt/rclone rw - fuse.rclone remote:bucket rw
+33 20 0:42 / /mnt/rclone ro shared:4 master:1 - fuse.rclone remote:path ro
 34 20 0:43 / /mnt/juicefs rw - fuse.juicefs JuiceFS:name rw
 35 20 0:44 / /mnt/sshfs rw - fuse.sshfs host:/s3fs rw
-36 20 0:45 / /data rw - nfs4 server:/gcsfuse rw
-37 36 0:46 / /data rw - xfs /dev/sdb rw
+36 20 0:45 / /data rw - nfs4 server:/fuse.s3fs rw
+37 36 0:46 / /data rw - xfs fuse rw
 """
 
 
@@ -68,7 +69,9 @@ def test_a_place_that_cannot_be_written_to():
 )
 def test_an_error_has_an_advice(tmp_path, code, words):
     """By its number."""
-    assert words in FolderPlace(str(tmp_path)).advice("write", OSError(code, "text"))
+    assert words in FolderPlace(LocalStorage(), str(tmp_path)).advice(
+        "write", OSError(code, "text")
+    )
 
 
 def test_ctrl_c_leaves_nothing(tmp_path):
@@ -95,35 +98,31 @@ def test_a_file_is_wrong_usage(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "kind", "tool"),
+    ("minor", "point", "kind", "is_bucket"),
     [
-        ("/home/me", "ext4", ""),
-        ("/dev/shm/run", "tmpfs", ""),
-        ("/dev/shmother", "ext4", ""),
-        ("/mnt/s3fs", "fuse.s3fs", "s3fs"),
-        ("/mnt/a b/run", "fuse.gcsfuse", "gcsfuse"),
-        ("/mnt/mountpoint/x", "fuse", "mountpoint-s3"),
-        ("/mnt/rclone/x", "fuse.rclone", "rclone"),
-        ("/mnt/juicefs/x", "fuse.juicefs", "juicefs"),
-        ("/mnt/sshfs/x", "fuse.sshfs", ""),
-        ("/data/run", "xfs", ""),
+        (20, "/dev/shm", "tmpfs", False),
+        (39, "/mnt/s3fs", "fuse.s3fs", True),
+        (40, "/mnt/a b", "fuse.gcsfuse", True),
+        (41, "/mnt/mountpoint", "fuse", True),
+        (42, "/mnt/rclone", "fuse.rclone", True),
+        (43, "/mnt/juicefs", "fuse.juicefs", False),
+        (44, "/mnt/sshfs", "fuse.sshfs", False),
+        (45, "/data", "nfs4", False),
+        (46, "/data", "xfs", False),
     ],
 )
-def test_a_bucket_that_is_mounted_is_recognized(path, kind, tool):
-    """By the longest mount point, and of two at the same place by the last one."""
-    mount = find_mount(TABLE, path)
+def test_a_bucket_that_is_mounted_is_recognized(minor, point, kind, is_bucket):
+    """By its type, whatever it is called."""
+    mount = find_mounts(TABLE)[os.makedev(0, minor)]
 
-    assert mount is not None
-    assert (mount.kind, mount.bucket_tool) == (kind, tool)
+    assert mount == (kind, point)
+    assert mount.is_bucket == is_bucket
 
 
-def test_the_mount_of_a_link_is_that_of_its_target(tmp_path):
-    """Links are followed."""
-    (tmp_path / "link").symlink_to("/dev/shm")
+def test_the_file_system_of_a_path_is_found():
+    """In the table of this system, where there is one."""
+    mount = mount_of(os.stat("/dev/shm").st_dev)
 
-    mount = mount_of(str(tmp_path / "link" / "run"))
-
-    assert mount == mount_of("/dev/shm")
     assert mount is not None
     assert Path(mount.point).is_dir()
 

@@ -378,11 +378,11 @@ def disk(ram_path):
     return World(LocalStorage(), f"{ram_path}/run")
 
 
-@pytest.fixture(params=["disk", "memory"])
+@pytest.fixture(params=["disk", "mounted bucket", "memory"])
 def world(request, ram_path):
-    """A file system, and a store that has neither renames nor empty directories."""
-    if request.param == "disk":
-        return World(LocalStorage(), f"{ram_path}/run")
+    """A file system, one without renames, and a store that has no empty directories either."""
+    if request.param != "memory":
+        return World(LocalStorage(atomic_rename=request.param == "disk"), f"{ram_path}/run")
     return World(MemoryStorage(), f"/{uuid.uuid4()}")
 
 

@@ -19,7 +19,15 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
-from jaxckpt.storage import Entry, LocalStorage, MemoryStorage, is_temporary_file, locate
+from jaxckpt.storage import (
+    Entry,
+    LocalStorage,
+    MemoryStorage,
+    _mounts,
+    _storage_on,
+    is_temporary_file,
+    locate,
+)
 from jaxckpt.storage._local import _give_new_name, temporary_sibling
 from jaxckpt.testing import (
     CrashingStorage,
@@ -37,6 +45,18 @@ class TestLocalStorage(StorageContract):
     @pytest.fixture
     def storage(self):
         return LocalStorage()
+
+    @pytest.fixture
+    def root(self, tmp_path):
+        return str(tmp_path)
+
+
+class TestMountedBucket(StorageContract):
+    """As on a mount without an atomic rename."""
+
+    @pytest.fixture
+    def storage(self):
+        return LocalStorage(atomic_rename=False)
 
     @pytest.fixture
     def root(self, tmp_path):
@@ -174,6 +194,51 @@ def test_a_local_path_imports_no_tensorstore():
 
     assert "jaxckpt.storage" in modules
     assert not {"tensorstore", "numpy", "jax"} & set(modules)
+
+
+# Mounted buckets
+
+
+@pytest.fixture
+def mounted(tmp_path, monkeypatch):
+    """Makes the file system of `tmp_path` appear in the table of mounts with another type."""
+    device = os.stat(tmp_path).st_dev
+
+    def mount(what):
+        table = tmp_path / "mountinfo"
+        number = f"{os.major(device)}:{os.minor(device)}"
+        table.write_text(
+            f"20 1 0:0 / / rw - ext4 /dev/a rw\n36 20 {number} / /mnt/a\\040b rw - {what}\n"
+        )
+        monkeypatch.setattr(_mounts, "_TABLE", str(table))
+        _storage_on.cache_clear()
+
+    yield mount
+    _storage_on.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("what", "is_bucket"),
+    [("fuse.s3fs s3fs rw", True), ("fuse bucket rw", True), ("fuse.sshfs host: rw", False)],
+)
+def test_a_mounted_bucket_is_a_store(tmp_path, mounted, caplog, what, is_bucket):
+    """Also through links and for paths yet to be made; it is told once."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    mounted(what)
+    caplog.set_level("INFO", "jaxckpt")
+
+    found = [locate(tmp_path / name)[0] for name in (".", "a/b/c", "link/new")]
+
+    assert {one.atomic_rename for one in found} == {not is_bucket}
+    assert len(caplog.records) == is_bucket
+    assert not is_bucket or "/mnt/a b is a mounted bucket (fuse" in caplog.text
+
+
+def test_without_a_table_of_mounts_nothing_is_a_bucket(tmp_path, monkeypatch):
+    """As on systems other than Linux."""
+    monkeypatch.setattr(_mounts, "_TABLE", str(tmp_path / "missing"))
+
+    assert _mounts.mount_of(os.stat(tmp_path).st_dev) is None
 
 
 # What lies in the way

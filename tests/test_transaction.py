@@ -31,10 +31,10 @@ FOREIGN = {"a.orbax-checkpoint-tmp/f", "a-notes/f", "ab.orbax-checkpoint-tmp-jax
 class Intercepted:
     """A storage that calls `before(verb)` before each change, and may know no exchange."""
 
-    atomic_rename = True
     scheme = "file"
 
     def __init__(self, inner, *, before=lambda verb: None, exchanges=True):
+        self.atomic_rename = inner.atomic_rename
         self._inner, self._before, self._exchanges = inner, before, exchanges
 
     def __getattr__(self, verb):
@@ -61,7 +61,7 @@ class World:
 
     @property
     def url(self):
-        return self.path if self.storage.atomic_rename else f"memory:/{self.path}"
+        return self.path if self.storage.scheme == "file" else f"memory:/{self.path}"
 
     def job(self, storage, seed, *, overwrite=False):
         request = prepare(self.url, tree(seed), overwrite, None, copy=False, item=self.item)
@@ -109,9 +109,9 @@ def is_tree(found, seed):
 DISKS = ["exchange", "no exchange", "flat"]
 
 
-@pytest.fixture(params=[*DISKS, "memory", "memory, flat"])
+@pytest.fixture(params=[*DISKS, "memory", "memory, flat", "mounted bucket"])
 def new_world(request, ram_path):
-    """Makes worlds: on a file system with and without RENAME_EXCHANGE, and in a memory store.
+    """Makes worlds: on a file system with and without RENAME_EXCHANGE, and in stores.
 
     In some, the checkpoint itself is the item.
     """
@@ -131,7 +131,8 @@ def maker(kind, ram_path):
         item = None if "flat" in kind else "state"
         if "memory" in kind:
             return World(MemoryStorage(), f"/{uuid.uuid4()}", item)
-        storage = Intercepted(LocalStorage(), exchanges=kind == "exchange")
+        local = LocalStorage(atomic_rename=kind != "mounted bucket")
+        storage = Intercepted(local, exchanges=kind == "exchange")
         return World(storage, f"{ram_path}/{next(count)}", item)
 
     return make

@@ -6,10 +6,13 @@ TensorStore is imported only for memory stores, or with `jaxckpt.storage._arrays
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import posixpath
 import re
 import shutil
+from functools import cache
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -22,6 +25,7 @@ from jaxckpt.storage._local import (
     listing,
     usable_cores,
 )
+from jaxckpt.storage._mounts import mount_of
 from jaxckpt.storage._protocol import Entry, EntryKind, Hold, Storage
 from jaxckpt.storage._settings import SCHEMES, StoreSettings, use_store
 
@@ -52,6 +56,7 @@ __all__ = [
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # pathlib turns the URL "gs://bucket/run" into "gs:/bucket/run", a relative path.
 _BROKEN_URL = re.compile(r"(az|file|gcs|gs|hdfs|hf|https?|memory|s3):/")
+_logger = logging.getLogger("jaxckpt")
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
@@ -102,7 +107,30 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
         )
     local = _file_url_path(text) if scheme else os.path.expanduser(text)
     # POSIX allows two leading slashes to have a special meaning; no system here uses it.
-    return LocalStorage(), "/" + os.path.abspath(local).lstrip("/")
+    absolute = "/" + os.path.abspath(local).lstrip("/")
+    device, there = None, absolute
+    while device is None:  # at least the root exists
+        with contextlib.suppress(OSError, ValueError):
+            device = os.stat(there).st_dev
+        there = os.path.dirname(there)
+    return _storage_on(device), absolute
+
+
+# The number of a device says where a path is however many links led there. It is used again only
+# when its mount is gone.
+@cache
+def _storage_on(device: int) -> LocalStorage:
+    """Returns the storage for the files of a device, and logs the first time what it lacks."""
+    mount = mount_of(device)
+    if mount is None or not mount.is_bucket:
+        return LocalStorage()
+    _logger.info(
+        "%s is a mounted bucket (%s) without an atomic rename: a step is committed by the file "
+        "that is written last, as in an object store",
+        mount.point,
+        mount.kind,
+    )
+    return LocalStorage(atomic_rename=False)
 
 
 def free_bytes(path: str) -> int | None:

@@ -41,4 +41,4 @@ def _place(path: str, scheme: str) -> Place:
     storage, where = locate(path)
     if storage.scheme != "file":
         raise UnsupportedFormat(f"{path} is in the memory of one program: nothing to try out")
-    return FolderPlace(where)
+    return FolderPlace(storage, where)

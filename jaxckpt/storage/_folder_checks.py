@@ -23,8 +23,9 @@ from jaxckpt.storage._checks import (
     read_large,
     write_large,
 )
-from jaxckpt.storage._local import LocalStorage, temporary_sibling
+from jaxckpt.storage._local import temporary_sibling
 from jaxckpt.storage._mounts import mount_of
+from jaxckpt.storage._protocol import Storage
 
 _ADVICE: Final[Mapping[int | None, str]] = {
     errno.EACCES: "let this user write there, or use another directory: `ls -ld` shows who may",
@@ -43,13 +44,13 @@ class FolderPlace:
         NotADirectoryError: the path is a file, or below one.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, storage: Storage, path: str) -> None:
         while not os.path.isdir(path):
             if os.path.lexists(path):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
             path = os.path.dirname(path)
         self._path = path
-        self._storage = LocalStorage()
+        self._storage = storage
         self._folder = temporary_sibling(f"{path}/any")
 
     @property
@@ -82,18 +83,18 @@ class FolderPlace:
         self._storage.delete(self._folder)
 
     def _file_system(self) -> Finding:
-        mount = mount_of(self._path)
+        mount = mount_of(os.stat(self._path).st_dev)
         if mount is None:
             return Finding(text="unknown")
         text = f"{mount.kind} on {mount.point}"
-        if not mount.bucket_tool:
+        if not mount.is_bucket:
             return Finding(text=text)
         return Finding(
             state="failed",
             text=text,
-            advice=f"{mount.bucket_tool} shows a bucket as files: a rename may take several steps, "
-            "and locks may not reach other machines. Pass the URL of the bucket to jaxckpt "
-            "instead: gs://... or s3://...",
+            advice="a bucket is mounted here: a rename may take several steps, and locks may not "
+            "reach other machines. Pass the URL of the bucket to jaxckpt instead: gs://... or "
+            "s3://...",
         )
 
     def _free_space(self) -> Finding:

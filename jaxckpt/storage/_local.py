@@ -10,6 +10,9 @@ file is written in this order, and a crash after each line leaves:
 
 A temporary file is removed on any error. Only a kill or a power cut leaves one; `is_temporary_file`
 recognises its name.
+
+In a mounted bucket a rename copies and deletes. There a new file has its own name at once, and only
+the replacement of an old one is renamed.
 """
 
 from __future__ import annotations
@@ -96,11 +99,17 @@ def temporary_sibling(path: str) -> str:
 
 @final
 class LocalStorage:
-    """The local file system, mounted network file systems included; see `Storage`."""
+    """The local file system, mounted network file systems included; see `Storage`.
+
+    Args:
+        atomic_rename: False in a mounted bucket.
+    """
 
     scheme = "file"
-    atomic_rename = True
     reads_at_once = 2 + usable_cores()
+
+    def __init__(self, *, atomic_rename: bool = True) -> None:
+        self.atomic_rename = atomic_rename
 
     def read(self, path: str, *, max_bytes: int) -> bytes:
         with _about(path):
@@ -131,15 +140,20 @@ class LocalStorage:
 
     def write(self, path: str, data: bytes) -> None:
         with _about(path):
-            _publish(_write_temporary(path, data), path, replace=True)
+            _publish(_write_new(temporary_sibling(path), data), path, replace=True)
 
     def create(self, path: str, data: bytes) -> bool:
         with _about(path):
-            return _publish(_write_temporary(path, data), path, replace=False)
+            if not self.atomic_rename:
+                return _create_in_place(path, data)
+            return _publish(_write_new(temporary_sibling(path), data), path, replace=False)
 
     def add(self, files: Mapping[str, bytes]) -> None:
         for path, data in files.items():
-            self.write(path, data)
+            if self.atomic_rename:
+                self.write(path, data)
+            elif not self.create(path, data):
+                raise FileExistsError(errno.EEXIST, "another writer is saving here", path)
 
     def kind(self, path: str) -> EntryKind | None:
         with _about(path):
@@ -214,6 +228,10 @@ class LocalStorage:
             _sync(path, os.O_DIRECTORY)
 
     def rename(self, src: str, dst: str) -> None:
+        if not self.atomic_rename:
+            raise io.UnsupportedOperation(
+                errno.ENOTSUP, "a mounted bucket cannot rename", src, None, dst
+            )
         with _about(src, dst):
             if not _renameat2(src, dst, _RENAME_NOREPLACE):
                 # Not atomic, but the writers of one run never rename to the same name: `hold` and
@@ -238,7 +256,7 @@ class LocalStorage:
 
     def exchange(self, a: str, b: str) -> bool:
         with _about(a, b):
-            done = _renameat2(a, b, _RENAME_EXCHANGE)
+            done = self.atomic_rename and _renameat2(a, b, _RENAME_EXCHANGE)
             if done:
                 _sync_parents(a, b)
         return done
@@ -347,10 +365,9 @@ def _try_lock(fd: int) -> bool:
 # Files
 
 
-def _write_temporary(path: str, data: bytes) -> str:
-    """Writes a durable temporary file beside `path`; returns its path."""
-    temporary = temporary_sibling(path)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+def _write_new(path: str, data: bytes) -> str:
+    """Writes a durable file that must not exist yet; returns its path."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
             rest = memoryview(data)
@@ -361,9 +378,20 @@ def _write_temporary(path: str, data: bytes) -> str:
             os.close(fd)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)
+            os.unlink(path)
         raise
-    return temporary
+    return path
+
+
+def _create_in_place(path: str, data: bytes) -> bool:
+    # A crash in here leaves a part of the file. And two hosts may both succeed: the store has no
+    # exclusive creation, and who may write a run is decided by the owner's file.
+    try:
+        _write_new(path, data)
+    except FileExistsError:
+        return False
+    _sync_parents(path)
+    return True
 
 
 def _publish(temporary: str, path: str, *, replace: bool) -> bool:

@@ -140,8 +140,9 @@ class CrashingStorage(_Relay):
     Args:
         inner: The storage that is changed; a restarted process finds its contents.
         after: The number of mutating verbs that act. If None, all act and are counted.
-        torn: Whether the crashing verb is half done: half of the bytes under a temporary name,
-            half of the missing parents, half of the files of a tree. Atomic verbs do nothing.
+        torn: Whether the crashing verb is half done: half of the bytes under a temporary name (in a
+            mounted bucket, of a new file under its own), half of the missing parents, half of the
+            files of a tree. Atomic verbs do nothing.
 
     Attributes:
         events: Each mutating verb with its path, ending with the one that crashed.
@@ -179,7 +180,9 @@ class CrashingStorage(_Relay):
 
 def _do_half(storage: Storage, verb: str, path: str, data: bytes) -> None:
     match verb:
-        case "write" | "create" if storage.atomic_rename:
+        case "create" if storage.scheme == "file" and not storage.atomic_rename:
+            storage.create(path, data[: len(data) // 2])
+        case "write" | "create" if storage.scheme == "file":
             storage.write(temporary_sibling(path), data[: len(data) // 2])
         case "make_dir":
             missing = []
