@@ -16,6 +16,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt import CheckpointNotFound, SaveFailed, StepExists
+from jaxckpt._disk import removal as _removal
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import prepare
@@ -83,7 +84,7 @@ class World:
     def check_next_save(self):
         """The next save needs no help, and leaves what is foreign and nothing else."""
         if not self.storage.atomic_rename and self.seed() is not None:
-            _transaction.remove(self.storage, self.path)
+            _removal.remove(self.storage, self.path)
         self.save(self.storage, 9, overwrite=self.storage.atomic_rename)
         assert self.seed() == 9
         assert self.storage.kind(f"{self.path}/{names.WRITER}") is None
@@ -166,7 +167,7 @@ def replace_with_2(world, storage):
 
 
 def remove(world, storage):
-    _transaction.remove(storage, world.path)
+    _removal.remove(storage, world.path)
 
 
 @pytest.mark.parametrize("torn", [False, True])
@@ -238,7 +239,8 @@ def test_a_crash_of_recovery_is_recovered_from(ram_path, new_disk, before, act, 
             storage = CrashingStorage(world.storage, after, torn=torn)
             died = False
             try:
-                _transaction.recover(storage, again.path)
+                around = storage.entries(again.folder)
+                _removal.recover(storage, again.path, around)
             except SimulatedCrash:
                 died = True
             # Recovery may finish a replacement whose new tree was whole already.

@@ -1,4 +1,4 @@
-"""Writes one checkpoint or none: begin, write, commit or abort, and recovery.
+"""Writes one checkpoint or none: begin, write, commit or abort.
 
 On a file system, `T` being `<name>.orbax-checkpoint-tmp-jaxckpt-<token>` beside `<name>`, process 0
 does this, and a crash after each line leaves:
@@ -22,41 +22,28 @@ the file system cannot exchange names:
     8b. rename `<name>` to a `...-deleting-...` name    the new one: readers look for it there
     8c. rename `<name>.jaxckpt-committed` to `<name>`   the new one
 
-To delete: rename to `...-deleting-...`, then remove the files. A crash leaves a name that no reader
-takes for a checkpoint, and the next writer finishes the job.
-
-To delete one item of a checkpoint, in the files and the order of Orbax's v1:
-
-    1. write `_CHECKPOINT_DELETION`                    a checkpoint without the item, for readers
-    2. rewrite `_jaxckpt.json`: without its files,     the same
-       and without the file of step 4
-    3. remove the item's files                         the same
-    4. rewrite `_CHECKPOINT_METADATA`                  the same
-    5. rewrite `_jaxckpt.json` with that file          the same
-    6. remove `_CHECKPOINT_DELETION`                   the same, with nothing left over
-
 Without an atomic rename (object stores), T is `<name>` itself and step 7 is the commit: readers
 ignore a directory without `commit_success.txt`. All attempts share it, so each file is created and
 none replaced, and what a process writes before step 2 has the token in its path: a writer that
-wakes up late cannot change a checkpoint that was committed since. A deletion removes
-`commit_success.txt` first, and last the files by which the next writer recognizes the remains.
+wakes up late cannot change a checkpoint that was committed since.
+
+`removal` deletes, and does line 1.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import io
-import logging
 import os
 import posixpath
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from jaxckpt._core.text import size_text
+from jaxckpt._disk.removal import delete, discard, is_leftover, put_in_place, recover, remove, warn
 from jaxckpt._version import __version__
 from jaxckpt.errors import (
     CheckpointError,
@@ -65,7 +52,7 @@ from jaxckpt.errors import (
     UnsupportedFormat,
     os_code_in,
 )
-from jaxckpt.format import jsontext, names, step
+from jaxckpt.format import names, step
 from jaxckpt.format.step import FileFacts, Record
 from jaxckpt.storage import (
     Entry,
@@ -77,10 +64,6 @@ from jaxckpt.storage import (
     listing,
 )
 
-_logger = logging.getLogger("jaxckpt")
-
-# Files that are in every directory of ours, from the first moment to the last.
-_OURS = (names.WRITER, names.RECORD)
 # Files of other programs that a checkpoint takes on from the one that it replaces.
 _MAX_TAKEN = 100
 _MAX_TAKEN_BYTES = 16_000_000
@@ -102,6 +85,11 @@ class Work(NamedTuple):
     # The token of the attempt, if attempts share the directory: it is then part of the path of
     # whatever a process writes before process 0 has begun. Otherwise "".
     mark: str
+
+    @property
+    def spare(self) -> str:
+        """What the paths of all that its processes write begin with, or contain."""
+        return f".{self.mark}/" if self.mark else self.path
 
 
 @dataclass(slots=True)
@@ -175,7 +163,7 @@ class Transaction:
             # Readers ignore both leftovers, and the next save removes them.
             self.storage.delete_files([f"{self.path}/{names.WRITER}"])
             if old is not None:
-                _discard(self.storage, old)
+                discard(self.storage, old)
         except OSError as error:
             warn(self.path, f"saved, but the checkpoint it replaced is not deleted yet: {error}")
         self.release()
@@ -198,7 +186,7 @@ class Transaction:
             unowned = self.storage.atomic_rename and not self.publishing
             mine = (self.token, None) if unowned else (self.token,)
             if not self.committed and self._owner() in mine:
-                _delete(self.storage, self.work)
+                delete(self.storage, self.work)
         except OSError as error:
             warn(self.work, f"cannot be removed: {error}. The next save removes it.")
         self.release()
@@ -268,7 +256,7 @@ class Transaction:
             return self.work
         replacement = beside(self.path, names.replacement(posixpath.basename(self.path)))
         self.storage.rename(self.work, replacement)
-        return _put_in_place(self.storage, self.path, replacement)
+        return put_in_place(self.storage, self.path, replacement)
 
 
 def begin(
@@ -292,8 +280,11 @@ def begin(
     if fence is not None and storage.atomic_rename:
         fence()  # before anything is written, which may take long
     # The other processes may already be writing for this attempt.
-    spare = spare_of(storage, path, token) if token else None
-    around = recover(storage, path, spare=spare, fence=fence)
+    spare = work_for(storage, path, token).spare if token else None
+    around = listing(storage, posixpath.dirname(path))
+    name = posixpath.basename(path)
+    if around is not None and any(names.may_be_left(entry, name) for entry in around):
+        around = recover(storage, path, around, spare=spare, fence=fence)
     if fence is not None and around is not None:
         _remove_empty(storage, path, around)
     foreign = check_target(storage, path, around, overwrite=overwrite)
@@ -303,7 +294,7 @@ def begin(
         storage.make_dir(posixpath.dirname(path))
     for _ in range(_TRIES if token is None else 1):
         attempt = token or secrets.token_hex(8)
-        work = work_of(storage, path, attempt)
+        work = work_for(storage, path, attempt).path
         transaction = Transaction(storage, path, work, attempt, overwrite, fence=fence)
         try:
             if token is None and storage.atomic_rename:
@@ -350,45 +341,11 @@ def _remove_empty(storage: Storage, path: str, around: dict[str, Entry]) -> None
         del around[posixpath.basename(path)]
 
 
-def remove_work(storage: Storage, path: str) -> None:
-    """Removes the temporary directory of another writer, who can then no longer commit."""
-    with contextlib.suppress(FileNotFoundError):  # the other writer was quicker
-        _discard(storage, path)
-
-
-def work_of(storage: Storage, path: str, token: str) -> str:
-    """Returns the work directory of an attempt to save `path`."""
-    if not storage.atomic_rename:
-        return path
-    return beside(path, names.temporary(posixpath.basename(path), token))
-
-
 def work_for(storage: Storage, path: str, token: str) -> Work:
     """Returns where an attempt to save `path` writes."""
-    return Work(work_of(storage, path, token), mark_of(storage, token))
-
-
-def mark_of(storage: Storage, token: str) -> str:
-    """Returns what distinguishes an attempt from others in its directory; "" if it has its own."""
-    return "" if storage.atomic_rename else token
-
-
-def spare_of(storage: Storage, path: str, token: str) -> str:
-    """Returns what the paths begin with, or contain, of all that an attempt's processes write."""
-    return f".{token}/" if mark_of(storage, token) else work_of(storage, path, token)
-
-
-def discard_work(storage: Storage, path: str, token: str) -> None:
-    """Removes what other processes wrote for an attempt that did not begin. Never raises."""
-    work = work_of(storage, path, token)
-    try:
-        if mark := mark_of(storage, token):
-            written = [f"{work}/{file}" for file in storage.files(work) if f".{mark}/" in file]
-            storage.delete_files(written)
-        else:
-            storage.delete(work)
-    except OSError as error:
-        warn(path, f"the remains of a failed save cannot be removed: {error}")
+    if not storage.atomic_rename:
+        return Work(path, token)
+    return Work(beside(path, names.temporary(posixpath.basename(path), token)), "")
 
 
 def check_target(
@@ -407,7 +364,7 @@ def check_target(
         return []
     if not _MARKS.isdisjoint(around):
         raise StepExists(f"{path} would lie inside the checkpoint {parent}. Save beside it.")
-    if name not in around or (not storage.atomic_rename and _is_leftover(storage, path)):
+    if name not in around or (not storage.atomic_rename and is_leftover(storage, path)):
         return []
     if (kind := around[name].kind) != "dir":
         what = "file" if kind == "file" else "link or special file"
@@ -460,161 +417,6 @@ def _foreign(storage: Storage, path: str, inside: set[str]) -> set[str]:
     return {name for name in inside - known if not is_temporary_file(name)}
 
 
-def recover(
-    storage: Storage,
-    path: str,
-    *,
-    spare: str | None = None,
-    fence: Callable[[], None] | None = None,
-) -> dict[str, Entry] | None:
-    """Finishes or removes what a crash left of a save, a replacement or a deletion of `path`.
-
-    Args:
-        spare: What is not touched; see `spare_of`.
-        fence: Raises unless only this writer may write here. If given, the work of live writers
-            is removed too.
-
-    Returns:
-        The listing of the directory that `path` is in, which may still have removed temporary
-        names; None if there is no such directory.
-    """
-    parent, name = posixpath.split(path)
-    around = listing(storage, parent)
-    if around is None:
-        return None
-    if not storage.atomic_rename:
-        if name in around and _is_leftover(storage, path):
-            return _clear(storage, path, spare, fence)
-        return around
-    replacement = names.replacement(name)
-    if replacement in around and _is_whole(storage, beside(path, replacement)):
-        warn(path, "finishing an interrupted replacement")
-        _put_in_place(storage, path, beside(path, replacement))
-        around = storage.entries(parent)
-    for entry in around:
-        if names.is_ours_temporary(entry, name) and f"{parent}/{entry}" != spare:
-            if fence is not None:
-                remove_work(storage, f"{parent}/{entry}")
-            else:
-                _remove_leftover(storage, f"{parent}/{entry}")
-    return around
-
-
-def _clear(
-    storage: Storage, path: str, spare: str | None, fence: Callable[[], None] | None
-) -> dict[str, Entry] | None:
-    """Removes a leftover where nothing can be renamed; returns the listing around it."""
-    if not all(spare is not None and spare in file for file in storage.files(path)):
-        if fence is not None:
-            fence()
-        if fence is not None or not _may_be_written(storage, path):
-            warn(path, "removing the remains of an interrupted save or deletion")
-            _delete(storage, path, spare)
-    return listing(storage, posixpath.dirname(path))
-
-
-def remove(storage: Storage, path: str) -> None:
-    """Deletes a checkpoint; after a crash in the middle no reader takes the rest for one."""
-    if not storage.atomic_rename:
-        storage.delete_files([f"{path}/{names.COMMIT_MARKER}"])
-    _discard(storage, path)
-
-
-def remove_item(storage: Storage, path: str, record: Record, item: str) -> None:
-    """Deletes an item of a checkpoint, or finishes a deletion that was interrupted."""
-    file = f"{path}/{names.CHECKPOINT_METADATA}"
-    before = storage.read(file, max_bytes=jsontext.MAX_BYTES)
-    after = step.without_item(before, item, file=file)
-    left = {name: facts for name, facts in record.files.items() if not name.startswith(f"{item}/")}
-    left.pop(names.CHECKPOINT_METADATA, None)
-    about = step.encode_deletion(item, token=secrets.token_hex(16), before=before, after=after)
-    storage.create(f"{path}/{names.DELETION_RECORD}", about)
-    storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
-    storage.delete(f"{path}/{item}")
-    storage.write(file, after)
-    left[names.CHECKPOINT_METADATA] = FileFacts(size=len(after), sha256=step.digest(after))
-    storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
-    storage.delete(f"{path}/{names.DELETION_RECORD}")
-
-
-def _discard(storage: Storage, path: str) -> None:
-    if storage.atomic_rename and not names.is_deleting(posixpath.basename(path)):
-        doomed = beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
-        storage.rename(path, doomed)
-        path = doomed
-    _delete(storage, path)
-
-
-def _delete(storage: Storage, path: str, spare: str | None = None) -> None:
-    if storage.atomic_rename:
-        storage.delete(path)
-        return
-    files = [file for file in storage.files(path) if spare is None or spare not in file]
-    # Last the files by which the next writer recognizes the remains as ours.
-    for are_last in (False, True):
-        some = [f"{path}/{file}" for file in files if (file in _OURS) == are_last]
-        storage.delete_files(some)
-    if spare is None:
-        storage.delete(path)  # also unfinished files
-
-
-def _remove_leftover(storage: Storage, path: str) -> None:
-    """Removes a temporary directory of ours unless its writer lives."""
-    with contextlib.suppress(FileNotFoundError):  # its writer, or another, was quicker
-        if _may_be_written(storage, path):
-            return
-        warn(path, "removing the remains of an interrupted save or deletion")
-        _discard(storage, path)
-
-
-def _may_be_written(storage: Storage, path: str) -> bool:
-    writer = f"{path}/{names.WRITER}"
-    if storage.kind(writer) != "file":
-        return False
-    try:
-        hold = storage.hold(writer)
-    except io.UnsupportedOperation:
-        if not storage.atomic_rename:
-            # Left alone, it would block this name for ever. A live writer notices the removal.
-            return False
-        warn(
-            path,
-            "left alone: this storage has no file locks, so its writer may be alive. Remove it if "
-            "no job is saving there.",
-        )
-        return True
-    if hold is None:
-        warn(path, "left alone: another writer is saving there")
-        return True
-    hold.release()
-    return False
-
-
-def _put_in_place(storage: Storage, path: str, replacement: str) -> str | None:
-    """Does steps 8b and 8c; returns the new place of the checkpoint that was at `path`, if any."""
-    doomed = None
-    if storage.kind(path) is not None:
-        doomed = beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
-        storage.rename(path, doomed)
-    storage.rename(replacement, path)
-    return doomed
-
-
-def _is_leftover(storage: Storage, path: str) -> bool:
-    """Returns whether `path` is left of a save or a deletion, on a storage without renames."""
-    files = storage.files(path)
-    # Before process 0 begins, others may have written; and a writer that dies while it tries out
-    # the store leaves no more than a temporary file, which is not in `files`.
-    is_ours = not files.keys().isdisjoint(_OURS) or all(map(names.is_of_attempt, files))
-    return names.COMMIT_MARKER not in files and is_ours
-
-
-def _is_whole(storage: Storage, path: str) -> bool:
-    return all(
-        storage.kind(f"{path}/{name}") == "file" for name in (names.RECORD, names.COMMIT_MARKER)
-    )
-
-
 def bytes_below(storage: Storage, root: str) -> int:
     """Returns the size of all files below `root`, unfinished ones included; for a display."""
     total, folders = 0, [root]
@@ -626,11 +428,6 @@ def bytes_below(storage: Storage, root: str) -> int:
                 if entry.kind == "dir":
                     folders.append(f"{folder}/{name}")
     return total
-
-
-def warn(path: str, text: str) -> None:
-    """Logs a warning about a save."""
-    _logger.warning("%s: %s", path, text)
 
 
 def raise_save_error(path: str, error: BaseException, *, size_bytes: int = 0) -> NoReturn:

@@ -4,7 +4,7 @@ To delete steps, a writer names them in `_jaxckpt.doomed`, looks for leases and 
 each step that is free and removes its files. A crash in the middle leaves complete steps, or a name
 that no reader mistakes for a step and that the next deletion removes. With `move_to` it renames the
 step instead, which a crash leaves either in the run or there. The deletion of one item leaves the
-rest of its step as it is; see `_disk.transaction`.
+rest of its step as it is; see `_disk.removal`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from itertools import count
 from typing import Final, final
 
-from jaxckpt._disk import transaction as _transaction
+from jaxckpt._disk import removal as _removal
 from jaxckpt._disk.find import choose_item, find
 from jaxckpt._disk.found import Found
 from jaxckpt._run.index import StepIndex, is_ours
@@ -92,7 +92,7 @@ class Deletion:
                 self.index.report(f"{path} was not written by jaxckpt, so no policy deletes it")
                 return False
             if self.folder is None:
-                _transaction.remove(storage, path)
+                _removal.remove(storage, path)
             else:
                 storage.make_dir(self.folder)
                 _move(storage, path, self.folder)
@@ -112,7 +112,7 @@ class Deletion:
         """
         found = self.check_item(number, item)
         assert found.record is not None  # checked
-        _transaction.remove_item(self.index.storage, found.path, found.record, item)
+        _removal.remove_item(self.index.storage, found.path, found.record, item)
         self.index.forget(number)
 
     def check_item(self, number: int, item: str) -> Found:

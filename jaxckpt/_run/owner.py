@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, final
 
-from jaxckpt._disk import transaction as _transaction
+from jaxckpt._disk import removal as _removal
 from jaxckpt._run.index import Listing, StepIndex, check_root
 from jaxckpt._run.leases import Leases
 from jaxckpt._save.handle import is_under_way
@@ -174,13 +174,13 @@ class Ownership:
         index, path = self._index, f"{self._index.root}/{entry}"
         try:
             if (name := names.replaced(entry)) is not None:
-                _transaction.recover(index.storage, f"{index.root}/{name}")
+                _removal.recover(index.storage, f"{index.root}/{name}", index.entries())
             elif (name := names.ours_temporary(entry)) is not None:
                 if is_under_way(f"{index.root}/{name}"):
                     return False
                 if not names.is_deleting(entry):
                     index.warn(f"removing {path}, left by an interrupted save")
-                _transaction.remove_work(index.storage, path)
+                _removal.remove_work(index.storage, path)
             elif self._is_forgotten(entry):
                 index.storage.delete(path)
             else:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
+from jaxckpt._disk import removal as _removal
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.transaction import Overwrite, Transaction, Work
 from jaxckpt._progress.meter import Meter
@@ -224,7 +225,7 @@ class SaveHandle:
         request = self._request
         try:
             if self._before is not None and not self._before.wait(DEFAULT_TIMEOUT_S):
-                _transaction.warn(self.path, "an earlier save here has not ended; starting anyway")
+                _removal.warn(self.path, "an earlier save here has not ended; starting anyway")
             self._meter.waited()
             yield
         except BaseException as error:
@@ -232,7 +233,8 @@ class SaveHandle:
                 self._transaction.abort()
             elif request.processes.index == 0 and self._token is not None:
                 # Other processes may have written where process 0 could not.
-                _transaction.discard_work(request.storage, self.path, self._token)
+                work = _transaction.work_for(request.storage, self.path, self._token)
+                _removal.discard_work(request.storage, *work)
             _transaction.raise_save_error(self.path, error, size_bytes=self.size_bytes)
         else:
             self.timing = self._meter.timing()

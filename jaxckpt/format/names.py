@@ -144,6 +144,11 @@ def is_ours_temporary(entry: str, name: str) -> bool:
     return _TOKEN.fullmatch(entry.rpartition("-")[2]) is not None
 
 
+def may_be_left(entry: str, name: str) -> bool:
+    """Returns whether `entry` may be what a crash left of a save or a deletion of `name`."""
+    return entry in (name, replacement(name)) or is_ours_temporary(entry, name)
+
+
 def ours_temporary(entry: str) -> str | None:
     """Returns the checkpoint that jaxckpt was writing or deleting as `entry`, or None."""
     name = entry.split(_TEMPORARY)[0]

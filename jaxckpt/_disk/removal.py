@@ -1,0 +1,217 @@
+"""Removes a checkpoint, an item of one, and what crashes left of saves and deletions.
+
+To delete: rename to `...-deleting-...`, then remove the files. A crash leaves a name that no reader
+takes for a checkpoint, and the next writer finishes the job.
+
+To delete one item of a checkpoint, in the files and the order of Orbax's v1:
+
+    1. write `_CHECKPOINT_DELETION`                    a checkpoint without the item, for readers
+    2. rewrite `_jaxckpt.json`: without its files,     the same
+       and without the file of step 4
+    3. remove the item's files                         the same
+    4. rewrite `_CHECKPOINT_METADATA`                  the same
+    5. rewrite `_jaxckpt.json` with that file          the same
+    6. remove `_CHECKPOINT_DELETION`                   the same, with nothing left over
+
+Without an atomic rename (object stores), a deletion removes `commit_success.txt` first, and last
+the files by which the next writer recognizes the remains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import posixpath
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from jaxckpt.format import jsontext, names, step
+from jaxckpt.format.step import FileFacts, Record
+from jaxckpt.storage import Entry, Storage, beside, listing
+
+_logger = logging.getLogger("jaxckpt")
+
+# Files that are in every directory of ours, from the first moment to the last.
+_OURS = (names.WRITER, names.RECORD)
+
+
+def recover(
+    storage: Storage,
+    path: str,
+    around: Mapping[str, Entry],
+    *,
+    spare: str | None = None,
+    fence: Callable[[], None] | None = None,
+) -> dict[str, Entry] | None:
+    """Finishes or removes what a crash left of a save, a replacement or a deletion of `path`.
+
+    Args:
+        around: The listing of the directory that `path` is in.
+        spare: What is not touched; see `Work.spare`.
+        fence: Raises unless only this writer may write here. If given, the work of live writers
+            is removed too.
+
+    Returns:
+        A new listing; None if the directory is gone.
+    """
+    parent, name = posixpath.split(path)
+    if not storage.atomic_rename:
+        if is_leftover(storage, path):
+            _clear(storage, path, spare, fence)
+        return listing(storage, parent)
+    replacement = names.replacement(name)
+    if replacement in around and _is_whole(storage, beside(path, replacement)):
+        warn(path, "finishing an interrupted replacement")
+        put_in_place(storage, path, beside(path, replacement))
+        around = storage.entries(parent)
+    for entry in around:
+        if names.is_ours_temporary(entry, name) and f"{parent}/{entry}" != spare:
+            if fence is not None:
+                remove_work(storage, f"{parent}/{entry}")
+            else:
+                _remove_leftover(storage, f"{parent}/{entry}")
+    return listing(storage, parent)
+
+
+def _clear(
+    storage: Storage, path: str, spare: str | None, fence: Callable[[], None] | None
+) -> None:
+    """Removes a leftover where nothing can be renamed."""
+    if all(spare is not None and spare in file for file in storage.files(path)):
+        return
+    if fence is not None:
+        fence()
+    if fence is not None or not _may_be_written(storage, path):
+        warn(path, "removing the remains of an interrupted save or deletion")
+        delete(storage, path, spare)
+
+
+def _remove_leftover(storage: Storage, path: str) -> None:
+    """Removes a temporary directory of ours unless its writer lives."""
+    with contextlib.suppress(FileNotFoundError):  # its writer, or another, was quicker
+        if _may_be_written(storage, path):
+            return
+        warn(path, "removing the remains of an interrupted save or deletion")
+        discard(storage, path)
+
+
+def _may_be_written(storage: Storage, path: str) -> bool:
+    writer = f"{path}/{names.WRITER}"
+    if storage.kind(writer) != "file":
+        return False
+    try:
+        hold = storage.hold(writer)
+    except io.UnsupportedOperation:
+        if not storage.atomic_rename:
+            # Left alone, it would block this name for ever. A live writer notices the removal.
+            return False
+        warn(
+            path,
+            "left alone: this storage has no file locks, so its writer may be alive. Remove it if "
+            "no job is saving there.",
+        )
+        return True
+    if hold is None:
+        warn(path, "left alone: another writer is saving there")
+        return True
+    hold.release()
+    return False
+
+
+def is_leftover(storage: Storage, path: str) -> bool:
+    """Returns whether `path` is left of a save or a deletion, on a storage without renames."""
+    files = storage.files(path)
+    # Before process 0 begins, others may have written; and a writer that dies while it tries out
+    # the store leaves no more than a temporary file, which is not in `files`.
+    is_ours = not files.keys().isdisjoint(_OURS) or all(map(names.is_of_attempt, files))
+    return names.COMMIT_MARKER not in files and is_ours
+
+
+def _is_whole(storage: Storage, path: str) -> bool:
+    return all(
+        storage.kind(f"{path}/{name}") == "file" for name in (names.RECORD, names.COMMIT_MARKER)
+    )
+
+
+def put_in_place(storage: Storage, path: str, replacement: str) -> str | None:
+    """Does steps 8b and 8c; returns the new place of the checkpoint that was at `path`, if any."""
+    doomed = None
+    if storage.kind(path) is not None:
+        doomed = beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
+        storage.rename(path, doomed)
+    storage.rename(replacement, path)
+    return doomed
+
+
+def remove(storage: Storage, path: str) -> None:
+    """Deletes a checkpoint; after a crash in the middle no reader takes the rest for one."""
+    if not storage.atomic_rename:
+        storage.delete_files([f"{path}/{names.COMMIT_MARKER}"])
+    discard(storage, path)
+
+
+def remove_work(storage: Storage, path: str) -> None:
+    """Removes the temporary directory of another writer, who can then no longer commit."""
+    with contextlib.suppress(FileNotFoundError):  # the other writer was quicker
+        discard(storage, path)
+
+
+def discard_work(storage: Storage, work: str, mark: str) -> None:
+    """Removes what other processes wrote for an attempt that did not begin. Never raises.
+
+    Args:
+        work, mark: See `Work`.
+    """
+    try:
+        if mark:
+            written = [f"{work}/{file}" for file in storage.files(work) if f".{mark}/" in file]
+            storage.delete_files(written)
+        else:
+            storage.delete(work)
+    except OSError as error:
+        warn(work, f"the remains of a failed save cannot be removed: {error}")
+
+
+def remove_item(storage: Storage, path: str, record: Record, item: str) -> None:
+    """Deletes an item of a checkpoint, or finishes a deletion that was interrupted."""
+    file = f"{path}/{names.CHECKPOINT_METADATA}"
+    before = storage.read(file, max_bytes=jsontext.MAX_BYTES)
+    after = step.without_item(before, item, file=file)
+    left = {name: facts for name, facts in record.files.items() if not name.startswith(f"{item}/")}
+    left.pop(names.CHECKPOINT_METADATA, None)
+    about = step.encode_deletion(item, token=secrets.token_hex(16), before=before, after=after)
+    storage.create(f"{path}/{names.DELETION_RECORD}", about)
+    storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
+    storage.delete(f"{path}/{item}")
+    storage.write(file, after)
+    left[names.CHECKPOINT_METADATA] = FileFacts(size=len(after), sha256=step.digest(after))
+    storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
+    storage.delete(f"{path}/{names.DELETION_RECORD}")
+
+
+def discard(storage: Storage, path: str) -> None:
+    if storage.atomic_rename and not names.is_deleting(posixpath.basename(path)):
+        doomed = beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
+        storage.rename(path, doomed)
+        path = doomed
+    delete(storage, path)
+
+
+def delete(storage: Storage, path: str, spare: str | None = None) -> None:
+    if storage.atomic_rename:
+        storage.delete(path)
+        return
+    files = [file for file in storage.files(path) if spare is None or spare not in file]
+    # Last the files by which the next writer recognizes the remains as ours.
+    for are_last in (False, True):
+        some = [f"{path}/{file}" for file in files if (file in _OURS) == are_last]
+        storage.delete_files(some)
+    if spare is None:
+        storage.delete(path)  # also unfinished files
+
+
+def warn(path: str, text: str) -> None:
+    """Logs a warning about a save."""
+    _logger.warning("%s: %s", path, text)
