@@ -1,18 +1,21 @@
-"""The arguments of `CheckpointManager`: from dicts, and compared between processes."""
+"""The arguments of `CheckpointManager`: checked, from dicts, and compared between processes."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, Final
 
-from jaxckpt._core.check import check_names
+from jaxckpt._core.check import check_count, check_names, check_positive, check_type
 from jaxckpt._core.text import nearest, seconds_of, size_of
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.schedule import SavePolicy
+from jaxckpt.format import names
 from jaxckpt.multihost import Processes, check_alike
 
+MANAGER: Final = "CheckpointManager"
 # Options of Orbax's manager, as docs/orbax.md explains them.
 _ORBAX: Final = {
     "options": "its options as save=SavePolicy(...) and keep=KeepPolicy(...)",
@@ -111,6 +114,33 @@ def suggest(name: str, known: Sequence[str]) -> str:
     return f"Pass {' or '.join(found)}." if found else nearest(name, known)
 
 
+def check_arguments(
+    *,
+    mode: object,
+    save: object,
+    keep: object,
+    budget_bytes: Any,
+    timeout_s: Any,
+    step_digits: Any,
+    on_progress: object,
+    on_commit: object,
+    item: object,
+) -> None:
+    """Checks those arguments of the manager that nothing else checks."""
+    if mode not in ("w", "r"):
+        raise ValueError(f"{MANAGER}: mode must be 'w' or 'r', got {mode!r}")
+    check_type(MANAGER, "save", save, SavePolicy, "a SavePolicy(every_steps=...)")
+    check_type(MANAGER, "keep", keep, KeepPolicy, "a KeepPolicy(last=...)")
+    check_type(MANAGER, "budget_bytes", budget_bytes, int, "an int")
+    check_type(MANAGER, "timeout_s", timeout_s, Real, "a number")
+    check_count(MANAGER, budget_bytes=budget_bytes, step_digits=step_digits)
+    check_positive(MANAGER, timeout_s=timeout_s)
+    check_type(MANAGER, "on_progress", on_progress, Callable | None, "a function")
+    check_type(MANAGER, "on_commit", on_commit, Callable | None, "a function")
+    if item != names.STATE_ITEM:
+        names.check_item(item)
+
+
 def check_arguments_alike(
     processes: Processes, arguments: Mapping[str, Any], *, timeout_s: float
 ) -> None:
@@ -127,7 +157,7 @@ def check_arguments_alike(
             fields[name] = value
     check_alike(
         processes,
-        "CheckpointManager",  # not the directory, in which they may differ
+        MANAGER,  # not the directory, in which they may differ
         fields,
         timeout_s=timeout_s,
         hint="Open the same managers in the same order, with equal arguments, in all processes.",

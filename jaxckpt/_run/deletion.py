@@ -35,6 +35,7 @@ class Deletion:
         self.index = index
         self.leases = leases
         # Where steps go instead of being deleted.
+        self.move_to = move_to
         self.folder = move_to and posixpath.normpath(posixpath.join(index.root, move_to))
         self._failed = False  # whether a failed deletion may have left a file
 

@@ -10,37 +10,33 @@ thread    delete the steps that the policy does not keep           retention, de
 from __future__ import annotations
 
 import os
-import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import partial
 from numbers import Real
 from types import TracebackType
-from typing import Any, ClassVar, Final, Literal, NoReturn, Self, final
+from typing import Any, Final, Literal, NoReturn, Self, final
 
 from jaxckpt._core import notebook
 from jaxckpt._core.cast import floating
-from jaxckpt._core.check import (
-    as_step,
-    check_count,
-    check_names,
-    check_positive,
-    check_type,
-    names_checked,
-    zstd_level,
-)
+from jaxckpt._core.check import as_step, check_names, check_type, names_checked, zstd_level
 from jaxckpt._core.text import nearest
 from jaxckpt._disk.find import find
 from jaxckpt._inspect import open as inspection
 from jaxckpt._restore.match import RestoreRequest
-from jaxckpt._run.config import check_arguments_alike, manager_arguments, suggest
-from jaxckpt._run.deletion import Deletion, check_folder
-from jaxckpt._run.index import StepIndex, check_root, run_metadata, write_run_metadata
+from jaxckpt._run.config import (
+    MANAGER,
+    check_arguments,
+    check_arguments_alike,
+    manager_arguments,
+    suggest,
+)
+from jaxckpt._run.deletion import Deletion
+from jaxckpt._run.index import StepIndex, check_root, run_metadata
 from jaxckpt._run.leases import Leases
-from jaxckpt._run.owner import Ownership
+from jaxckpt._run.owner import FORKED, Opening, Ownership
 from jaxckpt._run.resume import ItemsReading, Resume, StateReading, shapes_of, watch
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.saver import Saver, raise_first
@@ -50,16 +46,11 @@ from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import check_metadata
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Json, current, lead, leading, text_of
+from jaxckpt.multihost import Json, current, lead, text_of
 from jaxckpt.storage import locate
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
-_MANAGER: Final = "CheckpointManager"
 _MAX_TIMINGS: Final = 1000
-_FORKED: Final = (
-    "this process was forked from the one that saves. Save and wait there, or start this one with "
-    "'spawn'"
-)
 _OPTIONS: Final = tuple(field.name for field in fields(RestoreRequest))
 
 
@@ -95,10 +86,7 @@ class CheckpointManager:
         >>> folder.cleanup()
     """
 
-    _open: ClassVar[dict[tuple[str, str, int], CheckpointManager]] = {}
-    _open_lock = threading.Lock()  # guards _open
-
-    @names_checked(_MANAGER, suggest)
+    @names_checked(MANAGER, suggest)
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -144,20 +132,19 @@ class CheckpointManager:
             NotADirectoryError, PermissionError: `directory` cannot hold a run.
             ProcessesDisagree: the directories or policies of the processes differ.
         """
-        if mode not in ("w", "r"):
-            raise ValueError(f"{_MANAGER}: mode must be 'w' or 'r', got {mode!r}")
-        check_type(_MANAGER, "save", save, SavePolicy, "a SavePolicy(every_steps=...)")
-        check_type(_MANAGER, "keep", keep, KeepPolicy, "a KeepPolicy(last=...)")
-        check_type(_MANAGER, "budget_bytes", budget_bytes, int, "an int")
-        check_type(_MANAGER, "timeout_s", timeout_s, Real, "a number")
-        check_count(_MANAGER, budget_bytes=budget_bytes, step_digits=step_digits)
-        check_positive(_MANAGER, timeout_s=timeout_s)
-        check_type(_MANAGER, "on_progress", on_progress, Callable | None, "a function")
-        check_type(_MANAGER, "on_commit", on_commit, Callable | None, "a function")
-        if item != names.STATE_ITEM:
-            names.check_item(item)
+        check_arguments(
+            mode=mode,
+            save=save,
+            keep=keep,
+            budget_bytes=budget_bytes,
+            timeout_s=timeout_s,
+            step_digits=step_digits,
+            on_progress=on_progress,
+            on_commit=on_commit,
+            item=item,
+        )
         self.budget_bytes, self.timeout_s = budget_bytes, timeout_s
-        zstd = None if compression is None else zstd_level(_MANAGER, compression)
+        zstd = None if compression is None else zstd_level(MANAGER, compression)
         storage, root = locate(directory)
         metadata = run_metadata and check_metadata(run_metadata, "run_metadata")
         naming = None
@@ -169,11 +156,11 @@ class CheckpointManager:
         self._on_progress = on_progress
         self._timings: deque[Timing] = deque(maxlen=_MAX_TIMINGS)
         self._processes = current()
-        self._key = storage.scheme, root, self._processes.index
         self._index = StepIndex(storage, root, naming=naming)
         self._leases = Leases(self._index)
         self._deletion = Deletion(self._index, self._leases, move_to=keep.move_to)
         self._owner = Ownership(self._index, self._leases, keep=keep.fields())
+        self._opening = Opening(self._owner, self._deletion, self._processes)
         self._resume = Resume(
             index=self._index,
             leases=self._leases,
@@ -183,20 +170,18 @@ class CheckpointManager:
             timeout_s=timeout_s,
             writes=mode == "w",
         )
-        self._closed = ""  # why, once it is
-        self._closing = threading.RLock()  # held while closing; a signal handler may close too
         if mode == "w":
             if self._processes.count > 1:
                 arguments = {"directory": root, "step_prefix": step_prefix}
                 arguments |= {"step_digits": step_digits, "save": save, "keep": keep}
                 arguments |= {"run_metadata": metadata, "item": item, "compression": zstd}
                 check_arguments_alike(self._processes, arguments, timeout_s=timeout_s)
-            opened = self._open_run(metadata)
+            opened = self._opening.open(metadata, timeout_s=timeout_s)
         else:
             if check_root(storage, root) is None:
                 self._index.warn(f"{root} does not exist yet; a job that saves there makes it")
             opened = {"session": "", "newest": None}
-        self._saver = Saver(
+        self._saver = self._opening.saves = Saver(
             self._index,
             self._owner,
             self._deletion,
@@ -214,43 +199,6 @@ class CheckpointManager:
             zstd=zstd,
             newest=opened["newest"],
         )
-
-    def _open_run(self, metadata: Mapping[str, Any] | None) -> Any:  # JSON
-        """Opens the run in process 0; returns its newest step and naming to all processes.
-
-        First closes this process's earlier writing manager of the run, after its saves.
-        """
-        with CheckpointManager._open_lock:
-            earlier = CheckpointManager._open.get(self._key)
-            CheckpointManager._open[self._key] = self
-        if earlier is not None:
-            earlier._shut("another manager of this process has opened the run. Use that one")
-        name = f"manager {self.directory}/open"
-        try:
-            with leading(
-                self._processes, name, place=self.directory, timeout_s=self.timeout_s
-            ) as led:
-                if self._processes.index == 0:
-                    listing = self._owner.open()
-                    if (folder := self._deletion.folder) is not None:
-                        check_folder(self._index, folder)
-                    self._index.note_strays(listing, besides=self.keep.move_to)
-                    if metadata:
-                        write_run_metadata(self._index, metadata)
-                    naming = self._index.naming
-                    led.value = {
-                        "session": secrets.token_hex(8),
-                        "newest": self._index.newest(listing),
-                        "naming": None if naming is None else asdict(naming),
-                    }
-        except BaseException:
-            self._closed = "it could not open the run"  # the next manager does not wait for it
-            self._owner.close()
-            raise
-        opened = led.value
-        if opened["naming"] is not None:
-            self._index.naming = StepNames(**opened["naming"])
-        return opened
 
     def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
         return lead(
@@ -332,7 +280,7 @@ class CheckpointManager:
             UnsupportedLeaf: a value cannot be stored; nothing was written.
             CheckpointTimeout: earlier saves did not free enough memory within `timeout_s`.
         """
-        if self._closed or (force and self.mode == "r"):
+        if self._opening.ended or (force and self.mode == "r"):
             self._refuse()
         check_type("save", "items", items, Mapping | None, "a dict of values by name")
         check_type("save", "metrics", metrics, Mapping | None, "a dict of numbers by name")
@@ -348,15 +296,15 @@ class CheckpointManager:
 
     def _begin_call(self, *, writes: bool = False) -> None:
         # `close` waits for `on_commit`, which may still list steps.
-        is_closed = self._closed and not self._saver.is_own_thread()
+        is_closed = self._opening.ended and not self._saver.is_own_thread()
         if is_closed or (writes and self.mode == "r"):
             self._refuse()
         raise_first(self._saver.take_errors())
 
     def _refuse(self) -> NoReturn:
-        if not self._closed:
+        if not self._opening.ended:
             raise ValueError(f"the manager of {self.directory} was opened with mode='r'")
-        raise ValueError(f"the manager of {self.directory} is closed: {self._closed}")
+        raise ValueError(f"the manager of {self.directory} is closed: {self._opening.ended}")
 
     def wait_until_finished(self, timeout_s: float | None = None) -> None:
         """Waits until all saves have ended and the steps not kept are deleted, in every process.
@@ -370,7 +318,7 @@ class CheckpointManager:
             ValueError: this process was forked from the one that saves.
             Any error of a save that has not been raised yet.
         """
-        if self._closed == _FORKED:
+        if self._opening.ended == FORKED:
             self._refuse()
         check_type("wait_until_finished", "timeout_s", timeout_s, Real | None, "a number")
         self._saver.wait_for_all(timeout_s)
@@ -383,31 +331,10 @@ class CheckpointManager:
         Raises:
             Any error of a save that has not been raised yet.
         """
-        if self._closed == _FORKED:
+        if self._opening.ended == FORKED:
             return
-        self._shut("close() was called, or its `with` block has ended. Open another one")
+        self._opening.end("close() was called, or its `with` block has ended. Open another one")
         raise_first(self._saver.take_errors())  # also after another manager has closed it
-
-    def _shut(self, why: str) -> None:
-        if not self._closing.acquire(blocking=False):
-            if self._saver.is_own_thread():  # the thread that closes waits for this one
-                return
-            self._closing.acquire()
-        try:
-            if self._closed:
-                return
-            self._saver.refuse_own_thread()
-            self._closed = why
-            try:
-                self._saver.stop()
-            finally:
-                self._saver.preemption.close()
-                self._owner.close()
-                with CheckpointManager._open_lock:
-                    if CheckpointManager._open.get(self._key) is self:
-                        del CheckpointManager._open[self._key]
-        finally:
-            self._closing.release()
 
     def __enter__(self) -> Self:
         return self
@@ -487,8 +414,8 @@ class CheckpointManager:
         reading.set_objects()
         self._saver.record(restore_s=time.monotonic() - start_s)
         if self.mode == "w" and self.restored_step != steps[0]:
-            self._saver.floor = self._lead("newest", self._index.newest)  # some were set aside
-            self._saver.agreed = self.restored_step
+            newest = self._lead("newest", self._index.newest)  # some were set aside
+            self._saver.went_back(newest, good=self.restored_step)
         return state
 
     def restore_or(
@@ -629,7 +556,7 @@ class CheckpointManager:
         )
         if self.mode == "w" and not all(report.ok for report in reports.values()):
             newest = self._lead("newest", self._index.newest)  # some were set aside
-            self._saver.floor = self._saver.agreed = newest
+            self._saver.went_back(newest, good=newest)
         return reports
 
     @property
@@ -676,7 +603,8 @@ class CheckpointManager:
                 raise ValueError(f"{path} was not deleted: {self._deletion.why_not(step)}")
             return self._index.newest()
 
-        self._saver.floor = self._saver.agreed = self._lead("delete", delete)
+        newest = self._lead("delete", delete)
+        self._saver.went_back(newest, good=newest)
 
     # --- preemption and readers ------------------------------------------------------------------
 
@@ -724,13 +652,3 @@ class CheckpointManager:
 
 def _suggest_option(name: str, known: Sequence[str]) -> str:
     return nearest(name, [*known, "like", "step", "items", "fallback"])
-
-
-def _close_in_child() -> None:
-    # A forked child lacks the saving threads, and the run stays the parent's.
-    for manager in CheckpointManager._open.values():
-        manager._closed = _FORKED
-    CheckpointManager._open.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

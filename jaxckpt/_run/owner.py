@@ -1,10 +1,10 @@
-"""Decides which job may write to a run.
+"""Decides which job may write to a run, and which manager of a process.
 
 A job that opens a run for writing writes its own token into `_jaxckpt.owner`, then removes every
 unfinished save of earlier jobs. Before each commit a job reads the owner again. So a process of an
 earlier job that wakes up finds its work gone or another token, and cannot commit; if it commits
 first, the new job lists its step. While the owner's lock shows a running job, opening the run does
-not take it over, but the first save does.
+not take it over, but the first save does. In one process, the manager opened last may write.
 """
 
 from __future__ import annotations
@@ -13,18 +13,27 @@ import io
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Mapping
-from typing import Any, final
+from dataclasses import asdict
+from typing import Any, Final, Protocol, final
 
 from jaxckpt._disk import removal as _removal
-from jaxckpt._run.index import Listing, StepIndex, check_root
+from jaxckpt._run.deletion import Deletion, check_folder
+from jaxckpt._run.index import Listing, StepIndex, check_root, write_run_metadata
 from jaxckpt._run.leases import Leases
 from jaxckpt._save.handle import is_under_way
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed
 from jaxckpt.format import names, run
-from jaxckpt.format.run import Owner
+from jaxckpt.format.run import Owner, StepNames
+from jaxckpt.multihost import Processes, leading
 from jaxckpt.storage import Hold, is_temporary_file
+
+FORKED: Final = (
+    "this process was forked from the one that saves. Save and wait there, or start this one with "
+    "'spawn'"
+)
 
 
 def read_owner(index: StepIndex) -> Owner | None:
@@ -209,3 +218,103 @@ class _NoHold:
 
     def release(self) -> None:
         """Does nothing."""
+
+
+# --- in one process --------------------------------------------------------------------------
+
+
+class Saves(Protocol):
+    """The saves of a manager, which end with it."""
+
+    def is_own_thread(self) -> bool: ...
+
+    def refuse_own_thread(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+@final
+class Opening:
+    """One opening of a run by a manager; the next one for writing in this process ends it."""
+
+    def __init__(self, owner: Ownership, deletion: Deletion, processes: Processes) -> None:
+        self.ended = ""  # why, once it has
+        self.saves: Saves | None = None  # None until the run is open
+        self._owner = owner
+        self._deletion = deletion
+        self._index = deletion.index
+        self._processes = processes
+        self._key = self._index.storage.scheme, self._index.root, processes.index
+        self._ending = threading.RLock()  # held while it ends; a signal handler may end it too
+
+    def open(self, metadata: Mapping[str, Any] | None, *, timeout_s: float) -> Any:  # JSON
+        """Opens the run for writing in process 0; returns its newest step to all processes.
+
+        First ends this process's earlier opening for writing, after its saves.
+        """
+        with _open_lock:
+            earlier = _open.get(self._key)
+            _open[self._key] = self
+        if earlier is not None:
+            earlier.end("another manager of this process has opened the run. Use that one")
+        index, root = self._index, self._index.root
+        name = f"manager {root}/open"
+        try:
+            with leading(self._processes, name, place=root, timeout_s=timeout_s) as led:
+                if self._processes.index == 0:
+                    listing = self._owner.open()
+                    if (folder := self._deletion.folder) is not None:
+                        check_folder(index, folder)
+                    index.note_strays(listing, besides=self._deletion.move_to)
+                    if metadata:
+                        write_run_metadata(index, metadata)
+                    led.value = {
+                        "session": secrets.token_hex(8),
+                        "newest": index.newest(listing),
+                        "naming": None if index.naming is None else asdict(index.naming),
+                    }
+        except BaseException:
+            self.ended = "it could not open the run"  # the next manager does not wait for it
+            self._owner.close()
+            raise
+        opened = led.value
+        if opened["naming"] is not None:
+            index.naming = StepNames(**opened["naming"])
+        return opened
+
+    def end(self, why: str) -> None:
+        """Waits for the saves under way and releases the run, unless that was done before."""
+        if not self._ending.acquire(blocking=False):
+            if self.saves is not None and self.saves.is_own_thread():
+                return  # the thread that ends it waits for this one
+            self._ending.acquire()
+        try:
+            if self.ended:
+                return
+            if self.saves is not None:
+                self.saves.refuse_own_thread()
+            self.ended = why
+            try:
+                if self.saves is not None:
+                    self.saves.stop()
+            finally:
+                self._owner.close()
+                with _open_lock:
+                    if _open.get(self._key) is self:
+                        del _open[self._key]
+        finally:
+            self._ending.release()
+
+
+_open: dict[tuple[str, str, int], Opening] = {}  # those for writing
+_open_lock = threading.Lock()  # guards _open
+
+
+def _end_in_child() -> None:
+    # A forked child lacks the saving threads, and the run stays the parent's.
+    for opening in _open.values():
+        opening.ended = FORKED
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_end_in_child)

@@ -158,6 +158,10 @@ class Saver:
             measured = replace(self.schedule.costs, **costs)
             self.schedule = replace(self.schedule, costs=measured)
 
+    def went_back(self, newest: int | None, *, good: int | None) -> None:
+        """Records that later steps are gone, and which is the newest that every process trusts."""
+        self.floor, self.agreed = newest, good
+
     # --- in the caller's thread ------------------------------------------------------------------
 
     def save(
@@ -400,6 +404,7 @@ class Saver:
             self.finish()
         finally:
             self._is_stopped = True  # the end of the program does not wait again
+            self.preemption.close()
         if not self._errors:
             ending.forget(self)
 
