@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
+from types import NoneType
 from typing import Any, Final
 
 from jaxckpt._core.check import check_count, check_names, check_positive, check_type
@@ -16,6 +17,14 @@ from jaxckpt.format import names
 from jaxckpt.multihost import Processes, check_alike
 
 MANAGER: Final = "CheckpointManager"
+_KINDS: Final[Mapping[str, tuple[Any, str]]] = {
+    "save": (SavePolicy, "a SavePolicy(every_steps=...)"),
+    "keep": (KeepPolicy, "a KeepPolicy(last=...)"),
+    "budget_bytes": (int, "an int"),
+    "timeout_s": (Real, "a number"),
+    "on_progress": ((Callable, NoneType), "a function"),
+    "on_commit": ((Callable, NoneType), "a function"),
+}
 # Options of Orbax's manager, as docs/orbax.md explains them.
 _ORBAX: Final = {
     "options": "its options as save=SavePolicy(...) and keep=KeepPolicy(...)",
@@ -114,31 +123,16 @@ def suggest(name: str, known: Sequence[str]) -> str:
     return f"Pass {' or '.join(found)}." if found else nearest(name, known)
 
 
-def check_arguments(
-    *,
-    mode: object,
-    save: object,
-    keep: object,
-    budget_bytes: Any,
-    timeout_s: Any,
-    step_digits: Any,
-    on_progress: object,
-    on_commit: object,
-    item: object,
-) -> None:
+def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Checks those arguments of the manager that nothing else checks."""
-    if mode not in ("w", "r"):
-        raise ValueError(f"{MANAGER}: mode must be 'w' or 'r', got {mode!r}")
-    check_type(MANAGER, "save", save, SavePolicy, "a SavePolicy(every_steps=...)")
-    check_type(MANAGER, "keep", keep, KeepPolicy, "a KeepPolicy(last=...)")
-    check_type(MANAGER, "budget_bytes", budget_bytes, int, "an int")
-    check_type(MANAGER, "timeout_s", timeout_s, Real, "a number")
-    check_count(MANAGER, budget_bytes=budget_bytes, step_digits=step_digits)
-    check_positive(MANAGER, timeout_s=timeout_s)
-    check_type(MANAGER, "on_progress", on_progress, Callable | None, "a function")
-    check_type(MANAGER, "on_commit", on_commit, Callable | None, "a function")
-    if item != names.STATE_ITEM:
-        names.check_item(item)
+    if arguments["mode"] not in ("w", "r"):
+        raise ValueError(f"{MANAGER}: mode must be 'w' or 'r', got {arguments['mode']!r}")
+    for name, (kind, wanted) in _KINDS.items():
+        check_type(MANAGER, name, arguments[name], kind, wanted)
+    check_count(MANAGER, **{name: arguments[name] for name in ("budget_bytes", "step_digits")})
+    check_positive(MANAGER, timeout_s=arguments["timeout_s"])
+    if arguments["item"] != names.STATE_ITEM:
+        names.check_item(arguments["item"])
 
 
 def check_arguments_alike(

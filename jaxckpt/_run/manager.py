@@ -132,17 +132,7 @@ class CheckpointManager:
             NotADirectoryError, PermissionError: `directory` cannot hold a run.
             ProcessesDisagree: the directories or policies of the processes differ.
         """
-        check_arguments(
-            mode=mode,
-            save=save,
-            keep=keep,
-            budget_bytes=budget_bytes,
-            timeout_s=timeout_s,
-            step_digits=step_digits,
-            on_progress=on_progress,
-            on_commit=on_commit,
-            item=item,
-        )
+        check_arguments(locals())
         self.budget_bytes, self.timeout_s = budget_bytes, timeout_s
         zstd = None if compression is None else zstd_level(MANAGER, compression)
         storage, root = locate(directory)

@@ -224,12 +224,10 @@ class _NoHold:
 
 
 class Saves(Protocol):
-    """The saves of a manager, which end with it."""
+    """The saves of a manager."""
 
     def is_own_thread(self) -> bool: ...
-
     def refuse_own_thread(self) -> None: ...
-
     def stop(self) -> None: ...
 
 
