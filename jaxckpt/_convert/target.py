@@ -289,11 +289,11 @@ class _Database:
     """Writes the same database as `save`."""
 
     def __init__(self, storage: Storage, item: str, goal: Tree) -> None:
-        from jaxckpt.storage._arrays import Database
+        from jaxckpt.storage._staged import Staging
 
         leaves = [leaf for leaf in goal.leaves if leaf.has_array]
         self._storage, self._item = storage, item
-        self._database = Database(storage.kvstore(item))
+        self._database = Staging(storage, item).new_database()
         self._prefixes = [leaf.prefix for leaf in leaves]
         self._stored = [leaf.array for leaf in leaves]
         *self._starts, count = starts_of(self._stored)
@@ -361,8 +361,10 @@ class _PlainFiles:
 
     def __init__(self, storage: Storage, item: str, goal: Tree) -> None:
         from jaxckpt.storage._arrays import Writer
+        from jaxckpt.storage._staged import Staging
 
-        self._writer = Writer(storage.kvstore(item))
+        self._staging = Staging(storage, item)
+        self._writer = Writer(self._staging.spec)
         self._arrays = [
             (leaf.prefix, arrays.zarr3_metadata(leaf.array))
             for leaf in goal.leaves
@@ -383,6 +385,7 @@ class _PlainFiles:
                 opened[array] = self._writer.array(*self._arrays[array])
             self._writer.write(opened[array], box.slices, values)
         self._writer.commit()
+        self._staging.upload()
 
     def files(self) -> dict[str, bytes]:
         return {}

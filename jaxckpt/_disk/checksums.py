@@ -114,14 +114,16 @@ def stored_sums(
     Raises:
         ValueError, OSError: a chunk is missing or too short, or cannot be read.
     """
-    tails = [
-        reader.get(prefix + chunk_key(index), slice(-_tail_bytes(stored), None))
-        for prefix, stored, index, _ in chunks
-    ]
+    tails = reader.values(
+        [
+            (prefix + chunk_key(index), slice(-_tail_bytes(of), None))
+            for prefix, of, index, _ in chunks
+        ]
+    )
     found = []
     for (prefix, stored, index, inner), tail in zip(chunks, tails, strict=True):
         key = prefix + chunk_key(index)
-        data = np.frombuffer(_value(key, tail, _tail_bytes(stored)), np.uint8)
+        data = np.frombuffer(_sized(key, tail, _tail_bytes(stored)), np.uint8)
         if stored.inner_shape is None:
             found.append(data.view(_SUM).tolist())
             continue
@@ -130,8 +132,8 @@ def stored_sums(
         except ValueError as error:
             raise ValueError(f'chunk "{key}": {error}') from error
         wanted = ends if inner is None else [ends[i] for i in inner]
-        reads = [reader.get(key, slice(end - CRC_BYTES, end)) for end in wanted]
-        found.append([int.from_bytes(_value(key, read, CRC_BYTES), "little") for read in reads])
+        sums = reader.values([(key, slice(end - CRC_BYTES, end)) for end in wanted])
+        found.append([int.from_bytes(_sized(key, one, CRC_BYTES), "little") for one in sums])
     return found
 
 
@@ -139,10 +141,7 @@ def _tail_bytes(stored: StoredArray) -> int:
     return CRC_BYTES if stored.inner_shape is None else index_bytes(stored)
 
 
-def _value(key: str, read: Any, size: int) -> bytes:
-    from jaxckpt.storage._arrays import value_of
-
-    data = value_of(read.result())
+def _sized(key: str, data: bytes | None, size: int) -> bytes:
     if data is None or len(data) != size:
         raise ValueError(f'chunk "{key}" is missing or too short')
     return data

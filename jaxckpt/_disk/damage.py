@@ -51,14 +51,15 @@ def bad_file(item: Item) -> tuple[str, str] | None:
 
 def _damaged_file(item: Item, message: str) -> tuple[str, str] | None:
     """Returns the data file with the chunk that a TensorStore message names, and its problem."""
-    from jaxckpt.storage._arrays import Extent, extents
+    from jaxckpt.storage._arrays import Extent
+    from jaxckpt.storage._staged import find_values
 
     key = re.search(r'"([^"]*(?:/c(?:/\d+)*|[/.\d]+))"', message)
     if key is None or not item.database:
         return None
     try:
-        spec = item.found.storage.kvstore(item.path)
-        extent = (extents(spec, max_keys=_MOST_KEYS) or {}).get(key[1])
+        found = find_values(item.found.storage, item.path, max_keys=_MOST_KEYS)
+        extent = (found or {}).get(key[1])
         if not isinstance(extent, Extent):
             return None
         file = f"{item.path}/{extent.file}"

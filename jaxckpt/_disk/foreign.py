@@ -180,12 +180,12 @@ def _complete(item: Item) -> Item:
 def _read_keys(
     found: Found, path: str, keys: Sequence[str], database: bool
 ) -> Sequence[bytes | None]:
-    from jaxckpt.storage._arrays import Reader, data_errors, value_of
+    from jaxckpt.storage._arrays import data_errors
+    from jaxckpt.storage._staged import open_reader
 
     with data_errors(path, None):
-        reader = Reader(found.storage.kvstore(path), database=database)
-        reads = [reader.get(key) for key in keys]
-        return [value_of(read.result()) for read in reads]
+        reader = open_reader(found.storage, path, database=database)
+        return reader.values([(key, None) for key in keys])
 
 
 def _complete_leaf(leaf: Leaf, data: bytes | None, impl: str | None, item: Item, key: str) -> Leaf:
@@ -344,10 +344,11 @@ def _find_tree(found: Found, path: str, database: bool) -> Tree:
 def _array_names(found: Found, path: str, database: bool) -> list[str]:
     if not database:
         return array_names(found, path)
-    from jaxckpt.storage._arrays import Reader, data_errors
+    from jaxckpt.storage._arrays import data_errors
+    from jaxckpt.storage._staged import open_reader
 
     with data_errors(path, None):
-        keys = Reader(found.storage.kvstore(path), database=True).keys()
+        keys = open_reader(found.storage, path, database=True).keys()
     ends = (f"/{names.ZARR2}", f"/{names.ZARR3}")
     return [key.rpartition("/")[0] for key in keys if key.endswith(ends)]
 

@@ -8,25 +8,23 @@ others. `tensors` reads safetensors files.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
 from itertools import islice
 from typing import Any, Final, TypeVar
-
-import numpy as np
 
 from jaxckpt._core.plan import count_chunks
 from jaxckpt._disk.chunks import Buffers, Chunks, Failed, Landed, LeafRead, Values, nothing
 from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
-from jaxckpt._disk.regions import Regions, open_reader
+from jaxckpt._disk.regions import Regions, reader_of
 from jaxckpt._disk.tensors import Tensors
 from jaxckpt.format.arrays import MAX_UNIT_BYTES
 from jaxckpt.format.names import OCDBT_MANIFEST
-from jaxckpt.storage import Storage, held
+from jaxckpt.storage import held
 
 # How many arrays to open ahead of the one being read.
 _OPEN_AHEAD: Final = 64
@@ -38,7 +36,6 @@ _BATCH_LEAVES: Final = 1024
 # Listing the whole database pays if at least this share of its keys is wanted.
 _WORTH_LOOKING: Final = 1 / 16
 _MAX_THREADS: Final = 16
-_MOST_NODE_BYTES: Final = 64 << 20
 # A foreign array has as many chunks as its metadata claims, whether they exist or not.
 CHUNKS_AT_ONCE: Final = 1 << 12
 _READS_AT_ONCE: Final = 1 << 10
@@ -120,7 +117,7 @@ def _batches(
             elif extents is not None and group[0].is_plain:
                 ahead.append(Chunks(item, group, extents, sums, executor))
             else:
-                reader = reader or open_reader(item)
+                reader = reader or reader_of(item)
                 ahead.append(Regions(item, group[0], reader, window_bytes))
             if len(ahead) > _OPEN_AHEAD:
                 yield ahead.popleft()
@@ -160,26 +157,14 @@ def _extents(item: Item, reads: Sequence[LeafRead]) -> Mapping[str, Any] | None:
     )
     if not wanted:
         return None
-    storage = item.found.storage
-    most = int(wanted / _WORTH_LOOKING)
-    manifest = held(storage, f"{item.path}/{OCDBT_MANIFEST}")
-    if manifest is None:
-        return extents(storage.kvstore(item.path), max_keys=most)
-    fetch = partial(_fetch, storage, item.path)
-    return extents({"path": f"{item.path}/"}, max_keys=most, manifest=manifest, fetch=fetch)
+    storage, most = item.found.storage, int(wanted / _WORTH_LOOKING)
+    spec = storage.kvstore(item.path)
+    if spec is not None and held(storage, f"{item.path}/{OCDBT_MANIFEST}") is None:
+        return extents(spec, max_keys=most)
+    from jaxckpt.storage._staged import find_values
 
-
-def _fetch(storage: Storage, database: str, places: Sequence[Any]) -> list[bytes]:
-    """Reads nodes of a database in a store, with the deadlines of all our requests."""
-
-    def read(place: Any) -> bytes:
-        if place.size > _MOST_NODE_BYTES:
-            raise ValueError(f"a node of {place.size} bytes is too large")
-        data = np.empty(place.size, np.uint8)
-        storage.read_into(f"{database}/{place.file}", place.offset, [data])
-        return data.tobytes()
-
-    return storage.together([partial(read, place) for place in places])
+    # Without a driver, nothing else finds a few values of many.
+    return find_values(storage, item.path, max_keys=sys.maxsize if spec is None else most)
 
 
 # --- streams of unknown length ---------------------------------------------------------------

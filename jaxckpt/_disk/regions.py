@@ -6,6 +6,7 @@ import math
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -50,7 +51,12 @@ class Regions:
         self._error: Exception | None = None
         fill = item.tree.fill_missing and self._stored.has_fill
         self._reader = reader
-        self._array = reader.open(read.leaf.prefix, item.tree.zarr_version, fill_missing=fill)
+        self._array = reader.open(
+            read.leaf.prefix,
+            item.tree.zarr_version,
+            fill_missing=fill,
+            touches=partial(_touches, self._stored.chunk_shape, read.boxes),
+        )
 
     def start(self) -> None:
         """Starts to fill the buffers; `finish` reports errors."""
@@ -157,10 +163,18 @@ class Regions:
         return divide
 
 
-def open_reader(item: Item) -> Any:  # a `Reader` of storage._arrays
-    from jaxckpt.storage._arrays import Reader
+def _touches(chunk_shape: Sequence[int], boxes: Sequence[Box], index: tuple[int, ...]) -> bool:
+    if len(index) != len(chunk_shape):  # of no dimensions, in zarr 2
+        return True
+    start = tuple(map(operator.mul, index, chunk_shape))
+    chunk = Box(start, tuple(map(operator.add, start, chunk_shape)))
+    return any(chunk.intersect(box) for box in boxes)
 
-    return Reader(item.found.storage.kvstore(item.path), database=item.database)
+
+def reader_of(item: Item) -> Any:  # a `Reader` of storage._arrays
+    from jaxckpt.storage._staged import open_reader
+
+    return open_reader(item.found.storage, item.path, database=item.database)
 
 
 def refuse_others(item: Item, reader: Any, leaf: Leaf, boxes: tuple[Box, ...]) -> None:
@@ -185,7 +199,7 @@ def refuse_swapped(item: Item) -> None:
     """Raises CorruptCheckpoint if any chunk of a tree is not the one that was written there."""
     leaf = None
     try:
-        reader = open_reader(item)
+        reader = reader_of(item)
         for leaf in item.tree.leaves:
             if leaf.has_array:
                 refuse_others(item, reader, leaf, (whole(leaf.array.shape),))

@@ -155,54 +155,80 @@ def write_arrays(
         The checksum of each of `writes.units`. The manifest of the database, still to be stored;
         empty if there was nothing to write or `database` was given.
     """
-    from jaxckpt.storage._arrays import Database, Reader, Writer
+    from jaxckpt.storage._arrays import Database, Writer
 
     has_metadata = describe and (writes.described or writes.arrays)
-    sums: list[int] = []
     if not (writes.direct or writes.written or has_metadata):
-        return sums, b""
+        return [], b""
     storage.make_dir(folder)
-    mine = database or Database(storage.kvstore(folder))
-    writer = Writer(mine)
-    try:
-        opened, compressed_bytes = {}, 0
-        if describe:
-            for key, data in writes.described:
+    spec = storage.kvstore(folder)
+    mine = database or (_in_memory(storage, folder) if spec is None else Database(spec))
+    sums: list[int] = []
+    batches = _batches(writes, snapshot) if writes.written else [[]]
+    for n, batch in enumerate(batches):
+        writer, opened = Writer(mine), {}
+        try:
+            if describe and n == 0:
+                for key, data in writes.described:
+                    writer.put(key, data)
+                for i, (prefix, stored) in writes.arrays.items():
+                    opened[i] = writer.create_array(prefix, zarr3_metadata(stored))
+            for i, where, _, values in batch:
+                if i not in opened:
+                    prefix, stored = writes.arrays[i]
+                    opened[i] = writer.array(prefix, zarr3_metadata(stored))
+                writer.write(opened[i], where, values)
+            for key, source, part in writes.direct if n == 0 else ():
+                values = snapshot[source]
+                data = encode_chunk(values if part is None else values[part])
+                sums.append(int.from_bytes(data[-CRC_BYTES:], "little"))
                 writer.put(key, data)
-            for i, (prefix, stored) in writes.arrays.items():
-                opened[i] = writer.create_array(prefix, zarr3_metadata(stored))
-        for i, where, _, source, part in writes.written:
-            prefix, stored = writes.arrays[i]
-            values = snapshot[source] if part is None else snapshot[source][part]
-            if stored.zstd:
-                compressed_bytes += values.nbytes
-                if compressed_bytes > _MAX_COMPRESSED_BYTES:
-                    writer.commit()
-                    writer, opened, compressed_bytes = Writer(mine), {}, values.nbytes
-            if i not in opened:
-                opened[i] = writer.array(prefix, zarr3_metadata(stored))
-            writer.write(opened[i], where, values)
-        for key, source, part in writes.direct:
-            values = snapshot[source]
-            data = encode_chunk(values if part is None else values[part])
-            sums.append(int.from_bytes(data[-CRC_BYTES:], "little"))
-            writer.put(key, data)
-        writer.commit()
-    except BaseException:
-        writer.abort()
-        raise
-    # In a store, each is a request. But only stored chunks have the checksums of compressed bytes.
-    reads_back = storage.atomic_rename or any(array.zstd for _, array in writes.arrays.values())
-    if writes.written and reads_back:
-        chunks = [(*writes.arrays[i], index, None) for i, _, index, *_ in writes.written]
-        reader = Reader(storage.kvstore(folder), database=mine)
-        for of_chunk in stored_sums(reader, chunks):
-            sums += of_chunk
-    elif writes.written:
-        for i, _, _, source, part in writes.written:
-            values = snapshot[source]
-            sums += unit_sums(writes.arrays[i][1], values if part is None else values[part])
+            writer.commit()
+        except BaseException:
+            writer.abort()
+            raise
+        if batch:
+            sums += _sums_of(storage, mine, writes, batch)
+        if mine.upload:
+            mine.upload()
     return sums, b"" if database else mine.take_manifest()
+
+
+# Array, place and index in it, and values of a chunk.
+_Chunk = tuple[int, tuple[slice, ...], tuple[int, ...], np.ndarray[Any, Any]]
+
+
+def _batches(writes: WritePlan, snapshot: Sequence[np.ndarray[Any, Any]]) -> list[list[_Chunk]]:
+    """Divides the chunks among transactions."""
+    batches: list[list[_Chunk]] = [[]]
+    compressed_bytes = 0
+    for i, where, index, source, part in writes.written:
+        values = snapshot[source] if part is None else snapshot[source][part]
+        compressed_bytes += values.nbytes if writes.arrays[i][1].zstd else 0
+        if compressed_bytes > _MAX_COMPRESSED_BYTES:
+            batches.append([])
+            compressed_bytes = values.nbytes
+        batches[-1].append((i, where, index, values))
+    return batches
+
+
+def _sums_of(storage: Storage, database: Any, writes: WritePlan, batch: list[_Chunk]) -> list[int]:
+    """Returns the checksums of chunks that are written."""
+    from jaxckpt.storage._arrays import Reader
+
+    # In a store, each is a request. But only stored chunks have the checksums of compressed bytes.
+    if storage.atomic_rename or any(writes.arrays[i][1].zstd for i, *_ in batch):
+        asked = [(*writes.arrays[i], index, None) for i, _, index, _ in batch]
+        found = stored_sums(Reader(database.base, database=database), asked)
+    else:
+        found = [unit_sums(writes.arrays[i][1], values) for i, *_, values in batch]
+    return [one for of_chunk in found for one in of_chunk]
+
+
+def _in_memory(storage: Storage, folder: str) -> Any:
+    from jaxckpt.storage._staged import Staging
+
+    return Staging(storage, folder).new_database()
 
 
 def merge(storage: Storage, item_path: str, writers: Sequence[int], token: str) -> bytes:
@@ -212,9 +238,10 @@ def merge(storage: Storage, item_path: str, writers: Sequence[int], token: str) 
         The manifest of the merged database, still to be stored.
     """
     from jaxckpt.storage._arrays import merge_databases
+    from jaxckpt.storage._staged import Staging
 
-    databases = [f"{item_path}/{names.process_database(process, token)}" for process in writers]
-    manifests = [f"{database}/{names.OCDBT_MANIFEST}" for database in databases]
+    databases = [names.process_database(process, token) for process in writers]
+    manifests = [f"{item_path}/{database}/{names.OCDBT_MANIFEST}" for database in databases]
     kinds = storage.together([partial(storage.kind, manifest) for manifest in manifests])
     unseen = [process for process, kind in zip(writers, kinds, strict=True) if kind is None]
     if unseen:
@@ -222,6 +249,8 @@ def merge(storage: Storage, item_path: str, writers: Sequence[int], token: str) 
             f"{item_path}: process 0 does not see the files of processes {unseen}. The path must "
             "be on a file system that all hosts share."
         )
-    return merge_databases(
-        storage.kvstore(item_path), [storage.kvstore(path) for path in databases]
-    )
+    staging = Staging(storage, item_path)
+    staging.fetch(databases)
+    manifest = merge_databases(staging.spec, databases)
+    staging.upload()
+    return manifest

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from jaxckpt.errors import SaveFailed, TreeMismatch, UnsupportedLeaf
 from jaxckpt.format import arrays, jsontext, names, step
 from jaxckpt.multihost import Json, Processes
 from jaxckpt.storage import Storage
+
+_MAX_SHARE_BYTES: Final = 1 << 30  # of the file that one process leaves for process 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -172,14 +175,18 @@ class TreeItem:
 
 def _read_back(storage: Storage, item: str, folders: Sequence[str]) -> dict[str, bytes]:
     """Reads the small files that the processes wrote, all at once; by name in the item."""
-    from jaxckpt.storage._arrays import Reader, value_of
-
     small = (names.OCDBT_MANIFEST, names.CHUNK_SUMS)
     files = [f"{folder}/{name}" for folder in folders for name in small]
-    reader = Reader(storage.kvstore(item), database=False)
-    reads = [reader.get(file) for file in files]
-    found = {file: value_of(read.result()) for file, read in zip(files, reads, strict=True)}
-    return {file: data for file, data in found.items() if data is not None}
+    reads = [partial(_read_if_there, storage, f"{item}/{file}") for file in files]
+    found = zip(files, storage.together(reads), strict=True)
+    return {file: data for file, data in found if data is not None}
+
+
+def _read_if_there(storage: Storage, path: str) -> bytes | None:
+    try:
+        return storage.read(path, max_bytes=_MAX_SHARE_BYTES)
+    except FileNotFoundError:
+        return None
 
 
 SaveItem = TreeItem | FileItem

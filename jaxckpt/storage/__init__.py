@@ -66,8 +66,8 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     `file://` URL may contain %-escapes.
 
     Args:
-        path: A local path, `file:///...`, `gs://bucket/...`, `s3://bucket/...` or
-            `memory://name/...`.
+        path: A local path, `file:///...`, `az://container/...`, `gs://bucket/...`,
+            `s3://bucket/...` or `memory://name/...`.
 
     Raises:
         ValueError: the path is empty, contains NUL or a backslash, or is a URL without a name.
@@ -102,8 +102,8 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
         return object_storage(scheme, text)
     if scheme not in ("", "file"):
         raise UnsupportedFormat(
-            f"{text!r}: jaxckpt has no storage for {scheme}://. It saves to local paths, gs://, "
-            "s3:// and memory://."
+            f"{text!r}: jaxckpt has no storage for {scheme}://. It saves to local paths, az://, "
+            "gs://, s3:// and memory://."
         )
     local = _file_url_path(text) if scheme else os.path.expanduser(text)
     # POSIX allows two leading slashes to have a special meaning; no system here uses it.

@@ -156,9 +156,14 @@ class Database:
 
     Args:
         spec: The kvstore spec of the directory.
+        upload: If given, stores what was written there, since the directory is in memory.
     """
 
-    def __init__(self, spec: Mapping[str, Any]) -> None:
+    def __init__(
+        self, spec: Mapping[str, Any], *, upload: Callable[[], None] | None = None
+    ) -> None:
+        self.base = spec
+        self.upload = upload
         self._manifest = {"driver": "memory", "path": f"manifest-{uuid.uuid4().hex}/"}
         self.spec = {**_database(spec), "manifest": self._manifest}
 
@@ -254,10 +259,13 @@ def _database(spec: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def merge_databases(parent: Mapping[str, Any], children: Sequence[Mapping[str, Any]]) -> bytes:
+def merge_databases(parent: Mapping[str, Any], children: Sequence[str]) -> bytes:
     """Merges the OCDBT databases of several processes into one, in one atomic transaction.
 
     Values stay in place; the parent refers to them.
+
+    Args:
+        children: Their directories, in that of the parent.
 
     Returns:
         The parent's manifest, still to be stored.
@@ -268,7 +276,8 @@ def merge_databases(parent: Mapping[str, Any], children: Sequence[Mapping[str, A
     target = store.with_transaction(transaction)
     copies = []
     for child in children:
-        source = ts.KvStore.open(_database(child), context=context()).result()
+        spec = {**parent, "path": f"{parent['path']}{child}/"}
+        source = ts.KvStore.open(_database(spec), context=context()).result()
         copies.append(source.experimental_copy_range_to(target))
     for copy in copies:
         copy.result()
@@ -295,14 +304,23 @@ class Reader:
         self._context = ts.Context({_NODES: limit} if database else {}, context())
         self._store = ts.KvStore.open(self._spec, context=self._context).result()
 
-    def get(self, key: str, part: slice | None = None) -> Pending:
-        """Starts to read one value, or a part of its bytes; `value_of` extracts it."""
-        return self._store.read(key, byte_range=part)
+    def values(self, wanted: Sequence[tuple[str, slice | None]]) -> list[bytes | None]:
+        """Returns values by key, or parts of their bytes; None for a key that does not exist."""
+        reads = [self._store.read(key, byte_range=part) for key, part in wanted]
+        found = [read.result() for read in reads]
+        return [one.value if one.state == "value" else None for one in found]
 
     def keys(self) -> list[str]:
         return sorted(key.decode() for key in self._store.list().result())
 
-    def open(self, prefix: str, zarr_version: int, *, fill_missing: bool) -> Pending:
+    def open(
+        self,
+        prefix: str,
+        zarr_version: int,
+        *,
+        fill_missing: bool,
+        touches: Callable[[tuple[int, ...]], bool] | None = None,  # for `StagedReader`
+    ) -> Pending:
         """Starts to open an array; the result is for `read_into`."""
         return ts.open(
             {
@@ -448,11 +466,6 @@ def _dump_bytes(name: str, data: bytes, *location: str) -> Any:
         return _dump(spec, *location)
     finally:
         keys.delete("")
-
-
-def value_of(read: Any) -> bytes | None:
-    """Returns the result of `Reader.get`, or None if the key does not exist."""
-    return read.value if read.state == "value" else None
 
 
 def shape_of(array: ts.TensorStore) -> tuple[int, ...]:

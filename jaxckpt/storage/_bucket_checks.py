@@ -31,13 +31,17 @@ from jaxckpt.storage._requests import Reason, advice_of, reason_of
 _TIMEOUT_S: Final = 60.0
 _TRIES: Final = 3
 
-_READ: Final = {"gs": "storage.objects.get", "s3": "s3:GetObject"}
-_CREATE: Final = {"gs": "storage.objects.create", "s3": "s3:PutObject"}
+_READ: Final = {"az": "read", "gs": "storage.objects.get", "s3": "s3:GetObject"}
+_CREATE: Final = {"az": "write", "gs": "storage.objects.create", "s3": "s3:PutObject"}
 _PERMISSIONS: Final[Mapping[str, Mapping[str, str]]] = {
-    "list": {"gs": "storage.objects.list", "s3": "s3:ListBucket (of the bucket itself)"},
+    "list": {
+        "az": "list",
+        "gs": "storage.objects.list",
+        "s3": "s3:ListBucket (of the bucket itself)",
+    },
     "create": _CREATE,
     # On Google Cloud Storage, to replace an object is to delete it.
-    "compare-and-swap": {"gs": "storage.objects.delete", "s3": "s3:PutObject"},
+    "compare-and-swap": {**_CREATE, "gs": "storage.objects.delete"},
     "read a range": _READ,
     "copy": {scheme: f"{_READ[scheme]} and {_CREATE[scheme]}" for scheme in _READ},
     "both clients": {scheme: f"{_READ[scheme]} and {_CREATE[scheme]}" for scheme in _READ},
@@ -45,7 +49,7 @@ _PERMISSIONS: Final[Mapping[str, Mapping[str, str]]] = {
     "read 64 MiB": _READ,
     "small read": _READ,
     "clock": _READ,
-    "delete": {"gs": "storage.objects.delete", "s3": "s3:DeleteObject"},
+    "delete": {"az": "delete", "gs": "storage.objects.delete", "s3": "s3:DeleteObject"},
 }
 _CONDITIONS: Final = (
     "two jobs could both commit a step. Use a store with conditional writes; or, if only one job "
@@ -184,7 +188,10 @@ class BucketPlace:
     def _both_clients(self) -> Finding:
         from jaxckpt.storage._arrays import Keys
 
-        keys = Keys(self._storage.kvstore(self._folder))
+        spec = self._storage.kvstore(self._folder)
+        if spec is None:
+            return Finding(text="obstore alone: TensorStore has no driver for this store")
+        keys = Keys(spec)
         self._storage.write(self._data, SMALL)
         if keys.read("data") != SMALL:
             raise self._apart("TensorStore does not see the object that obstore wrote")

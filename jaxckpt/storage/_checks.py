@@ -133,10 +133,17 @@ def _tried(place: Place, check: Check, found: Mapping[str, Finding]) -> Finding:
 def write_large(storage: Storage, folder: str, name: str) -> Finding:
     """Writes with TensorStore, as a save does."""
     from jaxckpt.storage._arrays import Keys
+    from jaxckpt.storage._staged import Staging
 
-    keys = Keys(storage.kvstore(folder))
+    staging = Staging(storage, folder)
+    keys = Keys(staging.spec)
     data = np.random.default_rng(0).bytes(LARGE_BYTES)
-    return _speed(lambda: keys.write(name, data))
+
+    def write() -> None:
+        keys.write(name, data)
+        staging.upload()
+
+    return _speed(write)
 
 
 def read_large(storage: Storage, path: str) -> Finding:

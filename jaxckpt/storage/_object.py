@@ -1,4 +1,4 @@
-"""Checkpoints in the buckets of an object store: `gs://bucket/...` and `s3://bucket/...`.
+"""Checkpoints in the buckets of an object store: `az://`, `gs://` and `s3://bucket/...`.
 
 A path here is the URL itself. Each object appears whole or not at all; a directory exists while an
 object's name begins with it. Nothing can be renamed, so a commit is a marker created last.
@@ -47,7 +47,7 @@ from jaxckpt.storage._settings import (
 # Larger reads are divided, so that the parts arrive together and none takes far longer than others.
 _PART_BYTES: Final = 8 << 20
 _PAGE: Final = 1000  # what stores list in one request
-_HELD: Final = "jaxckpt-held"  # the attribute of an object that is a held lock
+_HELD: Final = "jaxckptheld"  # the attribute of an object that is a held lock; Azure allows no "-"
 _MAX_LOCK_BYTES: Final = 1 << 20
 _OTHER_HOLDER: Final = ("PreconditionError", "AlreadyExistsError")
 
@@ -432,7 +432,7 @@ class ObjectStorage:
             if one["path"] != key
         }
 
-    def kvstore(self, path: str) -> dict[str, Any]:
+    def kvstore(self, path: str) -> dict[str, Any] | None:
         prefix = f"{self._key(path)}/" if path != self.root else ""
         return kvstore_spec(self.scheme, self._bucket, self.settings, prefix)
 

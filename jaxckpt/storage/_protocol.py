@@ -35,7 +35,7 @@ class Storage(Protocol):
     and an empty one does not exist.
     """
 
-    scheme: str  # "file", "gs", "memory", "s3"
+    scheme: str  # "az", "file", "gs", "memory", "s3"
     atomic_rename: bool  # False: a commit is a marker written last, not a rename
     reads_at_once: int  # how many reads from it are worth making at the same time
 
@@ -160,6 +160,6 @@ class Storage(Protocol):
         """
         ...
 
-    def kvstore(self, path: str) -> dict[str, Any]:
-        """Returns the TensorStore kvstore spec of a directory."""
+    def kvstore(self, path: str) -> dict[str, Any] | None:
+        """Returns the TensorStore kvstore spec of a directory; None if it has no driver for it."""
         ...

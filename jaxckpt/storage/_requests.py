@@ -45,9 +45,12 @@ _LEAST_PEERS: Final = 4
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 _FINAL: Final = re.compile(r"status code: (?!408|409|425|429)4\d\d|NotImplemented|non-partial")
-# The last two are those of a machine's own service, which is asked when nothing else is set.
+_NO_BUCKET: Final = re.compile("NoSuchBucket|bucket does not exist|ContainerNotFound")
+# The last are those of a machine's own service, which is asked when nothing else is set.
 _CREDENTIALS: Final = re.compile(
-    "credential|InvalidAccessKey|SignatureDoesNotMatch|/latest/api/token|computeMetadata", re.I
+    "credential|InvalidAccessKey|SignatureDoesNotMatch|failed to authenticate|token request"
+    "|/latest/api/token|computeMetadata",
+    re.I,
 )
 
 _pool: ThreadPoolExecutor | None = None
@@ -204,7 +207,7 @@ class Requests:
             and type(error) is not FileNotFoundError
         ):
             return error
-        if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in text:
+        if isinstance(error, FileNotFoundError) and not _NO_BUCKET.search(text):
             return FileNotFoundError(errno.ENOENT, "no such object", path)
         if type(error).__name__ in ("AlreadyExistsError", "PreconditionError"):
             return error  # an answer, for the caller
@@ -239,7 +242,7 @@ def reason_of(error: BaseException) -> Reason:
     """Returns why a store refused a request, from what it or a client said."""
     error = error.__cause__ or error
     name, text = type(error).__name__, said(error)
-    if "NoSuchBucket" in text or "bucket does not exist" in text:
+    if _NO_BUCKET.search(text):
         return "bucket"
     if "RequestTimeTooSkewed" in text:
         return "clock"
@@ -269,7 +272,7 @@ _ADVICE: Final[Mapping[Reason, str]] = {
     "StoreSettings, or AWS_VIRTUAL_HOSTED_STYLE_REQUEST=true",
     "credentials": "the credentials are missing or not accepted. Set those of the store's own "
     "chain, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (profiles in ~/.aws are not read), "
-    "or GOOGLE_APPLICATION_CREDENTIALS",
+    "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_KEY",
     "permission": "no permission. `jaxckpt doctor URL` shows which one is missing",
     "ranges": "the store gives the whole object where a part was asked for. Use another store",
     "load": "the store is overloaded or limits the rate of requests",

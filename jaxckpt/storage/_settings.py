@@ -13,7 +13,7 @@ from jaxckpt.errors import StoreError, UnsupportedFormat
 
 Credentials = Literal["default", "environment", "anonymous"]
 
-SCHEMES: Final = ("gs", "s3")
+SCHEMES: Final = ("az", "gs", "s3")
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
 
@@ -22,11 +22,14 @@ class StoreSettings:
     """How to reach the buckets of an object store, and how long to wait for it.
 
     Without settings for a bucket, the standard environment variables decide, such as
-    `AWS_ENDPOINT_URL`, `AWS_REGION` and `GOOGLE_APPLICATION_CREDENTIALS`.
+    `AWS_ENDPOINT_URL`, `AWS_REGION`, `GOOGLE_APPLICATION_CREDENTIALS` and
+    `AZURE_STORAGE_ACCOUNT_NAME`. A container of Azure is a bucket too.
 
     Attributes:
-        endpoint: `http://` or `https://` and a host. If None, the provider's own.
+        endpoint: `http://` or `https://` and a host, on Azure maybe with a path. If None, the
+            provider's own.
         region: Of an S3 bucket.
+        account: The storage account of an Azure container. If None, that of the environment.
         virtual_hosted: Whether an S3 bucket's name is part of the host's name instead of the path.
         credentials: `"default"`: the store's own chain (environment, files, the machine's role);
             `"environment"`: environment variables only; `"anonymous"`: none. Never stored.
@@ -40,6 +43,7 @@ class StoreSettings:
 
     endpoint: str | None = None
     region: str | None = None
+    account: str | None = None
     virtual_hosted: bool = False
     credentials: Credentials = "default"
     single_writer: bool = False
@@ -49,7 +53,7 @@ class StoreSettings:
     lease_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.endpoint is not None and not re.match(r"https?://[^/]+/?$", self.endpoint):
+        if self.endpoint is not None and not re.match(r"https?://[^/]+(/[^?#]*)?$", self.endpoint):
             raise ValueError(
                 f"endpoint must be http:// or https:// and a host, got {self.endpoint!r}"
             )
@@ -70,7 +74,8 @@ def use_store(url: str, settings: StoreSettings) -> None:
         url: Such as `s3://bucket` or `s3://`.
 
     Raises:
-        ValueError: the URL has a path or a scheme that is no object store's.
+        ValueError: the URL has a path or a scheme that is no object store's, or the endpoint does
+            not suit it.
 
     Example:
         >>> import jaxckpt
@@ -82,6 +87,8 @@ def use_store(url: str, settings: StoreSettings) -> None:
     scheme, _, bucket = url.partition("://")
     if scheme not in SCHEMES or "/" in bucket.rstrip("/"):
         raise ValueError(f"url must be such as 's3://bucket' or 's3://', got {url!r}")
+    if scheme != "az" and "/" in (settings.endpoint or "").partition("://")[2].rstrip("/"):
+        raise ValueError(f"endpoint must have no path for {scheme}://, got {settings.endpoint!r}")
     _given[f"{scheme}://{bucket.rstrip('/')}"] = settings
 
 
@@ -100,12 +107,22 @@ def _from_environment(scheme: str, env: Mapping[str, str]) -> StoreSettings:
         if endpoint and "://" not in endpoint:
             endpoint = f"http://{endpoint}"
         return replace(settings, endpoint=endpoint)
+    if scheme == "az":
+        return replace(
+            settings,
+            endpoint=env.get("AZURE_STORAGE_ENDPOINT") or env.get("AZURE_ENDPOINT") or None,
+            account=_azure_account(env),
+        )
     return replace(
         settings,
         endpoint=env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or None,
         region=env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or None,
         virtual_hosted=_is_true(env, "AWS_VIRTUAL_HOSTED_STYLE_REQUEST"),
     )
+
+
+def _azure_account(env: Mapping[str, str]) -> str | None:
+    return env.get("AZURE_STORAGE_ACCOUNT_NAME") or env.get("AZURE_STORAGE_ACCOUNT") or None
 
 
 def _is_true(env: Mapping[str, str], name: str) -> bool:
@@ -119,6 +136,13 @@ def check_bucket(scheme: str, bucket: str, url: str) -> None:
 
 
 # --- obstore ---------------------------------------------------------------------------------
+
+
+_VARIABLE: Final = {
+    "az": "AZURE_STORAGE_ACCOUNT_NAME",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "s3": "AWS_REGION",
+}
 
 
 def open_store(scheme: str, bucket: str, settings: StoreSettings) -> Any:
@@ -140,12 +164,12 @@ def open_store(scheme: str, bucket: str, settings: StoreSettings) -> Any:
         text = str(error).partition("\n\nDebug source")[0]
         raise StoreError(
             f"{scheme}://{bucket}: {text}. Correct StoreSettings, or the variables of the "
-            "environment such as GOOGLE_APPLICATION_CREDENTIALS"
+            f"environment such as {_VARIABLE[scheme]}"
         ) from error
 
 
 def _client(scheme: str, bucket: str, settings: StoreSettings) -> Any:
-    from obstore.store import GCSStore, S3Store
+    from obstore.store import AzureStore, GCSStore, S3Store
 
     options: dict[str, Any] = {
         "client_options": {
@@ -165,6 +189,12 @@ def _client(scheme: str, bucket: str, settings: StoreSettings) -> Any:
         if token := os.environ.get("GOOGLE_AUTH_TOKEN_FOR_TESTING"):
             options["bearer_token"] = token
         return GCSStore(bucket, **options)
+    if scheme == "az":
+        if settings.endpoint:
+            options["endpoint"] = settings.endpoint.rstrip("/")
+        if account := settings.account or _azure_account(os.environ):
+            options["account_name"] = account
+        return AzureStore(bucket, **options)
     if settings.endpoint:
         options["endpoint"] = _s3_endpoint(bucket, settings)
     return S3Store(
@@ -183,8 +213,12 @@ def _s3_endpoint(bucket: str, settings: StoreSettings) -> str:
 # --- TensorStore -----------------------------------------------------------------------------
 
 
-def kvstore_spec(scheme: str, bucket: str, settings: StoreSettings, path: str) -> dict[str, Any]:
-    """Returns TensorStore's spec of a directory of a bucket."""
+def kvstore_spec(
+    scheme: str, bucket: str, settings: StoreSettings, path: str
+) -> dict[str, Any] | None:
+    """Returns TensorStore's spec of a directory of a bucket; None on Azure: it has no driver."""
+    if scheme == "az":
+        return None
     if scheme == "gs":
         _set_gcs_endpoint(settings)
         return {"driver": "gcs", "bucket": bucket, "path": path}

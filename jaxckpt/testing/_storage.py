@@ -125,7 +125,7 @@ class _Relay:
     def ahead(self, path: str, *, reads: bool = True) -> Storage:
         return self
 
-    def kvstore(self, path: str) -> dict[str, Any]:
+    def kvstore(self, path: str) -> dict[str, Any] | None:
         self._before("kvstore", path)
         return self.inner.kvstore(path)
 

@@ -15,7 +15,7 @@ from jaxckpt.storage import locate
 from tests.commandline import cli
 
 
-@pytest.fixture(params=["moto_server", "gcs_server"])
+@pytest.fixture(params=["moto_server", "gcs_server", "azurite_server"])
 def root(request, use_store):
     server = use_store(request.getfixturevalue(request.param))
     return f"{server.scheme}://{server.bucket}/runs"

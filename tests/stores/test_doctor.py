@@ -41,10 +41,10 @@ def not_fine(found):
     return {name: one["state"] for name, one in found.items() if one["state"] not in ANY_SPEED}
 
 
-@pytest.mark.parametrize("name", ["moto_server", "gcs_server", "seaweedfs_server"])
-def test_a_good_bucket_passes_every_check(request, use_store, name):
+@pytest.mark.parametrize("store", ["moto", "gcs", "azurite", "seaweedfs"])
+def test_a_good_bucket_passes_every_check(request, use_store, store):
     """The figures are in bytes a second and seconds; nothing remains."""
-    server = use_store(request.getfixturevalue(name))
+    server = use_store(request.getfixturevalue(f"{store}_server"))
 
     code, found = examined(url_of(server))
 
@@ -259,7 +259,7 @@ def test_the_extra_is_not_installed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://", "gs://a", "s3://bucket/../x", "az://bucket", "memory://a"]
+    "url", ["s3://", "gs://a", "s3://bucket/../x", "hf://bucket", "memory://a"]
 )
 def test_a_wrong_url_is_wrong_usage(url):
     """It ends with 2, and nothing is tried."""
@@ -272,6 +272,9 @@ def test_a_wrong_url_is_wrong_usage(url):
         ("status code: 403 Forbidden: <Code>SignatureDoesNotMatch</Code>", "credentials"),
         ("status code: 403 Forbidden: <Code>RequestTimeTooSkewed</Code>", "clock"),
         ("status code: 403 Forbidden: <Code>AccessDenied</Code>", "permission"),
+        ("403 Forbidden: Server failed to authenticate the request.", "credentials"),
+        ("status code: 403: <Code>AuthorizationPermissionMismatch</Code>", "permission"),
+        ("status code: 404 Not Found: <Code>ContainerNotFound</Code>", "bucket"),
         ("status code: 301 Moved Permanently", "region"),
         ("error sending request in 301.2ms", "silence"),
     ],

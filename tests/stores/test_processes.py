@@ -9,7 +9,7 @@ import jaxckpt
 from jaxckpt.storage import locate
 
 
-@pytest.mark.parametrize("name", ["gcs_server", "moto_server"])
+@pytest.mark.parametrize("name", ["gcs_server", "moto_server", "azurite_server"])
 def test_processes_save_and_restore_together(request, use_store, run_processes, name):
     """Each process writes its share; nothing of an attempt is in the way of the next one."""
     server = use_store(request.getfixturevalue(name))

@@ -14,6 +14,7 @@ from jaxckpt.storage import StoreSettings, locate, use_store
 from jaxckpt.storage import _settings as settings_module
 from tests.storage_contract import StorageContract
 from tests.stores.proxy import Answer, Reset
+from tests.stores.servers import ACCOUNT
 
 _numbers = itertools.count()
 LIMIT = 1 << 20
@@ -35,6 +36,11 @@ class _InABucket(StorageContract):
         return locate(f"{url}/contract {next(_numbers)}/run")[1]
 
 
+def _skip_backslash(request, store):
+    if "\\" in getattr(getattr(request.node, "callspec", None), "params", {}).get("name", ""):
+        pytest.skip(f"{store} takes a backslash for a slash")
+
+
 class TestMoto(_InABucket):
     @pytest.fixture
     def url(self, moto_server, use_store):
@@ -47,6 +53,16 @@ class TestGcs(_InABucket):
         return f"gs://{use_store(gcs_server).bucket}"
 
 
+class TestAzurite(_InABucket):
+    @pytest.fixture
+    def url(self, azurite_server, use_store):
+        return f"az://{use_store(azurite_server).bucket}"
+
+    @pytest.fixture(autouse=True)
+    def no_backslash(self, request):
+        _skip_backslash(request, "Azure")
+
+
 class TestSeaweedFs(_InABucket):
     @pytest.fixture
     def url(self, seaweedfs_server, use_store):
@@ -54,8 +70,7 @@ class TestSeaweedFs(_InABucket):
 
     @pytest.fixture(autouse=True)
     def no_backslash(self, request):
-        if "\\" in getattr(getattr(request.node, "callspec", None), "params", {}).get("name", ""):
-            pytest.skip("SeaweedFS takes a backslash for a slash")
+        _skip_backslash(request, "SeaweedFS")
 
     def test_delete_takes_a_tree_and_nothing_else(self, storage, root):
         """SeaweedFS lists a directory for a while after the last object in it was deleted."""
@@ -70,7 +85,7 @@ class TestSeaweedFs(_InABucket):
         assert storage.names(f"{root}/ab") == ["f"]
 
 
-@pytest.fixture(params=["moto_server", "gcs_server"])
+@pytest.fixture(params=["moto_server", "gcs_server", "azurite_server"])
 def server(request):
     return request.getfixturevalue(request.param)
 
@@ -81,13 +96,18 @@ def root(server, use_store):
     return f"{made.scheme}://{made.bucket}/run"
 
 
+def settings(server, **more):
+    path = f"/{ACCOUNT}" if server.scheme == "az" else ""
+    return StoreSettings(endpoint=server.url + path, region="us-east-1", **more)
+
+
 # --- locks -------------------------------------------------------------------------------------
 
 
 def test_a_lock_that_nobody_renews_is_taken(server, root):
     """After `lease_s` without a renewal another writer takes it, and the first one knows."""
     url = root.rpartition("/")[0]
-    use_store(url, StoreSettings(endpoint=server.url, region="us-east-1", lease_s=2))
+    use_store(url, settings(server, lease_s=2))
     storage, path = locate(f"{root}/lock")
     dead = storage.hold(path)
     assert dead is not None
@@ -105,7 +125,7 @@ def test_a_lock_that_nobody_renews_is_taken(server, root):
 def test_a_lock_is_renewed_until_it_is_released(server, root):
     """A lock outlives its lease while its holder lives."""
     url = root.rpartition("/")[0]
-    use_store(url, StoreSettings(endpoint=server.url, region="us-east-1", lease_s=2))
+    use_store(url, settings(server, lease_s=2))
     storage, path = locate(f"{root}/lock")
     hold = storage.hold(path)
     assert hold is not None
@@ -122,7 +142,7 @@ def test_a_lock_is_renewed_until_it_is_released(server, root):
 def test_a_holder_that_was_replaced_does_not_come_back(server, root):
     """A process that was stopped for longer than its lease cannot renew it."""
     url = root.rpartition("/")[0]
-    use_store(url, StoreSettings(endpoint=server.url, region="us-east-1", lease_s=2))
+    use_store(url, settings(server, lease_s=2))
     storage, path = locate(f"{root}/lock")
     stopped = storage.hold(path)
     assert stopped is not None
@@ -159,7 +179,7 @@ def test_a_probe_that_fails_is_made_again(server, proxied):
     """A store that stops answering in the middle of it has shown nothing yet."""
     behind, proxy = proxied(server)
     url = f"{behind.scheme}://{behind.bucket}"
-    use_store(url, StoreSettings(endpoint=behind.url, region="us-east-1", tries=1))
+    use_store(url, settings(behind, tries=1))
     storage, path = locate(f"{url}/f")
     proxy.add(Answer(503), when=lambda request: request.number >= 4)  # the last of its conditions
 
@@ -176,7 +196,7 @@ def test_a_renewal_whose_answer_is_lost_keeps_the_lock(server, proxied):
     """The store has the renewal; the next one finds another version, which is its own."""
     behind, proxy = proxied(server)
     url = f"{behind.scheme}://{behind.bucket}"
-    use_store(url, StoreSettings(endpoint=behind.url, region="us-east-1"))
+    use_store(url, settings(behind))
     storage, path = locate(f"{url}/lock")
     hold = storage.hold(path)
     assert hold is not None
@@ -195,7 +215,7 @@ def test_a_silent_store_is_not_the_end_of_a_file(server, proxied):
     """Whatever the object's name contains: an end that comes early counts as damage."""
     behind, proxy = proxied(server)
     url = f"{behind.scheme}://{behind.bucket}"
-    use_store(url, StoreSettings(endpoint=behind.url, region="us-east-1", tries=1))
+    use_store(url, settings(behind, tries=1))
     storage, path = locate(f"{url}/orange 416/f")
     storage.write(path, b"12345")
     proxy.add(Answer(503), path="/f")
