@@ -24,7 +24,7 @@ import io
 import logging
 import posixpath
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from jaxckpt.format import jsontext, names, step
@@ -33,8 +33,9 @@ from jaxckpt.storage import Entry, Storage, beside, listing
 
 _logger = logging.getLogger("jaxckpt")
 
-# Files that are in every directory of ours, from the first moment to the last.
-_OURS = (names.WRITER, names.RECORD)
+# Files that are in every directory of ours, from the first moment to the last. By them the next
+# writer recognizes the remains of a deletion, which deletes them last, in this order.
+_OURS = (names.RECORD, names.WRITER)
 
 
 def recover(
@@ -58,7 +59,7 @@ def recover(
     """
     parent, name = posixpath.split(path)
     if not storage.atomic_rename:
-        if is_leftover(storage, path):
+        if files_left(storage, path) is not None:
             _clear(storage, path, spare, fence)
         return listing(storage, parent)
     replacement = names.replacement(name)
@@ -79,12 +80,14 @@ def _clear(
     storage: Storage, path: str, spare: str | None, fence: Callable[[], None] | None
 ) -> None:
     """Removes a leftover where nothing can be renamed."""
-    if all(spare is not None and spare in file for file in storage.files(path)):
+    files = storage.files(path)
+    if spare is not None and all(spare in file for file in files):
         return
     if fence is not None:
         fence()
     if fence is not None or not _may_be_written(storage, path):
-        warn(path, "removing the remains of an interrupted save or deletion")
+        if files:
+            warn(path, "removing the remains of an interrupted save or deletion")
         delete(storage, path, spare)
 
 
@@ -120,13 +123,36 @@ def _may_be_written(storage: Storage, path: str) -> bool:
     return False
 
 
-def is_leftover(storage: Storage, path: str) -> bool:
-    """Returns whether `path` is left of a save or a deletion, on a storage without renames."""
+def files_left(storage: Storage, path: str) -> list[str] | None:
+    """Returns what a save or a deletion left at `path`, on a storage without renames.
+
+    None if something else is there, such as a committed checkpoint.
+    """
     files = storage.files(path)
     # Before process 0 begins, others may have written; and a writer that dies while it tries out
     # the store leaves no more than a temporary file, which is not in `files`.
     is_ours = not files.keys().isdisjoint(_OURS) or all(map(names.is_of_attempt, files))
-    return names.COMMIT_MARKER not in files and is_ours
+    return [*files] if names.COMMIT_MARKER not in files and is_ours else None
+
+
+def remove_left(storage: Storage, path: str, files: Sequence[str]) -> bool:
+    """Removes these files of `files_left`; returns False if their writer may be alive."""
+    writer = f"{path}/{names.WRITER}"
+    hold = storage.hold(writer) if names.WRITER in files else None
+    if hold is None and names.WRITER in files:
+        return False
+    try:
+        if storage.kind(f"{path}/{names.COMMIT_MARKER}") is not None:  # committed meanwhile
+            storage.delete_files([writer])
+            return True
+        warn(path, "removing the remains of an interrupted save or deletion")
+        _delete_files(storage, path, files)
+        if not storage.files(path):
+            storage.delete(path)  # also unfinished files
+    finally:
+        if hold is not None:
+            hold.release()
+    return True
 
 
 def _is_whole(storage: Storage, path: str) -> bool:
@@ -204,12 +230,16 @@ def delete(storage: Storage, path: str, spare: str | None = None) -> None:
         storage.delete(path)
         return
     files = [file for file in storage.files(path) if spare is None or spare not in file]
-    # Last the files by which the next writer recognizes the remains as ours.
-    for are_last in (False, True):
-        some = [f"{path}/{file}" for file in files if (file in _OURS) == are_last]
-        storage.delete_files(some)
+    _delete_files(storage, path, files)
     if spare is None:
         storage.delete(path)  # also unfinished files
+
+
+def _delete_files(storage: Storage, path: str, files: Sequence[str]) -> None:
+    storage.delete_files([f"{path}/{file}" for file in files if file not in _OURS])
+    for file in _OURS:
+        if file in files:
+            storage.delete_files([f"{path}/{file}"])
 
 
 def warn(path: str, text: str) -> None:

@@ -43,7 +43,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from jaxckpt._core.text import size_text
-from jaxckpt._disk.removal import delete, discard, is_leftover, put_in_place, recover, remove, warn
+from jaxckpt._disk.removal import delete, discard, files_left, put_in_place, recover, remove, warn
 from jaxckpt._version import __version__
 from jaxckpt.errors import (
     CheckpointError,
@@ -364,7 +364,9 @@ def check_target(
         return []
     if not _MARKS.isdisjoint(around):
         raise StepExists(f"{path} would lie inside the checkpoint {parent}. Save beside it.")
-    if name not in around or (not storage.atomic_rename and is_leftover(storage, path)):
+    if name not in around:
+        return []
+    if not storage.atomic_rename and files_left(storage, path) is not None:
         return []
     if (kind := around[name].kind) != "dir":
         what = "file" if kind == "file" else "link or special file"

@@ -141,6 +141,30 @@ class Deletion:
             raise ValueError(f"item {item!r} of {path} was not deleted: {problem}.")
         return found
 
+    def unfinished(self) -> dict[int, list[str]]:
+        """Returns what crashes left in steps of a storage without renames, by step.
+
+        A save under way looks the same.
+        """
+        index, found = self.index, {}
+        if index.storage.atomic_rename:
+            return {}
+        listing = index.listing()
+        for name, number in listing.directories().items():
+            if index.state(listing, number) is None:
+                found[number] = _removal.files_left(index.storage, f"{index.root}/{name}")
+        return {number: files for number, files in found.items() if files}
+
+    def remove_unfinished(self, numbers: Iterable[int]) -> list[int]:
+        """Removes what crashes left in these steps; returns those whose writer is not alive."""
+        found = self.unfinished()
+        return [
+            number
+            for number in numbers
+            if number not in found
+            or _removal.remove_left(self.index.storage, self.index.path(number), found[number])
+        ]
+
     def why_not(self, number: int) -> str:
         step = posixpath.basename(self.index.path(number))
         if step in self.leases.held(self.index.entries()):

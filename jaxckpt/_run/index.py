@@ -186,7 +186,7 @@ class StepIndex:
         """Returns the state of a step, or None if it is no step.
 
         A torn step was written by jaxckpt but lacks its commit marker, such as an incomplete copy.
-        Without atomic renames it may be a save under way, whose files the next save removes; so
+        Without atomic renames it may be a save under way, whose files the next owner removes; so
         such a storage never reports torn steps. There is no permission to list an unreadable one.
         """
         name = listing.steps.get(number)
@@ -242,6 +242,20 @@ class StepIndex:
     def steps(self) -> list[int]:
         """Returns the committed steps, in order."""
         return sorted(self.newest_first())
+
+    def unfinished(self, listing: Listing) -> list[str]:
+        """Returns the directories newer than the newest committed step that are no steps.
+
+        Lists each of them, and that step.
+        """
+        found = []
+        for number, name in reversed(listing.steps.items()):
+            state = self.state(listing, number)
+            if state == "committed":
+                break
+            if state is None and listing.entries[name].kind == "dir":
+                found.append(name)
+        return found
 
     def newest(self, listing: Listing | None = None) -> int | None:
         """Returns the newest committed step, of `listing` if given."""

@@ -84,10 +84,14 @@ class Leases:
 
     def is_staying(self, step: str) -> bool:
         """Returns whether a step exists and no writer is about to delete it."""
-        storage, root = self.index.storage, self.index.root
-        file = f"{root}/{names.DOOMED}"
+        path = f"{self.index.root}/{step}"
+        return step not in self.doomed() and self.index.storage.kind(path) == "dir"
+
+    def doomed(self) -> list[str]:
+        """Returns the names of the steps that a writer deletes, or was deleting when it died."""
+        file = f"{self.index.root}/{names.DOOMED}"
         try:
-            doomed = run.decode_doomed(storage.read(file, max_bytes=run.MAX_BYTES), file=file)
+            data = self.index.storage.read(file, max_bytes=run.MAX_BYTES)
+            return run.decode_doomed(data, file=file)
         except (FileNotFoundError, CorruptCheckpoint):
-            doomed = []
-        return step not in doomed and storage.kind(f"{root}/{step}") == "dir"
+            return []

@@ -66,6 +66,8 @@ class Ownership:
         self._keep = keep
         self._hold: Hold | None = None
         self._closed = False
+        # What earlier jobs left in steps, by step. Empty where a step appears by a rename.
+        self._left: dict[str, list[str]] = {}
         self._is_sure = True  # that no other job has saved since this one took the run over
 
     def open(self) -> Listing:
@@ -122,7 +124,10 @@ class Ownership:
         self._index.owned = True
         # List only now: until it lost the run, an earlier job could begin a save.
         listing = self._index.listing()
-        if [entry for entry in listing.entries if self._sweep(entry)]:
+        if not self._index.storage.atomic_rename:
+            self._left = self._find_left(listing)
+        swept = [entry for entry in listing.entries if self._sweep(entry)]
+        if (self._left and self._remove_left()) or swept:
             listing = self._index.listing()
         self._index.naming = listing.naming  # from now on only this job names steps
         return listing
@@ -164,6 +169,8 @@ class Ownership:
         # The job that held the lock may have ended: show that this job is running.
         if self._hold is None and not self._closed:
             self._hold = self._lock()
+        if self._left:
+            self._remove_left()
         # In a store each listing is a request, and what the owner's file shows is enough.
         if step is not None and (self._index.storage.atomic_rename or not self._is_sure):
             self._refuse_older(step)
@@ -198,6 +205,45 @@ class Ownership:
             index.report(f"{path} is left over and cannot be removed: {error}")
             return False
         return True
+
+    def _find_left(self, listing: Listing) -> dict[str, list[str]]:
+        """Finds unfinished saves newer than the newest step, and unfinished deletions."""
+        index, found = self._index, {}
+        doomed = self._leases.doomed() if names.DOOMED in listing.entries else []
+        deleting = [name for name in doomed if name in listing.directories()]
+        for name in dict.fromkeys([*index.unfinished(listing), *deleting]):
+            path = f"{index.root}/{name}"
+            files = None if is_under_way(path) else _removal.files_left(index.storage, path)
+            if files is not None and (name in deleting or self._was_saving(path, files)):
+                found[name] = files
+        return found
+
+    def _was_saving(self, path: str, files: list[str]) -> bool:
+        """Returns whether a save left these files.
+
+        A record without a writer may also be of a copy that somebody is making.
+        """
+        if not files:  # the save was trying out the store
+            return any(map(is_temporary_file, self._index.storage.entries(path)))
+        return names.WRITER in files or names.RECORD not in files
+
+    def _remove_left(self) -> bool:
+        """Removes what earlier jobs left, once their leases are over; returns whether it did."""
+        if self._hold is None or isinstance(self._hold, _NoHold):
+            return False
+        before = len(self._left)
+        self._left = {n: files for n, files in self._left.items() if not self._is_done(n, files)}
+        return len(self._left) < before
+
+    def _is_done(self, name: str, files: list[str]) -> bool:
+        path = f"{self._index.root}/{name}"
+        if is_under_way(path):  # this job is saving that step
+            return True
+        try:
+            return _removal.remove_left(self._index.storage, path, files)
+        except OSError as error:
+            self._index.report(f"{path} is left over and cannot be removed: {error}")
+            return True
 
     def _is_forgotten(self, entry: str) -> bool:
         """Returns whether a file is an expired lease or a remnant of a killed job."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import posixpath
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -209,9 +209,14 @@ def _target(path: str, steps: Sequence[int]) -> tuple[Deletion, list[int]]:
     raise click.UsageError(f"Name the steps, as in `{path} 1000`; {where} {has}.")
 
 
-def _question(numbers: Sequence[int], root: str, folder: str | None) -> str:
+def _question(
+    numbers: Sequence[int], root: str, folder: str | None, unfinished: Sequence[int] = ()
+) -> str:
+    if not numbers:
+        return f"Remove {counted(len(unfinished), 'unfinished step')} of {root}?"
     what = f"{counted(len(numbers), 'step')} of {root}"
-    return f"Delete {what}?" if folder is None else f"Move {what} to {folder}?"
+    also = f", and remove {counted(len(unfinished), 'unfinished step')}" if unfinished else ""
+    return f"Delete {what}{also}?" if folder is None else f"Move {what} to {folder}?"
 
 
 def _answer(gone: Sequence[int], root: str, folder: str | None) -> str:
@@ -244,17 +249,23 @@ class Plan:
     """The effect of a policy on a run."""
 
     delete: tuple[int, ...]  # the steps to delete
+    remove: tuple[int, ...]  # what interrupted saves and deletions left
     keep: dict[int, tuple[str, ...]]  # the reasons for each step that stays
 
 
-def plan(found: RunOverview, policy: KeepPolicy, *, now_s: float) -> Plan:
+def plan(
+    found: RunOverview, policy: KeepPolicy, *, now_s: float, unfinished: Collection[int] = ()
+) -> Plan:
     """Plans which steps to delete: never incomplete steps or those of other programs.
 
-    Incomplete steps do not count as one of the last or the best either.
+    Incomplete steps do not count as one of the last or the best either. Of those, only what
+    interrupted saves and deletions left is removed.
     """
     whole = [step for step in found.steps if step.problem is None]
     keep = dict(policy.why([step.info(now_s) for step in whole], now_s=now_s))
     for step in found.steps:
+        if step.step in unfinished:
+            continue
         if step.problem is not None:
             what = "unreadable" if step.unreadable else "incomplete"
             keep[step.step] = (f"{what}: see `jaxckpt scrub`",)
@@ -262,6 +273,7 @@ def plan(found: RunOverview, policy: KeepPolicy, *, now_s: float) -> Plan:
             keep[step.step] = (*keep.get(step.step, ()), "not written by jaxckpt")
     return Plan(
         delete=tuple(step.step for step in whole if step.step not in keep),
+        remove=tuple(unfinished),
         keep=dict(sorted(keep.items())),
     )
 
@@ -301,9 +313,10 @@ def gc(
     """Delete the steps of a run that no rule keeps. A step stays if any rule keeps it.
 
     Shows the plan, with the reasons for each kept step, and asks. The newest step, pinned steps,
-    steps being read, incomplete steps and steps of other programs always stay. First reads the
-    steps that stay while older ones go; if one is damaged, deletes nothing. Moves steps instead if
-    the run was opened with KeepPolicy(move_to=...). Refused while a running job writes the run.
+    steps being read, incomplete steps and steps of other programs always stay; but in a bucket,
+    what interrupted saves and deletions left goes too. First reads the steps that stay while older
+    ones go; if one is damaged, deletes nothing. Moves steps instead if the run was opened with
+    KeepPolicy(move_to=...). Refused while a running job writes the run.
     """
     from jaxckpt._run.index import existing_root
     from jaxckpt._run.overview import overview
@@ -324,16 +337,17 @@ def gc(
         raise click.UsageError("Pass at least one rule for the steps to keep, such as --last 3.")
     storage, where = existing_root(root)
     found = overview(where)
-    folder = run_at(storage, where, keep=found.keep).folder
+    seen = run_at(storage, where, keep=found.keep)
     _check_metric(found, policy)
-    planned = plan(found, policy, now_s=time.time())
+    planned = plan(found, policy, now_s=time.time(), unfinished=seen.unfinished())
     if not as_json:
         _print_plan(found, planned)
     gone: list[int] = []
+    removed: list[int] = []
     stay: dict[int, str] = {}
-    if planned.delete and not dry_run:
-        _output.confirm(_question(planned.delete, where, folder), yes=yes)
-        if not no_verify:
+    if (planned.delete or planned.remove) and not dry_run:
+        _output.confirm(_question(planned.delete, where, seen.folder, planned.remove), yes=yes)
+        if planned.delete and not no_verify:
             _verify_kept(found, planned)
         with owned(storage, where, no_job=no_job, keep=found.keep) as run:
             # Steps pinned or saved while the question was open stay too.
@@ -341,12 +355,16 @@ def gc(
             wanted = [number for number in planned.delete if number in again]
             gone = run.delete(wanted)
             stay = {n: _why_not(run, n) for n in planned.delete if n not in gone}
+            removed = run.remove_unfinished(planned.remove)
+            stay |= {n: "its writer may be alive" for n in planned.remove if n not in removed}
     if as_json:
         facts = _plan_facts(where, planned, dry_run=dry_run, gone=gone, stay=stay)
-        _output.print_json(facts | {"moved_to": folder})
+        _output.print_json(facts | {"removed": removed, "moved_to": seen.folder})
         return
     if gone:
-        _output.echo(_answer(gone, where, folder))
+        _output.echo(_answer(gone, where, seen.folder))
+    if removed:
+        _output.echo(f"removed {counted(len(removed), 'unfinished step')}: {_list(removed)}")
     for number, why in stay.items():
         _output.echo(f"kept step {number}: {why}")
 
@@ -391,6 +409,7 @@ def _plan_facts(
         "path": root,
         "dry_run": dry_run,
         "delete": planned.delete,
+        "unfinished": planned.remove,
         "keep": [{"step": step, "why": why} for step, why in planned.keep.items()],
         "deleted": gone,
         "not_deleted": [{"step": step, "why": why} for step, why in stay.items()],
@@ -401,6 +420,7 @@ def _print_plan(found: RunOverview, planned: Plan) -> None:
     rows = [
         step_row(step, _verdict(why), step.metrics, *(why or ()))
         for step in found.steps
+        if step.step not in planned.remove
         for why in [planned.keep.get(step.step)]
     ]
     if rows:
@@ -411,6 +431,12 @@ def _print_plan(found: RunOverview, planned: Plan) -> None:
         f"{found.path}: {len(planned.delete)} of {counted(len(found.steps), 'step')} to delete"
         + (f", {size}" if planned.delete else "")
     )
+    if planned.remove:
+        unfinished = counted(len(planned.remove), "unfinished step")
+        _output.echo(
+            f"{found.path}: {unfinished} to remove: {_list(planned.remove)}. Interrupted saves and "
+            "deletions left them, and no reader takes them for steps."
+        )
 
 
 def _verdict(why: tuple[str, ...] | None) -> Styled:

@@ -1,0 +1,288 @@
+"""What a killed writer left in a bucket is removed by the next writer, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+import jaxckpt
+from jaxckpt._disk import transaction
+from jaxckpt.format import names
+from jaxckpt.format.step import decode_record
+from jaxckpt.storage import _settings as settings_module
+from jaxckpt.storage import locate
+from tests.commandline import cli
+from tests.faults.conftest import zygote  # noqa: F401  # a fixture
+from tests.stores import children
+from tests.stores.children import LEASE_S, is_state, reach, state
+from tests.stores.proxy import Hang
+
+TOKEN = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    monkeypatch.setattr(settings_module, "_given", {})
+
+
+@pytest.fixture(params=[pytest.param("moto_server", marks=pytest.mark.slow), "gcs_server"])
+def place(request, proxied):
+    """A URL in a new bucket behind a proxy: `url, server, proxy`."""
+    server, proxy = proxied(request.getfixturevalue(request.param))
+    url = f"{server.scheme}://{server.bucket}/runs"
+    reach(url, server.env)
+    yield url, server, proxy
+    proxy.heal()
+
+
+def files_of(url):
+    """All objects below a URL, unfinished ones included."""
+    storage, path = locate(url)
+    return {one["path"].removeprefix(storage._key(path) + "/") for one in storage._below(path)}
+
+
+def steps_with_files(run):
+    return {file.partition("/")[0] for file in files_of(run) if "/" in file}
+
+
+def recorded(url):
+    """The files that belong to a checkpoint."""
+    storage, path = locate(url)
+    file = f"{path}/{names.RECORD}"
+    record = decode_record(storage.read(file, max_bytes=1 << 20), file=file)
+    return {*record.files, names.RECORD, names.COMMIT_MARKER}
+
+
+def kill(zygote, proxy, number, function, *args, applied=True):  # noqa: F811
+    """Kills a function at one of its requests; returns whether it got there."""
+    proxy.heal()
+    proxy.requests.clear()
+    fault = proxy.add(Hang(applied=applied), number=number)
+    pid = zygote.start(function, *args)
+    deadline_s = time.monotonic() + 60
+    while not fault.done and time.monotonic() < deadline_s and _lives(pid):
+        time.sleep(0.005)
+    if fault.done:
+        time.sleep(0.05)  # the store acts
+        os.kill(pid, signal.SIGKILL)
+    zygote.answers()
+    proxy.heal()
+    return bool(fault.done)
+
+
+def _lives(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def requests_of(zygote, proxy, function, *args):  # noqa: F811
+    proxy.requests.clear()
+    zygote.start(function, *args)
+    zygote.answers()
+    return len(proxy.requests.all())
+
+
+def kill_saves_of_20(place, zygote, every):  # noqa: F811
+    """Kills jobs at requests of their save of step 20, after step 10; returns the runs."""
+    url, server, proxy = place
+    first = requests_of(zygote, proxy, children.save_steps, f"{url}/a", server.env, [10], 9)
+    runs, number = [], first - 1  # the last request releases the lock
+    while True:
+        run = f"{url}/run{number}"
+        args = children.save_steps, run, server.env, [10, 20], 9
+        if not kill(zygote, proxy, number, *args):
+            return runs
+        runs.append(run)
+        number += every
+
+
+def test_what_killed_saves_left_is_removed_at_the_next_opening(place, zygote):  # noqa: F811
+    """Once the lease is over. The job resumes from the older step and saves other numbers."""
+    runs = kill_saves_of_20(place, zygote, every=2)
+    assert any("20" in steps_with_files(run) for run in runs)
+    time.sleep(LEASE_S + 2)
+    removed = 0
+
+    for run in runs:
+        had = steps_with_files(run)
+        with jaxckpt.CheckpointManager(run) as manager:
+            steps = manager.all_steps()
+            assert steps_with_files(run) == set(map(str, steps))
+            removed += len(had) - len(steps)
+            assert not [problem for problem in manager.problems if "left" in problem]
+            assert is_state(manager.restore(), steps[-1])
+            manager.save(25, state(25))
+        assert steps_with_files(run) == {*map(str, steps), "25"}
+        for step in (*steps, 25):
+            # A job may have died between its commit and the deletion of that file.
+            found = files_of(f"{run}/{step}") - {names.WRITER}
+            assert found == recorded(f"{run}/{step}")
+    assert len(runs) >= 5
+    assert removed >= 3
+
+
+def test_what_a_killed_save_left_goes_when_its_lease_is_over(place, zygote):  # noqa: F811
+    """A job that starts at once leaves it alone, and removes it with a later save."""
+    url, server, proxy = place
+    run = f"{url}/run"
+    first = requests_of(zygote, proxy, children.save_steps, f"{url}/a", server.env, [10], 9)
+    assert kill(zygote, proxy, first + 6, children.save_steps, run, server.env, [10, 20], 9)
+    assert steps_with_files(run) == {"10", "20"}
+    left = files_of(f"{run}/20")
+
+    with jaxckpt.CheckpointManager(run) as manager:
+        manager.save(12, state(12)).result()
+        assert files_of(f"{run}/20") == left
+        time.sleep(LEASE_S + 2)
+        manager.save(14, state(14)).result()
+        assert steps_with_files(run) == {"10", "12", "14"}
+
+
+def test_what_a_killed_deletion_left_is_removed_at_the_next_opening(place, zygote):  # noqa: F811
+    """Also if it is older than the newest step."""
+    url, server, proxy = place
+    with jaxckpt.CheckpointManager(f"{url}/a") as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+    number, halves = 0, []
+    while True:
+        run = f"{url}/run{number}"
+        for step in (1, 2, 3):
+            copy(f"{url}/a/{step}", f"{run}/{step}")
+        if not kill(zygote, proxy, number, children.delete_step, run, server.env, 2):
+            break
+        files = files_of(f"{run}/2")
+        if files and names.COMMIT_MARKER not in files:
+            halves.append(run)
+        number += 1
+    time.sleep(LEASE_S + 2)
+
+    for run in halves:
+        jaxckpt.CheckpointManager(run).close()
+        assert steps_with_files(run) == {"1", "3"}
+    assert halves
+
+
+def copy(source, target):
+    storage, path = locate(source)
+    for file in storage.files(path):
+        storage.link(f"{path}/{file}", f"{locate(target)[1]}/{file}")
+
+
+def test_the_next_save_removes_what_a_killed_one_left(place, zygote):  # noqa: F811
+    """Of a checkpoint outside a run."""
+    url, server, proxy = place
+    number, paths = 0, []
+    while True:
+        path = f"{url}/a{number}"
+        if not kill(zygote, proxy, number, children.save_alone, path, server.env, 1):
+            break
+        paths.append(path)
+        number += 2
+    time.sleep(LEASE_S + 2)
+
+    for path in paths:
+        if names.COMMIT_MARKER not in files_of(path):
+            jaxckpt.save(path, state(2))
+            assert is_state(jaxckpt.restore(path), 2)
+            assert files_of(path) == recorded(path)
+    assert len(paths) >= 5
+
+
+def test_a_live_writer_of_the_run_is_not_disturbed(place, zygote):  # noqa: F811
+    """A job that opens the run meanwhile removes nothing of it, and the save is committed."""
+    url, server, proxy = place
+    first = requests_of(zygote, proxy, children.save_steps, f"{url}/a", server.env, [10], 9)
+    for number in range(first, first + 12, 3):
+        run = f"{url}/run{number}"
+        proxy.requests.clear()
+        fault = proxy.add(Hang(), number=number, times=1)  # tried again after a second
+        pid = zygote.start(children.save_steps, run, server.env, [10, 20], 9)
+        while not fault.done and _lives(pid):
+            time.sleep(0.005)
+        jaxckpt.CheckpointManager(run).close()
+        said, status = zygote.answers()
+
+        assert (said, status) == ([{"done": True}], 0), zygote.errors()
+        assert is_state(jaxckpt.restore(f"{run}/20"), 20)
+        proxy.heal()
+
+
+def test_a_live_save_beside_the_steps_is_not_disturbed(place):
+    """One that no manager makes: it can be committed after a job has taken the run over."""
+    url, _, _ = place
+    storage, path = locate(f"{url}/run")
+    with jaxckpt.CheckpointManager(f"{url}/run") as manager:
+        manager.save(10, state(10))
+    alone = transaction.begin(storage, f"{path}/20", overwrite=False)
+    storage.add({f"{path}/20/a": b"1"})
+
+    with jaxckpt.CheckpointManager(f"{url}/run") as manager:
+        assert manager.all_steps() == [10]
+        manager.save(15, state(15)).result()
+        alone.commit({"b": b"2"}, lineage={})
+        manager.save(25, state(25)).result()
+        assert manager.all_steps() == [10, 15, 20, 25]
+    assert {"20/a", "20/b"} <= files_of(f"{url}/run")
+
+
+def test_nothing_else_is_removed(place):
+    """Not another program's directory or half step, not a copy that somebody is making."""
+    url, _, _ = place
+    storage, path = locate(f"{url}/run")
+    with jaxckpt.CheckpointManager(f"{url}/run") as manager:
+        manager.save(10, state(10))
+    others = {
+        "20/notes.txt": b"1",
+        f"40/{names.RECORD}": b"{}",
+        "40/state/d/1": b"1",
+        f"50/state/ocdbt.process_0.{TOKEN}/d/1": b"1",
+        "50/state/mine": b"1",
+        "x/y": b"1",
+    }
+    if storage.scheme == "gs":  # elsewhere there is no Orbax
+        others |= {"30/_CHECKPOINT_METADATA": b"{}", "30/state/ocdbt.process_0/d/1": b"1"}
+    ours = {f"60/state/ocdbt.process_1.{TOKEN}/d/1": b"1", "70/.jaxckpt-tmp-1": b"1"}
+    for file, data in (others | ours).items():
+        storage.write(f"{path}/{file}", data)
+
+    with jaxckpt.CheckpointManager(f"{url}/run") as manager:
+        assert manager.all_steps() == [10]
+        assert manager.restore() is not None
+        told = [text for text in manager.problems if "is left alone" in text]
+
+    assert files_of(f"{url}/run").isdisjoint(ours)
+    assert others.keys() <= files_of(f"{url}/run")
+    assert len(told) == len({file.partition("/")[0] for file in others} - {"x"})
+
+
+def test_gc_removes_what_is_left_anywhere_in_a_run(place):
+    """Also below the newest step, where an opening does not look; it says so first."""
+    url, _, _ = place
+    storage, path = locate(f"{url}/run")
+    with jaxckpt.CheckpointManager(f"{url}/run") as manager:
+        for step in (10, 20):
+            manager.save(step, state(step))
+    left = {f"5/{names.WRITER}", "5/state/d/1", "7/notes.txt"}
+    for file in left:
+        storage.write(f"{path}/{file}", b"1")
+    jaxckpt.CheckpointManager(f"{url}/run").close()
+    assert left <= files_of(f"{url}/run")
+
+    code, out, _ = cli("gc", f"{url}/run", "--last", "2", "--dry-run")
+    assert code == 0
+    assert "1 unfinished step to remove: 5" in out
+    assert left <= files_of(f"{url}/run")
+    code, out, err = cli("gc", f"{url}/run", "--last", "2", "--yes", "--json")
+
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["deleted"], found["unfinished"], found["removed"]) == ([], [5], [5])
+    assert steps_with_files(f"{url}/run") == {"7", "10", "20"}
