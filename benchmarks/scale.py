@@ -65,7 +65,7 @@ def measure_merges(counts: Sequence[int], *, keys: int, root: Path) -> dict[int,
                 writer.commit()
                 (part / "manifest.ocdbt").write_bytes(database.take_manifest())
             start = time.perf_counter()
-            merge_databases(_file(folder), [part.name for part in parts])
+            merge_databases(Database(_file(folder)), [part.name for part in parts])
             seconds = time.perf_counter() - start
         samples[count] = {"merge": seconds, "each key": seconds / (count * keys)}
     return samples

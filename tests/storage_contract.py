@@ -28,6 +28,14 @@ class StorageContract:
             def root(self): return f"/test/{uuid.uuid4()}"
     """
 
+    def test_a_file_is_written_in_parts(self, storage: Storage, root: str) -> None:
+        """It replaces what was there, as `write` does; parts are of 8 MiB."""
+        storage.make_dir(root)
+        for parts in ([b"old"], [bytes(8 << 20), b"new"]):
+            storage.write_parts(f"{root}/f", lambda parts=parts: iter(parts))
+
+        assert storage.read(f"{root}/f", max_bytes=9 << 20) == bytes(8 << 20) + b"new"
+
     def test_a_write_reads_back(self, storage: Storage, root: str) -> None:
         """What was written is read, bytes of every value, and none at all."""
         storage.write(f"{root}/all", bytes(range(256)))

@@ -251,6 +251,4 @@ def merge(storage: Storage, item_path: str, writers: Sequence[int], token: str) 
         )
     staging = Staging(storage, item_path)
     staging.fetch(databases)
-    manifest = merge_databases(staging.spec, databases)
-    staging.upload()
-    return manifest
+    return merge_databases(staging.new_database(), databases)

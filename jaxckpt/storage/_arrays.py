@@ -10,7 +10,8 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -23,7 +24,7 @@ from jaxckpt.errors import (
     is_io_failure,
     os_code_in,
 )
-from jaxckpt.format.names import OCDBT_MANIFEST
+from jaxckpt.format.names import OCDBT_DATA, OCDBT_MANIFEST
 from jaxckpt.storage._local import usable_cores
 
 # TensorStore has no deadline for a request to a store unless libcurl is told of one, before the
@@ -95,6 +96,16 @@ class Keys:
         got = self._store.read(key).result()
         return got.value if got.state == "value" else None
 
+    def parts(self, key: str, part_bytes: int) -> Iterator[bytes]:
+        """Yields the value of a key that exists, in parts of which only the last one is shorter."""
+        for start in count(0, part_bytes):
+            try:
+                part = slice(start, start + part_bytes)
+                yield self._store.read(key, byte_range=part).result().value
+            except ValueError:  # out of range: the value ends before
+                yield self._store.read(key, byte_range=slice(start, None)).result().value
+                return
+
     def write(self, key: str, data: bytes) -> None:
         self._store.write(key, data).result()
 
@@ -136,6 +147,8 @@ _OCDBT_CONFIG: Final = {
     "max_decoded_node_bytes": 1_000_000,
     "manifest_kind": "single",
 }
+# How the files of nodes begin where they must be told from those of values.
+NODES: Final = f"{OCDBT_DATA}/n"
 # A data file is flushed at this size, which bounds the memory of a transaction.
 _DATA_FILE_BYTES: Final = 64 << 20
 
@@ -156,7 +169,8 @@ class Database:
 
     Args:
         spec: The kvstore spec of the directory.
-        upload: If given, stores what was written there, since the directory is in memory.
+        upload: If given, stores what was written there, since the directory is in memory. Nodes
+            then have files of their own.
     """
 
     def __init__(
@@ -166,6 +180,8 @@ class Database:
         self.upload = upload
         self._manifest = {"driver": "memory", "path": f"manifest-{uuid.uuid4().hex}/"}
         self.spec = {**_database(spec), "manifest": self._manifest}
+        if upload:
+            self.spec |= {"btree_node_data_prefix": NODES, "version_tree_node_data_prefix": NODES}
 
     def take_manifest(self) -> bytes:
         """Returns the file of the manifest and forgets it; empty if nothing was written."""
@@ -259,7 +275,7 @@ def _database(spec: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def merge_databases(parent: Mapping[str, Any], children: Sequence[str]) -> bytes:
+def merge_databases(parent: Database, children: Sequence[str]) -> bytes:
     """Merges the OCDBT databases of several processes into one, in one atomic transaction.
 
     Values stay in place; the parent refers to them.
@@ -270,19 +286,20 @@ def merge_databases(parent: Mapping[str, Any], children: Sequence[str]) -> bytes
     Returns:
         The parent's manifest, still to be stored.
     """
-    database = Database(parent)
     transaction = ts.Transaction(atomic=True)
-    store = ts.KvStore.open(database.spec, context=context()).result()
+    store = ts.KvStore.open(parent.spec, context=context()).result()
     target = store.with_transaction(transaction)
     copies = []
     for child in children:
-        spec = {**parent, "path": f"{parent['path']}{child}/"}
+        spec = {**parent.base, "path": f"{parent.base['path']}{child}/"}
         source = ts.KvStore.open(_database(spec), context=context()).result()
         copies.append(source.experimental_copy_range_to(target))
     for copy in copies:
         copy.result()
     transaction.commit_sync()
-    return database.take_manifest()
+    if parent.upload:
+        parent.upload()
+    return parent.take_manifest()
 
 
 class Reader:
@@ -347,7 +364,7 @@ class Extent(NamedTuple):
 # TensorStore's text form of a reference: kind, directory of the database that wrote it, file,
 # offset, size. The pattern admits only our directory names and TensorStore's file names.
 _REFERENCE: Final = re.compile(
-    r"(value|btreenode):((?:ocdbt\.process_\d{1,9}(?:\.[0-9a-f]{16})?/)?):(d/[0-9a-f]{32})"
+    r"(value|btreenode):((?:ocdbt\.process_\d{1,9}(?:\.[0-9a-f]{16})?/)?):(d/n?[0-9a-f]{32})"
     r":(\d{1,18}):(\d{1,18})"
 )
 

@@ -142,6 +142,9 @@ class LocalStorage:
         with _about(path):
             _publish(_write_new(temporary_sibling(path), data), path, replace=True)
 
+    def write_parts(self, path: str, parts: Callable[[], Iterator[bytes]]) -> None:
+        self.write(path, b"".join(parts()))
+
     def create(self, path: str, data: bytes) -> bool:
         with _about(path):
             if not self.atomic_rename:

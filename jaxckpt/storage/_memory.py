@@ -6,7 +6,7 @@ import errno
 import io
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 from jaxckpt.errors import CorruptCheckpoint
@@ -44,6 +44,9 @@ class MemoryStorage:
 
     def write(self, path: str, data: bytes) -> None:
         _keys().write(path, data)
+
+    def write_parts(self, path: str, parts: Callable[[], Iterator[bytes]]) -> None:
+        self.write(path, b"".join(parts()))
 
     def create(self, path: str, data: bytes) -> bool:
         return _keys().create(path, data)

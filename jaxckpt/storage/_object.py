@@ -19,7 +19,7 @@ import posixpath
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, final
@@ -46,6 +46,7 @@ from jaxckpt.storage._settings import (
 
 # Larger reads are divided, so that the parts arrive together and none takes far longer than others.
 _PART_BYTES: Final = 8 << 20
+_PARTS_AT_ONCE: Final = 4  # of a file that is written in parts
 _PAGE: Final = 1000  # what stores list in one request
 _HELD: Final = "jaxckptheld"  # the attribute of an object that is a held lock; Azure allows no "-"
 _MAX_LOCK_BYTES: Final = 1 << 20
@@ -179,6 +180,16 @@ class ObjectStorage:
 
     def write(self, path: str, data: bytes) -> None:
         self._put(path, data, mode="overwrite")
+
+    def write_parts(self, path: str, parts: Callable[[], Iterator[bytes]]) -> None:
+        # The client itself sends a part again; we could only begin anew.
+        store = open_store(self.scheme, self._bucket, self.settings, tries=self.settings.tries)
+        how = {"use_multipart": True, "chunk_size": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE}
+
+        def put(_: bool) -> None:
+            obs().put(store, self._key(path), parts(), **how)
+
+        self.requests.change("write", path, put, tries=1)
 
     def create(self, path: str, data: bytes) -> bool:
         self._probe(path)

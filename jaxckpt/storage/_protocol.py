@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -54,6 +54,10 @@ class Storage(Protocol):
 
     def write(self, path: str, data: bytes) -> None:
         """Creates or replaces a file, atomically and durably. The directory must exist."""
+        ...
+
+    def write_parts(self, path: str, parts: Callable[[], Iterator[bytes]]) -> None:
+        """Like `write`, of a file that is made in parts; `parts` may be called again."""
         ...
 
     def create(self, path: str, data: bytes) -> bool:

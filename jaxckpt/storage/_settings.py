@@ -145,8 +145,12 @@ _VARIABLE: Final = {
 }
 
 
-def open_store(scheme: str, bucket: str, settings: StoreSettings) -> Any:
-    """Returns obstore's client of a bucket; it sends nothing yet, and never tries again itself.
+def open_store(scheme: str, bucket: str, settings: StoreSettings, *, tries: int = 1) -> Any:
+    """Returns obstore's client of a bucket; it sends nothing yet.
+
+    Args:
+        tries: How often it sends a request itself. We do that, except with the parts of a large
+            file: only then is it known whether an earlier try may have acted.
 
     Raises:
         UnsupportedFormat: obstore is not installed.
@@ -159,7 +163,7 @@ def open_store(scheme: str, bucket: str, settings: StoreSettings) -> Any:
             f"{scheme}://{bucket} needs the package obstore; install the extra jaxckpt[cloud]"
         ) from error
     try:
-        return _client(scheme, bucket, settings)
+        return _client(scheme, bucket, settings, tries)
     except BaseError as error:
         text = str(error).partition("\n\nDebug source")[0]
         raise StoreError(
@@ -168,7 +172,7 @@ def open_store(scheme: str, bucket: str, settings: StoreSettings) -> Any:
         ) from error
 
 
-def _client(scheme: str, bucket: str, settings: StoreSettings) -> Any:
+def _client(scheme: str, bucket: str, settings: StoreSettings, tries: int) -> Any:
     from obstore.store import AzureStore, GCSStore, S3Store
 
     options: dict[str, Any] = {
@@ -178,8 +182,10 @@ def _client(scheme: str, bucket: str, settings: StoreSettings) -> Any:
             "connect_timeout": timedelta(seconds=min(10.0, settings.stall_s)),
             "allow_http": (settings.endpoint or "").startswith("http://"),
         },
-        # We try again ourselves: only then is it known whether an earlier try may have acted.
-        "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=settings.timeout_s)},
+        "retry_config": {
+            "max_retries": tries - 1,
+            "retry_timeout": timedelta(seconds=settings.timeout_s),
+        },
     }
     if settings.credentials == "anonymous":
         options["skip_signature"] = True

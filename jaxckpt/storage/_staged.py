@@ -20,11 +20,11 @@ import numpy as np
 
 from jaxckpt.format.names import OCDBT_MANIFEST, ZARR2, ZARR3
 from jaxckpt.storage._ahead import held
-from jaxckpt.storage._arrays import Database, Extent, Keys, Pending, Reader, extents
+from jaxckpt.storage._arrays import NODES, Database, Extent, Keys, Pending, Reader, extents
 from jaxckpt.storage._protocol import Storage
 
-_UPLOADS: Final = 4  # of data files at a time, each of which is then copied
-_NODE_START: Final = bytes.fromhex("0cdb20de")  # how a file of nodes begins
+_UPLOADS: Final = 4  # of data files at a time
+_PART_BYTES: Final = 8 << 20  # of them that are sent in one request
 _MOST_NODE_BYTES: Final = 64 << 20
 # A chunk's key below its array's, in zarr 2 and 3.
 _CHUNK: Final = re.compile(r"(?:c[/.]?)?((?:\d+[/.])*\d+)?")
@@ -68,9 +68,12 @@ class Staging:
             self._storage.together([partial(self._upload, self._staged, key) for key in some])
 
     def _upload(self, staged: Keys, key: str) -> None:
-        data = staged.read(key) or b""
-        self._storage.write(f"{self._folder}/{key}", data)
-        if data.startswith(_NODE_START):
+        path, first = f"{self._folder}/{key}", next(staged.parts(key, _PART_BYTES))
+        if len(first) < _PART_BYTES:
+            self._storage.write(path, first)
+        else:
+            self._storage.write_parts(path, partial(staged.parts, key, _PART_BYTES))
+        if key.startswith(NODES):
             self._stored.add(key)
         else:
             staged.delete_key(key)

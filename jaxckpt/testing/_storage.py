@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 from jaxckpt.storage import Entry, EntryKind, Hold, Storage
@@ -46,6 +46,9 @@ class _Relay:
     def write(self, path: str, data: bytes) -> None:
         self._before("write", path, data)
         self.inner.write(path, data)
+
+    def write_parts(self, path: str, parts: Callable[[], Iterator[bytes]]) -> None:
+        self.write(path, b"".join(parts()))
 
     def create(self, path: str, data: bytes) -> bool:
         self._before("create", path, data)

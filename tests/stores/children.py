@@ -11,13 +11,14 @@ from jaxckpt import StoreSettings, use_store
 from tests.faults.zygote import say
 
 LEASE_S = 2.0
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "TENSORSTORE_GCS_HTTP_URL", "AZURE_STORAGE_ENDPOINT")
 
 
 def reach(url, env):
     """Reaches the store of a URL, with short leases and waits."""
     os.environ.update(env)
     settings = StoreSettings(
-        endpoint=env.get("AWS_ENDPOINT_URL") or env["TENSORSTORE_GCS_HTTP_URL"],
+        endpoint=next(env[name] for name in _ENDPOINTS if name in env),
         region="us-east-1",
         lease_s=LEASE_S,
         stall_s=1.0,

@@ -23,7 +23,13 @@ def no_settings(monkeypatch):
     monkeypatch.setattr(settings_module, "_given", {})
 
 
-@pytest.fixture(params=[pytest.param("moto_server", marks=pytest.mark.slow), "gcs_server"])
+@pytest.fixture(
+    params=[
+        pytest.param("moto_server", marks=pytest.mark.slow),
+        "gcs_server",
+        pytest.param("azurite_server", marks=pytest.mark.slow),
+    ]
+)
 def place(request, proxied):
     """A URL in a new bucket behind a proxy: `url, server, proxy`."""
     server, proxy = proxied(request.getfixturevalue(request.param))
@@ -139,7 +145,7 @@ PLACES = {
     "marker": ("PUT", "commit_success.txt"),
     "claim": ("PUT", "_jaxckpt.writing"),
     "metadata": ("PUT", "_METADATA"),
-    "list": ("GET", "list-type"),
+    "list": ("GET", "list"),
     "record": ("", "_jaxckpt.json"),
     "manifest": ("", "manifest.ocdbt"),
 }

@@ -1,0 +1,146 @@
+"""What is special about `az://`: accounts, keys and shared access signatures, and large files."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import traceback
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+
+import jaxckpt
+from jaxckpt.errors import StoreError
+from jaxckpt.storage import StoreSettings, locate, use_store
+from jaxckpt.storage import _settings as settings_module
+from tests.commandline import cli
+from tests.stores.proxy import Answer
+from tests.stores.servers import ACCOUNT, ACCOUNT_KEY
+
+TREE = {"w": np.arange(12.0), "step": 3}
+OTHER_KEY = base64.b64encode(b"another key").decode()
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    monkeypatch.setattr(settings_module, "_given", {})
+
+
+@pytest.fixture
+def server(azurite_server, use_store):
+    return use_store(azurite_server)
+
+
+def shared_signature(container, permissions):
+    """A signature for a container, such as the portal makes."""
+    version, end = "2021-12-02", "2090-01-01T00:00:00Z"
+    resource = f"/blob/{ACCOUNT}/{container}"
+    fields = [permissions, "", end, resource, "", "", "", version, "c", *[""] * 7]
+    key = base64.b64decode(ACCOUNT_KEY)
+    digest = base64.b64encode(hmac.digest(key, "\n".join(fields).encode(), "sha256")).decode()
+    parts = {"sv": version, "se": end, "sr": "c", "sp": permissions, "sig": digest}
+    return "&".join(f"{name}={quote(value, safe='')}" for name, value in parts.items()), digest
+
+
+def error_of(call):
+    """The text of a StoreError with all its causes."""
+    with pytest.raises(StoreError) as caught:
+        call()
+    return "".join(traceback.format_exception(caught.value))
+
+
+def test_the_account_is_given_or_of_the_environment(server, monkeypatch):
+    """Its name is no secret, so settings have it; without one, the error says what to set."""
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
+    text = error_of(lambda: locate(f"az://{server.bucket}/a"))
+    assert "Account must be specified" in text
+    assert "AZURE_STORAGE_ACCOUNT_NAME" in text
+
+    endpoint = f"{server.url}/{ACCOUNT}"
+    use_store("az://", StoreSettings(endpoint=endpoint, account=ACCOUNT))
+    jaxckpt.save(f"az://{server.bucket}/a", TREE)
+    monkeypatch.setattr(settings_module, "_given", {})
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", ACCOUNT)
+
+    assert jaxckpt.restore(f"az://{server.bucket}/a")["step"] == 3
+
+
+def test_a_container_that_is_not_there(server):
+    """Is named, at the first request of a save, of a restore and of the commands."""
+    for call in (jaxckpt.restore, lambda url: jaxckpt.save(url, TREE), jaxckpt.open):
+        text = error_of(lambda call=call: call("az://no-such-container/a"))
+        assert "there is no bucket az://no-such-container. Make it" in text
+    assert "no bucket az://no-such-container" in cli("ls", "az://no-such-container/a")[2]
+
+
+@pytest.mark.parametrize("key", [OTHER_KEY, "not base64: secret"])
+def test_a_wrong_key(server, monkeypatch, key):
+    """Is not taken for a missing permission, and not shown."""
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", key)
+
+    text = error_of(lambda: jaxckpt.save(f"az://{server.bucket}/a", TREE))
+
+    assert key not in text
+    assert "AZURE_STORAGE_ACCOUNT" in text
+
+
+def test_a_shared_signature_is_enough(server, monkeypatch):
+    """To save and delete in one container; its signature is in no error."""
+    signed, digest = shared_signature(server.bucket, "racwdl")
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", signed)
+    root = f"az://{server.bucket}/run"
+    with jaxckpt.CheckpointManager(root, keep=jaxckpt.KeepPolicy(last=1)) as manager:
+        for step in range(3):
+            manager.save(step, TREE)
+    jaxckpt.fork(f"{root}/2", f"az://{server.bucket}/other")
+    assert jaxckpt.verify(f"az://{server.bucket}/other").ok
+
+    signed, digest = shared_signature(server.bucket, "rl")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", signed)
+    monkeypatch.setattr("jaxckpt.storage._object._storages", {})
+    assert jaxckpt.restore(root)["step"] == 3
+    text = error_of(lambda: jaxckpt.save(f"az://{server.bucket}/b", TREE))
+    assert "cannot create: no permission" in text
+    assert digest not in text
+    assert quote(digest, safe="") not in text
+    assert "grant write" in cli("doctor", f"az://{server.bucket}/b")[1]
+
+
+def test_a_large_file_is_written_in_parts(azurite_server, proxied, monkeypatch):
+    """A part that fails is sent again, alone; each part has the deadline of a request."""
+    server, proxy = proxied(azurite_server)
+    values = np.random.default_rng(0).integers(0, 9, 5 << 20, np.int32)
+    proxy.add(Answer(503), path="comp=block&", times=2)
+
+    jaxckpt.save(f"az://{server.bucket}/a", {"w": values})
+
+    sent = [r.received_bytes for r in proxy.requests.all(method="PUT", path="/d/")]
+    assert max(sent) == 8 << 20
+    assert sum(sent) < values.nbytes + 3 * (8 << 20)
+    assert np.array_equal(jaxckpt.restore(f"az://{server.bucket}/a")["w"], values)
+
+
+def test_orbax_reads_a_copy(server, tmp_path):
+    """Of a step that was copied to a disk."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    with jaxckpt.CheckpointManager(f"az://{server.bucket}/run") as manager:
+        manager.save(1, TREE, metrics={"loss": 0.5})
+    storage, path = locate(f"az://{server.bucket}/run/1")
+    for name, entry in storage.files(path).items():
+        file = tmp_path / "1" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(storage.read(f"{path}/{name}", max_bytes=entry.size))
+
+    found = ocp.StandardCheckpointer().restore(tmp_path / "1" / "state")
+
+    assert np.array_equal(found["w"], TREE["w"])
+
+
+def test_settings_of_a_url():
+    """Only endpoints of Azure have a path, as those of emulators do."""
+    use_store("az://", StoreSettings(endpoint="http://127.0.0.1:10000/devstoreaccount1"))
+    for scheme in ("gs", "s3"):
+        with pytest.raises(ValueError, match="no path"):
+            use_store(f"{scheme}://", StoreSettings(endpoint="http://127.0.0.1:10000/path"))

@@ -1,0 +1,164 @@
+"""Where TensorStore has no driver, its files pass through memory, and all works as elsewhere."""
+
+from __future__ import annotations
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxckpt
+from jaxckpt._disk import writer
+from jaxckpt.errors import SaveFailed
+from jaxckpt.format import arrays
+from jaxckpt.storage import MemoryStorage, _staged, locate
+from jaxckpt.storage._arrays import Keys
+from jaxckpt.testing import simulate
+from tests.golden import compare
+from tests.golden.fixture import golden_names
+
+TREES = [name for name in golden_names() if "item-kinds" not in name]
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture
+def root(monkeypatch, request):
+    """A store in memory that TensorStore cannot reach."""
+    monkeypatch.setattr(MemoryStorage, "kvstore", lambda *_: None)
+    root = f"memory://{request.node.name}"
+    yield root
+    storage, path = locate(root)
+    storage.delete(path)
+
+
+def tree_of(mesh):
+    split = NamedSharding(mesh, PartitionSpec("x", "y"))
+    return {
+        "w": jax.device_put(RNG.integers(0, 9, (512, 512), np.int32), split),
+        "wide": RNG.integers(0, 9, (3, 500_000), np.int32),
+        "small": np.arange(10.0),
+        "nibbles": jnp.arange(-8, 8, dtype=jnp.int4),
+        "scalar": np.float32(3),
+        "step": 7,
+        "name": "a text",
+    }
+
+
+def same(found, tree):
+    return found.keys() == tree.keys() and all(np.array_equal(found[k], tree[k]) for k in tree)
+
+
+def left_in_memory():
+    gc.collect()
+    return Keys({"driver": "memory", "path": "staged-"}).list()
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_checkpoint_is_saved_and_restored(root, mesh, make_mesh, monkeypatch, compression):
+    """In several transactions, with chunks in several parts; nothing of it stays in memory."""
+    monkeypatch.setattr(writer, "_MAX_COMPRESSED_BYTES", 1 << 20)
+    monkeypatch.setattr(_staged, "_PART_BYTES", 100_000)
+    monkeypatch.setattr(arrays, "MAX_UNIT_BYTES", 1 << 20)
+    tree = tree_of(mesh)
+
+    jaxckpt.save(f"{root}/a", tree, compression=compression)
+
+    assert same(jaxckpt.restore(f"{root}/a"), tree)
+    other = NamedSharding(make_mesh(x=2), PartitionSpec(None, "x"))
+    like = {**tree, "w": jax.ShapeDtypeStruct((512, 512), np.int32, sharding=other)}
+    assert same(jaxckpt.restore(f"{root}/a", like), tree)
+    assert jaxckpt.verify(f"{root}/a").ok
+    assert left_in_memory() == []
+
+
+@pytest.mark.parametrize("ocdbt", [True, False])
+def test_a_checkpoint_is_converted_both_ways(root, mesh, tmp_path, ocdbt):
+    """Into a database, and into plain files of zarr."""
+    tree = tree_of(mesh)
+    jaxckpt.save(tmp_path / "a", tree)
+
+    jaxckpt.convert(tmp_path / "a", f"{root}/b", ocdbt=ocdbt)
+    jaxckpt.convert(f"{root}/b", tmp_path / "c")
+
+    assert same(jaxckpt.restore(f"{root}/b"), tree)
+    assert same(jaxckpt.restore(tmp_path / "c"), tree)
+    assert left_in_memory() == []
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_checkpoint_of_orbax_is_restored(root, golden, name):
+    """Of any release, after it was copied there."""
+    sample = golden(name)
+    storage, path = locate(root)
+    for file in (file for file in sample.path.rglob("*") if file.is_file()):
+        storage.write(f"{path}/{file.relative_to(sample.path)}", file.read_bytes())
+
+    tree = jaxckpt.restore(root, item=sample.about.get("item"))
+
+    assert compare.problems(sample, tree) == []
+    assert jaxckpt.verify(root).ok
+    assert left_in_memory() == []
+
+
+@pytest.mark.parametrize("ocdbt", [True, False])
+def test_only_the_wanted_chunks_are_fetched(root, make_mesh, ocdbt):
+    """They are in memory while the array is in use."""
+    split = NamedSharding(make_mesh(x=4), PartitionSpec("x"))
+    values = jax.device_put(RNG.integers(0, 9, (1024, 512), np.int32), split)
+    jaxckpt.save(f"{root}/a", {"w": values})
+    jaxckpt.convert(f"{root}/a", f"{root}/b", ocdbt=ocdbt)
+    storage, path = locate(f"{root}/b/state")
+    reader = _staged.open_reader(storage, path, database=ocdbt)
+
+    opened = reader.open("w/", 3, fill_missing=False, touches=lambda index: index == (1, 0))
+    array = opened.result()
+
+    assert np.array_equal(array[256:512].read().result(), values[256:512])
+    names = {key.partition("/")[2] for key in left_in_memory()}
+    assert names == {"zarr.json", "c/1/0"}
+    del opened
+    assert left_in_memory() == []
+
+
+def test_several_processes_save_together(root, mesh):
+    """Process 0 merges what the others wrote, by the nodes alone."""
+    split = NamedSharding(mesh, PartitionSpec("x", "y"))
+    tree = {
+        f"leaf_{n}": jax.device_put(RNG.integers(0, 9, (n, n), np.int32), split) for n in (8, 512)
+    }
+
+    simulate(2, lambda _: jaxckpt.save(f"{root}/a", tree), timeout_s=60)
+
+    assert same(jaxckpt.restore(f"{root}/a"), tree)
+    assert jaxckpt.verify(f"{root}/a").ok
+    assert left_in_memory() == []
+
+
+def test_a_failed_upload_fails_the_save(root, monkeypatch):
+    """The checkpoint is not there, and no array is kept in memory."""
+
+    def fail(*_):
+        raise OSError(5, "no answer")
+
+    monkeypatch.setattr(MemoryStorage, "write_parts", fail)
+
+    with pytest.raises(SaveFailed, match="no answer"):
+        jaxckpt.save(f"{root}/a", {"w": np.zeros(5 << 20, np.float32)})
+
+    with pytest.raises(FileNotFoundError):
+        jaxckpt.restore(f"{root}/a")
+    assert left_in_memory() == []
+
+
+def test_parts_are_of_one_size_but_the_last():
+    """Also where a value ends with a part, and of an empty value."""
+    keys = Keys({"driver": "memory", "path": "parts/"})
+    for size in (0, 5, 10, 11):
+        keys.write("a", bytes(range(size)))
+        parts = [*keys.parts("a", 5)]
+        assert b"".join(parts) == bytes(range(size))
+        assert all(len(part) == 5 for part in parts[:-1])
+    keys.delete("")
