@@ -109,7 +109,10 @@ def damaged(file: str, what: str, *, leaf: str | None = None) -> CorruptCheckpoi
 
 
 class StoreError(CheckpointError, OSError):
-    """An object store refused a request or did not answer; the message says what to do."""
+    """An object store refused a request, or it or a file system did not answer in time.
+
+    The message says what to do.
+    """
 
     def __init__(self, message: str, *, code: int = errno.EIO) -> None:
         super().__init__(message)

@@ -15,7 +15,7 @@ import pytest
 from jaxckpt.storage import LocalStorage
 from jaxckpt.storage._checks import clock
 from jaxckpt.storage._folder_checks import FolderPlace
-from jaxckpt.storage._mounts import find_mounts, mount_of
+from jaxckpt.storage._mounts import find_mounts, mounts
 from tests.commandline import TIMEOUT_S, cli, said_json
 
 CHECKS = [
@@ -121,7 +121,7 @@ def test_a_bucket_that_is_mounted_is_recognized(minor, point, kind, is_bucket):
 
 def test_the_file_system_of_a_path_is_found():
     """In the table of this system, where there is one."""
-    mount = mount_of(os.stat("/dev/shm").st_dev)
+    mount = mounts().get(os.stat("/dev/shm").st_dev)
 
     assert mount is not None
     assert Path(mount.point).is_dir()

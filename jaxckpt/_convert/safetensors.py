@@ -45,7 +45,7 @@ from jaxckpt.format import safetensors
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.safetensors import Header, Tensor
 from jaxckpt.format.tree import NAMED, Leaf, StoredArray, Tree
-from jaxckpt.storage import LocalStorage, Storage, locate
+from jaxckpt.storage import Storage, locate
 
 _REGION_BYTES: Final = 32 << 20
 
@@ -152,7 +152,7 @@ class _Model:
 
 def _local(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     storage, file = locate(path)
-    if not isinstance(storage, LocalStorage):
+    if storage.scheme != "file":
         raise UnsupportedFormat(f"{path}: safetensors files must be on a local file system")
     return storage, file
 

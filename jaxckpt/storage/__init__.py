@@ -6,18 +6,18 @@ TensorStore is imported only for memory stores, or with `jaxckpt.storage._arrays
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import posixpath
 import re
 import shutil
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from urllib.parse import unquote
 
-from jaxckpt.errors import UnsupportedFormat
+from jaxckpt.errors import StoreError, UnsupportedFormat
 from jaxckpt.storage._ahead import held, now
+from jaxckpt.storage._limit import LimitedStorage, ask
 from jaxckpt.storage._local import (
     LocalStorage,
     files_in,
@@ -25,7 +25,7 @@ from jaxckpt.storage._local import (
     listing,
     usable_cores,
 )
-from jaxckpt.storage._mounts import mount_of
+from jaxckpt.storage._mounts import mounts
 from jaxckpt.storage._protocol import Entry, EntryKind, Hold, Storage
 from jaxckpt.storage._settings import SCHEMES, StoreSettings, use_store
 
@@ -72,6 +72,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     Raises:
         ValueError: the path is empty, contains NUL or a backslash, or is a URL without a name.
         UnsupportedFormat: jaxckpt has no storage for the URL's scheme.
+        StoreError: the file system of the path does not answer.
 
     Example:
         >>> locate("/runs/./vit//b16/")[1]
@@ -110,40 +111,46 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     absolute = "/" + os.path.abspath(local).lstrip("/")
     device, there = None, absolute
     while device is None:  # at least the root exists
-        with contextlib.suppress(OSError, ValueError):
-            device = os.stat(there).st_dev
-        there = os.path.dirname(there)
+        try:
+            device = ask()(os.stat, there).st_dev
+        except StoreError:
+            raise
+        except (OSError, ValueError):
+            there = os.path.dirname(there)
     return _storage_on(device), absolute
 
 
 # The number of a device says where a path is however many links led there. It is used again only
 # when its mount is gone.
 @cache
-def _storage_on(device: int) -> LocalStorage:
+def _storage_on(device: int) -> Storage:
     """Returns the storage for the files of a device, and logs the first time what it lacks."""
-    mount = mount_of(device)
-    if mount is None or not mount.is_bucket:
+    mount = mounts().get(device)
+    if mount is None or not mount.may_hang:
         return LocalStorage()
-    _logger.info(
-        "%s is a mounted bucket (%s) without an atomic rename: a step is committed by the file "
-        "that is written last, as in an object store",
-        mount.point,
-        mount.kind,
-    )
-    return LocalStorage(atomic_rename=False)
+    ask.cache_clear()  # it may have been mounted since
+    if mount.is_bucket:
+        _logger.info(
+            "%s is a mounted bucket (%s) without an atomic rename: a step is committed by the file "
+            "that is written last, as in an object store",
+            mount.point,
+            mount.kind,
+        )
+    local = LocalStorage(atomic_rename=not mount.is_bucket)
+    return cast("Storage", LimitedStorage(local, mount))
 
 
 def free_bytes(path: str) -> int | None:
     """Returns how much can still be written to a local directory; None if that is unknown."""
     try:
-        return shutil.disk_usage(path).free
+        return ask()(shutil.disk_usage, path).free
     except OSError:
         return None
 
 
 def real(storage: Storage, path: str) -> str:
     """Follows a link to a checkpoint, such as the newest step; never for what is inside one."""
-    return os.path.realpath(path) if storage.scheme == "file" else path
+    return ask()(os.path.realpath, path) if storage.scheme == "file" else path
 
 
 def beside(path: str, name: str) -> str:

@@ -6,6 +6,8 @@ TensorStore is slow to import. Interactive commands (`ls`, `du`) never reach thi
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import threading
@@ -26,6 +28,7 @@ from jaxckpt.errors import (
 )
 from jaxckpt.format.names import OCDBT_DATA, OCDBT_MANIFEST
 from jaxckpt.storage._local import usable_cores
+from jaxckpt.storage._settings import limit_s
 
 # TensorStore has no deadline for a request to a store unless libcurl is told of one, before the
 # first request: a connection that moves no byte for this long is given up, and tried again.
@@ -67,6 +70,45 @@ def context() -> ts.Context:
                 }
             )
         return _context
+
+
+# TensorStore writes 32 files at a time, each of up to `_DATA_FILE_BYTES`: a slow file system may
+# complete none of them for a while.
+_QUIET: Final = 4
+_SOON_S: Final = 1.0
+
+
+def _wait(pending: Any, place: str) -> Any:
+    """Returns a result of TensorStore; StoreError if it completes no request to any store for long.
+
+    Args:
+        place: Of the data, for the error.
+    """
+    before, patience_s = None, _SOON_S
+    while True:
+        with contextlib.suppress(TimeoutError):
+            return pending.result(timeout=patience_s)
+        if pending.done():  # in time, with an error of this class
+            return pending.result()
+        now = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/")
+        if now == before:
+            raise StoreError(
+                f"{place}: nothing was read or written for {patience_s:g} s on "
+                f"{os.uname().nodename}: the store or file system does not answer. Repair it and "
+                "try again.",
+                code=errno.ETIMEDOUT,
+            )
+        before, patience_s = now, _QUIET * limit_s()
+
+
+class _Waited(NamedTuple):
+    """A result of TensorStore that is waited for with a limit."""
+
+    pending: Any
+    place: str
+
+    def result(self) -> Any:
+        return _wait(self.pending, self.place)
 
 
 class Keys:
@@ -187,7 +229,7 @@ class Database:
         """Returns the file of the manifest and forgets it; empty if nothing was written."""
         keys = Keys(self._manifest)
         data = keys.read(OCDBT_MANIFEST)
-        keys.delete("")
+        keys.delete_key(OCDBT_MANIFEST)
         return data or b""
 
 
@@ -236,10 +278,11 @@ class Writer:
 
     def commit(self) -> None:
         """Writes everything; after the return it is on disk."""
+        place = str(self._spec.get("base", self._spec)["path"])
         if self._transaction is not None:
-            self._transaction.commit_sync()
+            _wait(self._transaction.commit_async(), place)
         for pending in self._pending:
-            pending.result()
+            _wait(pending, place)
         self._pending.clear()
 
     def abort(self) -> None:
@@ -252,7 +295,7 @@ class Writer:
 def _open_array(
     spec: Mapping[str, Any], transaction: ts.Transaction | None, **how: Any
 ) -> ts.TensorStore:
-    return ts.open(
+    array = ts.open(
         {
             **spec,
             "store_data_equal_to_fill_value": True,
@@ -262,7 +305,9 @@ def _open_array(
         context=context(),
         transaction=transaction,
         **how,
-    ).result()
+    )
+    kvstore = spec["kvstore"]
+    return _wait(array, kvstore.get("base", kvstore)["path"])
 
 
 def _database(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,8 +340,8 @@ def merge_databases(parent: Database, children: Sequence[str]) -> bytes:
         source = ts.KvStore.open(_database(spec), context=context()).result()
         copies.append(source.experimental_copy_range_to(target))
     for copy in copies:
-        copy.result()
-    transaction.commit_sync()
+        _wait(copy, str(parent.base["path"]))
+    _wait(transaction.commit_async(), str(parent.base["path"]))
     if parent.upload:
         parent.upload()
     return parent.take_manifest()
@@ -319,16 +364,17 @@ class Reader:
         self._base = "" if database else self._spec.get("path", "")
         limit = {"total_bytes_limit": _NODE_CACHE_BYTES}
         self._context = ts.Context({_NODES: limit} if database else {}, context())
-        self._store = ts.KvStore.open(self._spec, context=self._context).result()
+        self._place = str(spec["path"])
+        self._store = _wait(ts.KvStore.open(self._spec, context=self._context), self._place)
 
     def values(self, wanted: Sequence[tuple[str, slice | None]]) -> list[bytes | None]:
         """Returns values by key, or parts of their bytes; None for a key that does not exist."""
         reads = [self._store.read(key, byte_range=part) for key, part in wanted]
-        found = [read.result() for read in reads]
+        found = [_wait(read, self._place) for read in reads]
         return [one.value if one.state == "value" else None for one in found]
 
     def keys(self) -> list[str]:
-        return sorted(key.decode() for key in self._store.list().result())
+        return sorted(key.decode() for key in _wait(self._store.list(), self._place))
 
     def open(
         self,
@@ -339,7 +385,7 @@ class Reader:
         touches: Callable[[tuple[int, ...]], bool] | None = None,  # for `StagedReader`
     ) -> Pending:
         """Starts to open an array; the result is for `read_into`."""
-        return ts.open(
+        array = ts.open(
             {
                 "driver": "zarr3" if zarr_version == 3 else "zarr",
                 "kvstore": {**self._spec, "path": self._base + prefix},
@@ -351,6 +397,7 @@ class Reader:
             open=True,
             read=True,
         )
+        return _Waited(array, self._place)
 
 
 class Extent(NamedTuple):
@@ -406,7 +453,8 @@ def extents(
     while nodes:
         if any(_REFERENCE.fullmatch(location) is None for location, _, _ in nodes):
             return None
-        dump.prepare([location for location, _, _ in nodes])
+        if fetch is not None:
+            dump.prepare(fetch, [location for location, _, _ in nodes])
         location, prefix, height = nodes.pop()
         try:
             node = dump.node(location)
@@ -444,10 +492,10 @@ class _Dump:
             return _dump(self._spec)
         return _dump_bytes(OCDBT_MANIFEST, self._manifest)
 
-    def prepare(self, locations: Sequence[str]) -> None:
+    def prepare(self, fetch: Fetch, locations: Sequence[str]) -> None:
         """Reads nodes, all at once."""
-        if self._fetch is not None and (new := [n for n in locations if n not in self._nodes]):
-            found = self._fetch([_place(location) for location in new])
+        if new := [n for n in locations if n not in self._nodes]:
+            found = fetch([_place(location) for location in new])
             self._nodes.update(zip(new, found, strict=True))
 
     def node(self, location: str) -> Any:
@@ -472,7 +520,7 @@ def _place(location: str) -> Extent:
 
 def _dump(spec: Mapping[str, Any], *location: str) -> Any:
     base = ts.KvStore.open(dict(spec), context=context()).result()
-    return ts.ocdbt.dump(base, *location, context=context()).result()
+    return _wait(ts.ocdbt.dump(base, *location, context=context()), str(spec["path"]))
 
 
 def _dump_bytes(name: str, data: bytes, *location: str) -> Any:
@@ -502,8 +550,9 @@ def read_into(
     Uses one batch: a chunk that several parts need is read, checked and decoded once.
     """
     with ts.Batch() as batch:
+        place = array.kvstore.url if array.kvstore else ""
         return [
-            ts.array(out, context=context()).write(array[where], batch=batch)
+            _Waited(ts.array(out, context=context()).write(array[where], batch=batch), place)
             for where, out in zip(wheres, outs, strict=True)
         ]
 

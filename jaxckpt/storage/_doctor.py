@@ -26,6 +26,8 @@ def examine(path: str) -> list[Finding]:
     try:
         place = _place(path, scheme)
     except StoreError as error:
+        if scheme not in SCHEMES:  # a file system that hangs
+            raise
         advice = "correct StoreSettings, or the environment"
         return [Finding(name="credentials", state="failed", advice=advice, error=str(error))]
     return try_out(place)

@@ -24,7 +24,7 @@ from jaxckpt.storage._checks import (
     write_large,
 )
 from jaxckpt.storage._local import temporary_sibling
-from jaxckpt.storage._mounts import mount_of
+from jaxckpt.storage._mounts import mounts
 from jaxckpt.storage._protocol import Storage
 
 _ADVICE: Final[Mapping[int | None, str]] = {
@@ -83,7 +83,7 @@ class FolderPlace:
         self._storage.delete(self._folder)
 
     def _file_system(self) -> Finding:
-        mount = mount_of(os.stat(self._path).st_dev)
+        mount = mounts().get(os.stat(self._path).st_dev)
         if mount is None:
             return Finding(text="unknown")
         text = f"{mount.kind} on {mount.point}"

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
+from jaxckpt.storage._limit import here
 from jaxckpt.storage._protocol import Entry, EntryKind, Hold, Storage
 
 _TEMPORARY = ".jaxckpt-tmp-"
@@ -179,12 +180,14 @@ class LocalStorage:
             return sorted(os.listdir(path))
 
     def entries(self, path: str) -> dict[str, Entry]:
-        found = {}
+        found, call = {}, getattr(here, "call", None)
         with _about(path), os.scandir(path) as scan:
             for entry in scan:
                 if entry.is_dir(follow_symlinks=False):
                     found[entry.name] = Entry("dir", 0)
                     continue
+                if call is not None:
+                    call.move(entry.path)
                 with contextlib.suppress(FileNotFoundError):  # deleted during the scan
                     status = entry.stat(follow_symlinks=False)
                     is_file = stat.S_ISREG(status.st_mode)
@@ -551,6 +554,8 @@ def _renameat2(src: str, dst: str, flags: int) -> bool:
 @contextlib.contextmanager
 def _about(path: str, other: str | None = None) -> Iterator[None]:
     """Adds the caller's path to an OSError that names no path, or a temporary file."""
+    if (call := getattr(here, "call", None)) is not None:
+        call.move(path)
     try:
         yield
     except OSError as error:

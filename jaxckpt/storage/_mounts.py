@@ -10,6 +10,10 @@ _TABLE: Final = "/proc/self/mountinfo"  # Linux only
 # Plain "fuse" is the type that mount-s3 has, and gcsfuse as a volume of GKE. JuiceFS is missing
 # because a rename is one transaction there.
 _BUCKETS: Final = ("fuse", "fuse.gcsfuse", "fuse.mountpoint-s3", "fuse.rclone", "fuse.s3fs")
+_NETWORKS: Final = frozenset(
+    "9p afs autofs beegfs ceph cifs fuse gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs "
+    "panfs pvfs2 smb3 smbfs virtiofs wekafs".split()
+)
 
 
 class Mount(NamedTuple):
@@ -23,14 +27,19 @@ class Mount(NamedTuple):
         """Whether this is a bucket, in which a rename copies and deletes."""
         return self.kind in _BUCKETS
 
+    @property
+    def may_hang(self) -> bool:
+        """Whether its calls wait for a server or a program, while a broken disk returns errors."""
+        return self.kind.partition(".")[0] in _NETWORKS
 
-def mount_of(device: int) -> Mount | None:
-    """Returns the file system of a device, `st_dev` of a file; None if it is unknown."""
+
+def mounts() -> dict[int, Mount]:
+    """Returns the mounts by the number of their device, `st_dev` of their files, if it is known."""
     try:
         with open(_TABLE, encoding="utf-8", errors="surrogateescape") as file:
-            return find_mounts(file.read()).get(device)
+            return find_mounts(file.read())
     except OSError:
-        return None
+        return {}
 
 
 def find_mounts(table: str) -> dict[int, Mount]:

@@ -35,7 +35,8 @@ class StoreSettings:
             `"environment"`: environment variables only; `"anonymous"`: none. Never stored.
         single_writer: Whether you guarantee that only one job writes to these buckets at a time. A
             store whose conditional writes do not work is refused without it.
-        timeout_s: Seconds after which a request has failed, all tries included.
+        timeout_s: Seconds after which a request has failed, all tries included, or a call to a
+            network file system.
         stall_s: Seconds without a byte after which one try is given up.
         tries: How often a request is sent before it has failed.
         lease_s: Seconds after which the lock of a writer that no longer renews it is over.
@@ -71,11 +72,10 @@ def use_store(url: str, settings: StoreSettings) -> None:
     Every process calls it before the bucket's first use.
 
     Args:
-        url: Such as `s3://bucket` or `s3://`.
+        url: Such as `s3://bucket` or `s3://`; or `file://`, where only `timeout_s` counts.
 
     Raises:
-        ValueError: the URL has a path or a scheme that is no object store's, or the endpoint does
-            not suit it.
+        ValueError: the URL has a path or an unknown scheme, or the endpoint does not suit it.
 
     Example:
         >>> import jaxckpt
@@ -85,8 +85,9 @@ def use_store(url: str, settings: StoreSettings) -> None:
         ... )
     """
     scheme, _, bucket = url.partition("://")
-    if scheme not in SCHEMES or "/" in bucket.rstrip("/"):
-        raise ValueError(f"url must be such as 's3://bucket' or 's3://', got {url!r}")
+    is_place = scheme in SCHEMES or (scheme == "file" and not bucket)
+    if not is_place or "/" in bucket.rstrip("/"):
+        raise ValueError(f"url must be such as 's3://bucket', 's3://' or 'file://', got {url!r}")
     if scheme != "az" and "/" in (settings.endpoint or "").partition("://")[2].rstrip("/"):
         raise ValueError(f"endpoint must have no path for {scheme}://, got {settings.endpoint!r}")
     _given[f"{scheme}://{bucket.rstrip('/')}"] = settings
@@ -98,6 +99,14 @@ def settings_of(scheme: str, bucket: str) -> StoreSettings:
         if name in _given:
             return _given[name]
     return _from_environment(scheme, os.environ)
+
+
+_default: Final = StoreSettings()
+
+
+def limit_s() -> float:
+    """Returns how long a call to a file system that may hang is waited for."""
+    return _given.get("file://", _default).timeout_s
 
 
 def _from_environment(scheme: str, env: Mapping[str, str]) -> StoreSettings:

@@ -12,13 +12,15 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 
 import jaxckpt
-from jaxckpt.errors import StepExists, UnsupportedFormat
-from jaxckpt.storage import _storage_on, locate
+from jaxckpt.errors import StepExists, StoreError, UnsupportedFormat
+from jaxckpt.storage import _settings, _storage_on, locate
+from jaxckpt.storage._arrays import Writer
 from tests.storage_contract import StorageContract
 from tests.stores.servers import ACCESS_KEY, SECRET_KEY
 
@@ -27,8 +29,8 @@ _START_TIMEOUT_S = 20.0
 
 
 @pytest.fixture(scope="module")
-def mount(moto_server, tmp_path_factory):
-    """The directory of a mounted bucket."""
+def mounted(moto_server, tmp_path_factory):
+    """The directory of a mounted bucket, and the process that answers for it."""
     if shutil.which("s3fs") is None or not os.access("/dev/fuse", os.W_OK):
         pytest.skip("needs s3fs, and /dev/fuse to mount it")
     folder = tmp_path_factory.mktemp("mount")
@@ -44,12 +46,30 @@ def mount(moto_server, tmp_path_factory):
             if process.poll() is not None or time.monotonic() > deadline:
                 pytest.skip("s3fs cannot mount here")
             time.sleep(0.05)
-        yield folder
+        yield folder, process
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=False)
         process.terminate()
         process.wait()
         _storage_on.cache_clear()  # the next mount may have the same number
+
+
+@pytest.fixture(scope="module")
+def mount(mounted):
+    return mounted[0]
+
+
+@pytest.fixture
+def stop(mounted, monkeypatch):
+    """A function that makes the file system hang until the end of the test, with a short limit."""
+    process = mounted[1]
+
+    def stop():
+        monkeypatch.setitem(_settings._given, "file://", jaxckpt.StoreSettings(timeout_s=0.5))
+        process.send_signal(signal.SIGSTOP)
+
+    yield stop
+    process.send_signal(signal.SIGCONT)
 
 
 @pytest.fixture
@@ -132,6 +152,78 @@ def test_a_run_keeps_its_last_steps(root):
     with jaxckpt.CheckpointManager(root, mode="r") as manager:
         assert manager.all_steps() == [4, 5]
         assert is_tree(manager.restore(), 5)
+
+
+CALLS = {
+    "save": lambda root: jaxckpt.save(root / "b", tree(2)),
+    "save_async": lambda root: jaxckpt.save_async(root / "b", tree(2)).result(),
+    "restore": lambda root: jaxckpt.restore(root / "a"),
+    "open": lambda root: jaxckpt.open(root / "a"),
+    "manager": lambda root: jaxckpt.CheckpointManager(root / "run").close(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_mount_that_hangs_raises(root, mounted, stop, monkeypatch, call):
+    """The error names what waits for what; the next call works when the mount answers again."""
+    jaxckpt.save(root / "a", tree(1))
+    limited: Any = locate(root)[0]
+    stop()
+
+    with pytest.raises(StoreError, match=r"has not returned for .* does not answer"):
+        CALLS[call](root)
+
+    mounted[1].send_signal(signal.SIGCONT)
+    monkeypatch.delitem(_settings._given, "file://")
+    while limited._hanging:
+        time.sleep(0.05)
+    jaxckpt.save(root / "c", tree(3))
+    assert is_tree(jaxckpt.restore(root / "a"), 1)
+
+
+def test_a_manager_reports_a_mount_that_hangs(root, stop):
+    """At the next call; when the mount answers again, the steps are those that were committed."""
+    with jaxckpt.CheckpointManager(root) as manager:
+        manager.save(1, tree(1))
+        manager.wait_until_finished()
+        stop()
+        manager.save(2, tree(2))
+        with pytest.raises(StoreError, match="does not answer"):
+            manager.wait_until_finished()
+
+
+def test_a_mount_that_hangs_while_arrays_are_written_raises(root, stop, monkeypatch):
+    """TensorStore's own threads stay behind then."""
+    real = Writer.commit
+
+    def commit(self):
+        stop()
+        real(self)
+
+    monkeypatch.setattr(Writer, "commit", commit)
+
+    with pytest.raises(StoreError, match="nothing was read or written for 2 s"):
+        jaxckpt.save(root / "a", tree(1))
+
+
+def test_a_program_ends_although_its_mount_hangs(root, stop):
+    """With the error, and without waiting for the threads that were left behind."""
+    jaxckpt.save(root / "a", tree(1))
+    program = (
+        "import jaxckpt\n"
+        "jaxckpt.use_store('file://', jaxckpt.StoreSettings(timeout_s=0.5))\n"
+        "input()\n"
+        f"jaxckpt.restore({str(root / 'a')!r})\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    stop()
+
+    _, said = child.communicate("\n", timeout=60)
+
+    assert "jaxckpt.errors.StoreError" in said
+    assert child.returncode == 1
 
 
 @pytest.mark.slow
