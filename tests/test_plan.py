@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxckpt._core import box as _box
 from jaxckpt._core.box import Box
 from jaxckpt._core.plan import (
+    MAX_CHUNK_BYTES,
     MIN_SLICE_BYTES,
     ArraySpec,
     Grid,
@@ -155,6 +156,24 @@ def test_a_large_replicated_array_is_cut_into_equal_slices():
     assert plan(1021, 0).stored[0].chunk_shape == (1021, 1024)
     assert plan(4 * 1021, 0).stored[0].chunk_shape == (1021, 1024)
     assert plan(1023 * 4 + 1, 0).stored[0].chunk_shape == (1023 * 4 + 1, 256)
+
+
+@pytest.mark.parametrize("rows", [1 << 20, 3 << 20, 5 * (1 << 20) + 1024])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_chunk_is_one_request_to_a_store(rows, on_host):
+    """S3 takes 5 GB in one request, so a larger shard has several chunks."""
+    shape = (2 * rows, 1024)
+    placement = None if on_host else grid_placement(shape, (2, 1), 1, 2)[0]
+    spec = ArraySpec(shape=shape, dtype="float32", itemsize=4, placement=placement)
+
+    plan = plan_save([spec], process=0)
+
+    check_plans([spec], [plan])
+    [stored] = plan.stored
+    size = math.prod(stored.chunk_shape) * 4
+    assert MAX_CHUNK_BYTES // 16 <= size <= MAX_CHUNK_BYTES < 5 * 10**9
+    assert len(plan.writes) == math.prod(shape) * 4 // size
+    assert all(c % i == 0 for c, i in zip(stored.chunk_shape, stored.inner_shape, strict=True))
 
 
 @pytest.mark.parametrize("count", [1, 7, 512, pytest.param(4096, marks=pytest.mark.slow)])

@@ -470,3 +470,19 @@ def test_a_tree_that_contains_itself_is_refused(tmp_path):
     ] * 2
     assert "at children/0/children/0/children/..." in lines[0]
     assert set(os.listdir(tmp_path)) == {"a", "run"}
+
+
+def test_a_shard_of_several_chunks(tmp_path, mesh, monkeypatch):
+    """What a store takes in one request is less than a shard may have."""
+    monkeypatch.setattr("jaxckpt._core.plan.MAX_CHUNK_BYTES", 1 << 19)
+    values = np.random.default_rng(0).integers(0, 9, (1024, 1536), np.int32)
+    split = NamedSharding(mesh, P("x"))
+    tree = {"split": jax.device_put(values, split), "host": values}
+
+    jaxckpt.save(tmp_path / "a", tree)
+
+    assert jaxckpt.verify(tmp_path / "a").ok
+    for name, found in jaxckpt.restore(tmp_path / "a", tree).items():
+        assert np.array_equal(found, values), name
+    assert len(chunks_of(tmp_path / "a", "host")) == 16
+    assert len(chunks_of(tmp_path / "a", "split")) == 16

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # Smaller slices cost more in requests than they gain in balance.
 MIN_SLICE_BYTES: Final = 1 << 20
+# A large chunk is one request, and S3 takes no more than 5 GB in one.
+MAX_CHUNK_BYTES: Final = 4 << 30
 _MAX_KEPT_CHUNKS: Final = 64
 
 
@@ -138,9 +140,10 @@ def plan_save(arrays: Sequence[ArraySpec], *, process: int) -> SavePlan:
     """Decides how each array is chunked and which chunks this process writes.
 
     Every element belongs to exactly one chunk, and every chunk to exactly one process. A chunk is
-    a device shard. If R processes replicate the shards of an array, each writes 1/R of every shard,
-    provided that a dimension divides by R and the slice has at least `MIN_SLICE_BYTES`; otherwise
-    each whole shard goes to the holder with the fewest bytes so far.
+    a device shard, or an equal part of one that is larger than `MAX_CHUNK_BYTES`, if its sides have
+    suitable divisors. If R processes replicate the shards of an array, each writes 1/R of every
+    shard, provided that a dimension divides by R and the slice has at least `MIN_SLICE_BYTES`;
+    otherwise each whole shard goes to the holder with the fewest bytes so far.
 
     Args:
         arrays: In tree order, the same on every process.
@@ -160,6 +163,9 @@ def plan_save(arrays: Sequence[ArraySpec], *, process: int) -> SavePlan:
             chunk_shape, owned = array.shape, [(everything, everything)] if process == 0 else []
         else:
             chunk_shape, owned = _device_chunks(array, array.placement, process, loads)
+        if smaller := inner_shape(chunk_shape, array.itemsize, MAX_CHUNK_BYTES):
+            chunk_shape = smaller
+            owned = [(part, shard) for box, shard in owned for part in _box.cut(box, smaller)]
         # zarr forbids chunks of size zero; an empty array has no chunks.
         chunk_shape = tuple(max(1, n) for n in chunk_shape)
         stored.append(

@@ -70,8 +70,10 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return np.dtype(np.bool_) if name == "bool" else np.dtype(getattr(ml_dtypes, name))
 
 
-def inner_shape(chunk_shape: Sequence[int], itemsize: int) -> tuple[int, ...] | None:
-    """Splits a chunk into equal inner chunks of at most `MAX_UNIT_BYTES`.
+def inner_shape(
+    chunk_shape: Sequence[int], itemsize: int, most_bytes: int = MAX_UNIT_BYTES
+) -> tuple[int, ...] | None:
+    """Splits a chunk into equal inner chunks of at most `most_bytes`.
 
     Returns None if the chunk is small, or if its sides only have divisors that give tiny pieces.
     Splits as few dimensions as possible, the first ones first, so that an inner chunk is contiguous
@@ -82,16 +84,16 @@ def inner_shape(chunk_shape: Sequence[int], itemsize: int) -> tuple[int, ...] | 
         (2048, 4096)
     """
     shape = list(chunk_shape)
-    if math.prod(shape) * itemsize <= MAX_UNIT_BYTES:
+    if math.prod(shape) * itemsize <= most_bytes:
         return None
-    while (size := math.prod(shape) * itemsize) > MAX_UNIT_BYTES:
+    while (size := math.prod(shape) * itemsize) > most_bytes:
         choices = []
         for axis, dim in enumerate(shape):
-            parts = _smallest_divisor(dim, at_least=math.ceil(size / MAX_UNIT_BYTES))
+            parts = _smallest_divisor(dim, at_least=math.ceil(size / most_bytes))
             choices.append((size // parts, -axis, parts))
         # Pieces that are far too small cost more than splitting a later axis.
-        good = [c for c in choices if MAX_UNIT_BYTES // 16 <= c[0] <= MAX_UNIT_BYTES]
-        fitting = [c for c in choices if c[0] <= MAX_UNIT_BYTES]
+        good = [c for c in choices if most_bytes // 16 <= c[0] <= most_bytes]
+        fitting = [c for c in choices if c[0] <= most_bytes]
         best = max(good, key=lambda c: c[1]) if good else max(fitting, default=min(choices))
         _, axis, parts = best
         shape[-axis] //= parts
