@@ -26,6 +26,7 @@ import posixpath
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record
@@ -176,6 +177,28 @@ def remove(storage: Storage, path: str) -> None:
     if not storage.atomic_rename:
         storage.delete_files([f"{path}/{names.COMMIT_MARKER}"])
     discard(storage, path)
+
+
+def move_aside(storage: Storage, path: str, aside: str) -> None:
+    """Gives a checkpoint a name under which nothing restores it.
+
+    Without a rename, copies it and removes it once the copy is whole; an error leaves it there.
+    """
+    if storage.atomic_rename:
+        storage.rename(path, aside)
+        return
+
+    def copy(file: str) -> None:
+        storage.make_dir(posixpath.dirname(f"{aside}/{file}"))
+        storage.link(f"{path}/{file}", f"{aside}/{file}")
+
+    try:
+        storage.together([partial(copy, file) for file in storage.files(path)])
+    except BaseException:
+        with contextlib.suppress(OSError):
+            storage.delete(aside)
+        raise
+    remove(storage, path)
 
 
 def remove_work(storage: Storage, path: str) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import errno
 import posixpath
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Final, final
 
@@ -174,6 +174,8 @@ class Deletion:
     def set_aside(self, number: int, why: str, *, file: str | None = None) -> None:
         """Takes a damaged step out of the run; only reports a step of another program.
 
+        Nothing of it is lost: it gets another name, or where that is impossible is copied.
+
         Args:
             file: The damaged file. If it is jaxckpt's record, jaxckpt wrote the step.
         """
@@ -181,14 +183,26 @@ class Deletion:
         if file != f"{path}/{names.RECORD}" and not is_ours(index.storage, path):
             index.report(f"step {number} is damaged and is skipped: {why}")
             return
+        index.forget(number)
         aside = f"{index.root}/{names.set_aside(posixpath.basename(path), secrets.token_hex(4))}"
         try:
-            index.storage.rename(path, aside)
+            with self._named_as_doomed(posixpath.basename(path)):
+                _removal.move_aside(index.storage, path, aside)
         except OSError as error:
             index.report(f"step {number} is damaged and cannot be set aside ({error}): {why}")
             return
-        index.forget(number)
         index.report(f"step {number} is damaged and was set aside as {aside}: {why}")
+
+    @contextlib.contextmanager
+    def _named_as_doomed(self, name: str) -> Iterator[None]:
+        """Shows the next owner that a step was being removed, unless a rename does that at once."""
+        if self.index.storage.atomic_rename:
+            yield
+            return
+        doomed = f"{self.index.root}/{names.DOOMED}"
+        self.index.storage.write(doomed, run.encode_doomed([name]))
+        yield
+        self.index.storage.delete(doomed)
 
     def pin(self, number: int) -> None:
         """Keeps a step regardless of the policy."""

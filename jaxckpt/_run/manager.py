@@ -530,10 +530,10 @@ class CheckpointManager:
     def scrub(self) -> dict[int, VerifyReport]:
         """Reads every step back in full and compares it with its checksums.
 
-        Damaged steps are listed in `problems`; a manager with mode "w" also renames those written
-        by jaxckpt to set them aside, unless all steps are damaged. Nothing is deleted, and read
-        errors are only reported. The processes of a job divide the steps among themselves and may
-        take `timeout_s` for each.
+        Damaged steps are listed in `problems`; a manager with mode "w" also sets aside those
+        written by jaxckpt under another name, unless all steps are damaged. Nothing is lost, and
+        read errors are only reported. The processes of a job divide the steps among themselves and
+        may take `timeout_s` for each.
 
         Returns:
             The report of `jaxckpt.verify` for each step.

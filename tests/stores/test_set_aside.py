@@ -1,0 +1,127 @@
+"""A damaged step in a bucket is set aside, with all of its files, and its number is free again."""
+
+from __future__ import annotations
+
+import pytest
+
+import jaxckpt
+from jaxckpt.errors import CorruptCheckpoint
+from jaxckpt.format import names
+from jaxckpt.storage import _settings as settings_module
+from jaxckpt.storage import locate
+from tests.commandline import cli
+from tests.stores.children import is_state, reach, state
+from tests.stores.proxy import Answer
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    monkeypatch.setattr(settings_module, "_given", {})
+
+
+@pytest.fixture(params=["moto_server", "gcs_server"])
+def run(request, proxied):
+    """A run with the steps 1 to 3 behind a proxy: `url, proxy`."""
+    server, proxy = proxied(request.getfixturevalue(request.param))
+    url = f"{server.scheme}://{server.bucket}/run"
+    reach(url, server.env)
+    with jaxckpt.CheckpointManager(url) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+    yield url, proxy
+    proxy.heal()
+
+
+def contents(url):
+    storage, path = locate(url)
+    return {f: storage.read(f"{path}/{f}", max_bytes=1 << 30) for f in storage.files(path)}
+
+
+def largest(url):
+    """The data file with the large array."""
+    return max(((len(data), file) for file, data in contents(url).items()))[1]
+
+
+def damage(url):
+    storage, path = locate(url)
+    file = largest(url)
+    data = bytearray(contents(url)[file])
+    data[len(data) // 2] ^= 1
+    storage.write(f"{path}/{file}", bytes(data))
+    return contents(url)
+
+
+def set_aside(url):
+    return [name for name in locate(url)[0].names(url) if names.is_set_aside(name)]
+
+
+def test_a_resumed_job_saves_the_number_of_a_damaged_step_again(run):
+    """The step before is restored; every file of the damaged one stays, to look at."""
+    url, _ = run
+    damaged = damage(f"{url}/3")
+
+    with jaxckpt.CheckpointManager(url) as manager:
+        assert is_state(manager.restore(), 2)
+        assert manager.all_steps() == [1, 2]
+        manager.save(3, state(3)).result()
+        assert any("was set aside as" in problem for problem in manager.problems)
+
+    (aside,) = set_aside(url)
+    assert contents(f"{url}/{aside}") == damaged
+    with pytest.raises(CorruptCheckpoint):
+        jaxckpt.restore(f"{url}/{aside}")
+    assert "large" in jaxckpt.verify(f"{url}/{aside}").problems[0].message
+    assert is_state(jaxckpt.restore(f"{url}/3"), 3)
+    with jaxckpt.CheckpointManager(url) as manager:
+        assert manager.latest_step() == 3
+        assert any("set aside earlier" in problem for problem in manager.problems)
+
+
+@pytest.mark.parametrize("status", [403, 503])
+def test_a_step_that_cannot_be_read_now_is_not_set_aside(run, status):
+    """No permission and an outage are errors, and all stays as it is."""
+    url, proxy = run
+    before = contents(url)
+    proxy.add(Answer(status), method="GET", path=largest(f"{url}/3"))
+
+    with jaxckpt.CheckpointManager(url) as manager:
+        with pytest.raises(OSError, match=r"3/"):
+            manager.restore()
+        assert manager.all_steps() == [1, 2, 3]
+
+    proxy.heal()
+    assert set_aside(url) == []
+    changing = {names.OWNER, names.LOCK}
+    assert {f: data for f, data in contents(url).items() if f not in changing} == {
+        f: data for f, data in before.items() if f not in changing
+    }
+    assert is_state(jaxckpt.restore(url), 3)
+
+
+def test_a_step_that_cannot_be_copied_stays(run):
+    """And is reported; the job goes on from the step before."""
+    url, proxy = run
+    damaged = damage(f"{url}/3")
+    proxy.add(Answer(403), method="PUT", path="jaxckpt-bad")
+
+    with jaxckpt.CheckpointManager(url) as manager:
+        assert is_state(manager.restore(), 2)
+        assert any("cannot be set aside" in problem for problem in manager.problems)
+        assert manager.all_steps() == [1, 2, 3]
+
+    assert contents(f"{url}/3") == damaged
+    assert set_aside(url) == []
+
+
+def test_scrub_sets_a_damaged_step_aside(run):
+    """Also one that is not the newest."""
+    url, _ = run
+    damaged = damage(f"{url}/2")
+
+    code, out, err = cli("scrub", url, "--yes")
+
+    assert code == 1, (out, err)
+    (aside,) = set_aside(url)
+    assert contents(f"{url}/{aside}") == damaged
+    with jaxckpt.CheckpointManager(url, mode="r") as manager:
+        assert manager.all_steps() == [1, 3]
