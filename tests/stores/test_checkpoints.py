@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -128,6 +130,26 @@ def test_a_run_keeps_its_last_steps(root, tree):
 
     files = locate(root)[0].files(f"{root}/run")
     assert {name.partition("/")[0] for name in files if "/" in name} == {"3", "4"}
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)"])
+def test_a_program_that_ends_without_closing_its_manager_commits(root, ending):
+    """However it ends, its saves in the background are whole."""
+    program = f"""
+import sys, jaxckpt, numpy as np
+manager = jaxckpt.CheckpointManager(sys.argv[1])
+for step in (1, 2):
+    manager.save(step, {{"w": np.full(1 << 18, step)}})
+{ending}
+"""
+    argv = [sys.executable, "-c", program, f"{root}/run"]
+    ended = subprocess.run(argv, capture_output=True, text=True, check=False)
+
+    assert ended.returncode == (3 if ending else 0), ended.stderr
+    with jaxckpt.CheckpointManager(f"{root}/run", mode="r") as manager:
+        assert manager.all_steps() == [1, 2]
+        assert np.array_equal(manager.restore()["w"], np.full(1 << 18, 2))
+    assert jaxckpt.verify(f"{root}/run").ok
 
 
 def test_a_second_job_takes_the_run_over(root, tree, caplog):
