@@ -43,7 +43,9 @@ test: $(VENV)/.installed-test
 	PYTEST_DEBUG_TEMPROOT=$(TEST_DIR) $(python) -m pytest -n auto --maxprocesses 2 --dist worksteal $(PYTEST_ARGS)
 
 stores: $(VENV)/.installed-test
-	$(python) -m pytest -m "stores and not slow" -n auto --maxprocesses 2 --dist worksteal $(PYTEST_ARGS)
+	@mkdir -p build
+	$(python) -m pytest -m "stores and not slow" -n auto --maxprocesses 2 --dist worksteal \
+	  --scorecard build/stores.md --scorecard-of stores $(PYTEST_ARGS)
 
 faults: $(VENV)/.installed-test
 	@mkdir -p build

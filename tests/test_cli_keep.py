@@ -257,7 +257,7 @@ class WithoutLocks:
     def __getattr__(self, name):
         return getattr(LocalStorage(), name)
 
-    def hold(self, path):
+    def hold(self, path, data=None):
         raise io.UnsupportedOperation(95, f"no locks: {path}")
 
 

@@ -198,8 +198,8 @@ def code_lines(source: str) -> int:
 
 def test_the_package_stays_small():
     """Lines in all, and of code, without the command line, integrations, testing, convert."""
-    assert sum(source.count("\n") for source in sources()) <= 21_130
-    assert sum(map(code_lines, sources())) <= 14_420
+    assert sum(source.count("\n") for source in sources()) <= 21_220
+    assert sum(map(code_lines, sources())) <= 14_510
 
 
 def test_functions_stay_short():

@@ -283,6 +283,75 @@ def test_a_living_writer_is_left_alone(new_disk, caplog):
     world.check_next_save()
 
 
+class Stalling:
+    """A storage that calls `meanwhile()` once, before the call of number `at`.
+
+    If `lapses`, its locks are over by then, as leases are.
+    """
+
+    def __init__(self, inner, at, meanwhile, *, lapses):
+        self.atomic_rename, self.scheme = inner.atomic_rename, inner.scheme
+        self.reads_at_once = inner.reads_at_once
+        self.done = False
+        self._inner, self._at, self._meanwhile, self._lapses = inner, at, meanwhile, lapses
+        self._count, self._holds = itertools.count(), []
+
+    def __getattr__(self, verb):
+        def call(*args, **kwargs):
+            if next(self._count) == self._at:
+                self.done = True
+                for hold in self._holds if self._lapses else ():
+                    hold.release()
+                self._meanwhile()
+            return getattr(self._inner, verb)(*args, **kwargs)
+
+        return call
+
+    def claim(self, path, data):
+        return self._kept(self.__getattr__("claim")(path, data))
+
+    def hold(self, path, data=None):
+        return self._kept(self.__getattr__("hold")(path, data))
+
+    def _kept(self, hold):
+        self._holds += [] if hold is None else [hold]
+        return hold
+
+    def together(self, calls):
+        return [call() for call in calls]
+
+
+# A lock that lapses between two calls of a deletion is not among them: RELIABILITY.md says so.
+@pytest.mark.parametrize(("leftover", "lapses"), [(False, False), (False, True), (True, False)])
+def test_of_two_writers_where_nothing_can_be_renamed_one_wins(leftover, lapses):
+    """One stalls at any call, and the other one saves meanwhile: who is told of success has it."""
+    told = set()
+    for at in itertools.count():
+        world, acknowledged = World(MemoryStorage(), f"/{uuid.uuid4()}"), []
+        if leftover:
+            with contextlib.suppress(SimulatedCrash):
+                world.save(CrashingStorage(world.storage, 12), 3)
+
+        def save(storage, seed, world=world, acknowledged=acknowledged):
+            job = world.job(storage, seed)
+            job._before = None  # as in another process, which does not wait for it
+            with contextlib.suppress(jaxckpt.CheckpointError):
+                job.run()
+                acknowledged.append(seed)
+
+        storage = Stalling(world.storage, at, lambda: save(world.storage, 2), lapses=lapses)  # noqa: B023
+        save(storage, 1)
+
+        assert len(acknowledged) <= 1, (at, acknowledged)
+        assert world.seed() in (acknowledged or [None]), (at, acknowledged)
+        told.update(acknowledged)
+        world.check_next_save()
+        if not storage.done:
+            break
+    assert at > 12
+    assert told == {1, 2}
+
+
 def test_an_abort_frees_the_lock_and_the_name(new_world):
     """After a failed save the same process saves again, with nothing left beside."""
     world = new_world()

@@ -14,7 +14,9 @@ To delete one item of a checkpoint, in the files and the order of Orbax's v1:
     6. remove `_CHECKPOINT_DELETION`                   the same, with nothing left over
 
 Without an atomic rename (object stores), a deletion removes `commit_success.txt` first, and last
-the files by which the next writer recognizes the remains.
+the files by which the next writer recognizes the remains. All writers share the directory there, so
+whoever deletes in it has taken `_jaxckpt.writing` and has looked since whether there is a commit;
+and whoever commits looks afterwards whether that file is still its own.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ import io
 import logging
 import posixpath
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from jaxckpt.errors import SaveFailed
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record
 from jaxckpt.storage import Entry, Storage, beside, listing
@@ -37,6 +40,7 @@ _logger = logging.getLogger("jaxckpt")
 # Files that are in every directory of ours, from the first moment to the last. By them the next
 # writer recognizes the remains of a deletion, which deletes them last, in this order.
 _OURS = (names.RECORD, names.WRITER)
+_LEFT_ALONE = "left alone: another writer is saving there"
 
 
 def recover(
@@ -86,10 +90,42 @@ def _clear(
         return
     if fence is not None:
         fence()
-    if fence is not None or not _may_be_written(storage, path):
-        if files:
-            warn(path, "removing the remains of an interrupted save or deletion")
-        delete(storage, path, spare)
+    with taken(storage, path, by_force=fence is not None) as is_ours:
+        if not is_ours:
+            warn(path, _LEFT_ALONE)
+        elif storage.kind(f"{path}/{names.COMMIT_MARKER}") is None:
+            if files:
+                warn(path, "removing the remains of an interrupted save or deletion")
+            delete(storage, path, spare)
+        else:  # since it was listed
+            storage.delete_files([f"{path}/{names.WRITER}"])
+
+
+@contextlib.contextmanager
+def taken(storage: Storage, path: str, *, by_force: bool) -> Iterator[bool]:
+    """Takes the file by which the writers of a shared directory exclude each other.
+
+    Args:
+        by_force: Takes it from a live writer too, which can then no longer commit.
+
+    Yields:
+        Whether it was taken.
+    """
+    writer, mine = f"{path}/{names.WRITER}", secrets.token_hex(8).encode()
+    hold, is_ours = None, by_force
+    try:
+        hold = storage.claim(writer, mine) or storage.hold(writer, mine)
+        if hold is None and by_force:
+            storage.write(writer, b"taken by " + mine)  # which its writer finds
+            hold = storage.hold(writer, mine)
+    except io.UnsupportedOperation:  # left alone, it would block this name for ever
+        storage.write(writer, mine)
+        is_ours = True
+    try:
+        yield is_ours or hold is not None
+    finally:
+        if hold is not None:
+            hold.release()
 
 
 def _remove_leftover(storage: Storage, path: str) -> None:
@@ -108,9 +144,6 @@ def _may_be_written(storage: Storage, path: str) -> bool:
     try:
         hold = storage.hold(writer)
     except io.UnsupportedOperation:
-        if not storage.atomic_rename:
-            # Left alone, it would block this name for ever. A live writer notices the removal.
-            return False
         warn(
             path,
             "left alone: this storage has no file locks, so its writer may be alive. Remove it if "
@@ -118,7 +151,7 @@ def _may_be_written(storage: Storage, path: str) -> bool:
         )
         return True
     if hold is None:
-        warn(path, "left alone: another writer is saving there")
+        warn(path, _LEFT_ALONE)
         return True
     hold.release()
     return False
@@ -138,21 +171,16 @@ def files_left(storage: Storage, path: str) -> list[str] | None:
 
 def remove_left(storage: Storage, path: str, files: Sequence[str]) -> bool:
     """Removes these files of `files_left`; returns False if their writer may be alive."""
-    writer = f"{path}/{names.WRITER}"
-    hold = storage.hold(writer) if names.WRITER in files else None
-    if hold is None and names.WRITER in files:
-        return False
-    try:
-        if storage.kind(f"{path}/{names.COMMIT_MARKER}") is not None:  # committed meanwhile
-            storage.delete_files([writer])
-            return True
-        warn(path, "removing the remains of an interrupted save or deletion")
-        _delete_files(storage, path, files)
-        if not storage.files(path):
+    with taken(storage, path, by_force=False) as is_ours:
+        if not is_ours:
+            return False
+        if storage.kind(f"{path}/{names.COMMIT_MARKER}") is None:  # else committed meanwhile
+            warn(path, "removing the remains of an interrupted save or deletion")
+            _delete_files(storage, path, [file for file in files if file != names.WRITER])
+        if storage.files(path).keys() <= {names.WRITER}:
             storage.delete(path)  # also unfinished files
-    finally:
-        if hold is not None:
-            hold.release()
+        else:
+            storage.delete_files([f"{path}/{names.WRITER}"])
     return True
 
 
@@ -172,11 +200,23 @@ def put_in_place(storage: Storage, path: str, replacement: str) -> str | None:
     return doomed
 
 
-def remove(storage: Storage, path: str) -> None:
-    """Deletes a checkpoint; after a crash in the middle no reader takes the rest for one."""
-    if not storage.atomic_rename:
+def remove(storage: Storage, path: str, *, by_force: bool = True) -> None:
+    """Deletes a checkpoint; after a crash in the middle no reader takes the rest for one.
+
+    Args:
+        by_force: Where all writers share a directory, also if another one has it.
+
+    Raises:
+        SaveFailed: another writer has it.
+    """
+    if storage.atomic_rename:
+        discard(storage, path)
+        return
+    with taken(storage, path, by_force=by_force) as is_ours:
+        if not is_ours:
+            raise SaveFailed(f"{path}: another writer is saving or deleting there; not changed")
         storage.delete_files([f"{path}/{names.COMMIT_MARKER}"])
-    discard(storage, path)
+        delete(storage, path)
 
 
 def move_aside(storage: Storage, path: str, aside: str) -> None:
@@ -252,10 +292,12 @@ def delete(storage: Storage, path: str, spare: str | None = None) -> None:
     if storage.atomic_rename:
         storage.delete(path)
         return
-    files = [file for file in storage.files(path) if spare is None or spare not in file]
-    _delete_files(storage, path, files)
-    if spare is None:
-        storage.delete(path)  # also unfinished files
+    files = storage.files(path)
+    if spare is not None:
+        _delete_files(storage, path, [file for file in files if spare not in file])
+    else:
+        _delete_files(storage, path, [file for file in files if file != names.WRITER])
+        storage.delete(path)  # the lock comes last, with unfinished files
 
 
 def _delete_files(storage: Storage, path: str, files: Sequence[str]) -> None:

@@ -25,7 +25,9 @@ the file system cannot exchange names:
 Without an atomic rename (object stores), T is `<name>` itself and step 7 is the commit: readers
 ignore a directory without `commit_success.txt`. All attempts share it, so each file is created and
 none replaced, and what a process writes before step 2 has the token in its path: a writer that
-wakes up late cannot change a checkpoint that was committed since.
+wakes up late cannot change a checkpoint that was committed since. After step 7 the writer looks
+once more whether `_jaxckpt.writing` has its token, and takes the commit back if not: whoever took
+that file may be deleting what this writer wrote.
 
 `removal` deletes, and does line 1.
 """
@@ -43,7 +45,16 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from jaxckpt._core.text import size_text
-from jaxckpt._disk.removal import delete, discard, files_left, put_in_place, recover, remove, warn
+from jaxckpt._disk.removal import (
+    delete,
+    discard,
+    discard_work,
+    files_left,
+    put_in_place,
+    recover,
+    remove,
+    warn,
+)
 from jaxckpt._version import __version__
 from jaxckpt.errors import (
     CheckpointError,
@@ -156,6 +167,8 @@ class Transaction:
             text += f" by {self.token}"  # shows whose it is if the answer to its creation is lost
         if not self.storage.create(marker, text.encode()):
             raise SaveFailed(f"{marker} already exists: another writer committed {self.path}")
+        if not self.storage.atomic_rename:
+            self._check_not_taken(marker)
         self.publishing = True
         old = self._publish() if self.storage.atomic_rename else None
         self.committed = True
@@ -167,6 +180,14 @@ class Transaction:
         except OSError as error:
             warn(self.path, f"saved, but the checkpoint it replaced is not deleted yet: {error}")
         self.release()
+
+    def _check_not_taken(self, marker: str) -> None:
+        """Takes the commit back if another writer has taken over, and may delete our files."""
+        try:
+            self._check_still_ours()
+        except SaveFailed:
+            self.storage.delete_files([marker])
+            raise
 
     def _take_along(self) -> None:
         """Copies the small files that other programs put into the checkpoint to be replaced.
@@ -185,11 +206,20 @@ class Transaction:
             # owner. Before, a directory of this name without an owner is ours: claiming it failed.
             unowned = self.storage.atomic_rename and not self.publishing
             mine = (self.token, None) if unowned else (self.token,)
-            if not self.committed and self._owner() in mine:
-                delete(self.storage, self.work)
+            if not self.committed and self._read(names.WRITER) in mine:
+                self._delete_work()
         except OSError as error:
             warn(self.work, f"cannot be removed: {error}. The next save removes it.")
         self.release()
+
+    def _delete_work(self) -> None:
+        marker = None if self.storage.atomic_rename else self._read(names.COMMIT_MARKER)
+        if marker is None:
+            delete(self.storage, self.work)
+            return
+        if self.token not in marker:  # somebody committed before this writer claimed the directory
+            discard_work(self.storage, *work_for(self.storage, self.path, self.token))
+        self.storage.delete_files([f"{self.work}/{names.WRITER}"])
 
     def release(self) -> None:
         """Releases the lock that shows that this writer lives."""
@@ -226,7 +256,7 @@ class Transaction:
         return dict(sorted(facts.items()))
 
     def _check_still_ours(self) -> None:
-        owner = self._owner()
+        owner = self._read(names.WRITER)
         if owner != self.token:
             raise SaveFailed(
                 f"{self.path}: another writer took over during this save "
@@ -234,13 +264,13 @@ class Transaction:
                 "Let only one job save here."
             )
 
-    def _owner(self) -> str | None:
-        """Returns the current writer's token; None if the work directory was taken away."""
+    def _read(self, name: str) -> str | None:
+        """Returns a small file of the work directory; None if it, or the directory, is gone."""
         try:
-            file = f"{self.work}/{names.WRITER}"
-            return self.storage.read(file, max_bytes=1 << 10).decode("ascii", "replace")
+            data = self.storage.read(f"{self.work}/{name}", max_bytes=1 << 16)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        return data.decode("utf-8", "replace")
 
     def _publish(self) -> str | None:
         """Gives the checkpoint its name; returns the new path of the one it replaced, if any."""
@@ -330,7 +360,7 @@ def _delete_first(
         if fence is not None:
             fence()
         warn(path, "deleting the checkpoint before the new one is written, as asked")
-        remove(storage, path)
+        remove(storage, path, by_force=fence is not None)
 
 
 def _remove_empty(storage: Storage, path: str, around: dict[str, Entry]) -> None:

@@ -292,7 +292,7 @@ class LocalStorage:
     def claim(self, path: str, data: bytes) -> Hold | None:
         return claim(self, path, data)
 
-    def hold(self, path: str) -> _LocalHold | None:
+    def hold(self, path: str, data: bytes | None = None) -> _LocalHold | None:
         # The previous holder may just have deleted the file. A lock on a deleted file excludes
         # nobody, so try again.
         while True:
@@ -307,6 +307,9 @@ class LocalStorage:
                     return None
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(fd), os.lstat(path)):
+                        if data is not None:  # in place: the lock is that of this inode
+                            os.ftruncate(fd, 0)
+                            os.pwrite(fd, data, 0)
                         stack.pop_all()
                         _held.add(hold := _LocalHold(fd))
                         return hold

@@ -113,12 +113,14 @@ class MemoryStorage:
     def claim(self, path: str, data: bytes) -> Hold | None:
         return claim(self, path, data)
 
-    def hold(self, path: str) -> _MemoryHold | None:
+    def hold(self, path: str, data: bytes | None = None) -> _MemoryHold | None:
         self.create(path, b"")
         with _held_lock:
             if path in _held:
                 return None
             _held.add(path)
+        if data is not None:
+            self.write(path, data)
         return _MemoryHold(path)
 
     def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -317,19 +317,21 @@ class ObjectStorage:
         made = self._create(path, data, **{_HELD: token})
         return None if made is None else self._held(path, data, token, made)
 
-    def hold(self, path: str) -> ObjectHold | None:
+    def hold(self, path: str, data: bytes | None = None) -> ObjectHold | None:
         self._probe(path)
         token = secrets.token_hex(8)
         try:
-            answer, data = self._get(path)
+            answer, found = self._get(path)
         except FileNotFoundError:
-            made = self._create(path, token.encode(), **{_HELD: token})
-            return None if made is None else self._held(path, token.encode(), token, made)
+            data = token.encode() if data is None else data
+            made = self._create(path, data, **{_HELD: token})
+            return None if made is None else self._held(path, data, token, made)
         was_held = answer.attributes.get(_HELD)
         if was_held and not self._is_over(answer.meta):
             return None
-        # The former holder must find another version, and a version may be a hash of the bytes.
-        data = token.encode() if was_held or not data else data
+        if data is None:
+            # The former holder must find another version, and a version may be a hash of the bytes.
+            data = token.encode() if was_held or not found else found
         taken = self._replace(path, data, answer.meta, token)
         return None if taken is None else self._held(path, data, token, taken)
 

@@ -142,9 +142,10 @@ class Storage(Protocol):
         """Creates a file, locked where the storage can; returns None if the path exists."""
         ...
 
-    def hold(self, path: str) -> Hold | None:
+    def hold(self, path: str, data: bytes | None = None) -> Hold | None:
         """Locks a file, creating it if missing; returns None if any process holds the lock.
 
+        If given, `data` is then what the file contains; a former holder finds other bytes.
         Raises `io.UnsupportedOperation` (an OSError) if the storage cannot lock files.
         """
         ...

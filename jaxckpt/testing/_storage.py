@@ -118,9 +118,9 @@ class _Relay:
     def claim(self, path: str, data: bytes) -> Hold | None:
         return claim(self, path, data)
 
-    def hold(self, path: str) -> Hold | None:
+    def hold(self, path: str, data: bytes | None = None) -> Hold | None:
         self._before("hold", path)
-        return self.inner.hold(path)
+        return self.inner.hold(path, data)
 
     def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
         return [call() for call in calls]
@@ -159,8 +159,8 @@ class CrashingStorage(_Relay):
         self._crashed = False
         self._holds: list[Hold] = []
 
-    def hold(self, path: str) -> Hold | None:
-        taken = super().hold(path)
+    def hold(self, path: str, data: bytes | None = None) -> Hold | None:
+        taken = super().hold(path, data)
         if taken is not None:
             self._holds.append(taken)
         return taken

@@ -212,6 +212,29 @@ ROWS = {
         count=60,
         orbax="has neither command",
     ),
+    "35": Row(
+        title="kill -9 before and after the store acts on each request of save, replacement, "
+        "deletion and a run: every listed step restores, and the next job goes on",
+        count=150,
+        target="stores",
+    ),
+    "36": Row(
+        title="429, 503, 403, resets, truncated answers, and answers that are lost, at each kind "
+        "of request of save and restore and at each one of a deletion: right data or a typed error",
+        count=200,
+        target="stores",
+    ),
+    "37": Row(
+        title="from some request on the store never answers: an error within the deadline",
+        count=5,
+        target="stores",
+    ),
+    "38": Row(
+        title="of eight writers that create one object, or save to one path, at one moment, "
+        "exactly one succeeds",
+        count=210,
+        target="stores",
+    ),
 }
 
 

@@ -48,6 +48,38 @@ def save_alone(url, env, step):
     say(done=True)
 
 
+def replace_alone(url, env, step):
+    """Replaces a checkpoint by one of this step, in the way that a store allows."""
+    reach(url, env)
+    jaxckpt.save(url, state(step), overwrite="delete_first")
+    say(done=True)
+
+
+def race_to_save(url, env, count):
+    """Saves to one path from so many processes at one moment; each says how that went."""
+    read, write = os.pipe()
+    children = [_race_one(url, env, writer, read, write) for writer in range(count)]
+    os.close(read)
+    os.close(write)  # which starts them
+    for child in children:
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def _race_one(url, env, writer, read, write):
+    if child := os.fork():
+        return child
+    os.close(write)
+    reach(url, env)
+    os.read(read, 1)
+    try:
+        jaxckpt.save(url, state(writer))
+    except jaxckpt.errors.CheckpointError as error:
+        say(writer=writer, error=f"{type(error).__name__}: {error}")
+    else:
+        say(writer=writer, error="")
+    os._exit(0)
+
+
 def save_steps(url, env, steps, last):
     """Saves steps of a run with a manager that keeps the last ones."""
     reach(url, env)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxckpt.storage import _settings as settings_module
 from tests.stores import servers
 from tests.stores.proxy import Proxy
 
@@ -61,6 +62,12 @@ def azurite_server():
         pytest.skip(f"{error}; npm install --global azurite")
     with servers.azurite() as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    """Settings are of the process: each test begins with those of the environment."""
+    monkeypatch.setattr(settings_module, "_given", {})
 
 
 @pytest.fixture

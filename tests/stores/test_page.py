@@ -15,7 +15,6 @@ import pytest
 
 import jaxckpt
 from jaxckpt.storage import _requests as requests_module
-from jaxckpt.storage import _settings as settings_module
 from jaxckpt.storage._bucket_checks import _PERMISSIONS
 from tests.commandline import cli
 from tests.stores.proxy import Answer
@@ -88,9 +87,8 @@ def test_requests_are_at_most_those_of_the_page(request, proxied, monkeypatch, n
 
 
 @pytest.mark.parametrize("name", ["moto_server", "gcs_server"])
-def test_the_program_of_the_page_runs_with_a_bucket(request, use_store, monkeypatch, name):
+def test_the_program_of_the_page_runs_with_a_bucket(request, use_store, name):
     """The page itself names a store in memory, which needs nothing."""
-    monkeypatch.setattr(settings_module, "_given", {})
     server = use_store(request.getfixturevalue(name))
     program = "".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
     assert "memory://training/vit" in program

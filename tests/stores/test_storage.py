@@ -11,19 +11,12 @@ import pytest
 
 from jaxckpt.errors import StoreError
 from jaxckpt.storage import StoreSettings, locate, use_store
-from jaxckpt.storage import _settings as settings_module
 from tests.storage_contract import StorageContract
 from tests.stores.proxy import Answer, Reset
 from tests.stores.servers import ACCOUNT
 
 _numbers = itertools.count()
 LIMIT = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch):
-    """Settings are of the process: each test begins with those of the environment."""
-    monkeypatch.setattr(settings_module, "_given", {})
 
 
 class _InABucket(StorageContract):
