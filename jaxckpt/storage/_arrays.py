@@ -78,11 +78,11 @@ _QUIET: Final = 4
 _SOON_S: Final = 1.0
 
 
-def _wait(pending: Any, place: str) -> Any:
+def _wait(pending: Any, place: str | ts.TensorStore) -> Any:
     """Returns a result of TensorStore; StoreError if it completes no request to any store for long.
 
     Args:
-        place: Of the data, for the error.
+        place: Of the data, for the error; or the array.
     """
     before, patience_s = None, _SOON_S
     while True:
@@ -92,8 +92,9 @@ def _wait(pending: Any, place: str) -> Any:
             return pending.result()
         now = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/")
         if now == before:
+            text = place if isinstance(place, str) else place.spec().to_json()["kvstore"]
             raise StoreError(
-                f"{place}: nothing was read or written for {patience_s:g} s on "
+                f"{text}: nothing was read or written for {patience_s:g} s on "
                 f"{os.uname().nodename}: the store or file system does not answer. Repair it and "
                 "try again.",
                 code=errno.ETIMEDOUT,
@@ -105,7 +106,7 @@ class _Waited(NamedTuple):
     """A result of TensorStore that is waited for with a limit."""
 
     pending: Any
-    place: str
+    place: str | ts.TensorStore
 
     def result(self) -> Any:
         return _wait(self.pending, self.place)
@@ -550,9 +551,8 @@ def read_into(
     Uses one batch: a chunk that several parts need is read, checked and decoded once.
     """
     with ts.Batch() as batch:
-        place = array.kvstore.url if array.kvstore else ""
         return [
-            _Waited(ts.array(out, context=context()).write(array[where], batch=batch), place)
+            _Waited(ts.array(out, context=context()).write(array[where], batch=batch), array)
             for where, out in zip(wheres, outs, strict=True)
         ]
 
