@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt.storage import LocalStorage
+from jaxckpt.storage import LocalStorage, _limit
 
 PACKAGE = Path(jaxckpt.__file__).parent
 STORAGE = "storage/_local.py"
@@ -95,6 +95,8 @@ def hops_of(call: Callable[[], object]) -> Hops:
 def verbs(ram_path, mesh, monkeypatch):
     """The calls to measure, on a tree of three leaves; each has been made before."""
     monkeypatch.delitem(sys.modules, "IPython", raising=False)  # else a bar may be seen
+    monkeypatch.setattr(_limit, "mounts", dict)  # as on a machine without network file systems
+    _limit.ask.cache_clear()
     tree = {
         "w": jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(mesh, P("x", "y"))),
         "b": jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("x"))),
@@ -127,6 +129,7 @@ def verbs(ram_path, mesh, monkeypatch):
             "open": lambda: jaxckpt.open(ram_path / "warm"),
             "verify": lambda: jaxckpt.verify(ram_path / "warm"),
         }
+    _limit.ask.cache_clear()
 
 
 # Functions, modules, depth, storage calls.
