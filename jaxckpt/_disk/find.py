@@ -132,7 +132,9 @@ def steps_to_try(storage: Storage, path: str) -> list[str]:
     """Returns the paths of a run's steps, newest first; empty if `path` is not a run."""
     try:
         return _steps_from(storage, real(storage, path), find(storage, path))
-    except CheckpointError:
+    except CheckpointError as error:
+        if is_io_failure(error):
+            raise
         return []
 
 
@@ -400,6 +402,8 @@ def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Found:
                 continue
             check_sizes(found)
         except CheckpointError as error:
+            if is_io_failure(error):  # nothing is known of this step, so no earlier one is newest
+                raise
             problems.append(f"{name}: {error}")
             continue
         warn_skipped(path, problems)

@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 
 import jaxckpt
-from jaxckpt.errors import CheckpointError, CorruptCheckpoint
+from jaxckpt.errors import CheckpointError, CorruptCheckpoint, StoreError
 from jaxckpt.storage import locate
 from jaxckpt.storage._object import ObjectStorage
 from jaxckpt.storage._settings import settings_of
@@ -261,6 +261,28 @@ def test_one_fault_is_overcome_or_told(place, trial, where, fault):
         else:
             assert not isinstance(error, CorruptCheckpoint), error
             assert fault == "403", error
+
+
+def test_a_step_that_cannot_be_read_now_is_not_skipped(place):
+    """Whoever asks for the newest step gets an error, never an older one without a word."""
+    url, _, proxy = place
+    with jaxckpt.CheckpointManager(f"{url}/run") as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    proxy.add(Answer(503), path="run/2")
+
+    calls = [
+        partial(jaxckpt.restore, f"{url}/run"),
+        partial(jaxckpt.open, f"{url}/run"),
+        partial(jaxckpt.fork, f"{url}/run", f"{url}/other"),
+        partial(jaxckpt.CheckpointManager(f"{url}/run", mode="r").restore),
+    ]
+    for call in calls:
+        with pytest.raises(StoreError, match="overloaded"):
+            call()
+    proxy.heal()
+
+    assert is_state(jaxckpt.restore(f"{url}/run"), 2)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
