@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import jax
@@ -323,11 +324,29 @@ def test_wrong_arguments_of_an_export(saved, tmp_path):
             jaxckpt.export_safetensors(saved, tmp_path / "a.safetensors", **options)
     with pytest.raises(ValueError, match="must end"):
         jaxckpt.export_safetensors(saved, tmp_path / "a.bin")
-    with pytest.raises(UnsupportedFormat, match="local file system"):
-        jaxckpt.export_safetensors(saved, "memory://a/a.safetensors")
     with pytest.raises(CheckpointNotFound):
         jaxckpt.export_safetensors(tmp_path / "missing", tmp_path / "a.safetensors")
     assert os.listdir(tmp_path) == ["saved"]
+
+
+def test_a_store_takes_the_same_files(saved, tmp_path):
+    """One file, or several with their index; what is there is replaced only on request."""
+    root = f"memory://{uuid.uuid4()}"
+    for options in ({}, {"max_shard_bytes": 64}):
+        here = jaxckpt.export_safetensors(saved, tmp_path / "a.safetensors", **options)
+        there = jaxckpt.export_safetensors(
+            saved, f"{root}/a.safetensors", overwrite=True, **options
+        )
+        with pytest.raises(StepExists):
+            jaxckpt.export_safetensors(saved, f"{root}/a.safetensors", **options)
+        jaxckpt.import_safetensors(here, tmp_path / "imported")
+        jaxckpt.import_safetensors(f"memory:/{there}", f"{root}/imported")
+
+        assert os.path.basename(there) == os.path.basename(here)
+        assert jaxckpt.diff(f"{root}/imported", tmp_path / "imported").equal
+        for path in [*tmp_path.glob("a*.safetensors*"), tmp_path / "imported"]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        MemoryStorage().delete(f"/{root.partition('://')[2]}/imported")
 
 
 # --- in ------------------------------------------------------------------------------------------
@@ -695,8 +714,6 @@ def test_what_jax_has_no_word_for_is_refused(tmp_path):
         jaxckpt.import_safetensors(tmp_path / "a.bin", tmp_path / "ours")
     with pytest.raises(CheckpointNotFound):
         jaxckpt.import_safetensors(tmp_path / "missing.safetensors", tmp_path / "ours")
-    with pytest.raises(UnsupportedFormat, match="local file system"):
-        jaxckpt.import_safetensors("memory://a/a.safetensors", tmp_path / "ours")
 
 
 @pytest.mark.parametrize(

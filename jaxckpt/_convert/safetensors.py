@@ -38,7 +38,6 @@ from jaxckpt.errors import (
     CorruptCheckpoint,
     SaveFailed,
     StepExists,
-    UnsupportedFormat,
     UnsupportedLeaf,
 )
 from jaxckpt.format import safetensors
@@ -67,8 +66,9 @@ def export_safetensors(
     `params/dense/kernel` becomes `params.dense.kernel`. Python numbers become tensors without
     dimensions; None, empty containers, shardings and container types are left out. The file, or the
     index of several, gets its name last, when everything is on disk; a kill leaves files named
-    `.jaxckpt-export-*`, which the next export into this directory removes. About 300 MiB of host
-    memory suffice for any size. In a job of several processes, one process calls it.
+    `.jaxckpt-export-*`, which the next export into this directory removes. For a bucket, the files
+    are first written to a temporary directory of this machine, as large as the model. About 300 MiB
+    of host memory suffice for any size. In a job of several processes, one process calls it.
 
     Args:
         src: A checkpoint, one of its items, or a run's root (exports its newest good step).
@@ -106,7 +106,7 @@ def export_safetensors(
     """
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
-    model = _Model(*_local(path))
+    model = _Model(*locate(path))
     if not model.file.endswith(safetensors.SUFFIX):
         suffix = safetensors.SUFFIX
         raise ValueError(f"{path} must end in {suffix}, such as {model.file}{suffix}")
@@ -148,13 +148,6 @@ class _Model:
             if name in tops or safetensors.is_shard(name, self.stem)
         ]
         return sorted(found, key=lambda name: (name not in tops, name))
-
-
-def _local(path: str | os.PathLike[str]) -> tuple[Storage, str]:
-    storage, file = locate(path)
-    if storage.scheme != "file":
-        raise UnsupportedFormat(f"{path}: safetensors files must be on a local file system")
-    return storage, file
 
 
 def _check_free(model: _Model, overwrite: bool) -> list[str]:
@@ -208,13 +201,13 @@ def _write_files(
     If there are several, old files are deleted before the first new one gets its name, the index
     first: a crash leaves files that no reader finds, and never a mixture of two models.
     """
-    from jaxckpt.storage._large import LargeFiles
+    from jaxckpt.storage._large import large_files
 
     storage, leaves = model.storage, source.tree.leaves
     headers = [_header([leaves[i] for i in of_file]) for of_file in shards.values()]
     storage.make_dir(model.folder)
     try:
-        with LargeFiles(model.folder) as large:
+        with large_files(storage, model.folder) as large:
             with contextlib.closing(_values(source, shards.values())) as values:
                 for (file, of_file), header in zip(shards.items(), headers, strict=True):
                     _write_file(large.new(file), header, [leaves[i] for i in of_file], values)
@@ -320,7 +313,7 @@ def import_safetensors(
     Example:
         See `export_safetensors`.
     """
-    source = _of_files(*_local(path), floating(dtype))
+    source = _of_files(*locate(path), floating(dtype))
     write_checkpoint(*locate(dst), source, overwrite=overwrite)
 
 

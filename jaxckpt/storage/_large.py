@@ -1,4 +1,4 @@
-"""Large local files: written in pieces, then named, all or nothing.
+"""Large files: written in pieces, then named, all or nothing.
 
 1. lock `.jaxckpt-export-<token>`                             a lock nobody holds
 2. create `.jaxckpt-export-<token>-<n>`, write the pieces     the same, and temporary files
@@ -7,6 +7,9 @@
 5. remove the lock                                            the files
 
 The next `LargeFiles` in the directory removes what a crash left: all whose lock nobody holds.
+
+A store takes no pieces in any order: there the files are written to a temporary directory of this
+machine, and uploaded by `publish`. An object appears when it is whole.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ import io
 import logging
 import os
 import re
+import tempfile
+from collections.abc import Iterator
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from types import TracebackType
@@ -24,11 +30,56 @@ from typing import Any, Final, Self, final
 
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.storage._local import LocalStorage, _about, _publish
-from jaxckpt.storage._protocol import Hold
+from jaxckpt.storage._protocol import Hold, Storage
 
 _logger = logging.getLogger("jaxckpt")
 
+_PIECE_BYTES: Final = 8 << 20
 _NAME: Final = re.compile(r"(\.jaxckpt-export-[0-9a-f]{16})(-\d+)?")
+
+
+def large_files(storage: Storage, folder: str) -> LargeFiles | UploadedFiles:
+    """Returns the files to be written to a directory, as a context manager."""
+    is_disk = storage.scheme == "file" and storage.atomic_rename
+    return LargeFiles(folder) if is_disk else UploadedFiles(storage)
+
+
+@final
+class UploadedFiles:
+    """The files being written for a store; the end removes the copies here."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._folder = tempfile.TemporaryDirectory(prefix="jaxckpt-export-")
+        self._files: dict[str, LargeFile] = {}
+
+    def new(self, path: str) -> LargeFile:
+        """Begins the file that will be at `path`."""
+        temporary = f"{self._folder.name}/{len(self._files)}"
+        self._files[path] = LargeFile(path, temporary)
+        return self._files[path]
+
+    def publish(self, *, replace: bool) -> None:
+        """Uploads the files; raises `FileExistsError` if a name is taken."""
+        for path, file in self._files.items():
+            file.finish()
+            if not replace and self._storage.kind(path) is not None:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            self._storage.write_parts(path, partial(_pieces, file.temporary))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.discard()
+        self._folder.cleanup()
+
+
+def _pieces(path: str) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            yield piece
 
 
 @final
@@ -111,10 +162,10 @@ class LargeFile:
 
     def __init__(self, path: str, temporary: str) -> None:
         self._path = path
-        self._temporary = temporary
+        self.temporary = temporary
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with _about(path):
-            self._fd: int | None = os.open(self._temporary, flags, 0o666)
+            self._fd: int | None = os.open(self.temporary, flags, 0o666)
 
     def write(self, offset: int, data: Any) -> None:  # whatever has the buffer protocol
         """Writes bytes at an offset."""
@@ -139,7 +190,7 @@ class LargeFile:
         """Gives the file its name, durably; raises `FileExistsError` if the name is taken."""
         self.finish()
         with _about(self._path):
-            if not _publish(self._temporary, self._path, replace=replace):
+            if not _publish(self.temporary, self._path, replace=replace):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
     def discard(self) -> None:
@@ -149,4 +200,4 @@ class LargeFile:
             if fd is not None:
                 os.close(fd)
         with contextlib.suppress(OSError):
-            os.unlink(self._temporary)
+            os.unlink(self.temporary)

@@ -198,16 +198,27 @@ def test_a_step_is_forked_within_a_store(root, tree):
 
 
 def test_safetensors_come_out_of_a_store_and_go_into_it(root, tmp_path):
-    """From a checkpoint there to a file here, and back; and a file there is restored in place."""
+    """From a checkpoint there to a file here or there, and back; a file is restored in place."""
     weights = {"a": np.arange(12.0).reshape(3, 4), "b": {"c": np.ones(5, np.int32)}}
     jaxckpt.save(f"{root}/a", weights)
 
     jaxckpt.export_safetensors(f"{root}/a", tmp_path / "m.safetensors")
     jaxckpt.import_safetensors(tmp_path / "m.safetensors", f"{root}/b")
-    storage, path = locate(f"{root}/m.safetensors")
-    storage.write(path, (tmp_path / "m.safetensors").read_bytes())
+    file = jaxckpt.export_safetensors(f"{root}/a", f"{root}/m.safetensors")
+    several = jaxckpt.export_safetensors(f"{root}/a", f"{root}/n.safetensors", max_shard_bytes=50)
+    jaxckpt.import_safetensors(several, f"{root}/c")
+    with pytest.raises(StepExists):
+        jaxckpt.export_safetensors(f"{root}/b", file)
+    jaxckpt.export_safetensors(f"{root}/b", file, overwrite=True)
 
-    for place in (f"{root}/b", f"{root}/m.safetensors"):
+    assert (file, several) == (
+        f"{root}/m.safetensors",
+        f"{root}/n.safetensors.index.json",
+    )
+    storage, path = locate(file)
+    content = (tmp_path / "m.safetensors").read_bytes()
+    assert storage.read(path, max_bytes=1 << 20) == content
+    for place in (f"{root}/b", f"{root}/c", file, several):
         found = jaxckpt.restore(place, weights)
         assert np.array_equal(found["a"], weights["a"])
         assert np.array_equal(found["b"]["c"], weights["b"]["c"])
