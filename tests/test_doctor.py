@@ -76,10 +76,17 @@ def test_an_error_has_an_advice(tmp_path, code, words):
 
 def test_ctrl_c_leaves_nothing(tmp_path):
     """What is being written is finished and deleted."""
-    command = [sys.executable, "-m", "jaxckpt", "doctor", str(tmp_path)]
+    program = """if True:
+        import sys, time
+        from jaxckpt.cli import main
+        from jaxckpt.storage import LocalStorage
+        LocalStorage.link = lambda *_: time.sleep(100)  # so that it has not ended before
+        sys.exit(main(["doctor", sys.argv[1]]))
+    """
+    command = [sys.executable, "-c", program, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as program:
         while not os.listdir(tmp_path) and program.poll() is None:
-            time.sleep(0.001)
+            time.sleep(0.001)  # a directory cannot be waited on
         program.send_signal(signal.SIGINT)
         _, err = program.communicate(timeout=TIMEOUT_S)
 

@@ -71,9 +71,9 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def inner_shape(
-    chunk_shape: Sequence[int], itemsize: int, most_bytes: int = MAX_UNIT_BYTES
+    chunk_shape: Sequence[int], itemsize: int, most_bytes: int | None = None
 ) -> tuple[int, ...] | None:
-    """Splits a chunk into equal inner chunks of at most `most_bytes`.
+    """Splits a chunk into equal inner chunks of at most `most_bytes`; by default `MAX_UNIT_BYTES`.
 
     Returns None if the chunk is small, or if its sides only have divisors that give tiny pieces.
     Splits as few dimensions as possible, the first ones first, so that an inner chunk is contiguous
@@ -84,6 +84,7 @@ def inner_shape(
         (2048, 4096)
     """
     shape = list(chunk_shape)
+    most_bytes = MAX_UNIT_BYTES if most_bytes is None else most_bytes
     if math.prod(shape) * itemsize <= most_bytes:
         return None
     while (size := math.prod(shape) * itemsize) > most_bytes:

@@ -10,6 +10,7 @@ import pytest
 
 from jaxckpt.storage import _settings as settings_module
 from tests.stores import servers
+from tests.stores.children import reach
 from tests.stores.proxy import Proxy
 
 HERE = Path(__file__).parent
@@ -98,6 +99,22 @@ def proxied(monkeypatch):
             return server, proxy
 
         yield use
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("moto_server", marks=pytest.mark.slow),
+        "gcs_server",
+        pytest.param("azurite_server", marks=pytest.mark.slow),
+    ]
+)
+def place(request, proxied):
+    """A URL in a new bucket behind a proxy: `url, server, proxy`."""
+    server, proxy = proxied(request.getfixturevalue(request.param))
+    url = f"{server.scheme}://{server.bucket}/runs"
+    reach(url, server.env)
+    yield url, server, proxy
+    proxy.heal()
 
 
 def _set_environment(monkeypatch, server):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,26 +19,11 @@ from jaxckpt.storage._settings import settings_of
 from tests.faults.conftest import zygote  # noqa: F401  # a fixture
 from tests.stores import children
 from tests.stores.children import is_state, reach, state
+from tests.stores.killing import kill
 from tests.stores.proxy import Answer, Hang, Reset, Truncate
 
 WRITERS = 8
 EVERY = pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
-
-
-@pytest.fixture(
-    params=[
-        pytest.param("moto_server", marks=pytest.mark.slow),
-        "gcs_server",
-        pytest.param("azurite_server", marks=pytest.mark.slow),
-    ]
-)
-def place(request, proxied):
-    """A URL in a new bucket behind a proxy: `url, server, proxy`."""
-    server, proxy = proxied(request.getfixturevalue(request.param))
-    url = f"{server.scheme}://{server.bucket}/runs"
-    reach(url, server.env)
-    yield url, server, proxy
-    proxy.heal()
 
 
 # --- writers that are killed -------------------------------------------------------------------
@@ -54,33 +37,11 @@ def kill_at_requests(zygote, proxy, function, args, *, every=1):  # noqa: F811
     """
     for applied in (False, True):
         for number in range(int(applied), 1000, every):
-            arguments = args()
-            proxy.requests.clear()
-            fault = proxy.add(Hang(applied=applied), number=number)
-            pid = zygote.start(function, *arguments)
-            deadline_s = time.monotonic() + 60
-            while not fault.done and time.monotonic() < deadline_s and _lives(pid):
-                time.sleep(0.005)  # there is nothing to wait on: the child may end or hang
-            if fault.done:
-                # The store's own work shows nowhere; if it comes later still, that is a fault too.
-                time.sleep(0.02 if applied else 0)
-                os.kill(pid, signal.SIGKILL)
-            said, status = zygote.answers()
-            proxy.heal()
+            ended = not kill(zygote, proxy, number, function, *args(), applied=applied)
             when = "after" if applied else "before"
-            what = f"{function.__name__} killed {when} the store acts on request {number}"
-            yield what, status == 0
-            if status == 0:
-                assert said == [{"done": True}]
+            yield f"{function.__name__} killed {when} the store acts on request {number}", ended
+            if ended:
                 break
-
-
-def _lives(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def wait_for_lease():

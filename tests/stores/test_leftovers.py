@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
-
-import pytest
 
 import jaxckpt
 from jaxckpt._disk import transaction
 from jaxckpt.format import names
 from jaxckpt.format.step import decode_record
-from jaxckpt.storage import _settings as settings_module
 from jaxckpt.storage import locate
 from tests.commandline import cli
 from tests.faults.conftest import zygote  # noqa: F401  # a fixture
 from tests.stores import children
-from tests.stores.children import LEASE_S, is_state, reach, state
+from tests.stores.children import LEASE_S, is_state, state
+from tests.stores.killing import kill, wait_for
 from tests.stores.proxy import Hang
 
 TOKEN = "0123456789abcdef"
-
-
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch):
-    monkeypatch.setattr(settings_module, "_given", {})
-
-
-@pytest.fixture(params=[pytest.param("moto_server", marks=pytest.mark.slow), "gcs_server"])
-def place(request, proxied):
-    """A URL in a new bucket behind a proxy: `url, server, proxy`."""
-    server, proxy = proxied(request.getfixturevalue(request.param))
-    url = f"{server.scheme}://{server.bucket}/runs"
-    reach(url, server.env)
-    yield url, server, proxy
-    proxy.heal()
 
 
 def files_of(url):
@@ -55,31 +36,6 @@ def recorded(url):
     file = f"{path}/{names.RECORD}"
     record = decode_record(storage.read(file, max_bytes=1 << 20), file=file)
     return {*record.files, names.RECORD, names.COMMIT_MARKER}
-
-
-def kill(zygote, proxy, number, function, *args, applied=True):  # noqa: F811
-    """Kills a function at one of its requests; returns whether it got there."""
-    proxy.heal()
-    proxy.requests.clear()
-    fault = proxy.add(Hang(applied=applied), number=number)
-    pid = zygote.start(function, *args)
-    deadline_s = time.monotonic() + 60
-    while not fault.done and time.monotonic() < deadline_s and _lives(pid):
-        time.sleep(0.005)
-    if fault.done:
-        time.sleep(0.05)  # the store acts
-        os.kill(pid, signal.SIGKILL)
-    zygote.answers()
-    proxy.heal()
-    return bool(fault.done)
-
-
-def _lives(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def requests_of(zygote, proxy, function, *args):  # noqa: F811
@@ -205,8 +161,7 @@ def test_a_live_writer_of_the_run_is_not_disturbed(place, zygote):  # noqa: F811
         proxy.requests.clear()
         fault = proxy.add(Hang(), number=number, times=1)  # tried again after a second
         pid = zygote.start(children.save_steps, run, server.env, [10, 20], 9)
-        while not fault.done and _lives(pid):
-            time.sleep(0.005)
+        wait_for(fault, pid)
         jaxckpt.CheckpointManager(run).close()
         said, status = zygote.answers()
 

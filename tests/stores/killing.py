@@ -1,0 +1,48 @@
+"""Kills a process at one of its requests to a store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from tests.stores.proxy import Hang
+
+
+def kill(zygote, proxy, number, function, *args, applied=True):
+    """Runs a function of `children`, and kills it at its n-th request, the first being 0.
+
+    Args:
+        applied: Whether the store acts on that request.
+
+    Returns:
+        Whether it was killed: otherwise it ended before that request.
+    """
+    proxy.heal()
+    proxy.requests.clear()
+    fault = proxy.add(Hang(applied=applied), number=number)
+    pid = zygote.start(function, *args)
+    wait_for(fault, pid)
+    if fault.done:
+        # The store's own work shows nowhere; if it comes later still, that is a fault too.
+        time.sleep(0.02 if applied else 0)
+        os.kill(pid, signal.SIGKILL)
+    said, status = zygote.answers()
+    proxy.heal()
+    assert status != 0 or said == [{"done": True}]
+    return status != 0
+
+
+def wait_for(fault, pid):
+    """Waits until a fault has happened or the process has ended."""
+    deadline_s = time.monotonic() + 60
+    while not fault.done and time.monotonic() < deadline_s and _lives(pid):
+        time.sleep(0.005)  # neither can be waited on
+
+
+def _lives(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
