@@ -321,6 +321,18 @@ class StorageContract:
             assert hold is not None
             hold.release()
 
+    def test_a_directory_is_deleted_with_its_lock(self, storage: Storage, root: str) -> None:
+        """Whoever holds a lock may delete the directory that it is in; it is gone after that."""
+        storage.make_dir(f"{root}/a")
+        hold = storage.hold(f"{root}/a/lock")
+        assert hold is not None
+        storage.write(f"{root}/a/f", b"text")
+
+        storage.delete(f"{root}/a")
+        hold.release()
+
+        assert storage.kind(f"{root}/a") is None
+
     @pytest.mark.parametrize("name", ["a b", "é日本", "%41", "a?b#c", "'\"\\$x", "-n", "x" * 255])
     def test_names_are_taken_as_they_are(self, storage: Storage, root: str, name: str) -> None:
         """No character of a name means anything, and a name may be as long as one can be."""

@@ -201,7 +201,7 @@ def code_lines(source: str) -> int:
 
 def test_the_package_stays_small():
     """Lines in all, and of code, without the command line, integrations, testing, convert."""
-    assert sum(source.count("\n") for source in sources()) <= 21_270
+    assert sum(source.count("\n") for source in sources()) <= 21_290
     assert sum(map(code_lines, sources())) <= 14_510
 
 

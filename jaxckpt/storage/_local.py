@@ -25,6 +25,7 @@ import io
 import os
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -35,6 +36,8 @@ from jaxckpt.storage._protocol import Entry, EntryKind, Hold, Storage
 
 _TEMPORARY = ".jaxckpt-tmp-"
 _MOST_BUFFERS = 1024  # per system call
+_HIDDEN = ".fuse_hidden"  # what libfuse renames a deleted file to until it is closed
+_HIDDEN_TRIES, _HIDDEN_WAIT_S = 20, 0.05  # it hears of that after `close` has returned
 _OTHER = Entry("other", 0)
 _LOCKS = " jaxckpt locks the file of this name; remove what is there."
 _LINKS = " jaxckpt does not follow links in a checkpoint; `cp -rL` makes a copy without them."
@@ -271,6 +274,8 @@ class LocalStorage:
         kind = self.kind(path)
         if kind is not None:
             with _about(path):
+                if not self.atomic_rename:
+                    _close_locks(path)
                 _delete(path, path, is_dir=kind == "dir")
                 _sync_parents(path)
 
@@ -311,7 +316,7 @@ class LocalStorage:
                             os.ftruncate(fd, 0)
                             os.pwrite(fd, data, 0)
                         stack.pop_all()
-                        _held.add(hold := _LocalHold(fd))
+                        _held.add(hold := _LocalHold(fd, path))
                         return hold
 
     def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -349,12 +354,20 @@ os.register_at_fork(after_in_child=_forget_holds_in_child)
 @dataclass(slots=True, eq=False)
 class _LocalHold:
     fd: int | None
+    path: str
 
     def release(self) -> None:
         fd, self.fd = self.fd, None
         if fd is not None:
             _held.discard(self)
             os.close(fd)
+
+
+def _close_locks(path: str) -> None:
+    """Releases what this process holds at `path` or below, because FUSE keeps an open file."""
+    for hold in list(_held):
+        if f"{hold.path}/".startswith(f"{path}/"):
+            hold.release()
 
 
 def _try_lock(fd: int) -> bool:
@@ -509,7 +522,20 @@ def _delete(path: str, name: str, parent_fd: int | None = None, *, is_dir: bool)
                 _delete(os.path.join(path, entry.name), entry.name, fd, is_dir=below)
         finally:
             os.close(fd)
-        os.rmdir(name, dir_fd=parent_fd)
+        _remove_dir(path, name, parent_fd)
+
+
+def _remove_dir(path: str, name: str, parent_fd: int | None) -> None:
+    for left in reversed(range(_HIDDEN_TRIES)):
+        try:
+            os.rmdir(name, dir_fd=parent_fd)
+        except OSError as error:
+            hidden = all(one.startswith(_HIDDEN) for one in os.listdir(path))
+            if error.errno != errno.ENOTEMPTY or not left or not hidden:
+                raise
+            time.sleep(_HIDDEN_WAIT_S)
+        else:
+            return
 
 
 def _sync_parents(*paths: str) -> None:
