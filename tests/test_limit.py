@@ -170,7 +170,7 @@ def _wait_for(is_over):
     deadline_s = time.monotonic() + PATIENCE_S
     while not is_over():
         assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+        time.sleep(0.01)  # the thread that was left behind tells nobody
 
 
 @pytest.mark.parametrize("verb", ["hold", "claim"])
@@ -195,7 +195,7 @@ def test_a_long_call_that_goes_on_is_not_given_up(set_limit):
 
     def work():
         for n in range(12):
-            time.sleep(0.1)
+            time.sleep(0.1)  # the work, longer than the limit in all
             _limit.here.call.move(f"file {n}")
         return "done"
 

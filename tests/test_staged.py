@@ -123,6 +123,19 @@ def test_only_the_wanted_chunks_are_fetched(root, make_mesh, ocdbt):
     assert left_in_memory() == []
 
 
+def test_a_database_that_claims_a_huge_value_is_damaged(root, monkeypatch):
+    """Before memory is taken for it."""
+    huge = {"w/c/0": _staged.Extent("d/" + "0" * 32, 5, 1 << 60)}
+    monkeypatch.setattr(_staged, "extents", lambda *_, **__: huge)
+    storage, path = locate(f"{root}/a")
+    for file in ("manifest.ocdbt", "d/" + "0" * 32):
+        storage.write(f"{path}/{file}", b"1234567890")
+    reader = _staged.open_reader(storage, path, database=True)
+
+    with pytest.raises(ValueError, match=f"must have {(1 << 60) + 5} bytes or more, got 10"):
+        reader.values([("w/c/0", None)])
+
+
 def test_several_processes_save_together(root, mesh):
     """Process 0 merges what the others wrote, by the nodes alone."""
     split = NamedSharding(mesh, PartitionSpec("x", "y"))

@@ -26,7 +26,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -144,16 +144,17 @@ class LocalStorage:
 
     def write(self, path: str, data: bytes) -> None:
         with _about(path):
-            _publish(_write_new(temporary_sibling(path), data), path, replace=True)
+            _publish(_write_new(temporary_sibling(path), [data]), path, replace=True)
 
     def write_parts(self, path: str, parts: Callable[[], Iterator[bytes]]) -> None:
-        self.write(path, b"".join(parts()))
+        with _about(path):
+            _publish(_write_new(temporary_sibling(path), parts()), path, replace=True)
 
     def create(self, path: str, data: bytes) -> bool:
         with _about(path):
             if not self.atomic_rename:
                 return _create_in_place(path, data)
-            return _publish(_write_new(temporary_sibling(path), data), path, replace=False)
+            return _publish(_write_new(temporary_sibling(path), [data]), path, replace=False)
 
     def add(self, files: Mapping[str, bytes]) -> None:
         for path, data in files.items():
@@ -387,14 +388,15 @@ def _try_lock(fd: int) -> bool:
 # Files
 
 
-def _write_new(path: str, data: bytes) -> str:
+def _write_new(path: str, parts: Iterable[bytes]) -> str:
     """Writes a durable file that must not exist yet; returns its path."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(fd, rest) :]
+            for part in parts:
+                rest = memoryview(part)
+                while rest:
+                    rest = rest[os.write(fd, rest) :]
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -409,7 +411,7 @@ def _create_in_place(path: str, data: bytes) -> bool:
     # A crash in here leaves a part of the file. And two hosts may both succeed: the store has no
     # exclusive creation, and who may write a run is decided by the owner's file.
     try:
-        _write_new(path, data)
+        _write_new(path, [data])
     except FileExistsError:
         return False
     _sync_parents(path)

@@ -13,27 +13,30 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import math
 import os
 import posixpath
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import lru_cache, partial
-from typing import Any, Final, NamedTuple, final
+from functools import partial
+from typing import Any, Final, final
 
 import numpy as np
 
 from jaxckpt.errors import CorruptCheckpoint, StoreError
 from jaxckpt.storage._ahead import read_ahead
+from jaxckpt.storage._leases import Lease, Version, forget
 from jaxckpt.storage._local import is_temporary_file
 from jaxckpt.storage._protocol import Entry, EntryKind, Storage
 from jaxckpt.storage._requests import (
     REQUESTS_AT_ONCE,
     Requests,
+    all_of,
+    callers,
     is_beyond_the_end,
+    is_condition,
+    outer_callers,
     pool,
 )
 from jaxckpt.storage._settings import (
@@ -50,11 +53,6 @@ _PARTS_AT_ONCE: Final = 4  # of a file that is written in parts
 _PAGE: Final = 1000  # what stores list in one request
 _HELD: Final = "jaxckptheld"  # the attribute of an object that is a held lock; Azure allows no "-"
 _MAX_LOCK_BYTES: Final = 1 << 20
-_OTHER_HOLDER: Final = ("PreconditionError", "AlreadyExistsError")
-
-
-def _alike(error: Exception) -> bool:
-    return type(error).__name__ in _OTHER_HOLDER
 
 
 @final
@@ -77,16 +75,23 @@ class ObjectStorage:
     # --- reading -----------------------------------------------------------------------------
 
     def read(self, path: str, *, max_bytes: int) -> bytes:
-        def get() -> bytes:
+        return self._get(path, max_bytes)[1]
+
+    def _get(
+        self, path: str, max_bytes: int = _MAX_LOCK_BYTES, *, tries: int | None = None
+    ) -> tuple[Any, bytes]:
+        """Returns what the store tells about an object, and its bytes."""
+
+        def get() -> tuple[Any, bytes]:
             answer = obs().get(self._store, self._key(path))
             if answer.meta["size"] > max_bytes:
                 raise CorruptCheckpoint(
                     f"{path} must have at most {max_bytes} bytes, got {answer.meta['size']}",
                     file=path,
                 )
-            return bytes(answer.bytes())
+            return answer, bytes(answer.bytes())
 
-        return self.requests.read("read", path, get)
+        return self.requests.read("read", path, get, tries=tries)
 
     def read_into(self, path: str, offset: int, buffers: Sequence[Any]) -> None:
         total = sum(map(len, buffers))
@@ -96,10 +101,7 @@ class ObjectStorage:
             (at, min(_PART_BYTES, offset + total - at))
             for at in range(offset, offset + total, _PART_BYTES)
         ]
-        if len(parts) == 1:
-            answers = [self._range(path, *parts[0])]
-        else:
-            answers = _all(_callers(), [partial(self._range, path, *part) for part in parts])
+        answers = all_of(callers(), [partial(self._range, path, *part) for part in parts])
         _scatter(answers, buffers)
 
     def _range(self, path: str, start: int, length: int) -> memoryview:
@@ -195,14 +197,14 @@ class ObjectStorage:
         self._probe(path)
         return self._create(path, data) is not None
 
-    def _create(self, path: str, data: bytes, **attributes: str) -> Mapping[str, Any] | None:
+    def _create(self, path: str, data: bytes, **attributes: str) -> Version | None:
         """Creates an object; returns its version, or None if there was one."""
 
-        def put(unsure: bool) -> Mapping[str, Any] | None:
+        def put(unsure: bool) -> Version | None:
             try:
                 return self._put_once(path, data, "create", attributes)
             except Exception as error:
-                if not _alike(error):
+                if not is_condition(error):
                     raise
                 # An earlier try may have acted although its answer was lost.
                 return self._mine(path, data) if unsure else None
@@ -214,7 +216,7 @@ class ObjectStorage:
                 return mine
             raise
 
-    def _mine(self, path: str, data: bytes) -> Mapping[str, Any] | None:
+    def _mine(self, path: str, data: bytes) -> Version | None:
         with contextlib.suppress(OSError):
             answer, found = self._get(path, tries=1)
             if found == data:
@@ -223,38 +225,29 @@ class ObjectStorage:
 
     def _put(
         self, path: str, data: bytes, *, mode: Any, attributes: Mapping[str, str] | None = None
-    ) -> Mapping[str, Any]:
+    ) -> Version:
         return self.requests.change(
             "write", path, lambda _: self._put_once(path, data, mode, attributes or {})
         )
 
     def _put_once(
         self, path: str, data: bytes, mode: Any, attributes: Mapping[str, str]
-    ) -> Mapping[str, Any]:
+    ) -> Version:
         key = self._key(path)
         return obs().put(
             self._store, key, data, mode=mode, use_multipart=False, attributes=dict(attributes)
         )
 
-    def _get(self, path: str, *, tries: int | None = None) -> tuple[Any, bytes]:
-        def get() -> tuple[Any, bytes]:
-            answer = obs().get(self._store, self._key(path))
-            if answer.meta["size"] > _MAX_LOCK_BYTES:
-                raise CorruptCheckpoint(f"{path} is too large for a lock", file=path)
-            return answer, bytes(answer.bytes())
-
-        return self.requests.read("read", path, get, tries=tries)
-
     def add(self, files: Mapping[str, bytes]) -> None:
         if files:
             self._probe(next(iter(files)))
         calls = [partial(self._create, path, data) for path, data in files.items()]
-        for path, made in zip(files, _all(_callers(), calls), strict=True):
+        for path, made in zip(files, all_of(callers(), calls), strict=True):
             if made is None:
                 raise FileExistsError(errno.EEXIST, "another writer is saving here", path)
 
     def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        return _all(_outer_callers(), calls)
+        return all_of(outer_callers(), calls)
 
     def make_dir(self, path: str) -> None:
         pass
@@ -283,13 +276,13 @@ class ObjectStorage:
         return False
 
     def delete(self, path: str) -> None:
-        _forget(path)
+        forget(path)
         below = [one["path"] for one in self._below(path)]
         self._delete(path, below or [self._key(path)])
 
     def delete_files(self, paths: Sequence[str]) -> None:
         for path in paths:
-            _forget(path)
+            forget(path)
         if paths:
             self._delete(paths[0], [*map(self._key, paths)])
 
@@ -304,20 +297,20 @@ class ObjectStorage:
         try:
             self.requests.change("delete", path, partial(delete, list(keys)))
         except FileNotFoundError:  # some stores then leave the others
-            _all(_callers(), [partial(delete_one, key) for key in keys])
+            all_of(callers(), [partial(delete_one, key) for key in keys])
 
     def delete_empty(self, path: str) -> bool:
         return self.kind(path) is None  # only objects make a directory
 
     # --- locks -------------------------------------------------------------------------------
 
-    def claim(self, path: str, data: bytes) -> ObjectHold | None:
+    def claim(self, path: str, data: bytes) -> Lease | None:
         self._probe(path)
         token = secrets.token_hex(8)
         made = self._create(path, data, **{_HELD: token})
         return None if made is None else self._held(path, data, token, made)
 
-    def hold(self, path: str, data: bytes | None = None) -> ObjectHold | None:
+    def hold(self, path: str, data: bytes | None = None) -> Lease | None:
         self._probe(path)
         token = secrets.token_hex(8)
         try:
@@ -332,13 +325,12 @@ class ObjectStorage:
         if data is None:
             # The former holder must find another version, and a version may be a hash of the bytes.
             data = token.encode() if was_held or not found else found
-        taken = self._replace(path, data, answer.meta, token)
+        taken = self._replace(path, data, token, answer.meta)
         return None if taken is None else self._held(path, data, token, taken)
 
-    def _held(self, path: str, data: bytes, token: str, version: Mapping[str, Any]) -> ObjectHold:
-        hold = ObjectHold(self, path, data, token, version)
-        _renew(hold)
-        return hold
+    def _held(self, path: str, data: bytes, token: str, version: Version) -> Lease:
+        write = partial(self._replace, path, data, token)
+        return Lease(path, self.settings.lease_s, version, write).start()
 
     def _is_over(self, meta: Mapping[str, Any]) -> bool:
         assert self._clock is not None
@@ -349,32 +341,34 @@ class ObjectStorage:
         self,
         path: str,
         data: bytes,
-        version: Mapping[str, Any],
         token: str,
+        version: Version,
         *,
+        held: bool = True,
         tries: int | None = None,
-    ) -> Mapping[str, Any] | None:
+    ) -> Version | None:
         """Writes an object again if it still has a version; returns the new one, or None.
 
         Args:
-            token: Of the lock, unless it is released.
+            token: Of the lock.
+            held: Whether the object is a held lock afterwards.
             tries: How often to ask; as the settings say if None.
         """
         mode = {k: version[k] for k in ("e_tag", "version") if version.get(k)}
-        attributes = {_HELD: token} if token else {}
+        attributes = {_HELD: token} if held else {}
 
-        def put(_: bool) -> Mapping[str, Any] | None:
+        def put(_: bool) -> Version | None:
             try:
                 return self._put_once(path, data, mode, attributes)
             except Exception as error:
-                if not _alike(error) and not isinstance(error, FileNotFoundError):
+                if not is_condition(error) and not isinstance(error, FileNotFoundError):
                     raise
                 # An earlier try, here or at an earlier renewal, may have acted.
-                return self._mine_by_token(path, token) if token else None
+                return self._mine_by_token(path, token) if held else None
 
         return self.requests.change("lock", path, put, tries=tries)
 
-    def _mine_by_token(self, path: str, token: str) -> Mapping[str, Any] | None:
+    def _mine_by_token(self, path: str, token: str) -> Version | None:
         try:
             answer, _ = self._get(path)
         except FileNotFoundError:
@@ -418,10 +412,10 @@ class ObjectStorage:
         if self._create(file, b"2") is not None:
             return "it created an object that existed", 0.0
         now_s = time.time()
-        if self._replace(file, b"3", first, "probe") is None:
+        if self._replace(file, b"3", "probe", first) is None:
             return "it refused to replace an object of the right version", 0.0
         clock = self._head(file)["last_modified"].timestamp() - now_s
-        if self._replace(file, b"4", first, "") is not None:
+        if self._replace(file, b"4", "probe", first, held=False) is not None:
             return "it replaced an object that had changed", 0.0
         return "", clock
 
@@ -458,25 +452,6 @@ def obs() -> Any:
     import obstore
 
     return obstore
-
-
-@lru_cache(maxsize=1)
-def _callers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="jaxckpt-calls")
-
-
-@lru_cache(maxsize=1)
-def _outer_callers() -> ThreadPoolExecutor:
-    # Calls of `together` may wait for tasks of the other threads.
-    return ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="jaxckpt-together")
-
-
-def _all(threads: ThreadPoolExecutor, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    if len(calls) == 1:
-        return [calls[0]()]
-    tasks = [threads.submit(call) for call in calls]
-    wait(tasks)
-    return [task.result() for task in tasks]
 
 
 def _scatter(answers: Sequence[memoryview], buffers: Sequence[Any]) -> None:
@@ -516,128 +491,3 @@ def object_storage(scheme: str, text: str) -> tuple[ObjectStorage, str]:
             storage = ObjectStorage(scheme, bucket, settings)
             _storages[scheme, bucket, settings] = storage
     return storage, f"{storage.root}/{key}".rstrip("/")
-
-
-# --- leases ------------------------------------------------------------------------------------
-
-
-class _Lease(NamedTuple):
-    hold: ObjectHold
-    due_s: float
-
-
-@final
-class ObjectHold:
-    """A lease on an object, renewed in the background until `release`."""
-
-    def __init__(
-        self,
-        storage: ObjectStorage,
-        path: str,
-        data: bytes,
-        token: str,
-        version: Mapping[str, Any],
-    ) -> None:
-        self.path = path
-        self._storage = storage
-        self._data = data
-        self._token = token
-        self._version: Mapping[str, Any] | None = version  # None once it is released or lost
-        self._lock = threading.Lock()  # guards _version
-
-    @property
-    def every_s(self) -> float:
-        return self._storage.settings.lease_s / 4
-
-    def renew(self) -> bool:
-        """Writes the object again, in one try; returns whether the lease goes on.
-
-        Raises:
-            StoreError: the store did not answer; the lease may go on.
-        """
-        with self._lock:
-            if self._version is not None:
-                self._version = self._storage._replace(
-                    self.path, self._data, self._version, self._token, tries=1
-                )
-            return self._version is not None
-
-    def release(self) -> None:
-        _holds.pop(id(self), None)
-        with self._lock:
-            version, self._version = self._version, None
-        if version is not None:
-            with contextlib.suppress(StoreError):  # it ends by itself
-                self._storage._replace(self.path, self._data, version, "")
-
-    def drop(self) -> None:
-        """Ends the lease of an object that is being deleted."""
-        _holds.pop(id(self), None)
-        with self._lock:
-            self._version = None
-
-
-_holds: dict[int, _Lease] = {}
-_wake = threading.Condition()  # guards _renewer
-_renewer: threading.Thread | None = None
-
-
-def _renew(hold: ObjectHold) -> None:
-    """Has a lease renewed from now on."""
-    global _renewer
-    with _wake:
-        _holds[id(hold)] = _Lease(hold, time.monotonic() + hold.every_s)
-        if _renewer is None or not _renewer.is_alive():
-            _renewer = threading.Thread(target=_renew_all, name="jaxckpt-leases", daemon=True)
-            _renewer.start()
-        _wake.notify()
-
-
-def _renew_all() -> None:
-    while True:
-        with _wake:
-            due_s = min((lease.due_s for lease in list(_holds.values())), default=None)
-            if due_s is None or due_s == math.inf:  # none, or all are being renewed
-                _wake.wait()
-            else:
-                _wake.wait(max(0.0, due_s - time.monotonic()))
-        for key, lease in list(_holds.items()):
-            if lease.due_s <= time.monotonic():
-                _put_off(key, lease.hold, math.inf)
-                _callers().submit(_renew_one, key, lease.hold)  # a silent store delays no other
-
-
-def _renew_one(key: int, hold: ObjectHold) -> None:
-    try:
-        goes_on, pause_s = hold.renew(), hold.every_s
-    except OSError:  # there is time for several tries
-        goes_on, pause_s = True, hold.every_s / 4
-    if goes_on:
-        _put_off(key, hold, time.monotonic() + pause_s)
-    else:
-        _holds.pop(key, None)
-
-
-def _put_off(key: int, hold: ObjectHold, due_s: float) -> None:
-    with _wake:
-        if key in _holds:  # otherwise it was released
-            _holds[key] = _Lease(hold, due_s)
-            _wake.notify()
-
-
-def _forget(path: str) -> None:
-    """Ends the leases of this process on objects at or below a path."""
-    for lease in list(_holds.values()):
-        if lease.hold.path == path or lease.hold.path.startswith(f"{path}/"):
-            lease.hold.drop()
-
-
-def _forget_all_in_child() -> None:
-    global _renewer
-    _holds.clear()  # the parent renews them
-    _renewer = None
-    _callers.cache_clear()
-    _outer_callers.cache_clear()
-
-
-os.register_at_fork(after_in_child=_forget_all_in_child)

@@ -13,9 +13,10 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Final, Literal, TypeVar, final
+from functools import lru_cache
+from typing import Any, Final, Literal, TypeVar, final
 
 from jaxckpt.errors import StoreError
 from jaxckpt.storage._settings import StoreSettings
@@ -53,17 +54,35 @@ _CREDENTIALS: Final = re.compile(
     re.I,
 )
 
-_pool: ThreadPoolExecutor | None = None
-_pool_lock = threading.Lock()  # guards _pool
+
+# Three kinds of threads, so that none waits for another of its kind.
 
 
+@lru_cache(maxsize=1)
 def pool() -> ThreadPoolExecutor:
-    """Returns the threads that wait for answers; none of them ever waits for another."""
-    global _pool
-    with _pool_lock:
-        if _pool is None:
-            _pool = ThreadPoolExecutor(2 * REQUESTS_AT_ONCE, thread_name_prefix="jaxckpt-store")
-        return _pool
+    """Returns the threads that wait for answers."""
+    return ThreadPoolExecutor(2 * REQUESTS_AT_ONCE, thread_name_prefix="jaxckpt-store")
+
+
+@lru_cache(maxsize=1)
+def callers() -> ThreadPoolExecutor:
+    """Returns the threads that send several requests of one call."""
+    return ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="jaxckpt-calls")
+
+
+@lru_cache(maxsize=1)
+def outer_callers() -> ThreadPoolExecutor:
+    """Returns the threads that make several calls."""
+    return ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="jaxckpt-together")
+
+
+def all_of(threads: ThreadPoolExecutor, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Makes calls at the same time; waits for all of them, also after an error."""
+    if len(calls) == 1:
+        return [calls[0]()]
+    tasks = [threads.submit(call) for call in calls]
+    wait(tasks)
+    return [task.result() for task in tasks]
 
 
 _process: int | None = None  # that sent the first request
@@ -80,12 +99,8 @@ def _check_not_forked(what: str, path: str) -> None:
         )
 
 
-def _forget_pool_in_child() -> None:
-    global _pool
-    _pool = None  # a forked child lacks its threads
-
-
-os.register_at_fork(after_in_child=_forget_pool_in_child)
+for _threads in (pool, callers, outer_callers):
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked child lacks them
 
 
 @final
@@ -152,9 +167,8 @@ class Requests:
             except Exception as error:
                 waited_s = time.monotonic() - started_s
                 pause_s = min(_FIRST_PAUSE_S * 2**n, _LONGEST_PAUSE_S) * random.uniform(0.5, 1)
-                is_last = n == tries
-                late = waited_s + pause_s >= self._settings.timeout_s
-                if is_last or late or not _may_pass(error):
+                is_last = n == tries or waited_s + pause_s >= self._settings.timeout_s
+                if is_last or not _may_pass(error):
                     raise self._explained(error, what, path, waited_s, n) from error
             time.sleep(pause_s)
         raise AssertionError
@@ -202,15 +216,11 @@ class Requests:
     ) -> Exception:
         """Returns the error to raise: what was asked, what the store said and what to do."""
         text = said(error)
-        if (
-            not type(error).__module__.startswith("obstore")
-            and type(error) is not FileNotFoundError
-        ):
+        is_told = type(error).__module__.startswith("obstore") or type(error) is FileNotFoundError
+        if not is_told or is_condition(error):
             return error
         if isinstance(error, FileNotFoundError) and not _NO_BUCKET.search(text):
             return FileNotFoundError(errno.ENOENT, "no such object", path)
-        if type(error).__name__ in ("AlreadyExistsError", "PreconditionError"):
-            return error  # an answer, for the caller
         reason = reason_of(error)
         advice = advice_of(reason, self._name)
         tried = f"{tries} {'try' if tries == 1 else 'tries'}"
@@ -223,8 +233,12 @@ class Requests:
 
 def _may_pass(error: Exception) -> bool:
     """Returns whether sending a request again may help."""
-    name = type(error).__name__
-    return name == "GenericError" and not _FINAL.search(said(error))
+    return type(error).__name__ == "GenericError" and not _FINAL.search(said(error))
+
+
+def is_condition(error: Exception) -> bool:
+    """Returns whether a store answered that the condition of a write does not hold."""
+    return type(error).__name__ in ("AlreadyExistsError", "PreconditionError")
 
 
 def is_beyond_the_end(error: StoreError) -> bool:

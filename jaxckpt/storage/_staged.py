@@ -169,6 +169,10 @@ class StagedReader:
             return place and place[part]
         start, stop, _ = part.indices(place.size)
         place = Extent(place.file, place.offset + start, stop - start)
+        end, file = place.offset + place.size, f"{self._path}/{place.file}"
+        # Before as many bytes are allocated.
+        if place.size > _MOST_NODE_BYTES and end > (there := self._storage.size(file)):
+            raise ValueError(f"{file} must have {end} bytes or more, got {there}")
         return _read_part(self._storage, self._path, place)
 
     def fetch(self, keys: Sequence[str], prefix: str, staged: Keys) -> None:

@@ -228,7 +228,7 @@ def _ready(server: Server) -> Server:
         except ServerFailed:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.1)
+            time.sleep(0.1)  # before asking again
 
 
 # Processes
@@ -281,7 +281,7 @@ def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
                 connection.request("GET", "/")
                 connection.getresponse().read()
                 return True
-        time.sleep(0.05)
+        time.sleep(0.05)  # before asking again
     return False
 
 

@@ -13,18 +13,12 @@ import pytest
 import jaxckpt
 from jaxckpt.errors import StoreError
 from jaxckpt.storage import StoreSettings, locate, use_store
-from jaxckpt.storage import _settings as settings_module
 from tests.commandline import cli
 from tests.stores.proxy import Answer
 from tests.stores.servers import ACCOUNT, ACCOUNT_KEY
 
 TREE = {"w": np.arange(12.0), "step": 3}
 OTHER_KEY = base64.b64encode(b"another key").decode()
-
-
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch):
-    monkeypatch.setattr(settings_module, "_given", {})
 
 
 @pytest.fixture
@@ -60,7 +54,7 @@ def test_the_account_is_given_or_of_the_environment(server, monkeypatch):
     endpoint = f"{server.url}/{ACCOUNT}"
     use_store("az://", StoreSettings(endpoint=endpoint, account=ACCOUNT))
     jaxckpt.save(f"az://{server.bucket}/a", TREE)
-    monkeypatch.setattr(settings_module, "_given", {})
+    use_store("az://", StoreSettings(endpoint=endpoint))
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", ACCOUNT)
 
     assert jaxckpt.restore(f"az://{server.bucket}/a")["step"] == 3
@@ -99,6 +93,7 @@ def test_a_shared_signature_is_enough(server, monkeypatch):
 
     signed, digest = shared_signature(server.bucket, "rl")
     monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", signed)
+    # As in a new process: a client reads its credentials once.
     monkeypatch.setattr("jaxckpt.storage._object._storages", {})
     assert jaxckpt.restore(root)["step"] == 3
     text = error_of(lambda: jaxckpt.save(f"az://{server.bucket}/b", TREE))

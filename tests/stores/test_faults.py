@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -19,7 +18,7 @@ from jaxckpt.storage._settings import settings_of
 from tests.faults.conftest import zygote  # noqa: F401  # a fixture
 from tests.stores import children
 from tests.stores.children import is_state, reach, state
-from tests.stores.killing import kill
+from tests.stores.killing import end_leases, kill
 from tests.stores.proxy import Answer, Hang, Reset, Truncate
 
 WRITERS = 8
@@ -57,11 +56,6 @@ def kill_at_some(zygote, proxy, function, args, every):  # noqa: F811
         )
 
 
-def wait_for_lease():
-    """Until the lease of a dead writer is over; the store's times have whole seconds."""
-    time.sleep(children.LEASE_S + 2)
-
-
 def is_committed(url):
     storage, path = locate(url)
     return storage.kind(f"{path}/commit_success.txt") == "file"
@@ -90,7 +84,7 @@ def test_a_killed_save_leaves_a_whole_checkpoint_or_none(place, zygote, trial, p
             with pytest.raises(CheckpointError):
                 jaxckpt.restore(path)
             if step % 8 == 0:
-                wait_for_lease()
+                end_leases(path)
                 jaxckpt.save(path, state(step))
                 assert is_state(jaxckpt.restore(path), step)
     assert step >= 10
@@ -125,7 +119,7 @@ def test_a_killed_replacement_leaves_one_of_both_or_none(place, zygote, trial, e
                 jaxckpt.restore(path)
             if None not in found:
                 found.add(None)
-                wait_for_lease()
+                end_leases(path)
                 jaxckpt.save(path, state(3), overwrite="delete_first")
                 assert is_state(jaxckpt.restore(path), 3)
     assert found == {1, 2, None}

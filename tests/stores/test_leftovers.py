@@ -14,7 +14,7 @@ from tests.commandline import cli
 from tests.faults.conftest import zygote  # noqa: F401  # a fixture
 from tests.stores import children
 from tests.stores.children import LEASE_S, is_state, state
-from tests.stores.killing import kill, wait_for
+from tests.stores.killing import end_leases, kill, wait_for
 from tests.stores.proxy import Hang
 
 TOKEN = "0123456789abcdef"
@@ -63,7 +63,7 @@ def test_what_killed_saves_left_is_removed_at_the_next_opening(place, zygote):  
     """Once the lease is over. The job resumes from the older step and saves other numbers."""
     runs = kill_saves_of_20(place, zygote, every=2)
     assert any("20" in steps_with_files(run) for run in runs)
-    time.sleep(LEASE_S + 2)
+    end_leases(place[0])
     removed = 0
 
     for run in runs:
@@ -96,7 +96,7 @@ def test_what_a_killed_save_left_goes_when_its_lease_is_over(place, zygote):  # 
     with jaxckpt.CheckpointManager(run) as manager:
         manager.save(12, state(12)).result()
         assert files_of(f"{run}/20") == left
-        time.sleep(LEASE_S + 2)
+        time.sleep(LEASE_S + 2)  # its own leases go on meanwhile
         manager.save(14, state(14)).result()
         assert steps_with_files(run) == {"10", "12", "14"}
 
@@ -118,7 +118,7 @@ def test_what_a_killed_deletion_left_is_removed_at_the_next_opening(place, zygot
         if files and names.COMMIT_MARKER not in files:
             halves.append(run)
         number += 1
-    time.sleep(LEASE_S + 2)
+    end_leases(url)
 
     for run in halves:
         jaxckpt.CheckpointManager(run).close()
@@ -142,7 +142,7 @@ def test_the_next_save_removes_what_a_killed_one_left(place, zygote):  # noqa: F
             break
         paths.append(path)
         number += 2
-    time.sleep(LEASE_S + 2)
+    end_leases(url)
 
     for path in paths:
         if names.COMMIT_MARKER not in files_of(path):

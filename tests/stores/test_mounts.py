@@ -45,7 +45,7 @@ def mounted(moto_server, tmp_path_factory):
         while not os.path.ismount(folder):
             if process.poll() is not None or time.monotonic() > deadline:
                 pytest.skip("s3fs cannot mount here")
-            time.sleep(0.05)
+            time.sleep(0.05)  # nothing tells when it is there
         yield folder, process
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=False)
@@ -176,7 +176,7 @@ def test_a_mount_that_hangs_raises(root, mounted, stop, monkeypatch, call):
     mounted[1].send_signal(signal.SIGCONT)
     monkeypatch.delitem(_settings._given, "file://")
     while limited._hanging:
-        time.sleep(0.05)
+        time.sleep(0.05)  # until the calls that were left behind have returned
     jaxckpt.save(root / "c", tree(3))
     assert is_tree(jaxckpt.restore(root / "a"), 1)
 

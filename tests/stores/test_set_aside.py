@@ -7,16 +7,10 @@ import pytest
 import jaxckpt
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import names
-from jaxckpt.storage import _settings as settings_module
 from jaxckpt.storage import locate
 from tests.commandline import cli
 from tests.stores.children import is_state, reach, state
 from tests.stores.proxy import Answer
-
-
-@pytest.fixture(autouse=True)
-def no_settings(monkeypatch):
-    monkeypatch.setattr(settings_module, "_given", {})
 
 
 @pytest.fixture(params=["moto_server", "gcs_server"])

@@ -1,0 +1,130 @@
+"""Leases on objects, by which writers exclude each other in a bucket; renewed in the background.
+
+A lease ends unless its object is written again in time. One thread waits for what is due, and the
+threads of the requests write: a store that does not answer delays no other store's leases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+from jaxckpt.errors import StoreError
+from jaxckpt.storage._requests import callers
+
+Version = Mapping[str, Any]
+
+
+@final
+class Lease:
+    """A lease on an object, renewed until `release`.
+
+    Args:
+        path: Of the object.
+        length_s: After how many seconds it ends, unless it is renewed.
+        version: Of the object, as it was written last.
+        write: Writes the object again if it still has a version, held or not; `tries` says how
+            often to ask. Returns the new version, or None if another holder has it.
+    """
+
+    def __init__(
+        self, path: str, length_s: float, version: Version, write: Callable[..., Version | None]
+    ) -> None:
+        self.path = path
+        self.due_s = time.monotonic() + length_s / 4
+        self._every_s = length_s / 4
+        self._version: Version | None = version  # None once it is released or lost
+        self._write = write
+        self._lock = threading.Lock()  # guards _version
+
+    def start(self) -> Lease:
+        """Has the lease renewed from now on; returns it."""
+        global _renewer
+        with _changed:
+            _leases.add(self)
+            if _renewer is None or not _renewer.is_alive():
+                _renewer = threading.Thread(target=_renew_all, name="jaxckpt-leases", daemon=True)
+                _renewer.start()
+            _changed.notify()
+        return self
+
+    def renew(self) -> bool:
+        """Writes the object again, in one try; returns whether the lease goes on.
+
+        Raises:
+            StoreError: the store did not answer; the lease may go on.
+        """
+        with self._lock:
+            if self._version is not None:
+                self._version = self._write(self._version, held=True, tries=1)
+            return self._version is not None
+
+    def keep(self) -> None:
+        """Renews the lease, and says when to do that next."""
+        goes_on, pause_s = True, self._every_s
+        try:
+            goes_on = self.renew()
+        except OSError:  # there is time for several tries
+            pause_s /= 4
+        with _changed:
+            self.due_s = time.monotonic() + pause_s
+            if not goes_on:
+                _leases.discard(self)
+            _changed.notify()
+
+    def release(self) -> None:
+        """Ends the lease, so that another holder need not wait."""
+        version = self.drop()
+        if version is not None:
+            with contextlib.suppress(StoreError):  # it ends by itself
+                self._write(version, held=False)
+
+    def drop(self) -> Version | None:
+        """Ends the lease here only, as the object is being deleted; returns its last version."""
+        with _changed:
+            _leases.discard(self)
+        with self._lock:
+            version, self._version = self._version, None
+        return version
+
+
+_leases: set[Lease] = set()  # those that are renewed
+_changed = threading.Condition()  # guards _leases, their `due_s`, and _renewer
+_renewer: threading.Thread | None = None
+
+
+def _renew_all() -> None:
+    while True:
+        with _changed:
+            due_s = min((lease.due_s for lease in _leases), default=math.inf)
+            if due_s > time.monotonic():
+                # Infinite also if all are being renewed.
+                _changed.wait(None if due_s == math.inf else due_s - time.monotonic())
+                continue
+            due = [lease for lease in _leases if lease.due_s <= time.monotonic()]
+            for lease in due:
+                lease.due_s = math.inf
+        for lease in due:
+            callers().submit(lease.keep)
+
+
+def forget(path: str) -> None:
+    """Ends the leases of this process on objects at or below a path, which are being deleted."""
+    with _changed:
+        doomed = [lease for lease in _leases if f"{lease.path}/".startswith(f"{path}/")]
+    for lease in doomed:
+        lease.drop()
+
+
+def _forget_all_in_child() -> None:
+    global _renewer, _changed
+    _leases.clear()  # the parent renews them
+    _renewer, _changed = None, threading.Condition()
+
+
+os.register_at_fork(after_in_child=_forget_all_in_child)
