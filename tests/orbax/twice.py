@@ -33,7 +33,7 @@ import numpy as np
 
 APIS = {
     "v0": ("orbax.checkpoint", "jaxckpt.orbax"),
-    "v1": ("orbax.checkpoint.v1", "jaxckpt.orbax.v1"),
+    "v1": ("orbax.checkpoint.experimental.v1", "jaxckpt.orbax.v1"),
 }
 Program = Callable[[Any, pathlib.Path], Any]
 
