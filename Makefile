@@ -42,14 +42,15 @@ help:
 test: $(VENV)/.installed-test
 	PYTEST_DEBUG_TEMPROOT=$(TEST_DIR) $(python) -m pytest -n auto --maxprocesses 2 --dist worksteal $(PYTEST_ARGS)
 
+# These tests and the next ones wait half of the time, for locks, leases and processes.
 stores: $(VENV)/.installed-test
 	@mkdir -p build
-	$(python) -m pytest -m "stores and not slow" -n auto --maxprocesses 2 --dist worksteal \
+	$(python) -m pytest -m "stores and not slow" -n 3 --dist worksteal \
 	  --scorecard build/stores.md --scorecard-of stores $(PYTEST_ARGS)
 
 faults: $(VENV)/.installed-test
 	@mkdir -p build
-	$(python) -m pytest -m "faults and not slow" -n auto --maxprocesses 2 --dist worksteal \
+	$(python) -m pytest -m "faults and not slow" -n 3 --dist worksteal \
 	  --scorecard build/faults.md $(PYTEST_ARGS)
 
 faults-root: $(VENV)/.installed-test
@@ -117,7 +118,7 @@ clean:
 # One stamp file per extra: it is installed again only when pyproject.toml changes.
 $(VENV)/.installed-%: pyproject.toml | $(python)
 	@echo "Installing jaxckpt[$*] into $(VENV)"
-	@$(pip) install --editable '.[$*]'
+	@$(pip) install --no-compile --editable '.[$*]'
 	@touch $@
 
 $(python):

@@ -77,21 +77,26 @@ def test_an_error_has_an_advice(tmp_path, code, words):
 def test_ctrl_c_leaves_nothing(tmp_path):
     """What is being written is finished and deleted."""
     program = """if True:
-        import sys, time
+        import os, sys, time
         from jaxckpt.cli import main
         from jaxckpt.storage import LocalStorage
-        LocalStorage.link = lambda *_: time.sleep(100)  # so that it has not ended before
+        def link(*_):  # waits, so that the command has not ended before
+            while not os.path.exists(sys.argv[2]):
+                time.sleep(0.01)
+        LocalStorage.link = link
         sys.exit(main(["doctor", sys.argv[1]]))
     """
-    command = [sys.executable, "-c", program, str(tmp_path)]
+    (root := tmp_path / "root").mkdir()
+    command = [sys.executable, "-c", program, str(root), str(tmp_path / "interrupted")]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as program:
-        while not os.listdir(tmp_path) and program.poll() is None:
+        while not os.listdir(root) and program.poll() is None:
             time.sleep(0.001)  # a directory cannot be waited on
         program.send_signal(signal.SIGINT)
+        (tmp_path / "interrupted").touch()
         _, err = program.communicate(timeout=TIMEOUT_S)
 
     assert (program.returncode, err) == (130, b"\nInterrupted.\n")
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(root) == []
 
 
 def test_a_file_is_wrong_usage(tmp_path):
