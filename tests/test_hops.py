@@ -170,7 +170,7 @@ def test_the_count_sees_what_is_called(tmp_path):
 
 # --- size ------------------------------------------------------------------------------------
 
-APART = {"cli", "integrations", "testing", "_convert"}
+APART = {"cli", "integrations", "testing", "_convert", "orbax"}
 
 
 def sources() -> list[str]:
@@ -200,9 +200,15 @@ def code_lines(source: str) -> int:
 
 
 def test_the_package_stays_small():
-    """Lines in all, and of code, without the command line, integrations, testing, convert."""
+    """Lines in all, and of code, without what is in `APART`."""
     assert sum(source.count("\n") for source in sources()) <= 21_290
     assert sum(map(code_lines, sources())) <= 14_510
+
+
+def test_the_drop_in_stays_small():
+    """`jaxckpt.orbax`, v0 and v1, has at most 2,500 lines."""
+    sources = (path.read_text("utf-8") for path in (PACKAGE / "orbax").rglob("*.py"))
+    assert sum(source.count("\n") for source in sources) <= 2500
 
 
 def test_functions_stay_short():

@@ -1,0 +1,186 @@
+"""Trees as Orbax returns them, and the targets that make jaxckpt return them.
+
+Without a target, Orbax returns lists for tuples, dicts for every other container, text for the keys
+of dicts, None for an empty container of a class of its own, and Python's numbers for numpy's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax import tree_util
+from jax.sharding import NamedSharding
+
+from jaxckpt._inspect.open import Checkpoint
+from jaxckpt._inspect.open import open as open_checkpoint
+
+PLACEHOLDER: Final = ...  # in a target: a leaf that is not restored
+
+Names = tuple[str, ...]  # the keys on the way to a leaf
+
+
+def names_of(keys: tuple[Any, ...]) -> Names:
+    """Returns a key path of JAX as text."""
+    return tuple(tree_util.keystr((key,), simple=True) for key in keys)
+
+
+def by_name(tree: Any) -> dict[Names, Any]:
+    """Returns the leaves of a tree by their names."""
+    return {names_of(keys): leaf for keys, leaf in tree_util.tree_leaves_with_path(tree)}
+
+
+def map_named(change: Callable[[Names, Any], Any], tree: Any) -> Any:
+    """Returns a tree with each leaf changed by a function of its names and its value."""
+    return tree_util.tree_map_with_path(lambda keys, leaf: change(names_of(keys), leaf), tree)
+
+
+def plain(tree: Any) -> Any:
+    """Returns a restored tree with the types that Orbax returns without a target.
+
+    Example:
+        >>> import optax
+        >>> plain([{0: (1, np.float32(2))}, optax.EmptyState(), ()])
+        [{'0': [1, 2.0]}, None, ()]
+    """
+    below, _ = tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
+    if not below:
+        kept = tree is None or type(tree) in (dict, list, tuple)
+        return tree if kept else {} if isinstance(tree, Mapping) else None
+    if not below[0][0]:
+        return tree.item() if isinstance(tree, np.generic) else tree
+    children = {names_of(keys)[0]: plain(child) for keys, child in below}
+    return list(children.values()) if type(tree) in (list, tuple) else children
+
+
+def nested(leaves: Mapping[Names, Any]) -> dict[str, Any]:
+    """Returns dicts of dicts with these leaves."""
+    tree: dict[str, Any] = {}
+    for names, leaf in leaves.items():
+        node = tree
+        for name in names[:-1]:
+            node = node.setdefault(name, {})
+        node[names[-1]] = leaf
+    return tree
+
+
+# --- targets ---------------------------------------------------------------------------------
+
+
+def restore_standard(
+    path: str | os.PathLike[str], target: Any = None, *, strict: bool = True
+) -> Any:
+    """Restores as Orbax's StandardRestore: the leaves of the target give the types.
+
+    Args:
+        target: Arrays, `jax.ShapeDtypeStruct`s, numbers; `PLACEHOLDER` for a leaf to leave out.
+        strict: If False, arrays are cut off or padded to the shapes of the target.
+    """
+    found = open_checkpoint(path)
+    if target is None:
+        return plain(found.restore())
+    saved = by_name(found.abstract())
+
+    def wanted(names: Names, leaf: Any) -> Any:
+        is_free = isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
+        is_host = not isinstance(saved.get(names, leaf), jax.ShapeDtypeStruct)
+        return _zeros(leaf.shape, leaf.dtype) if is_free and is_host else leaf
+
+    return restore_like(found, map_named(wanted, target), resize=not strict)
+
+
+def restore_pytree(
+    path: str | os.PathLike[str],
+    target: Any = None,
+    restore_args: Any = None,
+    *,
+    partial: bool = False,
+) -> Any:
+    """Restores as Orbax's PyTreeRestore: the target gives the structure, the args the types.
+
+    Args:
+        restore_args: `RestoreArgs` in the tree of the target, or else in the saved tree; those of
+            Orbax itself, too. A leaf without them is restored as it was saved.
+        partial: Whether saved leaves that are not in the target are left out, and leaves that were
+            not saved keep the values in the target.
+    """
+    found = open_checkpoint(path)
+    if target is None and restore_args is None:
+        return plain(found.restore())
+    abstract = plain(found.abstract())
+    saved, args = by_name(abstract), by_name(restore_args)
+    resize = any(getattr(arg, "strict", True) is False for arg in args.values())
+
+    def wanted(names: Names, leaf: Any) -> Any:
+        if leaf is PLACEHOLDER or names not in saved:
+            return leaf
+        return wanted_leaf(saved[names], args.get(names))
+
+    like = map_named(wanted, abstract if target is None else target)
+    return restore_like(found, like, resize=resize, partial=partial)
+
+
+def restore_like(
+    found: Checkpoint, like: Any, *, resize: bool = False, partial: bool = False
+) -> Any:
+    """Restores onto a target, without the leaves that are `PLACEHOLDER` or None there."""
+    leaves = tree_util.tree_leaves_with_path(like, is_leaf=lambda node: node is None)
+    left_out = ["/".join(names_of(keys)) for keys, x in leaves if x is None or x is PLACEHOLDER]
+    skipped = [name for name in left_out if getattr(found.leaves.get(name), "kind", "") != "empty"]
+    others: dict[str, Any] = {"extra": "ignore", "missing": "keep"} if partial else {}
+    return found.restore(like, resize=resize, skip=skipped or None, **others)
+
+
+def wanted_leaf(saved: Any, args: Any) -> Any:
+    """Returns the target for a leaf, from what was saved and Orbax's `RestoreArgs`."""
+    kind, dtype = getattr(args, "restore_type", None), getattr(args, "dtype", None)
+    if kind in (int, float, bool, str, bytes):
+        return kind()
+    if kind is type(PLACEHOLDER):
+        return PLACEHOLDER
+    if isinstance(saved, (str, bytes, type(None))):
+        return saved
+    shape, saved_dtype = np.shape(saved), getattr(saved, "dtype", None) or np.asarray(saved).dtype
+    sharding = sharding_of(args)
+    if jax.numpy.issubdtype(saved_dtype, jax.dtypes.prng_key):
+        return _placed(shape, saved_dtype, _cut(sharding, len(shape)))
+    sizes = (getattr(args, name, None) for name in ("global_shape", "shape"))
+    shape = next((tuple(size) for size in sizes if size is not None), shape)
+    if kind is np.ndarray:
+        return _zeros(shape, dtype or saved_dtype)
+    is_jax = kind is jax.Array or isinstance(saved, jax.ShapeDtypeStruct)
+    if sharding is not None or is_jax:
+        return _placed(shape, dtype or saved_dtype, sharding)
+    if isinstance(saved, np.ndarray):
+        return _zeros(shape, dtype or saved_dtype)
+    return saved if dtype is None else np.zeros((), dtype).item()
+
+
+def sharding_of(args: Any) -> Any:
+    """Returns the sharding that `ArrayRestoreArgs` ask for, or None."""
+    sharding: Any = getattr(args, "sharding", None)
+    if hasattr(sharding, "to_jax_sharding"):
+        return sharding.to_jax_sharding()
+    if sharding is not None:
+        return sharding
+    mesh, axes = getattr(args, "mesh", None), getattr(args, "mesh_axes", None)
+    return None if mesh is None or axes is None else NamedSharding(mesh, axes)
+
+
+def _cut(sharding: Any, rank: int) -> Any:
+    """Returns a sharding of a key's data as one of the key, which lacks the last dimensions."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, type(sharding.spec)(*sharding.spec[:rank]))
+
+
+def _placed(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """Returns a numpy array as a target, which takes no memory."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
