@@ -13,7 +13,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 from jax import tree_util
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
@@ -162,10 +162,8 @@ def wanted_leaf(saved: Any, args: Any) -> Any:
 def sharding_of(args: Any) -> Any:
     """Returns the sharding that `ArrayRestoreArgs` ask for, or None."""
     sharding: Any = getattr(args, "sharding", None)
-    if hasattr(sharding, "to_jax_sharding"):
-        return sharding.to_jax_sharding()
-    if sharding is not None:
-        return sharding
+    if sharding is not None:  # from metadata, it is only a description
+        return sharding if isinstance(sharding, Sharding) else sharding.to_jax_sharding()
     mesh, axes = getattr(args, "mesh", None), getattr(args, "mesh_axes", None)
     return None if mesh is None or axes is None else NamedSharding(mesh, axes)
 
