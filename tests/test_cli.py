@@ -704,7 +704,7 @@ def test_version_and_help():
     assert code == 0
     commands = out.partition("Commands:")[2].partition("Exit codes")[0]
     names = [line.split()[0] for line in commands.splitlines() if line.strip()]
-    assert len(names) == 17
+    assert len(names) == 18
     for name in names:
         assert cli(name, "--help")[0] == 0
 
@@ -958,6 +958,7 @@ def keys_of(facts):
         "gc {root} --last 1 --dry-run",
         "report {root} -o {new}",
         "doctor {root}",
+        "migrate {program}",
     ],
     ids=lambda argv: argv.replace("/", "-"),
 )
@@ -966,7 +967,10 @@ def test_every_key_of_the_json_is_documented(root, argv):
     if argv.startswith(("verify", "scrub")):
         flip(root / "100" / "state")
 
-    _, facts = said_json(*argv.format(root=root, new=root.parent / "new").split())
+    program = root.parent / "program.py"
+    program.write_text("from orbax.checkpoint import args\n")
+    names = {"root": root, "new": root.parent / "new", "program": program}
+    _, facts = said_json(*argv.format(**names).split())
 
     section = SECTIONS[argv.partition(" ")[0]]
     if argv.startswith("scrub"):

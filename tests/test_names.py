@@ -11,8 +11,8 @@ import jaxckpt
 from jaxckpt.format import names
 
 PACKAGE = Path(jaxckpt.__file__).parent
-# These are words of the language as well as names on disk.
-_COMMON = {"state", "default", "metrics", "metadata", "checkpoint", "d"}
+# These are words of the language, or a module, as well as names on disk.
+_COMMON = {"state", "default", "metrics", "metadata", "checkpoint", "orbax.checkpoint", "d"}
 SPELLED = {
     value
     for name, value in vars(names).items()

@@ -5,11 +5,12 @@
     _doctor  doctor                    try out a place for checkpoints
     _make    convert, export, ...      make new checkpoints from old ones
     _keep    pin, unpin, rm, gc        keep and delete steps
+    _migrate migrate                   from Orbax to the drop-in
     _output  tables, JSON, questions, errors
 
-Exit codes: 0 success; 1 damage or a difference was found; 2 wrong usage, an error, or a question
-not answered with yes. Each command imports what it needs when it runs, so quick commands start
-quickly; none needs an accelerator.
+Exit codes: 0 success; 1 damage or a difference was found, or something is left to do by hand; 2
+wrong usage, an error, or a question not answered with yes. Each command imports what it needs when
+it runs, so quick commands start quickly; none needs an accelerator.
 """
 
 from __future__ import annotations

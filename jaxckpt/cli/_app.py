@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import click
 
 from jaxckpt._version import __version__
-from jaxckpt.cli import _check, _doctor, _keep, _look, _make, _output
+from jaxckpt.cli import _check, _doctor, _keep, _look, _make, _migrate, _output
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint
 
 _NAME = "jaxckpt"
@@ -35,7 +35,7 @@ def app(context: click.Context, debug: bool) -> None:
 for _command in (
     *(_look.ls, _look.show, _look.du, _look.report),
     *(_check.verify, _check.diff, _check.scrub, _doctor.doctor),
-    *(_make.convert, _make.export, _make.import_, _make.fork),
+    *(_make.convert, _make.export, _make.import_, _make.fork, _migrate.migrate),
     *(_keep.pin, _keep.unpin, _keep.rm, _keep.gc),
 ):
     app.add_command(_command)

@@ -1,0 +1,263 @@
+"""`migrate`: from Orbax to the drop-in. Exit code 1 means that a file has to be changed by hand."""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Final
+
+import click
+
+from jaxckpt._core.text import counted
+from jaxckpt.cli import _options, _output
+from jaxckpt.cli._orbax_source import DROP_IN, Source, Use, parse
+from jaxckpt.cli._output import Styled
+
+_ENDINGS: Final = (".py", ".pyi")
+_NOT_OURS: Final = ("__pycache__", "node_modules", "site-packages")
+_ENVIRONMENT: Final = "pyvenv.cfg"
+_STYLES: Final = {"yes": "green", "no": "bold red"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Name:
+    """A use of Orbax: `carried` is None for a place that stays as it is; then `why` says more."""
+
+    line: int
+    name: str
+    carried: bool | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """A file that uses Orbax, or that cannot be read.
+
+    Attributes:
+        state: "unchanged", "to change", "changed", "by hand" or "error".
+        why: Why it is to be changed by hand, or the error.
+        changes: Line, old and new statement of each import.
+    """
+
+    path: str
+    state: str
+    why: Sequence[str] = ()
+    names: Sequence[_Name] = ()
+    changes: Sequence[tuple[int, str, str]] = ()
+
+
+@click.command()
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=_options.PATH)
+@click.option("--write", is_flag=True, help="Change the imports; without it, only show them.")
+@click.option("--anyway", is_flag=True, help="Also where a name is lacking from the drop-in.")
+@_options.as_json
+def migrate(paths: tuple[str, ...], write: bool, anyway: bool, as_json: bool) -> int:
+    """Show which names of Orbax programs use, and import the drop-in instead with --write.
+
+    PATH is a Python file, or a directory whose Python files are read. None of them is run. A file
+    that uses a name lacking from `jaxckpt.orbax` is left alone.
+    """
+    for path in paths:
+        os.stat(path)
+    found = [_migrated(path, within, write=write, anyway=anyway) for path, within in _files(paths)]
+    files = [file for file in found if file.names or file.why or file.changes]
+    if as_json:
+        facts = {"write": write, "read": len(found), "files": [_facts(file) for file in files]}
+        _output.print_json(facts)
+    else:
+        _print(files, len(found))
+    states = {file.state for file in files}
+    return 2 if "error" in states else 1 if _is_lacking(files) else 0
+
+
+def _is_lacking(files: Sequence[_File]) -> bool:
+    by_hand = any(file.state == "by hand" for file in files)
+    return by_hand or any(name.carried is False for file in files for name in file.names)
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def _files(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields the path of each file once, and the given path in which it is."""
+    seen = set()
+    for within in paths:
+        for path in _files_in(within) if os.path.isdir(within) else (within,):
+            if (real := os.path.realpath(path)) not in seen:
+                seen.add(real)
+                yield path, within
+
+
+def _files_in(root: str) -> Iterator[str]:
+    """Yields the Python files below a directory, but not those of installed packages."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in sorted(folders) if _is_program(os.path.join(folder, name))]
+        for name in sorted(files, key=lambda name: os.path.islink(os.path.join(folder, name))):
+            if name.endswith(_ENDINGS):
+                yield os.path.join(folder, name)
+
+
+def _is_program(folder: str) -> bool:
+    name = os.path.basename(folder)
+    is_hidden = name.startswith(".") or name in _NOT_OURS
+    return not is_hidden and not os.path.exists(os.path.join(folder, _ENVIRONMENT))
+
+
+def _migrated(path: str, within: str, *, write: bool, anyway: bool) -> _File:
+    """Reads a file, and changes it if asked to and if that is possible."""
+    try:
+        data = _read(path)
+        source = parse(data)
+    except SyntaxError as error:
+        return _File(
+            path=path, state="error", why=[f"not Python: line {error.lineno}: {error.msg}"]
+        )
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        return _File(path=path, state="error", why=[getattr(error, "strerror", "") or str(error)])
+    file = _examined(path, within, source, anyway=anyway)
+    if file.state != "to change" or not write:
+        return file
+    try:
+        _put(path, source.rewritten())
+    except OSError as error:
+        return replace(file, state="error", why=[f"not changed: {error.strerror}"])
+    return replace(file, state="changed")
+
+
+def _read(path: str) -> bytes:
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError("not a regular file")
+    if path.endswith(".ipynb"):
+        raise ValueError("a notebook, not Python: change its import by hand")
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _examined(path: str, within: str, source: Source, *, anyway: bool) -> _File:
+    """Returns what a file uses, and whether its imports can be changed."""
+    names = [_asked(use) for use in source.uses]
+    why = [f"line {change.line} {change.problem}" for change in source.changes if change.problem]
+    lacking = sorted({name.name for name in names if name.carried is False})
+    if lacking and source.changes and not anyway:
+        why.append(f"{DROP_IN} lacks {', '.join(lacking)}")
+    why += [_place_problem(path, within)] if source.changes else []
+    why = list(filter(None, why))
+    state = "by hand" if why else "to change" if source.changes else "unchanged"
+    changes = [(c.line, c.old, c.new) for c in source.changes if not c.problem]
+    return _File(path=path, state=state, why=why, names=names, changes=changes)
+
+
+def _place_problem(path: str, within: str) -> str:
+    """Returns why a file is not to be written to; "" if it is."""
+    real = os.path.realpath(path)
+    is_inside = os.path.commonpath([real, os.path.realpath(within)]) == os.path.realpath(within)
+    if os.path.islink(path) and (path == within or not is_inside):
+        return f"a symbolic link to {real}: name that file to change it"
+    if not os.stat(path).st_mode & 0o222 or not os.access(path, os.W_OK):
+        return "the file is not writable"
+    return ""
+
+
+def _put(path: str, data: bytes) -> None:
+    """Replaces a file by one with the same owner and mode; a crash leaves the old or the new."""
+    real = os.path.realpath(path)
+    was = os.stat(real)
+    number, temporary = tempfile.mkstemp(prefix=".migrate-", dir=os.path.dirname(real))
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(data)
+            os.fchmod(number, stat.S_IMODE(was.st_mode))
+            if (was.st_uid, was.st_gid) != (os.geteuid(), os.getegid()):
+                os.fchown(number, was.st_uid, was.st_gid)
+            file.flush()
+            os.fsync(number)
+        os.replace(temporary, real)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+def _asked(use: Use) -> _Name:
+    if use.stays:
+        return _Name(line=use.line, name=use.name, carried=None, why=use.stays)
+    why = _lack(use.name)
+    name = use.name.removeprefix(f"{DROP_IN}.")
+    return _Name(line=use.line, name=name, carried=why is None, why=why or "")
+
+
+def _lack(name: str) -> str | None:
+    """Asks the drop-in for a name, such as "jaxckpt.orbax.args.JsonSave".
+
+    Returns:
+        None if the drop-in has it; else the reason given by the drop-in, which may be empty.
+    """
+    value: object = importlib.import_module(DROP_IN)
+    for part in name.removeprefix(DROP_IN).split(".")[1:]:
+        if not isinstance(value, ModuleType):
+            break
+        try:
+            value = _part(value, part)
+        except NotImplementedError as error:
+            return str(error)
+        except (AttributeError, ImportError):
+            return ""
+    return None
+
+
+def _part(module: ModuleType, name: str) -> object:
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        return importlib.import_module(f"{module.__name__}.{name}")
+
+
+# --- output -------------------------------------------------------------------------------------
+
+
+def _facts(file: _File) -> dict[str, object]:
+    changes = [{"line": line, "old": old, "new": new} for line, old, new in file.changes]
+    facts = {"path": file.path, "state": file.state, "why": file.why}
+    return {**facts, "names": file.names, "changes": changes}
+
+
+def _print(files: Sequence[_File], read: int) -> None:
+    rows = [
+        [f"{file.path}:{name.line}", name.name, _carried(name), name.why]
+        for file in files
+        for name in file.names
+    ]
+    if rows:
+        _output.print_table(("place", "name", "drop-in", "why"), rows, fold="why")
+    for file in files:
+        for line, old, new in file.changes if not file.why else ():
+            _output.echo(f"{file.path}:{line}: {_first_line(old)}  ->  {_first_line(new)}")
+    for file in files:
+        for why in file.why:
+            _output.echo(f"{file.path}: ", Styled(f"{file.state}: ", "red"), why)
+    _output.echo(f"{counted(read, 'file')} read, {_states(files)}")
+
+
+def _carried(name: _Name) -> Styled:
+    text = "stays" if name.carried is None else "yes" if name.carried else "no"
+    return Styled(text, _STYLES.get(text, ""))
+
+
+def _first_line(statement: str) -> str:
+    return statement.splitlines()[0]
+
+
+def _states(files: Sequence[_File]) -> str:
+    """Counts the files of each state, and names the option that changes them."""
+    counts = collections.Counter(file.state for file in files)
+    texts = [f"{count} {state}" for state, count in sorted(counts.items())]
+    text = ", ".join(texts) or "none uses Orbax"
+    return f"{text}: pass --write to change imports" if counts["to change"] else text
