@@ -20,6 +20,7 @@ from jaxckpt import CheckpointManager, CheckpointNotFound, CorruptCheckpoint, Pr
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
+from jaxckpt._save.snapshot import FileItem, Items, take_tree
 from jaxckpt.format import names
 from jaxckpt.storage import locate
 from jaxckpt.testing import CrashingStorage, SimulatedCrash, simulate
@@ -471,3 +472,43 @@ def test_rm_deletes_an_item(tmp_path):
     assert (code, told["deleted"], told["item"]) == (0, [1], "ema")
     assert set(jaxckpt.open(url).items) == {"model", "config", "metrics"}
     assert jaxckpt.verify(url).unchecked == ()
+
+
+@pytest.mark.parametrize("save", ["save", "manager"])
+def test_items_of_any_names_and_kinds_are_one_checkpoint(tmp_path, save):
+    """None of them need be a tree or be called `state`; files may be in directories."""
+    files = {"a.txt": b"1", "deep/b/c.bin": b"22"}
+    items = Items(
+        {
+            "model": lambda name, all_: take_tree(name, {"w": np.arange(3)}, all_, copy=True),
+            "files": lambda name, _: FileItem(name=name, shared=lambda: files, handler="my.H"),
+        }
+    )
+    path = tmp_path / "run" / "1"
+    if save == "save":
+        jaxckpt.save(path, items, custom_metadata={"a": 1})
+    else:
+        with CheckpointManager(tmp_path / "run") as manager:
+            manager.save(1, items, custom_metadata={"a": 1})
+
+    assert jaxckpt.verify(path).ok
+    assert jaxckpt.open(path).items == ("model",)
+    assert jaxckpt.restore(path)["w"].tolist() == [0, 1, 2]
+    assert {name: (path / "files" / name).read_bytes() for name in files} == files
+    said = json.loads((path / names.CHECKPOINT_METADATA).read_text())
+    assert said["item_handlers"]["files"] == "my.H"
+    assert said["custom_metadata"] == {"a": 1}
+
+
+def test_files_of_another_program_alone_are_no_damage(tmp_path):
+    """The step stays, and an error names the handler that reads them."""
+    take = {"x": lambda name, _: FileItem(name=name, shared=lambda: {"a": b"1"}, handler="my.H")}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, Items(take))
+        manager.wait_until_finished()
+
+        assert manager.latest_step() == 1
+        assert manager.scrub()[1].ok
+        with pytest.raises(jaxckpt.UnsupportedFormat, match=r"only my\.H reads"):
+            manager.restore()
+        assert manager.all_steps() == [1]

@@ -132,3 +132,38 @@ jaxckpt.save_async(sys.argv[1], {{"w": np.arange(1_000_000)}})
     subprocess.run([sys.executable, "-c", code, tmp_path / "a"], capture_output=True, check=False)
 
     assert np.array_equal(jaxckpt.restore(tmp_path / "a")["w"], np.arange(1_000_000))
+
+
+def test_a_function_is_called_when_a_save_ends(tmp_path):
+    """Before `result` returns, or at once if it has ended; its error is raised by `result`."""
+    called = []
+    handle = jaxckpt.save_async(tmp_path / "a", {"w": np.arange(3)})
+    handle.on_end(lambda ended: called.append(ended.timing is not None))
+    handle.result()
+    handle.on_end(lambda ended: called.append(ended.done()))
+
+    assert called == [True, True]
+
+    full = FailingStorage(LocalStorage(), 3, OSError(28, "No space left on device"))
+    request = prepare(tmp_path / "b", {"n": 1}, False, None, copy=True)
+    handle = start(replace(request, storage=full))
+    handle.on_end(lambda ended: called.append(ended.timing))
+    with pytest.raises(SaveFailed):
+        handle.result()
+    assert called[-1] is None
+
+
+def test_a_failing_function_does_not_undo_the_save(tmp_path):
+    """`result` raises its error; the checkpoint is there."""
+    waits = threading.Event()
+
+    def wait(_: jaxckpt.types.Progress) -> None:
+        waits.wait(60)
+
+    handle = jaxckpt.save_async(tmp_path / "a", {"n": 1}, on_progress=wait)
+    handle.on_end(lambda _: 1 / 0)
+    waits.set()
+
+    with pytest.raises(ZeroDivisionError):
+        handle.result()
+    assert jaxckpt.restore(tmp_path / "a") == {"n": 1}

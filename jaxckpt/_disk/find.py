@@ -287,7 +287,11 @@ def _items(found: Found, entries: Entries) -> dict[str, str]:
     if names.TREE_METADATA in entries:
         return {"": found.path}
     recorded = found.contents(found.path) if found.record is not None else {}
-    items = {name: f"{found.path}/{name}" for name, kind in recorded.items() if kind == "dir"}
+    dirs = {name: f"{found.path}/{name}" for name, kind in recorded.items() if kind == "dir"}
+    # Files of a program's own handler, which only that reads, count if there is nothing else.
+    files = found.recorded(found.path)
+    trees = {name for name in dirs if f"{name}/{names.TREE_METADATA}" in files}
+    items = {n: path for n, path in dirs.items() if n in trees or is_item(found, path)} or dirs
     others = {n: entry for n, entry in entries.items() if entry.kind == "dir" and n not in recorded}
     items |= find_items(found, found.path, others) if others else {}
     # A tree that has lost its `_METADATA` is the only item; reading it names the file.
@@ -455,6 +459,9 @@ def open_item(found: Found, name: str | None = None) -> Item | JsonItem:
         return JsonItem(found=found, name=name, value=value)
     found.refuse_holes(path)
     if names.TREE_METADATA not in inside:
+        if found.record is not None and not is_item(found, path):
+            handler = found.metadata.handlers.get(name, "")
+            raise UnsupportedFormat(f"{path} has files of a program, which only {handler} reads")
         return foreign.read_item(found, name)
     file = f"{path}/{names.TREE_METADATA}"
     saved = tree.decode(found.read(path, names.TREE_METADATA), file=file)

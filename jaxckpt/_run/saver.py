@@ -25,7 +25,7 @@ from jaxckpt._run.scrub import look
 from jaxckpt._save import ending
 from jaxckpt._save.handle import SaveHandle, SaveRequest
 from jaxckpt._save.save import check_metadata
-from jaxckpt._save.snapshot import SaveItem, take_tree
+from jaxckpt._save.snapshot import Items, SaveItem, take_tree
 from jaxckpt.errors import CheckpointTimeout, StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import MAX_STEP
@@ -288,7 +288,11 @@ class Saver:
         processes = self._processes
         with meter.phase("snapshot"):
             how = {"copy": True, "dtype": dtype, "zstd": self._zstd}
-            held: list[SaveItem] = [take_tree(self._item, state, processes, **how)]
+            held: list[SaveItem] = []
+            if isinstance(state, Items):
+                held += state.taken(processes)
+            else:
+                held.append(take_tree(self._item, state, processes, **how))
             for name, value in items.items():
                 held.append(_items.take_item(name, value, processes, zstd=self._zstd))
         if isinstance(self._keep.metric, str):  # a function needs the numbers, which may come later

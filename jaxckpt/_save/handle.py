@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
+from jaxckpt._core.check import calling
 from jaxckpt._disk import removal as _removal
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.transaction import Overwrite, Transaction, Work
@@ -110,6 +111,8 @@ class SaveHandle:
         self._delivered = False
         self._is_cancelled = False
         self._ended = threading.Event()
+        self._on_end: list[Callable[[SaveHandle], object]] | None = []  # None once they are called
+        self._on_end_lock = threading.Lock()  # guards `_on_end`
         self._process = os.getpid()
         self._key = request.path, request.processes.index
         self._left = threading.Event()
@@ -140,6 +143,18 @@ class SaveHandle:
             self._delivered = True
             raise self.error
         self.raise_callback_error()
+
+    def on_end(self, callback: Callable[[SaveHandle], object]) -> None:
+        """Calls a function with this handle when the save has ended, at once if it has.
+
+        In the saving thread, before `result` returns there, which raises the errors of functions.
+        The attribute `timing` is None if the save failed.
+        """
+        with self._on_end_lock:
+            if self._on_end is not None:
+                self._on_end.append(callback)
+                return
+        callback(self)
 
     def cancel(self) -> None:
         """Ends the save without a commit, unless it has been committed.
@@ -186,8 +201,20 @@ class SaveHandle:
             self.error, self._delivered = error, self._is_cancelled
             if logs:
                 _logger.exception("the save of %s failed", self.path)
+        is_committed = self.error is None
+        with self._on_end_lock:
+            callbacks, self._on_end = self._on_end, None
+        for callback in callbacks or ():
+            self._call_back(callback)
         self._ended.set()
-        return self.error is None
+        return is_committed
+
+    def _call_back(self, callback: Callable[[SaveHandle], object]) -> None:
+        try:
+            with calling(f"a function given to on_end, after the save of {self.path}"):
+                callback(self)
+        except Exception as error:
+            self.error = self.error or error
 
     def run(self) -> None:
         """Writes and commits; either all processes return or all raise."""

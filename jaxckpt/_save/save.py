@@ -19,7 +19,7 @@ from jaxckpt._disk.transaction import Overwrite
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._save import ending
 from jaxckpt._save.handle import DEFAULT_TIMEOUT_S, SaveHandle, SaveRequest
-from jaxckpt._save.snapshot import take_tree
+from jaxckpt._save.snapshot import Items, take_tree
 from jaxckpt.format import jsontext, names
 from jaxckpt.multihost import Json, Processes, current, lead, meet
 from jaxckpt.storage import Storage, locate
@@ -167,7 +167,10 @@ def prepare(
         with meter.phase("snapshot"):
             dtype_name = None if dtype is None else floating(dtype)
             how = {"copy": copy, "dtype": dtype_name, "zstd": zstd}
-            taken = take_tree(item or "", value, processes, **how)
+            if isinstance(value, Items):
+                taken = value.taken(processes)
+            else:
+                taken = [take_tree(item or "", value, processes, **how)]
     except BaseException as error:
         if meter is not None:
             meter.end()
@@ -177,7 +180,7 @@ def prepare(
     return SaveRequest(
         storage=storage,
         path=where,
-        items=[taken],
+        items=taken,
         processes=processes,
         name=name,
         meter=meter,

@@ -7,6 +7,7 @@ item is made, its values are on the host and the caller may donate, delete or ch
 from __future__ import annotations
 
 import math
+import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,8 +74,10 @@ class FileItem:
         """Returns the files to add and those already written, by name in the item."""
         del said
         if not self.mine:
-            storage.make_dir(f"{work.path}/{self.name}")
-            return dict(self.shared()), {}
+            files = dict(self.shared())
+            for folder in sorted({"", *map(posixpath.dirname, files)}):
+                storage.make_dir(posixpath.join(work.path, self.name, folder).rstrip("/"))
+            return files, {}
         files = dict(self.mine) if work.mark else {}
         for i in range(1 if work.mark else 0, processes.count):
             file = names.process_file(i, processes.count)
@@ -190,6 +193,20 @@ def _read_if_there(storage: Storage, path: str) -> bytes | None:
 
 
 SaveItem = TreeItem | FileItem
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """Named values in place of one tree, each with the function that copies it; the main one first.
+
+    For `jaxckpt.orbax`, where the items of a checkpoint have any names and kinds.
+    """
+
+    take: Mapping[str, Callable[[str, Processes], SaveItem]]
+
+    def taken(self, processes: Processes) -> list[SaveItem]:
+        """Copies all of them to the host."""
+        return [take(name, processes) for name, take in self.take.items()]
 
 
 def take_tree(
