@@ -9,6 +9,7 @@ Times are those of servers that share the machine's cores: only ratios within on
 from __future__ import annotations
 
 import argparse
+import operator
 import os
 import random
 import statistics
@@ -20,6 +21,7 @@ import numpy as np
 
 import jaxckpt
 from jaxckpt.storage import locate
+from jaxckpt.storage._requests import Requests
 from tests.stores import servers
 from tests.stores.proxy import Delay, Proxy
 
@@ -27,6 +29,7 @@ LATENCY_S: Final = 0.05
 SLOW_S: Final = 5.0
 SLOW_SHARE: Final = 0.01
 _LEAF_BYTES: Final = 8 << 20
+_TREE: Final = {f"leaf_{i}": np.arange(1 << 20, dtype=np.float32) + i for i in range(8)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -42,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(line, flush=True)
     print("\n## Restores while 1 % of the answers take 5 s longer\n")
     for line in slow_answers(repeats=max(20, 200 // part)):
+        print(line, flush=True)
+    print("\n## What deadlines, tries and second requests cost a restore of 34 MB\n")
+    for line in cost_of_care(repeats=max(10, 100 // part)):
         print(line, flush=True)
 
 
@@ -169,23 +175,22 @@ def _read_alone(url: str, tree: dict[str, np.ndarray[Any, Any]]) -> None:
 
 
 def slow_answers(*, repeats: int) -> Iterator[str]:
-    tree = {f"leaf_{i}": np.arange(1 << 20, dtype=np.float32) + i for i in range(8)}
     chance = random.Random(0)
     with servers.gcs() as server, Proxy(server.url) as proxy:
         server = server.with_new_bucket().at(proxy.url)
         os.environ.update(server.env)
         url = f"gs://{server.bucket}/a"
-        jaxckpt.save(url, tree)
+        jaxckpt.save(url, _TREE)
         times: dict[str, list[float]] = {"undelayed": [], "delayed": []}
         for _ in range(20):
-            jaxckpt.restore(url, tree)
+            jaxckpt.restore(url, _TREE)
         for _ in range(repeats):
             for name, samples in times.items():
                 proxy.heal()
                 if name == "delayed":
                     proxy.add(Delay(SLOW_S), when=lambda _: chance.random() < SLOW_SHARE)
                 start = time.perf_counter()
-                jaxckpt.restore(url, tree)
+                jaxckpt.restore(url, _TREE)
                 samples.append(time.perf_counter() - start)
     yield "| | median s | p99 s |"
     yield "| --- | --- | --- |"
@@ -193,6 +198,46 @@ def slow_answers(*, repeats: int) -> Iterator[str]:
         samples.sort()
         p99 = samples[int(0.99 * (len(samples) - 1))]
         yield f"| {name} | {statistics.median(samples):.3f} | {p99:.3f} |"
+
+
+# --- the cost of deadlines and second requests -------------------------------------------------
+
+
+def cost_of_care(*, repeats: int) -> Iterator[str]:
+    requests: Any = Requests
+    careful, bare = (requests.read, requests.change), (_send, _send_change)
+    yield "| each request | seconds (median) | without (median) | ratio in pairs (median) |"
+    yield "| --- | --- | --- | --- |"
+    with servers.gcs() as server:
+        server = server.with_new_bucket()
+        os.environ.update(server.env)
+        running, url = server.running, f"gs://{server.bucket}/a"
+        assert running is not None
+        jaxckpt.save(url, _TREE)
+        for _ in range(20):
+            jaxckpt.restore(url, _TREE)
+        for delay_s in (0.0, LATENCY_S):
+            running.delay_s = delay_s
+            times: dict[Any, list[float]] = {careful: [], bare: []}
+            for i in range(repeats):
+                for way in (careful, bare) if i % 2 else (bare, careful):
+                    requests.read, requests.change = way
+                    start = time.perf_counter()
+                    jaxckpt.restore(url, _TREE)
+                    times[way].append(time.perf_counter() - start)
+            ratio = statistics.median(map(operator.truediv, times[careful], times[bare]))
+            medians = " | ".join(f"{statistics.median(one):.3f}" for one in times.values())
+            yield f"| {delay_s * 1000:.0f} ms more | {medians} | {ratio:.3f} |"
+        running.delay_s = 0.0
+        requests.read, requests.change = careful
+
+
+def _send(_: Any, what: str, path: str, call: Callable[[], Any], **how: Any) -> Any:
+    return call()
+
+
+def _send_change(_: Any, what: str, path: str, call: Callable[[bool], Any], **how: Any) -> Any:
+    return call(False)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ write is sent again only after an error, and `unsure` then tells that an earlier
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -38,8 +39,8 @@ Reason = Literal[
 REQUESTS_AT_ONCE: Final = 32
 # A read is sent again after this many times the seconds that nine of ten of its peers took. Peers
 # are the latest reads of about its size.
-_HEDGE_FACTOR: Final = 3.0
-_HEDGE_FLOOR_S: Final = 0.05
+_HEDGE_FACTOR: Final = 1.5
+_HEDGE_FLOOR_S: Final = 0.01
 _HEDGE_BYTES: Final = 0.05  # of the bytes read
 _PEERS: Final = 64
 _LEAST_PEERS: Final = 4
@@ -141,8 +142,7 @@ class Requests:
             FileNotFoundError: there is no such object.
             StoreError: the store did not answer, or refused.
         """
-        most = self._settings.tries if tries is None else tries
-        return self._tried(what, path, lambda _: self._hedge(call, size), most)
+        return self.change(what, path, lambda _: self._hedge(call, size), tries=tries)
 
     def change(
         self, what: str, path: str, call: Callable[[bool], T], *, tries: int | None = None
@@ -176,22 +176,24 @@ class Requests:
     def _hedge(self, call: Callable[[], T], size: int) -> T:
         started_s = time.monotonic()
         first = pool().submit(call)
-        patience_s = self._patience_s(size)
-        futures: set[Future[T]] = {first}
-        done, _ = wait(futures, timeout=patience_s)
-        if not done:
-            if self._may_hedge(size):
-                futures.add(pool().submit(call))
-            done, _ = wait(futures, return_when=FIRST_COMPLETED)
-            if len(futures) == 2 and all(one.exception() for one in done):
-                done, _ = wait(futures)  # the other may still succeed
-        good = [one for one in done if one.exception() is None]
-        answer = (good or [*done])[0].result()
+        with contextlib.suppress(TimeoutError):
+            first.exception(self._patience_s(size))
+        answer = first.result() if first.done() else self._first_of(first, call, size)
         with self._lock:
             peers = self._peers.setdefault(size.bit_length() // 2, deque(maxlen=_PEERS))
             peers.append(time.monotonic() - started_s)
             self._read_bytes += size
         return answer
+
+    def _first_of(self, first: Future[T], call: Callable[[], T], size: int) -> T:
+        """Sends a request a second time, if that is allowed, and returns the first good answer."""
+        futures = {first}
+        if self._may_hedge(size):
+            futures.add(pool().submit(call))
+        done, _ = wait(futures, return_when=FIRST_COMPLETED)
+        if all(one.exception() for one in done):
+            done, _ = wait(futures)  # the other may still succeed
+        return min(done, key=lambda one: one.exception() is not None).result()
 
     def _patience_s(self, size: int) -> float | None:
         """Returns after how many seconds a read is sent again; None if its peers do not tell."""
