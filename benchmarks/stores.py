@@ -23,6 +23,7 @@ import jaxckpt
 from jaxckpt.storage import locate
 from jaxckpt.storage._requests import Requests
 from tests.stores import servers
+from tests.stores.orbax_on_gs import run_orbax
 from tests.stores.proxy import Delay, Proxy
 
 LATENCY_S: Final = 0.05
@@ -80,12 +81,15 @@ def small_step(*, repeats: int) -> Iterator[str]:
                 manager.wait_until_finished()
                 note("restore(path, like)", lambda i=i: jaxckpt.restore(f"{url}/run/{i}", tree))
                 note("latest_step", manager.latest_step)
+            orbax = run_orbax("time", f"{url}/orbax", server)
             running.delay_s = 0.0
     yield "| | requests | seconds (median) |"
     yield "| --- | --- | --- |"
     for name, samples in found.items():
         times, counts = zip(*samples, strict=True)
         yield f"| {name} | {max(counts)} | {statistics.median(times):.2f} |"
+    for name, times in orbax.items():
+        yield f"| Orbax {name} | | {statistics.median(times):.2f} |"
 
 
 # --- throughput --------------------------------------------------------------------------------

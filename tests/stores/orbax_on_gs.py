@@ -2,6 +2,7 @@
 
     python -m tests.stores.orbax_on_gs write gs://bucket/dir
     python -m tests.stores.orbax_on_gs read gs://bucket/dir
+    python -m tests.stores.orbax_on_gs time gs://bucket/dir
 
 prints one line of JSON.
 """
@@ -12,6 +13,8 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
+from time import perf_counter
 
 import jax
 import jax.numpy as jnp
@@ -118,5 +121,32 @@ def read(root):
     return found
 
 
+def time(root, repeats=5):
+    """Saves and restores a small step several times; returns the seconds of each call."""
+    import orbax.checkpoint as ocp
+
+    tree = {"w": np.arange(1 << 14, dtype=np.float32), "step": 3}
+    found = {"save": [], "restore": [], "latest_step": []}
+
+    def note(name, call):
+        start_s = perf_counter()
+        call()
+        found[name].append(perf_counter() - start_s)
+
+    with ocp.CheckpointManager(f"{root}/run") as manager:
+
+        def save(step):
+            manager.save(step, args=ocp.args.StandardSave(tree))
+            manager.wait_until_finished()
+
+        for step in range(repeats + 1):
+            note("save", partial(save, step))
+            args = ocp.args.StandardRestore(tree)
+            note("restore", partial(manager.restore, step, args=args))
+        for _ in range(repeats):  # read=True: as the others do, asks the store
+            note("latest_step", partial(manager.all_steps, read=True))
+    return {name: seconds[1:] for name, seconds in found.items()}
+
+
 if __name__ == "__main__":
-    print(json.dumps({"write": write, "read": read}[sys.argv[1]](sys.argv[2])))
+    print(json.dumps({"write": write, "read": read, "time": time}[sys.argv[1]](sys.argv[2])))
