@@ -9,6 +9,7 @@ Times are those of servers that share the machine's cores: only ratios within on
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import operator
 import os
 import random
@@ -20,6 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 import jaxckpt
+from benchmarks.timing import peak_rss
 from jaxckpt.storage import locate
 from jaxckpt.storage._requests import Requests
 from tests.stores import servers
@@ -43,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(line, flush=True)
     print("\n## 806 MB beside TensorStore alone, on SeaweedFS\n")
     for line in throughput(leaves=max(4, 96 // part), repeats=max(2, 5 // part)):
+        print(line, flush=True)
+    print("\n## Memory beside the 806 MB, on SeaweedFS\n")
+    for line in memory(leaves=max(4, 96 // part)):
         print(line, flush=True)
     print("\n## Restores while 1 % of the answers take 5 s longer\n")
     for line in slow_answers(repeats=max(20, 200 // part)):
@@ -96,10 +101,7 @@ def small_step(*, repeats: int) -> Iterator[str]:
 
 
 def throughput(*, leaves: int, repeats: int) -> Iterator[str]:
-    rng = np.random.default_rng(0)
-    tree = {
-        f"leaf_{i:03d}": rng.integers(0, 1 << 30, _LEAF_BYTES // 4, np.int32) for i in range(leaves)
-    }
+    tree = _large(leaves)
     with servers.seaweedfs() as server:
         server = server.with_new_bucket()
         os.environ.update(server.env)
@@ -126,6 +128,13 @@ def throughput(*, leaves: int, repeats: int) -> Iterator[str]:
         ratio = statistics.median(a / b for a, b in zip(found[alone], found[ours], strict=True))
         yield f"| {alone} | {size / statistics.median(found[alone]):.0f} | 1 |"
         yield f"| {ours} | {size / statistics.median(found[ours]):.0f} | {ratio:.2f} |"
+
+
+def _large(leaves: int) -> dict[str, np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(0)
+    return {
+        f"leaf_{i:03d}": rng.integers(0, 1 << 30, _LEAF_BYTES // 4, np.int32) for i in range(leaves)
+    }
 
 
 def _spec(url: str) -> dict[str, Any]:
@@ -173,6 +182,37 @@ def _read_alone(url: str, tree: dict[str, np.ndarray[Any, Any]]) -> None:
     opened = [*_arrays(url, tree, open=True)]
     for read in [array.result().read() for array in opened]:
         read.result()
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+def memory(*, leaves: int) -> Iterator[str]:
+    yield "| | MB |"
+    yield "| --- | --- |"
+    with servers.seaweedfs() as server:
+        server = server.with_new_bucket()
+        os.environ.update(server.env)
+        url = f"s3://{server.bucket}"
+        for budget_bytes in (None, 1 << 30, 1 << 27):  # each in a new process
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                peak = pool.apply(_peak, (url, leaves, budget_bytes)) / 1e6
+            name = f"restore, budget of {budget_bytes >> 20} MiB" if budget_bytes else "save"
+            yield f"| {name} | {peak:.0f} |"
+
+
+def _peak(url: str, leaves: int, budget_bytes: int | None) -> float:
+    """Returns the most memory in bytes that a save took, or a restore besides its result."""
+    if budget_bytes is None:
+        tree = _large(leaves)
+        jaxckpt.save(f"{url}/small", {"w": np.ones(3)})
+        with peak_rss() as peak:
+            jaxckpt.save(f"{url}/large", tree)
+        return peak[0]
+    jaxckpt.restore(f"{url}/small")
+    with peak_rss() as peak:
+        jaxckpt.restore(f"{url}/large", budget_bytes=budget_bytes)
+    return peak[0] - leaves * _LEAF_BYTES
 
 
 # --- slow answers ------------------------------------------------------------------------------
