@@ -28,6 +28,9 @@ class StoreSettings:
     Attributes:
         endpoint: `http://` or `https://` and a host, on Azure maybe with a path. If None, the
             provider's own.
+        grpc_endpoint: If given, TensorStore speaks gRPC to Google Cloud Storage, at this target:
+            `google-c2p:///storage.googleapis.com` on its own machines,
+            `dns:///storage.googleapis.com` elsewhere.
         region: Of an S3 bucket.
         account: The storage account of an Azure container. If None, that of the environment.
         virtual_hosted: Whether an S3 bucket's name is part of the host's name instead of the path.
@@ -43,6 +46,7 @@ class StoreSettings:
     """
 
     endpoint: str | None = None
+    grpc_endpoint: str | None = None
     region: str | None = None
     account: str | None = None
     virtual_hosted: bool = False
@@ -58,6 +62,8 @@ class StoreSettings:
             raise ValueError(
                 f"endpoint must be http:// or https:// and a host, got {self.endpoint!r}"
             )
+        if self.grpc_endpoint is not None and ":///" not in self.grpc_endpoint:
+            raise ValueError(f"grpc_endpoint must have ':///', got {self.grpc_endpoint!r}")
         for name in ("timeout_s", "stall_s", "tries", "lease_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
@@ -88,6 +94,8 @@ def use_store(url: str, settings: StoreSettings) -> None:
     is_place = scheme in SCHEMES or (scheme == "file" and not bucket)
     if not is_place or "/" in bucket.rstrip("/"):
         raise ValueError(f"url must be such as 's3://bucket', 's3://' or 'file://', got {url!r}")
+    if scheme != "gs" and settings.grpc_endpoint is not None:
+        raise ValueError(f"grpc_endpoint is for gs:// only, got {url!r}")
     if scheme != "az" and "/" in (settings.endpoint or "").partition("://")[2].rstrip("/"):
         raise ValueError(f"endpoint must have no path for {scheme}://, got {settings.endpoint!r}")
     _given[f"{scheme}://{bucket.rstrip('/')}"] = settings
@@ -235,8 +243,12 @@ def kvstore_spec(
     if scheme == "az":
         return None
     if scheme == "gs":
+        place = {"bucket": bucket, "path": path}
+        if (target := settings.grpc_endpoint) is not None:
+            timeout = f"{settings.timeout_s:g}s"  # of each try
+            return {"driver": "gcs_grpc", **place, "endpoint": target, "timeout": timeout}
         _set_gcs_endpoint(settings)
-        return {"driver": "gcs", "bucket": bucket, "path": path}
+        return {"driver": "gcs", **place}
     spec: dict[str, Any] = {
         "driver": "s3",
         "bucket": bucket,

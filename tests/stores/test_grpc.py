@@ -1,0 +1,93 @@
+"""TensorStore reaches Google Cloud Storage over gRPC where the settings ask for it."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import jaxckpt
+from jaxckpt.errors import SaveFailed, StoreError
+from jaxckpt.storage import locate
+from tests.stores import gcs_grpc
+
+TREE = {"w": np.arange(1 << 20, dtype=np.float32), "b": np.arange(10.0), "step": 3}
+
+
+@pytest.fixture
+def reached(gcs_server, use_store):
+    """The URL of a new bucket, and the names of the methods that are called."""
+    server = use_store(gcs_server)
+    with gcs_grpc.serving(server.running) as (target, calls):
+        reach(server, target)
+        yield f"gs://{server.bucket}", calls
+
+
+def reach(server, target):
+    settings = jaxckpt.StoreSettings(
+        endpoint=server.url, grpc_endpoint=target, timeout_s=1.0, tries=2
+    )
+    jaxckpt.use_store("gs://", settings)
+
+
+def same(found):
+    return found.keys() == TREE.keys() and all(np.array_equal(found[k], TREE[k]) for k in TREE)
+
+
+def test_a_checkpoint_is_saved_restored_and_converted(reached, tmp_path):
+    """TensorStore writes and reads over gRPC, all else sees the same objects over HTTP."""
+    url, calls = reached
+
+    jaxckpt.save(f"{url}/a", TREE)
+    assert set(calls) == {"write"}
+    jaxckpt.convert(f"{url}/a", f"{url}/b", ocdbt=False)  # its chunks are read by TensorStore
+    assert same(jaxckpt.restore(f"{url}/b"))
+    assert "read" in calls
+    jaxckpt.convert(f"{url}/b", tmp_path / "c")
+
+    for path in (f"{url}/a", f"{url}/b", tmp_path / "c"):
+        assert same(jaxckpt.restore(path))
+        assert jaxckpt.verify(path).ok
+
+
+def test_a_run_keeps_its_last_steps(reached):
+    """And is read back without gRPC."""
+    url, _ = reached
+    with jaxckpt.CheckpointManager(f"{url}/run", keep=jaxckpt.KeepPolicy(last=2)) as manager:
+        for step in range(4):
+            manager.save(step, TREE)
+    jaxckpt.use_store("gs://", jaxckpt.StoreSettings(endpoint=locate(url)[0].settings.endpoint))
+
+    assert same(jaxckpt.restore(f"{url}/run"))
+    assert {name for name in locate(url)[0].names(f"{url}/run") if name.isdecimal()} == {"2", "3"}
+
+
+def test_a_store_that_does_not_answer_fails_the_save(gcs_server, use_store, monkeypatch):
+    """Each try has `timeout_s`; nothing is committed."""
+    over = threading.Event()
+
+    def hang(self, requests, context):
+        over.wait()
+        yield from ()
+
+    monkeypatch.setattr(gcs_grpc.Methods, "BidiWriteObject", hang)
+    monkeypatch.setattr("jaxckpt.storage._arrays._RETRIES", {"max_retries": 1})
+    monkeypatch.setattr("jaxckpt.storage._arrays._context", None)
+    server = use_store(gcs_server)
+    with gcs_grpc.serving(server.running) as (target, _):
+        reach(server, target)
+        with pytest.raises((SaveFailed, StoreError), match="Deadline Exceeded"):
+            jaxckpt.save(f"gs://{server.bucket}/a", TREE)
+        over.set()
+
+    assert locate(f"gs://{server.bucket}/a")[0].kind(f"gs://{server.bucket}/a") is None
+
+
+@pytest.mark.parametrize(
+    ("url", "target"), [("s3://", "dns:///storage.example.com"), ("gs://", "storage.example.com")]
+)
+def test_a_wrong_setting_is_refused(url, target):
+    """It is for gs:// only, and names how the target is found."""
+    with pytest.raises(ValueError, match="grpc_endpoint"):
+        jaxckpt.use_store(url, jaxckpt.StoreSettings(grpc_endpoint=target))
