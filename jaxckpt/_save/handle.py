@@ -391,7 +391,7 @@ def _describe(
         found |= {posixpath.join(item.name, name): data for name, data in there.items()}
     files[names.CHECKPOINT_METADATA] = step.encode(
         StepMetadata(
-            handlers={item.name: item.handler for item in request.items},
+            handlers={x.name: x.handler for x in request.items if "/" not in x.name},
             init_ns=request.started_ns,
             commit_ns=time.time_ns(),
             custom_metadata=request.custom_metadata,

@@ -48,7 +48,7 @@ class FileItem:
         return self._folder(work, processes.index)
 
     def _folder(self, work: Work, process: int) -> str:
-        item = f"{work.path}/{self.name}"
+        item = posixpath.join(work.path, self.name).rstrip("/")
         return f"{item}/{names.process_database(process, work.mark)}" if work.mark else item
 
     def write(self, storage: Storage, work: Work, processes: Processes) -> None:

@@ -91,9 +91,9 @@ JAX_KEY_ITEM: Final = "jax_random_key"
 NUMPY_KEY_ITEM: Final = "np_random_key"
 
 # Orbax treats every directory with this in its name as uncommitted.
-_TEMPORARY: Final = ".orbax-checkpoint-tmp"
-_WRITING: Final = _TEMPORARY + "-jaxckpt-"
-_DELETING: Final = _TEMPORARY + "-deleting-"
+TEMPORARY: Final = ".orbax-checkpoint-tmp"
+_WRITING: Final = TEMPORARY + "-jaxckpt-"
+_DELETING: Final = TEMPORARY + "-deleting-"
 _REPLACEMENT: Final = ".jaxckpt-committed"
 _SET_ASIDE: Final = ".jaxckpt-bad-"
 _TOKEN: Final = re.compile("[0-9a-f]{16}")
@@ -108,7 +108,7 @@ _OF_TREE: Final = frozenset(
 
 def is_temporary(name: str) -> bool:
     """Returns whether a directory of this name holds an uncommitted or half-deleted checkpoint."""
-    return _TEMPORARY in name
+    return TEMPORARY in name
 
 
 def temporary(name: str, token: str) -> str:
@@ -123,7 +123,7 @@ def is_part_of_tree(name: str) -> bool:
 
 def is_reserved(name: str) -> bool:
     """Returns whether a checkpoint of this name would be mistaken for something else."""
-    return _TEMPORARY in name or _SET_ASIDE in name or name.endswith(_REPLACEMENT)
+    return TEMPORARY in name or _SET_ASIDE in name or name.endswith(_REPLACEMENT)
 
 
 def check_item(name: object, *taken: str) -> None:
@@ -151,7 +151,7 @@ def may_be_left(entry: str, name: str) -> bool:
 
 def ours_temporary(entry: str) -> str | None:
     """Returns the checkpoint that jaxckpt was writing or deleting as `entry`, or None."""
-    name = entry.split(_TEMPORARY)[0]
+    name = entry.split(TEMPORARY)[0]
     return name if is_ours_temporary(entry, name) else None
 
 
@@ -191,7 +191,7 @@ def process_count(name: str) -> int | None:
 
 def deleting(name: str, token: str) -> str:
     """Returns the name of a checkpoint while its files are being removed."""
-    return f"{name.split(_TEMPORARY)[0]}{_DELETING}{token}"
+    return f"{name.split(TEMPORARY)[0]}{_DELETING}{token}"
 
 
 def is_deleting(name: str) -> bool:

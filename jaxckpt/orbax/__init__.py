@@ -1,0 +1,52 @@
+"""Orbax's names over jaxckpt: `import jaxckpt.orbax as ocp` for `import orbax.checkpoint as ocp`.
+
+docs/orbax.md has a table of the names, and how each differs. Never imports Orbax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# The modules, and the names that each defines. They are imported when they are used.
+_NAMES = {
+    "_policies": "",
+    "_trees": "PLACEHOLDER",
+    "args": "ArrayRestoreArgs RestoreArgs SaveArgs SingleReplicaArrayRestoreArgs",
+    "checkpoint_manager": "AbstractCheckpointManager CheckpointManager",
+    "checkpoint_managers": "",
+    "checkpoint_utils": "",
+    "checkpointers": "AbstractCheckpointer AsyncCheckpointer Checkpointer PyTreeCheckpointer "
+    "StandardCheckpointer",
+    "handlers": "ArrayCheckpointHandler AsyncCheckpointHandler BasePyTreeCheckpointHandler "
+    "CheckpointHandler CheckpointHandlerRegistry CompositeCheckpointHandler "
+    "DefaultCheckpointHandlerRegistry JaxRandomKeyCheckpointHandler JsonCheckpointHandler "
+    "NumpyRandomKeyCheckpointHandler ProtoCheckpointHandler PyTreeCheckpointHandler "
+    "StandardCheckpointHandler",
+    "logging": "",
+    "metadata": "",
+    "multihost": "",
+    "options": "AsyncOptions CheckpointManagerOptions CompositeOptions",
+    "path": "",
+    "step": "",
+    "test_utils": "",
+    "transform_utils": "RestoreTransform Transform apply_transformations",
+    "tree": "",
+    "type_handlers": "",
+    "utils": "",
+    "v1": "",
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name, name)
+    if home not in _NAMES:
+        raise AttributeError(f"jaxckpt.orbax lacks {name!r}; see docs/orbax.md")
+    module = importlib.import_module(f"{__name__}.{home}")
+    globals()[name] = value = getattr(module, name) if name in _HOME else module
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted((*_HOME, *(name for name in _NAMES if not name.startswith("_"))))

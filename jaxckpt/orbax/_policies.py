@@ -10,16 +10,17 @@ import datetime
 import logging
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
 from functools import cache
 from typing import Any, Final, Protocol
 
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.schedule import SavePolicy
+from jaxckpt.orbax._records import record
 from jaxckpt.types import StepInfo
 
 _logger = logging.getLogger("jaxckpt")
 
+_PREEMPTION: Final = "PreemptionCheckpointingPolicy"
 Steps = Callable[[], Sequence[StepInfo]]  # the steps of the run, the oldest first
 
 
@@ -32,113 +33,47 @@ def warn_once(text: str) -> None:
 # --- the classes -----------------------------------------------------------------------------
 
 
-@dataclass
-class CheckpointInfo:
-    """A step, as policies see it."""
-
-    step: int
-    time: datetime.datetime
-    metrics: Any = None
-
-
-@dataclass(kw_only=True)
-class DecisionContext:
-    """What a save decision may depend on besides the steps."""
-
-    is_saving_in_progress: bool
-    reached_preemption: bool
-    multiprocessing_options: Any = None
-
-
-@dataclass(kw_only=True)
-class PreservationContext:
-    """What a preservation decision may depend on besides the steps: nothing."""
+CheckpointInfo = record("PolicyCheckpointInfo", step=..., time=..., metrics=None)
+DecisionContext = record(
+    "DecisionContext",
+    is_saving_in_progress=False,
+    reached_preemption=False,
+    multiprocessing_options=None,
+)
+PreservationContext = record("PreservationContext")
 
 
 class SaveDecisionPolicy(Protocol):
     """Decides when to save; a program's own class defines `should_save`."""
 
     def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
-        """Returns whether a step is saved."""
-        ...
+        """Returns whether a step is saved; the clock is asked only by a manager."""
+        if context.reached_preemption and any(
+            type(one).__name__ == _PREEMPTION for one in _each(self)
+        ):
+            return True
+        policy = save_policy(self, list)
+        by_time = bool(policy.continuous) and not context.is_saving_in_progress
+        is_first = bool(policy.first) and not previous_steps
+        return by_time or is_first or policy.matches(step.step) is not None
 
 
-@dataclass
-class FixedIntervalPolicy(SaveDecisionPolicy):
-    """Saves at multiples of a number."""
-
-    interval: int
-
-    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
-        """Returns whether a step is saved."""
-        return step.step % self.interval == 0
-
-
-@dataclass
-class SpecificStepsPolicy(SaveDecisionPolicy):
-    """Saves at these steps."""
-
-    steps: Container[int]
-
-    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
-        """Returns whether a step is saved."""
-        return step.step in self.steps
-
-
-@dataclass(kw_only=True)
-class ContinuousCheckpointingPolicy(SaveDecisionPolicy):
-    """Saves whenever the previous save has ended, and an interval has passed."""
-
-    minimum_interval_secs: int | None = None
-
-    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
-        """Returns whether a step is saved."""
-        if context.is_saving_in_progress or not previous_steps:
-            return not context.is_saving_in_progress
-        since = step.time - previous_steps[-1].time
-        return since.total_seconds() >= (self.minimum_interval_secs or 0)
-
-
-@dataclass
-class PreemptionCheckpointingPolicy(SaveDecisionPolicy):
-    """Saves when the job is about to be stopped."""
-
-    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
-        """Returns whether a step is saved."""
-        return context.reached_preemption
-
-
-@dataclass
-class InitialSavePolicy(SaveDecisionPolicy):
-    """Saves if the run has no step."""
-
-    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
-        """Returns whether a step is saved."""
-        return not previous_steps
-
-
-@dataclass
-class AnySavePolicy(SaveDecisionPolicy):
-    """Saves if any of these policies does."""
-
-    policies: Sequence[Any]
-
-    def should_save(self, step: Any, previous_steps: Sequence[Any], *, context: Any) -> bool:
-        """Returns whether a step is saved."""
-        return any(p.should_save(step, previous_steps, context=context) for p in self.policies)
+FixedIntervalPolicy = record("FixedIntervalPolicy", (SaveDecisionPolicy,), interval=...)
+SpecificStepsPolicy = record("SpecificStepsPolicy", (SaveDecisionPolicy,), steps=...)
+ContinuousCheckpointingPolicy = record(
+    "ContinuousCheckpointingPolicy", (SaveDecisionPolicy,), minimum_interval_secs=None
+)
+PreemptionCheckpointingPolicy = record(_PREEMPTION, (SaveDecisionPolicy,))
+InitialSavePolicy = record("InitialSavePolicy", (SaveDecisionPolicy,))
+AnySavePolicy = record("AnySavePolicy", (SaveDecisionPolicy,), policies=...)
 
 
 class PreservationPolicy(Protocol):
     """Decides which steps stay; a program's own class defines `should_preserve`."""
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        """Returns for each step whether it stays."""
-        ...
-
-
-class _Preserves(PreservationPolicy):
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
         """Returns for each step whether it stays; the newest always does."""
+        del context
         steps = [
             StepInfo(step=c.step, saved_s=c.time.timestamp(), metrics=c.metrics or {})
             for c in checkpoints
@@ -147,101 +82,26 @@ class _Preserves(PreservationPolicy):
         return [c.step in kept for c in checkpoints]
 
 
-@dataclass
-class PreserveAll(_Preserves):
-    """Keeps every step."""
-
-
-@dataclass
-class LatestN(_Preserves):
-    """Keeps this many of the newest steps, or all."""
-
-    n: int | None = None
-
-
-@dataclass
-class EveryNSeconds(_Preserves):
-    """Keeps steps that are this long apart."""
-
-    interval_secs: int
-
-
-@dataclass
-class EveryNSteps(_Preserves):
-    """Keeps multiples of a number; or, if not exact, steps that are this far apart."""
-
-    interval_steps: int
-    exact_interval: bool = True
-    max_to_keep: int | None = None
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        """Returns for each step whether it stays."""
-        kept: list[int] = []
-        for step in (c.step for c in checkpoints):
-            if self.exact_interval:
-                is_due = step % self.interval_steps == 0
-            else:
-                is_due = not kept or step - kept[-1] >= self.interval_steps
-            kept += [step] if is_due else []
-        return _flags(checkpoints, kept, self.max_to_keep)
-
-
-@dataclass
-class EveryNStepsClosest(_Preserves):
-    """Keeps the step that is closest to each multiple of a number, and the newest."""
-
-    interval_steps: int
-    max_to_keep: int | None = None
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        """Returns for each step whether it stays."""
-        n, best = self.interval_steps, {}
-        for step in (c.step for c in checkpoints):
-            nearest = round(step / n)
-            if nearest not in best or abs(step - nearest * n) <= abs(best[nearest] - nearest * n):
-                best[nearest] = step
-        kept = sorted({*best.values(), *(c.step for c in checkpoints[-1:])})
-        return _flags(checkpoints, kept, self.max_to_keep)
-
-
-def _flags(checkpoints: Sequence[Any], kept: Sequence[int], most: int | None) -> list[bool]:
-    kept = kept if most is None else kept[max(0, len(kept) - most) :]
-    return [c.step in kept for c in checkpoints]
-
-
-@dataclass
-class CustomSteps(_Preserves):
-    """Keeps these steps."""
-
-    steps: InitVar[Sequence[int]]
-    _steps_set: set[int] = field(init=False)
-
-    def __post_init__(self, steps: Sequence[int]) -> None:
-        self._steps_set = set(steps)
-
-
-@dataclass
-class AnyPreservationPolicy(_Preserves):
-    """Keeps what any of these policies keeps."""
-
-    policies: Sequence[Any]
-
-
-@dataclass(kw_only=True)
-class BestN(_Preserves):
-    """Keeps the steps with the best metric; with `reverse`, a small one is better."""
-
-    get_metric_fn: Callable[[Any], float]
-    reverse: bool = False
-    n: int | None = None
-    keep_checkpoints_without_metrics: bool = True
-
-
-@dataclass
-class LatestDuration(_Preserves):
-    """Keeps steps that are newer than a duration."""
-
-    duration: datetime.timedelta
+PreserveAll = record("PreserveAll", (PreservationPolicy,))
+LatestN = record("LatestN", (PreservationPolicy,), n=None)
+EveryNSeconds = record("EveryNSeconds", (PreservationPolicy,), interval_secs=...)
+LatestDuration = record("LatestDuration", (PreservationPolicy,), duration=...)
+AnyPreservationPolicy = record("AnyPreservationPolicy", (PreservationPolicy,), policies=...)
+CustomSteps = record("CustomSteps", (PreservationPolicy,), steps=...)
+BestN = record(
+    "BestN",
+    (PreservationPolicy,),
+    get_metric_fn=...,
+    reverse=False,
+    n=None,
+    keep_checkpoints_without_metrics=True,
+)
+EveryNSteps = record(
+    "EveryNSteps", (PreservationPolicy,), interval_steps=..., exact_interval=True, max_to_keep=None
+)
+EveryNStepsClosest = record(
+    "EveryNStepsClosest", (PreservationPolicy,), interval_steps=..., max_to_keep=None
+)
 
 
 # --- when to save ----------------------------------------------------------------------------
@@ -258,7 +118,7 @@ _SAVE: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "FixedIntervalPolicy": lambda p: {"every_steps": p.interval} if p.interval else {},
     "SpecificStepsPolicy": lambda p: {"when": lambda step: step in p.steps},
     "ContinuousCheckpointingPolicy": _continuous,
-    "PreemptionCheckpointingPolicy": lambda p: {"on_preemption": True},
+    _PREEMPTION: lambda p: {"on_preemption": True},
     "InitialSavePolicy": lambda p: {"first": True},
 }
 
@@ -300,7 +160,7 @@ def _asks(policy: Any, steps: Steps, busy: Callable[[], bool]) -> _When:
     return ask
 
 
-def infos(steps: Sequence[StepInfo]) -> list[CheckpointInfo]:
+def infos(steps: Sequence[StepInfo]) -> list[Any]:
     """Returns steps as Orbax's policies see them."""
     return [CheckpointInfo(s.step, _time(s.saved_s), dict(s.metrics) or None) for s in steps]
 
@@ -326,10 +186,38 @@ def _latest(policy: Any) -> dict[str, Any]:
     return {"all": True} if policy.n is None else {"last": max(policy.n, 1)}
 
 
+def _custom(policy: Any) -> Container[int]:
+    return getattr(policy, "_steps_set", None) or policy.steps  # Orbax hides them
+
+
 def _every(policy: Any) -> dict[str, Any] | None:
     if policy.exact_interval and policy.max_to_keep is None:
         return {"every_steps": policy.interval_steps}
     return None
+
+
+def _apart(policy: Any, steps: Sequence[int]) -> list[int]:
+    """Returns the steps that `EveryNSteps` keeps: multiples, or else those that are far apart."""
+    kept: list[int] = []
+    for step in steps:
+        exact = policy.exact_interval
+        is_apart = not kept or step - kept[-1] >= policy.interval_steps
+        kept += [step] if (step % policy.interval_steps == 0 if exact else is_apart) else []
+    return kept
+
+
+def _closest(policy: Any, steps: Sequence[int]) -> list[int]:
+    """Returns the step that is closest to each multiple, and the newest."""
+    n, best = policy.interval_steps, {}
+    for step in steps:
+        nearest = round(step / n)
+        if nearest not in best or abs(step - nearest * n) <= abs(best[nearest] - nearest * n):
+            best[nearest] = step
+    return sorted({*best.values(), *steps[-1:]})
+
+
+# The steps kept by policies that look at all of them at once.
+_LISTED: Final = {"EveryNSteps": _apart, "EveryNStepsClosest": _closest}
 
 
 # The fields of KeepPolicy; "all" if every step stays, None if the policy itself has to be asked.
@@ -340,7 +228,7 @@ _KEEP: Final[Mapping[str, Callable[[Any], dict[str, Any] | None]]] = {
         {"every_seconds": p.interval_secs} if p.interval_secs else {"all": 1}
     ),
     "EveryNSteps": _every,
-    "CustomSteps": lambda p: {"when": lambda info: info.step in p._steps_set},
+    "CustomSteps": lambda p: {"when": lambda info: info.step in _custom(p)},
     "BestN": _best,
     "LatestDuration": lambda p: {"newer_than_s": p.duration.total_seconds()},
 }
@@ -381,6 +269,9 @@ def keep_policy(policy: Any, steps: Steps, *, move_to: str | None = None) -> Kee
 def _preserved(policy: Any, steps: Steps) -> Callable[[StepInfo], bool]:
     def stays(info: StepInfo) -> bool:
         known = sorted({s.step: s for s in (*steps(), info)}.values(), key=lambda s: s.step)
+        if listed := _LISTED.get(type(policy).__name__):
+            kept = listed(policy, [s.step for s in known])
+            return info.step in kept[max(0, len(kept) - (policy.max_to_keep or len(kept))) :]
         flags = policy.should_preserve(infos(known), context=PreservationContext())
         return dict(zip((s.step for s in known), flags, strict=True))[info.step]
 

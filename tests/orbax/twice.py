@@ -84,6 +84,22 @@ def compare(
     return ended["ours"].result
 
 
+def read_each(program: Program, read: Program, path: pathlib.Path) -> None:
+    """Runs a program with both libraries, and compares only what each reads of what each wrote."""
+    theirs, ours = map(importlib.import_module, APIS["v0"])
+    roots = {"theirs": path / "theirs", "ours": path / "ours"}
+    problems = list(
+        differences(run(program, theirs, roots["theirs"]), run(program, ours, roots["ours"]), roots)
+    )
+    wanted = run(read, theirs, roots["theirs"])
+    for reader, root in ((ours, "ours"), (ours, "theirs"), (theirs, "ours")):
+        got = run(read, reader, roots[root])
+        problems += [
+            f"{reader.__name__} reads {root}: {x}" for x in differences(wanted, got, roots)
+        ]
+    assert not problems, "\n".join(problems)
+
+
 def raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
     """Returns what a call raises, so that a program can return it; None if it raises nothing."""
     try:

@@ -1,0 +1,235 @@
+"""What to save or restore, and which handler does it; how to store or restore one leaf.
+
+The objects of Orbax itself are understood by the names of their classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, TypeVar
+
+import jax
+
+from jaxckpt.orbax._records import record
+
+C = TypeVar("C", bound=type)
+
+
+class CheckpointArgs:
+    """The base of all args; a program's own are dataclasses below it."""
+
+
+_HANDLERS: Final[dict[str, dict[type, type]]] = {"save": {}, "restore": {}}  # by class of args
+
+
+def register_with_handler(
+    handler_cls: type, for_save: bool = False, for_restore: bool = False
+) -> Callable[[C], C]:
+    """Returns a decorator that ties a class of args to the handler that takes them."""
+    if not (for_save or for_restore):
+        raise ValueError("for_save and for_restore cannot both be False")
+
+    def register(cls: C) -> C:
+        if not is_args_class(cls):
+            raise TypeError(f"{cls} must be a subclass of CheckpointArgs")
+        for verb, wanted in (("save", for_save), ("restore", for_restore)):
+            if wanted:
+                _HANDLERS[verb][cls] = handler_cls
+        return cls
+
+    return register
+
+
+def is_args_class(cls: type) -> bool:
+    """Returns whether a class is one of args, Orbax's own included."""
+    return any(base.__name__ == CheckpointArgs.__name__ for base in cls.__mro__)
+
+
+def is_args(value: object) -> bool:
+    """Returns whether a value is args, Orbax's own included."""
+    return is_args_class(type(value))
+
+
+def registered_handlers() -> list[type]:
+    """Returns the classes of handlers that have args."""
+    return [*_HANDLERS["restore"].values()]
+
+
+def get_registered_handler_cls(arg: Any) -> type:
+    """Returns the class of handlers for args or their class."""
+    cls = arg if inspect.isclass(arg) else type(arg)
+    if not is_args_class(cls):
+        raise TypeError(f"{cls} must be a subclass of CheckpointArgs")
+    found = _HANDLERS["save"].get(cls) or _HANDLERS["restore"].get(cls)
+    if found is None:
+        # A library such as Grain registers its args with Orbax, if that is installed.
+        theirs = sys.modules.get("orbax.checkpoint.args")
+        if theirs is None:
+            raise ValueError(f"no handler is registered for {cls}; see register_with_handler")
+        return theirs.get_registered_handler_cls(cls)
+    return found
+
+
+def get_registered_args_cls(handler: Any) -> tuple[type, type]:
+    """Returns the classes of args with which a handler saves and restores."""
+    cls = handler if inspect.isclass(handler) else type(handler)
+    found = [
+        next((args for args, theirs in _HANDLERS[verb].items() if theirs is cls), None)
+        for verb in ("save", "restore")
+    ]
+    if found[0] is None or found[1] is None:
+        raise ValueError(f"no CheckpointArgs are registered for {cls}; see register_with_handler")
+    return found[0], found[1]
+
+
+def has_registered_args(handler: Any) -> bool:
+    """Returns whether args are registered for a handler."""
+    try:
+        get_registered_args_cls(handler)
+    except ValueError:
+        return False
+    return True
+
+
+# --- the args of the built-in handlers -------------------------------------------------------
+
+
+class _OfItem(CheckpointArgs):
+    def __post_init__(self) -> None:
+        if is_args(getattr(self, "item", None)):
+            raise ValueError(f"`item` of {type(self).__name__} must not be args; pass `args=`")
+
+
+StandardSave = record(
+    "StandardSaveArgs", (_OfItem,), item=..., save_args=None, custom_metadata=None
+)
+StandardRestore = record(
+    "StandardRestoreArgs",
+    (_OfItem,),
+    item=None,
+    strict=True,
+    support_layout=False,
+    fallback_sharding=None,
+)
+PyTreeSave = record(
+    "PyTreeSaveArgs",
+    (_OfItem,),
+    item=...,
+    save_args=None,
+    ocdbt_target_data_file_size=None,
+    custom_metadata=None,
+)
+PyTreeRestore = record(
+    "PyTreeRestoreArgs",
+    (_OfItem,),
+    item=None,
+    restore_args=None,
+    transforms=None,
+    transforms_default_to_original=True,
+    legacy_transform_fn=None,
+    partial_restore=False,
+)
+JsonSave = record("JsonSaveArgs", (_OfItem,), item=...)
+JsonRestore = record("JsonRestoreArgs", (_OfItem,), item=None)
+ArraySave = record("ArraySaveArgs", (_OfItem,), item=..., save_args=None)
+ArrayRestore = record("ArrayRestoreArgs", (_OfItem,), item=None, restore_args=None)
+JaxRandomKeySave = record("JaxRandomKeySaveArgs", (_OfItem,), item=..., save_args=None)
+JaxRandomKeyRestore = record("JaxRandomKeyRestoreArgs", (_OfItem,), restore_args=None)
+NumpyRandomKeySave = record("NumpyRandomKeySaveArgs", (_OfItem,), item=...)
+NumpyRandomKeyRestore = record("NumpyRandomKeyRestoreArgs", (_OfItem,))
+ProtoSave = record("ProtoSaveArgs", (_OfItem,), item=...)
+ProtoRestore = record("ProtoRestoreArgs", (_OfItem,), item=...)
+
+
+class CompositeArgs(Mapping[str, Any], CheckpointArgs):
+    """Items by name, also as attributes."""
+
+    def __init__(self, **items: Any) -> None:
+        if dunder := [name for name in items if name.startswith("__")]:
+            raise ValueError(f'Composite keys cannot start with "__". Got: {dunder[0]}')
+        self.__dict__["_items"] = items
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._items:
+            raise KeyError(f"Unknown key: {key}. Available keys: {self._items.keys()}")
+        return self._items[key]
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("__") or "_items" not in self.__dict__:
+            raise AttributeError(key)
+        return self[key]
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        raise ValueError("Composite is immutable after initialization.")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __and__(self, other: Mapping[str, Any]) -> CompositeArgs:
+        return Composite(**{key: self[key] for key in self if key in other})
+
+    def __or__(self, other: Mapping[str, Any]) -> CompositeArgs:
+        return Composite(**{**self, **other})
+
+    def __repr__(self) -> str:
+        return f"Composite({self._items!r})"
+
+
+Composite = CompositeArgs
+_OURS: Final = {cls.__name__: cls for cls in (Composite, *_OfItem.__subclasses__())}
+
+
+def as_ours(args: Any) -> Any:
+    """Returns Orbax's own args as those of this module; others as they are."""
+    ours = _OURS.get(type(args).__name__)
+    if ours is Composite or isinstance(args, Composite):
+        return Composite(**{name: as_ours(one) for name, one in args.items()})
+    if ours is None or isinstance(args, ours):
+        return args
+    fields = {field.name for field in dataclasses.fields(ours)}  # pyright: ignore[reportArgumentType]  # all are
+    return ours(**{name: value for name, value in vars(args).items() if name in fields})
+
+
+# --- one leaf --------------------------------------------------------------------------------
+
+
+# How to store a leaf. Only `dtype` has an effect: chunks are shards, or parts of them.
+SaveArgs = record("SaveArgs", aggregate=False, dtype=None, chunk_byte_size=None, shard_axes=())
+RestoreArgs = record("RestoreArgs", restore_type=None, dtype=None)
+
+
+class _Shapes:
+    def __post_init__(self) -> None:
+        shape, whole = vars(self).get("shape"), vars(self).get("global_shape")
+        if None not in (shape, whole) and shape != whole:
+            raise ValueError("If `shape` and `global_shape` are both provided, they must match.")
+        vars(self).update(
+            shape=whole if shape is None else shape, global_shape=whole if shape is None else shape
+        )
+
+
+ArrayRestoreArgs = record(
+    "ArrayRestoreArgs",
+    (_Shapes, RestoreArgs),
+    restore_type=jax.Array,
+    mesh=None,
+    mesh_axes=None,
+    sharding=None,
+    global_shape=None,
+    shape=None,
+    strict=True,
+)
+# The same: a process reads only what its own devices need.
+SingleReplicaArrayRestoreArgs = record(
+    "SingleReplicaArrayRestoreArgs",
+    (ArrayRestoreArgs,),
+    single_replica_sharding=None,
+    primary_replica_id=0,
+    replica_axis_index=0,
+)

@@ -1,0 +1,478 @@
+"""The manager of a run.
+
+It decides as Orbax's does and saves through `jaxckpt.CheckpointManager`, which it opens when it
+first has to decide or to write, so that any number of managers may read a run.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+from etils import epath
+
+from jaxckpt._run import manager as _native
+from jaxckpt._run.index import StepIndex, run_metadata
+from jaxckpt._save.handle import SaveHandle
+from jaxckpt._save.snapshot import Items
+from jaxckpt.errors import StepExists
+from jaxckpt.format import names
+from jaxckpt.format.run import StepNames
+from jaxckpt.orbax import _policies, args, checkpointers, handlers, metadata, options
+from jaxckpt.orbax.options import AsyncOptions as AsyncOptions
+from jaxckpt.orbax.options import CheckpointManagerOptions as CheckpointManagerOptions
+from jaxckpt.orbax.options import FileOptions as FileOptions
+from jaxckpt.orbax.options import MultiprocessingOptions as MultiprocessingOptions
+from jaxckpt.storage import locate
+from jaxckpt.types import StepInfo
+
+DEFAULT_ITEM_NAME: Final = names.DEFAULT_ITEM
+METRIC_ITEM_NAME: Final = names.METRICS_ITEM
+METADATA_ITEM_NAME: Final = names.ROOT_METADATA
+RESERVED_ITEM_NAMES: Final[list[str]] = []
+
+
+class StepAlreadyExistsError(StepExists, ValueError):
+    """The run has this step, and `force` is set."""
+
+
+class AbstractCheckpointManager:
+    """The base of managers."""
+
+
+class CheckpointManager(AbstractCheckpointManager):
+    """Saves and restores the steps of a run.
+
+    Args:
+        directory: The root of the run.
+        checkpointers: A checkpointer, or one for each item (the old style).
+        options: When to save and what to keep.
+        metadata: JSON to store with the run.
+        item_names, item_handlers, handler_registry: The items and their handlers; if none is given,
+            the args of a save tell.
+        logger: Is refused.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        checkpointers: Any = None,
+        options: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+        item_names: Sequence[str] | None = None,
+        item_handlers: Any = None,
+        logger: Any = None,
+        handler_registry: Any = None,
+    ) -> None:
+        self._options = options or CheckpointManagerOptions()
+        _check_options(self._options, logger)
+        given = (checkpointers, item_names, item_handlers, handler_registry)
+        self._handler, self._is_default = _handler(*given)
+        self._is_async = self._options.enable_async_checkpointing
+        if checkpointers is not None:
+            self._is_async = any(_is_async(one) for one in _values(checkpointers))
+        self._directory = epath.Path(directory)
+        keeps = self._options.keeps()
+        self._keep = _policies.keep_policy(
+            keeps, self._infos, move_to=self._options.todelete_subdir
+        )
+        if self._options.create:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        self._index = self._index_of(directory)
+        self._steps = self._index.steps()
+        self._facts: dict[int, StepInfo] = {}
+        self._saves: list[SaveHandle] = []
+        self._writer: _native.CheckpointManager | None = None
+        keeps = self._options.keeps()
+        self._keep = _policies.keep_policy(
+            keeps, self._infos, move_to=self._options.todelete_subdir
+        )
+        self._metadata = dict(metadata or {}) if self._options.save_root_metadata else {}
+        if self._metadata and not self._options.read_only:
+            self._open()
+
+    # --- the run -----------------------------------------------------------------------------
+
+    def _index_of(self, directory: str | os.PathLike[str]) -> StepIndex:
+        prefix, digits = _naming(self._options)
+        named = prefix is not None or digits is not None
+        naming = StepNames(prefix=prefix, digits=digits) if named else None
+        return StepIndex(*locate(directory), naming=naming, quiet=True)
+
+    def _open(self) -> _native.CheckpointManager:
+        """Returns the manager that saves; a new one if another took over in this process."""
+        writer = self._writer
+        if writer is None or writer._opening.ended:
+            prefix, digits = _naming(self._options)
+            given = self._options.async_options or AsyncOptions()
+            called = given.post_finalization_callback
+            self._writer = writer = _native.CheckpointManager(
+                self._index.root if self._index.storage.scheme == "file" else self._directory,
+                save=_policies.save_policy(self._options.saves(), self._infos, self._is_busy),
+                keep=self._keep,
+                timeout_s=given.timeout_secs,
+                step_prefix=prefix,
+                step_digits=digits,
+                on_commit=None if called is None else lambda timing: called(),
+                run_metadata=self._metadata or None,
+                item=DEFAULT_ITEM_NAME,
+            )
+        return writer
+
+    def _infos(self) -> list[StepInfo]:
+        for step in self._steps:
+            if step not in self._facts:
+                self._facts[step] = self._index.info(step)
+        return [self._facts[step] for step in self._steps]
+
+    def _is_busy(self) -> bool:
+        return not all(handle.done() for handle in self._saves)
+
+    @property
+    def directory(self) -> epath.Path:
+        """The root of the run."""
+        return self._directory
+
+    def all_steps(self, read: bool = False) -> list[int]:
+        """Returns the steps in order, those being saved included.
+
+        Args:
+            read: Whether to look at the directory again.
+        """
+        if read:
+            self.reload()
+        return list(self._steps)
+
+    def latest_step(self) -> int | None:
+        """Returns the newest step, or None."""
+        return self._steps[-1] if self._steps else None
+
+    def best_step(self) -> int | None:
+        """Returns the step that `best_fn` ranks first; without it, the newest."""
+        if self._options.best_fn is None:
+            return self.latest_step()
+        sign = -1 if self._options.best_mode == "min" else 1
+        ranked = [
+            (sign * self._options.best_fn(i.metrics), i.step) for i in self._infos() if i.metrics
+        ]
+        return max(ranked)[1] if ranked else None
+
+    def reload(self) -> None:
+        """Looks at the directory again."""
+        self._saves = [handle for handle in self._saves if not handle.done()]
+        saving = {handle.step for handle in self._saves if handle.step is not None}
+        self._steps = sorted({*self._index.steps(), *saving})
+        self._facts = {step: self._facts[step] for step in saving if step in self._facts}
+
+    # --- saving ------------------------------------------------------------------------------
+
+    def should_save(self, step: int) -> bool:
+        """Returns whether `save` would save a step; never one that is not above the newest."""
+        newest = self.latest_step()
+        if self._options.read_only or (newest is not None and newest >= step):
+            return False
+        return self._open().should_save(step)
+
+    def save(
+        self,
+        step: int,
+        items: Any = None,
+        save_kwargs: Mapping[str, Any] | None = None,
+        metrics: Any = None,
+        force: bool | None = False,
+        args: Any = None,
+        custom_metadata: dict[str, Any] | None = None,
+    ) -> bool:
+        """Saves a step if it is due.
+
+        Args:
+            step: Its number.
+            items, save_kwargs: Objects, and arguments for their handlers, by item (the old style).
+            metrics: Numbers by name, for `best_fn`.
+            force: Whether to save even if the step is not due.
+            args: What to save: args, or a Composite of args by item.
+            custom_metadata: JSON to store with the step.
+
+        Returns:
+            Whether it is being saved.
+
+        Raises:
+            ValueError: the run has the step, or a later one, and `force` is set.
+        """
+        if items is None and args is None:
+            raise ValueError("Must provide `args` for `save`.")
+        args = self._checked(items, args, is_default=not isinstance(_ours(args), _Composite))
+        if self._options.read_only or not (force or self.should_save(step)):
+            return False
+        if step in self._steps:
+            raise StepAlreadyExistsError(f"Checkpoint for step {step} already exists.")
+        given = self._composite("save", items, save_kwargs, args)
+        metrics = metrics if self._ranks() and not self._options.prevent_write_metrics else None
+        handle = self._open().save(
+            step,
+            Items(handlers.store(self._handler, given)),
+            metrics=metrics,
+            force=bool(force),
+            custom_metadata=custom_metadata,
+        )
+        if handle is None:
+            return False
+        self._saves.append(handle)
+        self._note(step, metrics)
+        if not self._is_async:
+            self.wait_until_finished()
+        return True
+
+    def _ranks(self) -> bool:
+        return self._options.best_fn is not None or self._options.preservation_policy is not None
+
+    def _note(self, step: int, metrics: Any) -> None:
+        """Counts a step as saved, and those that it pushes out as deleted, as Orbax does."""
+        self._steps = sorted({*self._steps, step})
+        self._facts[step] = StepInfo(step=step, saved_s=time.time(), metrics=dict(metrics or {}))
+        if self._keep.has_rules:
+            infos = self._infos() if self._keep.needs_facts else [_bare(s) for s in self._steps]
+            kept = self._keep.kept(infos, now_s=time.time())
+            self._steps = [s for s in self._steps if s in kept or self._is_foreign(s)]
+
+    def _is_foreign(self, step: int) -> bool:
+        """Returns whether another program wrote a step, which jaxckpt never deletes by itself."""
+        path = f"{self._index.path(step)}/{names.RECORD}"
+        saving = step in [handle.step for handle in self._saves]
+        return not saving and self._index.storage.kind(path) is None
+
+    def _checked(self, items: Any, args: Any, *, is_default: bool) -> Any:
+        if _is_args(items):
+            raise ValueError(
+                "Found an instance of `CheckpointArgs` provided for `items`; make sure to specify "
+                "the argument keyword (e.g. `args=args`)."
+            )
+        if self._is_default is None:
+            self._is_default = is_default
+        args = _ours(args)
+        if args is not None and not _is_args(args):
+            raise ValueError(f"Expected args of type `CheckpointArgs`; found {type(args)}.")
+        if args is not None and isinstance(args, _Composite) == self._is_default:
+            wanted = "no `Composite` for a single item" if self._is_default else "a `Composite`"
+            raise ValueError(f"Must provide `args` as {wanted}; found {type(args)}.")
+        return args
+
+    def _composite(self, verb: str, items: Any, kwargs: Any, args: Any) -> Any:
+        """Returns the args of a call by item, made of `items` in the old style."""
+        if args is not None:
+            return _Composite(**{DEFAULT_ITEM_NAME: args}) if self._is_default else args
+        if self._is_default:
+            items = {} if items is None else {DEFAULT_ITEM_NAME: items}
+            kwargs = {} if kwargs is None else {DEFAULT_ITEM_NAME: kwargs}
+        items, kwargs = items or {}, kwargs or {}
+        made = {}
+        for name in {**items, **kwargs}:
+            handler = self._handler.handler_of(name, None)
+            given = (items.get(name),)
+            made[name] = handlers.made_for(handler, verb, given, kwargs.get(name) or {})
+        return _Composite(**made)
+
+    # --- restoring ---------------------------------------------------------------------------
+
+    def restore(
+        self,
+        step: int | None,
+        items: Any = None,
+        restore_kwargs: Mapping[str, Any] | None = None,
+        directory: str | os.PathLike[str] | None = None,
+        args: Any = None,
+    ) -> Any:
+        """Restores a step.
+
+        Args:
+            step: Its number; if None, the newest.
+            items, restore_kwargs: Targets, and arguments for handlers, by item (the old style).
+            directory: Another run to restore from.
+            args: What to restore: args, or a Composite of args by item; if None, everything.
+
+        Returns:
+            The object; or, if there are several items, a Composite of them.
+
+        Raises:
+            FileNotFoundError: there is no such step.
+            KeyError: the step has no such item.
+        """
+        index = self._index if directory is None else self._index_of(directory)
+        if step is None:
+            step = index.newest() if directory is not None else self.latest_step()
+        if step is None:
+            raise FileNotFoundError(f"No steps found in {directory or self.directory}.")
+        self._wait_for(step)
+        path = index.check_step(step)
+        args = self._checked(items, args, is_default=self._has_default(index, path))
+        given = self._composite("restore", items, restore_kwargs, args)
+        return self._single(handlers.load(self._handler, _url(index, path), given))
+
+    def _wait_for(self, step: int) -> None:
+        if any(handle.step == step and not handle.done() for handle in self._saves):
+            self.wait_until_finished()
+
+    def _has_default(self, index: StepIndex, path: str) -> bool:
+        return index.storage.kind(f"{path}/{DEFAULT_ITEM_NAME}") is not None
+
+    def _single(self, found: Any) -> Any:
+        if not self._is_default:
+            return found
+        if DEFAULT_ITEM_NAME not in found:
+            raise ValueError(f"Unable to retrieve default item: the step has {[*found]}.")
+        return found[DEFAULT_ITEM_NAME]
+
+    def metrics(self, step: int) -> Any:
+        """Returns the metrics of a step, or None."""
+        self._wait_for(step)
+        return dict(self._index.info(step).metrics) or None
+
+    def item_metadata(self, step: int) -> Any:
+        """Returns the metadata of the item of a step, or a Composite of them."""
+        return self.metadata(step).item_metadata
+
+    def metadata(self, step: int | None = None) -> Any:
+        """Returns the metadata of a step; without a step, that of the run."""
+        if step is None:
+            found = {} if self._metadata and self._options.read_only else run_metadata(self._index)
+            return metadata.RootMetadata(custom_metadata=found or dict(self._metadata))
+        self._wait_for(step)
+        path = self._index.check_step(step)
+        if self._is_default is None:
+            self._is_default = self._has_default(self._index, path)
+        found = self._handler.metadata(_url(self._index, path))
+        found.item_metadata = self._single(found.item_metadata)
+        found.metrics = self.metrics(step) or {}
+        return found
+
+    # --- waiting and deleting ----------------------------------------------------------------
+
+    def wait_until_finished(self) -> None:
+        """Waits until all saves have ended and the steps not kept are deleted."""
+        if self._writer is not None and not self._writer._opening.ended:
+            try:
+                self._writer.wait_until_finished()
+            finally:
+                self.reload()
+
+    def check_for_errors(self) -> None:
+        """Raises an error of a save that has ended."""
+        if self._writer is not None:
+            self._writer.all_steps()
+
+    def is_saving_in_progress(self) -> bool:
+        """Returns whether a save is under way."""
+        return self._is_busy()
+
+    def reached_preemption(self, step: int) -> bool:
+        """Returns whether the job is being stopped and should end at this step."""
+        return not self._options.read_only and self._open().reached_preemption(step)
+
+    def delete(self, step: int) -> None:
+        """Deletes a step; FileNotFoundError if there is none."""
+        if self._options.read_only:
+            return
+        self._open().delete(step)
+        self.reload()
+
+    def close(self) -> None:
+        """Waits for the saves under way, and closes the handlers."""
+        if self._writer is not None:
+            self._writer.close()
+            self.reload()
+        self._handler.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+_Composite, _is_args, _ours = args.Composite, args.is_args, args.as_ours
+
+
+def _url(index: StepIndex, path: str) -> str:
+    return path if index.storage.scheme == "file" else f"{index.storage.scheme}:/{path}"
+
+
+def _bare(step: int) -> StepInfo:
+    return StepInfo(step=step, saved_s=0.0)
+
+
+def _values(checkpointers: Any) -> Sequence[Any]:
+    return [*checkpointers.values()] if isinstance(checkpointers, Mapping) else [checkpointers]
+
+
+def _is_async(checkpointer: Any) -> bool:
+    return isinstance(checkpointer, checkpointers.AsyncCheckpointer)
+
+
+def _naming(given: Any) -> tuple[str | None, int | None]:
+    """Returns the prefix and the digits of the names of steps."""
+    if given.step_name_format is None:
+        return given.step_prefix, given.step_format_fixed_length
+    found = vars(given.step_name_format)
+    if "step_prefix" not in found:
+        raise NotImplementedError("step_name_format: names are made of step_prefix and step_digits")
+    return found["step_prefix"], found["step_format_fixed_length"]
+
+
+def _check_options(given: Any, logger: Any) -> None:
+    options.check(
+        logger=logger,
+        multiprocessing_options=given.multiprocessing_options,
+        file_options=given.file_options,
+        atomicity_options=given.atomicity_options,
+        temporary_path_class=given.temporary_path_class,
+        enable_per_process_directory_creation=given.enable_per_process_directory_creation,
+    )
+    if given.todelete_full_path is not None:
+        raise NotImplementedError("todelete_full_path: use jaxckpt's KeepPolicy(move_to=...)")
+    if given.prevent_write_metrics and given.best_fn is not None and given.max_to_keep is not None:
+        raise NotImplementedError("prevent_write_metrics: `best_fn` ranks the metrics on disk")
+
+
+def _handler(
+    checkpointers: Any, item_names: Any, item_handlers: Any, registry: Any
+) -> tuple[handlers.CompositeCheckpointHandler, bool | None]:
+    """Returns the handler of a step, and whether it has a single item (None if not known yet)."""
+    given = {
+        "checkpointers": checkpointers,
+        "item_names": item_names,
+        "item_handlers": item_handlers,
+        "handler_registry": registry,
+    }
+    used = [name for name, value in given.items() if value]
+    if len(used) > 1 and not (
+        used == ["item_names", "item_handlers"] and _is_mapping(item_handlers)
+    ):
+        raise ValueError(f"{' and '.join(f'`{name}`' for name in used)} are mutually exclusive")
+    found = checkpointers if checkpointers is not None else item_handlers
+    single = found is not None and not _is_mapping(found)
+    by_name = {DEFAULT_ITEM_NAME: found} if single else dict(found or {})
+    if checkpointers is not None:
+        by_name = {name: _handler_of(name, one) for name, one in by_name.items()}
+    composite = handlers.CompositeCheckpointHandler(
+        *(item_names or ()), handler_registry=registry, **by_name
+    )
+    composite.declare(METRIC_ITEM_NAME, handlers.JsonCheckpointHandler(METRIC_ITEM_NAME))
+    return composite, (None if found is None and item_names is None else single)
+
+
+def _handler_of(name: str, checkpointer: Any) -> Any:
+    if not isinstance(checkpointer, checkpointers.Checkpointer):
+        raise ValueError(f"{name} in `checkpointers` is not a Checkpointer: {checkpointer!r}")
+    return checkpointer.handler
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)

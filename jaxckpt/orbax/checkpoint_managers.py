@@ -1,0 +1,7 @@
+"""Policies, and the manager."""
+
+from jaxckpt.orbax._policies import *  # noqa: F403  # every public name
+from jaxckpt.orbax._policies import CheckpointInfo as PolicyCheckpointInfo  # noqa: F401
+from jaxckpt.orbax.checkpoint_manager import AbstractCheckpointManager as AbstractCheckpointManager
+from jaxckpt.orbax.checkpoint_manager import CheckpointManager as CheckpointManager
+from jaxckpt.orbax.options import CheckpointManagerOptions as CheckpointManagerOptions

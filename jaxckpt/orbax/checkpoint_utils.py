@@ -1,0 +1,127 @@
+"""Restore args from targets, and waiting for the steps of another job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from jaxckpt.orbax import args, metadata, step
+from jaxckpt.orbax._trees import PLACEHOLDER as PLACEHOLDER
+
+
+def construct_restore_args(
+    target: Any,
+    sharding_tree: Any = None,
+    set_global_shape: bool = True,
+    support_layout: bool = False,
+    strict: bool = True,
+) -> Any:
+    """Returns a tree of restore args for the arrays, numbers and metadata of a target.
+
+    Args:
+        sharding_tree: The shardings, if not those of the target.
+        set_global_shape: Whether the args contain the shapes.
+        strict: Whether another shape is an error.
+    """
+    if support_layout:
+        raise NotImplementedError("support_layout: layouts are not restored")
+    if sharding_tree is None:
+        sharding_tree = jax.tree.map(lambda leaf: _Sharding(leaf), target)
+
+    def made(leaf: Any, sharding: Any) -> Any:
+        given = sharding.of if isinstance(sharding, _Sharding) else sharding
+        return _restore_args(leaf, given, set_global_shape, strict)
+
+    return jax.tree.map(made, target, sharding_tree)
+
+
+class _Sharding:
+    """The sharding of a leaf, which may be None, as a leaf."""
+
+    def __init__(self, leaf: Any) -> None:
+        self.of = getattr(leaf, "sharding", None)
+
+
+def _restore_args(leaf: Any, sharding: Any, has_shape: bool, strict: bool) -> Any:
+    if leaf is PLACEHOLDER:
+        return args.RestoreArgs(restore_type=type(PLACEHOLDER))
+    if isinstance(leaf, (str, metadata.StringMetadata)):
+        return args.RestoreArgs(restore_type=str)
+    if isinstance(leaf, metadata.ScalarMetadata):
+        return args.RestoreArgs(
+            restore_type=type(np.zeros((), leaf.dtype).item()), dtype=leaf.dtype
+        )
+    if isinstance(leaf, (bool, int, float)):
+        return args.RestoreArgs(restore_type=type(leaf))
+    if not hasattr(leaf, "dtype"):
+        raise ValueError(f"Unsupported type: {type(leaf)}")
+    if isinstance(leaf, np.ndarray) or (sharding is None and not isinstance(leaf, jax.Array)):
+        return args.RestoreArgs(restore_type=np.ndarray, dtype=leaf.dtype)
+    is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return args.ArrayRestoreArgs(
+        sharding=sharding,
+        global_shape=None if is_key or not has_shape else tuple(leaf.shape),
+        dtype=leaf.dtype,
+        strict=strict,
+    )
+
+
+def checkpoints_iterator(
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    min_interval_secs: int = 0,
+    timeout_fn: Callable[[], bool] | None = None,
+    **options: Any,
+) -> Iterator[int]:
+    """Yields the newest step whenever there is a new one; see `wait_for_new_checkpoint`."""
+    newest = None
+    while True:
+        start_s, until = time.monotonic(), None if newest is None else newest + 1
+        with wait_for_new_checkpoint(
+            checkpoint_dir, until_step=until, timeout_fn=timeout_fn, **options
+        ) as found:
+            if found == -1:
+                return
+            newest = found
+            yield newest
+        time.sleep(max(0.0, start_s + min_interval_secs - time.monotonic()))
+
+
+@contextlib.contextmanager
+def wait_for_new_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    until_step: int | None = None,
+    seconds_to_sleep: float = 1,
+    timeout: float | None = None,
+    timeout_fn: Callable[[], bool] | None = None,
+    snapshot_dir: Any = None,
+    **naming: Any,
+) -> Iterator[int]:
+    """Waits for a step, and yields it; -1 after the timeout, unless `timeout_fn` is not true.
+
+    Takes no snapshot: a reader of jaxckpt, `CheckpointManager(mode="r").watch`, keeps the step.
+    """
+    if snapshot_dir is not None:
+        raise NotImplementedError("snapshot_dir: use jaxckpt.CheckpointManager(mode='r').watch")
+    naming = {name: value for name, value in naming.items() if name.startswith("step_")}
+    format = naming.pop("step_name_format", None) or step.standard_name_format(**naming)
+    start_s = time.monotonic()
+    while True:
+        steps = [s.step for s in format.find_all(epath.Path(checkpoint_dir))]
+        newest = max(steps, default=-1)
+        if newest >= 0 and (until_step is None or newest >= until_step):
+            break
+        newest = -1
+        is_late = timeout is not None and time.monotonic() + seconds_to_sleep > start_s + timeout
+        if is_late and (timeout_fn is None or timeout_fn()):
+            break
+        time.sleep(seconds_to_sleep)
+    yield newest

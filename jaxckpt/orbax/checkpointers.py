@@ -1,0 +1,214 @@
+"""Checkpointers: one checkpoint, saved by a handler."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Any, Self
+
+from etils import epath
+
+from jaxckpt._save.handle import SaveHandle
+from jaxckpt._save.save import save_async
+from jaxckpt.errors import StepExists
+from jaxckpt.orbax import args, handlers, metadata, options
+from jaxckpt.storage import locate
+
+
+class DestinationExists(StepExists, ValueError):
+    """The directory exists, and `force` is not set."""
+
+
+class AbstractCheckpointer:
+    """The base of checkpointers."""
+
+
+class Checkpointer(AbstractCheckpointer):
+    """Saves and restores with a handler; returns when a save is committed."""
+
+    def __init__(self, handler: Any, **tuning: Any) -> None:
+        options.check(**tuning)
+        self._handler = handler
+        self._saving: SaveHandle | None = None
+
+    @property
+    def handler(self) -> Any:
+        """The handler."""
+        return self._handler
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *given: Any,
+        force: bool = False,
+        custom_metadata: dict[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        """Saves to a directory and waits until it is committed.
+
+        Args:
+            directory: The checkpoint.
+            given, named: Args, or the arguments of the handler's args.
+            force: Whether to replace a checkpoint.
+            custom_metadata: JSON to store with the checkpoint.
+
+        Raises:
+            ValueError: the directory exists.
+        """
+        self._start(directory, given, named, force, custom_metadata)
+        self._wait()
+
+    def _start(self, path: Any, given: Any, named: Any, force: bool, metadata: Any) -> None:
+        self._wait()
+        storage, where = locate(path)
+        if not force and storage.kind(where) is not None:
+            raise DestinationExists(f"Destination {path} already exists.")
+        items = handlers.store(
+            self._handler, handlers.made_for(self._handler, "save", given, named)
+        )
+        flat = {"item": None} if "" in items else {}
+        overwrite = force and (True if storage.atomic_rename else "delete_first")
+        try:
+            self._saving = save_async(
+                path,
+                handlers.Several(items),
+                overwrite=overwrite,
+                custom_metadata=metadata,
+                **flat,
+            )
+        except StepExists as error:
+            raise DestinationExists(f"{error}") from error
+
+    def _wait(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def restore(self, directory: str | os.PathLike[str], *given: Any, **named: Any) -> Any:
+        """Restores from a directory; the arguments are args, or those of the handler's args.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+        """
+        self._wait()
+        storage, where = locate(directory)
+        if storage.kind(where) is None:
+            raise FileNotFoundError(f"Checkpoint at {directory} not found.")
+        given = handlers.made_for(self._handler, "restore", given, named)
+        return handlers.load(self._handler, os.fspath(directory), given)
+
+    def metadata(self, directory: str | os.PathLike[str]) -> Any:
+        """Describes a checkpoint, without reading its arrays."""
+        if isinstance(self._handler, handlers.CompositeCheckpointHandler):
+            return self._handler.metadata(directory)
+        try:
+            item = self._handler.metadata(epath.Path(directory))
+        except (FileNotFoundError, NotImplementedError, ValueError, TypeError):
+            item = None
+        found = metadata.of_step(metadata.found_at(directory), item)
+        found.item_handlers = handlers.typestr(self._handler)
+        return found
+
+    def structure(self, directory: str | os.PathLike[str]) -> Any:
+        """Is not supported."""
+        raise NotImplementedError("structure: use metadata(path).item_metadata.tree")
+
+    def close(self) -> None:
+        """Waits for a save under way."""
+        self._wait()
+        self._handler.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class AsyncCheckpointer(Checkpointer):
+    """Saves in the background."""
+
+    def __init__(self, handler: Any, timeout_secs: int | None = None, **tuning: Any) -> None:
+        given = tuning.pop("async_options", None) or options.AsyncOptions()
+        super().__init__(handler, **tuning)
+        self._timeout_s = timeout_secs or given.timeout_secs
+        self._on_commit = given.post_finalization_callback
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *given: Any,
+        force: bool = False,
+        custom_metadata: dict[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        """Starts to save, and returns when the values may be donated, deleted or changed."""
+        self._start(directory, given, named, force, custom_metadata)
+        if self._on_commit is not None and self._saving is not None:
+            self._saving.on_end(self._committed)
+
+    def _committed(self, handle: SaveHandle) -> None:
+        if handle.timing is not None and self._on_commit is not None:
+            self._on_commit()
+
+    def _wait(self) -> None:
+        saving = self._saving
+        if saving is not None:
+            saving.result(self._timeout_s)
+        self._saving = None
+
+    def check_for_errors(self) -> None:
+        """Raises the error of a save that has ended."""
+        if self._saving is not None and self._saving.done():
+            self._wait()
+
+    def wait_until_finished(self) -> None:
+        """Waits until the save is committed, and raises its error."""
+        self._wait()
+
+
+class StandardCheckpointer(AsyncCheckpointer):
+    """Saves trees of arrays in the background; no args are needed."""
+
+    def __init__(self, **tuning: Any) -> None:
+        own = {name: tuning.pop(name) for name in [*tuning] if name in ("use_ocdbt",)}
+        super().__init__(handlers.StandardCheckpointHandler(**own), **tuning)
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        state: Any,
+        *,
+        save_args: Any = None,
+        force: bool = False,
+        custom_metadata: dict[str, Any] | None = None,
+    ) -> None:
+        """Starts to save a tree."""
+        given = args.StandardSave(state, save_args)
+        super().save(directory, args=given, force=force, custom_metadata=custom_metadata)
+
+    def restore(
+        self, directory: str | os.PathLike[str], target: Any = None, *, strict: bool = True
+    ) -> Any:
+        """Restores a tree, with the types of the target."""
+        return super().restore(directory, args=args.StandardRestore(target, strict=strict))
+
+
+class PyTreeCheckpointer(Checkpointer):
+    """Saves and restores trees; no args are needed."""
+
+    def __init__(
+        self,
+        primary_host: int | None = 0,
+        use_ocdbt: bool = True,
+        use_zarr3: bool = False,
+        use_compression: bool = True,
+    ) -> None:
+        tuning: dict[str, Any] = {"use_zarr3": use_zarr3, "use_compression": use_compression}
+        handler = handlers.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt, **tuning)
+        super().__init__(handler, primary_host=primary_host)

@@ -1,0 +1,590 @@
+"""Handlers: how an item is stored and restored.
+
+A handler of this module tells jaxckpt what to store, and jaxckpt writes it. Any other handler, such
+as Grain's, writes into a temporary directory, whose files are stored.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import os
+import posixpath
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+
+from jaxckpt._save.save import save
+from jaxckpt._save.snapshot import FileItem, SaveItem, take_tree
+from jaxckpt._save.snapshot import Items as Several
+from jaxckpt.format import jsontext, names
+from jaxckpt.multihost import Processes
+from jaxckpt.orbax import _trees, args, metadata, options, transform_utils
+from jaxckpt.storage import locate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """An item to store, as a tree or as files by their paths in the item."""
+
+    tree: Any = None
+    files: Mapping[str, bytes] | None = None
+    handler: str  # the name in the checkpoint
+
+    def __call__(self, name: str, processes: Processes) -> SaveItem:
+        """Copies this process's share to the host."""
+        if self.files is None:
+            item = take_tree(name, self.tree, processes, copy=True)
+            item.handler = self.handler
+            return item
+        own = names.process_file(processes.index, processes.count)
+        mine = {file: data for file, data in self.files.items() if file == own}
+        shared = {file: data for file, data in self.files.items() if file != own}
+        return FileItem(name=name, mine=mine, shared=lambda: shared, handler=self.handler)
+
+
+_handler_class = args.get_registered_handler_cls
+Items = Mapping[str, Stored]  # by path in the item, "" for the item itself
+
+
+class CheckpointHandler(abc.ABC):
+    """Stores and restores objects of one kind; a program's own handlers are below it."""
+
+    @abc.abstractmethod
+    def save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> None:
+        """Writes an object into a directory that exists."""
+
+    @abc.abstractmethod
+    def restore(self, directory: epath.Path, *args: Any, **kwargs: Any) -> Any:
+        """Returns the object in a directory."""
+
+    def metadata(self, directory: epath.Path) -> Any:
+        """Describes the object in a directory."""
+        raise NotImplementedError(f"{type(self).__name__} has no metadata")
+
+    def finalize(self, directory: epath.Path) -> None:  # noqa: B027  # may be left out
+        """Ends a save, before it is committed."""
+
+    def close(self) -> None:  # noqa: B027  # may be left out
+        """Releases what the handler holds."""
+
+    @classmethod
+    def typestr(cls) -> str:
+        """Returns the name by which a checkpoint refers to the handler."""
+        return f"{cls.__module__}.{cls.__qualname__}"
+
+
+class AsyncCheckpointHandler(CheckpointHandler):
+    """A handler with a save in the background, which is not used: jaxckpt copies the files."""
+
+    @abc.abstractmethod
+    async def async_save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> Any:
+        """Begins to write an object into a directory."""
+
+
+class _Ours(AsyncCheckpointHandler):
+    """A handler whose items jaxckpt writes."""
+
+    _MODULE: str  # in which Orbax has the class
+
+    def _stored(self, given: Any) -> Items:
+        """Returns what to store for args."""
+        raise NotImplementedError
+
+    def _restored(self, path: str, given: Any) -> Any:
+        """Returns the object at a path for args."""
+        raise NotImplementedError
+
+    def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Writes an object into a directory, replacing a checkpoint there."""
+        items = self._stored(made(self, "save", args, kwargs))
+        save(directory, Several(items), item=None, overwrite=True)
+
+    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Writes an object into a directory, and returns nothing to wait for."""
+        self.save(directory, *args, **kwargs)
+
+    def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Returns the object in a directory."""
+        return self._restored(os.fspath(directory), made(self, "restore", args, kwargs))
+
+    @classmethod
+    def typestr(cls) -> str:
+        """Returns Orbax's name, so that Orbax can read the item."""
+        if cls.__module__ != __name__:
+            return super().typestr()
+        return f"orbax.checkpoint._src.handlers.{cls._MODULE}.{cls.__qualname__}"
+
+    def _file(self, name: str, text: str) -> Items:
+        return {"": Stored(files={name: text.encode()}, handler=self.typestr())}
+
+
+def read_text(directory: str, name: str) -> str:
+    """Reads a small file; FileNotFoundError if it is missing."""
+    storage, path = locate(directory)
+    return storage.read(f"{path}/{name}", max_bytes=jsontext.MAX_BYTES).decode()
+
+
+# --- trees -----------------------------------------------------------------------------------
+
+
+def _cast(tree: Any, save_args: Any) -> Any:
+    dtypes = {n: a.dtype for n, a in _trees.by_name(save_args).items() if hasattr(a, "dtype")}
+    if not any(dtypes.values()):
+        return tree
+
+    def cast(path: _trees.Names, leaf: Any) -> Any:
+        dtype = dtypes.get(path)
+        return leaf if dtype is None else leaf.astype(dtype)
+
+    return _trees.map_named(cast, tree)
+
+
+def _check_tree(tree: Any) -> None:
+    if tree is None or not jax.tree.leaves(tree, is_leaf=lambda node: node is None):
+        raise ValueError("Found empty item.")
+
+
+class PyTreeCheckpointHandler(_Ours):
+    """Stores a tree; restores it with a type for each leaf."""
+
+    _MODULE = "pytree_checkpoint_handler"
+
+    def __init__(self, aggregate_filename: str | None = None, **tuning: Any) -> None:
+        del aggregate_filename  # tuning, too
+        options.check(**tuning)
+
+    def _stored(self, given: Any) -> Items:
+        _check_tree(given.item)
+        if given.custom_metadata is not None:
+            raise NotImplementedError(
+                "custom_metadata of a tree: pass `custom_metadata=` to `save` instead"
+            )
+        return {"": Stored(tree=_cast(given.item, given.save_args), handler=self.typestr())}
+
+    def _restored(self, path: str, given: Any) -> Any:
+        if given.legacy_transform_fn is not None:
+            raise NotImplementedError("legacy_transform_fn: use jaxckpt.restore(..., rename=...)")
+        if given.transforms is not None:
+            return transform_utils.restore_transformed(path, given)
+        return _trees.restore_pytree(
+            path, given.item, given.restore_args, partial=given.partial_restore
+        )
+
+    def metadata(self, directory: Any) -> metadata.TreeMetadata:
+        """Describes the leaves of the tree."""
+        return metadata.of_tree(directory)
+
+
+class BasePyTreeCheckpointHandler(PyTreeCheckpointHandler):
+    """The same handler."""
+
+    _MODULE = "base_pytree_checkpoint_handler"
+
+
+class StandardCheckpointHandler(PyTreeCheckpointHandler):
+    """Stores a tree of arrays and numbers; restores it with the types of a target."""
+
+    _MODULE = "standard_checkpoint_handler"
+
+    def _stored(self, given: Any) -> Items:
+        if given.item is None:
+            raise ValueError("Must provide item to save.")
+        if isinstance(given.item, (jax.Array, int, float, complex)):
+            raise ValueError(
+                "StandardCheckpointHandler / StandardSave does not support single arrays or "
+                "scalars. Use ArrayCheckpointHandler / ArraySave"
+            )
+        for path, leaf in _trees.by_name(given.item).items():
+            if not isinstance(leaf, (int, float, complex)) and not hasattr(leaf, "dtype"):
+                raise ValueError(f"Unsupported type: {type(leaf)} for key: {path}.")
+        return super()._stored(given)
+
+    def _restored(self, path: str, given: Any) -> Any:
+        if given.support_layout:
+            raise NotImplementedError("support_layout: layouts are not restored")
+        return _trees.restore_standard(path, given.item, strict=given.strict)
+
+
+# --- single values ---------------------------------------------------------------------------
+
+
+class ArrayCheckpointHandler(_Ours):
+    """Stores one array or number."""
+
+    _MODULE = "array_checkpoint_handler"
+
+    def __init__(self, checkpoint_name: str | None = None) -> None:
+        self._name = checkpoint_name or names.ARRAY_ITEM_LEAF
+
+    def _stored(self, given: Any) -> Items:
+        if not isinstance(given.item, (int, float, np.generic, np.ndarray, jax.Array)):
+            raise TypeError(f"Unsupported type: {type(given.item)}.")
+        tree = _cast({self._name: given.item}, {self._name: given.save_args})
+        return {"": Stored(tree=tree, handler=self.typestr())}
+
+    def _restored(self, path: str, given: Any) -> Any:
+        restore_args = given.restore_args and {self._name: given.restore_args}
+        found = _trees.restore_pytree(path, None, restore_args)
+        return found[self._name] if isinstance(found, dict) else found
+
+
+class JsonCheckpointHandler(_Ours):
+    """Stores JSON."""
+
+    _MODULE = "json_checkpoint_handler"
+
+    def __init__(self, filename: str | None = None, **tuning: Any) -> None:
+        options.check(**tuning)
+        self._filename = filename or names.JSON_ITEM_FILE
+
+    def _stored(self, given: Any) -> Items:
+        return self._file(self._filename, json.dumps(given.item))
+
+    def _restored(self, path: str, given: Any) -> Any:
+        return json.loads(read_text(path, self._filename))
+
+
+class ProtoCheckpointHandler(_Ours):
+    """Stores a protocol buffer, as text."""
+
+    _MODULE = "proto_checkpoint_handler"
+
+    def __init__(self, filename: str, **tuning: Any) -> None:
+        options.check(**tuning)
+        self._filename = filename
+
+    def _stored(self, given: Any) -> Items:
+        from google.protobuf import text_format  # pyright: ignore[reportMissingModuleSource]
+
+        return self._file(self._filename, text_format.MessageToString(given.item))
+
+    def _restored(self, path: str, given: Any) -> Any:
+        from google.protobuf import text_format  # pyright: ignore[reportMissingModuleSource]
+
+        return text_format.Parse(read_text(path, self._filename), given.item())
+
+
+class _RandomKey(_Ours):
+    """Stores a key in one directory, and its kind in another beside it."""
+
+    _MODULE = "random_key_checkpoint_handler"
+    _KEY: str  # the name of the directory
+
+    def __init__(self, key_name: str | None = None) -> None:
+        self._name = key_name or self._KEY
+
+    def _pair(self, key: Items, kind: dict[str, bool]) -> Items:
+        facts = JsonCheckpointHandler()._stored(args.JsonSave(kind))[""]
+        whole = Stored(files={}, handler=self.typestr())
+        return {"": whole, self._name: key[""], f"{self._name}_metadata": facts}
+
+    def _kind(self, path: str) -> dict[str, bool]:
+        return JsonCheckpointHandler().restore(f"{path}/{self._name}_metadata")
+
+
+class JaxRandomKeyCheckpointHandler(_RandomKey):
+    """Stores a key of JAX, typed or not."""
+
+    _KEY = names.JAX_KEY_ITEM
+
+    def _stored(self, given: Any) -> Items:
+        if not isinstance(given.item, jax.Array):
+            raise TypeError(f"Unsupported type: {type(given.item)}.")
+        typed = jax.numpy.issubdtype(given.item.dtype, jax.dtypes.prng_key)
+        data = jax.random.key_data(given.item) if typed else given.item
+        array = ArrayCheckpointHandler()._stored(args.ArraySave(data, given.save_args))
+        return self._pair(array, {"typed": bool(typed)})
+
+    def _restored(self, path: str, given: Any) -> Any:
+        restore_args = args.ArrayRestore(restore_args=given.restore_args)
+        data = ArrayCheckpointHandler().restore(f"{path}/{self._name}", args=restore_args)
+        return jax.random.wrap_key_data(data) if self._kind(path)["typed"] else data
+
+
+class NumpyRandomKeyCheckpointHandler(_RandomKey):
+    """Stores the state of numpy's random numbers, as a tuple or a dict."""
+
+    _KEY = names.NUMPY_KEY_ITEM
+
+    def _stored(self, given: Any) -> Items:
+        if not isinstance(given.item, (tuple, dict)):
+            raise TypeError(f"Unsupported type: {type(given.item)}.")
+        tree = PyTreeCheckpointHandler()._stored(args.PyTreeSave(given.item))
+        return self._pair(tree, {"legacy": isinstance(given.item, tuple)})
+
+    def _restored(self, path: str, given: Any) -> Any:
+        found = PyTreeCheckpointHandler().restore(f"{path}/{self._name}")
+        return tuple(found) if self._kind(path)["legacy"] else found
+
+
+# --- any handler -----------------------------------------------------------------------------
+
+
+@dataclass
+class _Loose(args.CheckpointArgs):
+    """The arguments of a handler without args of its own."""
+
+    positional: tuple[Any, ...]
+    named: Mapping[str, Any]
+
+
+def made(handler: Any, verb: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """Returns the args among the arguments of a call, or those that the handler's class makes."""
+    for one in (*given, *named.values()):
+        if args.is_args(one):
+            return args.as_ours(one)
+    for cls in type(handler).__mro__:
+        if args.has_registered_args(cls):
+            return args.get_registered_args_cls(cls)[verb == "restore"](*given, **named)
+    return _Loose(given, named)
+
+
+def made_for(handler: Any, verb: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """Returns the args of a call, or its arguments for a handler that has no args of its own."""
+    if _is_plain(handler, verb) or args.has_registered_args(handler):
+        return made(handler, verb, given, named)
+    found = next((one for one in (*given, *named.values()) if args.is_args(one)), None)
+    return _Loose(given, named) if found is None else args.as_ours(found)
+
+
+def store(handler: Any, given: Any) -> Items:
+    """Returns what a handler stores for args.
+
+    A handler that is not of this module writes into a temporary directory, and so does one whose
+    class overrides how it saves.
+    """
+    if _is_plain(handler, "save") and _is_plain(handler, "async_save"):
+        return handler._stored(given)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = epath.Path(folder) / "item"
+        directory.mkdir()
+        _call(handler.save, directory, given)
+        handler.finalize(directory)
+        files = {
+            path.relative_to(directory).as_posix(): path.read_bytes()
+            for path in Path(directory).rglob("*")
+            if path.is_file()
+        }
+    return {"": Stored(files=files, handler=typestr(handler))}
+
+
+def _is_plain(handler: Any, verb: str) -> bool:
+    is_ours = isinstance(handler, _Ours)
+    return is_ours and getattr(type(handler), verb) is getattr(_Ours, verb)
+
+
+def _call(verb: Callable[..., Any], directory: epath.Path, given: Any) -> Any:
+    if isinstance(given, _Loose):
+        return verb(directory, *given.positional, **given.named)
+    return verb(directory, args=given)
+
+
+def load(handler: Any, path: str, given: Any) -> Any:
+    """Returns what a handler restores from a path for args."""
+    if _is_plain(handler, "restore"):
+        return handler._restored(path, given)
+    return _call(handler.restore, epath.Path(path), given)
+
+
+def typestr(handler: Any) -> str:
+    """Returns the name by which a checkpoint refers to a handler."""
+    cls = handler if isinstance(handler, type) else type(handler)
+    return (
+        handler.typestr() if hasattr(handler, "typestr") else f"{cls.__module__}.{cls.__qualname__}"
+    )
+
+
+# --- several items ---------------------------------------------------------------------------
+
+
+class AlreadyExistsError(ValueError):
+    """The registry has a handler for these args already."""
+
+
+class NoEntryError(KeyError):
+    """The registry has no handler for these args."""
+
+
+class DefaultCheckpointHandlerRegistry:
+    """Handlers by the name of an item, or None for any, and the class of args."""
+
+    def __init__(self, other_registry: Any = None) -> None:
+        self._entries: dict[tuple[str | None, type], Any] = {}
+        for (item, cls), handler in (
+            other_registry.get_all_entries().items() if other_registry else ()
+        ):
+            self.add(item, cls, handler)
+
+    def add(self, item: str | None, args: Any, handler: Any = None) -> None:
+        """Adds a handler, or else an instance of the class registered for the args."""
+        key = item, _class_of(args)
+        if key in self._entries:
+            raise AlreadyExistsError(f"the registry has an entry for {key}")
+        handler = handler or _handler_class(args)
+        self._entries[key] = handler() if isinstance(handler, type) else handler
+
+    def get(self, item: str | None, args: Any) -> Any:
+        """Returns a handler; NoEntryError if there is none."""
+        if not self.has(item, args):
+            raise NoEntryError(f"No entry for item={item} and args_ty={args} in the registry.")
+        return self._entries[item, _class_of(args)]
+
+    def has(self, item: str | None, args: Any) -> bool:
+        """Returns whether there is a handler."""
+        return (item, _class_of(args)) in self._entries
+
+    def get_all_entries(self) -> dict[tuple[str | None, type], Any]:
+        """Returns all handlers."""
+        return self._entries
+
+
+CheckpointHandlerRegistry = DefaultCheckpointHandlerRegistry
+
+
+def _class_of(given: Any) -> type:
+    return given if isinstance(given, type) else type(given)
+
+
+class CompositeCheckpointHandler(_Ours):
+    """Stores items by name, each with a handler of its own."""
+
+    _MODULE = "composite_checkpoint_handler"
+
+    def __init__(
+        self,
+        *item_names: str,
+        composite_options: Any = None,
+        handler_registry: Any = None,
+        **items_and_handlers: Any,
+    ) -> None:
+        if handler_registry is not None and (item_names or items_and_handlers):
+            raise ValueError("`handler_registry` cannot be used with item names or handlers")
+        options.check(composite_options=composite_options)
+        self._registry = handler_registry
+        self._named: dict[str, Any] = {n: h for n, h in items_and_handlers.items() if h is not None}
+        self._declared = {*item_names, *items_and_handlers} or None
+
+    def declare(self, name: str, handler: Any) -> None:
+        """Adds an item with its handler."""
+        self._named[name] = handler
+        if self._declared is not None:
+            self._declared.add(name)
+
+    def handler_of(self, name: str, given: Any) -> Any:
+        """Returns the handler of an item, and keeps it for later calls.
+
+        Raises:
+            ValueError: neither the item nor the args say which handler it has.
+        """
+        found = self._registered(name, given)
+        if found is None and given is None:
+            raise ValueError(
+                f"Provided `None` for `CheckpointArgs`, and the `CheckpointHandler` for item "
+                f'"{name}" was not configured.'
+            )
+        if found is None:
+            if self._declared is not None and name not in self._declared:
+                raise ValueError(
+                    f'Item "{name}" and args "{given}" does not match with any registered handler!'
+                )
+            found = args.get_registered_handler_cls(given)()
+        self._named[name] = found
+        return found
+
+    def _registered(self, name: str, given: Any) -> Any:
+        entries = {} if self._registry is None else self._registry.get_all_entries()
+        for (item, cls), handler in entries.items():
+            if (item == name and given is None) or (item in (name, None) and type(given) is cls):
+                return handler
+        found = self._named.get(name)
+        if found is None or given is None or isinstance(given, _Loose):
+            return found
+        wanted = args.get_registered_handler_cls(given)
+        return found if isinstance(found, wanted) or not args.has_registered_args(found) else None
+
+    def _stored(self, given: Any) -> Items:
+        items: dict[str, Stored] = {}
+        for name, one in given.items():
+            below = store(self.handler_of(name, one), one)
+            items |= {
+                posixpath.join(name, part).rstrip("/"): value for part, value in below.items()
+            }
+        if not items:
+            raise ValueError("Found no items to save.")
+        return items
+
+    def _restored(self, path: str, given: Any) -> Any:
+        found = metadata.found_at(path)
+        there = metadata.items_of(found)
+        wanted = dict(given or {}) or dict.fromkeys(there)
+        if missing := [name for name in wanted if name not in there]:
+            raise KeyError(
+                f'Item "{missing[0]}" was not found in the checkpoint. Available items: {there}'
+            )
+        return args.Composite(
+            **{
+                name: self._load(
+                    name, one, posixpath.join(path, name), found.metadata.handlers, every=not given
+                )
+                for name, one in sorted(wanted.items())
+            }
+        )
+
+    def _load(
+        self, name: str, given: Any, path: str, saved: Mapping[str, str], *, every: bool
+    ) -> Any:
+        handler = self._registered(name, given)
+        if handler is None and every:
+            handler = _saved_handler(name, saved)
+        if given is not None:
+            return load(self.handler_of(name, given), path, given)
+        handler = handler or self.handler_of(name, None)
+        return load(handler, path, made_for(handler, "restore", (), {}))
+
+    def metadata(self, directory: Any) -> Any:
+        """Describes the items of a checkpoint."""
+        found = metadata.found_at(directory)
+        described = {name: self._describe(name, found) for name in metadata.items_of(found)}
+        return metadata.of_step(found, args.Composite(**described))
+
+    def _describe(self, name: str, found: Any) -> Any:
+        handler = self._registered(name, None)
+        if handler is None:
+            return None
+        try:
+            return handler.metadata(epath.Path(found.path) / name)
+        except (FileNotFoundError, NotImplementedError):
+            return None
+
+
+def _saved_handler(name: str, saved: Mapping[str, str]) -> Any:
+    """Returns a handler of the class that a checkpoint names for an item."""
+    for cls in args.registered_handlers():
+        if typestr(cls) == saved.get(name):
+            return cls()
+    raise ValueError(
+        f'Item "{name}" was found in the checkpoint, but could not be restored. Please provide a '
+        "`CheckpointHandlerRegistry`, or call `restore` with an appropriate `CheckpointArgs` "
+        "subclass."
+    )
+
+
+for _handler, _save, _restore in (
+    (StandardCheckpointHandler, args.StandardSave, args.StandardRestore),
+    (PyTreeCheckpointHandler, args.PyTreeSave, args.PyTreeRestore),
+    (ArrayCheckpointHandler, args.ArraySave, args.ArrayRestore),
+    (JsonCheckpointHandler, args.JsonSave, args.JsonRestore),
+    (ProtoCheckpointHandler, args.ProtoSave, args.ProtoRestore),
+    (JaxRandomKeyCheckpointHandler, args.JaxRandomKeySave, args.JaxRandomKeyRestore),
+    (CompositeCheckpointHandler, args.Composite, args.Composite),
+    (NumpyRandomKeyCheckpointHandler, args.NumpyRandomKeySave, args.NumpyRandomKeyRestore),
+):
+    args.register_with_handler(_handler, for_save=True)(_save)
+    args.register_with_handler(_handler, for_restore=True)(_restore)

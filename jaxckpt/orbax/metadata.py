@@ -1,0 +1,145 @@
+"""What is known of a checkpoint without reading its arrays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import tree_util
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jaxckpt._disk.find import find
+from jaxckpt._disk.found import Found
+from jaxckpt._inspect.open import open as open_checkpoint
+from jaxckpt.format import names
+from jaxckpt.format.sharding import SavedSharding
+from jaxckpt.orbax import _trees
+from jaxckpt.orbax._records import record
+from jaxckpt.storage import locate
+from jaxckpt.types import LeafInfo
+
+StepMetadata = record(
+    "StepMetadata",
+    item_handlers=None,
+    item_metadata=None,
+    metrics={},
+    performance_metrics=None,
+    init_timestamp_nsecs=None,
+    commit_timestamp_nsecs=None,
+    custom_metadata={},
+)
+RootMetadata = record("RootMetadata", internal_metadata={}, custom_metadata={})
+Metadata = record("Metadata", name=..., directory=...)
+StringMetadata = record("StringMetadata", (Metadata,))
+StorageMetadata = record("StorageMetadata", chunk_shape=..., write_shape=None)
+ArrayMetadata = record(
+    "ArrayMetadata", (Metadata,), shape=(), sharding=None, dtype=None, storage=None
+)
+ScalarMetadata = record("ScalarMetadata", (ArrayMetadata,))
+
+
+@tree_util.register_pytree_with_keys_class
+class TreeMetadata(Mapping[Any, Any]):
+    """The metadata of a tree's leaves, in the shape of the tree; a pytree itself."""
+
+    use_zarr3 = True
+
+    def __init__(self, tree: Any, custom_metadata: Any = None) -> None:
+        self.tree, self.custom_metadata = tree, custom_metadata
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.tree[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tree)
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    def __repr__(self) -> str:
+        return f"TreeMetadata(custom_metadata={self.custom_metadata}, tree={self.tree})"
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """Returns the children with their keys: those of the tree."""
+        below, tree = tree_util.tree_flatten_with_path(self.tree, is_leaf=self._is_below)
+        pairs = [(keys[0], child) for keys, child in below if keys]
+        return (pairs or [(tree_util.GetAttrKey("tree"), self.tree)]), (tree, self.custom_metadata)
+
+    def _is_below(self, node: Any) -> bool:
+        return node is not self.tree
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> TreeMetadata:
+        """Returns metadata of another tree of the same shape."""
+        return cls(aux[0].unflatten(children), aux[1])
+
+
+@dataclass(frozen=True)
+class ShardingMetadata:
+    """The sharding with which an array was saved."""
+
+    saved: SavedSharding
+
+    def to_jax_sharding(self) -> Any:
+        """Returns it on the devices of this job.
+
+        Raises:
+            ValueError: a device of it does not exist here.
+        """
+        devices = {device.id: device for device in jax.devices()}
+        if self.saved.is_single_device:
+            return SingleDeviceSharding(jax.devices()[0])
+        ids = self.saved.device_ids or tuple(devices)
+        if missing := [i for i in ids if i not in devices]:
+            raise ValueError(f"devices {missing} do not exist here: {self.saved}")
+        mesh = np.array([devices[i] for i in ids]).reshape(self.saved.axis_sizes)
+        return NamedSharding(Mesh(mesh, self.saved.axis_names), PartitionSpec(*self.saved.spec))
+
+
+def of_tree(directory: str | os.PathLike[str]) -> TreeMetadata:
+    """Describes a tree; FileNotFoundError if there is none."""
+    found = open_checkpoint(directory)
+    tree = _trees.plain(found.abstract())
+
+    def describe(path: _trees.Names, leaf: Any) -> Any:
+        return _of_leaf(".".join(path), directory, leaf, found.leaves.get("/".join(path)))
+
+    return TreeMetadata(_trees.map_named(describe, tree))
+
+
+def _of_leaf(name: str, directory: Any, leaf: Any, saved: LeafInfo | None) -> Any:
+    if isinstance(leaf, (str, bytes)):
+        return StringMetadata(name, directory)
+    if isinstance(leaf, (bool, int, float)):
+        return ScalarMetadata(name, directory, dtype=np.asarray(leaf).dtype)
+    sharding = saved and saved.saved_sharding
+    described = None if sharding is None else ShardingMetadata(sharding)
+    return ArrayMetadata(name, directory, tuple(leaf.shape), described, leaf.dtype)
+
+
+def found_at(path: str | os.PathLike[str]) -> Found:
+    """Finds a checkpoint; FileNotFoundError if there is none."""
+    return find(*locate(path))
+
+
+def items_of(found: Found) -> list[str]:
+    """Returns the items of a checkpoint, those of a program's own handlers included."""
+    entries = found.entries(found.path).items()
+    folders = [name for name, entry in entries if entry.kind == "dir" and name != found.deleting]
+    return [name for name in folders if not names.is_temporary(name)]
+
+
+def of_step(found: Found, items: Any) -> Any:
+    """Returns the metadata of a checkpoint."""
+    saved = found.metadata
+    return StepMetadata(
+        item_handlers=dict(saved.handlers),
+        item_metadata=items,
+        init_timestamp_nsecs=saved.init_ns,
+        commit_timestamp_nsecs=saved.commit_ns,
+        custom_metadata=dict(saved.custom_metadata or {}),
+    )

@@ -1,0 +1,43 @@
+"""Processes, as programs ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+BarrierSyncFn = Callable[..., Any]
+
+
+def process_index() -> int:
+    """Returns the index of this process."""
+    return jax.process_index()
+
+
+def process_count() -> int:
+    """Returns the number of processes."""
+    return jax.process_count()
+
+
+def is_primary_host(primary_host: int | None) -> bool:
+    """Returns whether this process is the primary one."""
+    return primary_host is None or primary_host == jax.process_index()
+
+
+def sync_global_processes(name: str, **_: Any) -> None:
+    """Waits until every process is here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def broadcast_one_to_all(in_tree: Any, is_source: bool | None = None) -> Any:
+    """Returns the tree of process 0, or of the source, in every process."""
+    return multihost_utils.broadcast_one_to_all(in_tree, is_source)
+
+
+def reached_preemption(step: int) -> bool:
+    """Returns whether JAX's preemption service says to stop at this step."""
+    is_distributed = jax.distributed.is_initialized()
+    return is_distributed and multihost_utils.reached_preemption_sync_point(step)

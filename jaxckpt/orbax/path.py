@@ -1,0 +1,3 @@
+"""Paths: `path.step` has what programs use."""
+
+from jaxckpt.orbax import step as step

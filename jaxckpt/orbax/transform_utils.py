@@ -1,0 +1,108 @@
+"""Transforms: how the leaves of a target come from those that were saved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxckpt._inspect.open import open as open_checkpoint
+from jaxckpt.orbax import _trees
+
+
+@dataclass
+class Transform:
+    """Where the value of a leaf comes from.
+
+    Attributes:
+        original_key: The path that was saved, in which `\\1` is a group of the regular expression
+            over the path in the target.
+        use_fallback: Whether to take the value in the target.
+        value_fn: Makes the value from the saved one.
+        multi_value_fn: Makes the value from its path and the saved tree.
+    """
+
+    original_key: str | None = None
+    use_fallback: bool = False
+    value_fn: Callable[..., Any] | None = None
+    multi_value_fn: Callable[..., Any] | None = None
+
+
+@dataclass
+class RestoreTransform(Transform):
+    """A transform of a restore; `multi_value_fn` is passed the leaf's restore args, too."""
+
+    multi_value_fn_input_args: Mapping[str, Any] | None = None
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    return {"/".join(names): leaf for names, leaf in _trees.by_name(tree).items()}
+
+
+def apply_transformations(
+    original_tree: Any, transformations: Any, new_tree: Any, default_to_original: bool | None = True
+) -> Any:
+    """Returns the new tree with values that the transforms take from the original one."""
+    original, rules = _flat(original_tree), _flat(transformations)
+
+    def value(names: _trees.Names, leaf: Any) -> Any:
+        key = "/".join(names)
+        found = _rule(key, rules)
+        if found is None:
+            return original[key] if key in original and default_to_original else leaf
+        rule, match = found
+        if rule.use_fallback:
+            return leaf if default_to_original else _get(original, key)
+        if rule.multi_value_fn is not None:
+            return rule.multi_value_fn(key, original_tree)
+        source = key if rule.original_key is None else match.expand(rule.original_key)
+        result = _get(original, source)
+        return result if rule.value_fn is None else rule.value_fn(result)
+
+    return _trees.map_named(value, new_tree)
+
+
+def _rule(key: str, rules: Mapping[str, Transform]) -> tuple[Transform, re.Match[str]] | None:
+    """Returns the transform of a path, the last that matches."""
+    found = [(rule, re.fullmatch(pattern, key)) for pattern, rule in rules.items()]
+    return next(((rule, match) for rule, match in reversed(found) if match), None)
+
+
+def _get(leaves: Mapping[str, Any], key: str) -> Any:
+    if key not in leaves:
+        raise ValueError(f'Transformation key "{key}" not found in origin tree.')
+    return leaves[key]
+
+
+def restore_transformed(path: str, given: Any) -> Any:
+    """Restores a target with transforms; each leaf has the restore args of the target's leaf.
+
+    Raises:
+        NotImplementedError: a `multi_value_fn` wants more than jaxckpt restores.
+        ValueError: the target or its restore args are missing.
+    """
+    if given.item is None or given.restore_args is None:
+        raise ValueError(
+            "If providing `transforms`, must provide `item` and `restore_args` matching structure "
+            "of expected result."
+        )
+    found = open_checkpoint(path)
+    abstract = _trees.plain(found.abstract())
+    rules, saved = _flat(given.transforms), _trees.by_name(abstract)
+    if any(rule.multi_value_fn is not None for rule in rules.values()):
+        raise NotImplementedError(
+            "multi_value_fn: restore with jaxckpt.restore(path), then compute the new tree"
+        )
+    args, sources = _flat(given.restore_args), {}
+    for key in _flat(given.item):
+        rule, match = _rule(key, rules) or (Transform(), re.fullmatch(".*", key, re.DOTALL))
+        source = (
+            key if rule.original_key is None or match is None else match.expand(rule.original_key)
+        )
+        names = tuple(source.split("/"))
+        if names in saved and not (rule.use_fallback and given.transforms_default_to_original):
+            sources[names] = _trees.wanted_leaf(saved[names], args.get(key))
+    values = found.restore(_trees.nested(sources), extra="ignore") if sources else {}
+    default = given.transforms_default_to_original
+    return apply_transformations(values, given.transforms, given.item, default)

@@ -1,0 +1,60 @@
+"""Trees as dicts from paths to leaves, and trees that can be serialized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import tree_util
+
+from jaxckpt.orbax._trees import names_of, nested, plain
+
+
+def _is_empty(node: Any) -> bool:
+    return not tree_util.tree_leaves(node, is_leaf=lambda below: below is not node)
+
+
+def to_flat_dict(
+    tree: Any,
+    sep: str | None = None,
+    keep_empty_nodes: bool = False,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> dict[Any, Any]:
+    """Returns the leaves by tuples of text, or by text joined with a separator."""
+    is_leaf = is_leaf or (_is_empty if keep_empty_nodes else None)
+    pairs = tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    flat = {names_of(keys): leaf for keys, leaf in pairs}
+    return flat if sep is None else {sep.join(names): leaf for names, leaf in flat.items()}
+
+
+def from_flat_dict(
+    flat_dict: Mapping[Any, Any], target: Any = None, sep: str | None = None, **_: Any
+) -> Any:
+    """Returns a tree with these leaves, in the shape of the target or else of nested dicts."""
+    leaves = {tuple(k.split(sep)) if sep else tuple(k): leaf for k, leaf in flat_dict.items()}
+    if target is None:
+        return nested(leaves)
+    return tree_util.tree_map_with_path(lambda keys, _: leaves[names_of(keys)], target)
+
+
+def serialize_tree(tree: Any, keep_empty_nodes: bool = False) -> Any:
+    """Returns a tree of dicts and lists, which Orbax also restores without a target."""
+    if not keep_empty_nodes and not jax.tree.leaves(tree):
+        raise ValueError("Unable to reconstruct a tree without leaves.")
+    return plain(tree)
+
+
+def deserialize_tree(serialized: Any, target: Any, keep_empty_nodes: bool = False) -> Any:
+    """Returns the leaves of a serialized tree in the shape of the target."""
+    leaves = to_flat_dict(serialized, keep_empty_nodes=keep_empty_nodes)
+    return from_flat_dict(leaves, target)
+
+
+def to_shape_dtype_struct(x: Any, dtype: Any = None, scalar_dtype: Any = None) -> Any:
+    """Returns a description of an array; other leaves as they are."""
+    if isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        sharding = getattr(x, "sharding", None)
+        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
+    return scalar_dtype(x) if scalar_dtype and isinstance(x, (int, float, np.number)) else x

@@ -1,0 +1,50 @@
+"""The names that programs import from `orbax.checkpoint.type_handlers`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from etils import epath
+
+from jaxckpt.format import names
+from jaxckpt.orbax._trees import PLACEHOLDER as PLACEHOLDER
+from jaxckpt.orbax.args import ArrayRestoreArgs as ArrayRestoreArgs
+from jaxckpt.orbax.args import RestoreArgs as RestoreArgs
+from jaxckpt.orbax.args import SaveArgs as SaveArgs
+from jaxckpt.orbax.args import SingleReplicaArrayRestoreArgs as SingleReplicaArrayRestoreArgs
+
+
+class TypeHandler:
+    """The base of Orbax's handlers of leaves, which jaxckpt does not call."""
+
+
+class ArrayHandler(TypeHandler):
+    """The handler of arrays."""
+
+    def __init__(self, **tuning: Any) -> None:
+        del tuning
+
+
+class SingleReplicaArrayHandler(ArrayHandler):
+    """The handler of arrays: each process reads what its devices need, so nothing is broadcast."""
+
+
+def register_type_handler(
+    ty: Any, handler: TypeHandler, func: Any = None, override: bool = False
+) -> None:
+    """Accepts the handlers of arrays above.
+
+    Raises:
+        NotImplementedError: a handler of another class.
+    """
+    if not isinstance(handler, ArrayHandler):
+        raise NotImplementedError(
+            f"register_type_handler({ty}, {handler}): the types that can be stored are fixed. "
+            "Convert the leaves before a save, and back after a restore."
+        )
+
+
+def is_ocdbt_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Returns whether the arrays of a tree are in an OCDBT database."""
+    return (epath.Path(path) / names.OCDBT_MANIFEST).exists()

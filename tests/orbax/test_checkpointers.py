@@ -1,0 +1,175 @@
+"""Programs with checkpointers do the same with Orbax and with the drop-in."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as theirs
+import pytest
+from flax.training import orbax_utils
+
+import jaxckpt
+import jaxckpt.orbax as ours
+from tests.orbax.twice import raised, read_each, twice
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def tree(n=0.0):
+    return {"w": jnp.arange(4.0) + n, "n": np.arange(3.0), "step": 3}
+
+
+def read_flat(ocp, path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return ocp.PyTreeCheckpointer().restore(path / "a"), checkpointer.restore(
+            path / "a", tree()
+        )
+
+
+def test_a_tree_in_a_directory(tmp_path):
+    """PyTreeCheckpointer writes the tree into the directory itself, and restores it."""
+
+    def program(ocp, path):
+        checkpointer = ocp.PyTreeCheckpointer()
+        save, restore = checkpointer.save, checkpointer.restore
+        save(path / "a", tree())
+        out = [raised(save, path / "a", tree()), restore(path / "a"), restore(str(path / "a"))]
+        save(path / "a", tree(1.0), force=True)
+        out += [restore(path / "a", item=tree()), raised(restore, path / "none")]
+        (path / "b").mkdir()
+        out += [raised(save, path / "b", tree())]
+        save(path / "b", tree(), force=True)
+        save(path / "c", tree(), save_args=orbax_utils.save_args_from_target(tree()))
+        half = jax.tree.map(lambda x: ocp.SaveArgs(dtype=jnp.dtype("float16")), {"w": 0})
+        save(path / "d", {"w": jnp.ones(2)}, save_args=half)
+        out += [restore(path / "b"), restore(path / "c"), restore(path / "d")]
+        found = checkpointer.metadata(path / "a").item_metadata
+        out += [jax.tree.map(lambda x: type(x).__name__, found.tree), [*found], "w" in found]
+        args = jax.tree.map(lambda x: ocp.RestoreArgs(restore_type=np.ndarray), found.tree)
+        return [*out, restore(path / "a", restore_args=args)]
+
+    twice(program, tmp_path, read=read_flat)
+
+
+def test_files_of_the_program_stay(tmp_path):
+    """A file that the program added survives `force=True`, and is in nobody's way."""
+
+    def program(ocp, path):
+        checkpointer = ocp.PyTreeCheckpointer()
+        checkpointer.save(path / "a", tree(), force=True)
+        (path / "a" / "config.json").write_text("{}")
+        out = checkpointer.restore(path / "a")
+        checkpointer.save(path / "a", tree(1.0), force=True)
+        (path / "a" / "config.json").write_text("{}")
+        return out
+
+    twice(program, tmp_path, read=read_flat)
+
+
+def test_the_standard_checkpointer(tmp_path):
+    """It saves in the background, and restores with the types of a target."""
+
+    def program(ocp, path):
+        with ocp.StandardCheckpointer() as checkpointer:
+            save, restore = checkpointer.save, checkpointer.restore
+            save(path / "a", tree(), custom_metadata={"k": 1})
+            checkpointer.wait_until_finished()
+            shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, tree())
+            out = [restore(path / "a"), restore(path / "a", tree()), restore(path / "a", shapes)]
+            out += [raised(save, path / "a", tree())]
+            out += [raised(restore, path / "a", {"w": jnp.ones(4)})]
+            save(path / "a", tree(3.0), force=True)
+            checkpointer.check_for_errors()
+        other = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+        return [*out, other.restore(path / "a", ocp.args.PyTreeRestore(tree()))]
+
+    twice(program, tmp_path, read=read_flat)
+
+
+@pytest.mark.parametrize("ocp", [theirs, ours], ids=["theirs", "ours"])
+def test_what_cannot_be_saved(tmp_path, ocp):
+    """Empty trees, and leaves that are not arrays, raise ValueError."""
+    with pytest.raises(ValueError, match="empty"):
+        ocp.PyTreeCheckpointer().save(tmp_path / "a", {})
+    with ocp.StandardCheckpointer() as checkpointer:
+        for value in ({"a": "text"}, jnp.ones(2), None):
+            with pytest.raises(ValueError, match=r"."):
+                checkpointer.save(tmp_path / "b", value)
+
+
+def test_other_handlers(tmp_path):
+    """JSON, arrays and composites in a directory."""
+
+    def program(ocp, path):
+        for name, handler, value in (
+            ("json", ocp.JsonCheckpointHandler(), {"x": [1]}),
+            ("file", ocp.JsonCheckpointHandler("other"), {"x": [2]}),
+            ("array", ocp.ArrayCheckpointHandler(), jnp.arange(3.0)),
+        ):
+            ocp.Checkpointer(handler).save(path / name, value)
+        checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler("state", "meta"))
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(tree()), meta=ocp.args.JsonSave({"y": 2})
+        )
+        checkpointer.save(path / "both", args=args)
+        found = checkpointer.metadata(path / "both")
+        return sorted(found.item_handlers), [*found.item_metadata]
+
+    def read(ocp, path):
+        out = [
+            ocp.Checkpointer(handler).restore(path / name)
+            for name, handler in (
+                ("json", ocp.JsonCheckpointHandler()),
+                ("file", ocp.JsonCheckpointHandler("other")),
+                ("array", ocp.ArrayCheckpointHandler()),
+            )
+        ]
+        checkpointer = ocp.Checkpointer(ocp.CompositeCheckpointHandler("state", "meta"))
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(tree()))
+        return [*out, checkpointer.restore(path / "both", args=args)]
+
+    read_each(program, read, tmp_path)
+
+
+def test_transforms(tmp_path):
+    """Leaves are renamed, left out, taken from the target or computed."""
+
+    def program(ocp, path):
+        checkpointer = ocp.PyTreeCheckpointer()
+        checkpointer.save(path / "a", {"old": {"w": jnp.ones(2)}, "b": np.ones(1), "c": 4})
+
+        def restore(item, **transforms):
+            args = jax.tree.map(lambda x: ocp.RestoreArgs(), item)
+            given = {"item": item, "restore_args": args, "transforms": transforms}
+            return checkpointer.restore(path / "a", **given)
+
+        item = {"new": {"w": jnp.zeros(2)}, "b": np.zeros(1), "z": 7}
+        return [
+            restore(item, **{r"new/(.*)": ocp.Transform(original_key=r"old/\1")}),
+            restore({"b": np.zeros(1)}),
+            restore({"b": np.zeros(1)}, b=ocp.Transform(use_fallback=True)),
+            restore({"b": np.zeros(1)}, b=ocp.Transform(value_fn=lambda x: x * 3)),
+        ]
+
+    twice(program, tmp_path)
+
+
+def test_a_save_in_the_background_fails_when_it_is_waited_for(tmp_path):
+    """The error is raised by the next wait, and nothing is left at the path."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises((OSError, jaxckpt.SaveFailed)), ours.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "file" / "a", tree())
+
+
+def test_post_finalization_callback(tmp_path):
+    """It is called once a save is committed."""
+
+    def program(ocp, path):
+        called = []
+        options = ocp.AsyncOptions(post_finalization_callback=lambda: called.append(1))
+        with ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), async_options=options) as one:
+            one.save(path / "a", args=ocp.args.StandardSave(tree()))
+        return called
+
+    twice(program, tmp_path)

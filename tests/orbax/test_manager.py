@@ -1,0 +1,394 @@
+"""Programs with a manager do the same with Orbax and with the drop-in, and each reads the other."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import grain.python as grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as theirs
+import pytest
+
+import jaxckpt.orbax as ours
+from tests.orbax.twice import raised, read_each, twice
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def tree(n=0.0):
+    return {"w": jnp.arange(4.0) + n, "n": np.arange(3.0), "step": 3}
+
+
+def read_newest(ocp, path):
+    with ocp.CheckpointManager(path / "run") as manager:
+        found = manager.restore(manager.latest_step())
+        return found if isinstance(found, dict) else dict(found), manager.all_steps()
+
+
+def test_a_run_of_one_item(tmp_path):
+    """Saves when due, returns False for old steps, restores by step, deletes what is not kept."""
+
+    def program(ocp, path):
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=2)
+        manager = ocp.CheckpointManager(path / "run", options=options)
+        save, standard = manager.save, ocp.args.StandardSave
+        out = [save(step, args=standard(tree(step))) for step in range(1, 8)]
+        out += [manager.all_steps(), manager.latest_step(), manager.best_step()]
+        out += [manager.should_save(step) for step in (6, 8, 9)]
+        manager.wait_until_finished()
+        out += [manager.all_steps(read=True), manager.directory == path / "run"]
+        out += [save(6, args=standard(tree())), save(4, args=standard(tree()))]
+        out += [raised(save, 6, args=standard(tree()), force=True), raised(save, 7)]
+        restore = manager.restore
+        out += [restore(6), restore(None, args=ocp.args.StandardRestore(tree()))]
+        out += [raised(restore, 99), raised(restore, 6, ocp.args.StandardRestore())]
+        out += [raised(manager.delete, 99), manager.metrics(6)]
+        out += [raised(restore, 6, args=ocp.args.Composite(a=ocp.args.StandardRestore()))]
+        manager.delete(4)
+        manager.close()
+        return [*out, manager.all_steps()]
+
+    twice(program, tmp_path, read=read_newest)
+
+
+def test_several_items_of_any_names(tmp_path):
+    """Items have handlers by their args; each is restored by name, and described."""
+
+    def program(ocp, path):
+        args = ocp.args
+        names = ("model_params", "opt_state", "meta")
+        with ocp.CheckpointManager(path / "run", item_names=names) as manager:
+            saved = args.Composite(
+                model_params=args.StandardSave(tree()),
+                opt_state=args.PyTreeSave(optax.adam(1.0).init({"w": jnp.ones(2)})),
+                meta=args.JsonSave({"a": [1, 2]}),
+            )
+            out = [manager.save(0, args=saved, custom_metadata={"k": 1})]
+            manager.wait_until_finished()
+            wanted = args.Composite(
+                model_params=args.StandardRestore(tree()), meta=args.JsonRestore()
+            )
+            got = manager.restore(0, args=wanted)
+            out += [got, got.meta, [*got], "opt_state" in got, manager.restore(0)]
+            lacking = args.Composite(other=args.StandardRestore())
+            out += [raised(manager.restore, 0, args=lacking)]
+            out += [raised(manager.save, 1, args=args.StandardSave(tree()))]
+            found = manager.metadata(0)
+            out += [found.custom_metadata, sorted(found.item_handlers), found.metrics]
+            items = manager.item_metadata(0)
+            out += [sorted(items), items["meta"]]
+            out += [{name: (x.shape, x.dtype) for name, x in items.model_params.items()}]
+        with ocp.CheckpointManager(path / "run") as manager:
+            return [*out, manager.restore(0, args=args.Composite(meta=args.JsonRestore()))]
+
+    twice(program, tmp_path, read=read_newest)
+
+
+def test_metrics(tmp_path):
+    """`best_fn` ranks the steps, also those of an earlier manager."""
+
+    def program(ocp, path):
+        def best(metrics):
+            return metrics["loss"]
+
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, best_fn=best, best_mode="min")
+        with ocp.CheckpointManager(path / "run", options=options) as manager:
+            for step, loss in {1: 0.5, 2: 0.2, 3: 0.4, 4: 0.1}.items():
+                manager.save(step, args=ocp.args.StandardSave(tree()), metrics={"loss": loss})
+            manager.wait_until_finished()
+            out = [manager.best_step(), manager.metrics(4), manager.all_steps()]
+        options = ocp.CheckpointManagerOptions(best_fn=best, best_mode="min")
+        with ocp.CheckpointManager(path / "run", options=options) as manager:
+            return [*out, manager.best_step(), manager.metadata(2).metrics]
+
+    twice(program, tmp_path)
+
+
+def test_the_newest_stays(tmp_path, caplog):
+    """Where `best_fn` would delete the newest step, it stays, with a warning."""
+    from jaxckpt.orbax import _policies
+
+    _policies.warn_once.cache_clear()
+    options = ours.CheckpointManagerOptions(max_to_keep=1, best_fn=lambda metrics: metrics["x"])
+    with ours.CheckpointManager(tmp_path, options=options) as manager:
+        for step, x in {1: 5.0, 2: 1.0}.items():
+            manager.save(step, args=ours.args.StandardSave(tree()), metrics={"x": x})
+        manager.wait_until_finished()
+
+        assert manager.all_steps() == [1, 2]
+        assert manager.best_step() == 1
+    assert "keeps the newest step" in caplog.text
+
+
+def test_the_old_style(tmp_path):
+    """Checkpointers, items and restore_kwargs in place of args."""
+
+    def program(ocp, path):
+        checkpointers = {
+            "params": ocp.PyTreeCheckpointer(),
+            "meta": ocp.Checkpointer(ocp.JsonCheckpointHandler()),
+        }
+        options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
+        manager = ocp.CheckpointManager(path / "run", checkpointers, options)
+        out = [manager.save(s, {"params": tree(s), "meta": {"s": s}}) for s in range(3)]
+        out += [manager.all_steps(), manager.restore(2)]
+        out += [manager.restore(2, items={"params": tree(), "meta": None})]
+        args = ocp.checkpoint_utils.construct_restore_args(tree())
+        kwargs = {"restore_args": args}
+        given = {"items": {"params": tree()}, "restore_kwargs": {"params": kwargs}}
+        out += [manager.restore(2, **given)]
+        single = ocp.CheckpointManager(path / "single", ocp.PyTreeCheckpointer())
+        save_args = jax.tree.map(lambda x: ocp.SaveArgs(), tree())
+        out += [single.save(5, tree(), save_kwargs={"save_args": save_args})]
+        out += [single.restore(5), single.restore(5, items=tree(), restore_kwargs=kwargs)]
+        checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        manager = ocp.CheckpointManager(path / "async", checkpointer)
+        out += [manager.save(1, tree())]
+        manager.wait_until_finished()
+        return [*out, manager.restore(1), manager.item_metadata(1)["w"].shape]
+
+    twice(program, tmp_path, read=read_newest)
+
+
+RUNS = {
+    "period": {"keep_period": 3, "max_to_keep": 1},
+    "names": {"step_prefix": "ck", "step_format_fixed_length": 4, "max_to_keep": 2},
+    "steps": {"save_on_steps": [2, 5], "save_interval_steps": 4},
+    "function": {"should_save_fn": lambda step, last: step % 3 == 0},
+    "moved": {"todelete_subdir": "trash", "max_to_keep": 1},
+    "sync": {"enable_async_checkpointing": False, "max_to_keep": 1},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_options(tmp_path, name):
+    """Options decide which steps are saved and kept, and how they are named."""
+
+    def program(ocp, path):
+        options = ocp.CheckpointManagerOptions(**RUNS[name])
+        with ocp.CheckpointManager(path / "run", options=options) as manager:
+            args = ocp.args.StandardSave({"w": np.ones(1)})
+            saved = [manager.save(step, args=args) for step in range(1, 9)]
+            manager.wait_until_finished()
+            return saved, manager.all_steps(), sorted(ocp.utils.checkpoint_steps(path / "run"))
+
+    twice(program, tmp_path)
+
+
+def test_policies_of_a_manager(tmp_path):
+    """Policies take the place of the other options, and exclude them."""
+
+    def program(ocp, path):
+        policies = ocp.checkpoint_managers
+        options = ocp.CheckpointManagerOptions(
+            save_decision_policy=policies.FixedIntervalPolicy(3),
+            preservation_policy=policies.AnyPreservationPolicy(
+                [policies.LatestN(1), policies.EveryNSteps(4)]
+            ),
+        )
+        with ocp.CheckpointManager(path / "run", options=options) as manager:
+            args = ocp.args.StandardSave({"w": np.ones(1)})
+            out = [[manager.save(step, args=args) for step in range(1, 14)]]
+            manager.wait_until_finished()
+            out += [manager.all_steps()]
+        both = ocp.CheckpointManagerOptions(preservation_policy=policies.LatestN(1), max_to_keep=3)
+        out += [raised(ocp.CheckpointManager, path / "none", options=both)]
+        out += [raised(ocp.CheckpointManagerOptions, best_mode="x")]
+        return [*out, raised(ocp.CheckpointManagerOptions, max_to_keep=-1)]
+
+    twice(program, tmp_path)
+
+
+def test_options_without_a_counterpart_are_refused(tmp_path):
+    """They raise with the reason, and do not pass in silence."""
+
+    for given in (
+        {"todelete_full_path": "trash"},
+        {"file_options": ours.options.FileOptions(path_permission_mode=0o750)},
+        {"multiprocessing_options": ours.options.MultiprocessingOptions(primary_host=None)},
+    ):
+        with pytest.raises(NotImplementedError):
+            ours.CheckpointManager(tmp_path, options=ours.CheckpointManagerOptions(**given))
+    with pytest.raises(NotImplementedError, match="types that can be stored"):
+        ours.PyTreeCheckpointHandler(type_handler_registry=object())
+
+
+def test_two_managers_of_one_run(tmp_path):
+    """A loader beside the trainer reads; either may save."""
+
+    def program(ocp, path):
+        one, two = (ocp.CheckpointManager(path / "run") for _ in range(2))
+        out = []
+        for step, (saves, reads) in enumerate([(one, two), (one, two), (two, one), (one, two)]):
+            saves.reload()
+            out += [saves.save(step, args=ocp.args.StandardSave(tree(step)))]
+            saves.wait_until_finished()
+            reads.reload()
+            out += [reads.latest_step(), reads.restore(step)]
+        return [*out, one.all_steps(), two.all_steps()]
+
+    twice(program, tmp_path, read=read_newest)
+
+
+def test_metadata_of_the_run(tmp_path):
+    """`metadata=` is stored once, and found by later managers."""
+
+    def program(ocp, path):
+        with ocp.CheckpointManager(path / "run", metadata={"lr": 1}) as manager:
+            out = [manager.metadata().custom_metadata]
+        with ocp.CheckpointManager(path / "run") as manager:
+            steps = [manager.all_steps(), manager.latest_step(), manager.best_step()]
+            out += [raised(manager.restore, None)]
+            return [*out, *steps, manager.metadata().custom_metadata]
+
+    twice(program, tmp_path)
+
+
+def test_read_only(tmp_path):
+    """A reader finds the steps, and skips saves and deletions."""
+
+    def program(ocp, path):
+        with ocp.CheckpointManager(path / "run") as manager:
+            manager.save(1, args=ocp.args.StandardSave(tree()))
+        options = ocp.CheckpointManagerOptions(read_only=True)
+        with ocp.CheckpointManager(path / "run", options=options) as manager:
+            out = [manager.save(2, args=ocp.args.StandardSave(tree())), manager.delete(1)]
+            return [*out, manager.all_steps(), manager.restore(1)]
+
+    twice(program, tmp_path)
+
+
+def test_handlers_of_the_program(tmp_path):
+    """A program's own handler is found by its args, by name or in a registry."""
+
+    def program(ocp, path):
+        class Handler(ocp.CheckpointHandler):
+            def save(self, directory, args):
+                (directory / "below").mkdir()
+                (directory / "below" / "text").write_text(args.item)
+
+            def restore(self, directory, args):
+                end = "!" if args.loud else ""
+                return (directory / "below" / "text").read_text() + end
+
+            def metadata(self, directory):
+                return None
+
+            def finalize(self, directory):
+                pass
+
+            def close(self):
+                pass
+
+        @ocp.args.register_with_handler(Handler, for_save=True)
+        @dataclasses.dataclass
+        class Save(ocp.args.CheckpointArgs):
+            item: str
+
+        @ocp.args.register_with_handler(Handler, for_restore=True)
+        @dataclasses.dataclass
+        class Restore(ocp.args.CheckpointArgs):
+            loud: bool = False
+
+        Composite, standard = ocp.args.Composite, ocp.args.StandardSave(tree())
+        registry = ocp.DefaultCheckpointHandlerRegistry()
+        handler = Handler()
+        registry.add("text", Save, handler)
+        registry.add("text", Restore, handler)
+        both = {"text": Handler(), "tree": ocp.StandardCheckpointHandler()}
+        out = []
+        for i, options in enumerate([{}, {"item_handlers": both}, {"handler_registry": registry}]):
+            with ocp.CheckpointManager(path / f"run{i}", **options) as manager:
+                args = Composite(text=Save("hi"), tree=standard)
+                out += [manager.save(1, args=args)]
+                manager.wait_until_finished()
+                out += [manager.restore(1, args=Composite(text=Restore(True)))]
+                out += [manager.restore(1)]
+        with ocp.CheckpointManager(path / "single", item_handlers=Handler()) as manager:
+            out += [manager.save(1, args=Save("hi"))]
+            manager.wait_until_finished()
+            return [*out, manager.restore(1), manager.restore(1, args=Restore(True))]
+
+    twice(program, tmp_path)
+
+
+def test_handlers_of_grain(tmp_path):
+    """Grain's handler and args, which are registered with Orbax, work unchanged."""
+
+    def items():
+        return iter(grain.MapDataset.range(10).to_iter_dataset())
+
+    def program(ocp, path):
+        taken = items()
+        next(taken), next(taken)
+        with ocp.CheckpointManager(path / "run") as manager:
+            data = grain.PyGrainCheckpointSave(taken)
+            args = ocp.args.Composite(data=data, state=ocp.args.StandardSave(tree()))
+            manager.save(1, args=args)
+            manager.wait_until_finished()
+            fresh = items()
+            args = ocp.args.Composite(data=grain.PyGrainCheckpointRestore(fresh))
+            manager.restore(1, args=args)
+            out = [next(fresh)]
+        checkpointer = ocp.Checkpointer(grain.PyGrainCheckpointHandler())
+        checkpointer.save(path / "alone", taken)
+        fresh = items()
+        checkpointer.restore(path / "alone", fresh)
+        both = {"data": checkpointer, "state": ocp.PyTreeCheckpointer()}
+        with ocp.CheckpointManager(path / "old", both) as manager:
+            manager.save(1, {"data": taken, "state": tree()})
+            again = items()
+            manager.restore(1, {"data": again, "state": None})
+        return [*out, next(fresh), next(again)]
+
+    def read(ocp, path):
+        fresh = items()
+        with ocp.CheckpointManager(path / "run") as manager:
+            args = ocp.args.Composite(data=grain.PyGrainCheckpointRestore(fresh))
+            manager.restore(1, args=args)
+        return next(fresh)
+
+    twice(program, tmp_path, read=read)
+
+
+def test_items_of_every_kind(tmp_path):
+    """Keys of JAX and numpy, single arrays and JSON can be read by the other library."""
+
+    def program(ocp, path):
+        args = ocp.args
+        with ocp.CheckpointManager(path / "run") as manager:
+            saved = args.Composite(
+                key=args.JaxRandomKeySave(jax.random.key(1)),
+                old=args.JaxRandomKeySave(jax.random.PRNGKey(1)),
+                random=args.NumpyRandomKeySave(np.random.RandomState(1).get_state()),
+                array=args.ArraySave(np.arange(3)),
+                state=args.PyTreeSave({"key": jax.random.key(2), "text": "a"}),
+            )
+            return manager.save(1, args=saved)
+
+    def read(ocp, path):
+        args = ocp.args
+        with ocp.CheckpointManager(path / "run") as manager:
+            wanted = args.Composite(
+                key=args.JaxRandomKeyRestore(),
+                old=args.JaxRandomKeyRestore(),
+                random=args.NumpyRandomKeyRestore(),
+                array=args.ArrayRestore(),
+                state=args.PyTreeRestore(),
+            )
+            return manager.restore(1, args=wanted)
+
+    read_each(program, read, tmp_path)
+
+
+@pytest.mark.parametrize("ocp", [theirs, ours], ids=["theirs", "ours"])
+def test_an_unknown_item_is_refused(tmp_path, ocp):
+    """An item that is not among `item_names` raises ValueError."""
+    manager = ocp.CheckpointManager(tmp_path, item_names=("a",))
+    args = ocp.args.Composite(b=ocp.args.StandardSave(tree()))
+
+    with pytest.raises(ValueError, match="does not match with any registered handler"):
+        manager.save(1, args=args)
