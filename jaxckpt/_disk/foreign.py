@@ -43,9 +43,9 @@ def read_tree(found: Found, name: str, saved: Tree) -> Item:
     path = found.items[name]
     check_data_files(found, path)
     database = names.OCDBT_MANIFEST in found.entries(path)
+    saved = with_texts(found, path, _with_values(found, path, saved))
     if saved.uses_ocdbt and not database and any(leaf.has_array for leaf in saved.leaves):
         raise missing_database(path)
-    saved = with_texts(found, path, _with_values(found, path, saved))
     database = database and saved.uses_ocdbt is not False
     item = _complete(make_item(found, name, saved, database=database, ours=False))
     return _bare(item) if _is_array_item(found, name) else item

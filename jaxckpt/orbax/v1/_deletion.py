@@ -1,0 +1,79 @@
+"""`delete`: a checkpoint, or one item of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from jaxckpt._disk.found import Found
+from jaxckpt._disk.removal import remove, remove_item
+from jaxckpt.multihost import current, lead
+from jaxckpt.orbax.v1._context import get_context
+from jaxckpt.orbax.v1._loading import PathLike, found_checkpoint, item_names
+from jaxckpt.orbax.v1._saving import RESERVED, AsyncResponse, Done
+from jaxckpt.orbax.v1.errors import DeletionRecoveryError
+from jaxckpt.storage import locate
+
+_TIMEOUT_S = 1200.0
+
+
+def delete(
+    path: PathLike, *, checkpointable_name: str | None = None, missing_ok: bool = False
+) -> bool:
+    """Deletes a checkpoint, or one of its items, and returns whether it was there.
+
+    Raises:
+        FileNotFoundError: it was not there.
+        ValueError: the item is the last one, or the main one.
+    """
+    check_arguments(checkpointable_name, missing_ok)
+    if get_context().deletion.gcs_deletion_options.todelete_full_path is not None:
+        raise NotImplementedError("todelete_full_path: see jaxckpt.KeepPolicy(move_to=...)")
+    storage, where = locate(path)
+    if storage.kind(where) is None:
+        return _missing(f"Checkpoint does not exist: {path}", missing_ok)
+    found = found_checkpoint(path)
+    if checkpointable_name is None:
+        _lead(where, partial(remove, storage, where))
+        return True
+    return _delete_item(path, found, checkpointable_name, missing_ok)
+
+
+def _delete_item(path: PathLike, found: Found, name: str, missing_ok: bool) -> bool:
+    if found.deleting not in (None, name):
+        raise DeletionRecoveryError(f"{path}: delete item {found.deleting!r} first, again")
+    there = item_names(found)
+    if name not in (*there, found.deleting):
+        return _missing(f"Checkpointable {name!r} does not exist at {path}", missing_ok)
+    if there == [name]:
+        raise ValueError(f"{path}: {name!r} is the only item; delete the whole checkpoint instead")
+    if found.record is None or found.record.item == name:
+        why = "is the main one" if found.record else "was not saved by jaxckpt; delete it in Orbax"
+        raise ValueError(f"item {name!r} of {path} {why}")
+    _lead(found.path, partial(remove_item, found.storage, found.path, found.record, name))
+    return True
+
+
+def _missing(what: str, missing_ok: bool) -> bool:
+    if not missing_ok:
+        raise FileNotFoundError(what)
+    return False
+
+
+def _lead(place: str, do: Any) -> None:
+    lead(current(), f"orbax delete {place}", do, place=place, timeout_s=_TIMEOUT_S)
+
+
+def check_arguments(name: Any, missing_ok: Any) -> None:
+    """Raises TypeError or ValueError for arguments that mean nothing."""
+    if not isinstance(name, str | None) or not isinstance(missing_ok, bool):
+        raise TypeError("checkpointable_name must be a str or None, and missing_ok a bool")
+    if name is not None and (name in ("", ".", "..", *RESERVED) or {*name} & {*"/\\\0"}):
+        raise ValueError(f"Invalid checkpointable name: {name!r}.")
+
+
+def delete_async(
+    path: PathLike, *, checkpointable_name: str | None = None, missing_ok: bool = False
+) -> AsyncResponse:
+    """Deletes at once, and returns a response that is done."""
+    return Done(delete(path, checkpointable_name=checkpointable_name, missing_ok=missing_ok))

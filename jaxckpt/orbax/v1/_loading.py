@@ -1,0 +1,256 @@
+"""`load` and its relatives."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final
+
+import jax
+import numpy as np
+from etils import epath
+from jax import tree_util
+
+from jaxckpt._disk.found import Found
+from jaxckpt._inspect.open import open as open_checkpoint
+from jaxckpt._restore.restore import restore
+from jaxckpt.errors import CheckpointNotFound, UnsupportedFormat
+from jaxckpt.format import names
+from jaxckpt.orbax import _trees
+from jaxckpt.orbax.metadata import found_at
+from jaxckpt.orbax.v1 import handlers
+from jaxckpt.orbax.v1._context import get_context
+from jaxckpt.orbax.v1._saving import (
+    AUTO,
+    RESERVED,
+    STATE,
+    AsyncResponse,
+    Done,
+    check_names,
+    renamed,
+)
+from jaxckpt.orbax.v1.errors import DeletionInProgressError, InvalidLayoutError
+from jaxckpt.orbax.v1.options import CheckpointLayout
+from jaxckpt.storage import real
+
+PLACEHOLDER: Final = _trees.PLACEHOLDER
+PathLike = str | os.PathLike[str]
+
+
+# --- which checkpoint, which item ---------------------------------------------------------------
+
+
+def found_checkpoint(path: PathLike) -> Found:
+    """Finds the checkpoint that is at a path; not one around it or below it.
+
+    Raises:
+        InvalidLayoutError: there is none.
+    """
+    try:
+        found = found_at(path)
+    except CheckpointNotFound as error:
+        raise InvalidLayoutError(f"{path} is not an Orbax checkpoint: {error}") from error
+    where = real(found.storage, os.path.abspath(path)) if "://" not in str(path) else found.path
+    if found.path != where or found.is_file:
+        raise InvalidLayoutError(
+            f"{path} is not an Orbax checkpoint, but {found.path} is. Load that instead."
+        )
+    return found
+
+
+def item_names(found: Found) -> list[str]:
+    """Returns the names of the items, `state` first; none if the checkpoint is one tree."""
+    saved = {*found.items, *found.metadata.handlers} - {*RESERVED, "", found.deleting}
+    return sorted(saved, key=lambda name: (name != STATE, name))
+
+
+def item_path(path: PathLike, found: Found, name: str | None) -> str:
+    """Returns the path of a tree.
+
+    Args:
+        name: Its name; AUTO for `state` or the first; None if the checkpoint is one tree.
+    """
+    if name == "" or (name in RESERVED and name != AUTO):
+        raise ValueError(f"{name!r} cannot be the name of a checkpointable")
+    if name is not None and name == found.deleting:
+        raise DeletionInProgressError(f"{path}: item {name!r} is being deleted")
+    if (is_flat := "" in found.items) and name in (None, AUTO):
+        return os.fspath(path)
+    trees = [] if is_flat else [n for n in item_names(found) if is_tree(found, n)]
+    if name == AUTO and trees:
+        name = trees[0]
+    if name not in trees:
+        has = ", ".join(trees) or ("checkpointable_name=None" if is_flat else "none")
+        raise InvalidLayoutError(f"{path} has no tree {name!r}; its trees: {has}")
+    return os.path.join(path, name)
+
+
+def is_tree(found: Found, name: str) -> bool:
+    return names.TREE_METADATA in found.contents(f"{found.path}/{name}")
+
+
+# --- loading ------------------------------------------------------------------------------------
+
+
+def load(
+    path: PathLike, abstract_state: Any = None, *, checkpointable_name: str | None = AUTO
+) -> Any:
+    """Loads a tree, with the types of a target, or else as Orbax returns it.
+
+    Raises:
+        InvalidLayoutError: there is no such checkpoint or tree; it is a ValueError.
+        ValueError: the target does not fit.
+    """
+    target = _standard(abstract_state)
+    check_target(target)
+    if get_context().checkpoint_layout is not CheckpointLayout.ORBAX and _tensors(path):
+        return _load_tensors(path, target)
+    if get_context().checkpoint_layout is CheckpointLayout.SAFETENSORS:
+        raise InvalidLayoutError(f"{path} has no safetensors")
+    found = found_checkpoint(path)
+    return load_tree(item_path(path, found, checkpointable_name), target)
+
+
+def load_checkpointables(path: PathLike, abstract_checkpointables: Any = None) -> dict[str, Any]:
+    """Loads items by name, onto targets if given; all of them if no target is given.
+
+    Raises:
+        InvalidLayoutError: there is no such checkpoint; it is a ValueError.
+        KeyError: there is no such item.
+    """
+    targets = _standard(abstract_checkpointables)
+    if targets is not None:
+        check_names(targets, argument="abstract_checkpointables", may_be_empty=True)
+    found = found_checkpoint(path)
+    if "" in found.items:
+        raise InvalidLayoutError(f"{path} is one tree, without items. Use `load`")
+    there = item_names(found)
+    if found.deleting in (targets or ()):
+        raise DeletionInProgressError(f"{path}: item {found.deleting!r} is being deleted")
+    if missing := (targets or {}).keys() - {*there}:
+        raise KeyError(f"{path} has no items {sorted(missing)}; it has {there}")
+    return {n: _load_item(path, found, n, t) for n, t in (targets or dict.fromkeys(there)).items()}
+
+
+def _load_item(path: PathLike, found: Found, name: str, target: Any) -> Any:
+    folder = os.path.join(path, name)
+    saved_by = found.metadata.handlers.get(name, "")
+    registry = get_context().checkpointables.registry
+    handler = handlers.for_load(registry, target, name, saved_by)
+    if handler is not None and not (is_tree(found, name) and target is None):
+        return handlers.load_files(handler, folder, target)
+    if is_tree(found, name):
+        return load_tree(folder, target)
+    try:
+        return restore(path, item=name)
+    except (UnsupportedFormat, CheckpointNotFound) as error:
+        if saved_by.endswith(handlers.StatefulCheckpointableHandler.__name__):
+            raise ValueError(
+                f"{folder}: pass the `StatefulCheckpointable` object to load"
+            ) from error
+        raise handlers.NoEntryError(f"{folder}: register {saved_by}, which saved it") from error
+
+
+def load_tree(path: PathLike, target: Any = None) -> Any:
+    """Loads the tree in a directory."""
+    context = get_context()
+    found = open_checkpoint(path)
+    if target is None:
+        return _trees.plain(found.restore(**_limits()))
+    saved = _trees.by_name(found.abstract())
+    like = _trees.map_named(lambda names, leaf: _wanted(leaf, saved.get(names)), target)
+    return _trees.restore_like(
+        found,
+        like,
+        resize=context.array.loading.enable_padding_and_truncation,
+        partial=context.pytree.loading.partial_load,
+    )
+
+
+def _limits() -> dict[str, Any]:
+    limit = get_context().memory.read_concurrent_bytes
+    return {} if limit is None else {"budget_bytes": limit}
+
+
+def _wanted(leaf: Any, saved: Any) -> Any:
+    """Returns the target of jaxckpt for one of Orbax: a type, an abstract array or a value."""
+    if leaf is PLACEHOLDER or isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        return leaf
+    kind = leaf if isinstance(leaf, type) else type(leaf)
+    if issubclass(kind, (bool, int, float, str, bytes, np.generic)):
+        return kind() if leaf is kind else leaf
+    shape, dtype = (getattr(leaf, n, None) for n in ("shape", "dtype"))
+    if isinstance(leaf, type):
+        shape = dtype = None
+    shape = np.shape(saved) if shape is None else shape
+    dtype = getattr(saved, "dtype", None) if dtype is None else dtype
+    if hasattr(kind, "sharding"):
+        sharding = None if isinstance(leaf, type) else _trees.sharding_of(leaf)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def check_target(target: Any) -> None:
+    """Raises TypeError for leaves that do not say what to restore."""
+    wrong = {type(leaf) for leaf in jax.tree.leaves(target) if not handlers.is_abstract(leaf)}
+    if wrong:
+        raise TypeError(f"Unsupported abstract leaf type for loading: {sorted(map(str, wrong))}")
+
+
+def _standard(target: Any) -> Any:
+    """Returns a target, or that of metadata; on the mesh of the program, if it names none."""
+    if hasattr(target, "init_timestamp_nsecs"):  # CheckpointMetadata
+        return target.metadata
+
+    def on_mesh(leaf: Any) -> Any:
+        sharding: Any = getattr(leaf, "sharding", None)
+        if not isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+            return leaf
+        here = jax.sharding.NamedSharding(jax.sharding.get_mesh(), sharding.spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+
+    return tree_util.tree_map(on_mesh, target)
+
+
+# --- safetensors --------------------------------------------------------------------------------
+
+
+def _tensors(path: PathLike) -> list[epath.Path]:
+    where = epath.Path(path)
+    suffix = ".safetensors"
+    return [where] if where.name.endswith(suffix) else sorted(where.glob(f"*{suffix}"))
+
+
+def _load_tensors(path: PathLike, target: Any) -> dict[str, Any]:
+    """Loads safetensors files as one dict by name."""
+    found = {}
+    for file in _tensors(path):
+        opened = open_checkpoint(file)
+        here = {".".join(names): names for names in _trees.by_name(opened.abstract())}
+        wanted = here.keys() if target is None else here.keys() & target.keys()
+        like = None if target is None else {here[name]: target[name] for name in wanted}
+        tree = opened.restore(
+            None if like is None else _trees.nested(like), extra="ignore", as_numpy=like is None
+        )
+        found |= {".".join(names): leaf for names, leaf in _trees.by_name(tree).items()}
+    if target is not None and (missing := target.keys() - found.keys()):
+        raise KeyError(f"{path} has no tensors {sorted(missing)}")
+    return found
+
+
+def load_async(
+    path: PathLike, abstract_state: Any = None, *, checkpointable_name: str | None = STATE
+) -> AsyncResponse:
+    """Loads safetensors, at once; as in Orbax, nothing else."""
+    if get_context().checkpoint_layout is not CheckpointLayout.SAFETENSORS:
+        raise NotImplementedError("load_async loads only safetensors; use load, or jaxckpt.restore")
+    return Done(load(path, abstract_state, checkpointable_name=checkpointable_name))
+
+
+def load_checkpointables_async(
+    path: PathLike, abstract_checkpointables: Any = None
+) -> AsyncResponse:
+    """Is not there in Orbax either."""
+    raise NotImplementedError("use load_checkpointables, or jaxckpt.restore(path, item=...)")
+
+
+load_pytree, load_pytree_async = renamed(load), renamed(load_async)

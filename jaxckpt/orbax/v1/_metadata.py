@@ -1,0 +1,152 @@
+"""`metadata` and its relatives: what is known without reading arrays."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import jax
+import numpy as np
+from etils import epath
+
+from jaxckpt._disk.found import Found
+from jaxckpt._inspect.open import open as open_checkpoint
+from jaxckpt.orbax import _trees
+from jaxckpt.orbax.metadata import ShardingMetadata
+from jaxckpt.orbax.v1 import handlers
+from jaxckpt.orbax.v1._context import get_context
+from jaxckpt.orbax.v1._loading import (
+    PathLike,
+    found_checkpoint,
+    is_tree,
+    item_names,
+    item_path,
+)
+from jaxckpt.orbax.v1._saving import AUTO, renamed
+from jaxckpt.orbax.v1.errors import InvalidLayoutError
+from jaxckpt.types import LeafInfo
+
+PyTreeMetadata = Any
+_T = TypeVar("_T")
+
+
+@dataclass
+class ArrayMetadata:
+    """A jax array."""
+
+    shape: tuple[int, ...] | None
+    dtype: Any
+    sharding_metadata: ShardingMetadata | None
+    storage_metadata: Any  # how it is stored; always None
+
+    @property
+    def sharding(self) -> jax.sharding.Sharding | None:
+        """The saved sharding, on the devices of this job."""
+        return self.sharding_metadata and self.sharding_metadata.to_jax_sharding()
+
+
+@dataclass
+class NumpyMetadata:
+    """A numpy array."""
+
+    shape: tuple[int, ...] | None
+    dtype: Any
+    storage_metadata: Any  # how it is stored; always None
+
+
+@dataclass(kw_only=True)
+class CheckpointMetadata(Generic[_T]):
+    """The metadata of a checkpoint, or of one of its items."""
+
+    path: epath.Path = field(kw_only=False)
+    metadata: _T
+    init_timestamp_nsecs: int | None = None
+    commit_timestamp_nsecs: int | None = None
+    custom_metadata: Any = None
+
+    @property
+    def init_timestamp(self) -> datetime.datetime | None:
+        """When the save began."""
+        return _time(self.init_timestamp_nsecs)
+
+    @property
+    def commit_timestamp(self) -> datetime.datetime | None:
+        """When it ended."""
+        return _time(self.commit_timestamp_nsecs)
+
+
+def _time(nsecs: int | None) -> datetime.datetime | None:
+    if nsecs is None:
+        return None
+    return datetime.datetime.fromtimestamp(nsecs / 1e9, tz=datetime.UTC)
+
+
+def tree_metadata(path: PathLike) -> Any:
+    """Describes the leaves of a tree, in its shape as Orbax returns it."""
+    found = open_checkpoint(path)
+    tree = _trees.plain(found.abstract())
+    return _trees.map_named(lambda n, leaf: _of_leaf(leaf, found.leaves.get("/".join(n))), tree)
+
+
+def _of_leaf(leaf: Any, saved: LeafInfo | None) -> Any:
+    if isinstance(leaf, (str, bytes)):
+        return "string"
+    if isinstance(leaf, (bool, int, float)):
+        return leaf
+    if isinstance(leaf, np.ndarray):
+        return NumpyMetadata(leaf.shape, leaf.dtype, None)
+    sharding = saved and saved.saved_sharding
+    described = None if sharding is None else ShardingMetadata(sharding)
+    return ArrayMetadata(tuple(leaf.shape), leaf.dtype, described, None)
+
+
+def _of_checkpoint(path: PathLike, found: Found, metadata: Any) -> CheckpointMetadata[Any]:
+    saved = found.metadata
+    return CheckpointMetadata(
+        epath.Path(path),
+        metadata=metadata,
+        init_timestamp_nsecs=saved.init_ns,
+        commit_timestamp_nsecs=saved.commit_ns,
+        custom_metadata=dict(saved.custom_metadata or {}),
+    )
+
+
+def metadata(path: PathLike, checkpointable_name: str | None = AUTO) -> CheckpointMetadata[Any]:
+    """Returns the metadata of a tree.
+
+    Raises:
+        InvalidLayoutError: there is no such checkpoint or tree; it is a ValueError.
+    """
+    found = found_checkpoint(path)
+    folder = item_path(path, found, checkpointable_name)
+    return _of_checkpoint(path, found, tree_metadata(folder))
+
+
+def checkpointables_metadata(path: PathLike) -> CheckpointMetadata[dict[str, Any]]:
+    """Returns the metadata of all items; None for those that are not trees."""
+    found = found_checkpoint(path)
+    if "" in found.items:
+        raise InvalidLayoutError(f"{path} is one tree, without items. Use `metadata`")
+    return _of_checkpoint(path, found, {n: _of_item(path, found, n) for n in item_names(found)})
+
+
+def _of_item(path: PathLike, found: Found, name: str) -> Any:
+    folder, registry = os.path.join(path, name), get_context().checkpointables.registry
+    if is_tree(found, name):
+        return tree_metadata(folder)
+    handler = handlers.for_load(registry, None, name, found.metadata.handlers.get(name, ""))
+    return handler and handlers.run(handler.metadata(epath.Path(folder)))
+
+
+def is_orbax_checkpoint(path: PathLike) -> bool:
+    """Returns whether there is a checkpoint at a path."""
+    try:
+        found_checkpoint(path)
+    except InvalidLayoutError:
+        return False
+    return True
+
+
+pytree_metadata = renamed(metadata)

@@ -1,0 +1,223 @@
+"""`save` and its relatives: one checkpoint, of one tree or of several items."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax import tree_util
+
+from jaxckpt._run.items import take_metrics
+from jaxckpt._save.handle import SaveHandle
+from jaxckpt._save.save import save as save_checkpoint
+from jaxckpt._save.save import save_async as start_checkpoint
+from jaxckpt._save.snapshot import Items
+from jaxckpt.errors import StepExists
+from jaxckpt.format import names
+from jaxckpt.orbax._policies import warn_once
+from jaxckpt.orbax.v1 import handlers
+from jaxckpt.orbax.v1._context import get_context
+
+STATE = names.STATE_ITEM
+AUTO = "AUTO"
+RESERVED = frozenset({names.METRICS_ITEM, AUTO, names.DELETION_RECORD})
+PathLike = str | os.PathLike[str]
+
+
+class AsyncResponse(Protocol):
+    """Work in the background."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits for the result."""
+        ...
+
+    def on_complete(self, callback: Callable[[Any], None]) -> None:
+        """Calls a function with the result, unless the work fails."""
+        ...
+
+
+class Done(AsyncResponse):
+    """Work that was done at once."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Returns the result."""
+        return self._value
+
+    def on_complete(self, callback: Callable[[Any], None]) -> None:
+        """Calls a function with the result."""
+        callback(self._value)
+
+
+class SaveResponse(AsyncResponse):
+    """A save in the background."""
+
+    def __init__(
+        self, handle: SaveHandle, value: Any = None, wait: Callable[[], object] = lambda: None
+    ) -> None:
+        self.handle, self._value, self._wait = handle, value, wait
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits until the checkpoint is committed; raises the error of the save."""
+        with translated():
+            self.handle.result(timeout)
+        self._wait()
+        return self._value
+
+    def on_complete(self, callback: Callable[[Any], None]) -> None:
+        """Calls a function once the checkpoint is committed."""
+        self.handle.on_end(lambda ended: callback(self._value) if ended.timing else None)
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """Raises ValueError where a checkpoint exists, as Orbax does."""
+    try:
+        yield
+    except StepExists as error:
+        raise ValueError(f"Destination already exists: {error}") from error
+
+
+def check_names(checkpointables: Any, *, argument: str, may_be_empty: bool = False) -> None:
+    """Raises ValueError unless these are items by name."""
+    if not isinstance(checkpointables, dict) or not (checkpointables or may_be_empty):
+        raise ValueError(f"`{argument}` must be a dict of items by name, got {checkpointables!r}")
+    if reserved := checkpointables.keys() & {*RESERVED, ""}:
+        raise ValueError(f"Provided reserved checkpointable keys: {reserved}.")
+
+
+def items(checkpointables: Mapping[str, Any]) -> Items:
+    """Returns what to save: each item by its handler, with `state` as the main one."""
+    check_names(checkpointables, argument="checkpointables")
+    context = get_context()
+    context.check()
+    for name in checkpointables:
+        names.check_item(name)
+    order = sorted(checkpointables, key=lambda name: name != STATE)  # else as they are given
+    registry = context.checkpointables.registry
+    return Items({n: handlers.for_save(registry, _cast(checkpointables[n]), n) for n in order})
+
+
+def with_metrics(items: Items, metrics: Any) -> Items:
+    """Returns items with metrics beside them."""
+    if not metrics:
+        return items
+    return Items(
+        {**items.take, names.METRICS_ITEM: lambda *_: take_metrics(metrics, lambda _: None)}
+    )
+
+
+def _cast(tree: Any) -> Any:
+    """Returns a tree in the dtypes of the context's storage options."""
+    saving = get_context().array.saving
+    scoped, dtype = saving.scoped_storage_options_creator, saving.storage_options.dtype
+    if scoped is None and dtype is None:
+        return tree
+
+    def cast(keys: Any, leaf: Any) -> Any:
+        own = scoped(keys, leaf) if scoped is not None else None
+        wanted = dtype if own is None or own.dtype is None else own.dtype
+        is_array = isinstance(leaf, (jax.Array, np.ndarray))
+        return leaf.astype(wanted) if is_array and wanted is not None else leaf
+
+    return tree_util.tree_map_with_path(cast, tree)
+
+
+def save(
+    path: PathLike,
+    state: Any,
+    *,
+    checkpointable_name: str = STATE,
+    overwrite: bool = False,
+    custom_metadata: Any = None,
+) -> None:
+    """Saves a tree.
+
+    Raises:
+        ValueError: there is something at `path`, or a leaf cannot be stored.
+    """
+    more: Any = {"overwrite": overwrite, "custom_metadata": custom_metadata}
+    save_checkpointables(path, named(checkpointable_name, state), **more)
+
+
+def save_async(
+    path: PathLike,
+    state: Any,
+    *,
+    checkpointable_name: str = STATE,
+    overwrite: bool = False,
+    custom_metadata: Any = None,
+) -> AsyncResponse:
+    """Saves a tree in the background."""
+    more: Any = {"overwrite": overwrite, "custom_metadata": custom_metadata}
+    return save_checkpointables_async(path, named(checkpointable_name, state), **more)
+
+
+def named(name: str, state: Any) -> dict[str, Any]:
+    """Returns a tree as the only item."""
+    handlers.check_tree(state)
+    return {name: state}
+
+
+def save_checkpointables(
+    path: PathLike,
+    checkpointables: dict[str, Any],
+    *,
+    overwrite: bool = False,
+    custom_metadata: Any = None,
+) -> None:
+    """Saves several items as one checkpoint."""
+    with translated():
+        more: Any = {"overwrite": replaces(overwrite), "custom_metadata": custom_metadata}
+        save_checkpoint(path, items(checkpointables), **more)
+    if callback := get_context().asynchronous.post_finalization_callback:
+        callback()
+
+
+def save_checkpointables_async(
+    path: PathLike,
+    checkpointables: dict[str, Any],
+    *,
+    overwrite: bool = False,
+    custom_metadata: Any = None,
+) -> AsyncResponse:
+    """Saves several items as one checkpoint in the background."""
+    with translated():
+        more: Any = {"overwrite": replaces(overwrite), "custom_metadata": custom_metadata}
+        response = SaveResponse(start_checkpoint(path, items(checkpointables), **more))
+    if callback := get_context().asynchronous.post_finalization_callback:
+        response.on_complete(lambda _: callback())
+    return response
+
+
+def replaces(overwrite: bool) -> bool:
+    """Returns whether to replace a checkpoint; warns once of what differs."""
+    if overwrite:
+        warn_once(
+            "overwrite=True replaces a checkpoint once the new one is complete, and no other "
+            "directory; Orbax deletes whatever is there first"
+        )
+    return overwrite
+
+
+def renamed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function under its old name, which warns."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        text = f"Use `{function.__name__}` instead."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return function(*args, **kwargs)
+
+    return call
+
+
+save_pytree, save_pytree_async = renamed(save), renamed(save_async)

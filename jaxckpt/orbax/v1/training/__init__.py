@@ -1,0 +1,8 @@
+"""The checkpoints of a training run."""
+
+from jaxckpt.orbax.v1.training import errors as errors
+from jaxckpt.orbax.v1.training import preservation_policies as preservation_policies
+from jaxckpt.orbax.v1.training import save_decision_policies as save_decision_policies
+from jaxckpt.orbax.v1.training._checkpointer import Checkpointer as Checkpointer
+from jaxckpt.orbax.v1.training._metadata import CheckpointMetadata as CheckpointMetadata
+from jaxckpt.orbax.v1.training._metadata import RootMetadata as RootMetadata

@@ -1,0 +1,345 @@
+"""`Checkpointer`: the checkpoints of a training run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any, Self, final
+
+from etils import epath
+
+from jaxckpt._run.index import StepIndex, run_metadata
+from jaxckpt._run.manager import CheckpointManager
+from jaxckpt._save.handle import SaveHandle
+from jaxckpt._save.save import save_async as start_checkpoint
+from jaxckpt.errors import SaveFailed
+from jaxckpt.format.run import StepNames
+from jaxckpt.multihost import current, lead
+from jaxckpt.orbax import _policies
+from jaxckpt.orbax.v1 import _loading, _metadata, _saving
+from jaxckpt.orbax.v1._context import Context, get_context
+from jaxckpt.orbax.v1._deletion import check_arguments
+from jaxckpt.orbax.v1._saving import STATE, AsyncResponse, Done, SaveResponse, check_names, renamed
+from jaxckpt.orbax.v1.path.step import naming
+from jaxckpt.orbax.v1.training._metadata import CheckpointMetadata, RootMetadata
+from jaxckpt.orbax.v1.training.errors import StepAlreadyExistsError, StepNotFoundError
+from jaxckpt.storage import locate
+from jaxckpt.types import StepInfo
+
+_DEFAULT = _policies.AnySavePolicy(
+    [
+        _policies.InitialSavePolicy(),
+        _policies.ContinuousCheckpointingPolicy(),
+        _policies.PreemptionCheckpointingPolicy(),
+    ]
+)
+
+
+@final
+class Checkpointer:
+    """Saves and loads the steps of a run.
+
+    Args:
+        directory: The root of the run.
+        context: The options of all calls that are not in the `with` of another context.
+        save_decision_policy: When to save; by default, whenever the previous save has ended.
+        preservation_policy: Which steps stay; by default, all. The newest always does.
+        step_name_format: How the directories of steps are named.
+        custom_metadata: JSON to store with the run.
+        cleanup_tmp_directories, lightweight_initialize, logger: No effect: the first save removes
+            leftovers, opening reads no step, and the log of jaxckpt has every save.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        context: Context | None = None,
+        save_decision_policy: Any = None,
+        preservation_policy: Any = None,
+        step_name_format: Any = None,
+        custom_metadata: Any = None,
+        cleanup_tmp_directories: bool = False,
+        lightweight_initialize: bool = False,
+        logger: Any = None,
+    ) -> None:
+        self._context = Context(context or get_context())
+        self._naming = naming(step_name_format)
+        self.directory = epath.Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        prefix, digits = self._naming.values() if self._naming else (None, None)
+        named = prefix is not None or digits is not None
+        names = StepNames(prefix=prefix, digits=digits) if named else None
+        self._index = StepIndex(*locate(directory), naming=names, quiet=True)
+        self._saves = save_decision_policy or _DEFAULT
+        self._keeps = preservation_policy or _policies.PreserveAll()
+        self._custom_metadata = custom_metadata
+        self._latest: SaveHandle | None = None
+        self._writer: CheckpointManager | None = None
+        self._is_closed = False
+        if custom_metadata:
+            self._open()
+
+    def _open(self) -> CheckpointManager:
+        """Returns the manager that saves; a new one if another took over in this process."""
+        if self._is_closed:
+            raise ValueError(f"the Checkpointer of {self.directory} is closed")
+        writer = self._writer
+        if writer is None or writer._opening.ended:
+            called = self._context.asynchronous.post_finalization_callback
+            move_to = self._context.deletion.gcs_deletion_options.todelete_full_path
+            self._writer = writer = CheckpointManager(
+                self.directory,
+                save=_policies.save_policy(self._saves, self._infos, self.is_saving_in_progress),
+                keep=_policies.keep_policy(self._keeps, self._infos, move_to=move_to),
+                timeout_s=self._context.asynchronous.timeout_secs,
+                on_commit=None if called is None else lambda _: called(),
+                run_metadata=self._custom_metadata,
+                **self._naming,
+            )
+        return writer
+
+    # --- the steps -------------------------------------------------------------------------------
+
+    def _infos(self) -> list[StepInfo]:
+        return [self._index.info(step) for step in self._index.steps()]
+
+    @property
+    def latest(self) -> CheckpointMetadata | None:
+        """The newest step, or None."""
+        steps = self._index.steps()
+        return self._described(self._index.info(steps[-1])) if steps else None
+
+    @property
+    def checkpoints(self) -> list[CheckpointMetadata]:
+        """The steps in order."""
+        return [self._described(info) for info in self._infos()]
+
+    def _described(self, info: StepInfo) -> CheckpointMetadata:
+        return CheckpointMetadata(
+            epath.Path(self._path(info.step)),
+            step=info.step,
+            metadata=None,
+            metrics=dict(info.metrics) or None,
+            commit_timestamp_nsecs=int(info.saved_s * 1e9),
+        )
+
+    def _path(self, step: int) -> str:
+        return os.path.join(self.directory, os.path.basename(self._index.path(step)))
+
+    def _existing(self, step: Any) -> int:
+        """Returns the number of a step that is there; the newest for None."""
+        steps = self._index.steps()
+        number = getattr(step, "step", step)
+        if number is None and steps:
+            return steps[-1]
+        if number not in steps:
+            raise StepNotFoundError(f"{self.directory} has no step {number}; it has {steps}")
+        return number
+
+    # --- saving ----------------------------------------------------------------------------------
+
+    def should_save(self, step: Any) -> bool:
+        """Returns whether `save` would save a step; never one that is not above the newest."""
+        number, steps = getattr(step, "step", step), self._index.steps()
+        return not (steps and number <= steps[-1]) and self._open().should_save(number)
+
+    def save(self, step: int, state: Any, **options: Any) -> bool:
+        """Saves a tree if it is due, and returns whether it was; the options of `save_async`."""
+        response = self.save_async(step, state, **options)
+        return response is not None and response.result()
+
+    def save_checkpointables(
+        self, step: int, checkpointables: dict[str, Any], **options: Any
+    ) -> bool:
+        """Saves items if they are due, and returns whether they were."""
+        response = self.save_checkpointables_async(step, checkpointables, **options)
+        return response is not None and response.result()
+
+    def save_async(
+        self, step: int, state: Any, *, checkpointable_name: str = STATE, **options: Any
+    ) -> AsyncResponse | None:
+        """Saves a tree in the background if it is due, or returns None."""
+        named = _saving.named(checkpointable_name, state)
+        return self.save_checkpointables_async(step, named, **options)
+
+    def save_checkpointables_async(
+        self,
+        step: int,
+        checkpointables: dict[str, Any],
+        *,
+        force: bool = False,
+        overwrite: bool = False,
+        metrics: Any = None,
+        custom_metadata: Any = None,
+    ) -> AsyncResponse | None:
+        """Saves items in the background if they are due, or returns None.
+
+        Args:
+            step: Its number.
+            checkpointables: The items by name.
+            force: Whether to save even if the step is not due.
+            overwrite: Whether to replace the step if it is there.
+            metrics: Numbers by name, for policies.
+            custom_metadata: JSON to store with the step.
+
+        Raises:
+            StepAlreadyExistsError: the step is there, and `overwrite` is False.
+        """
+        check_names(checkpointables, argument="checkpointables")
+        place, limit_s = str(self.directory), self._context.asynchronous.timeout_secs
+        name = f"orbax {place}/steps"
+        steps = lead(current(), name, self._index.steps, place=place, timeout_s=limit_s)
+        if step in steps and not overwrite:
+            raise StepAlreadyExistsError(f"Step {step} already exists in {self.directory}.")
+        if steps and step < steps[-1] and step not in steps and not force:
+            return None
+        with get_context(self._context):
+            items = _saving.items(checkpointables)
+        if steps and step <= steps[-1]:
+            return self._save_earlier(step, items, metrics, custom_metadata)
+        more = {"metrics": metrics or None, "custom_metadata": custom_metadata}
+        self._latest = handle = self._open().save(step, items, force=force, **more)
+        if handle is None:
+            return None
+        return SaveResponse(handle, value=True, wait=self._open().wait_until_finished)
+
+    def _save_earlier(
+        self, step: int, items: Any, metrics: Any, custom_metadata: Any
+    ) -> AsyncResponse:
+        """Replaces a step at once, or adds one below the newest, which a manager does not."""
+        self.wait()
+        if self._writer is not None:
+            self._writer.close()  # it knows the step as it was
+        handle = start_checkpoint(
+            self._path(step),
+            _saving.with_metrics(items, metrics),
+            overwrite=_saving.replaces(step in self._index.steps()),
+            custom_metadata=custom_metadata,
+        )
+        self._latest = handle
+        return SaveResponse(handle, value=True)
+
+    def is_saving_in_progress(self) -> bool:
+        """Returns whether a save is under way."""
+        return self._latest is not None and not self._latest.done()
+
+    def cancel(self, step: Any = None) -> None:
+        """Ends the save under way without a commit, and deletes a step."""
+        if self._latest is not None:
+            self._latest.cancel()
+            with contextlib.suppress(SaveFailed):
+                self._latest.result()
+            self._latest = None
+        if step is not None:
+            self.delete(step, missing_ok=True)
+
+    # --- loading ---------------------------------------------------------------------------------
+
+    def load(
+        self, step: Any = None, abstract_state: Any = None, *, checkpointable_name: str = STATE
+    ) -> Any:
+        """Loads the tree of a step, the newest by default; see `jaxckpt.orbax.v1.load`.
+
+        Raises:
+            StepNotFoundError: there is no such step; it is a FileNotFoundError.
+            KeyError: the step has no such tree.
+        """
+        _loading.check_target(abstract_state)
+        return self.load_checkpointables(step, {checkpointable_name: abstract_state})[
+            checkpointable_name
+        ]
+
+    def load_checkpointables(
+        self, step: Any = None, abstract_checkpointables: Any = None
+    ) -> dict[str, Any]:
+        """Loads items of a step, the newest by default; all of them if none is named."""
+        with get_context(self._context):
+            path = self._path(self._existing(step))
+            return _loading.load_checkpointables(path, abstract_checkpointables)
+
+    def load_async(self, *_: Any, **__: Any) -> AsyncResponse:
+        """Is not there in Orbax either."""
+        raise NotImplementedError("use load, or jaxckpt.CheckpointManager.restore")
+
+    load_checkpointables_async = load_async
+
+    def metadata(self, step: Any = None) -> CheckpointMetadata:
+        """Returns the metadata of the tree of a step, the newest by default."""
+        number = self._existing(step)
+        return self._with_step(number, _metadata.metadata(self._path(number)))
+
+    def checkpointables_metadata(self, step: Any = None) -> CheckpointMetadata:
+        """Returns the metadata of the items of a step, the newest by default."""
+        number = self._existing(step)
+        return self._with_step(number, _metadata.checkpointables_metadata(self._path(number)))
+
+    def _with_step(self, step: int, found: Any) -> CheckpointMetadata:
+        metrics = dict(self._index.info(step).metrics) or None
+        return CheckpointMetadata(step=step, metrics=metrics, **vars(found))
+
+    def root_metadata(self) -> RootMetadata:
+        """Returns the metadata of the run."""
+        return RootMetadata(directory=self.directory, custom_metadata=run_metadata(self._index))
+
+    # --- deleting, waiting -----------------------------------------------------------------------
+
+    def delete(
+        self, step: Any, *, checkpointable_name: str | None = None, missing_ok: bool = False
+    ) -> bool:
+        """Deletes a step, or one item of it, and returns whether it was there.
+
+        Raises:
+            StepNotFoundError: there is no such step; it is a FileNotFoundError.
+            FileNotFoundError: the step has no such item.
+            ValueError: the item is the main one.
+        """
+        number = getattr(step, "step", step)
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError(f"step must be an int, got {step!r}")
+        if number < 0:
+            raise ValueError(f"step must not be negative, got {number}")
+        check_arguments(checkpointable_name, missing_ok)
+        self.wait()
+        try:
+            self._existing(number)
+            self._open().delete(number, item=checkpointable_name)
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+            return False
+        return True
+
+    def delete_async(self, step: Any, **options: Any) -> AsyncResponse:
+        """Deletes at once, and returns a response that is done."""
+        return Done(self.delete(step, **options))
+
+    def reload(self) -> None:
+        """Does nothing: every call looks at the directory."""
+
+    def wait(self) -> None:
+        """Waits until all saves have ended."""
+        if self._latest is not None:
+            SaveResponse(self._latest).result()
+        if self._writer is not None:
+            self._writer.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits until all saves have ended, and gives the run back."""
+        try:
+            if not self._is_closed:
+                self.wait()
+        finally:
+            self._is_closed = True
+            if self._writer is not None:
+                self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    save_pytree, save_pytree_async = renamed(save), renamed(save_async)
+    load_pytree, load_pytree_async = renamed(load), renamed(load_async)
+    pytree_metadata = renamed(metadata)

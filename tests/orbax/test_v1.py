@@ -1,0 +1,432 @@
+"""Programs of Orbax v1 run alike on `jaxckpt.orbax.v1`; each library reads what the other wrote."""
+
+from __future__ import annotations
+
+import gc
+import json
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from tests.orbax.twice import raised, twice
+
+pytest.importorskip("orbax.checkpoint")
+import jaxckpt.orbax.v1 as ocp
+
+# Orbax leaves coroutines behind where a save fails.
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _forget_coroutines():
+    yield
+    gc.collect()
+
+
+class Pair(NamedTuple):
+    """A namedtuple, which Orbax restores as a dict."""
+
+    a: Any
+    b: Any
+
+
+TREE = {
+    "w": jnp.arange(8.0),
+    "pair": Pair(1, jnp.ones(2, jnp.bfloat16)),
+    "host": (np.arange(3), 2.5, True),
+    "empty": {},
+    "none": None,
+    "text": "a",
+}
+
+
+class State:
+    """Saves itself, as Grain's iterators do."""
+
+    def __init__(self, n):
+        self.n = n
+
+    async def save(self, directory):
+        async def rest():
+            (await directory.await_creation() / "n.json").write_text(json.dumps(self.n))
+
+        return rest()
+
+    async def load(self, directory):
+        async def rest():
+            self.n = json.loads((directory / "n.json").read_text())
+
+        return rest()
+
+
+class Word:
+    """An object that only its handler knows."""
+
+    def __init__(self, text):
+        self.text = text
+
+
+class WordHandler:
+    """The handler of a program's own type."""
+
+    async def save(self, directory, checkpointable):
+        async def rest():
+            (await directory.await_creation() / "word.txt").write_text(checkpointable.text)
+
+        return rest()
+
+    async def load(self, directory, abstract_checkpointable=None):
+        async def rest():
+            return (directory / "word.txt").read_text()
+
+        return rest()
+
+    async def metadata(self, directory):
+        return "a word"
+
+    def is_handleable(self, checkpointable):
+        return isinstance(checkpointable, Word)
+
+    def is_abstract_handleable(self, abstract_checkpointable):
+        return isinstance(abstract_checkpointable, Word)
+
+
+# --- one checkpoint -----------------------------------------------------------------------------
+
+
+def test_a_tree_comes_back_as_orbax_returns_it(tmp_path):
+    """Without a target as lists and dicts, with one in its types; saved in either way."""
+
+    def program(ocp, path):
+        ocp.save(path / "a", TREE, custom_metadata={"lr": 1})
+        done = []
+        response = ocp.save_async(path / "b", TREE)
+        response.on_complete(done.append)
+        return ocp.metadata(path / "a").custom_metadata, response.result(), done
+
+    def read(ocp, path):
+        like = jax.tree.map(lambda x: x if isinstance(x, str) else jnp.zeros_like(x), TREE)
+        like |= {"w": jax.ShapeDtypeStruct((8,), jnp.bfloat16), "host": (np.zeros(3), float, bool)}
+        return ocp.load(path / "a"), ocp.load(path / "b", TREE), ocp.load(path / "a", like)
+
+    twice(program, tmp_path, read=read, api="v1")
+
+
+def test_errors_are_those_of_orbax(tmp_path):
+    """For paths, leaves, names and targets; nothing is left behind."""
+
+    def program(ocp, path):
+        tree = {"w": jnp.ones(2), "n": 1}
+        ocp.save(path / "a", tree)
+        (path / "empty").mkdir()
+        return [
+            raised(ocp.save, path / "a", tree),
+            raised(ocp.save, path / "empty", tree),
+            raised(ocp.save, path / "b", {"x": object()}),
+            raised(ocp.save, path / "b", {}),
+            raised(ocp.save, path / "b", None),
+            raised(ocp.save_checkpointables, path / "b", {}),
+            raised(ocp.save_checkpointables, path / "b", {"metrics": tree}),
+            raised(ocp.load, path / "missing"),
+            raised(ocp.load, path),
+            raised(ocp.load, path / "a" / "state"),
+            raised(ocp.load, path / "a", checkpointable_name="x"),
+            raised(ocp.load, path / "a", checkpointable_name=None),
+            raised(ocp.load, path / "a", checkpointable_name=""),
+            raised(ocp.load, path / "a", {"w": jnp.ones(2)}),
+            raised(ocp.load, path / "a", {**tree, "w": jnp.ones(3)}),
+            raised(ocp.load, path / "a", {**tree, "w": object()}),
+            raised(ocp.load_checkpointables, path / "a", {"x": None}),
+            raised(ocp.load_checkpointables_async, path / "a"),
+            raised(ocp.load_async, path / "a"),
+            raised(ocp.metadata, path / "missing"),
+            raised(ocp.delete, path / "missing"),
+            raised(ocp.delete, path / "a", checkpointable_name="state"),
+            ocp.is_orbax_checkpoint(path / "a"),
+            ocp.is_orbax_checkpoint(path / "missing"),
+        ]
+
+    twice(program, tmp_path, api="v1")
+
+
+def test_items_of_all_kinds(tmp_path):
+    """Trees, JSON by its handler, an object that saves itself, and one with a handler."""
+
+    def context(ocp):
+        context = ocp.Context()
+        context.checkpointables.registry = ocp.handlers.local_registry()
+        context.checkpointables.registry.add(WordHandler)
+        context.checkpointables.registry.add(ocp.handlers.JsonHandler, checkpointable_name="json")
+        return context
+
+    def program(ocp, path):
+        items = {"model": TREE, "text": "a", "json": [1, {"a": None}], "data": State(5)}
+        with context(ocp):
+            ocp.save_checkpointables(path / "a", items | {"word": Word("hello")})
+            found = ocp.checkpointables_metadata(path / "a").metadata
+        return found["text"], found["json"], found["word"], sorted(found)
+
+    def read(ocp, path):
+        state = State(0)
+        with context(ocp):
+            targets = {"word": Word(""), "json": None, "data": state, "model": TREE}
+            found = ocp.load_checkpointables(path / "a", targets)
+        assert found.pop("data") is state
+        return found, state.n, ocp.load(path / "a", checkpointable_name="text")
+
+    twice(program, tmp_path, read=read, api="v1")
+
+
+def test_an_object_without_a_handler_is_an_error_on_both_sides(tmp_path):
+    """KeyError for one that cannot be saved or loaded, ValueError without the object to load."""
+
+    def program(ocp, path):
+        ocp.save_checkpointables(path / "a", {"state": {"n": 1}, "data": State(5)})
+        return (
+            raised(ocp.save_checkpointables, path / "b", {"word": Word("a")}),
+            raised(ocp.load_checkpointables, path / "a"),
+            ocp.load_checkpointables(path / "a", {"state": None}),
+        )
+
+    twice(program, tmp_path, api="v1")
+
+
+def test_deletion_of_an_item_and_of_a_checkpoint(tmp_path):
+    """The rest stays loadable; what is missing may be allowed to be."""
+
+    def program(ocp, path):
+        ocp.save_checkpointables(path / "a", {"state": {"n": 1}, "ema": {"n": 2}})
+        return (
+            ocp.delete(path / "a", checkpointable_name="ema"),
+            ocp.load_checkpointables(path / "a"),
+            raised(ocp.delete, path / "a", checkpointable_name="ema"),
+            ocp.delete(path / "a", checkpointable_name="ema", missing_ok=True),
+            ocp.delete_async(path / "a").result(),
+            ocp.delete(path / "a", missing_ok=True),
+        )
+
+    twice(program, tmp_path, api="v1")
+
+
+def test_a_checkpoint_is_overwritten_without_a_moment_without_one(tmp_path, caplog):
+    """As Orbax does it, but for the order, of which one warning tells."""
+
+    def program(ocp, path):
+        ocp.save(path / "a", {"n": 1})
+        ocp.save(path / "a", {"n": 2}, overwrite=True)
+        ocp.save_async(path / "a", {"n": 3}, overwrite=True).result()
+        return ocp.load(path / "a")
+
+    twice(program, tmp_path, api="v1")
+
+
+def test_shardings(tmp_path, mesh):
+    """As saved, or those of the target or of metadata."""
+    split, whole = NamedSharding(mesh, P("x", "y")), NamedSharding(mesh, P())
+    w = jax.device_put(jnp.arange(64.0).reshape(8, 8), split)
+
+    def program(ocp, path):
+        ocp.save(path / "a", {"w": w})
+
+    def read(ocp, path):
+        like = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=whole)
+        found = ocp.metadata(path / "a")
+        leaf = found.metadata["w"]
+        return (
+            ocp.load(path / "a"),
+            ocp.load(path / "a", {"w": like}),
+            ocp.load(path / "a", found),
+            ocp.load(path / "a", jax.tree.map(ocp.arrays.to_shape_dtype_struct, found.metadata)),
+            (leaf.shape, leaf.dtype, leaf.sharding == split),
+        )
+
+    twice(program, tmp_path, read=read, api="v1")
+
+
+def test_leaves_may_be_left_out(tmp_path):
+    """By PLACEHOLDER, by a partial load, and a type stands for its values."""
+
+    def program(ocp, path):
+        ocp.save(path / "a", {"w": jnp.ones(2), "h": np.ones(2), "n": 1})
+
+    def read(ocp, path):
+        context = ocp.Context()
+        context.pytree.loading.partial_load = True
+        with context:
+            some = ocp.load(path / "a", {"n": 0}), ocp.load(path / "a", {"n": 0, "new": 7})
+        return some, ocp.load(path / "a", {"w": ocp.PLACEHOLDER, "h": np.ndarray, "n": float})
+
+    twice(program, tmp_path, read=read, api="v1")
+
+
+def test_options_of_arrays(tmp_path):
+    """A dtype for all or by path, and arrays cut off or padded to the target."""
+
+    def program(ocp, path):
+        context = ocp.Context()
+        context.array.saving.storage_options.dtype = np.dtype(jnp.bfloat16)
+        with context:
+            ocp.save(path / "a", {"w": jnp.ones(2), "i": jnp.arange(3), "f": 1.5})
+        saving = ocp.options.ArrayOptions.Saving
+        scoped = saving.StorageOptions(dtype=np.dtype(np.float16))
+        context = ocp.Context()
+        context.array.saving.scoped_storage_options_creator = lambda keys, _: (
+            scoped if "w" in str(keys) else None
+        )
+        with context:
+            ocp.save(path / "b", {"w": jnp.ones(2), "v": jnp.ones(2)})
+
+    def read(ocp, path):
+        context = ocp.Context()
+        context.array.loading.enable_padding_and_truncation = True
+        like = {name: jax.ShapeDtypeStruct((n,), jnp.float32) for name, n in (("w", 4), ("v", 1))}
+        with context:
+            return ocp.load(path / "a"), ocp.load(path / "b"), ocp.load(path / "b", like)
+
+    twice(program, tmp_path, read=read, api="v1")
+
+
+def test_a_context_is_an_object_and_a_with(tmp_path):
+    """It is copied from another, cannot be changed while it is active, and is not inherited."""
+
+    def program(ocp, path):
+        outer = ocp.Context(pytree_options=ocp.options.PyTreeOptions())
+        outer.pytree.loading.partial_load = True
+        inner = ocp.Context(outer, checkpoint_layout="auto")
+        with outer as active, inner:
+            errors = [
+                raised(setattr, outer.pytree.loading, "partial_load", False),
+                raised(setattr, inner, "checkpoint_layout", "orbax"),
+                raised(setattr, ocp.Context(), "array", None),
+            ]
+        inner.pytree.loading.partial_load = False
+        assert active is outer
+        return (
+            errors,
+            outer.pytree_options.loading.partial_load,
+            ocp.Context().pytree.loading.partial_load,
+            (inner.checkpoint_layout.value, outer.async_options.timeout_secs),
+        )
+
+    twice(program, tmp_path, api="v1")
+
+
+def test_partial_saves(tmp_path):
+    """Parts become one checkpoint; nothing can be loaded before, nor saved twice."""
+
+    def program(ocp, path):
+        save = ocp.partial.save
+        save(path / "a", {"w": jnp.ones(2), "d": {"x": 1}}, custom_metadata={"a": 1})
+        ocp.partial.save_async(path / "a", {"d": {"y": 2}}, custom_metadata={"b": 2}).result()
+        errors = [raised(ocp.load, path / "a"), raised(ocp.partial.finalize, path / "other")]
+        ocp.partial.finalize(path / "a")
+        errors += [raised(ocp.partial.finalize, path / "a"), raised(save, path / "a", {"z": 1})]
+        return errors, ocp.metadata(path / "a").custom_metadata
+
+    twice(program, tmp_path, read=lambda ocp, path: ocp.load(path / "a"), api="v1")
+
+    ocp.partial.save(tmp_path / "b", {"w": 1})
+    with pytest.raises(ocp.partial.PartialSaveReplacementError, match="w"):
+        ocp.partial.save(tmp_path / "b", {"w": 2})
+
+
+def test_merge(tmp_path):
+    """Trees with and without common leaves."""
+
+    def program(ocp, _):
+        merge = ocp.tree.merge
+        return (
+            merge({"a": {"b": 1}}, {"a": {"c": 2}}, {"d": [1]}),
+            merge({"a": 1, "p": Pair(1, 2)}, {"a": 2, "p": Pair(3, 4)}, overwrite=True),
+            raised(merge, {"a": 1}, {"a": 2}),
+            raised(merge, {"a": [1]}, {"a": [2, 3]}, overwrite=True),
+        )
+
+    twice(program, tmp_path, api="v1")
+
+
+def test_safetensors(tmp_path):
+    """A file or a directory of files is one dict by name; a layout of its own."""
+    tensors = {"a.b": jnp.arange(4.0), "c": jnp.ones((2, 2), jnp.bfloat16)}
+
+    def program(ocp, path):
+        for name, one in tensors.items():
+            jaxckpt.save(path.parent / f"{path.name}-{name}", {name: one})
+            jaxckpt.export_safetensors(
+                path.parent / f"{path.name}-{name}", path / f"{name[0]}.safetensors"
+            )
+
+    def read(ocp, path):
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        like = {"a.b": jax.ShapeDtypeStruct((4,), jnp.bfloat16, sharding=here)}
+        found = []
+        for layout in ("safetensors", "auto"):
+            with ocp.Context(checkpoint_layout=layout):
+                found.append(ocp.load(path))
+        with ocp.Context(checkpoint_layout="safetensors"):
+            return found, ocp.load(path / "a.safetensors", like), ocp.load_async(path).result()
+
+    twice(program, tmp_path, read=read, api="v1")
+
+
+def test_callbacks_and_refusals(tmp_path):
+    """The callback is called after the commit; an option without an effect raises."""
+    called = []
+    context = ocp.Context()
+    context.asynchronous.post_finalization_callback = lambda: called.append(1)
+    with context:
+        ocp.save(tmp_path / "a", {"n": 1})
+        ocp.save_async(tmp_path / "b", {"n": 1}).result()
+    assert called == [1, 1]
+
+    context = ocp.Context()
+    context.multiprocessing.active_processes = {0}
+    with context, pytest.raises(NotImplementedError, match="active_processes"):
+        ocp.save(tmp_path / "c", {"n": 1})
+    assert not (tmp_path / "c").exists()
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = ocp.nonsense
+    assert {*ocp.__all__} <= {*dir(ocp)}
+
+
+def test_old_names(tmp_path):
+    """They warn and work."""
+    with pytest.warns(DeprecationWarning, match="`save`"):
+        ocp.save_pytree(tmp_path / "a", {"n": 1})
+    with pytest.warns(DeprecationWarning, match="`load`"):
+        assert ocp.load_pytree(tmp_path / "a") == {"n": 1}
+
+
+def test_checkpoints_of_v0(tmp_path):
+    """One that is a tree itself, a step with the item `default`, and one of several items."""
+    import orbax.checkpoint as v0
+
+    def program(ocp, path):
+        with v0.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path / "flat", {"n": 1})
+        with v0.CheckpointManager(path / "run") as manager:
+            manager.save(1, args=v0.args.StandardSave({"n": 2}))
+        with v0.CheckpointManager(path / "items") as manager:
+            items = {"a": v0.args.StandardSave({"n": 3}), "j": v0.args.JsonSave({"x": 1})}
+            manager.save(1, args=v0.args.Composite(**items))
+
+    def read(ocp, path):
+        return (
+            ocp.load(path / "flat"),
+            ocp.load(path / "flat", checkpointable_name=None),
+            raised(ocp.load_checkpointables, path / "flat"),
+            ocp.load(path / "run" / "1"),
+            raised(ocp.load, path / "run"),
+            ocp.load_checkpointables(path / "run" / "1"),
+            ocp.load_checkpointables(path / "items" / "1"),
+            ocp.load_checkpointables(path / "items" / "1", {"j": None}),
+            ocp.metadata(path / "items" / "1").metadata,
+        )
+
+    twice(program, tmp_path, read=read, api="v1")
