@@ -13,13 +13,14 @@ _NAMES = {
     "_policies": "",
     "_trees": "PLACEHOLDER",
     "args": "ArrayRestoreArgs RestoreArgs SaveArgs SingleReplicaArrayRestoreArgs",
+    "checkpoint_args": "",
     "checkpoint_manager": "AbstractCheckpointManager CheckpointManager",
     "checkpoint_managers": "",
     "checkpoint_utils": "",
     "checkpointers": "AbstractCheckpointer AsyncCheckpointer Checkpointer PyTreeCheckpointer "
     "StandardCheckpointer",
     "handlers": "ArrayCheckpointHandler AsyncCheckpointHandler BasePyTreeCheckpointHandler "
-    "CheckpointHandler CheckpointHandlerRegistry CompositeCheckpointHandler "
+    "CheckpointHandler CheckpointHandlerRegistry CompositeCheckpointHandler Future "
     "DefaultCheckpointHandlerRegistry JaxRandomKeyCheckpointHandler JsonCheckpointHandler "
     "NumpyRandomKeyCheckpointHandler ProtoCheckpointHandler PyTreeCheckpointHandler "
     "StandardCheckpointHandler",
@@ -30,7 +31,7 @@ _NAMES = {
     "path": "",
     "step": "",
     "test_utils": "",
-    "transform_utils": "RestoreTransform Transform apply_transformations",
+    "transform_utils": "RestoreTransform Transform apply_transformations merge_trees",
     "tree": "",
     "type_handlers": "",
     "utils": "",

@@ -38,8 +38,11 @@ def map_named(change: Callable[[Names, Any], Any], tree: Any) -> Any:
     return tree_util.tree_map_with_path(lambda keys, leaf: change(names_of(keys), leaf), tree)
 
 
-def plain(tree: Any) -> Any:
+def plain(tree: Any, *, keep_empty: bool = False) -> Any:
     """Returns a restored tree with the types that Orbax returns without a target.
+
+    Args:
+        keep_empty: Whether empty containers of any class stay as they are.
 
     Example:
         >>> import optax
@@ -48,11 +51,11 @@ def plain(tree: Any) -> Any:
     """
     below, _ = tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     if not below:
-        kept = tree is None or type(tree) in (dict, list, tuple)
+        kept = keep_empty or tree is None or type(tree) in (dict, list, tuple)
         return tree if kept else {} if isinstance(tree, Mapping) else None
     if not below[0][0]:
         return tree.item() if isinstance(tree, np.generic) else tree
-    children = {names_of(keys)[0]: plain(child) for keys, child in below}
+    children = {names_of(keys)[0]: plain(child, keep_empty=keep_empty) for keys, child in below}
     return list(children.values()) if type(tree) in (list, tuple) else children
 
 

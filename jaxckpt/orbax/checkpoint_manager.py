@@ -6,6 +6,7 @@ first has to decide or to write, so that any number of managers may read a run.
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -17,11 +18,13 @@ from etils import epath
 from jaxckpt._run import manager as _native
 from jaxckpt._run.index import StepIndex, run_metadata
 from jaxckpt._save.handle import SaveHandle
-from jaxckpt._save.snapshot import Items
 from jaxckpt.errors import StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
 from jaxckpt.orbax import _policies, args, checkpointers, handlers, metadata, options
+from jaxckpt.orbax.handlers import *  # noqa: F403  # programs import them from here, too
+from jaxckpt.orbax.metadata import RootMetadata as RootMetadata
+from jaxckpt.orbax.metadata import StepMetadata as StepMetadata
 from jaxckpt.orbax.options import AsyncOptions as AsyncOptions
 from jaxckpt.orbax.options import CheckpointManagerOptions as CheckpointManagerOptions
 from jaxckpt.orbax.options import FileOptions as FileOptions
@@ -79,7 +82,7 @@ class CheckpointManager(AbstractCheckpointManager):
         self._keep = _policies.keep_policy(
             keeps, self._infos, move_to=self._options.todelete_subdir
         )
-        if self._options.create:
+        if self._options.create and locate(directory)[0].scheme == "file":
             self._directory.mkdir(parents=True, exist_ok=True)
         self._index = self._index_of(directory)
         self._steps = self._index.steps()
@@ -171,7 +174,7 @@ class CheckpointManager(AbstractCheckpointManager):
 
     def should_save(self, step: int) -> bool:
         """Returns whether `save` would save a step; never one that is not above the newest."""
-        newest = self.latest_step()
+        step, newest = operator.index(step), self.latest_step()
         if self._options.read_only or (newest is not None and newest >= step):
             return False
         return self._open().should_save(step)
@@ -204,6 +207,7 @@ class CheckpointManager(AbstractCheckpointManager):
         """
         if items is None and args is None:
             raise ValueError("Must provide `args` for `save`.")
+        step = operator.index(step)
         args = self._checked(items, args, is_default=not isinstance(_ours(args), _Composite))
         if self._options.read_only or not (force or self.should_save(step)):
             return False
@@ -213,7 +217,7 @@ class CheckpointManager(AbstractCheckpointManager):
         metrics = metrics if self._ranks() and not self._options.prevent_write_metrics else None
         handle = self._open().save(
             step,
-            Items(handlers.store(self._handler, given)),
+            handlers.Several(handlers.store(self._handler, given)),
             metrics=metrics,
             force=bool(force),
             custom_metadata=custom_metadata,
@@ -232,7 +236,8 @@ class CheckpointManager(AbstractCheckpointManager):
     def _note(self, step: int, metrics: Any) -> None:
         """Counts a step as saved, and those that it pushes out as deleted, as Orbax does."""
         self._steps = sorted({*self._steps, step})
-        self._facts[step] = StepInfo(step=step, saved_s=time.time(), metrics=dict(metrics or {}))
+        numbers = {k: v.item() if hasattr(v, "item") else v for k, v in (metrics or {}).items()}
+        self._facts[step] = StepInfo(step=step, saved_s=time.time(), metrics=numbers)
         if self._keep.has_rules:
             infos = self._infos() if self._keep.needs_facts else [_bare(s) for s in self._steps]
             kept = self._keep.kept(infos, now_s=time.time())
@@ -306,7 +311,7 @@ class CheckpointManager(AbstractCheckpointManager):
         if step is None:
             raise FileNotFoundError(f"No steps found in {directory or self.directory}.")
         self._wait_for(step)
-        path = index.check_step(step)
+        path = index.check_step(operator.index(step))
         args = self._checked(items, args, is_default=self._has_default(index, path))
         given = self._composite("restore", items, restore_kwargs, args)
         return self._single(handlers.load(self._handler, _url(index, path), given))

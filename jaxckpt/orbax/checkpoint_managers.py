@@ -1,5 +1,7 @@
 """Policies, and the manager."""
 
+from jaxckpt.orbax import _policies as preservation_policy  # noqa: F401
+from jaxckpt.orbax import _policies as save_decision_policy  # noqa: F401
 from jaxckpt.orbax._policies import *  # noqa: F403  # every public name
 from jaxckpt.orbax._policies import CheckpointInfo as PolicyCheckpointInfo  # noqa: F401
 from jaxckpt.orbax.checkpoint_manager import AbstractCheckpointManager as AbstractCheckpointManager

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -78,6 +78,14 @@ class CheckpointHandler(abc.ABC):
     def typestr(cls) -> str:
         """Returns the name by which a checkpoint refers to the handler."""
         return f"{cls.__module__}.{cls.__qualname__}"
+
+
+class Future(Protocol):
+    """What an asynchronous save of a handler returns."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits for the end."""
+        ...
 
 
 class AsyncCheckpointHandler(CheckpointHandler):
@@ -551,15 +559,15 @@ class CompositeCheckpointHandler(_Ours):
     def metadata(self, directory: Any) -> Any:
         """Describes the items of a checkpoint."""
         found = metadata.found_at(directory)
-        described = {name: self._describe(name, found) for name in metadata.items_of(found)}
+        described = {name: self._describe(name, directory) for name in metadata.items_of(found)}
         return metadata.of_step(found, args.Composite(**described))
 
-    def _describe(self, name: str, found: Any) -> Any:
+    def _describe(self, name: str, directory: Any) -> Any:
         handler = self._registered(name, None)
         if handler is None:
             return None
         try:
-            return handler.metadata(epath.Path(found.path) / name)
+            return handler.metadata(epath.Path(directory) / name)
         except (FileNotFoundError, NotImplementedError):
             return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -143,3 +144,6 @@ def of_step(found: Found, items: Any) -> Any:
         commit_timestamp_nsecs=saved.commit_ns,
         custom_metadata=dict(saved.custom_metadata or {}),
     )
+
+
+value = tree = sys.modules[__name__]  # `metadata.value.ArrayMetadata`, `metadata.tree.TreeMetadata`

@@ -75,6 +75,14 @@ def _get(leaves: Mapping[str, Any], key: str) -> Any:
     return leaves[key]
 
 
+def merge_trees(*trees: Any, target: Any = None) -> Any:
+    """Returns the leaves of all trees, of the last that has each, in the shape of the target."""
+    leaves = {names: leaf for tree in trees for names, leaf in _trees.by_name(tree).items()}
+    if target is None:
+        return _trees.nested(leaves)
+    return _trees.map_named(lambda names, _: leaves[names], target)
+
+
 def restore_transformed(path: str, given: Any) -> Any:
     """Restores a target with transforms; each leaf has the restore args of the target's leaf.
 

@@ -43,7 +43,7 @@ def serialize_tree(tree: Any, keep_empty_nodes: bool = False) -> Any:
     """Returns a tree of dicts and lists, which Orbax also restores without a target."""
     if not keep_empty_nodes and not jax.tree.leaves(tree):
         raise ValueError("Unable to reconstruct a tree without leaves.")
-    return plain(tree)
+    return plain(tree, keep_empty=keep_empty_nodes)
 
 
 def deserialize_tree(serialized: Any, target: Any, keep_empty_nodes: bool = False) -> Any:

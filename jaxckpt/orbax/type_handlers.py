@@ -8,11 +8,14 @@ from typing import Any
 from etils import epath
 
 from jaxckpt.format import names
+from jaxckpt.orbax._records import record
 from jaxckpt.orbax._trees import PLACEHOLDER as PLACEHOLDER
 from jaxckpt.orbax.args import ArrayRestoreArgs as ArrayRestoreArgs
 from jaxckpt.orbax.args import RestoreArgs as RestoreArgs
 from jaxckpt.orbax.args import SaveArgs as SaveArgs
 from jaxckpt.orbax.args import SingleReplicaArrayRestoreArgs as SingleReplicaArrayRestoreArgs
+
+ParamInfo = record("ParamInfo", name=None, parent_dir=None, skip_deserialize=None)
 
 
 class TypeHandler:
@@ -24,6 +27,9 @@ class ArrayHandler(TypeHandler):
 
     def __init__(self, **tuning: Any) -> None:
         del tuning
+
+
+NumpyHandler = ScalarHandler = StringHandler = ArrayHandler
 
 
 class SingleReplicaArrayHandler(ArrayHandler):
