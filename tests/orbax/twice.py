@@ -156,7 +156,7 @@ def differences(
     elif isinstance(want, (jax.Array, np.ndarray, np.generic)):
         yield from _of_arrays(want, got, at)
     elif not _same_class(type(want), type(got)):
-        yield f"{at}: wanted a {type(want)}, got a {type(got)}: {want!r}, {got!r}"
+        yield f"{at}: wanted a {type(want)}, got a {type(got)}: {_short(want)}, {_short(got)}"
     elif (entries := _entries(want)) is not None:
         others = _entries(got) or {}
         if entries.keys() != others.keys():
@@ -167,6 +167,11 @@ def differences(
         return
     elif want != got and not (want != want and got != got):  # NaN
         yield f"{at}: wanted {want!r}, got {got!r}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 200 else f"{text[:200]}..."
 
 
 def _names(value: Any) -> set[str]:
