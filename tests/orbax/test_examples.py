@@ -17,6 +17,7 @@ STYLES = {
     "manager_items": "v0",
     "composite": "v0",
     "checkpointer": "v0",
+    "v1_checkpointer": "v1",
 }
 
 
