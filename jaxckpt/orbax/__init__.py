@@ -6,6 +6,7 @@ docs/orbax.md has a table of the names, and how each differs. Never imports Orba
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 # The modules, and the names that each defines. They are imported when they are used.
@@ -41,6 +42,8 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 
 
 def __getattr__(name: str) -> Any:
+    if name == "checkpoint":  # `from jaxckpt import orbax` for `import orbax.checkpoint`
+        return sys.modules[__name__]
     home = _HOME.get(name, name)
     if home not in _NAMES:
         raise AttributeError(f"jaxckpt.orbax lacks {name!r}; see docs/orbax.md")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import jaxckpt.orbax
 from jaxckpt.cli._orbax_source import parse
 from tests.commandline import cli
 from tests.orbax.twice import twice
@@ -66,3 +68,16 @@ def test_migrate_turns_a_program_of_orbax_into_the_example(tmp_path, name):
     assert (code, " no " in out) == (0, False)
     written = program.read_text().replace("from jaxckpt.orbax import v1", "import jaxckpt.orbax.v1")
     assert written == wanted
+
+
+def test_an_import_without_a_new_name_is_changed_too(tmp_path):
+    """`from jaxckpt import orbax` has what `import orbax.checkpoint` has."""
+    program = tmp_path / "program.py"
+    program.write_text("import orbax.checkpoint\nmade = orbax.checkpoint.args.JsonSave({})\n")
+
+    code, _, _ = cli("migrate", program, "--write")
+
+    names: dict[str, Any] = {}
+    exec(program.read_text(), names)
+    assert code == 0
+    assert type(names["made"]) is jaxckpt.orbax.args.JsonSave
