@@ -33,12 +33,10 @@ def warn_once(text: str) -> None:
 # --- the classes -----------------------------------------------------------------------------
 
 
-CheckpointInfo = record("PolicyCheckpointInfo", step=..., time=..., metrics=None)
+CheckpointInfo = record("PolicyCheckpointInfo", "step time metrics=None")
 DecisionContext = record(
     "DecisionContext",
-    is_saving_in_progress=False,
-    reached_preemption=False,
-    multiprocessing_options=None,
+    "is_saving_in_progress=False reached_preemption=False multiprocessing_options=None",
 )
 PreservationContext = record("PreservationContext")
 
@@ -58,14 +56,14 @@ class SaveDecisionPolicy(Protocol):
         return by_time or is_first or policy.matches(step.step) is not None
 
 
-FixedIntervalPolicy = record("FixedIntervalPolicy", (SaveDecisionPolicy,), interval=...)
-SpecificStepsPolicy = record("SpecificStepsPolicy", (SaveDecisionPolicy,), steps=...)
+FixedIntervalPolicy = record("FixedIntervalPolicy", "interval", SaveDecisionPolicy)
+SpecificStepsPolicy = record("SpecificStepsPolicy", "steps", SaveDecisionPolicy)
 ContinuousCheckpointingPolicy = record(
-    "ContinuousCheckpointingPolicy", (SaveDecisionPolicy,), minimum_interval_secs=None
+    "ContinuousCheckpointingPolicy", "minimum_interval_secs=None", SaveDecisionPolicy
 )
-PreemptionCheckpointingPolicy = record(_PREEMPTION, (SaveDecisionPolicy,))
-InitialSavePolicy = record("InitialSavePolicy", (SaveDecisionPolicy,))
-AnySavePolicy = record("AnySavePolicy", (SaveDecisionPolicy,), policies=...)
+PreemptionCheckpointingPolicy = record(_PREEMPTION, "", SaveDecisionPolicy)
+InitialSavePolicy = record("InitialSavePolicy", "", SaveDecisionPolicy)
+AnySavePolicy = record("AnySavePolicy", "policies", SaveDecisionPolicy)
 
 
 class PreservationPolicy(Protocol):
@@ -82,25 +80,22 @@ class PreservationPolicy(Protocol):
         return [c.step in kept for c in checkpoints]
 
 
-PreserveAll = record("PreserveAll", (PreservationPolicy,))
-LatestN = record("LatestN", (PreservationPolicy,), n=None)
-EveryNSeconds = record("EveryNSeconds", (PreservationPolicy,), interval_secs=...)
-LatestDuration = record("LatestDuration", (PreservationPolicy,), duration=...)
-AnyPreservationPolicy = record("AnyPreservationPolicy", (PreservationPolicy,), policies=...)
-CustomSteps = record("CustomSteps", (PreservationPolicy,), steps=...)
+PreserveAll = record("PreserveAll", "", PreservationPolicy)
+LatestN = record("LatestN", "n=None", PreservationPolicy)
+EveryNSeconds = record("EveryNSeconds", "interval_secs", PreservationPolicy)
+LatestDuration = record("LatestDuration", "duration", PreservationPolicy)
+AnyPreservationPolicy = record("AnyPreservationPolicy", "policies", PreservationPolicy)
+CustomSteps = record("CustomSteps", "steps", PreservationPolicy)
 BestN = record(
     "BestN",
-    (PreservationPolicy,),
-    get_metric_fn=...,
-    reverse=False,
-    n=None,
-    keep_checkpoints_without_metrics=True,
+    "get_metric_fn reverse=False n=None keep_checkpoints_without_metrics=True",
+    PreservationPolicy,
 )
 EveryNSteps = record(
-    "EveryNSteps", (PreservationPolicy,), interval_steps=..., exact_interval=True, max_to_keep=None
+    "EveryNSteps", "interval_steps exact_interval=True max_to_keep=None", PreservationPolicy
 )
 EveryNStepsClosest = record(
-    "EveryNStepsClosest", (PreservationPolicy,), interval_steps=..., max_to_keep=None
+    "EveryNStepsClosest", "interval_steps max_to_keep=None", PreservationPolicy
 )
 
 

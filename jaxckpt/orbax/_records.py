@@ -1,30 +1,31 @@
-"""Dataclasses made from a table of their fields, since Orbax has so many."""
+"""Dataclasses made from a line of their fields, since Orbax has so many."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from typing import Any
 
 
-def record(name: str, bases: tuple[type, ...] = (), /, **fields: Any) -> Any:
-    """Returns a dataclass with these defaults; `...` for a field that must be given.
+def record(name: str, fields: str = "", *bases: type, **more: Any) -> Any:
+    """Returns a dataclass of fields with defaults; one without a default must be given.
+
+    Args:
+        fields: `name` or `name=literal`, with blanks between.
+        more: Fields whose default is no literal; a dataclass stands for a new object of it.
 
     Example:
-        >>> record("Options", step=..., dtype=None)(3)
+        >>> record("Options", "step dtype=None")(3)
         Options(step=3, dtype=None)
     """
-    made = [
-        (field, Any) if default is ... else (field, Any, _default(default))
-        for field, default in fields.items()
-    ]
+    pairs = [field.partition("=") for field in fields.split()]
+    made = [(n, Any, _default(ast.literal_eval(value))) if value else n for n, _, value in pairs]
+    made += [(n, Any, _default(value)) for n, value in more.items()]
     return dataclasses.make_dataclass(name, made, bases=bases)
 
 
 def _default(value: Any) -> Any:
-    is_made = isinstance(value, dict) or (
-        isinstance(value, type) and dataclasses.is_dataclass(value)
-    )
-    factory = value if isinstance(value, type) else dict
-    return (
-        dataclasses.field(default_factory=factory) if is_made else dataclasses.field(default=value)
-    )
+    if isinstance(value, dict):
+        return dataclasses.field(default_factory=dict)
+    is_made = isinstance(value, type) and dataclasses.is_dataclass(value)
+    return dataclasses.field(default_factory=value) if is_made else dataclasses.field(default=value)

@@ -103,45 +103,34 @@ class _OfItem(CheckpointArgs):
             raise ValueError(f"`item` of {type(self).__name__} must not be args; pass `args=`")
 
 
-StandardSave = record(
-    "StandardSaveArgs", (_OfItem,), item=..., save_args=None, custom_metadata=None
-)
+StandardSave = record("StandardSaveArgs", "item save_args=None custom_metadata=None", _OfItem)
 StandardRestore = record(
     "StandardRestoreArgs",
-    (_OfItem,),
-    item=None,
-    strict=True,
-    support_layout=False,
+    "item=None strict=True support_layout=False",
+    _OfItem,
     fallback_sharding=None,
 )
 PyTreeSave = record(
     "PyTreeSaveArgs",
-    (_OfItem,),
-    item=...,
-    save_args=None,
-    ocdbt_target_data_file_size=None,
-    custom_metadata=None,
+    "item save_args=None ocdbt_target_data_file_size=None custom_metadata=None",
+    _OfItem,
 )
 PyTreeRestore = record(
     "PyTreeRestoreArgs",
-    (_OfItem,),
-    item=None,
-    restore_args=None,
-    transforms=None,
-    transforms_default_to_original=True,
-    legacy_transform_fn=None,
-    partial_restore=False,
+    "item=None restore_args=None transforms=None transforms_default_to_original=True "
+    "legacy_transform_fn=None partial_restore=False",
+    _OfItem,
 )
-JsonSave = record("JsonSaveArgs", (_OfItem,), item=...)
-JsonRestore = record("JsonRestoreArgs", (_OfItem,), item=None)
-ArraySave = record("ArraySaveArgs", (_OfItem,), item=..., save_args=None)
-ArrayRestore = record("ArrayRestoreArgs", (_OfItem,), item=None, restore_args=None)
-JaxRandomKeySave = record("JaxRandomKeySaveArgs", (_OfItem,), item=..., save_args=None)
-JaxRandomKeyRestore = record("JaxRandomKeyRestoreArgs", (_OfItem,), restore_args=None)
-NumpyRandomKeySave = record("NumpyRandomKeySaveArgs", (_OfItem,), item=...)
-NumpyRandomKeyRestore = record("NumpyRandomKeyRestoreArgs", (_OfItem,))
-ProtoSave = record("ProtoSaveArgs", (_OfItem,), item=...)
-ProtoRestore = record("ProtoRestoreArgs", (_OfItem,), item=...)
+JsonSave = record("JsonSaveArgs", "item", _OfItem)
+JsonRestore = record("JsonRestoreArgs", "item=None", _OfItem)
+ArraySave = record("ArraySaveArgs", "item save_args=None", _OfItem)
+ArrayRestore = record("ArrayRestoreArgs", "item=None restore_args=None", _OfItem)
+JaxRandomKeySave = record("JaxRandomKeySaveArgs", "item save_args=None", _OfItem)
+JaxRandomKeyRestore = record("JaxRandomKeyRestoreArgs", "restore_args=None", _OfItem)
+NumpyRandomKeySave = record("NumpyRandomKeySaveArgs", "item", _OfItem)
+NumpyRandomKeyRestore = record("NumpyRandomKeyRestoreArgs", "", _OfItem)
+ProtoSave = record("ProtoSaveArgs", "item", _OfItem)
+ProtoRestore = record("ProtoRestoreArgs", "item", _OfItem)
 
 
 class CompositeArgs(Mapping[str, Any], CheckpointArgs):
@@ -200,8 +189,8 @@ def as_ours(args: Any) -> Any:
 
 
 # How to store a leaf. Only `dtype` has an effect: chunks are shards, or parts of them.
-SaveArgs = record("SaveArgs", aggregate=False, dtype=None, chunk_byte_size=None, shard_axes=())
-RestoreArgs = record("RestoreArgs", restore_type=None, dtype=None)
+SaveArgs = record("SaveArgs", "aggregate=False dtype=None chunk_byte_size=None shard_axes=()")
+RestoreArgs = record("RestoreArgs", "restore_type=None dtype=None")
 
 
 class _Shapes:
@@ -216,20 +205,15 @@ class _Shapes:
 
 ArrayRestoreArgs = record(
     "ArrayRestoreArgs",
-    (_Shapes, RestoreArgs),
+    "mesh=None mesh_axes=None sharding=None global_shape=None shape=None strict=True",
+    _Shapes,
+    RestoreArgs,
     restore_type=jax.Array,
-    mesh=None,
-    mesh_axes=None,
-    sharding=None,
-    global_shape=None,
-    shape=None,
-    strict=True,
 )
 # The same: a process reads only what its own devices need.
 SingleReplicaArrayRestoreArgs = record(
     "SingleReplicaArrayRestoreArgs",
-    (ArrayRestoreArgs,),
+    "primary_replica_id=0 replica_axis_index=0",
+    ArrayRestoreArgs,
     single_replica_sharding=None,
-    primary_replica_id=0,
-    replica_axis_index=0,
 )

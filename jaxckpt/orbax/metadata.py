@@ -25,22 +25,15 @@ from jaxckpt.types import LeafInfo
 
 StepMetadata = record(
     "StepMetadata",
-    item_handlers=None,
-    item_metadata=None,
-    metrics={},
-    performance_metrics=None,
-    init_timestamp_nsecs=None,
-    commit_timestamp_nsecs=None,
-    custom_metadata={},
+    "item_handlers=None item_metadata=None metrics={} performance_metrics=None "
+    "init_timestamp_nsecs=None commit_timestamp_nsecs=None custom_metadata={}",
 )
-RootMetadata = record("RootMetadata", internal_metadata={}, custom_metadata={})
-Metadata = record("Metadata", name=..., directory=...)
-StringMetadata = record("StringMetadata", (Metadata,))
-StorageMetadata = record("StorageMetadata", chunk_shape=..., write_shape=None)
-ArrayMetadata = record(
-    "ArrayMetadata", (Metadata,), shape=(), sharding=None, dtype=None, storage=None
-)
-ScalarMetadata = record("ScalarMetadata", (ArrayMetadata,))
+RootMetadata = record("RootMetadata", "internal_metadata={} custom_metadata={}")
+Metadata = record("Metadata", "name directory")
+StringMetadata = record("StringMetadata", "", Metadata)
+StorageMetadata = record("StorageMetadata", "chunk_shape write_shape=None")
+ArrayMetadata = record("ArrayMetadata", "shape=() sharding=None dtype=None storage=None", Metadata)
+ScalarMetadata = record("ScalarMetadata", "", ArrayMetadata)
 
 
 @tree_util.register_pytree_with_keys_class

@@ -16,23 +16,18 @@ _logger = logging.getLogger("jaxckpt")
 
 AsyncOptions = record(
     "AsyncOptions",
-    timeout_secs=1200,
-    barrier_sync_fn=None,
-    post_finalization_callback=None,
-    create_directories_asynchronously=True,
+    "timeout_secs=1200 barrier_sync_fn=None post_finalization_callback=None "
+    "create_directories_asynchronously=True",
 )
 MultiprocessingOptions = record(
-    "MultiprocessingOptions", primary_host=0, active_processes=None, barrier_sync_key_prefix=None
+    "MultiprocessingOptions", "primary_host=0 active_processes=None barrier_sync_key_prefix=None"
 )
-FileOptions = record("FileOptions", path_permission_mode=None, skip_sync_file_validations=False)
-MemoryLimitOptions = record("MemoryLimitOptions", max_transfer_concurrent_gb=None)
+FileOptions = record("FileOptions", "path_permission_mode=None skip_sync_file_validations=False")
+MemoryLimitOptions = record("MemoryLimitOptions", "max_transfer_concurrent_gb=None")
 CompositeOptions = record(
     "CompositeOptions",
-    multiprocessing_options=None,
-    temporary_path_class=None,
-    file_options=None,
-    atomicity_options=None,
-    async_options=None,
+    "multiprocessing_options=None temporary_path_class=None file_options=None "
+    "atomicity_options=None async_options=None",
 )
 
 
@@ -44,32 +39,16 @@ class AtomicityMode(enum.StrEnum):
     ATOMIC_RENAME = "atomic_rename"
 
 
-AtomicityOptions = record(
-    "AtomicityOptions", mode=AtomicityMode.AUTO, allow_legacy_atomic_rename=False
-)
+AtomicityOptions = record("AtomicityOptions", "mode='auto' allow_legacy_atomic_rename=False")
 
 # Arguments that only tune how Orbax reads and writes, or that jaxckpt always does: no effect.
 TUNING: Final = frozenset(
-    {
-        "aggregate_filename",
-        "array_metadata_validator",
-        "barrier_sync_key_prefix",
-        "checkpoint_metadata_store",
-        "enable_background_delete",
-        "enable_pinned_host_transfer",
-        "enable_should_save_is_saving_in_progress_check",
-        "is_prioritized_key_fn",
-        "lightweight_initialize",
-        "memory_limit_options",
-        "num_deletion_threads",
-        "pytree_metadata_options",
-        "restore_concurrent_gb",
-        "save_concurrent_gb",
-        "save_device_host_concurrent_gb",
-        "single_host_load_and_broadcast",
-        "use_compression",
-        "use_zarr3",
-    }
+    "array_metadata_validator barrier_sync_key_prefix checkpoint_metadata_store "
+    "enable_background_delete enable_pinned_host_transfer "
+    "enable_should_save_is_saving_in_progress_check is_prioritized_key_fn lightweight_initialize "
+    "memory_limit_options num_deletion_threads pytree_metadata_options restore_concurrent_gb "
+    "save_concurrent_gb save_device_host_concurrent_gb single_host_load_and_broadcast "
+    "use_compression use_zarr3".split()
 )
 
 # Arguments that are refused with another value than this default, and the reason.
@@ -172,40 +151,20 @@ class _Checks:
 
 CheckpointManagerOptions = record(
     "CheckpointManagerOptions",
-    (_Checks,),
-    save_interval_steps=1,
-    max_to_keep=None,
-    keep_time_interval=None,
-    keep_period=None,
-    best_fn=None,
-    best_mode="max",
-    keep_checkpoints_without_metrics=True,
-    step_prefix=None,
-    step_format_fixed_length=None,
-    step_name_format=None,
-    create=True,
-    cleanup_tmp_directories=False,
-    save_on_steps=None,
-    single_host_load_and_broadcast=False,
-    todelete_subdir=None,
-    todelete_full_path=None,
-    enable_background_delete=False,
-    num_deletion_threads=None,
-    read_only=False,
-    enable_async_checkpointing=True,
-    async_options=None,
+    "save_interval_steps=1 max_to_keep=None keep_time_interval=None keep_period=None "
+    "best_fn=None best_mode='max' keep_checkpoints_without_metrics=True "
+    "step_prefix=None step_format_fixed_length=None step_name_format=None create=True "
+    "cleanup_tmp_directories=False save_on_steps=None "
+    "single_host_load_and_broadcast=False todelete_subdir=None "
+    "todelete_full_path=None enable_background_delete=False num_deletion_threads=None "
+    "read_only=False enable_async_checkpointing=True async_options=None "
+    "should_save_fn=None atomicity_options=None save_root_metadata=True "
+    "temporary_path_class=None save_decision_policy=None preservation_policy=None "
+    "prevent_write_metrics=False enable_should_save_is_saving_in_progress_check=True "
+    "enable_per_process_directory_creation=False lightweight_initialize=False",
+    _Checks,
     multiprocessing_options=MultiprocessingOptions,
-    should_save_fn=None,
     file_options=FileOptions,
-    atomicity_options=None,
-    save_root_metadata=True,
-    temporary_path_class=None,
-    save_decision_policy=None,
-    preservation_policy=None,
-    prevent_write_metrics=False,
-    enable_should_save_is_saving_in_progress_check=True,
-    enable_per_process_directory_creation=False,
-    lightweight_initialize=False,
 )
 
 

@@ -15,7 +15,7 @@ from jaxckpt.orbax.args import RestoreArgs as RestoreArgs
 from jaxckpt.orbax.args import SaveArgs as SaveArgs
 from jaxckpt.orbax.args import SingleReplicaArrayRestoreArgs as SingleReplicaArrayRestoreArgs
 
-ParamInfo = record("ParamInfo", name=None, parent_dir=None, skip_deserialize=None)
+ParamInfo = record("ParamInfo", "name=None parent_dir=None skip_deserialize=None")
 
 
 class TypeHandler:

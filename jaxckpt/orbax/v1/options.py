@@ -33,7 +33,7 @@ class _Options:
 
 def _options(name: str, **defaults: Any) -> Any:
     """Returns a class of options; a class among the defaults is also an attribute."""
-    made = record(name, (_Options,), **defaults)
+    made = record(name, "", _Options, **defaults)
     for kind in defaults.values():
         if isinstance(kind, type) and issubclass(kind, _Options):
             setattr(made, kind.__name__, kind)
