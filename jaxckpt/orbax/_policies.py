@@ -178,6 +178,8 @@ def _best(policy: Any) -> dict[str, Any]:
 
 
 def _latest(policy: Any) -> dict[str, Any]:
+    if policy.n == 0:
+        warn_once("A policy that keeps no step: jaxckpt keeps the newest. See docs/orbax.md.")
     return {"all": True} if policy.n is None else {"last": max(policy.n, 1)}
 
 

@@ -11,7 +11,7 @@ from etils import epath
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import save_async
 from jaxckpt.errors import StepExists
-from jaxckpt.orbax import args, handlers, metadata, options
+from jaxckpt.orbax import _policies, args, handlers, metadata, options
 from jaxckpt.storage import locate
 
 
@@ -63,6 +63,11 @@ class Checkpointer(AbstractCheckpointer):
         storage, where = locate(path)
         if not force and storage.kind(where) is not None:
             raise DestinationExists(f"Destination {path} already exists.")
+        if force and storage.atomic_rename and storage.kind(where) is not None:
+            _policies.warn_once(
+                "force=True: jaxckpt replaces a checkpoint once the new one is complete; Orbax "
+                "deletes the old one before it writes. See docs/orbax.md."
+            )
         items = handlers.store(
             self._handler, handlers.made_for(self._handler, "save", given, named)
         )

@@ -11,6 +11,7 @@ from flax.training import orbax_utils
 
 import jaxckpt
 import jaxckpt.orbax as ours
+from jaxckpt.orbax import _policies
 from tests.orbax.twice import raised, read_each, twice
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -65,6 +66,16 @@ def test_files_of_the_program_stay(tmp_path):
         return out
 
     twice(program, tmp_path, read=read_flat)
+
+
+def test_replacing_warns_once(tmp_path, caplog):
+    """`force=True` replaces the old checkpoint by the complete new one, and says so once."""
+    _policies.warn_once.cache_clear()
+    checkpointer = ours.PyTreeCheckpointer()
+    for _ in range(3):
+        checkpointer.save(tmp_path / "a", tree(), force=True)
+
+    assert caplog.text.count("force=True") == 1
 
 
 def test_the_standard_checkpointer(tmp_path):

@@ -159,6 +159,7 @@ RUNS = {
     "steps": {"save_on_steps": [2, 5], "save_interval_steps": 4},
     "function": {"should_save_fn": lambda step, last: step % 3 == 0},
     "moved": {"todelete_subdir": "trash", "max_to_keep": 1},
+    "none": {"max_to_keep": 0, "keep_period": 4},
     "sync": {"enable_async_checkpointing": False, "max_to_keep": 1},
 }
 
