@@ -34,9 +34,13 @@ def warn_once(text: str) -> None:
 
 
 CheckpointInfo = record("PolicyCheckpointInfo", "step time metrics=None")
+MultiprocessingOptions = record(
+    "MultiprocessingOptions", "primary_host=0 active_processes=None barrier_sync_key_prefix=None"
+)
 DecisionContext = record(
     "DecisionContext",
-    "is_saving_in_progress=False reached_preemption=False multiprocessing_options=None",
+    "is_saving_in_progress=False reached_preemption=False",
+    multiprocessing_options=MultiprocessingOptions,
 )
 PreservationContext = record("PreservationContext")
 

@@ -19,9 +19,7 @@ AsyncOptions = record(
     "timeout_secs=1200 barrier_sync_fn=None post_finalization_callback=None "
     "create_directories_asynchronously=True",
 )
-MultiprocessingOptions = record(
-    "MultiprocessingOptions", "primary_host=0 active_processes=None barrier_sync_key_prefix=None"
-)
+MultiprocessingOptions = _policies.MultiprocessingOptions
 FileOptions = record("FileOptions", "path_permission_mode=None skip_sync_file_validations=False")
 MemoryLimitOptions = record("MemoryLimitOptions", "max_transfer_concurrent_gb=None")
 CompositeOptions = record(

@@ -368,8 +368,11 @@ def test_safetensors(tmp_path):
         found = []
         for layout in ("safetensors", "auto"):
             with ocp.Context(checkpoint_layout=layout):
-                found.append(ocp.load(path))
+                found += [ocp.load(path), ocp.metadata(path).metadata]
+                found += [raised(ocp.load_checkpointables, path), raised(ocp.load, path / "no")]
         with ocp.Context(checkpoint_layout="safetensors"):
+            found += [raised(ocp.save, path / "x", {"n": 1}), raised(ocp.load, path, {"no": 1})]
+            found += [raised(ocp.load, path, {"a": {"b": 1}}), raised(ocp.metadata, path / "no")]
             return found, ocp.load(path / "a.safetensors", like), ocp.load_async(path).result()
 
     twice(program, tmp_path, read=read, api="v1")

@@ -10,9 +10,9 @@ _NAMES: Final = {
     "_saving": "AsyncResponse save save_async save_checkpointables save_checkpointables_async "
     "save_pytree save_pytree_async",
     "_loading": "PLACEHOLDER load load_async load_checkpointables load_checkpointables_async "
-    "load_pytree load_pytree_async",
-    "_metadata": "CheckpointMetadata PyTreeMetadata checkpointables_metadata is_orbax_checkpoint "
-    "metadata pytree_metadata",
+    "load_pytree load_pytree_async is_orbax_checkpoint",
+    "_metadata": "CheckpointMetadata PyTreeMetadata checkpointables_metadata metadata "
+    "pytree_metadata",
     "handlers": "AbstractCheckpointable Checkpointable CheckpointableHandler "
     "StatefulCheckpointable",
     "_context": "Context",

@@ -11,6 +11,7 @@ from etils import epath
 from jax import tree_util
 
 from jaxckpt._disk.found import Found
+from jaxckpt._inspect.open import Checkpoint
 from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt._restore.restore import restore
 from jaxckpt.errors import CheckpointNotFound, UnsupportedFormat
@@ -102,10 +103,8 @@ def load(
     """
     target = _standard(abstract_state)
     check_target(target)
-    if get_context().checkpoint_layout is not CheckpointLayout.ORBAX and _tensors(path):
+    if has_tensors(path):
         return _load_tensors(path, target)
-    if get_context().checkpoint_layout is CheckpointLayout.SAFETENSORS:
-        raise InvalidLayoutError(f"{path} has no safetensors")
     found = found_checkpoint(path)
     return load_tree(item_path(path, found, checkpointable_name), target)
 
@@ -120,6 +119,7 @@ def load_checkpointables(path: PathLike, abstract_checkpointables: Any = None) -
     targets = _standard(abstract_checkpointables)
     if targets is not None:
         check_names(targets, argument="abstract_checkpointables", may_be_empty=True)
+    refuse_tensors(path, "load")
     found = found_checkpoint(path)
     if "" in found.items:
         raise InvalidLayoutError(f"{path} is one tree, without items. Use `load`")
@@ -214,27 +214,55 @@ def _standard(target: Any) -> Any:
 # --- safetensors --------------------------------------------------------------------------------
 
 
-def _tensors(path: PathLike) -> list[epath.Path]:
-    where = epath.Path(path)
-    suffix = ".safetensors"
-    return [where] if where.name.endswith(suffix) else sorted(where.glob(f"*{suffix}"))
+def tensors(path: PathLike) -> list[Checkpoint]:
+    """Opens the safetensors files that a path means; InvalidLayoutError if there are none."""
+    where, suffix = epath.Path(path), ".safetensors"
+    files = [where] if where.name.endswith(suffix) else sorted(where.glob(f"*{suffix}"))
+    if not files:
+        raise InvalidLayoutError(f"{path} has no safetensors")
+    return [open_checkpoint(file) for file in files]
+
+
+def has_tensors(path: PathLike) -> bool:
+    """Returns whether a path means safetensors, by the layout of the context."""
+    layout = get_context().checkpoint_layout
+    if layout is not CheckpointLayout.AUTO:
+        return layout is CheckpointLayout.SAFETENSORS
+    try:
+        return not is_orbax_checkpoint(path) and bool(tensors(path))
+    except InvalidLayoutError:
+        return False
+
+
+def refuse_tensors(path: PathLike, verb: str) -> None:
+    """Raises NotImplementedError for safetensors, which are no items."""
+    if has_tensors(path):
+        raise NotImplementedError(f"{path}: safetensors are one dict, without items. Use `{verb}`")
 
 
 def _load_tensors(path: PathLike, target: Any) -> dict[str, Any]:
     """Loads safetensors files as one dict by name."""
-    found = {}
-    for file in _tensors(path):
-        opened = open_checkpoint(file)
-        here = {".".join(names): names for names in _trees.by_name(opened.abstract())}
+    if target is not None and not tree_util.all_leaves(list(target.values())):
+        raise ValueError("The PyTree is not a flat dictionary.")
+    found, numpy = {}, target is None
+    for file in tensors(path):
+        here = {".".join(names): names for names in _trees.by_name(file.abstract())}
         wanted = here.keys() if target is None else here.keys() & target.keys()
-        like = None if target is None else {here[name]: target[name] for name in wanted}
-        tree = opened.restore(
-            None if like is None else _trees.nested(like), extra="ignore", as_numpy=like is None
-        )
+        like = None if target is None else _trees.nested({here[n]: target[n] for n in wanted})
+        tree = file.restore(like, extra="ignore", as_numpy=numpy)
         found |= {".".join(names): leaf for names, leaf in _trees.by_name(tree).items()}
-    if target is not None and (missing := target.keys() - found.keys()):
+    if missing := (target or {}).keys() - found.keys():
         raise KeyError(f"{path} has no tensors {sorted(missing)}")
     return found
+
+
+def is_orbax_checkpoint(path: PathLike) -> bool:
+    """Returns whether there is a checkpoint at a path."""
+    try:
+        found_checkpoint(path)
+    except InvalidLayoutError:
+        return False
+    return True
 
 
 def load_async(

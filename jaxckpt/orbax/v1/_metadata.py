@@ -20,11 +20,15 @@ from jaxckpt.orbax.v1._context import get_context
 from jaxckpt.orbax.v1._loading import (
     PathLike,
     found_checkpoint,
+    has_tensors,
     is_tree,
     item_names,
     item_path,
+    refuse_tensors,
+    tensors,
 )
 from jaxckpt.orbax.v1._saving import AUTO, renamed
+from jaxckpt.orbax.v1.arrays import to_shape_dtype_struct
 from jaxckpt.orbax.v1.errors import InvalidLayoutError
 from jaxckpt.types import LeafInfo
 
@@ -119,6 +123,10 @@ def metadata(path: PathLike, checkpointable_name: str | None = AUTO) -> Checkpoi
     Raises:
         InvalidLayoutError: there is no such checkpoint or tree; it is a ValueError.
     """
+    if has_tensors(path):
+        leaves = [_trees.by_name(file.abstract()) for file in tensors(path)]
+        named = {".".join(n): to_shape_dtype_struct(x) for one in leaves for n, x in one.items()}
+        return CheckpointMetadata(epath.Path(path), metadata=named)
     found = found_checkpoint(path)
     folder = item_path(path, found, checkpointable_name)
     return _of_checkpoint(path, found, tree_metadata(folder))
@@ -126,6 +134,7 @@ def metadata(path: PathLike, checkpointable_name: str | None = AUTO) -> Checkpoi
 
 def checkpointables_metadata(path: PathLike) -> CheckpointMetadata[dict[str, Any]]:
     """Returns the metadata of all items; None for those that are not trees."""
+    refuse_tensors(path, "metadata")
     found = found_checkpoint(path)
     if "" in found.items:
         raise InvalidLayoutError(f"{path} is one tree, without items. Use `metadata`")
@@ -138,15 +147,6 @@ def _of_item(path: PathLike, found: Found, name: str) -> Any:
         return tree_metadata(folder)
     handler = handlers.for_load(registry, None, name, found.metadata.handlers.get(name, ""))
     return handler and handlers.run(handler.metadata(epath.Path(folder)))
-
-
-def is_orbax_checkpoint(path: PathLike) -> bool:
-    """Returns whether there is a checkpoint at a path."""
-    try:
-        found_checkpoint(path)
-    except InvalidLayoutError:
-        return False
-    return True
 
 
 pytree_metadata = renamed(metadata)

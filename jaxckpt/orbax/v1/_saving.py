@@ -99,6 +99,8 @@ def items(checkpointables: Mapping[str, Any]) -> Items:
     check_names(checkpointables, argument="checkpointables")
     context = get_context()
     context.check()
+    if context.checkpoint_layout.value == "safetensors":
+        raise NotImplementedError("save a checkpoint, and then use jaxckpt.export_safetensors")
     for name in checkpointables:
         names.check_item(name)
     order = sorted(checkpointables, key=lambda name: name != STATE)  # else as they are given

@@ -31,10 +31,10 @@ class _Options:
         object.__setattr__(self, name, value)
 
 
-def _options(name: str, **defaults: Any) -> Any:
-    """Returns a class of options; a class among the defaults is also an attribute."""
-    made = record(name, "", _Options, **defaults)
-    for kind in defaults.values():
+def _options(name: str, fields: str = "", **more: Any) -> Any:
+    """Returns a class of options; a class among `more` is also an attribute."""
+    made = record(name, fields, _Options, **more)
+    for kind in more.values():
         if isinstance(kind, type) and issubclass(kind, _Options):
             setattr(made, kind.__name__, kind)
     return made
@@ -42,79 +42,63 @@ def _options(name: str, **defaults: Any) -> Any:
 
 AsyncOptions = _options(
     "AsyncOptions",
-    timeout_secs=1200,
-    post_finalization_callback=None,
-    create_directories_asynchronously=True,
+    "timeout_secs=1200 post_finalization_callback=None create_directories_asynchronously=True",
 )
 AtomicityOptions = _options(
     "AtomicityOptions", mode=AtomicityMode.AUTO, allow_legacy_atomic_rename=False
 )
 MultiprocessingOptions = _options(
-    "MultiprocessingOptions", primary_host=0, active_processes=None, barrier_sync_key_prefix=None
+    "MultiprocessingOptions", "primary_host=0 active_processes=None barrier_sync_key_prefix=None"
 )
 FileOptions = _options(
     "FileOptions",
-    path_permission_mode=None,
+    "path_permission_mode=None skip_sync_file_validations=False",
     path_class=epath.Path,
-    skip_sync_file_validations=False,
 )
 PyTreeOptions = _options(
     "PyTreeOptions",
-    saving=_options("Saving", pytree_metadata_options=None),
-    loading=_options("Loading", partial_load=False),
+    saving=_options("Saving", "pytree_metadata_options=None"),
+    loading=_options("Loading", "partial_load=False"),
 )
 ArrayOptions = _options(
     "ArrayOptions",
     saving=_options(
         "Saving",
-        storage_options=_options(
-            "StorageOptions", dtype=None, chunk_byte_size=None, shard_axes=None
-        ),
-        use_ocdbt=True,
-        use_zarr3=True,
-        use_compression=True,
-        ocdbt_target_data_file_size=None,
-        enable_pinned_host_transfer=None,
-        enable_post_merge_validation=True,
-        use_replica_parallel=None,
-        min_slice_bytes_for_replica_parallel=None,
-        max_replicas_for_replica_parallel=None,
-        enable_replica_parallel_separate_folder=False,
+        "use_ocdbt=True use_zarr3=True use_compression=True ocdbt_target_data_file_size=None "
+        "enable_pinned_host_transfer=None enable_post_merge_validation=True "
+        "use_replica_parallel=None min_slice_bytes_for_replica_parallel=None "
+        "max_replicas_for_replica_parallel=None enable_replica_parallel_separate_folder=False "
+        "array_metadata_store=None scoped_storage_options_creator=None",
         enable_write_sharding_file=True,
-        array_metadata_store=None,
-        scoped_storage_options_creator=None,
+        storage_options=_options(
+            "StorageOptions", "dtype=None chunk_byte_size=None shard_axes=None"
+        ),
     ),
     loading=_options(
         "Loading",
-        enable_padding_and_truncation=False,
-        raise_array_data_missing_error=True,
-        use_load_and_broadcast=False,
+        "enable_padding_and_truncation=False raise_array_data_missing_error=True "
+        "use_load_and_broadcast=False",
         load_and_broadcast_options=_options(
             "LoadAndBroadcastOptions",
-            replica_axis_index=0,
-            primary_replica_id=0,
-            broadcast_memory_limit_bytes=None,
-            broadcast_memory_scaling_factor=0.75,
+            "replica_axis_index=0 primary_replica_id=0 broadcast_memory_limit_bytes=None "
+            "broadcast_memory_scaling_factor=0.75",
         ),
     ),
 )
-PathwaysOptions = _options("PathwaysOptions", checkpointing_impl=None)
+PathwaysOptions = _options("PathwaysOptions", "checkpointing_impl=None")
 DeletionOptions = _options(
     "DeletionOptions",
-    gcs_deletion_options=_options("GcsDeletionOptions", todelete_full_path=None),
+    gcs_deletion_options=_options("GcsDeletionOptions", "todelete_full_path=None"),
 )
 MemoryOptions = _options(
     "MemoryOptions",
-    write_concurrent_bytes=None,
-    read_concurrent_bytes=None,
-    transfer_concurrent_bytes=None,
-    regulator_options=None,
-    expected_surge_bytes=None,
-    is_prioritized_key_fn=None,
-    serialization_status_callback=None,
-    deepcopy_host_arrays=True,
+    "write_concurrent_bytes=None read_concurrent_bytes=None transfer_concurrent_bytes=None "
+    "regulator_options=None expected_surge_bytes=None is_prioritized_key_fn=None "
+    "serialization_status_callback=None deepcopy_host_arrays=True",
 )
-SafetensorsOptions = _options("SafetensorsOptions", max_over_read_ratio=None, read_chunk_bytes=None)
+SafetensorsOptions = _options(
+    "SafetensorsOptions", "max_over_read_ratio=None read_chunk_bytes=None"
+)
 
 
 @dataclass
