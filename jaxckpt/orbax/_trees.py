@@ -85,14 +85,19 @@ def restore_standard(
     found = open_checkpoint(path)
     if target is None:
         return plain(found.restore())
-    saved = by_name(found.abstract())
+    is_any_free = any(map(_is_free, jax.tree.leaves(target)))
+    saved = by_name(found.abstract()) if is_any_free else {}
 
     def wanted(names: Names, leaf: Any) -> Any:
-        is_free = isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
         is_host = not isinstance(saved.get(names, leaf), jax.ShapeDtypeStruct)
-        return _zeros(leaf.shape, leaf.dtype) if is_free and is_host else leaf
+        return _zeros(leaf.shape, leaf.dtype) if is_host and _is_free(leaf) else leaf
 
     return restore_like(found, map_named(wanted, target), resize=not strict)
+
+
+def _is_free(leaf: Any) -> bool:
+    """Returns whether a leaf of a target leaves open where it goes."""
+    return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None
 
 
 def restore_pytree(
