@@ -19,7 +19,7 @@ import os
 import posixpath
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,7 +55,7 @@ class SaveRequest:
     storage: Storage
     path: str
     # The main one first. Emptied after the save, so that a handle does not keep the values.
-    items: Sequence[SaveItem]
+    items: list[SaveItem]
     processes: Processes
     name: str  # where the processes meet; unique
     meter: Meter  # started when the caller called
@@ -359,7 +359,7 @@ def _leading(request: SaveRequest, what: str) -> AbstractContextManager[Lead]:
     )
 
 
-def _differences(items: Sequence[SaveItem], reports: list[Any]) -> dict[int, str]:
+def _differences(items: list[SaveItem], reports: list[Any]) -> dict[int, str]:
     """Returns in which processes the save differs from process 0's, and how."""
     kinds = [[(name, said["item"]) for name, said in one["items"].items()] for one in reports]
     failures = {}

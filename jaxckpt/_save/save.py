@@ -19,7 +19,7 @@ from jaxckpt._disk.transaction import Overwrite
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._save import ending
 from jaxckpt._save.handle import DEFAULT_TIMEOUT_S, SaveHandle, SaveRequest
-from jaxckpt._save.snapshot import Items, take_tree
+from jaxckpt._save.snapshot import Items, SaveItem, take_tree
 from jaxckpt.format import jsontext, names
 from jaxckpt.multihost import Json, Processes, current, lead, meet
 from jaxckpt.storage import Storage, locate
@@ -167,6 +167,7 @@ def prepare(
         with meter.phase("snapshot"):
             dtype_name = None if dtype is None else floating(dtype)
             how = {"copy": copy, "dtype": dtype_name, "zstd": zstd}
+            taken: list[SaveItem]
             if isinstance(value, Items):
                 taken = value.taken(processes)
             else:
