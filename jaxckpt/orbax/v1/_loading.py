@@ -34,6 +34,9 @@ from jaxckpt.orbax.v1.options import CheckpointLayout
 from jaxckpt.storage import real
 
 PLACEHOLDER: Final = _trees.PLACEHOLDER
+# Leaves of a target that mean the same to jaxckpt.
+_ARRAYS: Final = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_KNOWN: Final = (*_ARRAYS, bool, int, float, str, bytes, type(PLACEHOLDER))
 PathLike = str | os.PathLike[str]
 
 
@@ -156,8 +159,10 @@ def load_tree(path: PathLike, target: Any = None) -> Any:
     found = open_checkpoint(path)
     if target is None:
         return _trees.plain(found.restore(**_limits()))
-    saved = _trees.by_name(found.abstract())
-    like = _trees.map_named(lambda names, leaf: _wanted(leaf, saved.get(names)), target)
+    like = target
+    if not all(isinstance(leaf, _KNOWN) for leaf in jax.tree.leaves(target)):
+        saved = _trees.by_name(found.abstract())
+        like = _trees.map_named(lambda names, leaf: _wanted(leaf, saved.get(names)), target)
     return _trees.restore_like(
         found,
         like,
@@ -173,11 +178,11 @@ def _limits() -> dict[str, Any]:
 
 def _wanted(leaf: Any, saved: Any) -> Any:
     """Returns the target of jaxckpt for one of Orbax: a type, an abstract array or a value."""
-    if leaf is PLACEHOLDER or isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+    if isinstance(leaf, _KNOWN):
         return leaf
     kind = leaf if isinstance(leaf, type) else type(leaf)
     if issubclass(kind, (bool, int, float, str, bytes, np.generic)):
-        return kind() if leaf is kind else leaf
+        return kind()
     shape, dtype = (getattr(leaf, n, None) for n in ("shape", "dtype"))
     if isinstance(leaf, type):
         shape = dtype = None
