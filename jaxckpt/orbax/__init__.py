@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.util import find_spec
 from typing import Any
+
+if find_spec("etils") is None:
+    raise ImportError("jaxckpt.orbax needs the package etils; install the extra jaxckpt[orbax]")
 
 # The modules, and the names that each defines. They are imported when they are used.
 _NAMES = {

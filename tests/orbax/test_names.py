@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 
@@ -44,3 +45,11 @@ def test_modules_have_the_names_of_orbax(module):
     names = [name for name in vars(getattr(theirs, module)) if name[0].isupper()]
 
     assert [name for name in names if not hasattr(getattr(ours, module), name)] == []
+
+
+def test_without_etils_the_error_names_the_extra(monkeypatch):
+    """Orbax returns its paths."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+
+    with pytest.raises(ImportError, match=r"install the extra jaxckpt\[orbax\]"):
+        importlib.reload(ours)
