@@ -118,7 +118,7 @@ clean:
 # One stamp file per extra: it is installed again only when pyproject.toml changes.
 $(VENV)/.installed-%: pyproject.toml | $(python)
 	@echo "Installing jaxckpt[$*] into $(VENV)"
-	@$(pip) install --no-compile --editable '.[$*]'
+	@$(pip) install --editable '.[$*]'
 	@touch $@
 
 $(python):

@@ -23,6 +23,7 @@ from etils import epath
 from jaxckpt._save.save import save
 from jaxckpt._save.snapshot import FileItem, SaveItem, take_tree
 from jaxckpt._save.snapshot import Items as Several
+from jaxckpt.errors import StepExists
 from jaxckpt.format import jsontext, names
 from jaxckpt.multihost import Processes
 from jaxckpt.orbax import _trees, args, metadata, options, transform_utils
@@ -50,6 +51,8 @@ class Stored:
 
 
 _handler_class = args.get_registered_handler_cls
+# What makes a directory a checkpoint. A handler may save with another one into its own directory.
+_OF_CHECKPOINTS = (names.COMMIT_MARKER, names.RECORD, names.CHECKPOINT_METADATA, names.WRITER)
 Items = Mapping[str, Stored]  # by path in the item, "" for the item itself
 
 
@@ -111,8 +114,16 @@ class _Ours(AsyncCheckpointHandler):
 
     def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
         """Writes an object into a directory, replacing a checkpoint there."""
-        items = self._stored(made(self, "save", args, kwargs))
-        save(directory, Several(items), item=None, overwrite=True)
+        items = Several(self._stored(made(self, "save", args, kwargs)))
+        try:
+            save(directory, items, item=None, overwrite=True)
+        except StepExists:  # another handler writes there too
+            with tempfile.TemporaryDirectory() as folder:
+                save(f"{folder}/item", items, item=None)
+                for name, data in _files_in(f"{folder}/item").items():
+                    file = epath.Path(directory) / name
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_bytes(data)
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Writes an object into a directory, and returns nothing to wait for."""
@@ -375,12 +386,16 @@ def store(handler: Any, given: Any) -> Items:
         directory.mkdir()
         _call(handler.save, directory, given)
         handler.finalize(directory)
-        files = {
-            path.relative_to(directory).as_posix(): path.read_bytes()
-            for path in Path(directory).rglob("*")
-            if path.is_file()
-        }
+        files = _files_in(directory)
     return {"": Stored(files=files, handler=typestr(handler))}
+
+
+def _files_in(directory: str | os.PathLike[str]) -> dict[str, bytes]:
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in Path(directory).rglob("*")
+        if path.is_file() and path.name not in _OF_CHECKPOINTS
+    }
 
 
 def _is_plain(handler: Any, verb: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +53,40 @@ def test_a_tree_in_a_directory(tmp_path):
         return [*out, restore(path / "a", restore_args=args)]
 
     twice(program, tmp_path, read=read_flat)
+
+
+@pytest.mark.parametrize("verb", ["save", "async_save"])
+def test_a_handler_that_saves_with_another_one(tmp_path, verb):
+    """Into its own directory, or one below it, beside a file of its own."""
+
+    def program(ocp, path):
+        class Wrapper(ocp.AsyncCheckpointHandler):
+            def __init__(self):
+                self.inner = ocp.PyTreeCheckpointHandler()
+
+            def save(self, directory, item):
+                (directory / "note.txt").write_text("mine")
+                if verb == "save":
+                    self.inner.save(directory, item=item)
+                else:
+                    for future in asyncio.run(self.async_save(directory, item)) or ():
+                        future.result()
+
+            async def async_save(self, directory, item):
+                (directory / "note.txt").write_text("mine")
+                return await self.inner.async_save(directory, item=item)
+
+            def restore(self, directory, item=None):
+                return self.inner.restore(directory), (directory / "note.txt").read_text()
+
+            def finalize(self, directory):
+                self.inner.finalize(directory)
+
+        checkpointer = ocp.Checkpointer(Wrapper())
+        checkpointer.save(path / "a", tree())
+        return checkpointer.restore(path / "a")
+
+    twice(program, tmp_path)
 
 
 def test_files_of_the_program_stay(tmp_path):
