@@ -123,6 +123,8 @@ class ObjectStorage:
         return data
 
     def kind(self, path: str) -> EntryKind | None:
+        if path == self.root:  # no object
+            return "dir"
         below = pool().submit(self._first_below, path)
         try:
             self._head(path)

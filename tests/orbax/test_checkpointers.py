@@ -161,7 +161,7 @@ def test_other_handlers(tmp_path):
         )
         checkpointer.save(path / "both", args=args)
         found = checkpointer.metadata(path / "both")
-        return sorted(found.item_handlers), [*found.item_metadata]
+        return sorted(found.item_handlers), sorted(found.item_metadata)  # of sets
 
     def read(ocp, path):
         out = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -28,7 +29,8 @@ def kill(zygote, proxy, number, function, *args, applied=True):
     if fault.done:
         # The store's own work shows nowhere; if it comes later still, that is a fault too.
         time.sleep(0.02 if applied else 0)
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+            os.kill(pid, signal.SIGKILL)
     said, status = zygote.answers()
     proxy.heal()
     assert status != 0 or said == [{"done": True}]

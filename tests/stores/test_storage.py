@@ -94,6 +94,13 @@ def settings(server, **more):
     return StoreSettings(endpoint=server.url + path, region="us-east-1", **more)
 
 
+def test_the_root_of_a_bucket_is_a_directory(server, root):
+    """No object has its name, so no store is asked."""
+    storage, path = locate(root.rpartition("/")[0])
+
+    assert storage.kind(path) == "dir"
+
+
 # --- locks -------------------------------------------------------------------------------------
 
 
