@@ -42,7 +42,7 @@ help:
 test: $(VENV)/.installed-test
 	PYTEST_DEBUG_TEMPROOT=$(TEST_DIR) $(python) -m pytest -n auto --maxprocesses 2 --dist worksteal $(PYTEST_ARGS)
 
-# These tests and the next ones wait half of the time, for locks, leases and processes.
+# These tests wait half of the time, for locks and leases.
 stores: $(VENV)/.installed-test
 	@mkdir -p build
 	$(python) -m pytest -m "stores and not slow" -n 3 --dist worksteal \
@@ -50,7 +50,7 @@ stores: $(VENV)/.installed-test
 
 faults: $(VENV)/.installed-test
 	@mkdir -p build
-	$(python) -m pytest -m "faults and not slow" -n 3 --dist worksteal \
+	$(python) -m pytest -m "faults and not slow" -n auto --maxprocesses 2 --dist worksteal \
 	  --scorecard build/faults.md $(PYTEST_ARGS)
 
 faults-root: $(VENV)/.installed-test
