@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt.orbax
+from jaxckpt.cli._migrate import _lack
 from jaxckpt.cli._orbax_source import parse
 from tests.commandline import cli, said_json
 
@@ -395,6 +396,11 @@ def test_nothing_is_run_or_imported(tmp_path):
 
     assert cli("migrate", path)[0] == 0
     assert not mark.exists()
+
+
+def test_only_modules_of_the_drop_in_are_imported():
+    """Not those that one of them happens to use, whatever the file goes on to name."""
+    assert _lack("jaxckpt.orbax.handlers.jax.collect_profile") == ""
 
 
 def test_no_file_uses_orbax(tmp_path):
