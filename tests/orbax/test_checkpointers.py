@@ -139,6 +139,8 @@ def test_what_cannot_be_saved(tmp_path, ocp):
     """Empty trees, and leaves that are not arrays, raise ValueError."""
     with pytest.raises(ValueError, match="empty"):
         ocp.PyTreeCheckpointer().save(tmp_path / "a", {})
+    if ocp is theirs:  # whose other errors come from a thread, now or when it is closed
+        return
     with ocp.StandardCheckpointer() as checkpointer:
         for value in ({"a": "text"}, jnp.ones(2), None):
             with pytest.raises(ValueError, match=r"."):
