@@ -322,7 +322,7 @@ class StorageContract:
             hold.release()
 
     def test_a_directory_is_deleted_with_its_lock(self, storage: Storage, root: str) -> None:
-        """Whoever holds a lock may delete the directory that it is in; it is gone after that."""
+        """A holder of a lock may delete the directory that it is in; it is gone after that."""
         storage.make_dir(f"{root}/a")
         hold = storage.hold(f"{root}/a/lock")
         assert hold is not None

@@ -255,7 +255,7 @@ def test_a_name_that_the_drop_in_lacks(tmp_path):
 
 
 def test_the_report_is_the_drop_in_s(tmp_path, monkeypatch):
-    """What the drop-in gains, it carries."""
+    """A name that the drop-in gains is carried."""
     path = a_file(tmp_path, "import orbax.checkpoint as ocp\nocp.Unknown")
     before = cli("migrate", path)[0]
 

@@ -1,4 +1,4 @@
-"""What to save or restore, and which handler does it; how to store or restore one leaf.
+"""Says what to save or restore, with which handler, and how to store or restore one leaf.
 
 The objects of Orbax itself are understood by the names of their classes.
 """

@@ -84,7 +84,7 @@ class CheckpointHandler(abc.ABC):
 
 
 class Future(Protocol):
-    """What an asynchronous save of a handler returns."""
+    """Stands for the rest of an asynchronous save of a handler."""
 
     def result(self, timeout: float | None = None) -> Any:
         """Waits for the end."""

@@ -1,4 +1,4 @@
-"""What is known of a checkpoint without reading its arrays."""
+"""Describes a checkpoint without reading its arrays."""
 
 from __future__ import annotations
 

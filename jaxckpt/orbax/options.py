@@ -30,7 +30,7 @@ CompositeOptions = record(
 
 
 class AtomicityMode(enum.StrEnum):
-    """How a save becomes visible: jaxckpt has one protocol, so only AUTO is taken."""
+    """Names how a save becomes visible: jaxckpt has one protocol, so only AUTO is taken."""
 
     AUTO = "auto"
     COMMIT_FILE = "commit_file"

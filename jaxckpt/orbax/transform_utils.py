@@ -13,7 +13,7 @@ from jaxckpt.orbax import _trees
 
 @dataclass
 class Transform:
-    """Where the value of a leaf comes from.
+    """Says where the value of a leaf comes from.
 
     Attributes:
         original_key: The path that was saved, in which `\\1` is a group of the regular expression

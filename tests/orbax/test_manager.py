@@ -108,7 +108,7 @@ def test_metrics(tmp_path):
 
 
 def test_the_newest_stays(tmp_path, caplog):
-    """Where `best_fn` would delete the newest step, it stays, with a warning."""
+    """The newest step stays, with a warning, where `best_fn` would delete it."""
     from jaxckpt.orbax import _policies
 
     _policies.warn_once.cache_clear()

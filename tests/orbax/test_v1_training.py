@@ -100,7 +100,7 @@ def test_steps_are_overwritten_and_forced(tmp_path):
 
 
 def test_a_step_below_the_newest_is_replaced_and_not_lost(tmp_path):
-    """Where Orbax deletes it and then saves nothing."""
+    """Orbax deletes it there, and then saves nothing."""
     with ocp.training.Checkpointer(tmp_path) as c:
         assert c.save(1, {"n": 1})
         assert c.save(2, {"n": 2})

@@ -110,7 +110,7 @@ def raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception
 
 
 class Ended(NamedTuple):
-    """How a program ended."""
+    """Tells how a program ended."""
 
     result: Any
     error: Exception | None

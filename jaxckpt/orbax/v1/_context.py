@@ -73,7 +73,7 @@ class Context:
 
     @property
     def checkpoint_layout(self) -> options.CheckpointLayout:
-        """What is read."""
+        """Returns the layout that is read."""
         return self._layout
 
     @checkpoint_layout.setter

@@ -72,12 +72,12 @@ class CheckpointMetadata(Generic[_T]):
 
     @property
     def init_timestamp(self) -> datetime.datetime | None:
-        """When the save began."""
+        """Returns when the save began."""
         return _time(self.init_timestamp_nsecs)
 
     @property
     def commit_timestamp(self) -> datetime.datetime | None:
-        """When it ended."""
+        """Returns when it ended."""
         return _time(self.commit_timestamp_nsecs)
 
 

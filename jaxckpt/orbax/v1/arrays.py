@@ -16,14 +16,14 @@ AbstractScalar = Scalar
 
 
 class AbstractArray(Protocol):
-    """What restores a numpy array."""
+    """Asks for a numpy array."""
 
     shape: Shape | None
     dtype: Any
 
 
 class AbstractShardedArray(Protocol):
-    """What restores a `jax.Array`."""
+    """Asks for a `jax.Array`."""
 
     shape: Shape | None
     dtype: Any

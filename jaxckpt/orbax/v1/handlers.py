@@ -1,4 +1,4 @@
-"""Who reads and writes what: Orbax's handlers, and the registry that chooses among them.
+"""Has Orbax's handlers, and the registry that chooses among them.
 
 Trees and JSON are stored as jaxckpt stores them. A handler of the program's own, and an object
 that saves itself, write files into a directory that is copied into the checkpoint.

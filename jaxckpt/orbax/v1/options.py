@@ -111,7 +111,7 @@ class CheckpointablesOptions(_Options):
 
 
 class CheckpointLayout(enum.Enum):
-    """What is read: checkpoints, safetensors, or whichever is there."""
+    """Names what is read: checkpoints, safetensors, or whichever is there."""
 
     ORBAX = "orbax"
     SAFETENSORS = "safetensors"

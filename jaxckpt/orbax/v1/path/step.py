@@ -1,4 +1,4 @@
-"""How the directories of steps are named."""
+"""Names the directories of steps."""
 
 from __future__ import annotations
 

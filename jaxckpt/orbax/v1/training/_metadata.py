@@ -20,7 +20,7 @@ class CheckpointMetadata(_metadata.CheckpointMetadata[Any]):
 
     @property
     def time(self) -> datetime.datetime | None:
-        """When it was committed."""
+        """Returns when it was committed."""
         return self.commit_timestamp
 
 
