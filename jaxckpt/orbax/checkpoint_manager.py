@@ -10,8 +10,7 @@ import operator
 import os
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from etils import epath
 
@@ -21,7 +20,7 @@ from jaxckpt._save.handle import SaveHandle
 from jaxckpt.errors import StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
-from jaxckpt.orbax import _policies, args, checkpointers, handlers, metadata, options
+from jaxckpt.orbax import _handling, _policies, args, checkpointers, handlers, metadata, options
 from jaxckpt.orbax.handlers import *  # noqa: F403  # programs import them from here, too
 from jaxckpt.orbax.metadata import RootMetadata as RootMetadata
 from jaxckpt.orbax.metadata import StepMetadata as StepMetadata
@@ -42,7 +41,7 @@ class StepAlreadyExistsError(StepExists, ValueError):
     """The run has this step, and `force` is set."""
 
 
-class AbstractCheckpointManager:
+class AbstractCheckpointManager(checkpointers.Closing):
     """The base of managers."""
 
 
@@ -78,9 +77,8 @@ class CheckpointManager(AbstractCheckpointManager):
         if checkpointers is not None:
             self._is_async = any(_is_async(one) for one in _values(checkpointers))
         self._directory = epath.Path(directory)
-        keeps = self._options.keeps()
         self._keep = _policies.keep_policy(
-            keeps, self._infos, move_to=self._options.todelete_subdir
+            self._options.keeps(), self._infos, move_to=self._options.todelete_subdir
         )
         if self._options.create and locate(directory)[0].scheme == "file":
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -89,10 +87,6 @@ class CheckpointManager(AbstractCheckpointManager):
         self._facts: dict[int, StepInfo] = {}
         self._saves: list[SaveHandle] = []
         self._writer: _native.CheckpointManager | None = None
-        keeps = self._options.keeps()
-        self._keep = _policies.keep_policy(
-            keeps, self._infos, move_to=self._options.todelete_subdir
-        )
         self._metadata = dict(metadata or {}) if self._options.save_root_metadata else {}
         if self._metadata and not self._options.read_only:
             self._open()
@@ -217,7 +211,7 @@ class CheckpointManager(AbstractCheckpointManager):
         metrics = metrics if self._ranks() and not self._options.prevent_write_metrics else None
         handle = self._open().save(
             step,
-            handlers.Several(handlers.store(self._handler, given)),
+            _handling.Several(_handling.store(self._handler, given)),
             metrics=metrics,
             force=bool(force),
             custom_metadata=custom_metadata,
@@ -277,7 +271,7 @@ class CheckpointManager(AbstractCheckpointManager):
         for name in {**items, **kwargs}:
             handler = self._handler.handler_of(name, None)
             given = (items.get(name),)
-            made[name] = handlers.made_for(handler, verb, given, kwargs.get(name) or {})
+            made[name] = _handling.made_for(handler, verb, given, kwargs.get(name) or {})
         return _Composite(**made)
 
     # --- restoring ---------------------------------------------------------------------------
@@ -314,7 +308,7 @@ class CheckpointManager(AbstractCheckpointManager):
         path = index.check_step(operator.index(step))
         args = self._checked(items, args, is_default=self._has_default(index, path))
         given = self._composite("restore", items, restore_kwargs, args)
-        return self._single(handlers.load(self._handler, _url(index, path), given))
+        return self._single(_handling.load(self._handler, _url(index, path), given))
 
     def _wait_for(self, step: int) -> None:
         if any(handle.step == step and not handle.done() for handle in self._saves):
@@ -389,17 +383,6 @@ class CheckpointManager(AbstractCheckpointManager):
             self._writer.close()
             self.reload()
         self._handler.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 _Composite, _is_args, _ours = args.Composite, args.is_args, args.as_ours

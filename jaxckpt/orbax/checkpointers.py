@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import TracebackType
 from typing import Any, Self
 
 from etils import epath
@@ -11,7 +10,7 @@ from etils import epath
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import save_async
 from jaxckpt.errors import StepExists
-from jaxckpt.orbax import _policies, args, handlers, metadata, options
+from jaxckpt.orbax import _handling, _policies, args, handlers, metadata, options
 from jaxckpt.storage import locate
 
 
@@ -19,7 +18,20 @@ class DestinationExists(StepExists, ValueError):
     """The directory exists, and `force` is not set."""
 
 
-class AbstractCheckpointer:
+class Closing:
+    """Closes itself at the end of its `with`."""
+
+    def close(self) -> None:
+        """Ends what is under way."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class AbstractCheckpointer(Closing):
     """The base of checkpointers."""
 
 
@@ -68,15 +80,15 @@ class Checkpointer(AbstractCheckpointer):
                 "force=True: jaxckpt replaces a checkpoint once the new one is complete; Orbax "
                 "deletes the old one before it writes. See docs/orbax.md."
             )
-        items = handlers.store(
-            self._handler, handlers.made_for(self._handler, "save", given, named)
+        items = _handling.store(
+            self._handler, _handling.made_for(self._handler, "save", given, named)
         )
         flat = {"item": None} if "" in items else {}
         overwrite = force and (True if storage.atomic_rename else "delete_first")
         try:
             self._saving = save_async(
                 path,
-                handlers.Several(items),
+                _handling.Several(items),
                 overwrite=overwrite,
                 custom_metadata=metadata,
                 **flat,
@@ -99,8 +111,8 @@ class Checkpointer(AbstractCheckpointer):
         storage, where = locate(directory)
         if storage.kind(where) is None:
             raise FileNotFoundError(f"Checkpoint at {directory} not found.")
-        given = handlers.made_for(self._handler, "restore", given, named)
-        return handlers.load(self._handler, os.fspath(directory), given)
+        given = _handling.made_for(self._handler, "restore", given, named)
+        return _handling.load(self._handler, os.fspath(directory), given)
 
     def metadata(self, directory: str | os.PathLike[str]) -> Any:
         """Describes a checkpoint, without reading its arrays."""
@@ -111,7 +123,7 @@ class Checkpointer(AbstractCheckpointer):
         except (FileNotFoundError, NotImplementedError, ValueError, TypeError):
             item = None
         found = metadata.of_step(metadata.found_at(directory), item)
-        found.item_handlers = handlers.typestr(self._handler)
+        found.item_handlers = _handling.typestr(self._handler)
         return found
 
     def structure(self, directory: str | os.PathLike[str]) -> Any:
@@ -122,17 +134,6 @@ class Checkpointer(AbstractCheckpointer):
         """Waits for a save under way."""
         self._wait()
         self._handler.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class AsyncCheckpointer(Checkpointer):

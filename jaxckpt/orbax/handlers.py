@@ -1,154 +1,24 @@
-"""Handlers: how an item is stored and restored.
-
-A handler of this module tells jaxckpt what to store, and jaxckpt writes it. Any other handler, such
-as Grain's, writes into a temporary directory, whose files are stored.
-"""
+"""Handlers: how an item of each kind is stored and restored."""
 
 from __future__ import annotations
 
-import abc
 import json
-import os
 import posixpath
-import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from etils import epath
 
-from jaxckpt._save.save import save
-from jaxckpt._save.snapshot import FileItem, SaveItem, take_tree
-from jaxckpt._save.snapshot import Items as Several
-from jaxckpt.errors import StepExists
-from jaxckpt.format import jsontext, names
-from jaxckpt.multihost import Processes
-from jaxckpt.orbax import _trees, args, metadata, options, transform_utils
-from jaxckpt.storage import locate
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stored:
-    """An item to store, as a tree or as files by their paths in the item."""
-
-    tree: Any = None
-    files: Mapping[str, bytes] | None = None
-    handler: str  # the name in the checkpoint
-
-    def __call__(self, name: str, processes: Processes) -> SaveItem:
-        """Copies this process's share to the host."""
-        if self.files is None:
-            item = take_tree(name, self.tree, processes, copy=True)
-            item.handler = self.handler
-            return item
-        own = names.process_file(processes.index, processes.count)
-        mine = {file: data for file, data in self.files.items() if file == own}
-        shared = {file: data for file, data in self.files.items() if file != own}
-        return FileItem(name=name, mine=mine, shared=lambda: shared, handler=self.handler)
-
+from jaxckpt.format import names
+from jaxckpt.orbax import _handling, _trees, args, metadata, options, transform_utils
+from jaxckpt.orbax._handling import AsyncCheckpointHandler as AsyncCheckpointHandler
+from jaxckpt.orbax._handling import CheckpointHandler as CheckpointHandler
+from jaxckpt.orbax._handling import Future as Future
+from jaxckpt.orbax._handling import Items, Ours, Stored, read_text, typestr
 
 _handler_class = args.get_registered_handler_cls
-# What makes a directory a checkpoint. A handler may save with another one into its own directory.
-_OF_CHECKPOINTS = (names.COMMIT_MARKER, names.RECORD, names.CHECKPOINT_METADATA, names.WRITER)
-Items = Mapping[str, Stored]  # by path in the item, "" for the item itself
-
-
-class CheckpointHandler(abc.ABC):
-    """Stores and restores objects of one kind; a program's own handlers are below it."""
-
-    @abc.abstractmethod
-    def save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> None:
-        """Writes an object into a directory that exists."""
-
-    @abc.abstractmethod
-    def restore(self, directory: epath.Path, *args: Any, **kwargs: Any) -> Any:
-        """Returns the object in a directory."""
-
-    def metadata(self, directory: epath.Path) -> Any:
-        """Describes the object in a directory."""
-        raise NotImplementedError(f"{type(self).__name__} has no metadata")
-
-    def finalize(self, directory: epath.Path) -> None:  # noqa: B027  # may be left out
-        """Ends a save, before it is committed."""
-
-    def close(self) -> None:  # noqa: B027  # may be left out
-        """Releases what the handler holds."""
-
-    @classmethod
-    def typestr(cls) -> str:
-        """Returns the name by which a checkpoint refers to the handler."""
-        return f"{cls.__module__}.{cls.__qualname__}"
-
-
-class Future(Protocol):
-    """Stands for the rest of an asynchronous save of a handler."""
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Waits for the end."""
-        ...
-
-
-class AsyncCheckpointHandler(CheckpointHandler):
-    """A handler with a save in the background, which is not used: jaxckpt copies the files."""
-
-    @abc.abstractmethod
-    async def async_save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> Any:
-        """Begins to write an object into a directory."""
-
-
-class _Ours(AsyncCheckpointHandler):
-    """A handler whose items jaxckpt writes."""
-
-    _MODULE: str  # in which Orbax has the class
-
-    def _stored(self, given: Any) -> Items:
-        """Returns what to store for args."""
-        raise NotImplementedError
-
-    def _restored(self, path: str, given: Any) -> Any:
-        """Returns the object at a path for args."""
-        raise NotImplementedError
-
-    def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Writes an object into a directory, replacing a checkpoint there."""
-        items = Several(self._stored(made(self, "save", args, kwargs)))
-        try:
-            save(directory, items, item=None, overwrite=True)
-        except StepExists:  # another handler writes there too
-            with tempfile.TemporaryDirectory() as folder:
-                save(f"{folder}/item", items, item=None)
-                for name, data in _files_in(f"{folder}/item").items():
-                    file = epath.Path(directory) / name
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_bytes(data)
-
-    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Writes an object into a directory, and returns nothing to wait for."""
-        self.save(directory, *args, **kwargs)
-
-    def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns the object in a directory."""
-        return self._restored(os.fspath(directory), made(self, "restore", args, kwargs))
-
-    @classmethod
-    def typestr(cls) -> str:
-        """Returns Orbax's name, so that Orbax can read the item."""
-        if cls.__module__ != __name__:
-            return super().typestr()
-        return f"orbax.checkpoint._src.handlers.{cls._MODULE}.{cls.__qualname__}"
-
-    def _file(self, name: str, text: str) -> Items:
-        return {"": Stored(files={name: text.encode()}, handler=self.typestr())}
-
-
-def read_text(directory: str, name: str) -> str:
-    """Reads a small file; FileNotFoundError if it is missing."""
-    storage, path = locate(directory)
-    return storage.read(f"{path}/{name}", max_bytes=jsontext.MAX_BYTES).decode()
-
 
 # --- trees -----------------------------------------------------------------------------------
 
@@ -170,7 +40,7 @@ def _check_tree(tree: Any) -> None:
         raise ValueError("Found empty item.")
 
 
-class PyTreeCheckpointHandler(_Ours):
+class PyTreeCheckpointHandler(Ours):
     """Stores a tree; restores it with a type for each leaf."""
 
     _MODULE = "pytree_checkpoint_handler"
@@ -234,7 +104,7 @@ class StandardCheckpointHandler(PyTreeCheckpointHandler):
 # --- single values ---------------------------------------------------------------------------
 
 
-class ArrayCheckpointHandler(_Ours):
+class ArrayCheckpointHandler(Ours):
     """Stores one array or number."""
 
     _MODULE = "array_checkpoint_handler"
@@ -254,7 +124,7 @@ class ArrayCheckpointHandler(_Ours):
         return found[self._name] if isinstance(found, dict) else found
 
 
-class JsonCheckpointHandler(_Ours):
+class JsonCheckpointHandler(Ours):
     """Stores JSON."""
 
     _MODULE = "json_checkpoint_handler"
@@ -270,7 +140,7 @@ class JsonCheckpointHandler(_Ours):
         return json.loads(read_text(path, self._filename))
 
 
-class ProtoCheckpointHandler(_Ours):
+class ProtoCheckpointHandler(Ours):
     """Stores a protocol buffer, as text."""
 
     _MODULE = "proto_checkpoint_handler"
@@ -290,7 +160,7 @@ class ProtoCheckpointHandler(_Ours):
         return text_format.Parse(read_text(path, self._filename), given.item())
 
 
-class _RandomKey(_Ours):
+class _RandomKey(Ours):
     """Stores a key in one directory, and its kind in another beside it."""
 
     _MODULE = "random_key_checkpoint_handler"
@@ -341,87 +211,6 @@ class NumpyRandomKeyCheckpointHandler(_RandomKey):
     def _restored(self, path: str, given: Any) -> Any:
         found = PyTreeCheckpointHandler().restore(f"{path}/{self._name}")
         return tuple(found) if self._kind(path)["legacy"] else found
-
-
-# --- any handler -----------------------------------------------------------------------------
-
-
-@dataclass
-class _Loose(args.CheckpointArgs):
-    """The arguments of a handler without args of its own."""
-
-    positional: tuple[Any, ...]
-    named: Mapping[str, Any]
-
-
-def made(handler: Any, verb: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """Returns the args among the arguments of a call, or those that the handler's class makes."""
-    for one in (*given, *named.values()):
-        if args.is_args(one):
-            return args.as_ours(one)
-    for cls in type(handler).__mro__:
-        if args.has_registered_args(cls):
-            return args.get_registered_args_cls(cls)[verb == "restore"](*given, **named)
-    return _Loose(given, named)
-
-
-def made_for(handler: Any, verb: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """Returns the args of a call, or its arguments for a handler that has no args of its own."""
-    if _is_plain(handler, verb) or args.has_registered_args(handler):
-        return made(handler, verb, given, named)
-    found = next((one for one in (*given, *named.values()) if args.is_args(one)), None)
-    return _Loose(given, named) if found is None else args.as_ours(found)
-
-
-def store(handler: Any, given: Any) -> Items:
-    """Returns what a handler stores for args.
-
-    A handler that is not of this module writes into a temporary directory, and so does one whose
-    class overrides how it saves.
-    """
-    if _is_plain(handler, "save") and _is_plain(handler, "async_save"):
-        return handler._stored(given)
-    with tempfile.TemporaryDirectory() as folder:
-        directory = epath.Path(folder) / "item"
-        directory.mkdir()
-        _call(handler.save, directory, given)
-        handler.finalize(directory)
-        files = _files_in(directory)
-    return {"": Stored(files=files, handler=typestr(handler))}
-
-
-def _files_in(directory: str | os.PathLike[str]) -> dict[str, bytes]:
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes()
-        for path in Path(directory).rglob("*")
-        if path.is_file() and path.name not in _OF_CHECKPOINTS
-    }
-
-
-def _is_plain(handler: Any, verb: str) -> bool:
-    is_ours = isinstance(handler, _Ours)
-    return is_ours and getattr(type(handler), verb) is getattr(_Ours, verb)
-
-
-def _call(verb: Callable[..., Any], directory: epath.Path, given: Any) -> Any:
-    if isinstance(given, _Loose):
-        return verb(directory, *given.positional, **given.named)
-    return verb(directory, args=given)
-
-
-def load(handler: Any, path: str, given: Any) -> Any:
-    """Returns what a handler restores from a path for args."""
-    if _is_plain(handler, "restore"):
-        return handler._restored(path, given)
-    return _call(handler.restore, epath.Path(path), given)
-
-
-def typestr(handler: Any) -> str:
-    """Returns the name by which a checkpoint refers to a handler."""
-    cls = handler if isinstance(handler, type) else type(handler)
-    return (
-        handler.typestr() if hasattr(handler, "typestr") else f"{cls.__module__}.{cls.__qualname__}"
-    )
 
 
 # --- several items ---------------------------------------------------------------------------
@@ -475,7 +264,7 @@ def _class_of(given: Any) -> type:
     return given if isinstance(given, type) else type(given)
 
 
-class CompositeCheckpointHandler(_Ours):
+class CompositeCheckpointHandler(Ours):
     """Stores items by name, each with a handler of its own."""
 
     _MODULE = "composite_checkpoint_handler"
@@ -527,7 +316,7 @@ class CompositeCheckpointHandler(_Ours):
             if (item == name and given is None) or (item in (name, None) and type(given) is cls):
                 return handler
         found = self._named.get(name)
-        if found is None or given is None or isinstance(given, _Loose):
+        if found is None or given is None or isinstance(given, _handling.Loose):
             return found
         wanted = args.get_registered_handler_cls(given)
         return found if isinstance(found, wanted) or not args.has_registered_args(found) else None
@@ -535,7 +324,7 @@ class CompositeCheckpointHandler(_Ours):
     def _stored(self, given: Any) -> Items:
         items: dict[str, Stored] = {}
         for name, one in given.items():
-            below = store(self.handler_of(name, one), one)
+            below = _handling.store(self.handler_of(name, one), one)
             items |= {
                 posixpath.join(name, part).rstrip("/"): value for part, value in below.items()
             }
@@ -567,9 +356,9 @@ class CompositeCheckpointHandler(_Ours):
         if handler is None and every:
             handler = _saved_handler(name, saved)
         if given is not None:
-            return load(self.handler_of(name, given), path, given)
+            return _handling.load(self.handler_of(name, given), path, given)
         handler = handler or self.handler_of(name, None)
-        return load(handler, path, made_for(handler, "restore", (), {}))
+        return _handling.load(handler, path, _handling.made_for(handler, "restore", (), {}))
 
     def metadata(self, directory: Any) -> Any:
         """Describes the items of a checkpoint."""

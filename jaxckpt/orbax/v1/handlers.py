@@ -26,8 +26,8 @@ from jaxckpt._save.snapshot import Items, SaveItem
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.multihost import Processes
 from jaxckpt.orbax import metadata
+from jaxckpt.orbax._handling import Stored
 from jaxckpt.orbax._trees import restore_standard
-from jaxckpt.orbax.handlers import Stored
 
 Checkpointable = Any
 AbstractCheckpointable = Any
