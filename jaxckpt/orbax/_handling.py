@@ -16,10 +16,9 @@ from typing import Any, Protocol
 
 from etils import epath
 
-from jaxckpt._save.save import save
+from jaxckpt import StepExists, save
 from jaxckpt._save.snapshot import FileItem, SaveItem, take_tree
 from jaxckpt._save.snapshot import Items as Several
-from jaxckpt.errors import StepExists
 from jaxckpt.format import jsontext, names
 from jaxckpt.multihost import Processes
 from jaxckpt.orbax import args

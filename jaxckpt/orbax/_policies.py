@@ -13,8 +13,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, Protocol
 
-from jaxckpt._run.retention import KeepPolicy
-from jaxckpt._run.schedule import SavePolicy
+from jaxckpt import KeepPolicy, SavePolicy
 from jaxckpt.orbax._records import record
 from jaxckpt.types import StepInfo
 

@@ -15,8 +15,8 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import NamedSharding, Sharding
 
-from jaxckpt._inspect.open import Checkpoint
-from jaxckpt._inspect.open import open as open_checkpoint
+from jaxckpt import Checkpoint
+from jaxckpt import open as open_checkpoint
 
 PLACEHOLDER: Final = ...  # in a target: a leaf that is not restored
 

@@ -14,10 +14,9 @@ from typing import Any, Final
 
 from etils import epath
 
-from jaxckpt._run import manager as _native
+import jaxckpt
+from jaxckpt import SaveHandle, StepExists
 from jaxckpt._run.index import StepIndex, run_metadata
-from jaxckpt._save.handle import SaveHandle
-from jaxckpt.errors import StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
 from jaxckpt.orbax import _handling, _policies, args, checkpointers, handlers, metadata, options
@@ -86,7 +85,7 @@ class CheckpointManager(AbstractCheckpointManager):
         self._steps = self._index.steps()
         self._facts: dict[int, StepInfo] = {}
         self._saves: list[SaveHandle] = []
-        self._writer: _native.CheckpointManager | None = None
+        self._writer: jaxckpt.CheckpointManager | None = None
         self._metadata = dict(metadata or {}) if self._options.save_root_metadata else {}
         if self._metadata and not self._options.read_only:
             self._open()
@@ -99,14 +98,14 @@ class CheckpointManager(AbstractCheckpointManager):
         naming = StepNames(prefix=prefix, digits=digits) if named else None
         return StepIndex(*locate(directory), naming=naming, quiet=True)
 
-    def _open(self) -> _native.CheckpointManager:
+    def _open(self) -> jaxckpt.CheckpointManager:
         """Returns the manager that saves; a new one if another took over in this process."""
         writer = self._writer
         if writer is None or writer._opening.ended:
             prefix, digits = _naming(self._options)
             given = self._options.async_options or AsyncOptions()
             called = given.post_finalization_callback
-            self._writer = writer = _native.CheckpointManager(
+            self._writer = writer = jaxckpt.CheckpointManager(
                 self._index.root if self._index.storage.scheme == "file" else self._directory,
                 save=_policies.save_policy(self._options.saves(), self._infos, self._is_busy),
                 keep=self._keep,

@@ -7,9 +7,7 @@ from typing import Any, Self
 
 from etils import epath
 
-from jaxckpt._save.handle import SaveHandle
-from jaxckpt._save.save import save_async
-from jaxckpt.errors import StepExists
+from jaxckpt import SaveHandle, StepExists, save_async
 from jaxckpt.orbax import _handling, _policies, args, handlers, metadata, options
 from jaxckpt.storage import locate
 

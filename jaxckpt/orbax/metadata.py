@@ -13,9 +13,9 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxckpt import open as open_checkpoint
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
-from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt.format import names
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.orbax import _trees

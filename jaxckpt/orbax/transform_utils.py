@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxckpt._inspect.open import open as open_checkpoint
+from jaxckpt import open as open_checkpoint
 from jaxckpt.orbax import _trees
 
 

@@ -10,11 +10,9 @@ import numpy as np
 from etils import epath
 from jax import tree_util
 
+from jaxckpt import Checkpoint, CheckpointNotFound, UnsupportedFormat, restore
+from jaxckpt import open as open_checkpoint
 from jaxckpt._disk.found import Found
-from jaxckpt._inspect.open import Checkpoint
-from jaxckpt._inspect.open import open as open_checkpoint
-from jaxckpt._restore.restore import restore
-from jaxckpt.errors import CheckpointNotFound, UnsupportedFormat
 from jaxckpt.format import names
 from jaxckpt.orbax import _trees
 from jaxckpt.orbax.metadata import found_at

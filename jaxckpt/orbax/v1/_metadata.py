@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from etils import epath
 
+from jaxckpt import open as open_checkpoint
 from jaxckpt._disk.found import Found
-from jaxckpt._inspect.open import open as open_checkpoint
 from jaxckpt.orbax import _trees
 from jaxckpt.orbax.metadata import ShardingMetadata
 from jaxckpt.orbax.v1 import handlers

@@ -13,12 +13,11 @@ import jax
 import numpy as np
 from jax import tree_util
 
+from jaxckpt import SaveHandle, StepExists
+from jaxckpt import save as save_checkpoint
+from jaxckpt import save_async as start_checkpoint
 from jaxckpt._run.items import take_metrics
-from jaxckpt._save.handle import SaveHandle
-from jaxckpt._save.save import save as save_checkpoint
-from jaxckpt._save.save import save_async as start_checkpoint
 from jaxckpt._save.snapshot import Items
-from jaxckpt.errors import StepExists
 from jaxckpt.format import names
 from jaxckpt.orbax._policies import warn_once
 from jaxckpt.orbax.v1 import handlers

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from jaxckpt._save.save import save as save_checkpoint
+from jaxckpt import save as save_checkpoint
 from jaxckpt._save.snapshot import Items, SaveItem
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.multihost import Processes

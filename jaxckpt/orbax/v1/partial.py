@@ -9,10 +9,9 @@ import os
 from collections import Counter
 from typing import Any, Final
 
+from jaxckpt import CheckpointManager, restore
+from jaxckpt import open as open_checkpoint
 from jaxckpt._disk.removal import remove
-from jaxckpt._inspect.open import open as open_checkpoint
-from jaxckpt._restore.restore import restore
-from jaxckpt._run.manager import CheckpointManager
 from jaxckpt.multihost import current, lead
 from jaxckpt.orbax import _trees
 from jaxckpt.orbax.v1 import _saving

@@ -8,11 +8,9 @@ from typing import Any, Self, final
 
 from etils import epath
 
+from jaxckpt import CheckpointManager, SaveFailed, SaveHandle
+from jaxckpt import save_async as start_checkpoint
 from jaxckpt._run.index import StepIndex, run_metadata
-from jaxckpt._run.manager import CheckpointManager
-from jaxckpt._save.handle import SaveHandle
-from jaxckpt._save.save import save_async as start_checkpoint
-from jaxckpt.errors import SaveFailed
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import current, lead
 from jaxckpt.orbax import _policies
