@@ -47,7 +47,7 @@ from jaxckpt._save.save import check_metadata
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Json, current, lead, text_of
-from jaxckpt.storage import locate
+from jaxckpt.storage import locate, url_of
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
 _MAX_TIMINGS: Final = 1000
@@ -505,7 +505,8 @@ class CheckpointManager:
     def metadata(self, step: int) -> inspection.Checkpoint:
         """Returns `jaxckpt.open` of a step."""
         self._begin_call()
-        return inspection.open(self._url(self._index.check_step(as_step("metadata", step))))
+        path = self._index.check_step(as_step("metadata", step))
+        return inspection.open(url_of(self._index.storage, path))
 
     def custom_metadata(self, step: int) -> dict[str, Any]:
         """Returns the `custom_metadata` given to `save`."""
@@ -517,10 +518,6 @@ class CheckpointManager:
     def run_metadata(self) -> dict[str, Any]:
         """The `run_metadata` stored with the run, or the metadata that Orbax stored."""
         return run_metadata(self._index)
-
-    def _url(self, path: str) -> str:
-        scheme = self._index.storage.scheme
-        return path if scheme == "file" else f"{scheme}:/{path}"
 
     @property
     def problems(self) -> list[str]:

@@ -17,6 +17,7 @@ import numpy as np
 from jaxckpt._run.overview import overview
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.integrations import _palette, _steps, _svg
+from jaxckpt.storage import url_of
 from jaxckpt.types import LeafInfo, Timing
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def metric(
     from matplotlib.ticker import MaxNLocator
 
     is_root = isinstance(run, (str, os.PathLike))
-    found = overview(run if is_root else run._url(run.directory))
+    found = overview(run if is_root else url_of(run._index.storage, run.directory))
     told = _steps.story(found.steps, keep=found.keep if is_root else run.keep, now_s=time.time())
     names = _steps.metric_names(found.steps, told.metric)
     name = name or told.metric or next(iter(names), None)

@@ -27,7 +27,7 @@ from jaxckpt.orbax.options import AsyncOptions as AsyncOptions
 from jaxckpt.orbax.options import CheckpointManagerOptions as CheckpointManagerOptions
 from jaxckpt.orbax.options import FileOptions as FileOptions
 from jaxckpt.orbax.options import MultiprocessingOptions as MultiprocessingOptions
-from jaxckpt.storage import locate
+from jaxckpt.storage import locate, url_of
 from jaxckpt.types import StepInfo
 
 DEFAULT_ITEM_NAME: Final = names.DEFAULT_ITEM
@@ -79,9 +79,9 @@ class CheckpointManager(AbstractCheckpointManager):
         self._keep = _policies.keep_policy(
             self._options.keeps(), self._infos, move_to=self._options.todelete_subdir
         )
-        if self._options.create and locate(directory)[0].scheme == "file":
-            self._directory.mkdir(parents=True, exist_ok=True)
         self._index = self._index_of(directory)
+        if self._options.create:
+            self._index.storage.make_dir(self._index.root)
         self._steps = self._index.steps()
         self._facts: dict[int, StepInfo] = {}
         self._saves: list[SaveHandle] = []
@@ -106,7 +106,7 @@ class CheckpointManager(AbstractCheckpointManager):
             given = self._options.async_options or AsyncOptions()
             called = given.post_finalization_callback
             self._writer = writer = jaxckpt.CheckpointManager(
-                self._index.root if self._index.storage.scheme == "file" else self._directory,
+                url_of(self._index.storage, self._index.root),
                 save=_policies.save_policy(self._options.saves(), self._infos, self._is_busy),
                 keep=self._keep,
                 timeout_s=given.timeout_secs,
@@ -307,7 +307,7 @@ class CheckpointManager(AbstractCheckpointManager):
         path = index.check_step(operator.index(step))
         args = self._checked(items, args, is_default=self._has_default(index, path))
         given = self._composite("restore", items, restore_kwargs, args)
-        return self._single(_handling.load(self._handler, _url(index, path), given))
+        return self._single(_handling.load(self._handler, url_of(index.storage, path), given))
 
     def _wait_for(self, step: int) -> None:
         if any(handle.step == step and not handle.done() for handle in self._saves):
@@ -341,7 +341,7 @@ class CheckpointManager(AbstractCheckpointManager):
         path = self._index.check_step(step)
         if self._is_default is None:
             self._is_default = self._has_default(self._index, path)
-        found = self._handler.metadata(_url(self._index, path))
+        found = self._handler.metadata(url_of(self._index.storage, path))
         found.item_metadata = self._single(found.item_metadata)
         found.metrics = self.metrics(step) or {}
         return found
@@ -385,10 +385,6 @@ class CheckpointManager(AbstractCheckpointManager):
 
 
 _Composite, _is_args, _ours = args.Composite, args.is_args, args.as_ours
-
-
-def _url(index: StepIndex, path: str) -> str:
-    return path if index.storage.scheme == "file" else f"{index.storage.scheme}:/{path}"
 
 
 def _bare(step: int) -> StepInfo:

@@ -49,6 +49,7 @@ __all__ = [
     "locate",
     "now",
     "real",
+    "url_of",
     "usable_cores",
     "use_store",
 ]
@@ -138,6 +139,11 @@ def _storage_on(device: int) -> Storage:
         )
     local = LocalStorage(atomic_rename=not mount.is_bucket)
     return cast("Storage", LimitedStorage(local, mount))
+
+
+def url_of(storage: Storage, path: str) -> str:
+    """Returns what `locate` takes for this path again."""
+    return f"memory:/{path}" if storage.scheme == "memory" else path
 
 
 def free_bytes(path: str) -> int | None:

@@ -126,6 +126,8 @@ def test_a_run_keeps_its_last_steps(root, tree):
     with jaxckpt.CheckpointManager(f"{root}/run", keep=jaxckpt.KeepPolicy(last=2)) as manager:
         assert manager.all_steps() == [2, 3]
         assert_same(manager.restore(), {**tree, "step": 3})
+        assert manager.metadata(3).leaves["w"].shape == (512, 512)
+        assert "data not read" in manager._repr_html_()
         manager.save(4, {**tree, "step": 4})
 
     files = locate(root)[0].files(f"{root}/run")

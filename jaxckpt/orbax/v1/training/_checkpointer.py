@@ -64,11 +64,11 @@ class Checkpointer:
         self._context = Context(context or get_context())
         self._naming = naming(step_name_format)
         self.directory = epath.Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
         prefix, digits = self._naming.values() if self._naming else (None, None)
         named = prefix is not None or digits is not None
         names = StepNames(prefix=prefix, digits=digits) if named else None
         self._index = StepIndex(*locate(directory), naming=names, quiet=True)
+        self._index.storage.make_dir(self._index.root)
         self._saves = save_decision_policy or _DEFAULT
         self._keeps = preservation_policy or _policies.PreserveAll()
         self._custom_metadata = custom_metadata
