@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, final
 
 from jaxckpt._core import notebook
@@ -41,26 +41,24 @@ class Checkpoint:
         items: Names of all items of the checkpoint.
         custom_metadata: The custom metadata passed to `save`.
         lineage: The source, if `fork`, `convert` or `import_safetensors` made the checkpoint.
-        leaves: The leaves by path, in tree order. A path is the keys joined by `/`; a `/` in a key
-            is written `~1`, a `~` is written `~0`.
     """
 
     def __init__(self, found: Found, opened: Item | JsonItem, below: Path = ()) -> None:
-        tree = opened if isinstance(opened, Item) else None
-        self._opened = opened
-        self._tree = tree
-        self._below = below
+        self._opened, self._below = opened, below
+        self._tree = opened if isinstance(opened, Item) else None
         self.path = found.path
         self.item = opened.name
         self.items = tuple(found.items)
         self.custom_metadata: Mapping[str, Any] = dict(found.metadata.custom_metadata or {})
         self.lineage: Mapping[str, Any] = dict(found.record.lineage if found.record else {})
-        shardings = {} if tree is None else _shardings(tree)
-        leaves = () if tree is None else tree.tree.leaves
-        self.leaves: Mapping[str, LeafInfo] = {
-            leaf.text: _info(leaf, shardings.get(leaf.name)) for leaf in leaves
-        }
+        self._shardings = {} if self._tree is None else _shardings(self._tree)
         self._found = found
+
+    @cached_property
+    def leaves(self) -> Mapping[str, LeafInfo]:
+        """The leaves by path, in tree order; a path has `~1` for a `/` in a key, `~0` for a `~`."""
+        leaves = () if self._tree is None else self._tree.tree.leaves
+        return {leaf.text: _info(leaf, self._shardings.get(leaf.name)) for leaf in leaves}
 
     @property
     def size_bytes(self) -> int:

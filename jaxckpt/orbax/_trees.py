@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import NamedSharding, Sharding
 
-from jaxckpt import Checkpoint
+from jaxckpt import Checkpoint, restore
 from jaxckpt import open as open_checkpoint
 
 PLACEHOLDER: Final = ...  # in a target: a leaf that is not restored
@@ -25,7 +26,12 @@ Names = tuple[str, ...]  # the keys on the way to a leaf
 
 def names_of(keys: tuple[Any, ...]) -> Names:
     """Returns a key path of JAX as text."""
-    return tuple(tree_util.keystr((key,), simple=True) for key in keys)
+    return tuple(map(_name_of, keys))
+
+
+@lru_cache(1 << 16)
+def _name_of(key: Any) -> str:
+    return tree_util.keystr((key,), simple=True)
 
 
 def by_name(tree: Any) -> dict[Names, Any]:
@@ -49,6 +55,8 @@ def plain(tree: Any, *, keep_empty: bool = False) -> Any:
         >>> plain([{0: (1, np.float32(2))}, optax.EmptyState(), ()])
         [{'0': [1, 2.0]}, None, ()]
     """
+    if type(tree) is dict and tree:  # the same as below, but quick
+        return {str(key): plain(tree[key], keep_empty=keep_empty) for key in sorted(tree)}
     below, _ = tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     if not below:
         kept = keep_empty or tree is None or type(tree) in (dict, list, tuple)
@@ -82,11 +90,12 @@ def restore_standard(
         target: Arrays, `jax.ShapeDtypeStruct`s, numbers; `PLACEHOLDER` for a leaf to leave out.
         strict: If False, arrays are cut off or padded to the shapes of the target.
     """
-    found = open_checkpoint(path)
     if target is None:
-        return plain(found.restore())
-    is_any_free = any(map(_is_free, jax.tree.leaves(target)))
-    saved = by_name(found.abstract()) if is_any_free else {}
+        return plain(restore(path))
+    if not any(map(_is_free, jax.tree.leaves(target))):
+        return restore_like(path, target, resize=not strict)
+    found = open_checkpoint(path)
+    saved = by_name(found.abstract())
 
     def wanted(names: Names, leaf: Any) -> Any:
         is_host = not isinstance(saved.get(names, leaf), jax.ShapeDtypeStruct)
@@ -115,9 +124,9 @@ def restore_pytree(
         partial: Whether saved leaves that are not in the target are left out, and leaves that were
             not saved keep the values in the target.
     """
-    found = open_checkpoint(path)
     if target is None and restore_args is None:
-        return plain(found.restore())
+        return plain(restore(path))
+    found = open_checkpoint(path)
     abstract = plain(found.abstract())
     saved, args = by_name(abstract), by_name(restore_args)
     resize = any(getattr(arg, "strict", True) is False for arg in args.values())
@@ -132,13 +141,20 @@ def restore_pytree(
 
 
 def restore_like(
-    found: Checkpoint, like: Any, *, resize: bool = False, partial: bool = False
+    source: str | os.PathLike[str] | Checkpoint,
+    like: Any,
+    *,
+    resize: bool = False,
+    partial: bool = False,
 ) -> Any:
     """Restores onto a target, without the leaves that are `PLACEHOLDER` or None there."""
     leaves = tree_util.tree_leaves_with_path(like, is_leaf=lambda node: node is None)
     left_out = ["/".join(names_of(keys)) for keys, x in leaves if x is None or x is PLACEHOLDER]
-    skipped = [name for name in left_out if getattr(found.leaves.get(name), "kind", "") != "empty"]
     others: dict[str, Any] = {"extra": "ignore", "missing": "keep"} if partial else {}
+    if not left_out and not isinstance(source, Checkpoint):
+        return restore(source, like, resize=resize, **others)
+    found = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    skipped = [name for name in left_out if getattr(found.leaves.get(name), "kind", "") != "empty"]
     return found.restore(like, resize=resize, skip=skipped or None, **others)
 
 
@@ -153,7 +169,7 @@ def wanted_leaf(saved: Any, args: Any) -> Any:
         return saved
     shape, saved_dtype = np.shape(saved), getattr(saved, "dtype", None) or np.asarray(saved).dtype
     sharding = sharding_of(args)
-    if jax.numpy.issubdtype(saved_dtype, jax.dtypes.prng_key):
+    if not isinstance(saved_dtype, np.dtype):  # that of keys
         return _placed(shape, saved_dtype, _cut(sharding, len(shape)))
     sizes = (getattr(args, name, None) for name in ("global_shape", "shape"))
     shape = next((tuple(size) for size in sizes if size is not None), shape)

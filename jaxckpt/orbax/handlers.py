@@ -90,15 +90,20 @@ class StandardCheckpointHandler(PyTreeCheckpointHandler):
                 "StandardCheckpointHandler / StandardSave does not support single arrays or "
                 "scalars. Use ArrayCheckpointHandler / ArraySave"
             )
-        for path, leaf in _trees.by_name(given.item).items():
-            if not isinstance(leaf, (int, float, complex)) and not hasattr(leaf, "dtype"):
-                raise ValueError(f"Unsupported type: {type(leaf)} for key: {path}.")
+        if not all(map(_has_dtype, jax.tree.leaves(given.item))):
+            wrong = {k: v for k, v in _trees.by_name(given.item).items() if not _has_dtype(v)}
+            key = next(iter(wrong))
+            raise ValueError(f"Unsupported type: {type(wrong[key])} for key: {key}.")
         return super()._stored(given)
 
     def _restored(self, path: str, given: Any) -> Any:
         if given.support_layout:
             raise NotImplementedError("support_layout: layouts are not restored")
         return _trees.restore_standard(path, given.item, strict=given.strict)
+
+
+def _has_dtype(leaf: Any) -> bool:
+    return isinstance(leaf, (int, float, complex)) or hasattr(leaf, "dtype")
 
 
 # --- single values ---------------------------------------------------------------------------
