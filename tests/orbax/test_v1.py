@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,8 @@ import jaxckpt
 from tests.orbax.twice import raised, twice
 
 pytest.importorskip("orbax.checkpoint")
+from orbax.checkpoint.experimental import v1 as orbax_v1
+
 import jaxckpt.orbax.v1 as ocp
 
 # Orbax leaves coroutines behind where a save fails.
@@ -129,6 +132,7 @@ def test_errors_are_those_of_orbax(tmp_path):
             raised(ocp.save, path / "a", tree),
             raised(ocp.save, path / "empty", tree),
             raised(ocp.save, path / "b", {"x": object()}),
+            raised(ocp.save, path / "b", {"x": 2j}),
             raised(ocp.save, path / "b", {}),
             raised(ocp.save, path / "b", None),
             raised(ocp.save_checkpointables, path / "b", {}),
@@ -151,6 +155,27 @@ def test_errors_are_those_of_orbax(tmp_path):
             ocp.is_orbax_checkpoint(path / "a"),
             ocp.is_orbax_checkpoint(path / "missing"),
         ]
+
+    twice(program, tmp_path, api="v1")
+
+
+def test_missing_files_and_handlers_are_the_same_errors(tmp_path):
+    """What describes a tree or a checkpoint is gone, or the registry has no handler for it."""
+    items = {"state": {"w": jnp.ones(1)}, "other": {"w": jnp.ones(2)}}
+    orbax_v1.save_checkpointables(tmp_path / "a", items)
+
+    def program(ocp, path):
+        shutil.copytree(tmp_path / "a", path / "a")
+        context = ocp.Context()
+        registry = ocp.handlers.local_registry(include_global_registry=False)
+        context.checkpointables.registry = registry
+        with context:
+            found = [raised(ocp.load, path / "a")]
+        (path / "a" / "other" / "_METADATA").unlink()
+        found += [raised(ocp.load, path / "a", checkpointable_name="other")]
+        found += [raised(ocp.load_checkpointables, path / "a", {"other": None})]
+        (path / "a" / "_CHECKPOINT_METADATA").unlink()
+        return [*found, raised(ocp.load, path / "a")]
 
     twice(program, tmp_path, api="v1")
 
@@ -333,7 +358,7 @@ def test_partial_saves(tmp_path):
 
     ocp.partial.save(tmp_path / "b", {"w": 1})
     with pytest.raises(ocp.partial.PartialSaveReplacementError, match="w"):
-        ocp.partial.save(tmp_path / "b", {"w": 2})
+        ocp.partial.save(tmp_path / "b", {"w": {"below": 2}})
 
 
 def test_merge(tmp_path):

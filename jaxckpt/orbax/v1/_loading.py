@@ -10,7 +10,7 @@ import numpy as np
 from etils import epath
 from jax import tree_util
 
-from jaxckpt import Checkpoint, CheckpointNotFound, UnsupportedFormat, restore
+from jaxckpt import Checkpoint, CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat, restore
 from jaxckpt import open as open_checkpoint
 from jaxckpt._disk.found import Found
 from jaxckpt.format import names
@@ -29,7 +29,7 @@ from jaxckpt.orbax.v1._saving import (
 )
 from jaxckpt.orbax.v1.errors import DeletionInProgressError, InvalidLayoutError
 from jaxckpt.orbax.v1.options import CheckpointLayout
-from jaxckpt.storage import real
+from jaxckpt.storage import locate, real
 
 PLACEHOLDER: Final = _trees.PLACEHOLDER
 # Leaves of a target that mean the same to jaxckpt.
@@ -47,15 +47,17 @@ def found_checkpoint(path: PathLike) -> Found:
     Raises:
         InvalidLayoutError: there is none.
     """
+    unknown = f"Could not recognize the checkpoint at {path} as a valid Orbax checkpoint"
     try:
         found = found_at(path)
     except CheckpointNotFound as error:
-        raise InvalidLayoutError(f"{path} is not an Orbax checkpoint: {error}") from error
+        raise InvalidLayoutError(f"{unknown}: {error}") from error
     where = real(found.storage, os.path.abspath(path)) if "://" not in str(path) else found.path
     if found.path != where or found.is_file:
-        raise InvalidLayoutError(
-            f"{path} is not an Orbax checkpoint, but {found.path} is. Load that instead."
-        )
+        raise InvalidLayoutError(f"{unknown}, but {found.path} is one. Load that instead.")
+    there = found.contents(found.path)
+    if names.ORBAX_MARKER in there and names.CHECKPOINT_METADATA not in there:
+        raise InvalidLayoutError(f"{unknown}: it has no {names.CHECKPOINT_METADATA}")
     return found
 
 
@@ -82,8 +84,13 @@ def item_path(path: PathLike, found: Found, name: str | None) -> str:
         name = trees[0]
     if name not in trees:
         has = ", ".join(trees) or ("checkpointable_name=None" if is_flat else "none")
-        raise InvalidLayoutError(f"{path} has no tree {name!r}; its trees: {has}")
+        raise _no_tree(path, f"{name!r}. Its trees: {has}")
     return os.path.join(path, name)
+
+
+def _no_tree(path: PathLike, what: str) -> InvalidLayoutError:
+    told = f"Failed to interpret path {path} as a checkpoint with an Orbax PyTree"
+    return InvalidLayoutError(f"{told} {what}")
 
 
 def is_tree(found: Found, name: str) -> bool:
@@ -107,7 +114,16 @@ def load(
     if has_tensors(path):
         return _load_tensors(path, target)
     found = found_checkpoint(path)
-    return load_tree(item_path(path, found, checkpointable_name), target)
+    folder = item_path(path, found, checkpointable_name)
+    name = os.path.basename(folder)
+    saved_by = found.metadata.handlers.get(name if folder != os.fspath(path) else "", "")
+    handlers.check_tree_handler(get_context().checkpointables.registry, name, saved_by, target)
+    try:
+        return load_tree(folder, target)
+    except CorruptCheckpoint as error:
+        if not _lacks_tree(error):
+            raise
+        raise _no_tree(path, f"in {folder}: {error}") from error
 
 
 def load_checkpointables(path: PathLike, abstract_checkpointables: Any = None) -> dict[str, Any]:
@@ -123,12 +139,15 @@ def load_checkpointables(path: PathLike, abstract_checkpointables: Any = None) -
     refuse_tensors(path, "load")
     found = found_checkpoint(path)
     if "" in found.items:
-        raise InvalidLayoutError(f"{path} is one tree, without items. Use `load`")
+        raise InvalidLayoutError(f"{path} is one tree, with no named checkpointables. Use `load`")
     there = item_names(found)
     if found.deleting in (targets or ()):
         raise DeletionInProgressError(f"{path}: item {found.deleting!r} is being deleted")
     if missing := (targets or {}).keys() - {*there}:
-        raise KeyError(f"{path} has no items {sorted(missing)}; it has {there}")
+        raise KeyError(
+            f"Requested checkpointables: {sorted(missing)} for loading were not found in the "
+            f"checkpoint {path}, which has {there}"
+        )
     return {n: _load_item(path, found, n, t) for n, t in (targets or dict.fromkeys(there)).items()}
 
 
@@ -143,12 +162,23 @@ def _load_item(path: PathLike, found: Found, name: str, target: Any) -> Any:
         return load_tree(folder, target)
     try:
         return restore(path, item=name)
-    except (UnsupportedFormat, CheckpointNotFound) as error:
+    except (UnsupportedFormat, CheckpointNotFound, CorruptCheckpoint) as error:
+        if isinstance(error, CorruptCheckpoint) and not _lacks_tree(error):
+            raise
         if saved_by.endswith(handlers.StatefulCheckpointableHandler.__name__):
             raise ValueError(
                 f"{folder}: pass the `StatefulCheckpointable` object to load"
             ) from error
-        raise handlers.NoEntryError(f"{folder}: register {saved_by}, which saved it") from error
+        raise handlers.NoEntryError(
+            f"Failed to load checkpointable: {name!r} due to incompatible handler: {saved_by!r} "
+            f"saved {folder}; register it, or one for the name. {error}"
+        ) from error
+
+
+def _lacks_tree(error: CorruptCheckpoint) -> bool:
+    """Returns whether an error is about the file that describes a tree, which is missing."""
+    file = error.file or ""
+    return file.endswith(f"/{names.TREE_METADATA}") and locate(file)[0].kind(file) is None
 
 
 def load_tree(path: PathLike, target: Any = None) -> Any:

@@ -28,6 +28,7 @@ from jaxckpt.multihost import Processes
 from jaxckpt.orbax import metadata
 from jaxckpt.orbax._handling import Stored
 from jaxckpt.orbax._trees import restore_standard
+from jaxckpt.orbax.handlers import AlreadyExistsError, NoEntryError
 
 Checkpointable = Any
 AbstractCheckpointable = Any
@@ -35,7 +36,8 @@ Taker = Callable[[str, Processes], SaveItem]
 
 _V: Final = TypeVar("_V")
 _A: Final = TypeVar("_A")
-_LEAVES: Final = (jax.Array, np.ndarray, np.generic, int, float, bool, complex, str, bytes)
+_LEAVES: Final = (jax.Array, np.ndarray, np.generic, int, float, bool, str, bytes)
+_LEAF_TYPES: Final = "jax.Array | numpy.ndarray | int | float | numpy.number | bytes | bool | str"
 
 
 @runtime_checkable
@@ -61,14 +63,6 @@ class CheckpointableHandler(Protocol[_V, _A]):
     def is_handleable(self, checkpointable: Any) -> bool: ...
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None: ...
-
-
-class NoEntryError(KeyError):
-    """No handler fits."""
-
-
-class AlreadyExistsError(ValueError):
-    """The registry has this entry."""
 
 
 class UnregisteredTypeError(ValueError):
@@ -103,8 +97,8 @@ def check_tree(tree: Any) -> None:
     """Raises UnregisteredTypeError, a ValueError, for leaves that cannot be stored."""
     if wrong := _unsupported(tree):
         raise UnregisteredTypeError(
-            f"Unsupported leaf type for saving: {', '.join(sorted(map(repr, wrong)))}. Convert "
-            "them to arrays, or register a handler for the object."
+            f"Unsupported leaf type for saving: `{'`, `'.join(sorted(map(repr, wrong)))}`. "
+            f"Supported leaf types are: {_LEAF_TYPES}. Convert them, or register a handler."
         )
 
 
@@ -373,7 +367,7 @@ def register_handler(
 def for_save(registry: CheckpointableHandlerRegistry, value: Any, name: str) -> Taker:
     """Returns the function that takes a value, by the handler that saves it."""
     if value is None:
-        raise ValueError(f"checkpointable {name!r} must not be None for saving.")
+        raise ValueError(f"checkpointable must not be None for saving: {name!r}")
     entries = [(kind, named) for kind, named in registry.get_all_entries()]
     fitting = [h for kind, named in entries if not named and (h := kind()).is_handleable(value)]
     is_stateful = isinstance(value, StatefulCheckpointable) and fitting
@@ -383,8 +377,9 @@ def for_save(registry: CheckpointableHandlerRegistry, value: Any, name: str) -> 
         handler = fitting[-1]
     else:
         raise NoEntryError(
-            f"item {name!r} is a {type(value).__name__}, for which there is no handler. Register "
-            "one by register_handler, or in Context.checkpointables.registry."
+            f'Could not identify a valid handler for the checkpointable: "{name}", of type '
+            f"{type(value).__name__}. Register one by register_handler, or in "
+            "Context.checkpointables.registry."
         )
     return handler.take(value) if isinstance(handler, _Builtin) else take_files(handler, value)
 
@@ -406,3 +401,16 @@ def for_load(registry: CheckpointableHandlerRegistry, target: Any, name: str, sa
         if named is None and (handler := kind()).is_abstract_handleable(target):
             return handler
     return by_name[0] if by_name else None
+
+
+def check_tree_handler(
+    registry: CheckpointableHandlerRegistry, name: str, saved_by: str, target: Any
+) -> None:
+    """Raises NoEntryError if a registry has no handler for a tree."""
+    named = {named for _, named in registry.get_all_entries()}
+    is_told = bool(saved_by) or target is not None
+    if not ({name, names.STATE_ITEM} & named or (is_told and None in named)):
+        raise NoEntryError(
+            f"Could not resolve a handler for {name!r} and no {names.STATE_ITEM!r} handler found "
+            f"in {registry}"
+        )

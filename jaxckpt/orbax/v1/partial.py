@@ -67,14 +67,22 @@ def save_async(path: PathLike, state: Any, *, custom_metadata: Any = None) -> As
     """
     _, folder = _parts(path)
     known, new = _names.setdefault(folder, set()), {*_trees.by_name(state)}
-    if known & new:
-        raise PartialSaveReplacementError(f"{folder} has {sorted(known & new)} already")
+    if both := _overlap(known, new) | _overlap(new, known):
+        raise PartialSaveReplacementError(
+            f"Partial saving currently does not support REPLACEMENT. {folder} has {sorted(both)} "
+            "already, or what is below or above"
+        )
     steps = _steps(folder)
     number = max(_started[folder], *(step + 1 for step in steps), 0)
     response = _saving.save_async(f"{folder}/{number}", state, custom_metadata=custom_metadata)
     _started[folder] = number + 1
     known |= new
     return response
+
+
+def _overlap(above: set[_trees.Names], below: set[_trees.Names]) -> set[_trees.Names]:
+    """Returns the leaves that are, or are below, one of the others."""
+    return {leaf for leaf in below if any(leaf[: i + 1] in above for i in range(len(leaf)))}
 
 
 def finalize(path: PathLike) -> None:
