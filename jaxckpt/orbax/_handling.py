@@ -7,22 +7,26 @@ as Grain's, writes into a temporary directory, whose files are stored.
 from __future__ import annotations
 
 import abc
+import asyncio
+import contextlib
+import contextvars
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import jax
 from etils import epath
 
-from jaxckpt import StepExists, save
+from jaxckpt import SaveFailed, StepExists, save
 from jaxckpt._save.snapshot import FileItem, SaveItem, take_tree
 from jaxckpt._save.snapshot import Items as Several
-from jaxckpt.format import jsontext, names
+from jaxckpt.format import names
 from jaxckpt.multihost import Processes
 from jaxckpt.orbax import args
-from jaxckpt.storage import locate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +34,7 @@ class Stored:
     """An item to store, as a tree or as files by their paths in the item."""
 
     tree: Any = None
-    files: Mapping[str, bytes] | None = None
+    files: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]] | None = None
     handler: str  # the name in the checkpoint
 
     def __call__(self, name: str, processes: Processes) -> SaveItem:
@@ -39,9 +43,12 @@ class Stored:
             item = take_tree(name, self.tree, processes, copy=True)
             item.handler = self.handler
             return item
+        if callable(self.files) and processes.count == 1:
+            return FileItem(name=name, shared=self.files, handler=self.handler)
+        files = self.files() if callable(self.files) else self.files
         own = names.process_file(processes.index, processes.count)
-        mine = {file: data for file, data in self.files.items() if file == own}
-        shared = {file: data for file, data in self.files.items() if file != own}
+        mine = {file: data for file, data in files.items() if file == own}
+        shared = {file: data for file, data in files.items() if file != own}
         return FileItem(name=name, mine=mine, shared=lambda: shared, handler=self.handler)
 
 
@@ -86,11 +93,11 @@ class Future(Protocol):
 
 
 class AsyncCheckpointHandler(CheckpointHandler):
-    """A handler with a save in the background, which is not used: jaxckpt copies the files."""
+    """A handler with a save in the background; jaxckpt copies the files once it has ended."""
 
     @abc.abstractmethod
     async def async_save(self, directory: epath.Path, *args: Any, **kwargs: Any) -> Any:
-        """Begins to write an object into a directory."""
+        """Begins to write an object into a directory; returns futures, or None."""
 
 
 class Ours(AsyncCheckpointHandler):
@@ -122,6 +129,7 @@ class Ours(AsyncCheckpointHandler):
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Writes an object into a directory, and returns nothing to wait for."""
         self.save(directory, *args, **kwargs)
+        return []
 
     def restore(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the object in a directory."""
@@ -134,14 +142,16 @@ class Ours(AsyncCheckpointHandler):
             return super().typestr()
         return f"orbax.checkpoint._src.handlers.{cls._MODULE}.{cls.__qualname__}"
 
-    def _file(self, name: str, text: str) -> Items:
-        return {"": Stored(files={name: text.encode()}, handler=self.typestr())}
 
-
-def read_text(directory: str, name: str) -> str:
-    """Reads a small file; FileNotFoundError if it is missing."""
-    storage, path = locate(directory)
-    return storage.read(f"{path}/{name}", max_bytes=jsontext.MAX_BYTES).decode()
+@contextlib.contextmanager
+def as_raised() -> Iterator[None]:
+    """Raises the error of a handler itself instead of a SaveFailed."""
+    try:
+        yield
+    except SaveFailed as error:
+        if error.__cause__ is None or isinstance(error.__cause__, OSError):
+            raise
+        raise error.__cause__ from None
 
 
 # --- one call --------------------------------------------------------------------------------
@@ -157,38 +167,58 @@ class Loose(args.CheckpointArgs):
 
 def made(handler: Any, verb: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
     """Returns the args among the arguments of a call, or those that the handler's class makes."""
-    for one in (*given, *named.values()):
-        if args.is_args(one):
-            return args.as_ours(one)
-    for cls in type(handler).__mro__:
-        if args.has_registered_args(cls):
-            return args.get_registered_args_cls(cls)[verb == "restore"](*given, **named)
-    return Loose(given, named)
+    return _made(type(handler).__mro__, verb, given, named)
 
 
 def made_for(handler: Any, verb: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
     """Returns the args of a call, or its arguments for a handler that has no args of its own."""
-    if _is_plain(handler, verb) or args.has_registered_args(handler):
-        return made(handler, verb, given, named)
-    found = next((one for one in (*given, *named.values()) if args.is_args(one)), None)
-    return Loose(given, named) if found is None else args.as_ours(found)
+    classes = type(handler).__mro__ if _is_plain(handler, verb) else (type(handler),)
+    return _made(classes, verb, given, named)
+
+
+def _made(classes: Iterable[type], verb: str, given: Any, named: Mapping[str, Any]) -> Any:
+    for one in (*given, *named.values()):
+        if args.is_args(one):
+            return args.as_ours(one)
+    for cls in filter(args.has_registered_args, classes):
+        return args.get_registered_args_cls(cls)[verb == "restore"](*given, **named)
+    return Loose(given, named)
 
 
 def store(handler: Any, given: Any) -> Items:
     """Returns what a handler stores for args.
 
     A handler that is not of this module writes into a temporary directory, and so does one whose
-    class overrides how it saves.
+    class overrides how it saves. What it does in the background ends before the commit.
     """
     if _is_plain(handler, "save") and _is_plain(handler, "async_save"):
         return handler._stored(given)
-    with tempfile.TemporaryDirectory() as folder:
-        directory = epath.Path(folder) / "item"
-        directory.mkdir()
-        _call(handler.save, directory, given)
-        handler.finalize(directory)
-        files = _files_in(directory)
+    folder = tempfile.TemporaryDirectory()
+    directory = epath.Path(folder.name) / "item"
+    directory.mkdir()
+    is_async = hasattr(handler, "async_save")
+    rest = _call(handler.async_save if is_async else handler.save, directory, given)
+    futures = jax.tree.leaves(run(rest) if is_async else None)
+
+    def files() -> Mapping[str, bytes]:
+        with folder:
+            for future in futures:
+                future.result()
+            handler.finalize(directory)
+            return _files_in(directory)
+
     return {"": Stored(files=files, handler=typestr(handler))}
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine to its end, also where an event loop runs already, as in notebooks."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    context = contextvars.copy_context()
+    with ThreadPoolExecutor(1, "jaxckpt-orbax") as thread:
+        return thread.submit(context.run, asyncio.run, work).result()
 
 
 def _files_in(directory: str | os.PathLike[str]) -> dict[str, bytes]:

@@ -73,14 +73,15 @@ class PreservationPolicy(Protocol):
     """Decides which steps stay; a program's own class defines `should_preserve`."""
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        """Returns for each step whether it stays; the newest always does."""
+        """Returns for each step whether it stays; a manager keeps the newest, too."""
         del context
         steps = [
             StepInfo(step=c.step, saved_s=c.time.timestamp(), metrics=c.metrics or {})
             for c in checkpoints
         ]
-        kept = keep_policy(self, lambda: steps).kept(steps, now_s=time.time())
-        return [c.step in kept for c in checkpoints]
+        now_s = datetime.datetime.now(tz=datetime.UTC).timestamp()
+        why = keep_policy(self, lambda: steps).why(steps, now_s=now_s)
+        return [why.get(c.step, ("newest",)) != ("newest",) for c in checkpoints]
 
 
 PreserveAll = record("PreserveAll", "", PreservationPolicy)
@@ -183,7 +184,8 @@ def _best(policy: Any) -> dict[str, Any]:
 def _latest(policy: Any) -> dict[str, Any]:
     if policy.n == 0:
         warn_once("A policy that keeps no step: jaxckpt keeps the newest. See docs/orbax.md.")
-    return {"all": True} if policy.n is None else {"last": max(policy.n, 1)}
+        return {"when": lambda info: False}
+    return {"all": True} if policy.n is None else {"last": policy.n}
 
 
 def _custom(policy: Any) -> Container[int]:
@@ -209,6 +211,8 @@ def _apart(policy: Any, steps: Sequence[int]) -> list[int]:
 def _closest(policy: Any, steps: Sequence[int]) -> list[int]:
     """Returns the step that is closest to each multiple, and the newest."""
     n, best = policy.interval_steps, {}
+    if n == 0:
+        raise ValueError("interval_steps must not be 0")
     for step in steps:
         nearest = round(step / n)
         if nearest not in best or abs(step - nearest * n) <= abs(best[nearest] - nearest * n):

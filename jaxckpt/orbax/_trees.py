@@ -16,10 +16,12 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import NamedSharding, Sharding
 
-from jaxckpt import Checkpoint, restore
+from jaxckpt import Checkpoint, TreeMismatch, restore
 from jaxckpt import open as open_checkpoint
 
 PLACEHOLDER: Final = ...  # in a target: a leaf that is not restored
+
+_DIFFER: Final = "User-provided restore item and on-disk value differ"
 
 Names = tuple[str, ...]  # the keys on the way to a leaf
 
@@ -67,8 +69,11 @@ def plain(tree: Any, *, keep_empty: bool = False) -> Any:
     return list(children.values()) if type(tree) in (list, tuple) else children
 
 
-def nested(leaves: Mapping[Names, Any]) -> dict[str, Any]:
-    """Returns dicts of dicts with these leaves."""
+def nested(leaves: Mapping[Names, Any]) -> Any:
+    """Returns dicts of dicts with these leaves; ValueError if one of several is the whole tree."""
+    if () in leaves:
+        (tree,) = leaves.values()
+        return tree
     tree: dict[str, Any] = {}
     for names, leaf in leaves.items():
         node = tree
@@ -132,12 +137,21 @@ def restore_pytree(
     resize = any(getattr(arg, "strict", True) is False for arg in args.values())
 
     def wanted(names: Names, leaf: Any) -> Any:
-        if leaf is PLACEHOLDER or names not in saved:
-            return leaf
-        return wanted_leaf(saved[names], args.get(names))
+        if leaf is not PLACEHOLDER and names in saved:
+            return wanted_leaf(saved[names], args.get(names))
+        if leaf is PLACEHOLDER and names not in saved and _is_above(names, saved):
+            raise ValueError(f"{_DIFFER}: PLACEHOLDER stands for a leaf, not for all of {names}")
+        return leaf
 
     like = map_named(wanted, abstract if target is None else target)
-    return restore_like(found, like, resize=resize, partial=partial)
+    try:
+        return restore_like(found, like, resize=resize, partial=partial)
+    except TreeMismatch as error:
+        raise ValueError(f"{_DIFFER}: {error}") from error
+
+
+def _is_above(names: Names, saved: Mapping[Names, Any]) -> bool:
+    return any(key[: len(names)] == names for key in saved)
 
 
 def restore_like(

@@ -34,7 +34,7 @@ def register_with_handler(
 
     def register(cls: C) -> C:
         if not is_args_class(cls):
-            raise TypeError(f"{cls} must be a subclass of CheckpointArgs")
+            raise TypeError(f"{cls} must subclass CheckpointArgs")
         for verb, wanted in (("save", for_save), ("restore", for_restore)):
             if wanted:
                 _HANDLERS[verb][cls] = handler_cls
@@ -62,15 +62,19 @@ def get_registered_handler_cls(arg: Any) -> type:
     """Returns the class of handlers for args or their class."""
     cls = arg if inspect.isclass(arg) else type(arg)
     if not is_args_class(cls):
-        raise TypeError(f"{cls} must be a subclass of CheckpointArgs")
+        raise TypeError(f"{cls} must subclass CheckpointArgs")
     found = _HANDLERS["save"].get(cls) or _HANDLERS["restore"].get(cls)
     if found is None:
-        # A library such as Grain registers its args with Orbax, if that is installed.
-        theirs = sys.modules.get("orbax.checkpoint.args")
-        if theirs is None:
+        theirs = _theirs()
+        if theirs is None or not issubclass(cls, theirs.CheckpointArgs):
             raise ValueError(f"no handler is registered for {cls}; see register_with_handler")
         return theirs.get_registered_handler_cls(cls)
     return found
+
+
+def _theirs() -> Any:
+    """Returns the module in which a library such as Grain registers its args, if it is imported."""
+    return sys.modules.get("orbax.checkpoint.args")
 
 
 def get_registered_args_cls(handler: Any) -> tuple[type, type]:
@@ -81,6 +85,8 @@ def get_registered_args_cls(handler: Any) -> tuple[type, type]:
         for verb in ("save", "restore")
     ]
     if found[0] is None or found[1] is None:
+        if (theirs := _theirs()) is not None and theirs.has_registered_args(handler):
+            return theirs.get_registered_args_cls(handler)
         raise ValueError(f"no CheckpointArgs are registered for {cls}; see register_with_handler")
     return found[0], found[1]
 

@@ -74,11 +74,11 @@ class CheckpointManager(AbstractCheckpointManager):
         self._handler, self._is_default = _handler(*given)
         self._is_async = self._options.enable_async_checkpointing
         if checkpointers is not None:
-            self._is_async = any(_is_async(one) for one in _values(checkpointers))
+            of_items = checkpointers.values() if _is_mapping(checkpointers) else [checkpointers]
+            self._is_async = any(one._is_async for one in of_items)
         self._directory = epath.Path(directory)
-        self._keep = _policies.keep_policy(
-            self._options.keeps(), self._infos, move_to=self._options.todelete_subdir
-        )
+        move_to = self._options.todelete_subdir
+        self._keep = _policies.keep_policy(self._options.keeps(), self._infos, move_to=move_to)
         self._index = self._index_of(directory)
         if self._options.create:
             self._index.storage.make_dir(self._index.root)
@@ -208,13 +208,11 @@ class CheckpointManager(AbstractCheckpointManager):
             raise StepAlreadyExistsError(f"Checkpoint for step {step} already exists.")
         given = self._composite("save", items, save_kwargs, args)
         metrics = metrics if self._ranks() and not self._options.prevent_write_metrics else None
-        handle = self._open().save(
-            step,
-            _handling.Several(_handling.store(self._handler, given)),
-            metrics=metrics,
-            force=bool(force),
-            custom_metadata=custom_metadata,
-        )
+        stored = _handling.Several(_handling.store(self._handler, given))
+        with _handling.as_raised():  # an earlier save may have failed
+            handle = self._open().save(
+                step, stored, metrics=metrics, force=bool(force), custom_metadata=custom_metadata
+            )
         if handle is None:
             return False
         self._saves.append(handle)
@@ -232,7 +230,8 @@ class CheckpointManager(AbstractCheckpointManager):
         numbers = {k: v.item() if hasattr(v, "item") else v for k, v in (metrics or {}).items()}
         self._facts[step] = StepInfo(step=step, saved_s=time.time(), metrics=numbers)
         if self._keep.has_rules:
-            infos = self._infos() if self._keep.needs_facts else [_bare(s) for s in self._steps]
+            bare = [StepInfo(step=number, saved_s=0.0) for number in self._steps]
+            infos = self._infos() if self._keep.needs_facts else bare
             kept = self._keep.kept(infos, now_s=time.time())
             self._steps = [s for s in self._steps if s in kept or self._is_foreign(s)]
 
@@ -254,8 +253,11 @@ class CheckpointManager(AbstractCheckpointManager):
         if args is not None and not _is_args(args):
             raise ValueError(f"Expected args of type `CheckpointArgs`; found {type(args)}.")
         if args is not None and isinstance(args, _Composite) == self._is_default:
-            wanted = "no `Composite` for a single item" if self._is_default else "a `Composite`"
-            raise ValueError(f"Must provide `args` as {wanted}; found {type(args)}.")
+            wanted = "another type" if self._is_default else "type `Composite`"
+            many = "a single object" if self._is_default else "multiple checkpointable objects"
+            raise ValueError(
+                f"Must provide `args` of {wanted} when dealing with {many}. Found {type(args)}."
+            )
         return args
 
     def _composite(self, verb: str, items: Any, kwargs: Any, args: Any) -> Any:
@@ -352,14 +354,16 @@ class CheckpointManager(AbstractCheckpointManager):
         """Waits until all saves have ended and the steps not kept are deleted."""
         if self._writer is not None and not self._writer._opening.ended:
             try:
-                self._writer.wait_until_finished()
+                with _handling.as_raised():
+                    self._writer.wait_until_finished()
             finally:
                 self.reload()
 
     def check_for_errors(self) -> None:
         """Raises an error of a save that has ended."""
         if self._writer is not None:
-            self._writer.all_steps()
+            with _handling.as_raised():
+                self._writer.all_steps()
 
     def is_saving_in_progress(self) -> bool:
         """Returns whether a save is under way."""
@@ -379,24 +383,13 @@ class CheckpointManager(AbstractCheckpointManager):
     def close(self) -> None:
         """Waits for the saves under way, and closes the handlers."""
         if self._writer is not None:
-            self._writer.close()
+            with _handling.as_raised():
+                self._writer.close()
             self.reload()
         self._handler.close()
 
 
 _Composite, _is_args, _ours = args.Composite, args.is_args, args.as_ours
-
-
-def _bare(step: int) -> StepInfo:
-    return StepInfo(step=step, saved_s=0.0)
-
-
-def _values(checkpointers: Any) -> Sequence[Any]:
-    return [*checkpointers.values()] if isinstance(checkpointers, Mapping) else [checkpointers]
-
-
-def _is_async(checkpointer: Any) -> bool:
-    return isinstance(checkpointer, checkpointers.AsyncCheckpointer)
 
 
 def _naming(given: Any) -> tuple[str | None, int | None]:
@@ -410,16 +403,7 @@ def _naming(given: Any) -> tuple[str | None, int | None]:
 
 
 def _check_options(given: Any, logger: Any) -> None:
-    options.check(
-        logger=logger,
-        multiprocessing_options=given.multiprocessing_options,
-        file_options=given.file_options,
-        atomicity_options=given.atomicity_options,
-        temporary_path_class=given.temporary_path_class,
-        enable_per_process_directory_creation=given.enable_per_process_directory_creation,
-    )
-    if given.todelete_full_path is not None:
-        raise NotImplementedError("todelete_full_path: use jaxckpt's KeepPolicy(move_to=...)")
+    options.check(logger=logger, manager_options=given)
     if given.prevent_write_metrics and given.best_fn is not None and given.max_to_keep is not None:
         raise NotImplementedError("prevent_write_metrics: `best_fn` ranks the metrics on disk")
 

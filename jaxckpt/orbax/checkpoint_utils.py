@@ -32,21 +32,12 @@ def construct_restore_args(
     """
     if support_layout:
         raise NotImplementedError("support_layout: layouts are not restored")
-    if sharding_tree is None:
-        sharding_tree = jax.tree.map(lambda leaf: _Sharding(leaf), target)
 
-    def made(leaf: Any, sharding: Any) -> Any:
-        given = sharding.of if isinstance(sharding, _Sharding) else sharding
-        return _restore_args(leaf, given, set_global_shape, strict)
+    def made(leaf: Any, *given: Any) -> Any:
+        sharding = given[0] if given else getattr(leaf, "sharding", None)
+        return _restore_args(leaf, sharding, set_global_shape, strict)
 
-    return jax.tree.map(made, target, sharding_tree)
-
-
-class _Sharding:
-    """The sharding of a leaf, which may be None, as a leaf."""
-
-    def __init__(self, leaf: Any) -> None:
-        self.of = getattr(leaf, "sharding", None)
+    return jax.tree.map(made, target, *([] if sharding_tree is None else [sharding_tree]))
 
 
 def _restore_args(leaf: Any, sharding: Any, has_shape: bool, strict: bool) -> Any:
@@ -87,10 +78,11 @@ def checkpoints_iterator(
         with wait_for_new_checkpoint(
             checkpoint_dir, until_step=until, timeout_fn=timeout_fn, **options
         ) as found:
-            if found == -1:
+            if found == -1 and (timeout_fn is None or timeout_fn()):
                 return
-            newest = found
-            yield newest
+            if found != -1:
+                newest = found
+                yield newest
         time.sleep(max(0.0, start_s + min_interval_secs - time.monotonic()))
 
 

@@ -36,9 +36,13 @@ class AbstractCheckpointer(Closing):
 class Checkpointer(AbstractCheckpointer):
     """Saves and restores with a handler; returns when a save is committed."""
 
+    _is_async = False
+
     def __init__(self, handler: Any, **tuning: Any) -> None:
         options.check(**tuning)
         self._handler = handler
+        self._timeout_s: float | None = None
+        self._on_commit: Any = None
         self._saving: SaveHandle | None = None
 
     @property
@@ -54,7 +58,7 @@ class Checkpointer(AbstractCheckpointer):
         custom_metadata: dict[str, Any] | None = None,
         **named: Any,
     ) -> None:
-        """Saves to a directory and waits until it is committed.
+        """Saves to a directory, and waits until it is committed unless in the background.
 
         Args:
             directory: The checkpoint.
@@ -65,39 +69,42 @@ class Checkpointer(AbstractCheckpointer):
         Raises:
             ValueError: the directory exists.
         """
-        self._start(directory, given, named, force, custom_metadata)
         self._wait()
-
-    def _start(self, path: Any, given: Any, named: Any, force: bool, metadata: Any) -> None:
-        self._wait()
-        storage, where = locate(path)
-        if not force and storage.kind(where) is not None:
-            raise DestinationExists(f"Destination {path} already exists.")
-        if force and storage.atomic_rename and storage.kind(where) is not None:
+        storage, where = locate(directory)
+        is_there = storage.kind(where) is not None
+        if is_there and not force:
+            raise DestinationExists(f"Destination {directory} already exists.")
+        if is_there and storage.atomic_rename:
             _policies.warn_once(
                 "force=True: jaxckpt replaces a checkpoint once the new one is complete; Orbax "
                 "deletes the old one before it writes. See docs/orbax.md."
             )
-        items = _handling.store(
-            self._handler, _handling.made_for(self._handler, "save", given, named)
-        )
-        flat = {"item": None} if "" in items else {}
+        made = _handling.made_for(self._handler, "save", given, named)
+        items = _handling.store(self._handler, made)
+        flat: Any = {"item": None} if "" in items else {}
         overwrite = force and (True if storage.atomic_rename else "delete_first")
+        several: Any = _handling.Several(items)
+        more: Any = {"overwrite": overwrite, "custom_metadata": custom_metadata}
         try:
-            self._saving = save_async(
-                path,
-                _handling.Several(items),
-                overwrite=overwrite,
-                custom_metadata=metadata,
-                **flat,
-            )
+            self._saving = save_async(directory, several, **more, **flat)
         except StepExists as error:
             raise DestinationExists(f"{error}") from error
+        self._saving.on_end(self._committed)
+        if not self._is_async:
+            self._wait()
+
+    def _committed(self, handle: SaveHandle) -> None:
+        if handle.timing is not None and self._on_commit is not None:
+            self._on_commit()
 
     def _wait(self) -> None:
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.result()
+        if self._saving is None:
+            return
+        try:
+            with _handling.as_raised():
+                self._saving.result(self._timeout_s)
+        finally:
+            self._saving = None if self._saving.done() else self._saving
 
     def restore(self, directory: str | os.PathLike[str], *given: Any, **named: Any) -> Any:
         """Restores from a directory; the arguments are args, or those of the handler's args.
@@ -135,36 +142,15 @@ class Checkpointer(AbstractCheckpointer):
 
 
 class AsyncCheckpointer(Checkpointer):
-    """Saves in the background."""
+    """Saves in the background: `save` returns when the values may be donated or changed."""
+
+    _is_async = True
 
     def __init__(self, handler: Any, timeout_secs: int | None = None, **tuning: Any) -> None:
         given = tuning.pop("async_options", None) or options.AsyncOptions()
         super().__init__(handler, **tuning)
         self._timeout_s = timeout_secs or given.timeout_secs
         self._on_commit = given.post_finalization_callback
-
-    def save(
-        self,
-        directory: str | os.PathLike[str],
-        *given: Any,
-        force: bool = False,
-        custom_metadata: dict[str, Any] | None = None,
-        **named: Any,
-    ) -> None:
-        """Starts to save, and returns when the values may be donated, deleted or changed."""
-        self._start(directory, given, named, force, custom_metadata)
-        if self._on_commit is not None and self._saving is not None:
-            self._saving.on_end(self._committed)
-
-    def _committed(self, handle: SaveHandle) -> None:
-        if handle.timing is not None and self._on_commit is not None:
-            self._on_commit()
-
-    def _wait(self) -> None:
-        saving = self._saving
-        if saving is not None:
-            saving.result(self._timeout_s)
-        self._saving = None
 
     def check_for_errors(self) -> None:
         """Raises the error of a save that has ended."""

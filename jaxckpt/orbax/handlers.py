@@ -11,12 +11,13 @@ import jax
 import numpy as np
 from etils import epath
 
-from jaxckpt.format import names
+from jaxckpt.format import jsontext, names
 from jaxckpt.orbax import _handling, _trees, args, metadata, options, transform_utils
 from jaxckpt.orbax._handling import AsyncCheckpointHandler as AsyncCheckpointHandler
 from jaxckpt.orbax._handling import CheckpointHandler as CheckpointHandler
 from jaxckpt.orbax._handling import Future as Future
-from jaxckpt.orbax._handling import Items, Ours, Stored, read_text, typestr
+from jaxckpt.orbax._handling import Items, Ours, Stored, typestr
+from jaxckpt.storage import locate
 
 _handler_class = args.get_registered_handler_cls
 
@@ -129,40 +130,49 @@ class ArrayCheckpointHandler(Ours):
         return found[self._name] if isinstance(found, dict) else found
 
 
-class JsonCheckpointHandler(Ours):
-    """Stores JSON."""
-
-    _MODULE = "json_checkpoint_handler"
+class _Text(Ours):
+    """Stores a text file."""
 
     def __init__(self, filename: str | None = None, **tuning: Any) -> None:
         options.check(**tuning)
         self._filename = filename or names.JSON_ITEM_FILE
 
+    def _file(self, text: str) -> Items:
+        return {"": Stored(files={self._filename: text.encode()}, handler=self.typestr())}
+
+    def _text(self, directory: str) -> str:
+        storage, path = locate(directory)
+        return storage.read(f"{path}/{self._filename}", max_bytes=jsontext.MAX_BYTES).decode()
+
+
+class JsonCheckpointHandler(_Text):
+    """Stores JSON."""
+
+    _MODULE = "json_checkpoint_handler"
+
     def _stored(self, given: Any) -> Items:
-        return self._file(self._filename, json.dumps(given.item))
+        return self._file(json.dumps(given.item))
 
     def _restored(self, path: str, given: Any) -> Any:
-        return json.loads(read_text(path, self._filename))
+        return json.loads(self._text(path))
 
 
-class ProtoCheckpointHandler(Ours):
-    """Stores a protocol buffer, as text."""
+class ProtoCheckpointHandler(_Text):
+    """Stores a protocol buffer, as text; needs `filename`."""
 
     _MODULE = "proto_checkpoint_handler"
 
-    def __init__(self, filename: str, **tuning: Any) -> None:
-        options.check(**tuning)
-        self._filename = filename
-
     def _stored(self, given: Any) -> Items:
-        from google.protobuf import text_format  # pyright: ignore[reportMissingModuleSource]
-
-        return self._file(self._filename, text_format.MessageToString(given.item))
+        return self._file(_text_format().MessageToString(given.item))
 
     def _restored(self, path: str, given: Any) -> Any:
-        from google.protobuf import text_format  # pyright: ignore[reportMissingModuleSource]
+        return _text_format().Parse(self._text(path), given.item())
 
-        return text_format.Parse(read_text(path, self._filename), given.item())
+
+def _text_format() -> Any:
+    from google.protobuf import text_format  # pyright: ignore[reportMissingModuleSource]
+
+    return text_format
 
 
 class _RandomKey(Ours):
@@ -243,9 +253,17 @@ class DefaultCheckpointHandlerRegistry:
         """Adds a handler, or else an instance of the class registered for the args."""
         key = item, _class_of(args)
         if key in self._entries:
-            raise AlreadyExistsError(f"the registry has an entry for {key}")
-        handler = handler or _handler_class(args)
-        self._entries[key] = handler() if isinstance(handler, type) else handler
+            raise AlreadyExistsError(
+                f"Entry for item={item} and args_type={key[1]} already exists in the registry."
+            )
+        try:
+            handler = _handler_class(args) if handler is None else handler
+            self._entries[key] = handler() if isinstance(handler, type) else handler
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "Provided a `None` `CheckpointHandler`, and the registered one of "
+                f"item={item} and args_type={key[1]} is missing or not default-constructible."
+            ) from error
 
     def get(self, item: str | None, args: Any) -> Any:
         """Returns a handler; NoEntryError if there is none."""
@@ -281,11 +299,14 @@ class CompositeCheckpointHandler(Ours):
         handler_registry: Any = None,
         **items_and_handlers: Any,
     ) -> None:
-        if handler_registry is not None and (item_names or items_and_handlers):
-            raise ValueError("`handler_registry` cannot be used with item names or handlers")
+        for name, value in (("item_names", item_names), ("items_and_handlers", items_and_handlers)):
+            if handler_registry is not None and value:
+                raise ValueError(f"`handler_registry` and `{name}` are mutually exclusive")
         options.check(composite_options=composite_options)
-        self._registry = handler_registry
-        self._named: dict[str, Any] = {n: h for n, h in items_and_handlers.items() if h is not None}
+        entries = {} if handler_registry is None else handler_registry.get_all_entries()
+        self._entries: Mapping[tuple[str | None, type], Any] = entries
+        self._named = {item: handler for (item, _), handler in entries.items() if item is not None}
+        self._named |= {name: one for name, one in items_and_handlers.items() if one is not None}
         self._declared = {*item_names, *items_and_handlers} or None
 
     def declare(self, name: str, handler: Any) -> None:
@@ -298,33 +319,25 @@ class CompositeCheckpointHandler(Ours):
         """Returns the handler of an item, and keeps it for later calls.
 
         Raises:
-            ValueError: neither the item nor the args say which handler it has.
+            ValueError: neither the item nor the args say which handler it has, or they differ.
         """
-        found = self._registered(name, given)
+        for key in ((name, type(given)), (None, type(given))):
+            if key in self._entries:
+                return self._entries[key]
+        found = self._named.get(name)
         if found is None and given is None:
             raise ValueError(
                 f"Provided `None` for `CheckpointArgs`, and the `CheckpointHandler` for item "
                 f'"{name}" was not configured.'
             )
+        is_known = found is not None or self._declared is None or name in self._declared
+        if not is_known or not _takes(found, given):
+            raise ValueError(
+                f'Item "{name}" and args "{given}" does not match with any registered handler!'
+            )
         if found is None:
-            if self._declared is not None and name not in self._declared:
-                raise ValueError(
-                    f'Item "{name}" and args "{given}" does not match with any registered handler!'
-                )
-            found = args.get_registered_handler_cls(given)()
-        self._named[name] = found
+            self._named[name] = found = args.get_registered_handler_cls(given)()
         return found
-
-    def _registered(self, name: str, given: Any) -> Any:
-        entries = {} if self._registry is None else self._registry.get_all_entries()
-        for (item, cls), handler in entries.items():
-            if (item == name and given is None) or (item in (name, None) and type(given) is cls):
-                return handler
-        found = self._named.get(name)
-        if found is None or given is None or isinstance(given, _handling.Loose):
-            return found
-        wanted = args.get_registered_handler_cls(given)
-        return found if isinstance(found, wanted) or not args.has_registered_args(found) else None
 
     def _stored(self, given: Any) -> Items:
         items: dict[str, Stored] = {}
@@ -338,32 +351,37 @@ class CompositeCheckpointHandler(Ours):
         return items
 
     def _restored(self, path: str, given: Any) -> Any:
-        found = metadata.found_at(path)
+        found, wanted, restored = metadata.found_at(path), dict(given or {}), {}
         there = metadata.items_of(found)
-        wanted = dict(given or {}) or dict.fromkeys(there)
         if missing := [name for name in wanted if name not in there]:
             raise KeyError(
                 f'Item "{missing[0]}" was not found in the checkpoint. Available items: {there}'
             )
-        return args.Composite(
-            **{
-                name: self._load(
-                    name, one, posixpath.join(path, name), found.metadata.handlers, every=not given
-                )
-                for name, one in sorted(wanted.items())
-            }
-        )
+        for name in sorted(wanted or there):
+            one, saved_by = wanted.get(name), found.metadata.handlers.get(name)
+            handler = self.handler_of(name, one) if wanted else self._default(name, saved_by)
+            one = _handling.made_for(handler, "restore", (), {}) if one is None else one
+            restored[name] = _handling.load(handler, posixpath.join(path, name), one)
+        return args.Composite(**restored)
 
-    def _load(
-        self, name: str, given: Any, path: str, saved: Mapping[str, str], *, every: bool
-    ) -> Any:
-        handler = self._registered(name, given)
-        if handler is None and every:
-            handler = _saved_handler(name, saved)
-        if given is not None:
-            return _handling.load(self.handler_of(name, given), path, given)
-        handler = handler or self.handler_of(name, None)
-        return _handling.load(handler, path, _handling.made_for(handler, "restore", (), {}))
+    def _default(self, name: str, saved_by: str | None) -> Any:
+        """Returns the handler that restores an item without args."""
+        if name in self._named:
+            return self._named[name]
+        if name in (self._declared or ()):
+            raise ValueError(
+                f'Item "{name}" had an undetermined `CheckpointHandler` when restoring; name one '
+                "in item_handlers, or pass args."
+            )
+        for cls in args.registered_handlers():
+            if typestr(cls) == saved_by:
+                self._named[name] = cls()
+                return self._named[name]
+        raise ValueError(
+            f'Item "{name}" was found in the checkpoint, but could not be restored. Please provide '
+            "a `CheckpointHandlerRegistry`, or call `restore` with an appropriate `CheckpointArgs` "
+            "subclass."
+        )
 
     def metadata(self, directory: Any) -> Any:
         """Describes the items of a checkpoint."""
@@ -372,25 +390,25 @@ class CompositeCheckpointHandler(Ours):
         return metadata.of_step(found, args.Composite(**described))
 
     def _describe(self, name: str, directory: Any) -> Any:
-        handler = self._registered(name, None)
-        if handler is None:
-            return None
+        handler = self._named.get(name)
         try:
-            return handler.metadata(epath.Path(directory) / name)
+            return handler and handler.metadata(epath.Path(directory) / name)
         except (FileNotFoundError, NotImplementedError):
             return None
 
+    def close(self) -> None:
+        """Closes the handlers of the items."""
+        for handler in self._named.values():
+            handler.close()
 
-def _saved_handler(name: str, saved: Mapping[str, str]) -> Any:
-    """Returns a handler of the class that a checkpoint names for an item."""
-    for cls in args.registered_handlers():
-        if typestr(cls) == saved.get(name):
-            return cls()
-    raise ValueError(
-        f'Item "{name}" was found in the checkpoint, but could not be restored. Please provide a '
-        "`CheckpointHandlerRegistry`, or call `restore` with an appropriate `CheckpointArgs` "
-        "subclass."
-    )
+
+def _takes(handler: Any, given: Any) -> bool:
+    """Returns whether a handler, or any if it is None, takes args."""
+    if handler is None or given is None or not args.has_registered_args(handler):
+        return True
+    taken = [cls.__name__ for cls in args.get_registered_args_cls(handler)]
+    wanted = args.get_registered_handler_cls(given)
+    return type(given).__name__ in taken or isinstance(handler, wanted)
 
 
 for _handler, _save, _restore in (

@@ -11,14 +11,8 @@ from jax.experimental import multihost_utils
 BarrierSyncFn = Callable[..., Any]
 
 
-def process_index() -> int:
-    """Returns the index of this process."""
-    return jax.process_index()
-
-
-def process_count() -> int:
-    """Returns the number of processes."""
-    return jax.process_count()
+process_index, process_count = jax.process_index, jax.process_count
+broadcast_one_to_all = multihost_utils.broadcast_one_to_all
 
 
 def is_primary_host(primary_host: int | None) -> bool:
@@ -26,15 +20,15 @@ def is_primary_host(primary_host: int | None) -> bool:
     return primary_host is None or primary_host == jax.process_index()
 
 
+def is_pathways_backend() -> bool:
+    """Returns False: jaxckpt does not run on Pathways."""
+    return False
+
+
 def sync_global_processes(name: str, **_: Any) -> None:
     """Waits until every process is here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
-
-
-def broadcast_one_to_all(in_tree: Any, is_source: bool | None = None) -> Any:
-    """Returns the tree of process 0, or of the source, in every process."""
-    return multihost_utils.broadcast_one_to_all(in_tree, is_source)
 
 
 def reached_preemption(step: int) -> bool:

@@ -58,6 +58,7 @@ _REFUSED: Final[Mapping[str, tuple[Any, str]]] = {
     "primary_host": (0, "process 0 leads, and all processes share one file system"),
     "mode": ("auto", "there is one commit protocol; see docs/reliability.md"),
     "temporary_path_class": (None, "there is one commit protocol; see docs/reliability.md"),
+    "todelete_full_path": (None, "use jaxckpt's KeepPolicy(move_to=...)"),
     "type_handler_registry": (None, "the types that can be stored are fixed"),
     "logger": (None, "read `jaxckpt.CheckpointManager.timings` instead"),
 }
@@ -70,7 +71,8 @@ def check(**given: Any) -> None:
     """
     for name, value in given.items():
         if name.endswith("_options"):
-            check(**{k: v for k, v in vars(value or MemoryLimitOptions()).items() if k in _REFUSED})
+            fields = vars(value).items() if value is not None else ()
+            check(**{k: v for k, v in fields if k in _REFUSED or k.endswith("_options")})
         elif name in _REFUSED:
             default, why = _REFUSED[name]
             if value != default:
@@ -96,6 +98,9 @@ class _Checks:
             raise ValueError("Setting of `max_to_keep` must be None or non-negative.")
         if None not in (self.todelete_subdir, self.todelete_full_path):
             raise ValueError("todelete_subdir and todelete_full_path both cannot be set together")
+        named, field = self.step_name_format, "single_host_load_and_broadcast"
+        if named is not None and getattr(named, field, False) != getattr(self, field):
+            raise ValueError(f"{field} of the options and of step_name_format differ")
         if self.read_only:
             self._unset_for_readers()
         self.save_on_steps = frozenset(self.save_on_steps or ())

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from etils import epath
 
 from jaxckpt._run.index import StepIndex
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
+from jaxckpt.orbax.metadata import found_at
 from jaxckpt.storage import locate
+
+_NAME: Final = re.compile(rf"(?:.+_)?(\d+)(?:{re.escape(names.TEMPORARY)}-.*)?")
 
 
 @dataclass(frozen=True)
@@ -22,9 +28,35 @@ class Metadata:
     step: int
     path: epath.Path
 
+    @property
+    def init_timestamp_nsecs(self) -> int | None:
+        """When the save began, if that is recorded."""
+        return self._recorded("init_ns")
+
+    @property
+    def commit_timestamp_nsecs(self) -> int | None:
+        """When the save was committed, if that is recorded."""
+        return self._recorded("commit_ns")
+
+    def _recorded(self, name: str) -> int | None:
+        with contextlib.suppress(FileNotFoundError):
+            return getattr(found_at(self.path).metadata, name)
+        return None
+
+
+class _Finds:
+    """Finds steps by `find_all`."""
+
+    def find_step(self, base_path: str | os.PathLike[str], step: int) -> Any:
+        """Returns a committed step; ValueError if there is none."""
+        for found in self.find_all(base_path):  # pyright: ignore[reportAttributeAccessIssue]  # below
+            if found.step == step:
+                return found
+        raise ValueError(f"No step path found with step={step} and {self} in {base_path}.")
+
 
 @dataclass(frozen=True, kw_only=True)
-class StandardNameFormat:
+class StandardNameFormat(_Finds):
     """Names `[<prefix>_]<step>`, padded with zeros if of a fixed length."""
 
     step_prefix: str | None = None
@@ -41,26 +73,65 @@ class StandardNameFormat:
 
     def find_all(self, base_path: str | os.PathLike[str]) -> Iterator[Metadata]:
         """Yields the committed steps in a directory."""
-        index = StepIndex(*locate(base_path), naming=self._names, quiet=True)
-        for step in index.steps():
-            yield Metadata(step, epath.Path(base_path) / self.build_name(step))
+        return _committed(base_path, self._names.step)
 
-    def find_step(self, base_path: str | os.PathLike[str], step: int) -> Metadata:
-        """Returns a committed step; ValueError if there is none."""
-        for found in self.find_all(base_path):
-            if found.step == step:
-                return found
-        raise ValueError(f"No step path found with name={self.build_name(step)} in {base_path}.")
+    def __str__(self) -> str:
+        return f'StandardNameFormat("{self.build_name(1234)}")'
 
 
-def standard_name_format(**options: Any) -> StandardNameFormat:
-    """Returns a naming scheme."""
-    return StandardNameFormat(**options)
+@dataclass(frozen=True)
+class CompositeNameFormat(_Finds):
+    """Names of one kind for writing, and of several for reading."""
+
+    write_name_format: Any
+    read_name_formats: Sequence[Any]
+
+    def __post_init__(self) -> None:
+        if self.write_name_format not in self.read_name_formats:
+            raise ValueError(f"{self.write_name_format} must be present in read_name_formats")
+
+    def build_name(self, step: int) -> str:
+        """Returns the name of a step."""
+        return self.write_name_format.build_name(step)
+
+    def find_all(self, base_path: str | os.PathLike[str]) -> Iterator[Any]:
+        """Yields the committed steps in a directory."""
+        found = {one.path: one for f in self.read_name_formats for one in f.find_all(base_path)}
+        yield from found.values()
+
+    def __str__(self) -> str:
+        return f"Composite([{','.join(map(str, self.read_name_formats))}])"
 
 
-def composite_name_format(*formats: Any) -> Any:
-    """Is not supported."""
-    raise NotImplementedError("composite_name_format: a run has one naming scheme")
+def _committed(
+    base_path: str | os.PathLike[str], step_of: Callable[[str], int | None]
+) -> Iterator[Metadata]:
+    """Yields the directories with the names of steps, without those that are incomplete.
+
+    One with no file of a checkpoint counts where a rename commits, as it does for Orbax.
+    """
+    index = StepIndex(*locate(base_path), quiet=True)
+    for name, entry in index.entries().items():
+        step = step_of(name)
+        if step is not None and entry.kind == "dir" and not is_path_temporary(name):
+            state = index._state_of(name, entry)
+            if state == "committed" or (state is None and index.storage.atomic_rename):
+                yield Metadata(step, epath.Path(base_path) / name)
+
+
+standard_name_format, composite_name_format = StandardNameFormat, CompositeNameFormat
+
+
+def is_standard_name_format(name_format: Any) -> bool:
+    """Returns whether names are `[<prefix>_]<step>`."""
+    return isinstance(name_format, StandardNameFormat)
+
+
+def single_host_load_and_broadcast_name_format(name_format: Any) -> Any:
+    """Returns the same naming scheme; here each process always lists the steps itself."""
+    if not is_standard_name_format(name_format):
+        raise ValueError(f"{name_format} is not made by standard_name_format")
+    return dataclasses.replace(name_format, single_host_load_and_broadcast=True)
 
 
 def build_step_path(base_path: str | os.PathLike[str], name_format: Any, step: int) -> epath.Path:
@@ -84,30 +155,62 @@ def get_save_directory(
     return path if name is None else path / name
 
 
+def latest_step_metadata(root_path: str | os.PathLike[str], name_format: Any) -> Any:
+    """Returns the newest committed step, or None."""
+    return max(name_format.find_all(root_path), default=None, key=lambda found: found.step)
+
+
+def step_metadata_of_checkpoint_path(
+    checkpoint_path: str | os.PathLike[str], name_format: Any
+) -> Any:
+    """Returns the step that a directory is; ValueError if it is none."""
+    path = epath.Path(checkpoint_path)
+    for found in name_format.find_all(path.parent):
+        if found.path == path:
+            return found
+    raise ValueError(f"Failed to resolve step metadata of checkpoint path: {path}")
+
+
+def find_step_path(
+    base_path: str | os.PathLike[str],
+    name_format: Any,
+    *,
+    step: int,
+    include_uncommitted: bool = False,
+) -> epath.Path:
+    """Returns the directory of a step, or that of its save under way; ValueError without one."""
+    name = name_format.build_name(step)
+    for found in all_temporary_paths(base_path) if include_uncommitted else ():
+        if found.get_final().name == name:
+            return found.get()
+    return name_format.find_step(base_path, step).path
+
+
 def checkpoint_steps_paths(checkpoint_dir: str | os.PathLike[str]) -> list[epath.Path]:
     """Returns the directories of the committed steps, whatever their names."""
-    root = epath.Path(checkpoint_dir)
-    steps = checkpoint_steps(checkpoint_dir)
-    index = StepIndex(*locate(checkpoint_dir), quiet=True)
-    return [root / os.path.basename(index.check_step(step)) for step in steps]
+    return [found.path for found in _committed(checkpoint_dir, _number)]
 
 
 def checkpoint_steps(checkpoint_dir: str | os.PathLike[str]) -> list[int]:
-    """Returns the committed steps in a directory."""
-    return StepIndex(*locate(checkpoint_dir), quiet=True).steps()
+    """Returns the committed steps in a directory, whatever their names."""
+    return sorted(found.step for found in _committed(checkpoint_dir, _number))
 
 
 def any_checkpoint_step(checkpoint_dir: str | os.PathLike[str]) -> int | None:
     """Returns a committed step in a directory, or None."""
-    return StepIndex(*locate(checkpoint_dir), quiet=True).newest()
+    return max(checkpoint_steps(checkpoint_dir), default=None)
 
 
 def step_from_checkpoint_name(name: str) -> int:
     """Returns the number at the end of the name of a step, also of one being written."""
-    number = name.split(names.TEMPORARY)[0].rpartition("_")[2]
-    if not number.isdigit():
+    if (number := _number(name)) is None:
         raise ValueError(f"Unrecognized name format: {name}.")
-    return int(number)
+    return number
+
+
+def _number(name: str) -> int | None:
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def is_path_temporary(path: str | os.PathLike[str], **_: Any) -> bool:
@@ -120,6 +223,21 @@ def is_path_finalized(path: str | os.PathLike[str], **_: Any) -> bool:
     return epath.Path(path).exists() and not is_path_temporary(path)
 
 
-def all_temporary_paths(root: str | os.PathLike[str], **_: Any) -> list[epath.Path]:
+@dataclass(frozen=True)
+class TemporaryPath:
+    """The directory of a save under way, or left behind."""
+
+    path: epath.Path
+
+    def get(self) -> epath.Path:
+        """Returns the directory."""
+        return self.path
+
+    def get_final(self) -> epath.Path:
+        """Returns the directory as it is named once it is committed."""
+        return self.path.parent / self.path.name.split(names.TEMPORARY)[0]
+
+
+def all_temporary_paths(root: str | os.PathLike[str], **_: Any) -> list[TemporaryPath]:
     """Returns the directories of saves under way, or left behind."""
-    return [path for path in epath.Path(root).iterdir() if is_path_temporary(path)]
+    return [TemporaryPath(path) for path in epath.Path(root).iterdir() if is_path_temporary(path)]

@@ -33,6 +33,8 @@ def assert_array_equal(testclass: Any, v_expected: Any, v_actual: Any) -> None:
     testclass.assertIsInstance(v_actual, type(v_expected))  # noqa: PT009  # unittest's
     if hasattr(v_expected, "dtype"):
         testclass.assertEqual(v_expected.dtype, v_actual.dtype)  # noqa: PT009
+        if jax.numpy.issubdtype(v_expected.dtype, jax.dtypes.prng_key):
+            v_expected, v_actual = jax.random.key_data(v_expected), jax.random.key_data(v_actual)
     np.testing.assert_array_equal(np.asarray(v_expected), np.asarray(v_actual))
 
 

@@ -51,22 +51,23 @@ def apply_transformations(
         found = _rule(key, rules)
         if found is None:
             return original[key] if key in original and default_to_original else leaf
-        rule, match = found
+        rule, source = found
         if rule.use_fallback:
             return leaf if default_to_original else _get(original, key)
         if rule.multi_value_fn is not None:
             return rule.multi_value_fn(key, original_tree)
-        source = key if rule.original_key is None else match.expand(rule.original_key)
         result = _get(original, source)
         return result if rule.value_fn is None else rule.value_fn(result)
 
     return _trees.map_named(value, new_tree)
 
 
-def _rule(key: str, rules: Mapping[str, Transform]) -> tuple[Transform, re.Match[str]] | None:
-    """Returns the transform of a path, the last that matches."""
-    found = [(rule, re.fullmatch(pattern, key)) for pattern, rule in rules.items()]
-    return next(((rule, match) for rule, match in reversed(found) if match), None)
+def _rule(key: str, rules: Mapping[str, Transform]) -> tuple[Transform, str] | None:
+    """Returns the transform of a path, the last that matches, and the path of its source."""
+    for pattern, rule in reversed([*rules.items()]):
+        if match := re.fullmatch(pattern, key):
+            return rule, key if rule.original_key is None else match.expand(rule.original_key)
+    return None
 
 
 def _get(leaves: Mapping[str, Any], key: str) -> Any:
@@ -104,10 +105,7 @@ def restore_transformed(path: str, given: Any) -> Any:
         )
     args, sources = _flat(given.restore_args), {}
     for key in _flat(given.item):
-        rule, match = _rule(key, rules) or (Transform(), re.fullmatch(".*", key, re.DOTALL))
-        source = (
-            key if rule.original_key is None or match is None else match.expand(rule.original_key)
-        )
+        rule, source = _rule(key, rules) or (Transform(), key)
         names = tuple(source.split("/"))
         if names in saved and not (rule.use_fallback and given.transforms_default_to_original):
             sources[names] = _trees.wanted_leaf(saved[names], args.get(key))

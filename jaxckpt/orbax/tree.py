@@ -34,22 +34,36 @@ def from_flat_dict(
 ) -> Any:
     """Returns a tree with these leaves, in the shape of the target or else of nested dicts."""
     leaves = {tuple(k.split(sep)) if sep else tuple(k): leaf for k, leaf in flat_dict.items()}
-    if target is None:
-        return nested(leaves)
-    return tree_util.tree_map_with_path(lambda keys, _: leaves[names_of(keys)], target)
+    return nested(leaves) if target is None else _filled(target, leaves)
+
+
+def _filled(target: Any, leaves: Mapping[Any, Any], is_leaf: Any = None) -> Any:
+    def take(keys: Any, _: Any) -> Any:
+        return leaves[names_of(keys)]
+
+    return tree_util.tree_map_with_path(take, target, is_leaf=is_leaf)
 
 
 def serialize_tree(tree: Any, keep_empty_nodes: bool = False) -> Any:
     """Returns a tree of dicts and lists, which Orbax also restores without a target."""
     if not keep_empty_nodes and not jax.tree.leaves(tree):
         raise ValueError("Unable to reconstruct a tree without leaves.")
-    return plain(tree, keep_empty=keep_empty_nodes)
+    found = plain(tree, keep_empty=keep_empty_nodes)
+    return found if keep_empty_nodes else _without_empty(found)
+
+
+def _without_empty(tree: Any) -> Any:
+    if isinstance(tree, list):
+        return [_without_empty(below) for below in tree if jax.tree.leaves(below)]
+    if not isinstance(tree, dict):
+        return tree
+    return {name: _without_empty(below) for name, below in tree.items() if jax.tree.leaves(below)}
 
 
 def deserialize_tree(serialized: Any, target: Any, keep_empty_nodes: bool = False) -> Any:
     """Returns the leaves of a serialized tree in the shape of the target."""
     leaves = to_flat_dict(serialized, keep_empty_nodes=keep_empty_nodes)
-    return from_flat_dict(leaves, target)
+    return _filled(target, leaves, _is_empty if keep_empty_nodes else None)
 
 
 def to_shape_dtype_struct(x: Any, dtype: Any = None, scalar_dtype: Any = None) -> Any:

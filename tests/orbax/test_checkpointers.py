@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -209,6 +210,97 @@ def test_a_save_in_the_background_fails_when_it_is_waited_for(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises((OSError, jaxckpt.SaveFailed)), ours.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "file" / "a", tree())
+
+
+def test_a_handler_that_writes_in_the_background(tmp_path):
+    """Its futures end before the commit, their error is raised as it is, and it is closed."""
+
+    def program(ocp, path, text="hi"):
+        class Handler(ocp.AsyncCheckpointHandler):
+            def save(self, directory, item):
+                raise NotImplementedError
+
+            async def async_save(self, directory, item):
+                return [pool.submit((directory / "note").write_text, item)]
+
+            def restore(self, directory):
+                return (directory / "note").read_text()
+
+            def finalize(self, directory):
+                (directory / "end").touch()
+
+            def close(self):
+                closed.append(1)
+
+        closed = []
+        options = ocp.AsyncOptions(create_directories_asynchronously=False)
+        with ThreadPoolExecutor(1) as pool:
+            with ocp.AsyncCheckpointer(Handler(), async_options=options) as checkpointer:
+                checkpointer.save(path / "a", text)
+                checkpointer.wait_until_finished()
+                found = checkpointer.restore(path / "a")
+            more = {"options": ocp.CheckpointManagerOptions(async_options=options)}
+            with ocp.CheckpointManager(path / "run", {"a": checkpointer}, **more) as manager:
+                manager.save(0, {"a": text})
+        return found, len(closed)
+
+    twice(program, tmp_path)
+    with pytest.raises(TypeError, match="write"):
+        program(ours, tmp_path / "fails", 3)
+
+
+def test_handlers_and_args_that_do_not_fit(tmp_path):
+    """An item keeps the handler of its first args, and an item without one is not restored."""
+
+    def program(ocp, path):
+        args = ocp.args
+        handler = ocp.CompositeCheckpointHandler("a", "b")
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(path / "one", args.Composite(a=args.JsonSave({"x": 1})))
+            other = args.Composite(a=args.StandardRestore())
+            out = [raised(checkpointer.restore, path / "one", other)]
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler("a", "b")) as checkpointer:
+            out += [raised(checkpointer.restore, path / "one")]
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+            return [*out, checkpointer.restore(path / "one")["a"], handler is not None]
+
+    twice(program, tmp_path)
+
+
+def test_names_of_steps(tmp_path):
+    """`path.step` finds the same steps, whatever their names, and those being written."""
+
+    def program(ocp, path):
+        step = ocp.path.step
+        padded = step.standard_name_format(step_prefix="ck", step_format_fixed_length=3)
+        plain = step.standard_name_format()
+        both = step.composite_name_format(
+            write_name_format=padded, read_name_formats=[padded, plain]
+        )
+        for name in ("ck_007", "12", "notes", "ck_008.orbax-checkpoint-tmp-1"):
+            (path / name).mkdir()
+        (path / "15").write_text("a file")
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(path / "ck_009", {"w": 1})
+        saved = padded.find_step(path, 9)
+        under_way = step.all_temporary_paths(path)
+        return [
+            sorted(found.step for found in both.find_all(path)),
+            sorted(step.checkpoint_steps(path)),
+            sorted(path.name for path in step.checkpoint_steps_paths(path)),
+            step.latest_step_metadata(path, padded).path,
+            step.step_metadata_of_checkpoint_path(path / "12", plain).step,
+            raised(step.step_metadata_of_checkpoint_path, path / "13", plain),
+            raised(plain.find_step, path, 7),
+            step.find_step_path(path, padded, step=8, include_uncommitted=True),
+            [ocp.utils.step_from_checkpoint_name(one.get().name) for one in under_way],
+            saved.commit_timestamp_nsecs > saved.init_timestamp_nsecs,
+            plain.find_step(path, 12).commit_timestamp_nsecs,
+            [str(form) for form in (padded, plain, both)],
+            both.build_name(3),
+        ]
+
+    twice(program, tmp_path)
 
 
 def test_post_finalization_callback(tmp_path):

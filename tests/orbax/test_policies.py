@@ -65,12 +65,20 @@ def test_preservation(make):
     """Orbax's objects and the drop-in's keep the same steps, and jaxckpt the newest besides."""
     infos = _policies.infos(STEPS)
     context = _policies.PreservationContext()
-    wanted = [*make(keeps).should_preserve(infos, context=context)][:-1]
+    wanted = [*make(keeps).should_preserve(infos, context=context)]
 
-    assert [*make(_policies).should_preserve(infos, context=context)][:-1] == wanted
+    assert [*make(_policies).should_preserve(infos, context=context)] == wanted
     for policy in (make(keeps), make(_policies)):
         kept = _policies.keep_policy(policy, lambda: STEPS).kept(STEPS, now_s=time.time())
-        assert [info.step in kept for info in STEPS] == [*wanted, True]
+        assert [info.step in kept for info in STEPS] == [*wanted[:-1], True]
+
+
+@pytest.mark.parametrize("name", ["EveryNSteps", "EveryNStepsClosest"])
+def test_an_interval_of_zero_is_refused(name):
+    """By Orbax's policies and the drop-in's."""
+    for library in (keeps, _policies):
+        with pytest.raises(ValueError):  # noqa: PT011  # Orbax's words differ
+            getattr(library, name)(0).should_preserve(_policies.infos(STEPS), context=None)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+import jaxckpt.orbax as drop_in
 from jaxckpt.orbax import _trees
 
 Shape = jax.ShapeDtypeStruct
@@ -159,3 +160,28 @@ def test_a_placeholder_is_not_restored(saved):
 
     assert got["n"] is _trees.PLACEHOLDER
     assert got["i"] == 3
+
+
+def test_a_placeholder_for_a_subtree_is_refused(tmp_path):
+    """As by Orbax, where it stands for one leaf."""
+    ocp.PyTreeCheckpointer().save(tmp_path / "a", {"b": {"c": 1, "d": 2}, "e": 3})
+    target = {"b": _trees.PLACEHOLDER, "e": 0}
+
+    for restore in (ocp.PyTreeCheckpointer().restore, _trees.restore_pytree):
+        with pytest.raises(ValueError, match="User-provided restore item and on-disk value"):
+            restore(tmp_path / "a", target)
+
+
+def test_trees_that_are_one_leaf_or_have_empty_parts():
+    """The functions over trees return what Orbax's return."""
+    tree = {"a": 1, "b": None, "c": {}, "d": [2, []], "e": optax.EmptyState()}
+    for keep in (True, False):
+        for value in (tree, 7):
+            theirs = ocp.tree.serialize_tree(value, keep_empty_nodes=keep)
+            ours = drop_in.tree.serialize_tree(value, keep_empty_nodes=keep)
+            assert ours == theirs
+            assert drop_in.tree.deserialize_tree(ours, value, keep_empty_nodes=keep) == value
+    assert drop_in.tree.from_flat_dict({(): 7}) == ocp.tree.from_flat_dict({(): 7}) == 7
+    for library in (ocp, drop_in):
+        with pytest.raises(ValueError):  # noqa: PT011  # Orbax's words differ
+            library.tree.from_flat_dict({(): 7, ("a",): 1})

@@ -6,13 +6,10 @@ that saves itself, write files into a directory that is copied into the checkpoi
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import json
 import os
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar, final, runtime_checkable
@@ -26,7 +23,7 @@ from jaxckpt._save.snapshot import Items, SaveItem
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.multihost import Processes
 from jaxckpt.orbax import metadata
-from jaxckpt.orbax._handling import Stored
+from jaxckpt.orbax._handling import Stored, run
 from jaxckpt.orbax._trees import restore_standard
 from jaxckpt.orbax.handlers import AlreadyExistsError, NoEntryError
 
@@ -67,17 +64,6 @@ class CheckpointableHandler(Protocol[_V, _A]):
 
 class UnregisteredTypeError(ValueError):
     """A leaf is of a type that cannot be stored."""
-
-
-def run(work: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine to its end, also where an event loop runs already, as in notebooks."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    context = contextvars.copy_context()
-    with ThreadPoolExecutor(1, "jaxckpt-orbax") as thread:
-        return thread.submit(context.run, asyncio.run, work).result()
 
 
 def typestr(handler: type) -> str:
