@@ -74,9 +74,17 @@ class TreeMetadata(Mapping[Any, Any]):
 
 @dataclass(frozen=True)
 class ShardingMetadata:
-    """The sharding with which an array was saved."""
+    """The sharding with which an array was saved.
+
+    Its attributes: `partition_spec`, `axis_names` and `shape` of the mesh, or `device_str`.
+    """
 
     saved: SavedSharding
+
+    def __getattr__(self, name: str) -> Any:
+        given = {"partition_spec": "spec", "shape": "axis_sizes", "device_str": "device"}
+        value = getattr(vars(self).get("saved"), given.get(name, name))
+        return {"shape": np.array, "axis_names": list}.get(name, lambda same: same)(value)
 
     def to_jax_sharding(self) -> Any:
         """Returns it on the devices of this job.

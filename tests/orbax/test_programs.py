@@ -88,7 +88,9 @@ def test_sharded_arrays(tmp_path):
             manager.save(1, args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree)))
             manager.wait_until_finished()
             found = manager.item_metadata(1)["state"].tree
-            return found["w"].sharding.to_jax_sharding() == split
+            saved = found["w"].sharding
+            facts = saved.partition_spec, saved.axis_names, [*saved.shape]
+            return saved.to_jax_sharding() == split, facts, found["b"].sharding.device_str
 
     def read(ocp, path):
         wanted = {

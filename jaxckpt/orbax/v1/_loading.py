@@ -186,7 +186,8 @@ def load_tree(path: PathLike, target: Any = None) -> Any:
     context = get_context()
     found = open_checkpoint(path)
     if target is None:
-        return _trees.plain(found.restore(**_limits()))
+        limit = context.memory.read_concurrent_bytes
+        return _trees.plain(found.restore(**({} if limit is None else {"budget_bytes": limit})))
     like = target
     if not all(isinstance(leaf, _KNOWN) for leaf in jax.tree.leaves(target)):
         saved = _trees.by_name(found.abstract())
@@ -197,11 +198,6 @@ def load_tree(path: PathLike, target: Any = None) -> Any:
         resize=context.array.loading.enable_padding_and_truncation,
         partial=context.pytree.loading.partial_load,
     )
-
-
-def _limits() -> dict[str, Any]:
-    limit = get_context().memory.read_concurrent_bytes
-    return {} if limit is None else {"budget_bytes": limit}
 
 
 def _wanted(leaf: Any, saved: Any) -> Any:
