@@ -1,0 +1,40 @@
+"""Several real processes save and restore through the drop-in; Orbax reads what they wrote."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import orbax.checkpoint as theirs
+import pytest
+
+from tests.workers.manages import values_at
+
+pytestmark = [pytest.mark.multihost, pytest.mark.filterwarnings("ignore")]
+
+
+def assert_orbax_reads(path, step):
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    args = theirs.ArrayRestoreArgs(sharding=sharding)
+    wanted = values_at(step)
+    found = theirs.PyTreeCheckpointer().restore(path, restore_args=dict.fromkeys(wanted, args))
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_processes_share_a_run_of_v0(run_processes, tmp_path):
+    """All of them get the same answers, and each its own shards."""
+    done = run_processes("drop_in:v0", count=2, args=[tmp_path])
+
+    assert done[0].result == done[1].result
+    assert done[0].result == [[True] * 4, [[2, 3], 3, {"n": 3}], [3]]
+    assert_orbax_reads(tmp_path / "run" / "3" / "state", 3)
+    assert_orbax_reads(tmp_path / "flat", 6)
+
+
+def test_processes_share_checkpoints_of_v1(run_processes, tmp_path):
+    """Trees, items, parts and a run."""
+    done = run_processes("drop_in:v1", count=2, args=[tmp_path])
+
+    assert done[0].result == done[1].result == [[2, 3], {"n": 3}, False]
+    for path, step in ((tmp_path / "b", 2), (tmp_path / "d", 4), (tmp_path / "run" / "3", 3)):
+        assert_orbax_reads(path / "state", step)

@@ -1,0 +1,67 @@
+"""Saves and restores through the drop-in for Orbax, in several processes at once."""
+
+from __future__ import annotations
+
+from tests.workers.manages import check_state, state_at
+
+
+def _target():
+    import jax
+
+    def abstract(array):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+    return jax.tree.map(abstract, state_at(0))
+
+
+def v0(me, root):
+    """Both styles of a manager, and checkpointers."""
+    import jaxckpt.orbax as ocp
+
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, best_fn=lambda metrics: metrics["score"])
+    with ocp.CheckpointManager(f"{root}/run", options=options) as manager:
+        saved = []
+        for step in range(4):
+            items = ocp.args.Composite(
+                state=ocp.args.StandardSave(state_at(step)), config=ocp.args.JsonSave({"n": step})
+            )
+            saved.append(manager.save(step, args=items, metrics={"score": step}))
+        manager.wait_until_finished()
+        wanted = {"state": ocp.args.StandardRestore(_target()), "config": ocp.args.JsonRestore()}
+        found = manager.restore(None, args=ocp.args.Composite(**wanted))
+        check_state(found.state, 3)
+        steps = manager.all_steps(), manager.best_step(), found.config
+        manager.delete(2)
+        left = manager.all_steps()
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(f"{root}/flat", state_at(5))
+        checkpointer.save(f"{root}/flat", state_at(6), force=True)
+        args = ocp.checkpoint_utils.construct_restore_args(_target())
+        check_state(checkpointer.restore(f"{root}/flat", restore_args=args), 6)
+    return [saved, steps, left]
+
+
+def v1(me, root):
+    """Functions and a `Checkpointer`."""
+    import jaxckpt.orbax.v1 as ocp
+
+    ocp.save(f"{root}/a", state_at(1))
+    ocp.save_async(f"{root}/b", state_at(2)).result()
+    check_state(ocp.load(f"{root}/b", _target()), 2)
+    check_state(ocp.load(f"{root}/a", _target()), 1)
+    ocp.save_checkpointables(f"{root}/c", {"x": state_at(3), "json": {"n": 3}})
+    found = ocp.load_checkpointables(f"{root}/c", {"x": _target(), "json": None})
+    check_state(found["x"], 3)
+    ocp.partial.save(f"{root}/d", {"split": state_at(4)["split"]})
+    ocp.partial.save(f"{root}/d", {k: state_at(4)[k] for k in ("whole", "count")})
+    ocp.partial.finalize(f"{root}/d")
+    check_state(ocp.load(f"{root}/d", _target()), 4)
+    keep = ocp.training.preservation_policies.LatestN(2)
+    with ocp.training.Checkpointer(f"{root}/run", preservation_policy=keep) as checkpointer:
+        for step in range(3):
+            checkpointer.save(step, state_at(step), metrics={"score": step})
+        checkpointer.save_async(3, state_at(3)).result()
+        check_state(checkpointer.load(3, _target()), 3)
+        steps = [found.step for found in checkpointer.checkpoints]
+    ocp.delete(f"{root}/a", missing_ok=True)
+    return [steps, found["json"], ocp.is_orbax_checkpoint(f"{root}/a")]
