@@ -151,6 +151,7 @@ def as_raised() -> Iterator[None]:
     except SaveFailed as error:
         if error.__cause__ is None or isinstance(error.__cause__, OSError):
             raise
+        error.__cause__.add_note(f"{error}")
         raise error.__cause__ from None
 
 

@@ -79,25 +79,30 @@ def _theirs() -> Any:
 
 def get_registered_args_cls(handler: Any) -> tuple[type, type]:
     """Returns the classes of args with which a handler saves and restores."""
-    cls = handler if inspect.isclass(handler) else type(handler)
-    found = [
-        next((args for args, theirs in _HANDLERS[verb].items() if theirs is cls), None)
-        for verb in ("save", "restore")
-    ]
-    if found[0] is None or found[1] is None:
-        if (theirs := _theirs()) is not None and theirs.has_registered_args(handler):
-            return theirs.get_registered_args_cls(handler)
-        raise ValueError(f"no CheckpointArgs are registered for {cls}; see register_with_handler")
-    return found[0], found[1]
+    if (found := _args_of(handler)) is None:
+        raise ValueError(
+            f"no CheckpointArgs are registered for {handler}; see register_with_handler"
+        )
+    return found
 
 
 def has_registered_args(handler: Any) -> bool:
     """Returns whether args are registered for a handler."""
-    try:
-        get_registered_args_cls(handler)
-    except ValueError:
-        return False
-    return True
+    return _args_of(handler) is not None
+
+
+def _args_of(handler: Any) -> tuple[type, type] | None:
+    cls = handler if inspect.isclass(handler) else type(handler)
+    save, restore = (
+        next((args for args, theirs in _HANDLERS[verb].items() if theirs is cls), None)
+        for verb in ("save", "restore")
+    )
+    if save is not None and restore is not None:
+        return save, restore
+    theirs = _theirs()
+    if theirs is None or not theirs.has_registered_args(handler):
+        return None
+    return theirs.get_registered_args_cls(handler)
 
 
 # --- the args of the built-in handlers -------------------------------------------------------

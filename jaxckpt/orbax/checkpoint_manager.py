@@ -70,11 +70,13 @@ class CheckpointManager(AbstractCheckpointManager):
     ) -> None:
         self._options = options or CheckpointManagerOptions()
         _check_options(self._options, logger)
+        self._naming = _naming(self._options)
         given = (checkpointers, item_names, item_handlers, handler_registry)
         self._handler, self._is_default = _handler(*given)
         self._is_async = self._options.enable_async_checkpointing
         if checkpointers is not None:
-            of_items = checkpointers.values() if _is_mapping(checkpointers) else [checkpointers]
+            many = isinstance(checkpointers, Mapping)
+            of_items = checkpointers.values() if many else [checkpointers]
             self._is_async = any(one._is_async for one in of_items)
         self._directory = epath.Path(directory)
         move_to = self._options.todelete_subdir
@@ -93,25 +95,23 @@ class CheckpointManager(AbstractCheckpointManager):
     # --- the run -----------------------------------------------------------------------------
 
     def _index_of(self, directory: str | os.PathLike[str]) -> StepIndex:
-        prefix, digits = _naming(self._options)
-        named = prefix is not None or digits is not None
-        naming = StepNames(prefix=prefix, digits=digits) if named else None
+        prefix, digits = self._naming
+        naming = None if self._naming == (None, None) else StepNames(prefix=prefix, digits=digits)
         return StepIndex(*locate(directory), naming=naming, quiet=True)
 
     def _open(self) -> jaxckpt.CheckpointManager:
         """Returns the manager that saves; a new one if another took over in this process."""
         writer = self._writer
         if writer is None or writer._opening.ended:
-            prefix, digits = _naming(self._options)
-            given = self._options.async_options or AsyncOptions()
+            saves, given = self._options.saves(), self._options.async_options or AsyncOptions()
             called = given.post_finalization_callback
             self._writer = writer = jaxckpt.CheckpointManager(
                 url_of(self._index.storage, self._index.root),
-                save=_policies.save_policy(self._options.saves(), self._infos, self._is_busy),
+                save=_policies.save_policy(saves, self._infos, self.is_saving_in_progress),
                 keep=self._keep,
                 timeout_s=given.timeout_secs,
-                step_prefix=prefix,
-                step_digits=digits,
+                step_prefix=self._naming[0],
+                step_digits=self._naming[1],
                 on_commit=None if called is None else lambda timing: called(),
                 run_metadata=self._metadata or None,
                 item=DEFAULT_ITEM_NAME,
@@ -123,9 +123,6 @@ class CheckpointManager(AbstractCheckpointManager):
             if step not in self._facts:
                 self._facts[step] = self._index.info(step)
         return [self._facts[step] for step in self._steps]
-
-    def _is_busy(self) -> bool:
-        return not all(handle.done() for handle in self._saves)
 
     @property
     def directory(self) -> epath.Path:
@@ -367,7 +364,7 @@ class CheckpointManager(AbstractCheckpointManager):
 
     def is_saving_in_progress(self) -> bool:
         """Returns whether a save is under way."""
-        return self._is_busy()
+        return not all(handle.done() for handle in self._saves)
 
     def reached_preemption(self, step: int) -> bool:
         """Returns whether the job is being stopped and should end at this step."""
@@ -412,19 +409,14 @@ def _handler(
     checkpointers: Any, item_names: Any, item_handlers: Any, registry: Any
 ) -> tuple[handlers.CompositeCheckpointHandler, bool | None]:
     """Returns the handler of a step, and whether it has a single item (None if not known yet)."""
-    given = {
-        "checkpointers": checkpointers,
-        "item_names": item_names,
-        "item_handlers": item_handlers,
-        "handler_registry": registry,
-    }
-    used = [name for name, value in given.items() if value]
-    if len(used) > 1 and not (
-        used == ["item_names", "item_handlers"] and _is_mapping(item_handlers)
-    ):
-        raise ValueError(f"{' and '.join(f'`{name}`' for name in used)} are mutually exclusive")
     found = checkpointers if checkpointers is not None else item_handlers
-    single = found is not None and not _is_mapping(found)
+    single = found is not None and not isinstance(found, Mapping)
+    is_named_twice = item_names and (checkpointers or registry or single)
+    if is_named_twice or sum(map(bool, (checkpointers, registry, item_handlers))) > 1:
+        raise ValueError(
+            "`checkpointers`, `handler_registry`, `item_handlers` and `item_names` are mutually "
+            "exclusive, unless `item_handlers` is a dict"
+        )
     by_name = {DEFAULT_ITEM_NAME: found} if single else dict(found or {})
     if checkpointers is not None:
         by_name = {name: _handler_of(name, one) for name, one in by_name.items()}
@@ -439,7 +431,3 @@ def _handler_of(name: str, checkpointer: Any) -> Any:
     if not isinstance(checkpointer, checkpointers.Checkpointer):
         raise ValueError(f"{name} in `checkpointers` is not a Checkpointer: {checkpointer!r}")
     return checkpointer.handler
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping)

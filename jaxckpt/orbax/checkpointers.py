@@ -8,7 +8,7 @@ from typing import Any, Self
 from etils import epath
 
 from jaxckpt import SaveHandle, StepExists, save_async
-from jaxckpt.orbax import _handling, _policies, args, handlers, metadata, options
+from jaxckpt.orbax import _handling, _policies, handlers, metadata, options
 from jaxckpt.storage import locate
 
 
@@ -169,36 +169,18 @@ class StandardCheckpointer(AsyncCheckpointer):
         own = {name: tuning.pop(name) for name in [*tuning] if name in ("use_ocdbt",)}
         super().__init__(handlers.StandardCheckpointHandler(**own), **tuning)
 
-    def save(
-        self,
-        directory: str | os.PathLike[str],
-        state: Any,
-        *,
-        save_args: Any = None,
-        force: bool = False,
-        custom_metadata: dict[str, Any] | None = None,
-    ) -> None:
+    def save(self, directory: str | os.PathLike[str], state: Any, **options: Any) -> None:
         """Starts to save a tree."""
-        given = args.StandardSave(state, save_args)
-        super().save(directory, args=given, force=force, custom_metadata=custom_metadata)
+        super().save(directory, state, **options)
 
-    def restore(
-        self, directory: str | os.PathLike[str], target: Any = None, *, strict: bool = True
-    ) -> Any:
+    def restore(self, directory: str | os.PathLike[str], target: Any = None, **options: Any) -> Any:
         """Restores a tree, with the types of the target."""
-        return super().restore(directory, args=args.StandardRestore(target, strict=strict))
+        return super().restore(directory, target, **options)
 
 
 class PyTreeCheckpointer(Checkpointer):
     """Saves and restores trees; no args are needed."""
 
-    def __init__(
-        self,
-        primary_host: int | None = 0,
-        use_ocdbt: bool = True,
-        use_zarr3: bool = False,
-        use_compression: bool = True,
-    ) -> None:
-        tuning: dict[str, Any] = {"use_zarr3": use_zarr3, "use_compression": use_compression}
+    def __init__(self, primary_host: int | None = 0, use_ocdbt: bool = True, **tuning: Any) -> None:
         handler = handlers.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt, **tuning)
         super().__init__(handler, primary_host=primary_host)

@@ -31,6 +31,9 @@ StepMetadata = record(
 RootMetadata = record("RootMetadata", "internal_metadata={} custom_metadata={}")
 Metadata = record("Metadata", "name directory")
 StringMetadata = record("StringMetadata", "", Metadata)
+ValueMetadataEntry = record(
+    "ValueMetadataEntry", "value_type skip_deserialize=False write_shape=None"
+)
 StorageMetadata = record("StorageMetadata", "chunk_shape write_shape=None")
 ArrayMetadata = record("ArrayMetadata", "shape=() sharding=None dtype=None storage=None", Metadata)
 ScalarMetadata = record("ScalarMetadata", "", ArrayMetadata)

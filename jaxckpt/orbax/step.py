@@ -18,7 +18,7 @@ from jaxckpt.format.run import StepNames
 from jaxckpt.orbax.metadata import found_at
 from jaxckpt.storage import locate
 
-_NAME: Final = re.compile(rf"(?:.+_)?(\d+)(?:{re.escape(names.TEMPORARY)}-.*)?")
+_NAME: Final = re.compile(rf"(?:.+_)?(\d+)(?:{re.escape(names.TEMPORARY)}(?:-.*)?)?")
 
 
 @dataclass(frozen=True)

@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from jaxckpt import open as open_checkpoint
 from jaxckpt.orbax import _trees
+from jaxckpt.orbax._records import record
 
-
-@dataclass
-class Transform:
-    """Says where the value of a leaf comes from.
-
-    Attributes:
-        original_key: The path that was saved, in which `\\1` is a group of the regular expression
-            over the path in the target.
-        use_fallback: Whether to take the value in the target.
-        value_fn: Makes the value from the saved one.
-        multi_value_fn: Makes the value from its path and the saved tree.
-    """
-
-    original_key: str | None = None
-    use_fallback: bool = False
-    value_fn: Callable[..., Any] | None = None
-    multi_value_fn: Callable[..., Any] | None = None
-
-
-@dataclass
-class RestoreTransform(Transform):
-    """A transform of a restore; `multi_value_fn` is passed the leaf's restore args, too."""
-
-    multi_value_fn_input_args: Mapping[str, Any] | None = None
+# Where the value of a leaf comes from: the path `original_key`, in which `\1` is a group of the
+# regular expression over the path in the target; the target; or a function of what was saved.
+Transform = record(
+    "Transform", "original_key=None use_fallback=False value_fn=None multi_value_fn=None"
+)
+RestoreTransform = record("RestoreTransform", "multi_value_fn_input_args=None", Transform)
 
 
 def _flat(tree: Any) -> dict[str, Any]:
@@ -62,7 +44,7 @@ def apply_transformations(
     return _trees.map_named(value, new_tree)
 
 
-def _rule(key: str, rules: Mapping[str, Transform]) -> tuple[Transform, str] | None:
+def _rule(key: str, rules: Mapping[str, Any]) -> tuple[Any, str] | None:
     """Returns the transform of a path, the last that matches, and the path of its source."""
     for pattern, rule in reversed([*rules.items()]):
         if match := re.fullmatch(pattern, key):

@@ -277,7 +277,7 @@ def test_names_of_steps(tmp_path):
         both = step.composite_name_format(
             write_name_format=padded, read_name_formats=[padded, plain]
         )
-        for name in ("ck_007", "12", "notes", "ck_008.orbax-checkpoint-tmp-1"):
+        for name in ("ck_007", "12", "notes", "ck_008.orbax-checkpoint-tmp"):
             (path / name).mkdir()
         (path / "15").write_text("a file")
         with ocp.StandardCheckpointer() as checkpointer:
