@@ -13,6 +13,8 @@ from typing import Any
 if find_spec("etils") is None:
     raise ImportError("jaxckpt.orbax needs the package etils; install the extra jaxckpt[orbax]")
 
+__version__ = "0.12.8"  # of the Orbax whose names these are, for programs that compare it
+
 # The modules, and the names that each defines. They are imported when they are used.
 _NAMES = {
     "_policies": "",

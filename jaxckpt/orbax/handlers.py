@@ -36,11 +36,6 @@ def _cast(tree: Any, save_args: Any) -> Any:
     return _trees.map_named(cast, tree)
 
 
-def _check_tree(tree: Any) -> None:
-    if tree is None or not jax.tree.leaves(tree, is_leaf=lambda node: node is None):
-        raise ValueError("Found empty item.")
-
-
 class PyTreeCheckpointHandler(Ours):
     """Stores a tree; restores it with a type for each leaf."""
 
@@ -51,7 +46,8 @@ class PyTreeCheckpointHandler(Ours):
         options.check(**tuning)
 
     def _stored(self, given: Any) -> Items:
-        _check_tree(given.item)
+        if given.item is None or not jax.tree.leaves(given.item, is_leaf=lambda node: node is None):
+            raise ValueError("Found empty item.")
         if given.custom_metadata is not None:
             raise NotImplementedError(
                 "custom_metadata of a tree: pass `custom_metadata=` to `save` instead"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 
@@ -31,6 +32,11 @@ def test_the_names_are_those_of_orbax():
     found = [name for name in dir(theirs) if not name.startswith("_") and name[0].isupper()]
 
     assert [name for name in found if not hasattr(ours, name)] == []
+
+
+def test_the_version_is_one_of_orbax():
+    """Programs compare it."""
+    assert re.fullmatch(r"0\.1[2-9]\.\d+", ours.__version__)
 
 
 def test_an_unknown_name_is_an_attribute_error():
