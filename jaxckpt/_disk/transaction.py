@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import posixpath
 import secrets
@@ -345,6 +346,27 @@ def begin(
         else:
             return transaction
     raise SaveFailed(f"{path}: other writers keep starting to save here. Let only one job save.")
+
+
+def take_over(storage: Storage, path: str, token: str) -> Transaction | None:
+    """Continues an attempt with this token whose process has died; None if there is none.
+
+    What it wrote is still there, and may be incomplete.
+
+    Raises:
+        SaveFailed: its process lives.
+    """
+    transaction = Transaction(storage, path, work_for(storage, path, token).path, token, False)
+    committed = not storage.atomic_rename and transaction._read(names.COMMIT_MARKER) is not None
+    if committed or transaction._read(names.WRITER) != token:
+        return None
+    try:
+        transaction.hold = storage.hold(f"{transaction.work}/{names.WRITER}", token.encode())
+    except io.UnsupportedOperation:  # then `begin` says what to do
+        return None
+    if transaction.hold is None:
+        raise SaveFailed(f"{path}: another process is writing the same copy, or died just now")
+    return transaction
 
 
 def _delete_first(

@@ -35,8 +35,8 @@ def app(context: click.Context, debug: bool) -> None:
 for _command in (
     *(_look.ls, _look.show, _look.du, _look.report),
     *(_check.verify, _check.diff, _check.scrub, _doctor.doctor),
-    *(_make.convert, _make.export, _make.import_, _make.fork, _migrate.migrate),
-    *(_keep.pin, _keep.unpin, _keep.rm, _keep.gc),
+    *(_make.convert, _make.export, _make.import_, _make.fork, _make.upload),
+    *(_keep.pin, _keep.unpin, _keep.rm, _keep.gc, _migrate.migrate),
 ):
     app.add_command(_command)
 app.add_command(_make.convert, "cp")

@@ -1,4 +1,4 @@
-"""`convert`, `export`, `import` and `fork`: make new checkpoints from old ones."""
+"""`convert`, `export`, `import`, `fork` and `upload`: make new checkpoints from old ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 
 import click
 
+from jaxckpt._core.text import size_text
 from jaxckpt.cli import _options, _output
 
 _INDEX = ".index.json"
@@ -135,6 +136,43 @@ def fork(src: str, root: str, step: int | None, as_json: bool) -> None:
     from jaxckpt._run.fork import fork as fork_step
 
     _wrote(fork_step(src, root, step=step), as_json=as_json)
+
+
+@click.command()
+@click.argument("src", type=_options.PATH)
+@click.argument("dst", type=_options.PATH)
+@click.option("--step", "steps", type=click.IntRange(min=0), multiple=True, help="Repeatable.")
+@click.option("--max-rate", type=_options.SIZE, help="Send at most SIZE a second, such as 50MB.")
+@click.option("--no-job", is_flag=True, help="Assume no job at DST (file system without locks).")
+@_options.as_json
+def upload(
+    src: str, dst: str, steps: tuple[int, ...], max_rate: int | None, no_job: bool, as_json: bool
+) -> None:
+    """Copy the steps of a run that another place lacks, and go on where it was cut off.
+
+    SRC and DST are roots of runs; DST may be in a bucket, and is made if missing. Copies the newest
+    step first, or only those given. Each is verified before it is sent.
+    """
+    from jaxckpt._run.index import StepIndex, existing_root
+    from jaxckpt._run.upload import missing_steps
+    from jaxckpt._run.upload import upload as upload_step
+    from jaxckpt.cli._owned import locked
+    from jaxckpt.storage import locate
+
+    source, (storage, root) = StepIndex(*existing_root(src), quiet=True), locate(dst)
+    storage.make_dir(root)
+    with locked(storage, root, no_job=no_job) as target:
+        done = []
+        for step in steps or missing_steps(source, target):
+            sent = upload_step(source, target, step, max_bytes_per_s=max_rate)
+            done.append(sent)
+            if not as_json:
+                kept = f", {size_text(sent.found_bytes)} were there" if sent.found_bytes else ""
+                _output.echo(f"wrote {sent.path}: sent {size_text(sent.sent_bytes)}{kept}")
+    if as_json:
+        _output.print_json([sent._asdict() for sent in done])
+    elif not done:
+        _output.echo(f"{root} has every step of {source.root}")
 
 
 def _confirm_overwrite(*paths: str, overwrite: bool, yes: bool) -> None:

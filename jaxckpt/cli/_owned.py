@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator
+from typing import NoReturn
 
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
@@ -13,7 +14,7 @@ from jaxckpt._run.owner import Ownership
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names
-from jaxckpt.storage import Storage
+from jaxckpt.storage import Hold, Storage
 
 
 def run_at(storage: Storage, root: str, *, keep: KeepPolicy | None = None) -> Deletion:
@@ -39,30 +40,50 @@ def owned(
     Raises:
         SaveFailed: a running job owns the run, or this is unknown; nothing was changed.
     """
-    if not no_job:
-        _check_locks(storage, root)
+    if not no_job and (hold := _lock(storage, root)) is not None:
+        hold.release()
     run = run_at(storage, root, keep=keep)
     owner = Ownership(run.index, run.leases)
     owner.open()
     try:
         if not owner.token:
-            raise SaveFailed(
-                f"{root} is in use by a running job: {owner.who()}. Nothing was changed. Stop the "
-                "job first, or use its CheckpointManager (delete, scrub, KeepPolicy)."
-            )
+            _refuse(root, owner)
         owner.fence()
         yield run
     finally:
         owner.close()
 
 
-def _check_locks(storage: Storage, root: str) -> None:
+@contextlib.contextmanager
+def locked(storage: Storage, root: str, *, no_job: bool = False) -> Iterator[StepIndex]:
+    """Keeps other jobs out of a run, and clears up nothing: an upload goes on with what is there.
+
+    Raises:
+        SaveFailed: a running job owns the run, or this is unknown; nothing was changed.
+    """
+    run = run_at(storage, root)
+    hold = None if no_job else _lock(storage, root)
+    if hold is None and not no_job:
+        _refuse(root, Ownership(run.index, run.leases))
     try:
-        hold = storage.hold(f"{root}/{names.LOCK}")
+        yield run.index
+    finally:
+        if hold is not None:
+            hold.release()
+
+
+def _lock(storage: Storage, root: str) -> Hold | None:
+    try:
+        return storage.hold(f"{root}/{names.LOCK}")
     except io.UnsupportedOperation as error:
         raise SaveFailed(
             f"{root}: this file system does not support locks, so a job that writes the run "
             "cannot be detected. Nothing was changed. If there is none, pass --no-job."
         ) from error
-    if hold is not None:
-        hold.release()
+
+
+def _refuse(root: str, owner: Ownership) -> NoReturn:
+    raise SaveFailed(
+        f"{root} is in use by a running job: {owner.who()}. Nothing was changed. Stop the "
+        "job first, or use its CheckpointManager (delete, scrub, KeepPolicy)."
+    )

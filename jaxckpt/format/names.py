@@ -223,6 +223,11 @@ def is_of_attempt(file: str) -> bool:
     return any(map(_OF_ATTEMPT.fullmatch, file.split("/")[:-1]))
 
 
+def is_data_file(file: str) -> bool:
+    """Returns whether a file has the arrays of a database; no other file ever has its name."""
+    return f"/{OCDBT_DATA}/" in f"/{file}"
+
+
 def key_facts(folder: str) -> str:
     """Returns the file that describes the random key in `folder`, beside it."""
     return f"{folder}_metadata/metadata"
