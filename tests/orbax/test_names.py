@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
 import subprocess
 import sys
@@ -55,7 +55,7 @@ def test_modules_have_the_names_of_orbax(module):
 
 def test_without_etils_the_error_names_the_extra(monkeypatch):
     """Orbax returns its paths."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "etils", None)  # as if it were not installed
 
     with pytest.raises(ImportError, match=r"install the extra jaxckpt\[orbax\]"):
         importlib.reload(ours)

@@ -72,6 +72,7 @@ def test_a_store_that_does_not_answer_fails_the_save(gcs_server, use_store, monk
         yield from ()
 
     monkeypatch.setattr(gcs_grpc.Methods, "BidiWriteObject", hang)
+    # The real number of tries takes minutes; a context keeps the number that it was made with.
     monkeypatch.setattr("jaxckpt.storage._arrays._RETRIES", {"max_retries": 1})
     monkeypatch.setattr("jaxckpt.storage._arrays._context", None)
     server = use_store(gcs_server)
