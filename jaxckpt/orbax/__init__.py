@@ -26,6 +26,7 @@ _NAMES = {
     "checkpoint_utils": "",
     "checkpointers": "AbstractCheckpointer AsyncCheckpointer Checkpointer PyTreeCheckpointer "
     "StandardCheckpointer",
+    "future": "",
     "handlers": "ArrayCheckpointHandler AsyncCheckpointHandler BasePyTreeCheckpointHandler "
     "CheckpointHandler CheckpointHandlerRegistry CompositeCheckpointHandler Future "
     "DefaultCheckpointHandlerRegistry JaxRandomKeyCheckpointHandler JsonCheckpointHandler "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from typing import Any
 
 from etils import epath
 
@@ -16,14 +17,11 @@ class DestinationExists(StepExists, ValueError):
     """The directory exists, and `force` is not set."""
 
 
-class Closing:
+class Closing(AbstractContextManager[Any]):
     """Closes itself at the end of its `with`."""
 
     def close(self) -> None:
         """Ends what is under way."""
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
