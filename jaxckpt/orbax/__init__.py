@@ -26,17 +26,18 @@ _NAMES = {
     "checkpoint_utils": "",
     "checkpointers": "AbstractCheckpointer AsyncCheckpointer Checkpointer PyTreeCheckpointer "
     "StandardCheckpointer",
-    "future": "",
     "handlers": "ArrayCheckpointHandler AsyncCheckpointHandler BasePyTreeCheckpointHandler "
     "CheckpointHandler CheckpointHandlerRegistry CompositeCheckpointHandler Future "
     "DefaultCheckpointHandlerRegistry JaxRandomKeyCheckpointHandler JsonCheckpointHandler "
     "NumpyRandomKeyCheckpointHandler ProtoCheckpointHandler PyTreeCheckpointHandler "
     "StandardCheckpointHandler",
+    "future": "",
     "logging": "",
     "metadata": "",
     "multihost": "",
     "options": "AsyncOptions CheckpointManagerOptions CompositeOptions",
     "path": "",
+    "pathways": "",
     "step": "",
     "test_utils": "",
     "transform_utils": "RestoreTransform Transform apply_transformations merge_trees",

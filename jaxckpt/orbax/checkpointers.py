@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 from etils import epath
 
@@ -17,11 +16,14 @@ class DestinationExists(StepExists, ValueError):
     """The directory exists, and `force` is not set."""
 
 
-class Closing(AbstractContextManager[Any]):
+class Closing:
     """Closes itself at the end of its `with`."""
 
     def close(self) -> None:
         """Ends what is under way."""
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -279,15 +279,6 @@ class DefaultCheckpointHandlerRegistry:
 CheckpointHandlerRegistry = DefaultCheckpointHandlerRegistry
 
 
-def create_default_handler_registry(**items_to_handlers: Any) -> DefaultCheckpointHandlerRegistry:
-    """Returns a registry with these handlers, by item, for the args registered for each."""
-    registry = DefaultCheckpointHandlerRegistry()
-    for item, handler in items_to_handlers.items():
-        for cls in dict.fromkeys(args.get_registered_args_cls(handler)):
-            registry.add(item, cls, handler)
-    return registry
-
-
 def _class_of(given: Any) -> type:
     return given if isinstance(given, type) else type(given)
 

@@ -15,4 +15,4 @@ class StandardLogger:
         """Does nothing."""
 
 
-CloudLogger = CompositeLogger = StandardLogger
+AbstractLogger = CloudLogger = CompositeLogger = StandardLogger

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxckpt import open as open_checkpoint
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
-from jaxckpt.format import names
+from jaxckpt.format import jsontext, names
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.orbax import _trees
 from jaxckpt.orbax._records import record
@@ -148,6 +148,17 @@ def of_step(found: Found, items: Any) -> Any:
         commit_timestamp_nsecs=saved.commit_ns,
         custom_metadata=dict(saved.custom_metadata or {}),
     )
+
+
+def get_step_metadata(path: str | os.PathLike[str]) -> Any:
+    """Returns what a checkpoint's own file records of it; ValueError if there is no such file."""
+    storage, where = locate(path)
+    try:
+        data = storage.read(f"{where}/{names.CHECKPOINT_METADATA}", max_bytes=jsontext.MAX_BYTES)
+    except OSError as error:
+        raise ValueError(f"Step metadata not found at {path}: it is no checkpoint.") from error
+    recorded, fields = jsontext.loads(data, file=f"{path}"), vars(StepMetadata())
+    return StepMetadata(**{k: v for k, v in recorded.items() if k in fields})
 
 
 value = tree = sys.modules[__name__]  # `metadata.value.ArrayMetadata`, `metadata.tree.TreeMetadata`

@@ -25,6 +25,11 @@ def is_pathways_backend() -> bool:
     return False
 
 
+def is_jax_distributed_client_initialized() -> bool:
+    """Returns whether this process is one of a distributed job."""
+    return jax.distributed.is_initialized()
+
+
 def sync_global_processes(name: str, **_: Any) -> None:
     """Waits until every process is here."""
     if jax.process_count() > 1:
@@ -33,5 +38,5 @@ def sync_global_processes(name: str, **_: Any) -> None:
 
 def reached_preemption(step: int) -> bool:
     """Returns whether JAX's preemption service says to stop at this step."""
-    is_distributed = jax.distributed.is_initialized()
+    is_distributed = is_jax_distributed_client_initialized()
     return is_distributed and multihost_utils.reached_preemption_sync_point(step)

@@ -44,19 +44,27 @@ class Metadata:
         return None
 
 
-class _Finds:
-    """Finds steps by `find_all`."""
+class NameFormat:
+    """Names the directories of steps, and finds them; a program's own class has these methods."""
+
+    def build_name(self, step: int) -> str:
+        """Returns the name of a step."""
+        raise NotImplementedError(f"{type(self).__name__} names no steps")
+
+    def find_all(self, base_path: str | os.PathLike[str]) -> Iterator[Any]:
+        """Yields the committed steps in a directory."""
+        raise NotImplementedError(f"{type(self).__name__} finds no steps")
 
     def find_step(self, base_path: str | os.PathLike[str], step: int) -> Any:
         """Returns a committed step; ValueError if there is none."""
-        for found in self.find_all(base_path):  # pyright: ignore[reportAttributeAccessIssue]  # below
+        for found in self.find_all(base_path):
             if found.step == step:
                 return found
         raise ValueError(f"No step path found with step={step} and {self} in {base_path}.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StandardNameFormat(_Finds):
+class StandardNameFormat(NameFormat):
     """Names `[<prefix>_]<step>`, padded with zeros if of a fixed length."""
 
     step_prefix: str | None = None
@@ -80,7 +88,7 @@ class StandardNameFormat(_Finds):
 
 
 @dataclass(frozen=True)
-class CompositeNameFormat(_Finds):
+class CompositeNameFormat(NameFormat):
     """Names of one kind for writing, and of several for reading."""
 
     write_name_format: Any

@@ -66,6 +66,13 @@ def merge_trees(*trees: Any, target: Any = None) -> Any:
     return _trees.map_named(lambda names, _: leaves[names], target)
 
 
+def intersect_trees(*trees: Any, target: Any = None) -> Any:
+    """Returns the leaves of the last tree that all others have too."""
+    first, *others = map(_trees.by_name, reversed(trees))
+    leaves = {n: leaf for n, leaf in first.items() if all(n in other for other in others)}
+    return merge_trees(_trees.nested(leaves), target=target)
+
+
 def restore_transformed(path: str, given: Any) -> Any:
     """Restores a target with transforms; each leaf has the restore args of the target's leaf.
 

@@ -220,7 +220,7 @@ def test_a_handler_that_writes_in_the_background(tmp_path):
             def save(self, directory, item):
                 raise NotImplementedError
 
-            async def async_save(self, directory, item) -> list[ocp.future.Future]:
+            async def async_save(self, directory, item):
                 return [pool.submit((directory / "note").write_text, item)]
 
             def restore(self, directory):

@@ -301,9 +301,7 @@ def test_handlers_of_the_program(tmp_path):
         registry.add("text", Restore, handler)
         both = {"text": Handler(), "tree": ocp.StandardCheckpointHandler()}
         out = []
-        named = ocp.handlers.create_default_handler_registry(**both)
-        ways = {"item_handlers": both}, {"handler_registry": registry}, {"handler_registry": named}
-        for i, options in enumerate([{}, *ways]):
+        for i, options in enumerate([{}, {"item_handlers": both}, {"handler_registry": registry}]):
             with ocp.CheckpointManager(path / f"run{i}", **options) as manager:
                 args = Composite(text=Save("hi"), tree=standard)
                 out += [manager.save(1, args=args)]

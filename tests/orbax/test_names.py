@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import re
 import subprocess
@@ -51,6 +52,31 @@ def test_modules_have_the_names_of_orbax(module):
     names = [name for name in vars(getattr(theirs, module)) if name[0].isupper()]
 
     assert [name for name in names if not hasattr(getattr(ours, module), name)] == []
+
+
+def test_names_of_programs():
+    """Those that programs import from modules are there, and do what they say."""
+
+    class Named(ours.step.NameFormat):
+        def build_name(self, step):
+            return f"step-{step}"
+
+    futures, impl = ours.future, ours.pathways.CheckpointingImpl
+    waiting = futures.CommitFutureAwaitingContractedSignals(asyncio.sleep(0, 3))
+
+    assert [waiting.result(), futures.NoopFuture().result()] == [3, None]
+    assert ours.path.step.build_step_path("a", Named(), 3).name == "step-3"
+    assert impl.from_options(use_persistence_array_handler=False) is impl.NO_DISPATCHER
+    assert not ours.multihost.is_jax_distributed_client_initialized()
+    assert issubclass(ours.logging.CloudLogger, ours.logging.AbstractLogger)
+
+
+def test_intersected_trees():
+    """The leaves of the last that all others have."""
+    trees = {"a": {"x": 1, "y": 2}, "b": 3}, {"a": {"x": 4}, "c": 5}
+    found = [m.transform_utils.intersect_trees(*trees) for m in (theirs, ours)]
+
+    assert found[0] == found[1] == {"a": {"x": 4}}
 
 
 def test_without_etils_the_error_names_the_extra(monkeypatch):

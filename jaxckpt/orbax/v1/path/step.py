@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
+from jaxckpt.orbax.step import NameFormat as NameFormat
 from jaxckpt.orbax.step import composite_name_format as composite_name_format
 from jaxckpt.orbax.step import standard_name_format as standard_name_format
-
-
-class NameFormat(Protocol):
-    """Names the directories of steps, and finds them; a program's own class has these methods."""
-
-    def build_name(self, step: int) -> str: ...
-
-    def find_all(self, base_path: Any) -> Iterator[Any]: ...
-
-    def find_step(self, base_path: Any, step: int) -> Any: ...
 
 
 def naming(name_format: Any) -> dict[str, Any]:
