@@ -6,6 +6,7 @@ of dicts, None for an empty container of a class of its own, and Python's number
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -161,7 +162,39 @@ def restore_like(
     resize: bool = False,
     partial: bool = False,
 ) -> Any:
-    """Restores onto a target, without the leaves that are `PLACEHOLDER` or None there."""
+    """Restores onto a target, without the leaves that are `PLACEHOLDER` or None there.
+
+    As with Orbax, numbers may be cast to any dtype, also where some of the values change.
+    """
+    try:
+        return _restore_onto(source, like, resize, partial)
+    except TreeMismatch:
+        found = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+        saved = by_name(found.abstract())
+        uncast = map_named(lambda names, leaf: _with_dtype(leaf, saved.get(names)), like)
+        if all(map(operator.is_, jax.tree.leaves(uncast), jax.tree.leaves(like))):
+            raise
+    return jax.tree.map(_cast_to, like, _restore_onto(found, uncast, resize, partial))
+
+
+def _with_dtype(leaf: Any, saved: Any) -> Any:
+    """Returns a leaf of a target with the dtype that was saved, if both are numbers."""
+    dtypes = [getattr(x, "dtype", None) for x in (leaf, saved)]
+    if dtypes[0] == dtypes[1] or not all(isinstance(dtype, np.dtype) for dtype in dtypes):
+        return leaf
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return _zeros(leaf.shape, saved.dtype)
+    return _placed(leaf.shape, saved.dtype, leaf.sharding)
+
+
+def _cast_to(wanted: Any, value: Any) -> Any:
+    is_cast = hasattr(wanted, "dtype") and hasattr(value, "astype") and wanted.dtype != value.dtype
+    return value.astype(wanted.dtype) if is_cast else value
+
+
+def _restore_onto(
+    source: str | os.PathLike[str] | Checkpoint, like: Any, resize: bool, partial: bool
+) -> Any:
     leaves = tree_util.tree_leaves_with_path(like, is_leaf=lambda node: node is None)
     left_out = ["/".join(names_of(keys)) for keys, x in leaves if x is None or x is PLACEHOLDER]
     others: dict[str, Any] = {"extra": "ignore", "missing": "keep"} if partial else {}

@@ -152,6 +152,18 @@ def test_restore_args_of_orbax(saved, args):
         assert outcome(lambda t=target: _trees.restore_pytree(path, t, args(tree))) == wanted
 
 
+@pytest.mark.parametrize("dtype", ["uint32", "bool", "int8", "float16"])
+def test_numbers_are_cast_to_any_dtype(tmp_path, dtype):
+    """Also where jaxckpt by itself refuses, such as signed integers wanted as unsigned."""
+    tree = {"w": jnp.array([1.5, 2.5, 0]), "step": jnp.int32(7), "n": np.arange(3.0)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", tree)
+        target = {k: v.astype(dtype) for k, v in tree.items()}
+        wanted = kinds(checkpointer.restore(tmp_path / "a", target))
+
+    assert kinds(_trees.restore_standard(tmp_path / "a", target)) == wanted
+
+
 def test_a_placeholder_is_not_restored(saved):
     """A leaf that is `PLACEHOLDER` in the target stays that."""
     path, tree = saved
