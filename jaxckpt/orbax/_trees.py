@@ -24,6 +24,8 @@ PLACEHOLDER: Final = ...  # in a target: a leaf that is not restored
 
 _DIFFER: Final = "User-provided restore item and on-disk value differ"
 
+_NUMBERS: Final = (bool, int, float)
+
 Names = tuple[str, ...]  # the keys on the way to a leaf
 
 
@@ -179,17 +181,27 @@ def restore_like(
 
 def _with_dtype(leaf: Any, saved: Any) -> Any:
     """Returns a leaf of a target with the dtype that was saved, if both are numbers."""
-    dtypes = [getattr(x, "dtype", None) for x in (leaf, saved)]
-    if dtypes[0] == dtypes[1] or not all(isinstance(dtype, np.dtype) for dtype in dtypes):
+    dtype = _dtype_of(saved)
+    if dtype is None or _dtype_of(leaf) in (None, dtype):
         return leaf
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return _zeros(leaf.shape, saved.dtype)
-    return _placed(leaf.shape, saved.dtype, leaf.sharding)
+    if isinstance(saved, _NUMBERS):
+        return saved
+    if isinstance(leaf, (np.ndarray, np.generic, *_NUMBERS)):
+        return _zeros(np.shape(leaf), dtype)
+    return _placed(leaf.shape, dtype, leaf.sharding)
+
+
+def _dtype_of(leaf: Any) -> np.dtype[Any] | None:
+    dtype = np.asarray(leaf).dtype if isinstance(leaf, _NUMBERS) else getattr(leaf, "dtype", None)
+    return dtype if isinstance(dtype, np.dtype) else None
 
 
 def _cast_to(wanted: Any, value: Any) -> Any:
-    is_cast = hasattr(wanted, "dtype") and hasattr(value, "astype") and wanted.dtype != value.dtype
-    return value.astype(wanted.dtype) if is_cast else value
+    if _dtype_of(wanted) in (None, _dtype_of(value)):
+        return value
+    if isinstance(wanted, _NUMBERS):
+        return type(wanted)(value)
+    return (np.asarray(value) if isinstance(value, _NUMBERS) else value).astype(wanted.dtype)
 
 
 def _restore_onto(

@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from jaxckpt.orbax._handling import Future as Future
+from jaxckpt.orbax._handling import run
 
 
 class NoopFuture(Future):
@@ -23,4 +24,4 @@ class CommitFutureAwaitingContractedSignals(Future):
     def result(self, timeout: float | None = None) -> Any:
         """Waits for the end."""
         waiting, self._coroutine = self._coroutine, None
-        return None if waiting is None else asyncio.run(asyncio.wait_for(waiting, timeout))
+        return None if waiting is None else run(asyncio.wait_for(waiting, timeout))

@@ -164,6 +164,18 @@ def test_numbers_are_cast_to_any_dtype(tmp_path, dtype):
     assert kinds(_trees.restore_standard(tmp_path / "a", target)) == wanted
 
 
+@pytest.mark.parametrize("wanted", [0, 0.0, False, np.zeros((), np.int32)], ids=repr)
+def test_numbers_of_python_are_cast(tmp_path, wanted):
+    """From and to any kind, arrays of no dimensions included."""
+    tree = {"f": 13.7, "i": 12, "b": True, "a": jnp.float32(3.5)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", tree)
+        target = dict.fromkeys(tree, wanted)
+        there = kinds(checkpointer.restore(tmp_path / "a", target))
+
+    assert kinds(_trees.restore_standard(tmp_path / "a", target)) == there
+
+
 def test_a_placeholder_is_not_restored(saved):
     """A leaf that is `PLACEHOLDER` in the target stays that."""
     path, tree = saved
