@@ -147,10 +147,7 @@ def restore_pytree(
         return leaf
 
     like = map_named(wanted, abstract if target is None else target)
-    try:
-        return restore_like(found, like, resize=resize, partial=partial)
-    except TreeMismatch as error:
-        raise ValueError(f"{_DIFFER}: {error}") from error
+    return restore_like(found, like, resize=resize, partial=partial)
 
 
 def _is_above(names: Names, saved: Mapping[Names, Any]) -> bool:
@@ -170,12 +167,12 @@ def restore_like(
     """
     try:
         return _restore_onto(source, like, resize, partial)
-    except TreeMismatch:
+    except TreeMismatch as error:
         found = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         saved = by_name(found.abstract())
         uncast = map_named(lambda names, leaf: _with_dtype(leaf, saved.get(names)), like)
         if all(map(operator.is_, jax.tree.leaves(uncast), jax.tree.leaves(like))):
-            raise
+            raise TreeMismatch(f"{_DIFFER}: {error}", error.differences) from error
     return jax.tree.map(_cast_to, like, _restore_onto(found, uncast, resize, partial))
 
 

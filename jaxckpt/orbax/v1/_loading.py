@@ -117,7 +117,8 @@ def load(
     folder = item_path(path, found, checkpointable_name)
     name = os.path.basename(folder)
     saved_by = found.metadata.handlers.get(name if folder != os.fspath(path) else "", "")
-    handlers.check_tree_handler(get_context().checkpointables.registry, name, saved_by, target)
+    if names.TREE_METADATA in found.contents(folder):
+        handlers.check_tree_handler(get_context().checkpointables.registry, name, saved_by, target)
     try:
         return load_tree(folder, target)
     except CorruptCheckpoint as error:
