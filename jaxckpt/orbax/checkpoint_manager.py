@@ -20,6 +20,7 @@ from jaxckpt._run.index import StepIndex, run_metadata
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
 from jaxckpt.orbax import _handling, _policies, args, checkpointers, handlers, metadata, options
+from jaxckpt.orbax._ending import close_run, note_run
 from jaxckpt.orbax.handlers import *  # noqa: F403  # programs import them from here, too
 from jaxckpt.orbax.metadata import RootMetadata as RootMetadata
 from jaxckpt.orbax.metadata import StepMetadata as StepMetadata
@@ -116,6 +117,7 @@ class CheckpointManager(AbstractCheckpointManager):
                 run_metadata=self._metadata or None,
                 item=DEFAULT_ITEM_NAME,
             )
+            note_run(writer, self._index)
         return writer
 
     def _infos(self) -> list[StepInfo]:
@@ -381,7 +383,7 @@ class CheckpointManager(AbstractCheckpointManager):
         """Waits for the saves under way, and closes the handlers."""
         if self._writer is not None:
             with _handling.as_raised():
-                self._writer.close()
+                close_run(self._writer, self._index)
             self.reload()
         self._handler.close()
 

@@ -13,6 +13,7 @@ from jax import tree_util
 from jaxckpt import Checkpoint, CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat, restore
 from jaxckpt import open as open_checkpoint
 from jaxckpt._disk.found import Found
+from jaxckpt.errors import TreeMismatch
 from jaxckpt.format import names
 from jaxckpt.orbax import _trees
 from jaxckpt.orbax.metadata import found_at
@@ -160,7 +161,10 @@ def _load_item(path: PathLike, found: Found, name: str, target: Any) -> Any:
     if handler is not None and not (is_tree(found, name) and target is None):
         return handlers.load_files(handler, folder, target)
     if is_tree(found, name):
-        return load_tree(folder, target)
+        try:
+            return load_tree(folder, target)
+        except TreeMismatch as error:
+            raise handlers.MisfitError(f"{error}", error.differences) from error
     try:
         return restore(path, item=name)
     except (UnsupportedFormat, CheckpointNotFound, CorruptCheckpoint) as error:

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from etils import epath
 
+from jaxckpt import TreeMismatch
 from jaxckpt import save as save_checkpoint
 from jaxckpt._save.snapshot import Items, SaveItem
 from jaxckpt.format import jsontext, names, step
@@ -60,6 +61,12 @@ class CheckpointableHandler(Protocol[_V, _A]):
     def is_handleable(self, checkpointable: Any) -> bool: ...
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None: ...
+
+
+class MisfitError(TreeMismatch, NoEntryError):
+    """An item does not fit its target: for Orbax, a handler that cannot load it."""
+
+    __str__ = Exception.__str__
 
 
 class UnregisteredTypeError(ValueError):

@@ -14,6 +14,7 @@ from jaxckpt._run.index import StepIndex, run_metadata
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import current, lead
 from jaxckpt.orbax import _policies
+from jaxckpt.orbax._ending import close_run, note_run
 from jaxckpt.orbax.v1 import _loading, _metadata, _saving
 from jaxckpt.orbax.v1._context import Context, get_context
 from jaxckpt.orbax.v1._deletion import check_arguments
@@ -95,6 +96,7 @@ class Checkpointer:
                 run_metadata=self._custom_metadata,
                 **self._naming,
             )
+            note_run(writer, self._index)
         return writer
 
     # --- the steps -------------------------------------------------------------------------------
@@ -330,7 +332,7 @@ class Checkpointer:
         finally:
             self._is_closed = True
             if self._writer is not None:
-                self._writer.close()
+                close_run(self._writer, self._index)
 
     def __enter__(self) -> Self:
         return self

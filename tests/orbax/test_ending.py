@@ -1,0 +1,55 @@
+"""A run that the drop-in wrote has steps in its root and nothing else, once it is closed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import jaxckpt
+import jaxckpt.orbax as ocp
+import jaxckpt.orbax.v1 as ocp1
+
+PROGRAM = """
+import sys
+import jaxckpt.orbax as ocp, jaxckpt.orbax.v1 as v1
+manager = ocp.CheckpointManager(sys.argv[1] + "/a")
+checkpointer = v1.training.Checkpointer(sys.argv[1] + "/b")
+for step in (1, 2):
+    assert manager.save(step, args=ocp.args.StandardSave({"n": step}))
+    assert checkpointer.save(step, {"n": step})
+"""
+
+
+def test_a_closed_run_has_steps_only(tmp_path):
+    """Twice, so that a run without the files of its last writer is opened again."""
+    for step in (1, 2):
+        with ocp.CheckpointManager(tmp_path / "a") as manager:
+            manager.save(step, args=ocp.args.StandardSave({"n": step}))
+            assert "_jaxckpt.lock" in os.listdir(tmp_path / "a")
+        with ocp1.training.Checkpointer(tmp_path / "b") as checkpointer:
+            checkpointer.save(step, {"n": step})
+
+        for run in ("a", "b"):
+            assert sorted(os.listdir(tmp_path / run)) == [str(n) for n in range(1, step + 1)]
+
+
+def test_a_program_that_does_not_close_its_managers_leaves_steps_only(tmp_path):
+    """All of its saves are committed before."""
+    subprocess.run([sys.executable, "-c", PROGRAM, tmp_path], check=True, timeout=120)
+
+    for run in ("a", "b"):
+        assert sorted(os.listdir(tmp_path / run)) == ["1", "2"]
+        assert jaxckpt.verify(tmp_path / run).ok
+
+
+def test_the_files_of_another_manager_stay(tmp_path):
+    """One that has taken the run over."""
+    first = ocp.CheckpointManager(tmp_path)
+    first.save(1, args=ocp.args.StandardSave({"n": 1}))
+    with jaxckpt.CheckpointManager(tmp_path) as second:
+        first.close()
+        second.save(2, {"n": 2})
+        second.wait_until_finished()
+
+        assert {"_jaxckpt.lock", "_jaxckpt.owner"} < {*os.listdir(tmp_path)}
