@@ -77,9 +77,11 @@ def test_an_error_has_an_advice(tmp_path, code, words):
 def test_ctrl_c_leaves_nothing(tmp_path):
     """What is being written is finished and deleted."""
     program = """if True:
-        import os, sys, time
+        import os, signal, sys, time
         from jaxckpt.cli import main
         from jaxckpt.storage import LocalStorage
+        # A shell starts what runs in its background with the signal ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         def link(*_):  # waits, so that the command has not ended before
             while not os.path.exists(sys.argv[2]):
                 time.sleep(0.01)
