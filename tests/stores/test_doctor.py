@@ -237,9 +237,12 @@ def test_ctrl_c_leaves_nothing(request, proxied, store):
         return True
 
     proxy.add(Delay(1.0), path="/large", when=interrupt, times=1)
+    # A shell starts what runs in its background with the signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     code, _, err = cli("doctor", url_of(server))
 
+    signal.signal(signal.SIGINT, before)
     assert interrupted == [True]
     assert (code, err.strip()) == (130, "Interrupted.")
     [written] = proxy.requests.all(path="large")[:1]
