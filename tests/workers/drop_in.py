@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from tests.workers.manages import check_state, state_at
 
 
@@ -63,5 +65,6 @@ def v1(me, root):
         checkpointer.save_async(3, state_at(3)).result()
         check_state(checkpointer.load(3, _target()), 3)
         steps = [found.step for found in checkpointer.checkpoints]
+    time.sleep(0.3 * me.index)  # process 0 deletes it before the other one looks
     ocp.delete(f"{root}/a", missing_ok=True)
     return [steps, found["json"], ocp.is_orbax_checkpoint(f"{root}/a")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from jaxckpt._disk.found import Found
@@ -30,13 +29,18 @@ def delete(
     if get_context().deletion.gcs_deletion_options.todelete_full_path is not None:
         raise NotImplementedError("todelete_full_path: see jaxckpt.KeepPolicy(move_to=...)")
     storage, where = locate(path)
-    if storage.kind(where) is None:
-        return _missing(f"Checkpoint does not exist: {path}", missing_ok)
-    found = found_checkpoint(path)
-    if checkpointable_name is None:
-        _lead(where, partial(remove, storage, where))
+
+    def do() -> bool:
+        if storage.kind(where) is None:
+            return _missing(f"Checkpoint does not exist: {path}", missing_ok)
+        found = found_checkpoint(path)
+        if checkpointable_name is not None:
+            return _delete_item(path, found, checkpointable_name, missing_ok)
+        remove(storage, where)
         return True
-    return _delete_item(path, found, checkpointable_name, missing_ok)
+
+    # Process 0 also looks whether it is there: others may look when it is gone already.
+    return lead(current(), f"orbax delete {where}", do, place=where, timeout_s=_TIMEOUT_S)
 
 
 def _delete_item(path: PathLike, found: Found, name: str, missing_ok: bool) -> bool:
@@ -50,7 +54,7 @@ def _delete_item(path: PathLike, found: Found, name: str, missing_ok: bool) -> b
     if found.record is None or found.record.item == name:
         why = "is the main one" if found.record else "was not saved by jaxckpt; delete it in Orbax"
         raise ValueError(f"item {name!r} of {path} {why}")
-    _lead(found.path, partial(remove_item, found.storage, found.path, found.record, name))
+    remove_item(found.storage, found.path, found.record, name)
     return True
 
 
@@ -58,10 +62,6 @@ def _missing(what: str, missing_ok: bool) -> bool:
     if not missing_ok:
         raise FileNotFoundError(what)
     return False
-
-
-def _lead(place: str, do: Any) -> None:
-    lead(current(), f"orbax delete {place}", do, place=place, timeout_s=_TIMEOUT_S)
 
 
 def check_arguments(name: Any, missing_ok: Any) -> None:
