@@ -42,5 +42,11 @@ def get_config() -> ml_collections.ConfigDict:
         run_metadata=None,  # JSON to store with the run
         item="state",  # "default" is the name that a manager of Orbax gives it
         compression=None,  # "zstd" for slow or costly storage; "zstd:3" for level 3
+        # With a `directory` in a bucket: a directory on this host's own disk, saved to first.
+        local=None,  # such as "/mnt/nvme/single_host"
+        local_save={"every_steps": None},  # steps that are saved only there, besides
+        local_keep={"last": 2},  # and how many stay there
+        durable_timeout_s=600.0,  # how long the bucket may be away
+        max_upload_bytes_per_s=None,  # such as "100MB", to leave others some of the network
     )
     return config

@@ -135,9 +135,9 @@ def verbs(ram_path, mesh, monkeypatch):
 # Functions, modules, depth, storage calls.
 CEILINGS = {
     "save again": (113, 19, 10, 11),
-    "manager open + save": (193, 32, 12, 18),
+    "manager open + save": (198, 33, 12, 18),
     "restore(path, like)": (123, 25, 12, 9),
-    "manager.restore(like)": (160, 32, 16, 11),
+    "manager.restore(like)": (167, 34, 16, 10),  # a step may be in two places
     "open": (64, 12, 9, 8),
     "verify": (106, 20, 12, 17),
 }
@@ -201,8 +201,8 @@ def code_lines(source: str) -> int:
 
 def test_the_package_stays_small():
     """Lines in all, and of code, without what is in `APART`."""
-    assert sum(source.count("\n") for source in sources()) <= 21_550
-    assert sum(map(code_lines, sources())) <= 14_700
+    assert sum(source.count("\n") for source in sources()) <= 22_500
+    assert sum(map(code_lines, sources())) <= 15_350
 
 
 def test_the_drop_in_stays_small():

@@ -847,7 +847,7 @@ def test_opening_reads_no_file_of_a_step(tmp_path, monkeypatch):
         for step in range(20):
             manager.save(step, {"n": step}, metrics={"loss": step})
     storage = FailingStorage(LocalStorage(), 1 << 30, FULL, reads=True)
-    monkeypatch.setattr("jaxckpt._run.manager.locate", lambda path: (storage, str(path)))
+    monkeypatch.setattr("jaxckpt._run.root.locate", lambda path: (storage, str(path)))
 
     with CheckpointManager(tmp_path, keep=keep) as manager:
         steps = manager.all_steps()
@@ -863,7 +863,7 @@ def test_opening_lists_the_root_and_no_step(tmp_path, monkeypatch):
         for step in range(20):
             manager.save(step, {"n": step})
     storage = FailingStorage(LocalStorage(), 1 << 30, FULL, reads=True)
-    monkeypatch.setattr("jaxckpt._run.manager.locate", lambda path: (storage, str(path)))
+    monkeypatch.setattr("jaxckpt._run.root.locate", lambda path: (storage, str(path)))
 
     CheckpointManager(tmp_path).close()
 

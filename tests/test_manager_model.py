@@ -247,7 +247,7 @@ class Runs(RuleBasedStateMachine):
     @rule(keep=keeps, after=st.integers(0, 6), torn=st.booleans())
     def crash_while_opening(self, keep, after, torn):
         self.manager.close()
-        owner = self.manager._owner
+        owner = self.manager._directory.owner
         self.manager._index.storage = CrashingStorage(LocalStorage(), after, torn=torn)
         with suppress(SimulatedCrash):
             owner.open()

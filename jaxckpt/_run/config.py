@@ -20,11 +20,21 @@ MANAGER: Final = "CheckpointManager"
 _KINDS: Final[Mapping[str, tuple[Any, str]]] = {
     "save": (SavePolicy, "a SavePolicy(every_steps=...)"),
     "keep": (KeepPolicy, "a KeepPolicy(last=...)"),
+    "local_save": (SavePolicy | None, "a SavePolicy(every_steps=...)"),
+    "local_keep": (KeepPolicy, "a KeepPolicy(last=...)"),
     "budget_bytes": (int, "an int"),
     "timeout_s": (Real, "a number"),
     "on_progress": ((Callable, NoneType), "a function"),
     "on_commit": ((Callable, NoneType), "a function"),
 }
+_POLICIES: Final = {
+    "save": SavePolicy,
+    "keep": KeepPolicy,
+    "local_save": SavePolicy,
+    "local_keep": KeepPolicy,
+}
+LOCAL_KEEP: Final = KeepPolicy(last=2)
+_OF_LOCAL: Final = ("local_save", "max_upload_bytes_per_s")
 # Options of Orbax's manager, as docs/orbax.md explains them.
 _ORBAX: Final = {
     "options": "its options as save=SavePolicy(...) and keep=KeepPolicy(...)",
@@ -50,10 +60,12 @@ def manager_arguments(
     arguments = with_units("the config", _given(arguments))
     if "directory" not in arguments:
         raise TypeError("the config lacks 'directory', the root of the run")
-    for name, policy in (("save", SavePolicy), ("keep", KeepPolicy)):
-        value = arguments.get(name, policy())
-        if not isinstance(value, policy):
+    for name, policy in _POLICIES.items():
+        value = arguments.get(name)
+        if value is not None and not isinstance(value, policy):
             arguments[name] = _policy(name, policy, _mapping(value, name))
+    if arguments.get("local_save") == SavePolicy():  # nothing is said in it
+        del arguments["local_save"]
     return arguments
 
 
@@ -87,7 +99,7 @@ def with_units(what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     for name, text in arguments.items():
         if isinstance(text, str) and has_unit(name):
             try:
-                found[name] = size_of(text) if name.endswith("_bytes") else seconds_of(text)
+                found[name] = size_of(text) if "_bytes" in name else seconds_of(text)
             except ValueError as error:
                 raise ValueError(f"{name} in {what} {error}") from None
     return found
@@ -130,7 +142,11 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     for name, (kind, wanted) in _KINDS.items():
         check_type(MANAGER, name, arguments[name], kind, wanted)
     check_count(MANAGER, **{name: arguments[name] for name in ("budget_bytes", "step_digits")})
-    check_positive(MANAGER, timeout_s=arguments["timeout_s"])
+    limits = ("timeout_s", "durable_timeout_s", "max_upload_bytes_per_s")
+    check_positive(MANAGER, **{name: arguments[name] for name in limits})
+    for name in _OF_LOCAL:
+        if arguments[name] is not None and arguments["local"] is None:
+            raise ValueError(f"{MANAGER}: {name} needs `local`, the directory of local steps")
     if arguments["item"] != names.STATE_ITEM:
         names.check_item(arguments["item"])
 

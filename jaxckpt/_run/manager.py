@@ -27,6 +27,7 @@ from jaxckpt._disk.find import find
 from jaxckpt._inspect import open as inspection
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._run.config import (
+    LOCAL_KEEP,
     MANAGER,
     check_arguments,
     check_arguments_alike,
@@ -35,19 +36,21 @@ from jaxckpt._run.config import (
 )
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex, check_root, run_metadata
-from jaxckpt._run.leases import Leases
-from jaxckpt._run.owner import FORKED, Opening, Ownership
+from jaxckpt._run.owner import FORKED
 from jaxckpt._run.resume import ItemsReading, Resume, StateReading, shapes_of, watch
 from jaxckpt._run.retention import KeepPolicy
+from jaxckpt._run.root import DURABLE, LOCAL, Root, check_local, newest_of, open_roots
 from jaxckpt._run.saver import Saver, raise_first
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.scrub import scrub
+from jaxckpt._run.tiers import Copy
+from jaxckpt._run.uploads import Tiers, Uploads
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import check_metadata
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Json, current, lead, text_of
-from jaxckpt.storage import locate, url_of
+from jaxckpt.storage import url_of
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
 _MAX_TIMINGS: Final = 1000
@@ -103,6 +106,11 @@ class CheckpointManager:
         run_metadata: Mapping[str, Any] | None = None,
         item: str = names.STATE_ITEM,
         compression: str | None = None,
+        local: str | os.PathLike[str] | None = None,
+        local_save: SavePolicy | None = None,
+        local_keep: KeepPolicy = LOCAL_KEEP,
+        durable_timeout_s: float = 600.0,
+        max_upload_bytes_per_s: float | None = None,
     ) -> None:
         """Opens a run without reading a checkpoint.
 
@@ -127,34 +135,41 @@ class CheckpointManager:
                 is what a manager of Orbax without item names restores.
             compression: "zstd", or "zstd:3" for level 3, compresses the arrays of each step; see
                 `jaxckpt.save`.
+            local: A local directory that all processes see, such as one on an NVMe or RAM disk.
+                Steps are saved there first, and uploaded to `directory` in the background.
+            local_save: Decides which further steps are saved only locally.
+            local_keep: Decides which steps stay locally, beside those that wait to be uploaded.
+            durable_timeout_s: How long `directory` may be away before an upload is given up, and
+                how long closing waits for uploads.
+            max_upload_bytes_per_s: Limits the rate of uploads.
 
         Raises:
-            NotADirectoryError, PermissionError: `directory` cannot hold a run.
+            NotADirectoryError, PermissionError: `directory` or `local` cannot hold a run.
             ProcessesDisagree: the directories or policies of the processes differ.
         """
         check_arguments(locals())
         self.budget_bytes, self.timeout_s = budget_bytes, timeout_s
         zstd = None if compression is None else zstd_level(MANAGER, compression)
-        storage, root = locate(directory)
         metadata = run_metadata and check_metadata(run_metadata, "run_metadata")
         naming = None
         if step_prefix is not None or step_digits is not None:
             naming = StepNames(prefix=step_prefix, digits=step_digits)
-        self.directory, self.mode, self.keep = root, mode, keep
+        self.mode, self.keep = mode, keep
         self.restored_step: int | None = None
         self._item = item
         self._on_progress = on_progress
         self._timings: deque[Timing] = deque(maxlen=_MAX_TIMINGS)
         self._processes = current()
-        self._index = StepIndex(storage, root, naming=naming)
-        self._leases = Leases(self._index)
-        self._deletion = Deletion(self._index, self._leases, move_to=keep.move_to)
-        self._owner = Ownership(self._index, self._leases, keep=keep.fields())
-        self._opening = Opening(self._owner, self._deletion, self._processes)
+        at = partial(Root.at, naming=naming, processes=self._processes)
+        self._directory = at(directory, tier=DURABLE, keep=keep)
+        self._roots = (self._directory,)
+        if local is not None:
+            self._roots = (at(local, tier=LOCAL, keep=local_keep), self._directory)
+            check_local(self._roots[0], self._directory)
+        self.directory = root = self._directory.index.root
+        self._index, self._opening = self._directory.index, self._directory.opening
         self._resume = Resume(
-            index=self._index,
-            leases=self._leases,
-            deletion=self._deletion,
+            roots=self._roots,
             processes=self._processes,
             keep=keep,
             timeout_s=timeout_s,
@@ -165,19 +180,40 @@ class CheckpointManager:
                 arguments = {"directory": root, "step_prefix": step_prefix}
                 arguments |= {"step_digits": step_digits, "save": save, "keep": keep}
                 arguments |= {"run_metadata": metadata, "item": item, "compression": zstd}
+                if local is not None:
+                    arguments |= {"local": self._roots[0].index.root, "local_save": local_save}
+                    arguments |= {"local_keep": local_keep}
                 check_arguments_alike(self._processes, arguments, timeout_s=timeout_s)
-            opened = self._opening.open(metadata, timeout_s=timeout_s)
+            opened = open_roots(self._roots, self._processes, metadata, timeout_s=timeout_s)
         else:
-            if check_root(storage, root) is None:
-                self._index.warn(f"{root} does not exist yet; a job that saves there makes it")
-            opened = {"session": "", "newest": None}
-        self._saver = self._opening.saves = Saver(
-            self._index,
-            self._owner,
-            self._deletion,
+            for one in self._roots:
+                if check_root(one.index.storage, one.index.root) is None:
+                    where = one.index.root
+                    one.index.warn(f"{where} does not exist yet; a job that saves there makes it")
+            opened = {"session": "", "newest": None, "local_only": None}
+        tiers = None
+        if local is not None:
+            uploads = Uploads(
+                self._roots[0],
+                self._directory,
+                self._processes,
+                max_bytes_per_s=max_upload_bytes_per_s,
+                timeout_s=durable_timeout_s,
+            )
+            tiers = Tiers(
+                local=self._roots[0],
+                directory=self._directory,
+                save=local_save,
+                uploads=uploads,
+                processes=self._processes,
+                timeout_s=timeout_s,
+            )
+        self._tiers = tiers
+        self._saver = self._roots[0].opening.saves = Saver(
+            self._directory,
             self._processes,
             save,
-            keep,
+            tiers=tiers,
             writes=mode == "w",
             budget_bytes=budget_bytes,
             timeout_s=timeout_s,
@@ -189,6 +225,10 @@ class CheckpointManager:
             zstd=zstd,
             newest=opened["newest"],
         )
+        if tiers is not None:
+            self._opening.saves = tiers.uploads
+            if opened["local_only"] is not None and self._processes.index == 0:
+                tiers.uploads.resume(opened["local_only"])
 
     def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
         return lead(
@@ -270,7 +310,7 @@ class CheckpointManager:
             UnsupportedLeaf: a value cannot be stored; nothing was written.
             CheckpointTimeout: earlier saves did not free enough memory within `timeout_s`.
         """
-        if self._opening.ended or (force and self.mode == "r"):
+        if self._ended or (force and self.mode == "r"):
             self._refuse()
         check_type("save", "items", items, Mapping | None, "a dict of values by name")
         check_type("save", "metrics", metrics, Mapping | None, "a dict of numbers by name")
@@ -284,20 +324,27 @@ class CheckpointManager:
             custom_metadata=custom_metadata,
         )
 
+    @property
+    def _ended(self) -> str:
+        """Why the manager is closed, or ""."""
+        return self._roots[0].opening.ended
+
     def _begin_call(self, *, writes: bool = False) -> None:
         # `close` waits for `on_commit`, which may still list steps.
-        is_closed = self._opening.ended and not self._saver.is_own_thread()
+        is_closed = self._ended and not self._saver.is_own_thread()
         if is_closed or (writes and self.mode == "r"):
             self._refuse()
         raise_first(self._saver.take_errors())
 
     def _refuse(self) -> NoReturn:
-        if not self._opening.ended:
+        if not self._ended:
             raise ValueError(f"the manager of {self.directory} was opened with mode='r'")
-        raise ValueError(f"the manager of {self.directory} is closed: {self._opening.ended}")
+        raise ValueError(f"the manager of {self.directory} is closed: {self._ended}")
 
     def wait_until_finished(self, timeout_s: float | None = None) -> None:
         """Waits until all saves have ended and the steps not kept are deleted, in every process.
+
+        With `local`, also waits for the uploads.
 
         Args:
             timeout_s: If None, the manager's, for each round of the processes.
@@ -308,10 +355,13 @@ class CheckpointManager:
             ValueError: this process was forked from the one that saves.
             Any error of a save that has not been raised yet.
         """
-        if self._opening.ended == FORKED:
+        if self._ended == FORKED:
             self._refuse()
         check_type("wait_until_finished", "timeout_s", timeout_s, Real | None, "a number")
         self._saver.wait_for_all(timeout_s)
+        if self._tiers is not None:
+            self._tiers.finish(timeout_s)
+            raise_first(self._saver.take_errors())
 
     def close(self) -> None:
         """Waits for the saves under way and releases the run; a forked child does neither.
@@ -321,10 +371,17 @@ class CheckpointManager:
         Raises:
             Any error of a save that has not been raised yet.
         """
-        if self._opening.ended == FORKED:
+        if self._ended == FORKED:
             return
-        self._opening.end("close() was called, or its `with` block has ended. Open another one")
-        raise_first(self._saver.take_errors())  # also after another manager has closed it
+        why = "close() was called, or its `with` block has ended. Open another one"
+        errors: list[BaseException] = []
+        for root in self._roots:  # first the saves, then their uploads
+            try:
+                root.opening.end(why)
+            except Exception as error:
+                errors.append(error)
+        # Also after another manager has closed it.
+        raise_first([*errors, *self._saver.take_errors()])
 
     def __enter__(self) -> Self:
         return self
@@ -380,6 +437,9 @@ class CheckpointManager:
         )
         return self._go_on(steps, found, reading, start_s)
 
+    def _newest(self) -> int | None:
+        return newest_of(self._roots)
+
     def _request(self, options: Mapping[str, Any]) -> RestoreRequest:
         check_names("restore takes no argument", options, _OPTIONS, _suggest_option)
         defaults = {
@@ -394,17 +454,17 @@ class CheckpointManager:
     ) -> StateReading:
         check_type("restore", "items", items, Mapping | None, "a dict of objects by name")
         objects = dict(items or {})
-        return StateReading(self._index, self._processes, self._item, like, objects, request)
+        return StateReading(self._processes, self._item, like, objects, request)
 
     def _go_on(
-        self, steps: list[int], found: tuple[int, Any], reading: StateReading, start_s: float
+        self, copies: list[Copy], found: tuple[int, Any], reading: StateReading, start_s: float
     ) -> Any:  # any pytree
         self.restored_step, state = found
         self._timings.append(reading.meter.timing())
         reading.set_objects()
         self._saver.record(restore_s=time.monotonic() - start_s)
-        if self.mode == "w" and self.restored_step != steps[0]:
-            newest = self._lead("newest", self._index.newest)  # some were set aside
+        if self.mode == "w" and self.restored_step != copies[0].step:
+            newest = self._lead("newest", self._newest)  # some were set aside
             self._saver.went_back(newest, good=self.restored_step)
         return state
 
@@ -466,7 +526,6 @@ class CheckpointManager:
         self._begin_call()
         check_type("restore_items", "items", items, Mapping | None, "a dict of targets by name")
         reading = ItemsReading(
-            index=self._index,
             processes=self._processes,
             targets=None if items is None else dict(items),
             request=self._request({}),
@@ -483,35 +542,57 @@ class CheckpointManager:
     def all_steps(self) -> list[int]:
         """Returns the committed steps in order. Lists the directory of each and reads no file."""
         self._begin_call()
-        return self._index.steps()
+        return [*self._resume.listed()]
 
     def latest_step(self) -> int | None:
         """Returns the newest step that is complete, or None."""
         self._begin_call()
-        return next(filter(self._index.is_whole, self._index.newest_first()), None)
+        if self._tiers is None:
+            return next(filter(self._index.is_whole, self._index.newest_first()), None)
+        return next(filter(self._is_whole, reversed(self._resume.listed())), None)
+
+    def _is_whole(self, step: int) -> bool:
+        return any(root.index.is_whole(step) for root in self._roots)
+
+    @property
+    def tiers(self) -> dict[str, list[int]]:
+        """The steps in each place: "local" and "durable", and those "waiting" to be uploaded.
+
+        Without `local`, all steps are durable.
+        """
+        found = {root.tier: root.index.steps() for root in self._roots}
+        waiting = [] if self._tiers is None else self._tiers.uploads.steps()
+        return {LOCAL: [], **found, "waiting": waiting}
 
     def best_step(self) -> int | None:
         """Returns the complete step with the best `metric` of `keep`, or None if no step has it."""
         self._begin_call()
         ranked = (info.step for info in self._resume.ranked())
-        return next(filter(self._index.is_whole, ranked), None)
+        return next(filter(self._is_whole, ranked), None)
 
     def metrics(self, step: int) -> dict[str, Any]:
         """Returns the metrics of a step, empty if it has none."""
         self._begin_call()
-        self._index.check_step(step := as_step("metrics", step))
-        return dict(self._index.info(step).metrics)
+        index = self._index_of(step := as_step("metrics", step))
+        return dict(index.info(step).metrics)
+
+    def _index_of(self, step: int) -> StepIndex:
+        """Returns the nearest place that has a step; CheckpointNotFound if there is none."""
+        root = next((root for root in self._roots if root.has(step)), self._directory)
+        root.index.check_step(step)
+        return root.index
 
     def metadata(self, step: int) -> inspection.Checkpoint:
         """Returns `jaxckpt.open` of a step."""
         self._begin_call()
-        path = self._index.check_step(as_step("metadata", step))
-        return inspection.open(url_of(self._index.storage, path))
+        index = self._index_of(step := as_step("metadata", step))
+        return inspection.open(url_of(index.storage, index.path(step)))
 
     def custom_metadata(self, step: int) -> dict[str, Any]:
         """Returns the `custom_metadata` given to `save`."""
         self._begin_call()
-        found = find(self._index.storage, self._index.check_step(as_step("custom_metadata", step)))
+        index = self._index_of(step := as_step("custom_metadata", step))
+        found = find(index.storage, index.path(step))
         return dict(found.metadata.custom_metadata or {})
 
     @property
@@ -522,7 +603,7 @@ class CheckpointManager:
     @property
     def problems(self) -> list[str]:
         """Messages about steps and files skipped, left alone, set aside or not deletable."""
-        return list(self._index.problems)
+        return [problem for root in self._roots for problem in root.index.problems]
 
     def scrub(self) -> dict[int, VerifyReport]:
         """Reads every step back in full and compares it with its checksums.
@@ -538,13 +619,24 @@ class CheckpointManager:
         self._begin_call()
         if self.mode == "w":
             self.wait_until_finished()
-        reports = scrub(
-            self._deletion, self._processes, writes=self.mode == "w", timeout_s=self.timeout_s
-        )
+        reports: dict[int, VerifyReport] = {}
+        for root in self._roots:
+            found = scrub(
+                root.deletion,
+                self._processes,
+                writes=self.mode == "w",
+                timeout_s=self.timeout_s,
+                mend=partial(self._mend, root),
+            )
+            reports |= {n: one for n, one in found.items() if n not in reports or not one.ok}
         if self.mode == "w" and not all(report.ok for report in reports.values()):
-            newest = self._lead("newest", self._index.newest)  # some were set aside
+            newest = self._lead("newest", self._newest)  # some were set aside
             self._saver.went_back(newest, good=newest)
         return reports
+
+    def _mend(self, root: Root, step: int) -> bool:
+        others = [one for one in self._roots if one is not root and one.has(step)]
+        return any(root.mend(step, one.index) for one in others)
 
     @property
     def timings(self) -> list[Timing]:
@@ -556,12 +648,17 @@ class CheckpointManager:
     def pin(self, step: int) -> None:
         """Keeps a step, regardless of the policy, until it is unpinned."""
         self._begin_call(writes=True)
-        self._lead("pin", partial(self._deletion.pin, as_step("pin", step)))
+        self._lead("pin", partial(self._in_all, as_step("pin", step), Deletion.pin))
 
     def unpin(self, step: int) -> None:
         """Lets the policy delete a step again."""
         self._begin_call(writes=True)
-        self._lead("unpin", partial(self._deletion.unpin, as_step("unpin", step)))
+        self._lead("unpin", partial(self._in_all, as_step("unpin", step), Deletion.unpin))
+
+    def _in_all(self, step: int, do: Callable[[Deletion, int], None]) -> None:
+        """Does something with a step wherever it is; CheckpointNotFound if that is nowhere."""
+        for root in [root for root in self._roots if root.has(step)] or [self._directory]:
+            do(root.deletion, step)
 
     def delete(self, step: int, *, item: str | None = None) -> None:
         """Deletes a step now, or moves it (`KeepPolicy.move_to`).
@@ -580,15 +677,19 @@ class CheckpointManager:
         self.wait_until_finished()
 
         def delete() -> Json:
-            path = self._index.check_step(step)
-            if self._deletion.is_pinned(step):
-                raise ValueError(f"{path} is pinned; unpin it first")
-            self._owner.fence()
-            if item is not None:
-                self._deletion.delete_item(step, item)
-            elif step not in self._deletion.delete([step], asked_for=True):
-                raise ValueError(f"{path} was not deleted: {self._deletion.why_not(step)}")
-            return self._index.newest()
+            places = [root for root in self._roots if root.has(step)] or [self._directory]
+            for root in places:
+                path = root.index.check_step(step)
+                if root.deletion.is_pinned(step):
+                    raise ValueError(f"{path} is pinned; unpin it first")
+            for root in places:
+                root.owner.fence()
+                if item is not None:
+                    root.deletion.delete_item(step, item)
+                elif step not in root.deletion.delete([step], asked_for=True):
+                    why = root.deletion.why_not(step)
+                    raise ValueError(f"{root.index.path(step)} was not deleted: {why}")
+            return self._newest()
 
         newest = self._lead("delete", delete)
         self._saver.went_back(newest, good=newest)
@@ -628,7 +729,7 @@ class CheckpointManager:
         self._begin_call()
         check_type("watch", "timeout_s", timeout_s, Real, "a number of seconds")
         after = None if after is None else as_step("watch(after=...)", after)
-        return watch(self._index, self._leases, timeout_s, after)
+        return watch(self._index, self._directory.leases, timeout_s, after)
 
     def __repr__(self) -> str:
         return f"<CheckpointManager {self.directory!r}, mode {self.mode!r}>"

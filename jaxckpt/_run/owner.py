@@ -78,6 +78,7 @@ class Ownership:
             CorruptCheckpoint: the lock is not a file.
         """
         storage, root = self._index.storage, self._index.root
+        self._closed = False
         try:
             entries = check_root(storage, root)
             if entries is None:

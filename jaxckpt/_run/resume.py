@@ -20,10 +20,11 @@ from jaxckpt._progress.meter import Meter
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import Source, restore_from
 from jaxckpt._run import items as _items
-from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.retention import KeepPolicy
+from jaxckpt._run.root import Root, reachable
+from jaxckpt._run.tiers import Copy, newest_first
 from jaxckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -47,68 +48,91 @@ _DAMAGE: Final = {"corrupt": CorruptCheckpoint, "absent": CheckpointNotFound}
 class Resume:
     """Finds and restores steps of a run, the same ones in every process."""
 
-    index: StepIndex
-    leases: Leases
-    deletion: Deletion
+    roots: tuple[Root, ...]  # where its steps are, the nearest first
     processes: Processes
     keep: KeepPolicy  # ranks the steps
     timeout_s: float
     writes: bool  # if True, sets damaged steps aside; if False, leases steps while reading
 
-    def candidates(self, step: Any) -> list[int]:
-        """Returns the steps to try, in order, for "latest", "best" or a number."""
-        root, step = self.index.root, _chosen(step)
-        with leading(
-            self.processes, f"manager {root}/steps", place=root, timeout_s=self.timeout_s
-        ) as led:
-            if self.processes.index != 0:
-                pass  # process 0 lists the steps
-            elif step == "latest":
-                led.value = self.index.to_restore() or self._refuse_flax()
-            elif step == "best":
-                led.value = self._best_first()
-            else:
-                self.index.check_step(step)
-                led.value = [step]
-        return led.value
+    @property
+    def _name(self) -> str:
+        return self.roots[-1].index.root
 
-    def _refuse_flax(self) -> list[int]:
+    def candidates(self, step: Any) -> list[Copy]:
+        """Returns the copies to try, in order, for "latest", "best" or a number."""
+        step = _chosen(step)
+        name = f"manager {self._name}/steps"
+        with leading(self.processes, name, place=self._name, timeout_s=self.timeout_s) as led:
+            if self.processes.index == 0:  # it lists the steps
+                led.value = self._copies(step)
+        return [Copy(*one) for one in led.value]
+
+    def _copies(self, step: int | str) -> list[Copy]:
+        if step == "latest":
+            steps = reachable(self.roots, lambda root: root.index.to_restore())
+            return newest_first(steps) or self._refuse_flax()
+        if step == "best":
+            there = self.listed()
+            return [Copy(n, i) for n in self._best_first() for i in there[n]]
+        wanted = int(step)
+        copies = newest_first(
+            reachable(self.roots, lambda root: [wanted] if root.has(wanted) else [])
+        )
+        if not copies:
+            self.roots[-1].index.check_step(wanted)  # raises an error that lists the steps
+        return copies
+
+    def _refuse_flax(self) -> list[Copy]:
         """Returns no steps, unless the run has checkpoints of Flax, which would be left behind."""
-        files = self.index.listing().flax_files()
+        index = self.roots[-1].index
+        files = index.listing().flax_files()
         if not files:
             return []
-        newest = f"{self.index.root}/{max(files, key=files.__getitem__)}"
+        newest = f"{index.root}/{max(files, key=files.__getitem__)}"
         raise UnsupportedFormat(
-            f"{self.index.root} has no steps, but {len(files)} checkpoints that Flax wrote, and a "
+            f"{index.root} has no steps, but {len(files)} checkpoints that Flax wrote, and a "
             "manager restores none. Convert the newest into a new run, "
             f"jaxckpt.convert({newest!r}, 'NEW/{max(files.values())}'), and open that; or restore "
             "it with jaxckpt.restore. To start over, use an empty directory."
         )
 
+    def listed(self) -> dict[int, list[int]]:
+        """Returns the committed steps, in order, and which roots have each."""
+        steps = reachable(self.roots, lambda root: root.index.steps())
+        there: dict[int, list[int]] = {}
+        for copy in reversed(newest_first(steps)):
+            there.setdefault(copy.step, []).insert(0, copy.root)
+        return there
+
+    def infos(self) -> list[StepInfo]:
+        """Returns the facts about each step, from the nearest place that has it."""
+        return [self.roots[where[0]].index.info(n) for n, where in self.listed().items()]
+
     def ranked(self) -> list[StepInfo]:
         """Returns the steps by the metric of the policy, the best first."""
         if self.keep.metric is None:
             raise ValueError("no metric ranks the steps: open the run with KeepPolicy(metric=...)")
-        return self.keep.ranked(map(self.index.info, self.index.steps()))
+        return self.keep.ranked(self.infos())
 
     def _best_first(self) -> list[int]:
         if ranked := self.ranked():
             return [info.step for info in ranked]
-        infos = map(self.index.info, self.index.steps())
-        raise CheckpointNotFound(f"{self.index.root}: {self.keep.unranked(infos)}")
+        raise CheckpointNotFound(f"{self._name}: {self.keep.unranked(self.infos())}")
 
     def first_whole(
         self,
-        steps: Sequence[int],
-        reading: Callable[[int], Callable[[Check], T]],
+        copies: Sequence[Copy],
+        reading: Callable[[StepIndex, int], Callable[[Check], T]],
         *,
         fallback: bool,
     ) -> tuple[int, T]:
-        """Reads the first complete step, the same in every process.
+        """Reads the first complete copy of a step, the same in every process.
+
+        A damaged copy is mended from the good one of the same step, or else set aside.
 
         Args:
             reading: Returns the function that reads a step, given one that raises if it is gone.
-            fallback: Whether to try the next step if one is damaged.
+            fallback: Whether to try the next step if all copies of one are damaged.
 
         Returns:
             The step and the value read.
@@ -118,66 +142,74 @@ class Resume:
                 there is no fallback.
             ProcessesDisagree: another process failed.
         """
-        if not steps:
+        if not copies:
+            index = self.roots[-1].index
             raise CheckpointNotFound(
-                f"{self.index.root} {self.index.emptiness()}, so there is none to restore. Is it "
+                f"{index.root} {index.emptiness()}, so there is none to restore. Is it "
                 "the right directory? A new run starts with restore_or(init)."
             )
         damaged: list[_Attempt] = []
-        for step in steps:
-            attempt = self._try(step, reading(step))
+        for copy in copies:
+            if damaged and not fallback and copy.step != copies[0].step:
+                break
+            attempt = self._try(copy, reading)
             if attempt.problem is not None:
-                attempt = self._try(step, reading(step))  # damaged only if seen twice
+                attempt = self._try(copy, reading)  # damaged only if seen twice
             if attempt.problem is None:
                 # Only now: a run with only damaged steps must not come to look like a new one.
                 for failed in damaged:
-                    self._skip(failed)
-                return step, attempt.value
-            if not fallback:
-                raise attempt.error or self._other_failed(step, attempt.problem)
+                    self._settle(failed, copy)
+                return copy.step, attempt.value
             damaged.append(attempt)
+        if not fallback:
+            raise damaged[0].error or self._other_failed(damaged[0].copy, str(damaged[0].problem))
         raise CheckpointNotFound(
-            f"{self.index.root} has no step that can be restored. Tried {len(damaged)}:\n  "
-            + "\n  ".join(f"step {failed.step}: {failed.problem}" for failed in damaged[:10])
+            f"{self._name} has no step that can be restored. Tried {len(damaged)}:\n  "
+            + "\n  ".join(f"step {one.copy.step}: {one.problem}" for one in damaged[:10])
             + "\nNothing was changed. To start over, use another directory or move the steps away."
         )
 
-    def _try(self, step: int, read: Callable[[Check], Any]) -> _Attempt:
+    def _try(
+        self, copy: Copy, reading: Callable[[StepIndex, int], Callable[[Check], Any]]
+    ) -> _Attempt:
         """Reads a step in all processes, which agree on its damage; raises other errors."""
-        value, error = None, None
+        step, root = copy.step, self.roots[copy.root]
+        read, value, error = reading(root.index, step), None, None
         try:
-            with nullcontext(True) if self.writes else self.leases.hold(step) as there:
+            with nullcontext(True) if self.writes else root.leases.hold(step) as there:
                 # Checked inside, where the processes report to each other: all enter, or none.
-                value = read(partial(self._check, step, there))
+                value = read(partial(self._check, copy, there))
         except Exception as caught:  # reported to the others, then judged
             error = caught
         mark = next((m for m, kind in _DAMAGE.items() if isinstance(error, kind)), "")
-        name = f"manager {self.index.root}/restored"
+        name = f"manager {self._name}/restored"
         met = meet(self.processes, name, None, error, timeout_s=self.timeout_s, mark=mark)
         if met.problems and not any(met.marks.values()):
             own = None if isinstance(error, ProcessesDisagree) else error
-            met.check(own, f"step {step} of {self.index.root} was not restored")
+            met.check(own, f"step {step} of {root.index.root} was not restored")
         problem = next((met.problems[i] for i, found in met.marks.items() if found), None)
         if problem is not None and not mark:
-            error = self._other_failed(step, problem) if "corrupt" in met.marks.values() else None
-        return _Attempt(step=step, value=value, problem=problem, error=error)
+            error = self._other_failed(copy, problem) if "corrupt" in met.marks.values() else None
+        return _Attempt(copy=copy, value=value, problem=problem, error=error)
 
-    def _check(self, step: int, there: bool) -> None:
-        self.index.check_there(step)
+    def _check(self, copy: Copy, there: bool) -> None:
+        index = self.roots[copy.root].index
+        index.check_there(copy.step)
         if not there:
-            raise CheckpointNotFound(f"{self.index.path(step)} is being deleted")
+            raise CheckpointNotFound(f"{index.path(copy.step)} is being deleted")
 
-    def _other_failed(self, step: int, problem: str) -> CheckpointError:
-        path = self.index.path(step)
+    def _other_failed(self, copy: Copy, problem: str) -> CheckpointError:
+        path = self.roots[copy.root].index.path(copy.step)
         text = f"{path}: another process found the step damaged: {problem}"
         return CorruptCheckpoint(text, file=path)
 
-    def _skip(self, failed: _Attempt) -> None:
-        error, step = failed.error, failed.step
-        if self.writes and self.processes.index == 0 and isinstance(error, CorruptCheckpoint):
-            self.deletion.set_aside(step, str(failed.problem), file=error.file)
-        else:
-            self.index.report(f"step {step} cannot be restored and is skipped: {failed.problem}")
+    def _settle(self, failed: _Attempt, good: Copy) -> None:
+        """Does about a damaged copy what can be done."""
+        error, step, root = failed.error, failed.copy.step, self.roots[failed.copy.root]
+        if not (self.writes and self.processes.index == 0 and isinstance(error, CorruptCheckpoint)):
+            root.index.report(f"step {step} cannot be restored and is skipped: {failed.problem}")
+        elif good.step != step or not root.mend(step, self.roots[good.root].index):
+            root.deletion.set_aside(step, str(failed.problem), file=error.file)
 
 
 def _chosen(step: Any) -> int | str:
@@ -191,7 +223,7 @@ def _chosen(step: Any) -> int | str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
-    step: int
+    copy: Copy
     value: Any  # read by this process
     problem: str | None  # the damage, worded alike in every process
     error: Exception | None  # for this process to raise
@@ -205,7 +237,6 @@ class StateReading:
 
     def __init__(
         self,
-        index: StepIndex,
         processes: Processes,
         item: str,
         like: Any,  # any pytree
@@ -222,7 +253,6 @@ class StateReading:
             TypeError: an object has no method to set its state.
         """
         _items.check_stateful(objects)
-        self._index = index
         self._processes = processes
         self._item = item
         self._like = like
@@ -230,17 +260,17 @@ class StateReading:
         self._request = request
         self._states: dict[str, Any] = {}
 
-    def of(self, step: int) -> Callable[[Check], Any]:
+    def of(self, index: StepIndex, step: int) -> Callable[[Check], Any]:
         """Returns the function that reads the state of a step."""
-        self.meter = Meter("restore", self._index.path(step), step=step)
-        return partial(self._read, step)
+        self.meter = Meter("restore", index.path(step), step=step)
+        return partial(self._read, index, step)
 
-    def _read(self, step: int, check: Check) -> Any:
-        source = _source(self._index, step, check, partial(self._open, step))
+    def _read(self, index: StepIndex, step: int, check: Check) -> Any:
+        source = _source(index, step, check, partial(self._open, index, step))
         return restore_from(source, [self._like], self._request, meter=self.meter)
 
-    def _open(self, step: int, found: Found) -> Any:  # an Item
-        self._index.check_found(step, found)
+    def _open(self, index: StepIndex, step: int, found: Found) -> Any:  # an Item
+        index.check_found(step, found)
         for name, value in self._objects.items():
             states = _items.read_states(found, name)
             self._states[name] = _items.state_for(
@@ -258,31 +288,33 @@ class StateReading:
 class ItemsReading:
     """Reads items of a step: trees, JSON, and the states of objects."""
 
-    index: StepIndex
     processes: Processes
     targets: Mapping[str, Any] | None  # by item; if None, reads every item as it was saved
     request: RestoreRequest
 
-    def of(self, step: int) -> Callable[[Check], dict[str, Any]]:
+    def of(self, index: StepIndex, step: int) -> Callable[[Check], dict[str, Any]]:
         """Returns the function that reads the items of a step."""
-        return partial(self._read, step)
+        return partial(self._read, index, step)
 
-    def _read(self, step: int, check: Check) -> dict[str, Any]:
+    def _read(self, index: StepIndex, step: int, check: Check) -> dict[str, Any]:
         def read(open_: Callable[..., Any], like: Any = None) -> Any:
-            source = _source(self.index, step, check, partial(open_, step))
+            source = _source(index, step, check, open_)
             return restore_from(source, [like], self.request)
 
         targets = self.targets
         if targets is None:
-            targets = dict.fromkeys(read(lambda _, found: [*found.items]))
+            targets = dict.fromkeys(read(lambda found: [*found.items]))
         return {
-            name: read(partial(self._item, name, like), None if _items.is_stateful(like) else like)
+            name: read(
+                partial(self._item, partial(index.check_found, step), name, like),
+                None if _items.is_stateful(like) else like,
+            )
             for name, like in targets.items()
         }
 
-    def _item(self, name: str, target: Any, step: int, found: Found) -> Any:
+    def _item(self, check: Callable[[Found], None], name: str, target: Any, found: Found) -> Any:
         """Returns an `Item`, or the value of the item."""
-        self.index.check_found(step, found)
+        check(found)
         states = _items.read_states(found, name)
         if _items.is_stateful(target):
             return _items.state_for(

@@ -15,13 +15,10 @@ from typing import Any, Final, cast, final
 from jaxckpt._core.check import calling
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._run import items as _items
-from jaxckpt._run.deletion import Deletion
-from jaxckpt._run.index import StepIndex
-from jaxckpt._run.owner import Ownership
 from jaxckpt._run.preemption import Preemption
-from jaxckpt._run.retention import KeepPolicy
+from jaxckpt._run.root import Root, newest_of
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
-from jaxckpt._run.scrub import look
+from jaxckpt._run.uploads import Tiers, Upload
 from jaxckpt._save import ending
 from jaxckpt._save.handle import SaveHandle, SaveRequest
 from jaxckpt._save.save import check_metadata
@@ -43,13 +40,11 @@ class Saver:
 
     def __init__(
         self,
-        index: StepIndex,
-        owner: Ownership,
-        deletion: Deletion,
+        root: Root,
         processes: Processes,
         policy: SavePolicy,
-        keep: KeepPolicy,
         *,
+        tiers: Tiers | None,
         writes: bool,
         budget_bytes: int,
         timeout_s: float,
@@ -62,22 +57,26 @@ class Saver:
         newest: int | None,  # on which all processes have agreed
     ) -> None:
         self.decision: Decision | None = None  # the latest
-        self.schedule = Schedule(
+        schedule = Schedule(
             policy=policy,
             processes=processes.count,
             started_s=time.monotonic(),
             is_new=newest is None,
         )
+        # By which a step is saved in the directory and, if there are tiers, locally.
+        self._schedules = [schedule]
+        if tiers is not None and tiers.save is not None:
+            self._schedules.append(replace(schedule, policy=tiers.save))
         self.floor = newest  # the newest step known to be committed
         self.agreed = newest  # the newest good step when all processes last agreed
         self.session = session  # begins the names of attempts; equal in all processes
         self.preemption = Preemption(processes, listens=writes and policy.on_preemption)
-        self._index = index
-        self._owner = owner
-        self._deletion = deletion
+        self._tiers = tiers
+        self._roots = [root] if tiers is None else [tiers.local, root]
+        self._root = self._roots[0]  # where steps are saved
+        self._index = self._root.index
         self._processes = processes
         self._writes = writes
-        self._keep = keep
         self._item = item
         self._zstd = zstd
         self._budget_bytes = budget_bytes
@@ -86,15 +85,18 @@ class Saver:
         self._on_commit = on_commit
         self._timings = timings
         self._by_rules: Decision | None = None
+        self._is_durable = True  # whether the step of the decision goes to the directory
+        self._due = True  # the same by the rules
+        # Where steps being saved go, and how to the directory afterwards.
+        self._places: dict[int, tuple[Root, Upload | None]] = {}
         self._explained = False
         self._started = 0
         self._latest: SaveHandle | None = None
         self._for_preemption: SaveHandle | None = None
-        self._verified: set[int] = set()  # steps read back without damage, in process 0
         self._lacked_metric = False  # whether a step did, which is reported once
         self._metrics: dict[int, dict[str, Any]] = {}  # by step, until the commit
         self._thread: threading.Thread | None = None  # the latest that saved
-        self._changed = threading.Condition()  # guards `schedule` and the three below
+        self._changed = threading.Condition()  # guards `_schedules` and the three below
         self._under_way: list[SaveHandle] = []
         self._errors: list[SaveHandle | BaseException] = []
         self._waiting: dict[int, list[SaveHandle | BaseException]] = {}  # errors, by thread
@@ -102,11 +104,18 @@ class Saver:
 
     # --- which calls save ------------------------------------------------------------------------
 
+    @property
+    def schedule(self) -> Schedule:
+        """When steps are saved in the directory."""
+        return self._schedules[0]
+
     def decide(self, step: int, *, force: bool = False) -> Decision:
         """Returns whether a step is saved: for preemption, by force or by a rule."""
         if not 0 <= step <= MAX_STEP:
             raise ValueError(f"step must be between 0 and {MAX_STEP}, got {step}")
-        latest = (self.agreed, self.schedule.last_step)  # later steps are new
+        last = self._schedules[-1].last_step
+        latest = (self.agreed, last)  # later steps are new
+        self._is_durable = True
         is_old = any(known is not None and step <= known for known in latest)
         if not self._writes:
             reason = "the manager was opened with mode='r'"
@@ -121,17 +130,23 @@ class Saver:
         else:
             known = self._by_rules
             # The answer holds until the step is saved, even as time passes.
-            if known is None or known.step != step or self.schedule.last_step == step:
-                if self._processes.count > 1 and self.schedule.needs_pace(step):
-                    agreed = self._costs(f"manager {self.session}/pace", step)
-                    with self._changed:
-                        self.schedule = self.schedule.paced(agreed)
-                # Deleting old steps after a commit does not count.
-                busy = not all(handle.done() for handle in self.under_way())
-                self._by_rules = self.schedule.decide(step, now_s=time.monotonic(), busy=busy)
-            self.decision = self._by_rules
+            if known is None or known.step != step or last == step:
+                self._by_rules, self._due = self._decide_by_rules(step)
+            self.decision, self._is_durable = self._by_rules, self._due
         assert self.decision is not None
         return self.decision
+
+    def _decide_by_rules(self, step: int) -> tuple[Decision, bool]:
+        """Returns the decision, and whether the step goes to the directory."""
+        for i, schedule in enumerate(self._schedules):
+            if self._processes.count > 1 and schedule.needs_pace(step):
+                agreed = self._costs(f"manager {self.session}/pace", step)
+                with self._changed:
+                    self._schedules[i] = self._schedules[i].paced(agreed)
+        # Deleting old steps after a commit does not count.
+        busy, now_s = not all(handle.done() for handle in self.under_way()), time.monotonic()
+        found = [schedule.decide(step, now_s=now_s, busy=busy) for schedule in self._schedules]
+        return next((one for one in found if one.save), found[0]), found[0].save
 
     def _is_there(self, step: int) -> bool:
         """Returns whether process 0 has this step or is saving it."""
@@ -139,7 +154,7 @@ class Saver:
         def is_there() -> bool:
             saving = [handle.step for handle in self.under_way() if not handle.refused]
             # Not from memory: another program may have deleted it.
-            return step in saving or self._index.state(self._index.listing(), step) == "committed"
+            return step in saving or any(root.has(step) for root in self._roots)
 
         root = self._index.root
         name = f"manager {self.session}/there"
@@ -155,8 +170,10 @@ class Saver:
     def record(self, **costs: float) -> None:
         """Records measured times, by fields of `Costs`."""
         with self._changed:
-            measured = replace(self.schedule.costs, **costs)
-            self.schedule = replace(self.schedule, costs=measured)
+            self._schedules = [
+                replace(schedule, costs=replace(schedule.costs, **costs))
+                for schedule in self._schedules
+            ]
 
     def went_back(self, newest: int | None, *, good: int | None) -> None:
         """Records that later steps are gone, and which is the newest that every process trusts."""
@@ -183,8 +200,9 @@ class Saver:
             return None
         name = f"manager {self.session}/{self._started}"
         self._started += 1
-        by_clock = self._processes.count > 1 and self.schedule.policy.is_by_clock
-        agreed = self._agree(name, step, errors) if by_clock else None
+        by_clock = any(schedule.policy.is_by_clock for schedule in self._schedules)
+        is_agreed = self._processes.count > 1 and by_clock
+        agreed = self._agree(name, step, errors) if is_agreed else None
         problem, held, metadata = None, [], {}
         # Only now: asking for a step's path may list the root, and most calls save nothing.
         meter = Meter("save", self._index.path(step), step=step)
@@ -201,9 +219,16 @@ class Saver:
                 raise
             problem = error  # reported to the others, then raised
         self._move_on(step, entered_s, agreed)
+        root, upload = self._root, None
+        if self._tiers is not None:
+            under_way = sum(handle.size_bytes for handle in self.under_way())
+            size = sum(item.size_bytes for item in held) + under_way
+            root = self._tiers.place(size, name)
+            upload = self._tiers.uploads.expect(step) if self._is_durable else None
+        self._places[step] = root, upload
         request = SaveRequest(
-            storage=self._index.storage,
-            path=self._index.path(step),
+            storage=root.index.storage,
+            path=root.index.path(step),
             items=held,
             processes=self._processes,
             name=name,
@@ -211,12 +236,14 @@ class Saver:
             custom_metadata=metadata,
             is_step=True,
             token=hashlib.sha256(name.encode()).hexdigest()[:16],
-            fence=partial(self._owner.fence, step),
+            fence=partial(root.owner.fence, step),
             problem=problem,
             skips=bool(errors),
             timeout_s=self._timeout_s,
         )
         self._latest = handle = SaveHandle(request)
+        if self._tiers is not None:
+            handle.wait_durable = partial(self._tiers.wait_for, root, step, upload)
         self._put(handle)
         if decision.reason == _PREEMPTION:
             self._for_preemption = handle
@@ -235,7 +262,7 @@ class Saver:
             raise
 
     def _costs(self, name: str, step: int) -> Costs:
-        mine = asdict(self.schedule.costs_at(step, now_s=time.monotonic()))
+        mine = asdict(self._schedules[-1].costs_at(step, now_s=time.monotonic()))
         agreed = self._processes.agree(name, mine, timeout_s=self._timeout_s)
         return Costs(**cast("dict[str, Any]", agreed))
 
@@ -243,9 +270,12 @@ class Saver:
         """Advances the schedule, alike in all processes."""
         now_s = time.monotonic()
         with self._changed:
-            self.schedule = self.schedule.saved(
-                step, now_s=now_s, blocked_s=now_s - entered_s, agreed=agreed
-            )
+            self._schedules = [
+                schedule
+                if i == 0 and not self._is_durable
+                else schedule.saved(step, now_s=now_s, blocked_s=now_s - entered_s, agreed=agreed)
+                for i, schedule in enumerate(self._schedules)
+            ]
         if not self._explained and (text := self.schedule.explanation()) is not None:
             self._explained = True
             if self._processes.index == 0:
@@ -256,13 +286,12 @@ class Saver:
         floor = max([*running, -1 if self.floor is None else self.floor])
         if step > floor:
             return
-        listing = self._index.listing()
         if not running:  # another program may have deleted the newest steps
-            self.floor = self._index.newest(listing)
+            self.floor = newest_of(self._roots)
             floor = -1 if self.floor is None else self.floor
             if step > floor:
                 return
-        if step == floor or step in listing.steps:
+        if step == floor or any(step in root.index.listing().steps for root in self._roots):
             path = self._index.path(step)
             raise StepExists(f"{path} already exists or is being saved; it was not changed")
         raise ValueError(
@@ -295,8 +324,9 @@ class Saver:
                 held.append(take_tree(self._item, state, processes, **how))
             for name, value in items.items():
                 held.append(_items.take_item(name, value, processes, zstd=self._zstd))
-        if isinstance(self._keep.metric, str):  # a function needs the numbers, which may come later
-            self._check_metric(step, metrics or {}, self._keep.metric)
+        for root in self._roots:
+            if isinstance(root.keep.metric, str):  # a function needs numbers that may come later
+                self._check_metric(step, metrics or {}, root.keep.metric)
         if metrics is not None:
             found = partial(self._metrics.__setitem__, step)
             held.append(_items.take_metrics(metrics, found))
@@ -321,10 +351,12 @@ class Saver:
             return list(self._under_way)
 
     def take_errors(self) -> list[BaseException]:
-        """Returns the errors of saves that have not been raised yet."""
+        """Returns the errors of saves and uploads that have not been raised yet."""
         with self._changed:
             errors, self._errors = self._errors, []
         found = [e.take_error() if isinstance(e, SaveHandle) else e for e in errors]
+        if self._tiers is not None:
+            found += self._tiers.uploads.take_errors()
         return [error for error in found if error is not None]
 
     def is_own_thread(self) -> bool:
@@ -455,45 +487,15 @@ class Saver:
         with leading(self._processes, f"{handle.name}/kept", place=place, timeout_s=timeout_s):
             if self._processes.index == 0:  # only it knows the metrics
                 metrics = self._metrics.pop(step, {})
-                self._index.remember(StepInfo(step=step, saved_s=time.time(), metrics=metrics))
-                if self._keep.verified:
-                    self._read_back(step)
-                self._delete_what_goes()
+                info = StepInfo(step=step, saved_s=time.time(), metrics=metrics)
+                root, upload = self._places.pop(step)
+                if self._tiers is not None and upload is not None:
+                    self._tiers.follow(root, upload, info)
+                root.committed(info)
         if self._on_commit is not None:
             with calling(f"on_commit; step {step} is committed"):
                 self._on_commit(timing)
         handle.raise_callback_error()
-
-    def _read_back(self, step: int) -> None:
-        """Reads a step just committed and compares it with its checksums."""
-        self._verified.discard(step)
-        report = look(self._deletion.leases, step)
-        if report is not None and report.ok:
-            self._verified.add(step)
-        elif report is not None:
-            problem = report.problems[0].message
-            self._index.report(
-                f"step {step} was saved but cannot be read back: {problem}. Older steps stay until "
-                "a later one can be read."
-            )
-
-    def _delete_what_goes(self) -> None:
-        if self._keep.has_rules:
-            steps = self._index.steps()
-            kept = self._keep.kept(map(self._info, steps), now_s=time.time())
-            # A step that cannot be read now may be the best.
-            unknown = self._index.unknown if self._keep.needs_facts else set()
-            gone = [n for n in steps if n not in kept and n not in unknown]
-            if self._keep.verified:
-                good = max(self._verified & kept.keys(), default=-1)
-                gone = [n for n in gone if n < good]
-            self._deletion.delete(gone)
-
-    def _info(self, step: int) -> StepInfo:
-        """Returns the facts about a step, read only if the policy uses them."""
-        if self._keep.needs_facts:
-            return self._index.info(step)
-        return StepInfo(step=step, saved_s=0.0)
 
 
 def raise_first(errors: list[BaseException]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from jaxckpt._inspect.verify import verify_in
@@ -15,7 +17,12 @@ from jaxckpt.types import Problem, VerifyReport
 
 
 def scrub(
-    deletion: Deletion, processes: Processes, *, writes: bool, timeout_s: float
+    deletion: Deletion,
+    processes: Processes,
+    *,
+    writes: bool,
+    timeout_s: float,
+    mend: Callable[[int], bool] = lambda step: False,
 ) -> dict[int, VerifyReport]:
     """Verifies all steps, divided among the processes; returns all reports to each process.
 
@@ -23,6 +30,7 @@ def scrub(
         writes: Whether to set damaged steps aside. If all steps are damaged, all stay: a run with
             only damaged steps must not come to look like a new one.
         timeout_s: For a process to verify one step.
+        mend: Mends a damaged step in process 0, and returns whether it did.
     """
     index = deletion.index
     name = f"manager {index.root}/scrub"
@@ -36,14 +44,19 @@ def scrub(
         for number, of_process in zip(together, gathered, strict=False):
             if of_process[0] is not None:
                 reports[number] = _decode(of_process[0])
-    if writes and any(report.ok for report in reports.values()):
-        lead(
-            processes,
-            f"{name} done",
-            lambda: set_aside(deletion, reports),
-            place=index.root,
-            timeout_s=timeout_s,
-        )
+    if writes and not all(report.ok for report in reports.values()):
+
+        def settle() -> list[int]:
+            damaged = [number for number, report in reports.items() if report.damaged]
+            mended = [number for number in damaged if mend(number)]
+            left = {n: report for n, report in reports.items() if n not in mended}
+            if mended or any(report.ok for report in reports.values()):
+                set_aside(deletion, left)
+            return mended
+
+        mended = lead(processes, f"{name} done", settle, place=index.root, timeout_s=timeout_s)
+        for number in mended:
+            reports[number] = replace(reports[number], problems=())
     return reports
 
 

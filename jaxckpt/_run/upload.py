@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import posixpath
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -26,7 +27,7 @@ from jaxckpt._run.index import StepIndex, run_metadata, write_run_metadata
 from jaxckpt.errors import CorruptCheckpoint, StepExists, UnsupportedFormat
 from jaxckpt.format import names
 from jaxckpt.format.step import Record
-from jaxckpt.storage import Storage
+from jaxckpt.storage import Entry, Storage
 
 _PIECE_BYTES: Final = 8 << 20
 # The copy has its own.
@@ -49,9 +50,17 @@ def missing_steps(source: StepIndex, target: StepIndex) -> list[int]:
 
 
 def upload(
-    source: StepIndex, target: StepIndex, step: int, *, max_bytes_per_s: float | None = None
+    source: StepIndex,
+    target: StepIndex,
+    step: int,
+    *,
+    fence: Callable[[], None] | None = None,
+    pace: Pace | None = None,
 ) -> Uploaded:
     """Copies a step that jaxckpt wrote, and checks it before.
+
+    Args:
+        fence: Raises if this process may not commit in the target.
 
     Raises:
         CheckpointNotFound: no such step.
@@ -62,17 +71,20 @@ def upload(
     """
     found = find(source.storage, source.check_step(step))
     record = _checked(found)
-    path = f"{target.root}/{posixpath.basename(found.path)}"
-    if step in target.steps():
+    path = target.path(step)
+    if target.is_committed(step):
         return _already_there(found, record, target, step)
-    token = hashlib.sha256(f"upload {record.token}".encode()).hexdigest()[:16]
+    token = hashlib.sha256(f"upload {origin(found)}".encode()).hexdigest()[:16]
     work = _transaction.take_over(target.storage, path, token)
-    work = work or _transaction.begin(target.storage, path, overwrite=False, token=token)
-    sending = _Sending(found, work, max_bytes_per_s)
+    work = work or _transaction.begin(
+        target.storage, path, overwrite=False, token=token, fence=fence
+    )
+    work.fence = fence
+    sending = _Sending(found, work, pace or Pace())
     try:
         sending.send_all(record)
         digests = {n: f.sha256 for n, f in record.files.items() if f.sha256 is not None}
-        lineage = {"by": "upload", "path": found.path, "token": record.token}
+        lineage = {"by": "upload", "path": found.path, "token": origin(found)}
         work.commit({}, digests=digests, lineage=lineage, item=record.item)
     except BaseException as error:
         work.release()  # what was sent stays for the next upload
@@ -95,7 +107,7 @@ def _checked(found: Found) -> Record:
 
 def _already_there(found: Found, record: Record, target: StepIndex, step: int) -> Uploaded:
     there = find(target.storage, target.check_step(step))
-    if there.record is None or there.record.lineage.get("token") != record.token:
+    if there.record is None or origin(there) != origin(found):
         raise StepExists(f"{there.path} exists, and is no copy of {found.path}. Nothing was sent.")
     return Uploaded(step, there.path, 0, sum(facts.size for facts in record.files.values()))
 
@@ -106,31 +118,54 @@ def _copy_run_metadata(source: StepIndex, target: StepIndex) -> None:
 
 
 @dataclass(slots=True)
+class Pace:
+    """Limits the bytes that are sent in a second; may be shared by threads."""
+
+    max_bytes_per_s: float | None = None
+    _due_s: float = 0.0  # when the next piece may be sent
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def wait(self, size: int) -> None:
+        """Waits until a piece may be sent."""
+        if self.max_bytes_per_s is None:
+            return
+        with self._lock:
+            start_s = max(self._due_s, time.monotonic())
+            self._due_s = start_s + size / self.max_bytes_per_s
+        time.sleep(max(0.0, start_s - time.monotonic()))
+
+
+@dataclass(slots=True)
 class _Sending:
     found: Found
     work: Transaction
-    max_bytes_per_s: float | None
+    pace: Pace
     sent_bytes: int = 0
     found_bytes: int = 0
-    _start_s: float = field(default_factory=time.monotonic)
 
     def send_all(self, record: Record) -> None:
+        """Sends the files that are not there yet, several at once."""
         there = self.work.storage.files(self.work.work)
         wanted = record.files.keys() - _NOT_COPIED
         stray = there.keys() - wanted - {names.WRITER}  # of an upload that died in its commit
         self.work.storage.delete_files([f"{self.work.work}/{name}" for name in stray])
-        for name in sorted(wanted):
-            size = record.files[name].size
-            if name in there and there[name].size == size and self._is_same(name, size):
-                self.found_bytes += size
-                continue
-            self._send(name, size, replace=name in there)
-            self.sent_bytes += size
+        sends = [
+            partial(self._send_if_missing, name, record.files[name].size, there.get(name))
+            for name in sorted(wanted)
+        ]
+        for sent, size in self.work.storage.together(sends):
+            self.sent_bytes += size if sent else 0
+            self.found_bytes += 0 if sent else size
+
+    def _send_if_missing(self, name: str, size: int, there: Entry | None) -> tuple[bool, int]:
+        if there is not None and there.size == size and self._is_same(name, size):
+            return False, size
+        self._send(name, size, replace=there is not None)
+        return True, size
 
     def _is_same(self, name: str, size: int) -> bool:
-        ours = self._pieces(self.found.storage, self.found.path, name, size)
-        theirs = self._pieces(self.work.storage, self.work.work, name, size)
-        return all(a == b for a, b in zip(ours, theirs, strict=True))
+        found, work = self.found, self.work
+        return same_bytes(work.storage, work.work, found.storage, found.path, name, size)
 
     def _send(self, name: str, size: int, *, replace: bool) -> None:
         storage, path = self.work.storage, f"{self.work.work}/{name}"
@@ -143,17 +178,27 @@ class _Sending:
         storage.add({path: b"".join(self._paced(name, size))})
 
     def _paced(self, name: str, size: int) -> Iterator[bytes]:
-        sent = self.sent_bytes
-        for piece in self._pieces(self.found.storage, self.found.path, name, size):
-            if self.max_bytes_per_s is not None:
-                due_s = self._start_s + sent / self.max_bytes_per_s
-                time.sleep(max(0.0, due_s - time.monotonic()))
+        for piece in pieces(self.found.storage, self.found.path, name, size):
+            self.pace.wait(len(piece))
             yield piece
-            sent += len(piece)
 
-    @staticmethod
-    def _pieces(storage: Storage, folder: str, name: str, size: int) -> Iterator[bytes]:
-        for start in range(0, size, _PIECE_BYTES):
-            piece: Any = np.empty(min(_PIECE_BYTES, size - start), np.uint8)
-            storage.read_into(f"{folder}/{name}", start, [piece])
-            yield piece.tobytes()
+
+def origin(found: Found) -> str:
+    """Returns the token of the save from which a copy of a step comes."""
+    assert found.record is not None
+    lineage = found.record.lineage
+    return str(lineage["token"] if lineage.get("by") == "upload" else found.record.token)
+
+
+def pieces(storage: Storage, folder: str, name: str, size: int) -> Iterator[bytes]:
+    """Yields a file in pieces."""
+    for start in range(0, size, _PIECE_BYTES):
+        piece: Any = np.empty(min(_PIECE_BYTES, size - start), np.uint8)
+        storage.read_into(f"{folder}/{name}", start, [piece])
+        yield piece.tobytes()
+
+
+def same_bytes(a: Storage, folder_a: str, b: Storage, folder_b: str, name: str, size: int) -> bool:
+    """Returns whether two files of this size have the same bytes."""
+    both = zip(pieces(a, folder_a, name, size), pieces(b, folder_b, name, size), strict=True)
+    return all(x == y for x, y in both)

@@ -18,14 +18,19 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from jaxckpt._save.handle import SaveHandle
 from jaxckpt.multihost import text_of
+
+
+class Save(Protocol):
+    """A save under way."""
+
+    path: str
 
 
 class Saves(Protocol):
     """Saves that share a thread."""
 
-    def under_way(self) -> Sequence[SaveHandle]: ...
+    def under_way(self) -> Sequence[Save]: ...
 
     def finish(self) -> None:
         """Waits until they have ended; may raise their errors, or CheckpointTimeout."""

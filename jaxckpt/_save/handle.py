@@ -95,13 +95,15 @@ class SaveHandle:
     def __init__(self, request: SaveRequest) -> None:
         self.path = request.path
         self.timing: Timing | None = None
-        # The next six are for the manager.
+        # The next seven are for the manager.
         self.name = request.name
         self.error: BaseException | None = None
         self.step = request.meter.step
         self.size_bytes = sum(item.size_bytes for item in request.items)  # on the host
         self.refused = request.problem is not None
         self.skipped = False  # whether only skipping processes made it fail
+        # Waits until the step is in the run's directory, if it is saved elsewhere first.
+        self.wait_durable: Callable[[float | None], None] | None = None
         self._request = request
         self._token = request.token
         self._meter = request.meter
@@ -143,6 +145,22 @@ class SaveHandle:
             self._delivered = True
             raise self.error
         self.raise_callback_error()
+
+    def durable(self, timeout_s: float | None = None) -> None:
+        """Waits until the checkpoint is committed in the directory of the run.
+
+        Differs from `result` with `CheckpointManager(local=...)`, which saves a step locally and
+        then uploads it. There, all processes must call it; `timeout_s` is for each of the two, and
+        by default the limit of the upload is the manager's `durable_timeout_s`.
+
+        Raises:
+            ValueError: the step stays local, since the policy `save` does not name it.
+            CheckpointTimeout: the save or the upload is still under way after `timeout_s`.
+            SaveFailed: the upload was given up; the step is still there locally.
+        """
+        self.result(timeout_s)
+        if self.wait_durable is not None:
+            self.wait_durable(timeout_s)
 
     def on_end(self, callback: Callable[[SaveHandle], object]) -> None:
         """Calls a function with this handle when the save has ended, at once if it has.

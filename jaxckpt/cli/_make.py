@@ -154,7 +154,7 @@ def upload(
     step first, or only those given. Each is verified before it is sent.
     """
     from jaxckpt._run.index import StepIndex, existing_root
-    from jaxckpt._run.upload import missing_steps
+    from jaxckpt._run.upload import Pace, missing_steps
     from jaxckpt._run.upload import upload as upload_step
     from jaxckpt.cli._owned import locked
     from jaxckpt.storage import locate
@@ -164,7 +164,7 @@ def upload(
     with locked(storage, root, no_job=no_job) as target:
         done = []
         for step in steps or missing_steps(source, target):
-            sent = upload_step(source, target, step, max_bytes_per_s=max_rate)
+            sent = upload_step(source, target, step, pace=Pace(max_rate))
             done.append(sent)
             if not as_json:
                 kept = f", {size_text(sent.found_bytes)} were there" if sent.found_bytes else ""

@@ -12,7 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict
 
-from jaxckpt._run.config import has_unit
+from jaxckpt._run.config import LOCAL_KEEP, has_unit
 from jaxckpt._run.manager import CheckpointManager
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.schedule import SavePolicy
@@ -28,8 +28,8 @@ def manager_config(**fields: Any) -> ConfigDict:
     misspelt field is an error with a suggestion.
 
     Args:
-        fields: Values by name; `save` and `keep` are dicts. `save.auto` is a dict of the arguments
-            of `SavePolicy.auto`, which applies once `mtbf_hours` is set.
+        fields: Values by name; `save`, `keep`, `local_save` and `local_keep` are dicts. `save.auto`
+            is a dict of the arguments of `SavePolicy.auto`, which applies once `mtbf_hours` is set.
 
     Returns:
         The argument of `CheckpointManager.from_config`.
@@ -52,6 +52,8 @@ def manager_config(**fields: Any) -> ConfigDict:
             **_entries(CheckpointManager.__init__),
             "save": {**_entries(SavePolicy), "auto": _entries(SavePolicy.auto)},
             "keep": _entries(KeepPolicy),
+            "local_save": {**_entries(SavePolicy), "auto": _entries(SavePolicy.auto)},
+            "local_keep": {**_entries(KeepPolicy), "last": LOCAL_KEEP.last},
         }
     )
     config.lock()

@@ -1,0 +1,93 @@
+"""Mends a damaged copy of a step from a good one in another place.
+
+    verify     the good copy, whole: nothing unchecked is trusted
+    find       the files of the damaged copy that are missing or bad
+    replace    each at once, by the same file of the good copy
+    verify     the mended copy; further bad files, which others hid, are replaced too
+
+A crash in the middle leaves each file either damaged or good. A copy whose record is damaged cannot
+be mended: the record says which files belong to the step.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from functools import partial
+
+from jaxckpt._disk.find import find
+from jaxckpt._disk.found import Found
+from jaxckpt._inspect.verify import verify_in
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.upload import origin, pieces, same_bytes
+from jaxckpt.errors import CheckpointError, SaveFailed, is_io_failure
+from jaxckpt.types import VerifyReport
+
+
+def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
+    """Mends the copy of a step in `bad`; returns the files replaced, by path in the step.
+
+    Raises:
+        CheckpointError: it cannot be mended; what was not replaced is as it was.
+        OSError: a storage failed.
+    """
+    theirs, ours = find(good.storage, good.check_step(step)), find(bad.storage, bad.path(step))
+    if theirs.record is None or ours.record is None or origin(theirs) != origin(ours):
+        raise SaveFailed(f"{ours.path} and {theirs.path} are different steps; nothing was changed")
+    _check_good(verify_in(theirs.storage, theirs.path))
+    replaced: list[str] = []
+    while not (report := verify_in(ours.storage, ours.path)).ok:
+        files = _bad_files(ours, theirs, report, besides=replaced)
+        if not files:
+            problem = report.problems[0].message
+            raise SaveFailed(f"{ours.path} cannot be mended from {theirs.path}: {problem}")
+        for name in files:
+            _replace(ours, theirs, name)
+        replaced += files
+        bad.forget(step)
+    return replaced
+
+
+def _check_good(report: VerifyReport) -> None:
+    if not report.ok:
+        problem = report.problems[0].message
+        raise SaveFailed(f"{report.path} is damaged too, so nothing is taken from it: {problem}")
+
+
+def _bad_files(ours: Found, theirs: Found, report: VerifyReport, besides: list[str]) -> list[str]:
+    assert ours.record is not None
+    assert theirs.record is not None
+    for problem in report.problems:
+        if problem.unreadable:
+            raise SaveFailed(f"{ours.path} cannot be read now: {problem.message}")
+    recorded = ours.record.files.keys() & theirs.record.files.keys()
+    named = {posixpath.relpath(p.file, ours.path) for p in report.problems if p.file}
+    found = sorted((named & recorded) - {*besides})
+    if found or besides:
+        return found
+    # The damage shows only where several files meet.
+    return sorted(name for name in recorded if not _is_same(ours, theirs, name))
+
+
+def _is_same(ours: Found, theirs: Found, name: str) -> bool:
+    assert theirs.record is not None
+    size = theirs.record.files[name].size
+    try:
+        return same_bytes(ours.storage, ours.path, theirs.storage, theirs.path, name, size)
+    except (CheckpointError, OSError, EOFError) as error:
+        if is_io_failure(error):
+            raise
+        return False
+
+
+def _replace(ours: Found, theirs: Found, name: str) -> None:
+    assert ours.record is not None
+    assert theirs.record is not None
+    size = theirs.record.files[name].size
+    if ours.record.files[name].size != size:
+        raise SaveFailed(f"{ours.path}/{name} had another size than {theirs.path}/{name}")
+    path = f"{ours.path}/{name}"
+    kind = ours.storage.kind(path)
+    if kind not in (None, "file"):
+        raise SaveFailed(f"{path} is a {kind}, and is not replaced")
+    ours.storage.make_dir(posixpath.dirname(path))
+    ours.storage.write_parts(path, partial(pieces, theirs.storage, theirs.path, name, size))

@@ -1,0 +1,202 @@
+"""The root of a run as a manager has it open: its steps, its owner, and what goes after a save."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+from jaxckpt._run.deletion import Deletion
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.leases import Leases
+from jaxckpt._run.owner import Opening, Ownership
+from jaxckpt._run.retention import KeepPolicy
+from jaxckpt._run.scrub import look
+from jaxckpt.errors import CheckpointError, is_io_failure
+from jaxckpt.format.run import StepNames
+from jaxckpt.multihost import Processes, lead
+from jaxckpt.storage import locate
+from jaxckpt.types import StepInfo
+
+T = TypeVar("T")
+
+# The tiers of a run: its directory, and the place on the hosts where steps are saved first.
+DURABLE: Final = "durable"
+LOCAL: Final = "local"
+
+
+@dataclass(slots=True, kw_only=True)
+class Root:
+    """One place with steps of a run. Only process 0 calls what changes it."""
+
+    tier: str
+    index: StepIndex
+    leases: Leases
+    deletion: Deletion
+    owner: Ownership
+    opening: Opening
+    keep: KeepPolicy
+    # Steps that stay whatever the policy says, such as those on their way to another place.
+    needed: Callable[[], Collection[int]] = tuple
+    _verified: set[int] = field(default_factory=set)  # steps read back without damage
+
+    @classmethod
+    def at(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        tier: str,
+        keep: KeepPolicy,
+        naming: StepNames | None,
+        processes: Processes,
+    ) -> Root:
+        """Returns the root at a place; reads nothing yet."""
+        storage, root = locate(directory)
+        index = StepIndex(storage, root, naming=naming)
+        leases = Leases(index)
+        deletion = Deletion(index, leases, move_to=keep.move_to)
+        owner = Ownership(index, leases, keep=keep.fields())
+        return cls(
+            tier=tier,
+            index=index,
+            leases=leases,
+            deletion=deletion,
+            owner=owner,
+            opening=Opening(owner, deletion, processes),
+            keep=keep,
+        )
+
+    def committed(self, info: StepInfo) -> None:
+        """Records a step just committed, and deletes those that the policy does not keep."""
+        self.index.remember(info)
+        if self.keep.verified:
+            self._read_back(info.step)
+        if self.keep.has_rules:
+            self.deletion.delete(self._what_goes())
+
+    def _read_back(self, step: int) -> None:
+        """Reads a step just committed and compares it with its checksums."""
+        self._verified.discard(step)
+        report = look(self.leases, step)
+        if report is not None and report.ok:
+            self._verified.add(step)
+        elif report is not None:
+            problem = report.problems[0].message
+            self.index.report(
+                f"step {step} was saved but cannot be read back: {problem}. Older steps stay until "
+                "a later one can be read."
+            )
+
+    def _what_goes(self) -> list[int]:
+        steps = self.index.steps()
+        kept = self.keep.kept(map(self._info, steps), now_s=time.time())
+        # A step that cannot be read now may be the best.
+        unknown = self.index.unknown if self.keep.needs_facts else set()
+        stay = {*kept, *unknown, *self.needed()}
+        gone = [n for n in steps if n not in stay]
+        if self.keep.verified:
+            good = max(self._verified & kept.keys(), default=-1)
+            gone = [n for n in gone if n < good]
+        return gone
+
+    def _info(self, step: int) -> StepInfo:
+        """Returns the facts about a step, read only if the policy uses them."""
+        if self.keep.needs_facts:
+            return self.index.info(step)
+        return StepInfo(step=step, saved_s=0.0)
+
+    def has(self, step: int) -> bool:
+        """Returns whether a step is committed here."""
+        return self.index.state(self.index.listing(), step) == "committed"
+
+    def mend(self, step: int, good: StepIndex) -> bool:
+        """Mends a damaged step from its good copy in another place; returns whether it did."""
+        from jaxckpt._run.heal import heal
+
+        path = self.index.path(step)
+        try:
+            files = heal(self.index, good, step)
+        except (CheckpointError, OSError) as error:
+            self.index.report(f"step {step} in {self.index.root} cannot be mended: {error}")
+            return False
+        self.index.report(f"{path} was damaged and is mended from {good.path(step)}: {files}")
+        return True
+
+
+def reachable(roots: Sequence[Root], ask: Callable[[Root], T]) -> dict[int, T]:
+    """Returns the answer of each root; one that cannot be reached is left out and reported.
+
+    Raises:
+        OSError: a root cannot be reached, and no other has steps: the run would look new.
+    """
+    answers: dict[int, T] = {}
+    failures: dict[int, OSError] = {}
+    for i, root in enumerate(roots):
+        try:
+            answers[i] = ask(root)
+        except OSError as error:
+            failures[i] = error
+    if failures and all(answer is None or answer == [] for answer in answers.values()):
+        raise next(iter(failures.values()))
+    for i, error in failures.items():
+        index = roots[i].index
+        index.report(f"{index.root} cannot be reached, so its steps are unknown: {error}")
+    return answers
+
+
+def newest_of(roots: Sequence[Root]) -> int | None:
+    """Returns the newest committed step of the roots that can be reached, or None."""
+    found = reachable(roots, lambda root: root.index.newest()).values()
+    return max((step for step in found if step is not None), default=None)
+
+
+def check_local(local: Root, directory: Root) -> None:
+    """Raises ValueError unless a place may hold the local steps of a run."""
+    storage, root, behind = local.index.storage, local.index.root, directory.index.root
+    if storage.scheme != "file" or not storage.atomic_rename:
+        raise ValueError(f"local must be a directory on a disk of this host, got {root}")
+    if directory.index.storage.scheme == "file" and (
+        posixpath.commonpath([root, behind]) in (root, behind)
+    ):
+        raise ValueError(f"local and directory must not contain each other: {root} and {behind}")
+
+
+def open_roots(
+    roots: Sequence[Root],
+    processes: Processes,
+    metadata: Mapping[str, Any] | None,
+    *,
+    timeout_s: float,
+) -> Any:  # JSON
+    """Opens the roots of a run for writing; returns what all processes know then.
+
+    That is the "session" (see `Opening.open`), the "newest" step, and "local_only": that step, if
+    the directory does not have it.
+
+    If only the directory cannot be reached, the run goes on with the local steps, if there are any:
+    later saves are uploaded when it answers again.
+    """
+    opened = [root.opening.open(metadata, timeout_s=timeout_s) for root in roots[:-1]]
+    last, newest = roots[-1], opened[0]["newest"] if opened else None
+    try:
+        opened.append(last.opening.open(metadata, timeout_s=timeout_s))
+    except Exception as error:
+        is_away = newest is not None and is_io_failure(error)
+        name, place = f"manager {last.index.root}/away", last.index.root
+        if not lead(processes, name, lambda: is_away, place=place, timeout_s=timeout_s):
+            raise
+        last.index.report(
+            f"{place} cannot be reached; the run continues with its local steps. If newer ones are "
+            f"there, stop this job: {error}"
+        )
+        last.opening.ended = ""  # it is opened by the first upload that gets through
+    there = opened[-1]["newest"] if len(opened) == len(roots) else None
+    is_behind = newest is not None and (there is None or there < newest)
+    return {
+        "session": opened[-1]["session"],
+        "newest": newest if is_behind else there,
+        "local_only": newest if is_behind else None,
+    }

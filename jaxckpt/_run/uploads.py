@@ -1,0 +1,347 @@
+"""Brings the steps that a run saved locally to its directory, in one background thread.
+
+    wait      for a local commit of a step that is due there; the newest step goes first
+    upload    its finished files, and commit them, see `upload`
+    delete    what the policy of the directory does not keep
+    again     after an error that may pass, until `timeout_s` after the local commit
+
+Training never waits for it: the queue is bounded, and what no longer fits is dropped and reported.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, final
+
+from jaxckpt._run.root import Root
+from jaxckpt._run.schedule import SavePolicy
+from jaxckpt._run.tiers import over_bound
+from jaxckpt._run.upload import Pace, upload
+from jaxckpt._save import ending
+from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, SaveFailed, is_io_failure
+from jaxckpt.format.run import StepNames
+from jaxckpt.multihost import Processes, lead
+from jaxckpt.storage import free_bytes
+from jaxckpt.types import StepInfo
+
+_logger = logging.getLogger("jaxckpt")
+
+_MOST_WAITING: Final = 2  # beside the one under way
+_FIRST_PAUSE_S: Final = 0.5
+_LONGEST_PAUSE_S: Final = 30.0
+# What must be free beside the values of a save.
+_ROOM: Final = 1.02
+_LEAST_ROOM_BYTES: Final = 4 << 20
+
+
+@dataclass(slots=True, eq=False)
+class Upload:
+    """One step on its way to the directory of the run."""
+
+    step: int
+    path: str  # there
+    metrics: dict[str, object] = field(default_factory=dict)
+    since_s: float = 0.0  # when it was committed locally
+    error: BaseException | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+@final
+class Uploads:
+    """The steps on their way from one root to another. Only process 0 sends any."""
+
+    def __init__(
+        self,
+        source: Root,
+        target: Root,
+        processes: Processes,
+        *,
+        max_bytes_per_s: float | None,
+        timeout_s: float,
+    ) -> None:
+        self._source, self._target, self._processes = source, target, processes
+        self._pace = Pace(max_bytes_per_s)
+        self.timeout_s = timeout_s
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()  # guards all below
+        self._waiting: list[Upload] = []
+        self._current: Upload | None = None
+        self._errors: list[BaseException] = []
+        self._pause_s = 0.0
+        self._is_stopped = False
+        self.newest: int | None = None  # that this process has brought to the directory
+        source.needed = self.steps
+
+    # --- in the threads of the caller and of the saves -------------------------------------------
+
+    def expect(self, step: int) -> Upload:
+        """Returns the upload of a step that is being saved locally."""
+        index = self._target.index
+        # Listing the root would wait for the store.
+        return Upload(step, f"{index.root}/{(index.naming or StepNames()).of(step)}")
+
+    def put(self, one: Upload) -> None:
+        """Adds a step that is committed locally."""
+        one.since_s = time.monotonic()
+        with self._changed:
+            self._waiting.append(one)
+            self._drop_oldest()
+            self._changed.notify_all()
+            starts = self._thread is None
+            if starts:
+                self._thread = threading.Thread()  # no other caller starts one
+        if starts:
+            ending.start(self, self._work, f"jaxckpt-upload {self._target.index.root}")
+
+    def note_committed(self, one: Upload) -> None:
+        """Records a step that was saved in the directory itself."""
+        with self._changed:
+            self.newest = max(one.step, -1 if self.newest is None else self.newest)
+            self._end(one, None)
+
+    def resume(self, step: int) -> None:
+        """Adds a local step that an earlier job did not upload."""
+        self.put(self.expect(step))
+
+    def _drop_oldest(self, most: int = _MOST_WAITING) -> None:
+        gone = over_bound([one.step for one in self._waiting], most=most)
+        for one in [one for one in self._waiting if one.step in gone]:
+            self._waiting.remove(one)
+            why = f"{one.path} was not uploaded: newer steps wait for a slow store"
+            self._source.index.report(f"{why}. Step {one.step} stays local while it is kept there")
+            self._end(one, SaveFailed(why))
+
+    def give_way(self) -> None:
+        """Drops what waits, so that the local root may delete it."""
+        with self._changed:
+            self._drop_oldest(most=0)
+
+    def steps(self) -> list[int]:
+        """Returns the steps that are not uploaded yet, the newest last."""
+        return sorted(one.step for one in self.under_way())
+
+    def under_way(self) -> Sequence[Upload]:
+        """Returns what is not uploaded yet."""
+        with self._changed:
+            return [*self._waiting, *([self._current] if self._current is not None else [])]
+
+    def take_errors(self) -> list[BaseException]:
+        """Returns the errors of uploads that were not returned before."""
+        with self._changed:
+            errors, self._errors = self._errors, []
+        return errors
+
+    def wait_for(self, one: Upload, timeout_s: float | None = None) -> None:
+        """Waits until a step is committed in the directory, alike in all processes.
+
+        Raises:
+            CheckpointTimeout: it is not, after `timeout_s`; the upload continues.
+            Any error of the upload.
+        """
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+
+        def wait() -> None:
+            if not one.ended.wait(limit_s):
+                raise CheckpointTimeout(
+                    f"{one.path}: the upload continues and has not ended after {limit_s:g} s"
+                )
+            if one.error is not None:
+                with self._changed:
+                    self._errors = [error for error in self._errors if error is not one.error]
+                raise one.error
+
+        name = f"upload {one.path}"
+        lead(self._processes, name, wait, place=one.path, timeout_s=limit_s + self.timeout_s)
+
+    def finish(self, timeout_s: float | None = None) -> None:
+        """Waits until everything is uploaded or given up.
+
+        Raises:
+            CheckpointTimeout: some steps are not, after `timeout_s`.
+        """
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        if self._is_stopped:
+            limit_s = 0.0
+        with self._changed:
+            if self._changed.wait_for(lambda: not (self._waiting or self._current), limit_s):
+                return
+        source, target = self._source.index.root, self._target.index.root
+        raise CheckpointTimeout(
+            f"{target}: steps {self.steps()} are not uploaded after {limit_s:g} s; they are in "
+            f"{source}. To upload them later: jaxckpt upload {source} {target}"
+        )
+
+    def is_own_thread(self) -> bool:
+        """Returns whether the uploading thread calls."""
+        return threading.current_thread() is self._thread
+
+    def refuse_own_thread(self) -> None:
+        """Raises RuntimeError in the uploading thread, which would wait for itself."""
+        if self.is_own_thread():
+            raise RuntimeError(f"{self._target.index.root}: an upload cannot wait for itself")
+
+    def stop(self) -> None:
+        """Waits until everything is uploaded, for the last time."""
+        try:
+            self.finish()
+        finally:
+            with self._changed:
+                self._is_stopped = True
+                self._changed.notify_all()
+        if not self._errors:
+            ending.forget(self)
+
+    # --- in the thread ---------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        self._thread = threading.current_thread()
+        while (one := self._next()) is not None:
+            try:
+                self._send(one)
+            except BaseException as error:
+                self._again_or_end(one, error)
+            else:
+                self._pause_s = 0.0
+                self.note_committed(one)
+
+    def _next(self) -> Upload | None:
+        """Waits out the pause after an error; returns the newest step that waits."""
+        until_s = time.monotonic() + self._pause_s
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_stopped, max(0.0, until_s - time.monotonic()))
+            if not self._waiting or self._is_stopped:
+                self._thread = None
+                return None
+            self._current = max(self._waiting, key=lambda one: one.step)
+            self._waiting.remove(self._current)
+            return self._current
+
+    def _send(self, one: Upload) -> None:
+        source, target, step = self._source, self._target, one.step
+        if not target.owner.token:  # the directory could not be reached before
+            target.owner.open()
+        start_s = time.monotonic()
+        with source.leases.hold(step):
+            # An older step may follow a newer one of ours, but not one of another job.
+            is_newest = self.newest is None or step > self.newest
+            fence = partial(target.owner.fence, step if is_newest else None)
+            done = upload(source.index, target.index, step, fence=fence, pace=self._pace)
+        seconds = time.monotonic() - start_s
+        sent = f"sent {done.sent_bytes} bytes in {seconds:.2f} s, found {done.found_bytes}"
+        _logger.info("uploaded %s: %s", done.path, sent)
+        target.committed(StepInfo(step=step, saved_s=time.time(), metrics=one.metrics))
+
+    def _again_or_end(self, one: Upload, error: BaseException) -> None:
+        waited_s = time.monotonic() - one.since_s
+        if not _may_pass(error) or waited_s > self.timeout_s:
+            self._end(one, error)
+            return
+        self._source.index.warn(f"{one.path} is not uploaded yet, and tried again: {error}")
+        with self._changed:
+            self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+            self._current = None
+            self._waiting.append(one)
+            self._drop_oldest()
+
+    def _end(self, one: Upload, error: BaseException | None) -> None:
+        with self._changed:
+            is_current = one is self._current
+            one.error = error
+            if isinstance(error, CheckpointNotFound):  # the user deleted it
+                self._source.index.report(f"{one.path} was not uploaded: {error}")
+            elif error is not None and is_current:
+                self._errors.append(error)
+            if is_current:
+                self._current = None
+            one.ended.set()
+            self._changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    """The local place of a run with its directory behind it."""
+
+    local: Root
+    directory: Root
+    save: SavePolicy | None  # which steps are saved locally; if None, those for the directory
+    uploads: Uploads
+    processes: Processes
+    timeout_s: float
+
+    def finish(self, timeout_s: float | None) -> None:
+        """Waits for all uploads, in every process."""
+        place, wait = self.directory.index.root, partial(self.uploads.finish, timeout_s)
+        limit_s = self.uploads.timeout_s if timeout_s is None else timeout_s
+        lead(self.processes, f"uploads {place}", wait, place=place, timeout_s=limit_s + 60)
+
+    def place(self, size_bytes: int, name: str) -> Root:
+        """Returns where to save, alike in all processes: locally, while the disk has room.
+
+        Args:
+            size_bytes: Of this process's share.
+            name: Of the save.
+        """
+        is_full = lead(
+            self.processes,
+            f"{name}/place",
+            partial(self._is_full, size_bytes * self.processes.count),
+            place=self.local.index.root,
+            timeout_s=self.timeout_s,
+        )
+        return self.directory if is_full else self.local
+
+    def _is_full(self, size_bytes: int) -> bool:
+        """Returns whether the disk is full although older local steps were deleted."""
+        index = self.local.index
+        if self._has_room(size_bytes):
+            return False
+        self.uploads.give_way()
+        needed = {*self.uploads.steps(), self._newest_unless_durable()}
+        self.local.deletion.delete([step for step in index.steps() if step not in needed])
+        if self._has_room(size_bytes):
+            index.report(f"{index.root}: the disk is almost full, so fewer steps are kept there")
+            return False
+        index.report(f"{index.root}: the disk is full, so steps are saved in the directory itself")
+        return True
+
+    def _newest_unless_durable(self) -> int | None:
+        newest, durable = self.local.index.newest(), self.uploads.newest
+        if newest is None or durable is None:
+            return newest
+        return newest if newest > durable else None
+
+    def _has_room(self, size_bytes: int) -> bool:
+        free = free_bytes(self.local.index.root)
+        return free is None or free >= size_bytes * _ROOM + _LEAST_ROOM_BYTES
+
+    def follow(self, root: Root, upload: Upload, info: StepInfo) -> None:
+        """Sends a step on its way that is committed."""
+        upload.metrics = dict(info.metrics)
+        if root is self.directory:
+            self.uploads.note_committed(upload)
+        else:
+            self.uploads.put(upload)
+
+    def wait_for(
+        self, root: Root, step: int, upload: Upload | None, timeout_s: float | None
+    ) -> None:
+        """Waits until a step is committed in the directory."""
+        if root is self.directory:
+            return
+        if upload is None:
+            raise ValueError(
+                f"step {step} stays in {root.index.root}: the policy `save` does not name it for "
+                f"{self.directory.index.root}"
+            )
+        self.uploads.wait_for(upload, timeout_s)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Returns whether a later try may succeed: a storage failed, and nothing refused the step."""
+    cause = error.__cause__ if isinstance(error, SaveFailed) and error.__cause__ else error
+    return isinstance(cause, TimeoutError) or is_io_failure(cause)

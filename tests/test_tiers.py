@@ -1,0 +1,538 @@
+"""Runs with `local`: steps are saved on the host first, and uploaded in the background."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from itertools import count, pairwise
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxckpt
+from jaxckpt import CheckpointManager, KeepPolicy, SavePolicy
+from jaxckpt._run import uploads
+from jaxckpt._run.tiers import newest_first, over_bound
+from jaxckpt.errors import CheckpointTimeout, SaveFailed, StepExists
+from jaxckpt.storage import LocalStorage, locate
+from jaxckpt.testing import CrashingStorage, SimulatedCrash
+from jaxckpt.testing._storage import _Relay
+from tests.commandline import cli
+
+SIZE = 100_000  # values of a state, so that its chunk is a file of its own
+
+
+def state(step):
+    return {"w": jnp.full(SIZE, step, jnp.float32), "step": step}
+
+
+@pytest.fixture(params=["dir", "memory"])
+def directory(request, tmp_path):
+    return str(tmp_path / "durable") if request.param == "dir" else f"memory://{tmp_path.name}/run"
+
+
+@pytest.fixture
+def local(tmp_path):
+    return tmp_path / "local"
+
+
+class Store(_Relay):
+    """A place that can be slow, or away."""
+
+    def __init__(self):
+        super().__init__(LocalStorage())
+        self.answers = threading.Event()
+        self.answers.set()
+        self.away: OSError | None = None
+        self.asked = threading.Event()  # while it did not answer
+
+    def _before(self, verb, path, data=b""):
+        if threading.current_thread() is not threading.main_thread():
+            self.asked.set()
+        self.answers.wait(60)
+        if self.away is not None:
+            raise OSError(self.away.errno, self.away.strerror, path)
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """The storage behind the path of the run, which the tests hold up."""
+    found = Store()
+    real = locate
+
+    def at(path):
+        storage, root = real(path)
+        return (found if root == str(tmp_path / "run") else storage), root
+
+    monkeypatch.setattr("jaxckpt._run.root.locate", at)
+    monkeypatch.setattr(uploads, "_FIRST_PAUSE_S", 0.01)
+    yield found
+    found.away = None
+    found.answers.set()
+
+
+def damage(step):
+    """Flips a bit in the largest file of a step in a directory."""
+    file = max(step.rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+# --- saving ----------------------------------------------------------------------------------
+
+
+def test_a_step_is_committed_locally_then_uploaded(directory, local):
+    with CheckpointManager(directory, local=local) as manager:
+        handle = manager.save(1, state(1), items={"data": {"at": 7}}, metrics={"loss": 2.0})
+        handle.result()
+        assert jaxckpt.verify(local / "1").ok
+        handle.durable()
+        assert manager.tiers == {"local": [1], "durable": [1], "waiting": []}
+
+    for place in (directory, local):
+        with CheckpointManager(place, mode="r") as reader:
+            assert reader.restore()["w"][5] == 1
+            assert reader.restore_items()["data"] == {"at": 7}
+            assert reader.metrics(1) == {"loss": 2.0}
+    assert jaxckpt.verify(f"{directory}/1").ok
+
+
+def test_each_place_has_its_own_policies(directory, local):
+    """`save` names what is uploaded, `local_save` what is saved besides."""
+    with CheckpointManager(
+        directory,
+        save=SavePolicy(every_steps=4),
+        keep=KeepPolicy(last=2),
+        local=local,
+        local_save=SavePolicy(every_steps=3),
+        local_keep=KeepPolicy(last=3),
+    ) as manager:
+        handles = {step: manager.save(step, state(step)) for step in range(1, 13)}
+        manager.wait_until_finished()
+
+        assert manager.tiers == {"local": [8, 9, 12], "durable": [8, 12], "waiting": []}
+        assert manager.all_steps() == [8, 9, 12]
+        assert [step for step, handle in handles.items() if handle] == [3, 4, 6, 8, 9, 12]
+        with pytest.raises(ValueError, match=r"step 9 stays in .*local"):
+            handles[9].durable()
+        assert not manager.should_save(13)
+        assert manager.save(13, state(13), force=True) is not None
+        manager.wait_until_finished()
+        assert manager.tiers["durable"] == [12, 13]
+
+
+def test_without_local_there_is_one_place(tmp_path):
+    with CheckpointManager(tmp_path / "run") as manager:
+        handle = manager.save(1, state(1))
+        handle.durable()
+        assert manager.tiers == {"local": [], "durable": [1], "waiting": []}
+
+
+def test_a_policy_by_the_clock_saves_when_it_is_due(tmp_path, local):
+    """`every_seconds` of the directory counts from its own saves, not from the local ones."""
+    save = SavePolicy(every_seconds=3600.0)
+    with CheckpointManager(
+        tmp_path / "run", save=save, local=local, local_save=SavePolicy(every_steps=1)
+    ) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+        manager._saver._schedules[0] = manager._saver._schedules[0].saved(0, now_s=-7200.0)
+        manager.save(3, state(3))
+        manager.save(4, state(4))
+        manager.wait_until_finished()
+        assert manager.tiers["durable"] == [3]
+
+
+# --- the store is slow or away ---------------------------------------------------------------
+
+
+def test_a_store_that_does_not_answer_stops_nothing(tmp_path, local, store):
+    """Saves are committed locally; what the queue cannot hold is dropped and reported."""
+    with CheckpointManager(tmp_path / "run", local=local, local_keep=KeepPolicy(last=1)) as manager:
+        store.answers.clear()
+        handles = [manager.save(step, state(step)) for step in range(1, 8)]
+        for handle in handles:
+            handle.result(60)
+        store.asked.wait(60)
+        with pytest.raises(CheckpointTimeout, match="the upload continues"):
+            handles[-1].durable(0.01)
+        waiting = manager._tiers.uploads.steps()
+        assert waiting[-2:] == [6, 7]
+        assert {*waiting} <= {int(step.name) for step in local.iterdir() if step.is_dir()}
+        store.answers.set()
+        handles[-1].durable()
+        manager.wait_until_finished()
+        manager.save(8, state(8)).durable()  # now what waited may go
+        tiers = manager.tiers
+        dropped = [problem for problem in manager.problems if "was not uploaded" in problem]
+
+    assert tiers["local"] == [8]
+    assert tiers["durable"] == [*waiting, 8]
+    assert len(dropped) == 7 - len(waiting)
+    with pytest.raises(SaveFailed, match="newer steps wait"):
+        handles[3].durable()
+
+
+def test_an_upload_is_tried_again_until_the_store_is_back(tmp_path, local, store):
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        store.away = OSError(errno.EIO, "away")
+        first = manager.save(1, state(1))
+        first.result()
+        store.asked.wait(60)
+        manager.save(2, state(2)).result()
+        assert manager.restore(step=2)["w"][0] == 2
+        store.away = None
+        first.durable()
+        manager.wait_until_finished()
+        assert manager.tiers["durable"] == [1, 2]
+
+
+def test_an_upload_is_given_up_after_its_time(tmp_path, local, store):
+    """The error is raised once: by the handle, or else by the next call; the step stays local."""
+    with CheckpointManager(tmp_path / "run", local=local, durable_timeout_s=0.05) as manager:
+        store.away = OSError(errno.EACCES, "no permission")
+        handle = manager.save(1, state(1))
+        with pytest.raises(OSError, match="no permission"):
+            handle.durable(60)
+        manager.save(2, state(2)).result()
+        while manager._tiers.uploads.steps():
+            threading.Event().wait(0.01)
+        with pytest.raises(OSError, match="no permission"):
+            manager.save(3, state(3))
+        store.away = None
+        manager.save(4, state(4)).durable(60)
+        assert manager.tiers == {"local": [2, 4], "durable": [4], "waiting": []}
+
+
+def test_closing_names_what_is_not_uploaded(tmp_path, local, store):
+    manager = CheckpointManager(tmp_path / "run", local=local, durable_timeout_s=0.2)
+    store.answers.clear()
+    manager.save(1, state(1))
+    with pytest.raises(CheckpointTimeout, match=r"steps \[1\] are not uploaded.*jaxckpt upload"):
+        manager.close()
+    store.answers.set()
+    assert cli("upload", local, tmp_path / "run")[0] in (0, 2)  # 2: the thread is still at it
+
+
+def test_a_step_that_another_job_saved_is_not_overwritten(tmp_path, local):
+    """A stale disk: the run went on elsewhere and has another step of this number."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+        with CheckpointManager(tmp_path / "other") as other:
+            other.save(2, state(22))
+        shutil.copytree(tmp_path / "other" / "2", tmp_path / "run" / "2")
+        handle = manager.save(2, state(2))
+        with pytest.raises(StepExists, match="no copy"):
+            handle.durable()
+    assert jaxckpt.restore(tmp_path / "run" / "2")["w"][0] == 22
+
+
+def test_the_program_ends_after_its_uploads(tmp_path):
+    """Without `close`."""
+    code = """
+import sys, jaxckpt
+manager = jaxckpt.CheckpointManager(sys.argv[1] + "/run", local=sys.argv[1] + "/local")
+manager.save(1, {"w": 1})
+manager.save(2, {"w": 2})
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    assert (tmp_path / "run" / "2" / "commit_success.txt").exists()
+    assert (tmp_path / "local" / "2" / "commit_success.txt").exists()
+
+
+def test_what_a_dead_job_left_is_uploaded(tmp_path, local):
+    """The newest local step, if the directory has no newer one."""
+    with CheckpointManager(local) as before:
+        for step in (1, 2, 3):
+            before.save(step, state(step))
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        assert manager.all_steps() == [1, 2, 3]
+        manager.wait_until_finished()
+        assert manager.tiers["durable"] == [3]
+
+
+# --- restoring -------------------------------------------------------------------------------
+
+
+def test_a_new_host_restores_what_is_durable(directory, local):
+    with CheckpointManager(directory, local=local, save=SavePolicy(every_steps=2)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+    shutil.rmtree(local)
+
+    with CheckpointManager(directory, local=local) as manager:
+        found, step = manager.restore_or(lambda: state(0))
+        assert (found["w"][3], step) == (2, 2)
+        manager.save(3, state(33)).durable()
+        assert manager.tiers == {"local": [3], "durable": [2, 3], "waiting": []}
+
+
+def test_the_same_host_restores_the_newest_local_step(directory, local):
+    policies = {"save": SavePolicy(every_steps=2), "local_save": SavePolicy(every_steps=1)}
+    with CheckpointManager(directory, local=local, **policies) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+
+    with CheckpointManager(directory, local=local, **policies) as manager:
+        assert manager.latest_step() == 3
+        assert manager.restore_or(lambda: state(0))[1] == 3
+        with pytest.raises(StepExists):
+            manager.save(3, state(3), force=True)
+        with pytest.raises(ValueError, match="older than step 3"):
+            manager.save(1, state(1))
+
+
+def test_readers_see_both_places(directory, local):
+    with CheckpointManager(directory, local=local, save=SavePolicy(every_steps=2)) as manager:
+        manager.save(2, state(2))
+        manager.save(3, state(3), force=True)
+    shutil.rmtree(local / "2")
+
+    with CheckpointManager(directory, local=local, mode="r") as reader:
+        assert reader.tiers == {"local": [3], "durable": [2, 3], "waiting": []}
+        assert reader.restore(step=2)["step"] == 2
+        assert reader.metadata(2).path == f"{directory}/2".removeprefix("memory:/")
+
+
+@pytest.mark.parametrize("bad", ["local", "run"])
+def test_a_damaged_copy_is_mended_from_the_other(tmp_path, local, bad):
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+    damage(tmp_path / bad / "1")
+
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        if bad == "local":
+            assert manager.restore()["w"][SIZE // 2] == 1
+        else:
+            assert [report.ok for report in manager.scrub().values()] == [True]
+        assert any("is mended from" in problem for problem in manager.problems)
+        assert manager.tiers == {"local": [1], "durable": [1], "waiting": []}
+    assert jaxckpt.verify(tmp_path / bad / "1").ok
+
+
+def test_a_missing_file_is_mended_too(tmp_path, local):
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+    shutil.rmtree(local / "1" / "state" / "d")
+    (local / "1" / "state" / "_METADATA").unlink()
+
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        assert manager.restore()["w"][0] == 1
+    assert jaxckpt.verify(local / "1").ok
+
+
+def test_what_is_damaged_in_both_places_is_set_aside(tmp_path, local):
+    """And the step before is restored; nothing is taken from a bad copy."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step)).durable()
+    damage(tmp_path / "run" / "2")
+    damage(local / "2")
+
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        assert manager.restore()["w"][0] == 1
+        assert manager.restored_step == 1
+        assert manager.tiers == {"local": [1], "durable": [1], "waiting": []}
+        assert manager.save(2, state(2)) is not None
+
+
+def test_another_step_of_the_same_number_mends_nothing(tmp_path, local):
+    for place, value in ((tmp_path / "run", 5), (local, 6)):
+        with CheckpointManager(place) as manager:
+            manager.save(1, state(value))
+    damage(local / "1")
+
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        assert manager.restore()["w"][0] == 5
+        assert any("different steps" in problem for problem in manager.problems)
+        assert manager.tiers["local"] == []
+
+
+def test_a_run_goes_on_while_its_directory_is_away(tmp_path, local, store):
+    """With the local steps, if there are any; else a run could begin anew by mistake."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+    store.away = OSError(errno.EIO, "away")
+    with pytest.raises(OSError, match="away"):
+        CheckpointManager(tmp_path / "run", local=tmp_path / "empty")
+
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        assert manager.restore_or(lambda: state(0))[1] == 1
+        handle = manager.save(2, state(2))
+        handle.result()
+        store.away = None
+        handle.durable()
+        assert manager.tiers["durable"] == [1, 2]
+        assert any("cannot be reached" in problem for problem in manager.problems)
+
+
+def test_steps_are_pinned_and_deleted_in_both_places(tmp_path, local):
+    keep = {"keep": KeepPolicy(last=1), "local_keep": KeepPolicy(last=1)}
+    with CheckpointManager(tmp_path / "run", local=local, **keep) as manager:
+        manager.save(1, state(1)).durable()
+        manager.pin(1)
+        manager.save(2, state(2)).durable()
+        manager.wait_until_finished()
+        assert manager.tiers == {"local": [1, 2], "durable": [1, 2], "waiting": []}
+        with pytest.raises(ValueError, match="pinned"):
+            manager.delete(1)
+        manager.unpin(1)
+        manager.delete(1)
+        assert manager.tiers == {"local": [2], "durable": [2], "waiting": []}
+
+
+def test_the_best_step_counts_wherever_it_is(tmp_path, local):
+    best = KeepPolicy(best=1, metric="loss")
+    with CheckpointManager(
+        tmp_path / "run", local=local, keep=best, local_keep=KeepPolicy(last=1)
+    ) as manager:
+        for step, loss in ((1, 0.1), (2, 0.5), (3, 0.4)):
+            manager.save(step, state(step), metrics={"loss": loss}).durable()
+        manager.wait_until_finished()
+        assert manager.tiers == {"local": [3], "durable": [1, 3], "waiting": []}
+        assert manager.best_step() == 1
+        assert manager.restore(step="best")["step"] == 1
+        assert manager.metrics(1) == {"loss": 0.1}
+
+
+# --- a full disk -----------------------------------------------------------------------------
+
+
+def test_a_full_disk_makes_the_local_place_give_way(tmp_path, local, monkeypatch):
+    """First older steps go; then steps are saved in the directory itself, which is told once."""
+    free = [1 << 40]
+    monkeypatch.setattr(uploads, "free_bytes", lambda path: free[0])
+    with CheckpointManager(tmp_path / "run", local=local, local_keep=KeepPolicy(last=3)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step)).durable()
+        assert manager.tiers["local"] == [1, 2, 3]
+        free[0] = 0
+        for step in (4, 5):
+            manager.save(step, state(step)).durable()
+        manager.wait_until_finished()
+        assert manager.tiers == {"local": [], "durable": [1, 2, 3, 4, 5], "waiting": []}
+        told = [problem for problem in manager.problems if "the disk is full" in problem]
+        assert len(told) == 1
+        free[0] = 1 << 40
+        manager.save(6, state(6)).durable()
+        assert manager.tiers["local"] == [6]
+        assert manager.restore()["step"] == 6
+
+
+# --- arguments -------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_a_local_place_is_refused(tmp_path):
+    run = tmp_path / "run"
+    for wrong in ("memory://name/local", run / "local", run, tmp_path):
+        with pytest.raises(ValueError, match="local"):
+            CheckpointManager(run, local=wrong)
+    with pytest.raises(ValueError, match="local_save needs `local`"):
+        CheckpointManager(run, local_save=SavePolicy())
+    with pytest.raises(TypeError, match="local_keep"):
+        CheckpointManager(run, local=tmp_path / "local", local_keep=3)
+    with pytest.raises(ValueError, match="max_upload_bytes_per_s"):
+        CheckpointManager(run, local=tmp_path / "local", max_upload_bytes_per_s=0)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_config_may_have_a_local_place(tmp_path):
+    config = {
+        "directory": str(tmp_path / "run"),
+        "local": str(tmp_path / "local"),
+        "local_save": {"every_steps": 1},
+        "local_keep": {"last": 1},
+        "save": {"every_steps": 2},
+        "max_upload_bytes_per_s": "1GB",
+        "durable_timeout_s": "15m",
+    }
+    with CheckpointManager.from_config(config) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+            manager.wait_until_finished()
+        assert manager.tiers == {"local": [3], "durable": [2], "waiting": []}
+
+
+# --- crashes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["local", "run"])
+def test_after_a_crash_at_any_change_acknowledged_steps_restore(tmp_path, monkeypatch, where):
+    """The newest acknowledged local step on this host, the newest durable one anywhere."""
+    real, crashes = locate, 0
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    for after in count():
+        here = tmp_path / str(after)
+        crashing = CrashingStorage(LocalStorage(), after)
+
+        def at(path, crashing=crashing, here=here):
+            storage, root = real(path)
+            return (crashing if root == str(here / where) else storage), root
+
+        told = {"local": 0, "run": 0}
+        with monkeypatch.context() as patch:
+            patch.setattr("jaxckpt._run.root.locate", at)
+            crashed = _save_until_it_crashes(here, told)
+        crashes += crashed
+
+        with CheckpointManager(here / "run", local=here / "local") as manager:
+            _, step = manager.restore_or(lambda: {"step": 0})
+            assert step >= told["local"]
+        if told["run"]:
+            with CheckpointManager(here / "run", mode="r") as reader:
+                assert reader.restore()["step"] >= told["run"]
+        shutil.rmtree(here)
+        if not crashed:
+            break
+    assert crashes > 20
+
+
+def _save_until_it_crashes(here, told):
+    try:
+        manager = CheckpointManager(
+            here / "run",
+            keep=KeepPolicy(last=1),
+            local=here / "local",
+            local_keep=KeepPolicy(last=1),
+            durable_timeout_s=5,
+        )
+        for step in (1, 2, 3):
+            handle = manager.save(step, {"step": step})
+            handle.result(60)
+            told["local"] = step
+            handle.durable(60)
+            told["run"] = step
+        manager.close()
+    except SimulatedCrash:
+        return True
+    return False
+
+
+# --- what is decided -------------------------------------------------------------------------
+
+steps = st.lists(st.integers(0, 20), unique=True)
+
+
+@given(steps, steps)
+def test_newer_comes_before_nearer(here, there):
+    copies = newest_first({0: here, 1: there})
+    assert sorted(copies) == sorted([*((n, 0) for n in here), *((n, 1) for n in there)])
+    assert [n for n, _ in copies] == sorted([*here, *there], reverse=True)
+    for a, b in pairwise(copies):
+        assert a.step > b.step or a.root < b.root
+
+
+@given(steps, st.integers(0, 5))
+def test_the_newest_stay_in_the_queue(waiting, most):
+    gone = over_bound(waiting, most=most)
+    left = [*np.setdiff1d(waiting, gone)]
+    assert len(left) == min(most, len(waiting))
+    assert not gone or not left or max(gone) < min(left)
