@@ -704,7 +704,7 @@ def test_version_and_help():
     assert code == 0
     commands = out.partition("Commands:")[2].partition("Exit codes")[0]
     names = [line.split()[0] for line in commands.splitlines() if line.strip()]
-    assert len(names) == 19
+    assert len(names) == 20
     for name in names:
         assert cli(name, "--help")[0] == 0
 

@@ -24,7 +24,7 @@ from jaxckpt.errors import CheckpointTimeout, SaveFailed, StepExists
 from jaxckpt.storage import LocalStorage, locate
 from jaxckpt.testing import CrashingStorage, SimulatedCrash
 from jaxckpt.testing._storage import _Relay
-from tests.commandline import cli
+from tests.commandline import cli, said_json
 
 SIZE = 100_000  # values of a state, so that its chunk is a file of its own
 
@@ -403,6 +403,26 @@ def test_the_best_step_counts_wherever_it_is(tmp_path, local):
         assert manager.metrics(1) == {"loss": 0.1}
 
 
+def test_heal_mends_by_hand(tmp_path, local):
+    """Every step that a verified copy can mend; the exit code says whether some are left."""
+    with CheckpointManager(tmp_path / "run", local=local, local_keep=KeepPolicy()) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step)).durable()
+    assert cli("heal", local, tmp_path / "run") == (0, f"{local}: no step is damaged\n", "")
+    damage(local / "1")
+    damage(local / "3")
+    damage(tmp_path / "run" / "3")
+
+    code, found = said_json("heal", local, tmp_path / "run")
+
+    assert code == 1
+    assert [*found["mended"]] == ["1"]
+    assert "damaged too" in found["failed"]["3"]
+    assert [jaxckpt.verify(local / str(n)).ok for n in (1, 2, 3)] == [True, True, False]
+    with CheckpointManager(local):
+        assert "in use" in cli("heal", local, tmp_path / "run")[2]
+
+
 # --- a full disk -----------------------------------------------------------------------------
 
 
@@ -536,3 +556,24 @@ def test_the_newest_stay_in_the_queue(waiting, most):
     left = [*np.setdiff1d(waiting, gone)]
     assert len(left) == min(most, len(waiting))
     assert not gone or not left or max(gone) < min(left)
+
+
+# --- several processes -----------------------------------------------------------------------
+
+
+@pytest.mark.multihost
+def test_processes_share_a_local_directory(run_processes, tmp_path):
+    """They agree on what is durable, on the newest step, and go on without the local disk."""
+    first = run_processes("tiers:train", count=2, args=[tmp_path, 5])
+    tiers = {"local": [4, 5], "durable": [2, 4], "waiting": []}
+    assert [done.result for done in first] == [{"start": 0, "tiers": tiers}] * 2
+
+    damage(tmp_path / "local" / "5")
+    again = [done.result for done in run_processes("tiers:resume", count=2, args=[tmp_path])]
+    assert [one["step"] for one in again] == [4, 4]
+    shutil.rmtree(tmp_path / "local")
+    again = [done.result for done in run_processes("tiers:resume", count=4, args=[tmp_path])]
+    assert [one["step"] for one in again] == [4] * 4
+    damage(tmp_path / "run" / "4")
+    again = [done.result for done in run_processes("tiers:train", count=2, args=[tmp_path, 1])]
+    assert [one["start"] for one in again] == [2, 2]

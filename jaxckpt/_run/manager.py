@@ -40,12 +40,12 @@ from jaxckpt._run.owner import FORKED
 from jaxckpt._run.resume import ItemsReading, Resume, StateReading, shapes_of, watch
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.root import DURABLE, LOCAL, Root, check_local, newest_of, open_roots
-from jaxckpt._run.saver import Saver, raise_first
+from jaxckpt._run.saver import Saver
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.scrub import scrub
 from jaxckpt._run.tiers import Copy
 from jaxckpt._run.uploads import Tiers, Uploads
-from jaxckpt._save.handle import SaveHandle
+from jaxckpt._save.handle import SaveHandle, raise_first
 from jaxckpt._save.save import check_metadata
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
@@ -361,7 +361,6 @@ class CheckpointManager:
         self._saver.wait_for_all(timeout_s)
         if self._tiers is not None:
             self._tiers.finish(timeout_s)
-            raise_first(self._saver.take_errors())
 
     def close(self) -> None:
         """Waits for the saves under way and releases the run; a forked child does neither.
@@ -380,6 +379,8 @@ class CheckpointManager:
                 root.opening.end(why)
             except Exception as error:
                 errors.append(error)
+        if self._tiers is not None:
+            errors += self._tiers.uploads.take_errors()
         # Also after another manager has closed it.
         raise_first([*errors, *self._saver.take_errors()])
 

@@ -20,13 +20,13 @@ from jaxckpt._run.root import Root, newest_of
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
 from jaxckpt._run.uploads import Tiers, Upload
 from jaxckpt._save import ending
-from jaxckpt._save.handle import SaveHandle, SaveRequest
+from jaxckpt._save.handle import SaveHandle, SaveRequest, raise_first
 from jaxckpt._save.save import check_metadata
 from jaxckpt._save.snapshot import Items, SaveItem, take_tree
 from jaxckpt.errors import CheckpointTimeout, StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import MAX_STEP
-from jaxckpt.multihost import Processes, lead, leading, text_of
+from jaxckpt.multihost import Processes, lead, leading
 from jaxckpt.types import Decision, OnProgress, StepInfo, Timing
 
 _logger = logging.getLogger("jaxckpt")
@@ -198,6 +198,8 @@ class Saver:
         if not decision.save:
             raise_first(errors)
             return None
+        if self._tiers is not None:
+            errors += self._tiers.uploads.take_errors()
         name = f"manager {self.session}/{self._started}"
         self._started += 1
         by_clock = any(schedule.policy.is_by_clock for schedule in self._schedules)
@@ -355,7 +357,8 @@ class Saver:
         with self._changed:
             errors, self._errors = self._errors, []
         found = [e.take_error() if isinstance(e, SaveHandle) else e for e in errors]
-        if self._tiers is not None:
+        # In several processes, only the next save tells all of them of process 0's.
+        if self._tiers is not None and self._processes.count == 1:
             found += self._tiers.uploads.take_errors()
         return [error for error in found if error is not None]
 
@@ -496,12 +499,3 @@ class Saver:
             with calling(f"on_commit; step {step} is committed"):
                 self._on_commit(timing)
         handle.raise_callback_error()
-
-
-def raise_first(errors: list[BaseException]) -> None:
-    """Raises the first of the errors, with the others as notes."""
-    if errors:
-        first, *others = errors
-        for other in others:
-            first.add_note(f"also: {text_of(other)}")
-        raise first

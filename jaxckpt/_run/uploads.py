@@ -23,6 +23,7 @@ from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.tiers import over_bound
 from jaxckpt._run.upload import Pace, upload
 from jaxckpt._save import ending
+from jaxckpt._save.handle import raise_first
 from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, SaveFailed, is_io_failure
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Processes, lead
@@ -45,6 +46,7 @@ class Upload:
 
     step: int
     path: str  # there
+    is_ours: bool = True  # whether this job saved it, and wants to know of errors
     metrics: dict[str, object] = field(default_factory=dict)
     since_s: float = 0.0  # when it was committed locally
     error: BaseException | None = None
@@ -106,7 +108,9 @@ class Uploads:
 
     def resume(self, step: int) -> None:
         """Adds a local step that an earlier job did not upload."""
-        self.put(self.expect(step))
+        one = self.expect(step)
+        one.is_ours = False
+        self.put(one)
 
     def _drop_oldest(self, most: int = _MOST_WAITING) -> None:
         gone = over_bound([one.step for one in self._waiting], most=most)
@@ -252,7 +256,8 @@ class Uploads:
         with self._changed:
             is_current = one is self._current
             one.error = error
-            if isinstance(error, CheckpointNotFound):  # the user deleted it
+            was_deleted = isinstance(error, CheckpointNotFound)
+            if error is not None and (was_deleted or not one.is_ours):
                 self._source.index.report(f"{one.path} was not uploaded: {error}")
             elif error is not None and is_current:
                 self._errors.append(error)
@@ -274,8 +279,13 @@ class Tiers:
     timeout_s: float
 
     def finish(self, timeout_s: float | None) -> None:
-        """Waits for all uploads, in every process."""
-        place, wait = self.directory.index.root, partial(self.uploads.finish, timeout_s)
+        """Waits for all uploads, in every process; raises their errors."""
+        place = self.directory.index.root
+
+        def wait() -> None:
+            self.uploads.finish(timeout_s)
+            raise_first(self.uploads.take_errors())
+
         limit_s = self.uploads.timeout_s if timeout_s is None else timeout_s
         lead(self.processes, f"uploads {place}", wait, place=place, timeout_s=limit_s + 60)
 

@@ -35,7 +35,7 @@ def app(context: click.Context, debug: bool) -> None:
 for _command in (
     *(_look.ls, _look.show, _look.du, _look.report),
     *(_check.verify, _check.diff, _check.scrub, _doctor.doctor),
-    *(_make.convert, _make.export, _make.import_, _make.fork, _make.upload),
+    *(_make.convert, _make.export, _make.import_, _make.fork, _make.upload, _make.heal),
     *(_keep.pin, _keep.unpin, _keep.rm, _keep.gc, _migrate.migrate),
 ):
     app.add_command(_command)

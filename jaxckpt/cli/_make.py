@@ -1,4 +1,4 @@
-"""`convert`, `export`, `import`, `fork` and `upload`: make new checkpoints from old ones."""
+"""`convert`, `export`, `import`, `fork`, `upload` and `heal`: one checkpoint from another."""
 
 from __future__ import annotations
 
@@ -173,6 +173,47 @@ def upload(
         _output.print_json([sent._asdict() for sent in done])
     elif not done:
         _output.echo(f"{root} has every step of {source.root}")
+
+
+@click.command()
+@click.argument("root", type=_options.PATH)
+@click.argument("other", type=_options.PATH)
+@click.option("--no-job", is_flag=True, help="Assume no job at ROOT (file system without locks).")
+@_options.as_json
+def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
+    """Mend the damaged steps of a run from their copies in another place.
+
+    ROOT and OTHER are roots of runs, one of which was uploaded to the other. Reads every step of
+    ROOT; replaces the bad files of a damaged one by those of its verified copy in OTHER.
+    """
+    from jaxckpt._run.heal import heal as heal_step
+    from jaxckpt._run.index import StepIndex, existing_root
+    from jaxckpt._run.scrub import look
+    from jaxckpt.cli._owned import owned
+    from jaxckpt.errors import CheckpointError
+
+    good, (storage, where) = StepIndex(*existing_root(other), quiet=True), existing_root(root)
+    mended: dict[int, list[str]] = {}
+    failed: dict[int, str] = {}
+    with owned(storage, where, no_job=no_job) as run:
+        for step in run.index.present():
+            report = look(run.leases, step)
+            if report is None or not report.damaged:
+                continue
+            try:
+                mended[step] = heal_step(run.index, good, step)
+            except (CheckpointError, OSError) as error:
+                failed[step] = str(error)
+    if as_json:
+        _output.print_json({"path": where, "mended": mended, "failed": failed})
+        return 1 if failed else 0
+    for step, files in mended.items():
+        _output.echo(f"mended step {step}: {', '.join(files)}")
+    for step, why in failed.items():
+        _output.echo(f"step {step} stays damaged: {why}")
+    if not mended and not failed:
+        _output.echo(f"{where}: no step is damaged")
+    return 1 if failed else 0
 
 
 def _confirm_overwrite(*paths: str, overwrite: bool, yes: bool) -> None:
