@@ -45,11 +45,11 @@ from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.scrub import scrub
 from jaxckpt._run.tiers import Copy
 from jaxckpt._run.uploads import Tiers, Uploads
-from jaxckpt._save.handle import SaveHandle, raise_first
+from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import check_metadata
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Json, current, lead, text_of
+from jaxckpt.multihost import Json, current, lead, raise_first, text_of
 from jaxckpt.storage import url_of
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 

@@ -20,13 +20,13 @@ from jaxckpt._run.root import Root, newest_of
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
 from jaxckpt._run.uploads import Tiers, Upload
 from jaxckpt._save import ending
-from jaxckpt._save.handle import SaveHandle, SaveRequest, raise_first
+from jaxckpt._save.handle import SaveHandle, SaveRequest
 from jaxckpt._save.save import check_metadata
 from jaxckpt._save.snapshot import Items, SaveItem, take_tree
 from jaxckpt.errors import CheckpointTimeout, StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import MAX_STEP
-from jaxckpt.multihost import Processes, lead, leading
+from jaxckpt.multihost import Processes, lead, leading, raise_first
 from jaxckpt.types import Decision, OnProgress, StepInfo, Timing
 
 _logger = logging.getLogger("jaxckpt")

@@ -23,10 +23,9 @@ from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.tiers import over_bound
 from jaxckpt._run.upload import Pace, upload
 from jaxckpt._save import ending
-from jaxckpt._save.handle import raise_first
 from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, SaveFailed, is_io_failure
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Processes, lead
+from jaxckpt.multihost import Processes, lead, raise_first
 from jaxckpt.storage import free_bytes
 from jaxckpt.types import StepInfo
 

@@ -33,7 +33,7 @@ from jaxckpt._progress.meter import Meter
 from jaxckpt.errors import CheckpointTimeout, SaveFailed
 from jaxckpt.format import names, step
 from jaxckpt.format.step import StepMetadata
-from jaxckpt.multihost import Processes, disagreement, leading, meet, text_of
+from jaxckpt.multihost import Processes, disagreement, leading, meet
 from jaxckpt.multihost._collective import Lead
 from jaxckpt.storage import Storage
 from jaxckpt.types import Timing
@@ -418,12 +418,3 @@ def _describe(
     if not request.is_step and request.items[0].name:
         files[names.ORBAX_MARKER] = b""
     return files, {path: step.digest(data) for path, data in found.items()}
-
-
-def raise_first(errors: list[BaseException]) -> None:
-    """Raises the first of the errors, with the others as notes."""
-    if errors:
-        first, *others = errors
-        for other in others:
-            first.add_note(f"also: {text_of(other)}")
-        raise first

@@ -7,6 +7,7 @@ from jaxckpt.multihost._collective import (
     lead,
     leading,
     meet,
+    raise_first,
     text_of,
 )
 from jaxckpt.multihost._distributed import Distributed
@@ -28,5 +29,6 @@ __all__ = [
     "leading",
     "meet",
     "playing",
+    "raise_first",
     "text_of",
 ]

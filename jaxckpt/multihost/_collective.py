@@ -143,6 +143,15 @@ def text_of(error: BaseException | None) -> str | None:
     return None if error is None else f"{type(error).__name__}: {error}"
 
 
+def raise_first(errors: list[BaseException]) -> None:
+    """Raises the first of the errors, with the others as notes."""
+    if errors:
+        first, *others = errors
+        for other in others:
+            first.add_note(f"also: {text_of(other)}")
+        raise first
+
+
 def _failure_of_process_0(place: str, text: str) -> CheckpointError:
     kind, _, message = text.partition(": ")
     if kind in _SEEN_BY_ALL:

@@ -115,6 +115,9 @@ class Proxy(LoopbackServer):
         host, port = urlsplit(target).netloc.rsplit(":", 1)
         self.target = (host, int(port))
         self.delay_s = 0.0  # waited before each request is passed on
+        # The speed of the line to the server, which all connections share; None for no limit.
+        self.bytes_per_s: float | None = None
+        self._free_s = 0.0  # when the line is free again
         self.faults: list[Fault] = []
         self._lock = threading.Lock()  # guards faults and what they count
 
@@ -148,6 +151,15 @@ class Proxy(LoopbackServer):
         """Removes all faults. Requests that hang go on to do so."""
         with self._lock:
             self.faults.clear()
+
+    def wait_for_line(self, size: int) -> None:
+        """Waits as long as the line to the server takes for so many bytes."""
+        if self.bytes_per_s is None:
+            return
+        with self._lock:
+            self._free_s = max(self._free_s, time.monotonic()) + size / self.bytes_per_s
+            until_s = self._free_s
+        time.sleep(max(0.0, until_s - time.monotonic()))
 
     def take(self, request: Request) -> Action | None:
         """Finds what happens to a request, and counts it."""
@@ -301,6 +313,7 @@ class _Connection(socketserver.StreamRequestHandler):
         upstream = self._connect()
         upstream.sendall(head.raw)
         for piece in _pieces(head, self.rfile):
+            self.server.wait_for_line(len(piece))
             upstream.sendall(piece)
         while True:
             answer = _Head.read(self._answers)
