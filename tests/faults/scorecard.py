@@ -212,6 +212,11 @@ ROWS = {
         count=60,
         orbax="has neither command",
     ),
+    "39": Row(
+        title="kill -9 before every file change of a run with a local disk in front: the newest "
+        "acknowledged step restores on its host, the newest durable one anywhere",
+        count=200,
+    ),
     "35": Row(
         title="kill -9 before and after the store acts on each request of save, replacement, "
         "deletion and a run: every listed step restores, and the next job goes on",
@@ -233,6 +238,12 @@ ROWS = {
         title="of eight writers that create one object, or save to one path, at one moment, "
         "exactly one succeeds",
         count=210,
+        target="stores",
+    ),
+    "40": Row(
+        title="kill -9 before and after the store acts on each request of a run with a local disk "
+        "in front: as in row 39",
+        count=15,
         target="stores",
     ),
 }

@@ -103,3 +103,17 @@ def delete_step(url, env, step):
     with jaxckpt.CheckpointManager(url) as manager:
         manager.delete(step)
     say(done=True)
+
+
+def save_in_tiers(url, env, local, steps):
+    """Saves steps on a local disk first, and says which are acknowledged, here and in the store."""
+    _begin(url, env)
+    last = jaxckpt.KeepPolicy(last=1)
+    with jaxckpt.CheckpointManager(url, keep=last, local=local, local_keep=last) as manager:
+        for step in steps:
+            handle = manager.save(step, state(step))
+            handle.result()
+            say(saved=step)
+            handle.durable()
+            say(durable=step)
+    say(done=True)

@@ -1,0 +1,128 @@
+"""Runs with a local disk in front of a bucket, which is slow, away, forbidden, or cut off."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import threading
+import time
+
+import pytest
+
+import jaxckpt
+from jaxckpt import CheckpointManager, KeepPolicy
+from jaxckpt.errors import StoreError
+from tests.faults.conftest import zygote  # noqa: F401  # a fixture
+from tests.stores import children
+from tests.stores.children import is_state, state
+from tests.stores.killing import end_leases, kill
+from tests.stores.proxy import Answer, Hang
+
+LAST = {"keep": KeepPolicy(last=2), "local_keep": KeepPolicy(last=2)}
+# Every third request on CI; all of them in the slow tests.
+PARTS = [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))]
+
+
+def test_a_step_goes_to_the_store_and_comes_back_on_another_host(place, tmp_path):
+    url, _, _ = place
+    with CheckpointManager(url, local=tmp_path / "a", **LAST) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step)).durable()
+        assert manager.tiers == {"local": [2, 3], "durable": [2, 3], "waiting": []}
+
+    with CheckpointManager(url, local=tmp_path / "b", **LAST) as manager:
+        assert is_state(manager.restore(), 3)
+        manager.save(4, state(4)).durable()
+    assert jaxckpt.verify(f"{url}/4").ok
+    assert is_state(jaxckpt.restore(f"{url}/4"), 4)
+
+
+@pytest.mark.parametrize("fault", [Hang(), Answer(503), Answer(403)], ids=["hangs", "503", "403"])
+def test_a_store_that_is_away_delays_no_save(place, tmp_path, fault):
+    """While it is, local saves go on; afterwards the newest steps get there."""
+    url, _, proxy = place
+    with CheckpointManager(url, local=tmp_path / "local", **LAST) as manager:
+        manager.save(1, state(1)).durable()
+        proxy.add(fault)
+        longest_s, handles = 0.0, []
+        for step in range(2, 12):
+            start_s = time.monotonic()
+            handles.append(manager.save(step, state(step)))
+            longest_s = max(longest_s, time.monotonic() - start_s)
+            handles[-1].result(60)
+        assert longest_s < 5  # a request waits for 8
+        assert jaxckpt.verify(tmp_path / "local" / "11").ok
+        proxy.heal()
+        handles[-1].durable(60)
+        assert manager.restore(step=11) is not None
+        manager.wait_until_finished()
+        durable = manager.tiers["durable"]
+    assert durable[-1] == 11
+    assert is_state(jaxckpt.restore(f"{url}/11"), 11)
+
+
+def test_a_store_that_stays_forbidden_is_told(place, tmp_path):
+    url, _, proxy = place
+    local = tmp_path / "local"
+    with CheckpointManager(url, local=local, durable_timeout_s=0.5, **LAST) as manager:
+        proxy.add(Answer(403))
+        with pytest.raises(StoreError, match="permission"):
+            manager.save(1, state(1)).durable(60)
+        proxy.heal()
+        manager.save(2, state(2)).durable(60)
+        assert manager.tiers == {"local": [1, 2], "durable": [2], "waiting": []}
+
+
+def test_a_run_goes_on_while_its_bucket_is_away(place, tmp_path):
+    """A job that starts then has the local steps, and uploads them when the store answers."""
+    url, _, proxy = place
+    local = tmp_path / "local"
+    with CheckpointManager(url, local=local, **LAST) as manager:
+        manager.save(1, state(1)).durable()
+    proxy.add(Answer(503))
+    with CheckpointManager(url, local=local, **LAST) as manager:
+        assert is_state(manager.restore(), 1)
+        handle = manager.save(2, state(2))
+        handle.result(60)
+        threading.Timer(0.5, proxy.heal).start()
+        handle.durable(60)
+    assert is_state(jaxckpt.restore(url), 2)
+
+
+@pytest.mark.parametrize("applied", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_kill_at_any_request_loses_nothing_acknowledged(
+    place,
+    zygote,  # noqa: F811
+    trial,
+    tmp_path,
+    part,
+    applied,
+):
+    """On its host the newest saved step restores, anywhere the newest durable one."""
+    url, server, proxy = place
+    for number in itertools.count(part, len(PARTS)):
+        root, local = f"{url}/{number}", tmp_path / str(number)
+        args = (root, server.env, str(local), [1, 2])
+        said = []
+        ended = not kill(
+            zygote, proxy, number, children.save_in_tiers, *args, applied=applied, said=said
+        )
+        told = {key: value for word in said for key, value in word.items()}
+        when = "after" if applied else "before"
+        with trial("40", f"a kill {when} the store acts on request {number}"):
+            with CheckpointManager(root, mode="r") as reader:
+                newest = reader.latest_step() or 0  # an older one may be half deleted
+                assert newest >= told.get("durable", 0)
+                assert not newest or is_state(reader.restore(), newest)
+            end_leases(root)
+            with CheckpointManager(root, local=local) as manager:
+                assert (manager.latest_step() or 0) >= told.get("saved", 0)
+                if told.get("saved"):
+                    assert is_state(manager.restore(), manager.restored_step)
+                manager.save(20, state(20)).durable()
+            assert is_state(jaxckpt.restore(root), 20)
+        shutil.rmtree(local)
+        if ended:
+            break
+    assert number > 20
