@@ -1,11 +1,13 @@
 """A training loop that can be stopped at any time, and resumes where it was.
 
     python examples/preemptible.py --run DIR
+    python examples/preemptible.py --run gs://BUCKET/DIR --local /mnt/nvme/DIR
     python examples/preemptible.py --run DIR --coordinator HOST:PORT --processes 2 --index 0
 
 On SIGTERM or SIGUSR1 it saves its current step and exits with --requeue-code; started again, it
 resumes at that step. When it has finished, it exits with 0. `slurm.sh` and `kubernetes.yaml`
-restart it in this way.
+restart it in this way. With --local it also saves often on a disk of the host, so that a job that
+is killed without notice and restarted there loses a few steps only.
 """
 
 from __future__ import annotations
@@ -68,6 +70,8 @@ def main() -> int:
     parser.add_argument("--run", required=True, help="directory for the checkpoints")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--save-every", type=int, default=100)
+    parser.add_argument("--local", help="directory on a disk of this host, for one host only")
+    parser.add_argument("--local-every", type=int, default=10)
     parser.add_argument("--requeue-code", type=int, default=85)
     parser.add_argument("--coordinator", help="HOST:PORT of process 0, for several processes")
     parser.add_argument("--processes", type=int)
@@ -80,7 +84,11 @@ def main() -> int:
     batches = Batches(NamedSharding(mesh, PartitionSpec("data")))
     save = jaxckpt.SavePolicy(every_steps=args.save_every)
     keep = jaxckpt.KeepPolicy(last=3)
-    with jaxckpt.CheckpointManager(args.run, save=save, keep=keep) as manager:
+    options = {}
+    if args.local:
+        often = jaxckpt.SavePolicy(every_steps=args.local_every)
+        options = {"local": args.local, "local_save": often}
+    with jaxckpt.CheckpointManager(args.run, save=save, keep=keep, **options) as manager:
         replicated = jax.jit(init, out_shardings=NamedSharding(mesh, PartitionSpec()))
         params, step = manager.restore_or(replicated, items={"batches": batches})
         while step < args.steps and not manager.reached_preemption(step):

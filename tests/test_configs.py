@@ -96,7 +96,7 @@ def test_single_host_says_all_options(kind):
     text = (CONFIGS / f"single_host.{kind}").read_text()
     options = {*inspect.signature(CheckpointManager).parameters}
     options |= {field.name for policy in (SavePolicy, KeepPolicy) for field in fields(policy)}
-    options -= {"when", "on_progress", "on_commit", "job_mtbf_s"}
+    options -= {"when", "on_progress", "on_commit", "notice", "job_mtbf_s"}
 
     said = {*re.findall(r'\b(\w+)"?\s*[=:]', text)}
 

@@ -26,6 +26,7 @@ _KINDS: Final[Mapping[str, tuple[Any, str]]] = {
     "timeout_s": (Real, "a number"),
     "on_progress": ((Callable, NoneType), "a function"),
     "on_commit": ((Callable, NoneType), "a function"),
+    "notice": ((Callable, NoneType), "a function"),
 }
 _POLICIES: Final = {
     "save": SavePolicy,
@@ -144,6 +145,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     check_count(MANAGER, **{name: arguments[name] for name in ("budget_bytes", "step_digits")})
     limits = ("timeout_s", "durable_timeout_s", "max_upload_bytes_per_s")
     check_positive(MANAGER, **{name: arguments[name] for name in limits})
+    if arguments["notice"] is not None and not arguments["save"].on_preemption:
+        raise ValueError(f"{MANAGER}: notice needs SavePolicy(on_preemption=True)")
     for name in _OF_LOCAL:
         if arguments[name] is not None and arguments["local"] is None:
             raise ValueError(f"{MANAGER}: {name} needs `local`, the directory of local steps")

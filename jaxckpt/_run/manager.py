@@ -111,6 +111,7 @@ class CheckpointManager:
         local_keep: KeepPolicy = LOCAL_KEEP,
         durable_timeout_s: float = 600.0,
         max_upload_bytes_per_s: float | None = None,
+        notice: Callable[[], float | None] | None = None,
     ) -> None:
         """Opens a run without reading a checkpoint.
 
@@ -142,6 +143,9 @@ class CheckpointManager:
             durable_timeout_s: How long `directory` may be away before an upload is given up, and
                 how long closing waits for uploads.
             max_upload_bytes_per_s: Limits the rate of uploads.
+            notice: Returns in how many seconds this host ends, or None; asked every second in the
+                background. An answer acts like SIGTERM, see `SavePolicy.on_preemption`.
+                `jaxckpt.integrations.notices` has those of cloud providers.
 
         Raises:
             NotADirectoryError, PermissionError: `directory` or `local` cannot hold a run.
@@ -220,6 +224,7 @@ class CheckpointManager:
             on_progress=on_progress,
             on_commit=on_commit,
             timings=self._timings,
+            notice=notice,
             session=opened["session"],
             item=item,
             zstd=zstd,

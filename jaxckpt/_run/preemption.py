@@ -5,26 +5,38 @@ have ended the process, the second signal does.
 
 Several processes: jax's preemption service catches SIGTERM in any of them and agrees on a step;
 SIGUSR1 is forwarded to it as SIGTERM.
+
+A notice, such as that of a spot instance, is polled in a thread of each process, and then acts like
+SIGTERM.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
 from jaxckpt.multihost import Processes
 
+_logger = logging.getLogger("jaxckpt")
+
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
+_POLL_S: Final = 1.0
+
+Notice = Callable[[], float | None]
 
 
 class Preemption:
     """Listens for signals until `close`, if made in the main thread."""
 
-    def __init__(self, processes: Processes, *, listens: bool) -> None:
+    def __init__(
+        self, processes: Processes, *, listens: bool, notice: Notice | None = None
+    ) -> None:
         self._count = processes.count
         self._listens = listens
         self._told = False
@@ -32,11 +44,41 @@ class Preemption:
         self._from: int | None = None
         self._before: dict[int, Any] = {}
         self._process = os.getpid()
+        self._deadline_s: float | None = None  # when the job is stopped, if a notice said so
+        self._closed = threading.Event()
         # A single object, so that `close` can check whether it is still installed.
         self._handler: Callable[[int, FrameType | None], None] = self._handle
         if listens and threading.current_thread() is threading.main_thread():
             for number in _SIGNALS if self._count == 1 else (signal.SIGUSR1,):
                 self._before[number] = signal.signal(number, self._handler)
+        if listens and notice is not None:
+            poll = threading.Thread(target=self._poll, args=[notice], name="jaxckpt-notice")
+            poll.daemon = True  # the end of the program does not wait for a notice
+            poll.start()
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the job is stopped, as far as a notice said."""
+        return None if self._deadline_s is None else self._deadline_s - time.monotonic()
+
+    def _poll(self, notice: Notice) -> None:
+        """Asks until there is a notice; one that fails is reported once, and asked again."""
+        failed = False
+        while not self._closed.wait(_POLL_S):
+            try:
+                left_s = notice()
+            except Exception as error:
+                if not failed:
+                    _logger.warning("the notice of the end of this host cannot be asked: %s", error)
+                failed = True
+                continue
+            if left_s is None:
+                continue
+            _logger.warning("notice: this host ends in %.0f s; saving at the next call", left_s)
+            self._deadline_s = time.monotonic() + left_s
+            if self._count > 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return
 
     def reached(self, step: int) -> bool:
         """Returns whether the job should end at this step, alike in every process.
@@ -48,7 +90,9 @@ class Preemption:
         if not self._listens:
             return False
         if self._asked is None or self._asked[0] != step:
-            self._asked = step, self._told if self._count == 1 else _reached_sync_point(step)
+            # Not the same flag: the first signal after a notice must not end the program.
+            told = self._told or self._deadline_s is not None
+            self._asked = step, told if self._count == 1 else _reached_sync_point(step)
         if self._asked[1]:
             self._from = step
         return self._asked[1]
@@ -56,6 +100,7 @@ class Preemption:
     def close(self) -> None:
         """Restores the previous handlers, unless they were replaced since."""
         self._listens = False
+        self._closed.set()
         if threading.current_thread() is not threading.main_thread():
             return
         for number, before in self._before.items():

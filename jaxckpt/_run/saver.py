@@ -15,7 +15,7 @@ from typing import Any, Final, cast, final
 from jaxckpt._core.check import calling
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._run import items as _items
-from jaxckpt._run.preemption import Preemption
+from jaxckpt._run.preemption import Notice, Preemption
 from jaxckpt._run.root import Root, newest_of
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
 from jaxckpt._run.uploads import Tiers, Upload
@@ -51,6 +51,7 @@ class Saver:
         on_progress: OnProgress | None,
         on_commit: Callable[[Timing], None] | None,
         timings: deque[Timing],
+        notice: Notice | None,
         session: str,
         item: str,  # of the state
         zstd: int | None,  # the level at which each step is compressed
@@ -70,7 +71,9 @@ class Saver:
         self.floor = newest  # the newest step known to be committed
         self.agreed = newest  # the newest good step when all processes last agreed
         self.session = session  # begins the names of attempts; equal in all processes
-        self.preemption = Preemption(processes, listens=writes and policy.on_preemption)
+        self.preemption = Preemption(
+            processes, listens=writes and policy.on_preemption, notice=notice
+        )
         self._tiers = tiers
         self._roots = [root] if tiers is None else [tiers.local, root]
         self._root = self._roots[0]  # where steps are saved
@@ -249,9 +252,24 @@ class Saver:
         self._put(handle)
         if decision.reason == _PREEMPTION:
             self._for_preemption = handle
+            self._explain_what_fits(handle.size_bytes)
         if problem is not None:
             raise problem
         return handle
+
+    def _explain_what_fits(self, size_bytes: int) -> None:
+        """Logs the time that is left after a notice, beside what this run has measured."""
+        left_s = self.preemption.left_s
+        if left_s is None or self._processes.index != 0:
+            return
+        times = {"a save": self.schedule.costs.save_s}
+        if self._tiers is not None:
+            times["its upload"] = self._tiers.uploads.seconds_for(size_bytes)
+        known = {what: seconds for what, seconds in times.items() if seconds is not None}
+        texts = [f"{what} takes about {seconds:.1f} s" for what, seconds in known.items()]
+        fits = "this fits" if sum(known.values()) <= left_s else "this does not fit; it is tried"
+        why = "; ".join([*texts, fits]) if known else "nothing is measured yet"
+        _logger.warning("saving for the end of this host in %.0f s: %s", left_s, why)
 
     def _agree(self, name: str, step: int, errors: list[BaseException]) -> Costs:
         """Returns the costs that process 0 has measured, from which all compute the next step."""

@@ -75,6 +75,7 @@ class Uploads:
         self._errors: list[BaseException] = []
         self._pause_s = 0.0
         self._is_stopped = False
+        self._bytes_per_s: float | None = None  # of the last upload
         self.newest: int | None = None  # that this process has brought to the directory
         source.needed = self.steps
 
@@ -161,6 +162,10 @@ class Uploads:
         name = f"upload {one.path}"
         lead(self._processes, name, wait, place=one.path, timeout_s=limit_s + self.timeout_s)
 
+    def seconds_for(self, size_bytes: int) -> float | None:
+        """Returns how long an upload takes at the speed of the last one; None if there was none."""
+        return None if self._bytes_per_s is None else size_bytes / self._bytes_per_s
+
     def finish(self, timeout_s: float | None = None) -> None:
         """Waits until everything is uploaded or given up.
 
@@ -235,6 +240,8 @@ class Uploads:
             fence = partial(target.owner.fence, step if is_newest else None)
             done = upload(source.index, target.index, step, fence=fence, pace=self._pace)
         seconds = time.monotonic() - start_s
+        if done.sent_bytes:
+            self._bytes_per_s = done.sent_bytes / max(seconds, 1e-9)
         sent = f"sent {done.sent_bytes} bytes in {seconds:.2f} s, found {done.found_bytes}"
         _logger.info("uploaded %s: %s", done.path, sent)
         target.committed(StepInfo(step=step, saved_s=time.time(), metrics=one.metrics))

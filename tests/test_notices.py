@@ -1,0 +1,146 @@
+"""Notices that a host ends soon: those of cloud providers, on loopback, and what a manager does."""
+
+from __future__ import annotations
+
+import datetime
+import http.server
+import logging
+import threading
+import urllib.error
+
+import pytest
+
+from jaxckpt import CheckpointManager, SavePolicy
+from jaxckpt._run import preemption
+from jaxckpt.integrations import notices
+
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+    """Answers by method and path; wants the headers that the providers want."""
+
+    answers: dict[tuple[str, str], str]
+    asked: list[str]
+
+    def do_GET(self):
+        self.asked.append(f"{self.command} {self.path}")
+        text = self.answers.get((self.command, self.path))
+        wanted = {"/comp": "Metadata-Flavor", "/meta": "Metadata", "/late": "X-aws-ec2-metadata"}
+        header = next(name for prefix, name in wanted.items() if self.path.startswith(prefix))
+        has_header = any(name.lower().startswith(header.lower()) for name in self.headers)
+        self.send_response(403 if not has_header else 404 if text is None else 200)
+        self.end_headers()
+        self.wfile.write((text or "").encode())
+
+    do_PUT = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def metadata():
+    """A server with no answers yet: its URL, and the answers to give."""
+    handler = type("Handler", (Metadata,), {"answers": {}, "asked": []})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", handler
+        server.shutdown()
+
+
+def in_seconds(seconds, form):
+    return (datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=seconds)).strftime(
+        form
+    )
+
+
+def test_gcp(metadata):
+    url, handler = metadata
+    path = "/computeMetadata/v1/instance/preempted"
+    for answer, wanted in (("FALSE", None), ("TRUE\n", 30.0)):
+        handler.answers["GET", path] = answer
+        assert notices.gcp(url)() == wanted
+
+
+def test_aws(metadata):
+    """With a token that is asked for once; without an action there is no notice."""
+    url, handler = metadata
+    handler.answers["PUT", "/latest/api/token"] = "abc"
+    notice = notices.aws(url)
+    assert notice() is None
+
+    at = in_seconds(119, "%Y-%m-%dT%H:%M:%SZ")
+    path = "/latest/meta-data/spot/instance-action"
+    handler.answers["GET", path] = f'{{"action": "terminate", "time": "{at}"}}'
+    assert 110 < (notice() or 0) < 120
+    assert [one.split()[0] for one in handler.asked] == ["PUT", "GET", "GET"]
+
+
+def test_azure(metadata):
+    """The earliest eviction; other events do not count."""
+    url, handler = metadata
+    path = "/metadata/scheduledevents?api-version=2020-07-01"
+    handler.answers["GET", path] = '{"Events": [{"EventType": "Freeze", "NotBefore": ""}]}'
+    assert notices.azure(url)() is None
+
+    at = in_seconds(60, "%a, %d %b %Y %H:%M:%S GMT")
+    event = f'{{"EventType": "Preempt", "NotBefore": "{at}"}}'
+    handler.answers["GET", path] = f'{{"Events": [{event}]}}'
+    assert 50 < (notices.azure(url)() or 0) < 61
+    handler.answers["GET", path] = '{"Events": [{"EventType": "Preempt", "NotBefore": ""}]}'
+    assert notices.azure(url)() == 0.0
+
+
+def test_what_is_no_metadata_server_is_an_error(metadata):
+    url, handler = metadata
+    with pytest.raises(urllib.error.URLError):
+        notices.gcp("http://127.0.0.1:9")()
+    handler.answers["GET", "/latest/meta-data/spot/instance-action"] = "{}"
+    handler.answers["PUT", "/latest/api/token"] = "abc"
+    with pytest.raises(KeyError):
+        notices.aws(url)()
+
+
+@pytest.mark.parametrize("tiers", [False, True])
+def test_a_manager_saves_when_there_is_a_notice(tmp_path, monkeypatch, caplog, tiers):
+    """At the next call; an error of the notice is reported once, and a signal changes nothing."""
+    monkeypatch.setattr(preemption, "_POLL_S", 0.01)
+    answers = [OSError("away"), OSError("away"), None, 25.0]
+    asked = threading.Event()
+
+    def notice():
+        answer = answers.pop(0)
+        if not answers:
+            asked.set()
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    options = {"local": tmp_path / "local"} if tiers else {}
+    save = SavePolicy(every_steps=100)
+    with (
+        caplog.at_level(logging.WARNING, "jaxckpt"),
+        CheckpointManager(tmp_path / "run", save=save, notice=notice, **options) as manager,
+    ):
+        manager.save(0, {"w": 0}, force=True)
+        manager.wait_until_finished()
+        asked.wait(60)
+        while manager._saver.preemption.left_s is None:
+            threading.Event().wait(0.001)
+        assert manager.save(7, {"w": 7}) is not None
+        assert manager.reached_preemption(7)
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("cannot be asked: away" in one for one in said) == 1
+    assert sum("this host ends in 25 s" in one for one in said) == 1
+    assert any("a save takes about" in one and "this fits" in one for one in said)
+    assert any("its upload" in one for one in said) == tiers
+    with CheckpointManager(tmp_path / "run", mode="r") as reader:
+        assert reader.latest_step() == 7
+
+
+def test_a_notice_needs_the_policy(tmp_path):
+    with pytest.raises(ValueError, match="on_preemption"):
+        CheckpointManager(
+            tmp_path / "run", save=SavePolicy(on_preemption=False), notice=lambda: None
+        )
+    with pytest.raises(TypeError, match="notice"):
+        CheckpointManager(tmp_path / "run", notice=3)
