@@ -290,6 +290,21 @@ def test_the_same_host_restores_the_newest_local_step(directory, local):
             manager.save(1, state(1))
 
 
+def test_an_incomplete_copy_is_not_the_latest_step(tmp_path, local):
+    """Here its commit marker is missing, there a file."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step)).durable()
+    for place, step in ((local, 3), (tmp_path / "run", 3)):
+        (place / str(step) / "commit_success.txt").unlink()
+    (local / "2" / "_CHECKPOINT_METADATA").unlink()
+
+    with CheckpointManager(tmp_path / "run", local=local, mode="r") as reader:
+        assert reader.latest_step() == 2
+        assert reader.restore()["step"] == 2
+        assert reader.restored_step == 2
+
+
 def test_readers_see_both_places(directory, local):
     with CheckpointManager(directory, local=local, save=SavePolicy(every_steps=2)) as manager:
         manager.save(2, state(2))

@@ -44,7 +44,7 @@ from jaxckpt._run.saver import Saver
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.scrub import scrub
 from jaxckpt._run.tiers import Copy
-from jaxckpt._run.uploads import Tiers, Uploads
+from jaxckpt._run.uploads import Tiers
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import check_metadata
 from jaxckpt.format import names
@@ -195,29 +195,21 @@ class CheckpointManager:
                     where = one.index.root
                     one.index.warn(f"{where} does not exist yet; a job that saves there makes it")
             opened = {"session": "", "newest": None, "local_only": None}
-        tiers = None
+        self._tiers = None
         if local is not None:
-            uploads = Uploads(
-                self._roots[0],
-                self._directory,
+            self._tiers = Tiers.of(
+                self._roots,
                 self._processes,
-                max_bytes_per_s=max_upload_bytes_per_s,
-                timeout_s=durable_timeout_s,
-            )
-            tiers = Tiers(
-                local=self._roots[0],
-                directory=self._directory,
                 save=local_save,
-                uploads=uploads,
-                processes=self._processes,
                 timeout_s=timeout_s,
+                durable_timeout_s=durable_timeout_s,
+                max_bytes_per_s=max_upload_bytes_per_s,
             )
-        self._tiers = tiers
         self._saver = self._roots[0].opening.saves = Saver(
             self._directory,
             self._processes,
             save,
-            tiers=tiers,
+            tiers=self._tiers,
             writes=mode == "w",
             budget_bytes=budget_bytes,
             timeout_s=timeout_s,
@@ -230,10 +222,10 @@ class CheckpointManager:
             zstd=zstd,
             newest=opened["newest"],
         )
-        if tiers is not None:
-            self._opening.saves = tiers.uploads
+        if self._tiers is not None:
+            self._opening.saves = self._tiers.uploads
             if opened["local_only"] is not None and self._processes.index == 0:
-                tiers.uploads.resume(opened["local_only"])
+                self._tiers.uploads.resume(opened["local_only"])
 
     def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
         return lead(
@@ -555,7 +547,11 @@ class CheckpointManager:
         self._begin_call()
         if self._tiers is None:
             return next(filter(self._index.is_whole, self._index.newest_first()), None)
-        return next(filter(self._is_whole, reversed(self._resume.listed())), None)
+        for step, i in self._resume.newest_first():
+            index = self._roots[i].index
+            if index.is_committed(step) and index.is_whole(step):
+                return step
+        return None
 
     def _is_whole(self, step: int) -> bool:
         return any(root.index.is_whole(step) for root in self._roots)

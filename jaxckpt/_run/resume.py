@@ -69,8 +69,7 @@ class Resume:
 
     def _copies(self, step: int | str) -> list[Copy]:
         if step == "latest":
-            steps = reachable(self.roots, lambda root: root.index.to_restore())
-            return newest_first(steps) or self._refuse_flax()
+            return self.newest_first() or self._refuse_flax()
         if step == "best":
             there = self.listed()
             return [Copy(n, i) for n in self._best_first() for i in there[n]]
@@ -81,6 +80,10 @@ class Resume:
         if not copies:
             self.roots[-1].index.check_step(wanted)  # raises an error that lists the steps
         return copies
+
+    def newest_first(self) -> list[Copy]:
+        """Returns the copies of steps from the newest down; see `StepIndex.to_restore`."""
+        return newest_first(reachable(self.roots, lambda root: root.index.to_restore()))
 
     def _refuse_flax(self) -> list[Copy]:
         """Returns no steps, unless the run has checkpoints of Flax, which would be left behind."""

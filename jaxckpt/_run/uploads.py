@@ -284,6 +284,34 @@ class Tiers:
     processes: Processes
     timeout_s: float
 
+    @classmethod
+    def of(
+        cls,
+        roots: Sequence[Root],
+        processes: Processes,
+        *,
+        save: SavePolicy | None,
+        timeout_s: float,
+        durable_timeout_s: float,
+        max_bytes_per_s: float | None,
+    ) -> Tiers:
+        """Returns the tiers of a run: its local place, then its directory."""
+        local, directory = roots
+        return cls(
+            local=local,
+            directory=directory,
+            save=save,
+            uploads=Uploads(
+                local,
+                directory,
+                processes,
+                max_bytes_per_s=max_bytes_per_s,
+                timeout_s=durable_timeout_s,
+            ),
+            processes=processes,
+            timeout_s=timeout_s,
+        )
+
     def finish(self, timeout_s: float | None) -> None:
         """Waits for all uploads, in every process; raises their errors."""
         place = self.directory.index.root

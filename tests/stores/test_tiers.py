@@ -12,6 +12,7 @@ import pytest
 import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy
 from jaxckpt.errors import StoreError
+from jaxckpt.storage import locate
 from tests.faults.conftest import zygote  # noqa: F401  # a fixture
 from tests.stores import children
 from tests.stores.children import is_state, state
@@ -71,6 +72,24 @@ def test_a_store_that_stays_forbidden_is_told(place, tmp_path):
         proxy.heal()
         manager.save(2, state(2)).durable(60)
         assert manager.tiers == {"local": [1, 2], "durable": [2], "waiting": []}
+
+
+def test_a_damaged_object_is_mended_from_the_local_copy(place, tmp_path):
+    url, _, _ = place
+    with CheckpointManager(url, local=tmp_path / "local", **LAST) as manager:
+        manager.save(1, state(1)).durable()
+        storage, root = locate(url)
+        sizes = {name: entry.size for name, entry in storage.files(f"{root}/1").items()}
+        largest = max(sizes, key=sizes.__getitem__)
+        data = bytearray(storage.read(f"{root}/1/{largest}", max_bytes=1 << 30))
+        data[len(data) // 2] ^= 1
+        storage.write(f"{root}/1/{largest}", bytes(data))
+        assert jaxckpt.verify(f"{url}/1").damaged
+
+        assert all(report.ok for report in manager.scrub().values())
+
+        assert any("is mended from" in problem for problem in manager.problems)
+    assert jaxckpt.verify(f"{url}/1").ok
 
 
 def test_a_run_goes_on_while_its_bucket_is_away(place, tmp_path):
