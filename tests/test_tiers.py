@@ -438,6 +438,28 @@ def test_heal_mends_by_hand(tmp_path, local):
         assert "in use" in cli("heal", local, tmp_path / "run")[2]
 
 
+def test_ls_shows_where_each_step_is(tmp_path, local):
+    with CheckpointManager(
+        tmp_path / "run", save=SavePolicy(every_steps=2), local=local, local_save=SavePolicy()
+    ) as manager:
+        for step in range(1, 5):
+            manager.save(step, state(step), metrics={"loss": 1.0})
+            manager.wait_until_finished()
+    (local / "4" / "state" / "_METADATA").unlink()
+
+    found = said_json("ls", tmp_path / "run", "--local", local)[1]["steps"]
+    assert {one["step"]: one["places"] for one in found} == {
+        2: ["durable"],
+        3: ["local"],
+        4: ["durable"],
+    }
+    assert all(one["whole"] for one in found)
+    code, text, _ = cli("ls", tmp_path / "run", "--local", local)
+    assert code == 0
+    assert "newest complete step: 4" in text
+    assert all(word in text for word in ("local", "durable", "loss"))
+
+
 # --- a full disk -----------------------------------------------------------------------------
 
 

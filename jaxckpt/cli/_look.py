@@ -28,8 +28,9 @@ _MAX_STRAYS: Final = 20
 
 @click.command(cls=_options.OnSteps)
 @click.argument("path", type=_options.PATH)
+@click.option("--local", type=_options.PATH, help="Also the steps of this run's local directory.")
 @_options.as_json
-def ls(path: str, as_json: bool) -> None:
+def ls(path: str, local: str | None, as_json: bool) -> None:
     """List the steps of a run: state, age, size, metrics.
 
     PATH is the run's root, or one step, whose items are listed too. A step is complete if it is
@@ -42,10 +43,16 @@ def ls(path: str, as_json: bool) -> None:
         found = overview(path)
     else:
         found = RunOverview(path=os.path.dirname(step.path), steps=(step,), strays=())
+    places: dict[int, list[str]] = {}
+    if local is not None:
+        found, places = _with_local(found, overview(local))
     if as_json:
-        _output.print_json(run_facts(found))
+        facts = run_facts(found)
+        for fact in facts["steps"] if places else ():
+            fact["places"] = places[fact["step"]]
+        _output.print_json(facts)
         return
-    print_steps(found.steps)
+    print_steps(found.steps, places)
     if step is not None:
         if step.items:  # unknown if it is torn
             items = ", ".join(name or "the only item" for name in step.items)
@@ -64,9 +71,27 @@ def ls(path: str, as_json: bool) -> None:
         _output.echo(f"also there: {len(found.strays) - _MAX_STRAYS} more")
 
 
-def print_steps(steps: Sequence[StepOverview]) -> None:
+def _with_local(found: RunOverview, local: RunOverview) -> tuple[RunOverview, dict[int, list[str]]]:
+    """Adds the local steps; returns also which places have each step complete."""
+    places: dict[int, list[str]] = {}
+    best: dict[int, StepOverview] = {}
+    for name, steps in (("local", local.steps), ("durable", found.steps)):
+        for step in steps:
+            places.setdefault(step.step, []).extend([name] if step.problem is None else [])
+            if step.step not in best or best[step.step].problem is not None:
+                best[step.step] = step
+    merged = tuple(best[n] for n in sorted(best))
+    return dataclasses.replace(found, steps=merged, strays=(*found.strays, *local.strays)), places
+
+
+def print_steps(
+    steps: Sequence[StepOverview], places: Mapping[int, Sequence[str]] | None = None
+) -> None:
     """Prints a row for each step, and below why steps are incomplete or unreadable."""
-    rows = [step_row(step, _state(step), step.metrics) for step in steps]
+    rows = [
+        step_row(step, _state(step), step.metrics, *(places[step.step] if places else ()))
+        for step in steps
+    ]
     if rows:
         _output.print_table(STEP_HEAD, rows, right=STEP_RIGHT)
     for step in steps:
