@@ -118,7 +118,8 @@ class Root:
 
         path = self.index.path(step)
         try:
-            files = heal(self.index, good, step)
+            with self.leases.hold(step):  # against a deletion meanwhile
+                files = heal(self.index, good, step)
         except (CheckpointError, OSError) as error:
             self.index.report(f"step {step} in {self.index.root} cannot be mended: {error}")
             return False

@@ -65,18 +65,26 @@ def forget(saves: Saves) -> None:
 def _end() -> None:
     global _is_ending
     _is_ending = True
-    for saves in list(_known):
-        if paths := _paths(saves):
-            _say(f"the program ends after these saves: {paths}")
-            try:
-                saves.finish()
-            except BaseException as error:  # also that of Ctrl-C
-                _report(error)
-        for error in saves.take_errors():
+    late: list[Saves] = []
+    for _ in range(2):  # the end of a save may be the beginning of an upload
+        late += [one for one in list(_known) if one not in late and not _has_ended(one)]
+    if late:
+        atexit.register(_leave)
+
+
+def _has_ended(saves: Saves) -> bool:
+    """Waits for saves, within their limit; returns whether all have ended."""
+    if paths := _paths(saves):
+        _say(f"the program ends after these saves: {paths}")
+        try:
+            saves.finish()
+        except BaseException as error:  # also that of Ctrl-C
             _report(error)
-        if paths := _paths(saves):
-            _say(f"the program ends without these saves, with status 1: {paths}")
-            atexit.register(_leave)
+    for error in saves.take_errors():
+        _report(error)
+    if paths := _paths(saves):
+        _say(f"the program ends without these saves, with status 1: {paths}")
+    return not paths
 
 
 def _leave() -> None:
