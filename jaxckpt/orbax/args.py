@@ -185,6 +185,11 @@ Composite = CompositeArgs
 _OURS: Final = {cls.__name__: cls for cls in (Composite, *_OfItem.__subclasses__())}
 
 
+def class_as_ours(cls: type) -> type:
+    """Returns a class of Orbax's own args as that of this module; others as they are."""
+    return _OURS.get(cls.__name__, cls) if cls.__module__.startswith("orbax.checkpoint.") else cls
+
+
 def as_ours(args: Any) -> Any:
     """Returns Orbax's own args as those of this module; others as they are."""
     ours = _OURS.get(type(args).__name__)

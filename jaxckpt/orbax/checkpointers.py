@@ -40,7 +40,7 @@ class Checkpointer(AbstractCheckpointer):
 
     def __init__(self, handler: Any, **tuning: Any) -> None:
         options.check(**tuning)
-        self._handler = handler
+        self._handler = handlers.as_ours(handler)
         self._timeout_s: float | None = None
         self._on_commit: Any = None
         self._saving: SaveHandle | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import posixpath
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -94,6 +94,8 @@ class StandardCheckpointHandler(PyTreeCheckpointHandler):
         return super()._stored(given)
 
     def _restored(self, path: str, given: Any) -> Any:
+        if isinstance(given, args.PyTreeRestore):
+            return super()._restored(path, given)
         if given.support_layout:
             raise NotImplementedError("support_layout: layouts are not restored")
         return _trees.restore_standard(path, given.item, strict=given.strict)
@@ -254,7 +256,7 @@ class DefaultCheckpointHandlerRegistry:
             )
         try:
             handler = _handler_class(args) if handler is None else handler
-            self._entries[key] = handler() if isinstance(handler, type) else handler
+            self._entries[key] = as_ours(handler() if isinstance(handler, type) else handler)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 "Provided a `None` `CheckpointHandler`, and the registered one of "
@@ -280,7 +282,7 @@ CheckpointHandlerRegistry = DefaultCheckpointHandlerRegistry
 
 
 def _class_of(given: Any) -> type:
-    return given if isinstance(given, type) else type(given)
+    return args.class_as_ours(given if isinstance(given, type) else type(given))
 
 
 class CompositeCheckpointHandler(Ours):
@@ -299,10 +301,11 @@ class CompositeCheckpointHandler(Ours):
             if handler_registry is not None and value:
                 raise ValueError(f"`handler_registry` and `{name}` are mutually exclusive")
         options.check(composite_options=composite_options)
-        entries = {} if handler_registry is None else handler_registry.get_all_entries()
+        entries = DefaultCheckpointHandlerRegistry(handler_registry).get_all_entries()
         self._entries: Mapping[tuple[str | None, type], Any] = entries
         self._named = {item: handler for (item, _), handler in entries.items() if item is not None}
-        self._named |= {name: one for name, one in items_and_handlers.items() if one is not None}
+        given = {name: one for name, one in items_and_handlers.items() if one is not None}
+        self._named |= {name: as_ours(one) for name, one in given.items()}
         self._declared = {*item_names, *items_and_handlers} or None
 
     def declare(self, name: str, handler: Any) -> None:
@@ -332,7 +335,7 @@ class CompositeCheckpointHandler(Ours):
                 f'Item "{name}" and args "{given}" does not match with any registered handler!'
             )
         if found is None:
-            self._named[name] = found = args.get_registered_handler_cls(given)()
+            self._named[name] = found = as_ours(args.get_registered_handler_cls(given)())
         return found
 
     def _stored(self, given: Any) -> Items:
@@ -407,7 +410,7 @@ def _takes(handler: Any, given: Any) -> bool:
     return type(given).__name__ in taken or isinstance(handler, wanted)
 
 
-for _handler, _save, _restore in (
+_KINDS: Final = (
     (StandardCheckpointHandler, args.StandardSave, args.StandardRestore),
     (PyTreeCheckpointHandler, args.PyTreeSave, args.PyTreeRestore),
     (ArrayCheckpointHandler, args.ArraySave, args.ArrayRestore),
@@ -416,6 +419,38 @@ for _handler, _save, _restore in (
     (JaxRandomKeyCheckpointHandler, args.JaxRandomKeySave, args.JaxRandomKeyRestore),
     (CompositeCheckpointHandler, args.Composite, args.Composite),
     (NumpyRandomKeyCheckpointHandler, args.NumpyRandomKeySave, args.NumpyRandomKeyRestore),
-):
+)
+for _handler, _save, _restore in _KINDS:
     args.register_with_handler(_handler, for_save=True)(_save)
     args.register_with_handler(_handler, for_restore=True)(_restore)
+
+# --- Orbax's own -----------------------------------------------------------------------------
+
+_CLASSES: Final = (BasePyTreeCheckpointHandler, *(kind for kind, *_ in _KINDS))
+_OURS: Final = {cls.__name__: cls for cls in _CLASSES}
+_NAMES: Final = ("filename", "checkpoint_name", "key_name")  # what a handler is made with
+
+
+def as_ours(handler: Any) -> Any:
+    """Returns a handler of Orbax itself as one of this module; others as they are.
+
+    One with handlers of leaves of its own stays, too, since jaxckpt does not call those.
+    """
+    cls = type(handler)
+    ours = _OURS.get(cls.__name__)
+    if ours is None or not cls.__module__.startswith("orbax.checkpoint."):
+        return handler
+    if ours is CompositeCheckpointHandler:
+        entries, names = handler._handler_registry, handler._item_names_without_registered_handlers
+        if names is None:
+            return ours(handler_registry=entries)
+        return ours(*names, **{name: one for (name, _), one in entries.get_all_entries().items()})
+    if (types := _leaf_types(handler)) is not None and types is not _leaf_types(cls()):
+        return handler
+    return ours(
+        **{name: vars(handler)[f"_{name}"] for name in _NAMES if f"_{name}" in vars(handler)}
+    )
+
+
+def _leaf_types(handler: Any) -> Any:
+    return getattr(getattr(handler, "_impl", handler), "_type_handler_registry", None)

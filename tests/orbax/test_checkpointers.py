@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pydoc
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -247,6 +248,80 @@ def test_a_handler_that_writes_in_the_background(tmp_path):
     twice(program, tmp_path)
     with pytest.raises(TypeError, match="write"):
         program(ours, tmp_path / "fails", 3)
+
+
+def from_name(item_handlers):
+    """The handler that a checkpoint names, made as the program finds the class: in Orbax."""
+    if isinstance(item_handlers, str):
+        return pydoc.locate(item_handlers)()  # pyright: ignore[reportCallIssue]
+    made = {name: from_name(handler) for name, handler in item_handlers.items()}
+    return theirs.CompositeCheckpointHandler(**made)
+
+
+def test_handlers_of_orbax_itself(tmp_path):
+    """A program gives those that a checkpoint names to checkpointers, managers and registries."""
+
+    def program(ocp, path):
+        args, key = ocp.args, jax.random.key(0)
+        items = {
+            "state": args.PyTreeSave(tree()),
+            "more": args.StandardSave({"w": jnp.ones(3)}),
+            "facts": args.JsonSave({"a": 1}),
+            "array": args.ArraySave(jnp.arange(3)),
+            "key": args.JaxRandomKeySave(key),
+        }
+        with ocp.CheckpointManager(path / "run") as manager:
+            manager.save(1, args=args.Composite(**items))
+        named = ocp.metadata.get_step_metadata(path / "run" / "1").item_handlers
+        with ocp.Checkpointer(from_name(named)) as checkpointer:
+            found = checkpointer.metadata(path / "run" / "1").item_metadata
+            out = [sorted(found), jax.tree.map(lambda x: type(x).__name__, found["state"].tree)]
+            out += [
+                jax.tree.map(
+                    lambda x: isinstance(x, ocp.metadata.ArrayMetadata), found["more"].tree
+                )
+            ]
+            out += [checkpointer.restore(path / "run" / "1")]
+            out += [
+                checkpointer.restore(
+                    path / "run" / "1", args.Composite(more=args.StandardRestore())
+                )
+            ]
+        named = {name: from_name(handler) for name, handler in named.items()}
+        with ocp.CheckpointManager(path / "run", item_handlers=named) as manager:
+            manager.save(2, args=args.Composite(**items))
+            out += [manager.restore(2), manager.item_metadata(2)["facts"]]
+        registry = theirs.DefaultCheckpointHandlerRegistry()
+        registry.add("facts", theirs.args.JsonRestore, theirs.JsonCheckpointHandler())
+        registry.add(None, theirs.args.PyTreeRestore, theirs.PyTreeCheckpointHandler())
+        with ocp.CheckpointManager(path / "run", handler_registry=registry) as manager:
+            wanted = args.Composite(facts=args.JsonRestore(), state=args.PyTreeRestore())
+            out += [manager.restore(2, args=wanted)]
+        with ocp.AsyncCheckpointer(theirs.JsonCheckpointHandler("a.json")) as checkpointer:
+            checkpointer.save(path / "json", args=args.JsonSave([1]))
+            checkpointer.wait_until_finished()
+            out += [checkpointer.restore(path / "json")]
+        return out
+
+    def read(ocp, path):
+        return ocp.Checkpointer(theirs.JsonCheckpointHandler("a.json")).restore(path / "json")
+
+    read_each(program, read, tmp_path)
+
+
+def test_what_a_handler_of_orbax_becomes():
+    """One of this library's, unless it has handlers of leaves of its own."""
+    composite = theirs.CompositeCheckpointHandler("a", b=theirs.PyTreeCheckpointHandler())
+    registry = theirs.type_handlers.create_type_handler_registry()
+    special = theirs.PyTreeCheckpointHandler(type_handler_registry=registry)
+    proto = ours.handlers.as_ours(theirs.ProtoCheckpointHandler("p.pb"))
+
+    assert type(ours.Checkpointer(composite).handler) is ours.CompositeCheckpointHandler
+    assert ours.handlers.as_ours(special) is special
+    assert (type(proto), proto._filename) == (ours.ProtoCheckpointHandler, "p.pb")
+    assert type(ours.handlers.as_ours(theirs.CompositeCheckpointHandler())) is type(
+        ours.handlers.as_ours(composite)
+    )
 
 
 def test_handlers_and_args_that_do_not_fit(tmp_path):
