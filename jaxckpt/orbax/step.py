@@ -15,7 +15,7 @@ from etils import epath
 from jaxckpt._run.index import StepIndex
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
-from jaxckpt.orbax.metadata import found_at
+from jaxckpt.orbax.metadata import get_step_metadata
 from jaxckpt.storage import locate
 
 _NAME: Final = re.compile(rf"(?:.+_)?(\d+)(?:{re.escape(names.TEMPORARY)}(?:-.*)?)?")
@@ -31,16 +31,16 @@ class Metadata:
     @property
     def init_timestamp_nsecs(self) -> int | None:
         """When the save began, if that is recorded."""
-        return self._recorded("init_ns")
+        return self._recorded("init_timestamp_nsecs")
 
     @property
     def commit_timestamp_nsecs(self) -> int | None:
         """When the save was committed, if that is recorded."""
-        return self._recorded("commit_ns")
+        return self._recorded("commit_timestamp_nsecs")
 
     def _recorded(self, name: str) -> int | None:
-        with contextlib.suppress(FileNotFoundError):
-            return getattr(found_at(self.path).metadata, name)
+        with contextlib.suppress(ValueError):
+            return getattr(get_step_metadata(self.path), name)
         return None
 
 

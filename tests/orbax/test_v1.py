@@ -180,6 +180,39 @@ def test_missing_files_and_handlers_are_the_same_errors(tmp_path):
     twice(program, tmp_path, api="v1")
 
 
+def test_one_tree_without_the_files_that_tell(tmp_path):
+    """It has no items, and each missing file leads to the same kind of error."""
+    v0 = pytest.importorskip("orbax.checkpoint")
+    v0.PyTreeCheckpointer().save(tmp_path / "saved", {"w": jnp.ones(3)})
+
+    def program(ocp, path):
+        out = []
+        for files in (
+            (),
+            ("_METADATA",),
+            ("_CHECKPOINT_METADATA",),
+            ("_METADATA", "_CHECKPOINT_METADATA"),
+        ):
+            one = path / "-".join(("a", *files))
+            shutil.copytree(tmp_path / "saved", one)
+            for file in files:
+                (one / file).unlink()
+            out += [raised(ocp.load_checkpointables, one)]
+            out += [raised(ocp.load_checkpointables, one, {"w": None}), raised(ocp.metadata, one)]
+            out += [type(raised(ocp.checkpointables_metadata, one)).__name__]
+        return out
+
+    twice(program, tmp_path, api="v1")
+
+
+def test_options_as_those_of_v0():
+    """They have the fields that v0 has, too."""
+    found = ocp.options.FileOptions(path_permission_mode=0o750).v0()
+
+    assert type(found).__module__ == type(ocp.options.AsyncOptions().v0()).__module__
+    assert (found.path_permission_mode, hasattr(found, "path_class")) == (0o750, False)
+
+
 def test_items_of_all_kinds(tmp_path):
     """Trees, JSON by its handler, an object that saves itself, and one with a handler."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any, Final
 
 import jax
@@ -64,8 +66,17 @@ def found_checkpoint(path: PathLike) -> Found:
 
 def item_names(found: Found) -> list[str]:
     """Returns the names of the items, `state` first; none if the checkpoint is one tree."""
-    saved = {*found.items, *found.metadata.handlers} - {*RESERVED, "", found.deleting}
+    there = {*found.items, *found.metadata.handlers} & {*found.contents(found.path)}
+    saved = there - {*RESERVED, found.deleting}
     return sorted(saved, key=lambda name: (name != STATE, name))
+
+
+def named_items(path: PathLike, found: Found, verb: str) -> list[str]:
+    """Returns the names of the items; InvalidLayoutError if a file tells that it is one tree."""
+    there = found.contents(found.path)
+    if "" in found.items and {names.TREE_METADATA, names.CHECKPOINT_METADATA} & {*there}:
+        raise InvalidLayoutError(f"{path} is one tree, with no named checkpointables. Use `{verb}`")
+    return item_names(found)
 
 
 def item_path(path: PathLike, found: Found, name: str | None) -> str:
@@ -120,12 +131,8 @@ def load(
     saved_by = found.metadata.handlers.get(name if folder != os.fspath(path) else "", "")
     if names.TREE_METADATA in found.contents(folder):
         handlers.check_tree_handler(get_context().checkpointables.registry, name, saved_by, target)
-    try:
+    with reading_tree(path, folder):
         return load_tree(folder, target)
-    except CorruptCheckpoint as error:
-        if not _lacks_tree(error):
-            raise
-        raise _no_tree(path, f"in {folder}: {error}") from error
 
 
 def load_checkpointables(path: PathLike, abstract_checkpointables: Any = None) -> dict[str, Any]:
@@ -140,15 +147,18 @@ def load_checkpointables(path: PathLike, abstract_checkpointables: Any = None) -
         check_names(targets, argument="abstract_checkpointables", may_be_empty=True)
     refuse_tensors(path, "load")
     found = found_checkpoint(path)
-    if "" in found.items:
-        raise InvalidLayoutError(f"{path} is one tree, with no named checkpointables. Use `load`")
-    there = item_names(found)
+    there = named_items(path, found, "load")
     if found.deleting in (targets or ()):
         raise DeletionInProgressError(f"{path}: item {found.deleting!r} is being deleted")
     if missing := (targets or {}).keys() - {*there}:
         raise KeyError(
             f"Requested checkpointables: {sorted(missing)} for loading were not found in the "
             f"checkpoint {path}, which has {there}"
+        )
+    if "" in found.items and not targets:
+        raise handlers.NoEntryError(
+            f"Failed to load checkpointable: all of {path}, due to incompatible handler: the "
+            "directory is one tree without metadata. Use `load`"
         )
     return {n: _load_item(path, found, n, t) for n, t in (targets or dict.fromkeys(there)).items()}
 
@@ -178,6 +188,17 @@ def _load_item(path: PathLike, found: Found, name: str, target: Any) -> Any:
             f"Failed to load checkpointable: {name!r} due to incompatible handler: {saved_by!r} "
             f"saved {folder}; register it, or one for the name. {error}"
         ) from error
+
+
+@contextlib.contextmanager
+def reading_tree(path: PathLike, folder: str) -> Iterator[None]:
+    """Raises InvalidLayoutError where a directory has no file that describes a tree."""
+    try:
+        yield
+    except CorruptCheckpoint as error:
+        if not _lacks_tree(error):
+            raise
+        raise _no_tree(path, f"in {folder}: {error}") from error
 
 
 def _lacks_tree(error: CorruptCheckpoint) -> bool:

@@ -22,14 +22,14 @@ from jaxckpt.orbax.v1._loading import (
     found_checkpoint,
     has_tensors,
     is_tree,
-    item_names,
     item_path,
+    named_items,
+    reading_tree,
     refuse_tensors,
     tensors,
 )
 from jaxckpt.orbax.v1._saving import AUTO, renamed
 from jaxckpt.orbax.v1.arrays import to_shape_dtype_struct
-from jaxckpt.orbax.v1.errors import InvalidLayoutError
 from jaxckpt.types import LeafInfo
 
 PyTreeMetadata = Any
@@ -129,16 +129,16 @@ def metadata(path: PathLike, checkpointable_name: str | None = AUTO) -> Checkpoi
         return CheckpointMetadata(epath.Path(path), metadata=named)
     found = found_checkpoint(path)
     folder = item_path(path, found, checkpointable_name)
-    return _of_checkpoint(path, found, tree_metadata(folder))
+    with reading_tree(path, folder):
+        return _of_checkpoint(path, found, tree_metadata(folder))
 
 
 def checkpointables_metadata(path: PathLike) -> CheckpointMetadata[dict[str, Any]]:
     """Returns the metadata of all items; None for those that are not trees."""
     refuse_tensors(path, "metadata")
     found = found_checkpoint(path)
-    if "" in found.items:
-        raise InvalidLayoutError(f"{path} is one tree, without items. Use `metadata`")
-    return _of_checkpoint(path, found, {n: _of_item(path, found, n) for n in item_names(found)})
+    items = {n: _of_item(path, found, n) for n in named_items(path, found, "metadata")}
+    return _of_checkpoint(path, found, items)
 
 
 def _of_item(path: PathLike, found: Found, name: str) -> Any:

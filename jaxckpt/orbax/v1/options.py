@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from etils import epath
 
+from jaxckpt.orbax import options as v0_options
 from jaxckpt.orbax._records import record
 from jaxckpt.orbax.options import AtomicityMode
 from jaxckpt.orbax.v1 import handlers
@@ -29,6 +30,12 @@ class _Options:
         if id(self) in FROZEN.get():
             raise RuntimeError(f"{name}: set the options of a context before entering its `with`")
         object.__setattr__(self, name, value)
+
+    def v0(self) -> Any:
+        """Returns options of v0 with the fields that they have there."""
+        kind = getattr(v0_options, type(self).__name__)
+        names = vars(kind())
+        return kind(**{name: value for name, value in vars(self).items() if name in names})
 
 
 def _options(name: str, fields: str = "", **more: Any) -> Any:
