@@ -18,7 +18,6 @@ import jaxckpt
 from jaxckpt import SaveHandle, StepExists
 from jaxckpt._run.index import StepIndex, run_metadata
 from jaxckpt.format import names
-from jaxckpt.format.run import StepNames
 from jaxckpt.orbax import _handling, _policies, args, checkpointers, handlers, metadata, options
 from jaxckpt.orbax._ending import close_run, note_run
 from jaxckpt.orbax.handlers import *  # noqa: F403  # programs import them from here, too
@@ -28,7 +27,8 @@ from jaxckpt.orbax.options import AsyncOptions as AsyncOptions
 from jaxckpt.orbax.options import CheckpointManagerOptions as CheckpointManagerOptions
 from jaxckpt.orbax.options import FileOptions as FileOptions
 from jaxckpt.orbax.options import MultiprocessingOptions as MultiprocessingOptions
-from jaxckpt.storage import locate, url_of
+from jaxckpt.orbax.step import index_of, naming
+from jaxckpt.storage import url_of
 from jaxckpt.types import StepInfo
 
 DEFAULT_ITEM_NAME: Final = names.DEFAULT_ITEM
@@ -71,7 +71,9 @@ class CheckpointManager(AbstractCheckpointManager):
     ) -> None:
         self._options = options or CheckpointManagerOptions()
         _check_options(self._options, logger)
-        self._naming = _naming(self._options)
+        prefix, digits = self._options.step_prefix, self._options.step_format_fixed_length
+        given = {"step_prefix": prefix, "step_digits": digits}
+        self._naming = naming(self._options.step_name_format) or given
         given = (checkpointers, item_names, item_handlers, handler_registry)
         self._handler, self._is_default = _handler(*given)
         self._is_async = self._options.enable_async_checkpointing
@@ -82,7 +84,7 @@ class CheckpointManager(AbstractCheckpointManager):
         self._directory = epath.Path(directory)
         move_to = self._options.todelete_subdir
         self._keep = _policies.keep_policy(self._options.keeps(), self._infos, move_to=move_to)
-        self._index = self._index_of(directory)
+        self._index = index_of(directory, **self._naming)
         if self._options.create:
             self._index.storage.make_dir(self._index.root)
         self._steps = self._index.steps()
@@ -95,11 +97,6 @@ class CheckpointManager(AbstractCheckpointManager):
 
     # --- the run -----------------------------------------------------------------------------
 
-    def _index_of(self, directory: str | os.PathLike[str]) -> StepIndex:
-        prefix, digits = self._naming
-        naming = None if self._naming == (None, None) else StepNames(prefix=prefix, digits=digits)
-        return StepIndex(*locate(directory), naming=naming, quiet=True)
-
     def _open(self) -> jaxckpt.CheckpointManager:
         """Returns the manager that saves; a new one if another took over in this process."""
         writer = self._writer
@@ -111,11 +108,10 @@ class CheckpointManager(AbstractCheckpointManager):
                 save=_policies.save_policy(saves, self._infos, self.is_saving_in_progress),
                 keep=self._keep,
                 timeout_s=given.timeout_secs,
-                step_prefix=self._naming[0],
-                step_digits=self._naming[1],
                 on_commit=None if called is None else lambda timing: called(),
                 run_metadata=self._metadata or None,
                 item=DEFAULT_ITEM_NAME,
+                **self._naming,
             )
             note_run(writer, self._index)
         return writer
@@ -299,7 +295,7 @@ class CheckpointManager(AbstractCheckpointManager):
             FileNotFoundError: there is no such step.
             KeyError: the step has no such item.
         """
-        index = self._index if directory is None else self._index_of(directory)
+        index = self._index if directory is None else index_of(directory, **self._naming)
         if step is None:
             step = index.newest() if directory is not None else self.latest_step()
         if step is None:
@@ -389,16 +385,6 @@ class CheckpointManager(AbstractCheckpointManager):
 
 
 _Composite, _is_args, _ours = args.Composite, args.is_args, args.as_ours
-
-
-def _naming(given: Any) -> tuple[str | None, int | None]:
-    """Returns the prefix and the digits of the names of steps."""
-    if given.step_name_format is None:
-        return given.step_prefix, given.step_format_fixed_length
-    found = vars(given.step_name_format)
-    if "step_prefix" not in found:
-        raise NotImplementedError("step_name_format: names are made of step_prefix and step_digits")
-    return found["step_prefix"], found["step_format_fixed_length"]
 
 
 def _check_options(given: Any, logger: Any) -> None:

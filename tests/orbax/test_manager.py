@@ -393,3 +393,21 @@ def test_an_unknown_item_is_refused(tmp_path, ocp):
 
     with pytest.raises(ValueError, match="does not match with any registered handler"):
         manager.save(1, args=args)
+
+
+@pytest.mark.parametrize("module", [theirs.path.step, ours.path.step])
+def test_several_kinds_of_names_are_refused(tmp_path, module):
+    """A format that also reads other names raises; one that does not is the one it writes."""
+    name, other = module.standard_name_format(step_prefix="a"), module.standard_name_format()
+    several = module.composite_name_format(name, [name, other])
+    one = module.composite_name_format(name, [name])
+
+    with ours.CheckpointManager(
+        tmp_path, options=ours.CheckpointManagerOptions(step_name_format=one)
+    ) as manager:
+        manager.save(1, args=ours.args.StandardSave({"w": 1}))
+    assert (tmp_path / "a_1").is_dir()
+    with pytest.raises(NotImplementedError, match="jaxckpt names all steps"):
+        ours.CheckpointManager(
+            tmp_path, options=ours.CheckpointManagerOptions(step_name_format=several)
+        )

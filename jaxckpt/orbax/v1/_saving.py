@@ -132,34 +132,20 @@ def _cast(tree: Any) -> Any:
     return tree_util.tree_map_with_path(cast, tree)
 
 
-def save(
-    path: PathLike,
-    state: Any,
-    *,
-    checkpointable_name: str = STATE,
-    overwrite: bool = False,
-    custom_metadata: Any = None,
-) -> None:
-    """Saves a tree.
+def save(path: PathLike, state: Any, *, checkpointable_name: str = STATE, **options: Any) -> None:
+    """Saves a tree, with the options of `save_checkpointables`.
 
     Raises:
         ValueError: there is something at `path`, or a leaf cannot be stored.
     """
-    more: Any = {"overwrite": overwrite, "custom_metadata": custom_metadata}
-    save_checkpointables(path, named(checkpointable_name, state), **more)
+    save_checkpointables(path, named(checkpointable_name, state), **options)
 
 
 def save_async(
-    path: PathLike,
-    state: Any,
-    *,
-    checkpointable_name: str = STATE,
-    overwrite: bool = False,
-    custom_metadata: Any = None,
+    path: PathLike, state: Any, *, checkpointable_name: str = STATE, **options: Any
 ) -> AsyncResponse:
     """Saves a tree in the background."""
-    more: Any = {"overwrite": overwrite, "custom_metadata": custom_metadata}
-    return save_checkpointables_async(path, named(checkpointable_name, state), **more)
+    return save_checkpointables_async(path, named(checkpointable_name, state), **options)
 
 
 def named(name: str, state: Any) -> dict[str, Any]:

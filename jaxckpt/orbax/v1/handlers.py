@@ -24,7 +24,7 @@ from jaxckpt._save.snapshot import Items, SaveItem
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.multihost import Processes
 from jaxckpt.orbax import metadata
-from jaxckpt.orbax._handling import Stored, run
+from jaxckpt.orbax._handling import Stored, run, typestr
 from jaxckpt.orbax._trees import restore_standard
 from jaxckpt.orbax.handlers import AlreadyExistsError, NoEntryError
 
@@ -71,11 +71,6 @@ class MisfitError(TreeMismatch, NoEntryError):
 
 class UnregisteredTypeError(ValueError):
     """A leaf is of a type that cannot be stored."""
-
-
-def typestr(handler: type) -> str:
-    """Returns the name of a handler in a checkpoint."""
-    return f"{handler.__module__}.{handler.__qualname__}"
 
 
 # --- the kinds of jaxckpt ----------------------------------------------------------------------

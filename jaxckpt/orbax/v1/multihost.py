@@ -3,14 +3,10 @@
 from typing import Any
 
 from jaxckpt.orbax import multihost
+from jaxckpt.orbax.multihost import is_pathways_backend as is_pathways_backend
 from jaxckpt.orbax.multihost import is_primary_host as is_primary_host
 from jaxckpt.orbax.multihost import process_count as process_count
 from jaxckpt.orbax.multihost import process_index as process_index
-
-
-def is_pathways_backend() -> bool:
-    """Returns whether the job runs on Pathways: jaxckpt does not."""
-    return False
 
 
 async def sync_global_processes(name: str, **_: Any) -> None:

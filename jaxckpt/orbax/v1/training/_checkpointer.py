@@ -10,19 +10,17 @@ from etils import epath
 
 from jaxckpt import CheckpointManager, SaveFailed, SaveHandle
 from jaxckpt import save_async as start_checkpoint
-from jaxckpt._run.index import StepIndex, run_metadata
-from jaxckpt.format.run import StepNames
+from jaxckpt._run.index import run_metadata
 from jaxckpt.multihost import current, lead
 from jaxckpt.orbax import _policies
 from jaxckpt.orbax._ending import close_run, note_run
+from jaxckpt.orbax.step import index_of, naming
 from jaxckpt.orbax.v1 import _loading, _metadata, _saving
 from jaxckpt.orbax.v1._context import Context, get_context
 from jaxckpt.orbax.v1._deletion import check_arguments
 from jaxckpt.orbax.v1._saving import STATE, AsyncResponse, Done, SaveResponse, check_names, renamed
-from jaxckpt.orbax.v1.path.step import naming
 from jaxckpt.orbax.v1.training._metadata import CheckpointMetadata, RootMetadata
 from jaxckpt.orbax.v1.training.errors import StepAlreadyExistsError, StepNotFoundError
-from jaxckpt.storage import locate
 from jaxckpt.types import StepInfo
 
 _DEFAULT = _policies.AnySavePolicy(
@@ -65,10 +63,7 @@ class Checkpointer:
         self._context = Context(context or get_context())
         self._naming = naming(step_name_format)
         self.directory = epath.Path(directory)
-        prefix, digits = self._naming.values() if self._naming else (None, None)
-        named = prefix is not None or digits is not None
-        names = StepNames(prefix=prefix, digits=digits) if named else None
-        self._index = StepIndex(*locate(directory), naming=names, quiet=True)
+        self._index = index_of(directory, **self._naming)
         self._index.storage.make_dir(self._index.root)
         self._saves = save_decision_policy or _DEFAULT
         self._keeps = preservation_policy or _policies.PreserveAll()
