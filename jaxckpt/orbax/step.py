@@ -47,6 +47,8 @@ class Metadata:
 class NameFormat:
     """Names the directories of steps, and finds them; a program's own class has these methods."""
 
+    __class_getitem__ = classmethod(lambda cls, _: cls)  # in annotations: what `find_all` yields
+
     def build_name(self, step: int) -> str:
         """Returns the name of a step."""
         raise NotImplementedError(f"{type(self).__name__} names no steps")

@@ -57,7 +57,7 @@ def test_modules_have_the_names_of_orbax(module):
 def test_names_of_programs():
     """Those that programs import from modules are there, and do what they say."""
 
-    class Named(ours.step.NameFormat):
+    class Named(ours.step.NameFormat[ours.step.Metadata]):
         def build_name(self, step):
             return f"step-{step}"
 
