@@ -215,7 +215,7 @@ ROWS = {
     "39": Row(
         title="kill -9 before every file change of a run with a local disk in front: the newest "
         "acknowledged step restores on its host, the newest durable one anywhere",
-        count=200,
+        count=120,
     ),
     "35": Row(
         title="kill -9 before and after the store acts on each request of save, replacement, "

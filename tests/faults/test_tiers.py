@@ -10,8 +10,8 @@ import pytest
 from tests.faults import tier_children
 
 STEPS = 2
-# The changes are divided: a test has a limit of time, and every third one shows the most.
-PARTS = [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))]
+# The changes are divided: a test has a limit of time, and every fifth one shows the most.
+PARTS = [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5))]
 
 
 @pytest.mark.parametrize("part", PARTS)
