@@ -71,8 +71,7 @@ class Resume:
         if step == "latest":
             return self.newest_first() or self._refuse_flax()
         if step == "best":
-            there = self.listed()
-            return [Copy(n, i) for n in self._best_first() for i in there[n]]
+            return self._best_first()
         wanted = int(step)
         copies = newest_first(
             reachable(self.roots, lambda root: [wanted] if root.has(wanted) else [])
@@ -107,20 +106,24 @@ class Resume:
             there.setdefault(copy.step, []).insert(0, copy.root)
         return there
 
-    def infos(self) -> list[StepInfo]:
-        """Returns the facts about each step, from the nearest place that has it."""
-        return [self.roots[where[0]].index.info(n) for n, where in self.listed().items()]
-
     def ranked(self) -> list[StepInfo]:
         """Returns the steps by the metric of the policy, the best first."""
+        return self._ranked(self.listed())
+
+    def _ranked(self, there: Mapping[int, Sequence[int]]) -> list[StepInfo]:
         if self.keep.metric is None:
             raise ValueError("no metric ranks the steps: open the run with KeepPolicy(metric=...)")
-        return self.keep.ranked(self.infos())
+        return self.keep.ranked(self._infos(there))
 
-    def _best_first(self) -> list[int]:
-        if ranked := self.ranked():
-            return [info.step for info in ranked]
-        raise CheckpointNotFound(f"{self._name}: {self.keep.unranked(self.infos())}")
+    def _infos(self, there: Mapping[int, Sequence[int]]) -> Iterator[StepInfo]:
+        """Yields the facts about each step, from the nearest place that has it."""
+        return (self.roots[where[0]].index.info(n) for n, where in there.items())
+
+    def _best_first(self) -> list[Copy]:
+        there = self.listed()
+        if ranked := self._ranked(there):
+            return [Copy(info.step, i) for info in ranked for i in there[info.step]]
+        raise CheckpointNotFound(f"{self._name}: {self.keep.unranked(self._infos(there))}")
 
     def first_whole(
         self,
