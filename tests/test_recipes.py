@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ SCRIPT = ROOT / "examples" / "preemptible.py"
 SLURM = ROOT / "examples" / "slurm.sh"
 KUBERNETES = ROOT / "examples" / "kubernetes.yaml"
 STEPS = 1200
-STEPS_OF_TWO = 150  # each waits for the other
+STEPS_OF_TWO = 600  # each waits for the other; a notice takes both some tenths of a second
 SAVE_EVERY = 500
 
 # Starts a process for each task, hands signals on, and ends with the worst status, as srun does.
@@ -58,6 +59,7 @@ class Turn:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            pipesize=4096,  # of about 100 steps: what is not read holds the training up
             cwd=ROOT,
             env=env,
             start_new_session=True,
@@ -291,6 +293,14 @@ def test_kubernetes_goes_on_after_an_eviction(tmp_path, env, uninterrupted):
     check_that_the_second_goes_on(first, second, uninterrupted)
 
 
+def wait_for_step_after(step, run):
+    deadline_s = time.monotonic() + 60
+    with jaxckpt.CheckpointManager(run, mode="r") as manager:
+        while not any(newer > step for newer in manager.all_steps()):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+
+
 @pytest.mark.parametrize("node", ["same", "other"])
 def test_kubernetes_goes_on_after_a_kill(tmp_path, env, uninterrupted, node):
     """Without notice: the next pod resumes from the newest complete step, which its node may have.
@@ -300,6 +310,7 @@ def test_kubernetes_goes_on_after_a_kill(tmp_path, env, uninterrupted, node):
     kubelet = Kubelet(tmp_path / "run", env)
     with kubelet.start() as first:
         first.read_to(STEPS // 2)
+        wait_for_step_after(SAVE_EVERY, kubelet.local)  # a disk may be slower than the training
         os.kill(kubelet.process_1(first), signal.SIGKILL)
         assert not kubelet.ignores(first.end())
     if node == "other":
