@@ -29,5 +29,6 @@ def get_config() -> ml_collections.ConfigDict:
         budget_bytes=8 << 30,  # for each process, of the host memory beside the data pipeline
         timeout_s=600.0,  # waits for the slowest process; the error names the missing ones
         step_digits=8,  # so that `ls` lists millions of steps in order
+        local=None,  # such as "/mnt/nvme/multi_host", on the own disk of each host
     )
     return config

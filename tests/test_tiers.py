@@ -581,8 +581,8 @@ steps = st.lists(st.integers(0, 20), unique=True)
 @given(steps, steps)
 def test_newer_comes_before_nearer(here, there):
     copies = newest_first({0: here, 1: there})
-    assert sorted(copies) == sorted([*((n, 0) for n in here), *((n, 1) for n in there)])
-    assert [n for n, _ in copies] == sorted([*here, *there], reverse=True)
+    assert sorted(c[:2] for c in copies) == sorted([(n, 0) for n in here] + [(n, 1) for n in there])
+    assert [copy.step for copy in copies] == sorted([*here, *there], reverse=True)
     for a, b in pairwise(copies):
         assert a.step > b.step or a.root < b.root
 

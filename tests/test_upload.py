@@ -66,7 +66,7 @@ def test_a_run_is_copied_whole_and_once(source, target):
 def test_an_upload_goes_on_where_it_was_cut_off(source, target, monkeypatch):
     """What had arrived is compared and not sent again; a torn or changed file is."""
     sent = []
-    send = uploading._Sending._send
+    send = uploading.Sending._send
 
     def cut(self, name, size, *, replace):
         if sum(size for _, size in sent) > 4 * SIZE:
@@ -74,7 +74,7 @@ def test_an_upload_goes_on_where_it_was_cut_off(source, target, monkeypatch):
         send(self, name, size, replace=replace)
         sent.append((name, size))
 
-    monkeypatch.setattr(uploading._Sending, "_send", cut)
+    monkeypatch.setattr(uploading.Sending, "_send", cut)
     with pytest.raises(SaveFailed, match="the line is cut"):
         uploading.upload(index_of(source), index_of(target), 3)
     assert index_of(target).steps() == []
@@ -93,8 +93,8 @@ def test_what_arrived_is_trusted_only_if_it_is_the_same(source, target, monkeypa
         send_all(self, record)
         raise OSError("the line is cut")
 
-    send_all = uploading._Sending.send_all
-    monkeypatch.setattr(uploading._Sending, "send_all", cut)
+    send_all = uploading.Sending.send_all
+    monkeypatch.setattr(uploading.Sending, "send_all", cut)
     with pytest.raises(SaveFailed):
         uploading.upload(index_of(source), index_of(target), 3)
     monkeypatch.undo()

@@ -105,6 +105,9 @@ class SavePlan:
     stored: tuple[StoredArray, ...]  # one for each array
     writes: tuple[Write, ...]  # this process's chunks, in the order of the arrays
     total_bytes: int  # of `writes`, uncompressed
+    # The other chunks of the shards that this process holds, if they were asked for.
+    held: tuple[Write, ...] = ()
+    held_bytes: int = 0
 
 
 @lru_cache(maxsize=1 << 14)
@@ -136,7 +139,7 @@ def _grid_of(
     return Grid({at: Group(tuple(sorted(held))) for at, held in holders.items()})
 
 
-def plan_save(arrays: Sequence[ArraySpec], *, process: int) -> SavePlan:
+def plan_save(arrays: Sequence[ArraySpec], *, process: int, holds: bool = False) -> SavePlan:
     """Decides how each array is chunked and which chunks this process writes.
 
     Every element belongs to exactly one chunk, and every chunk to exactly one process. A chunk is
@@ -148,6 +151,7 @@ def plan_save(arrays: Sequence[ArraySpec], *, process: int) -> SavePlan:
     Args:
         arrays: In tree order, the same on every process.
         process: Index of the caller.
+        holds: Whether to list the other chunks of its shards too.
 
     Example:
         >>> placement = Placement(shard_shape=(2,), grid=Grid({(0,): Group((0,))}))
@@ -155,17 +159,21 @@ def plan_save(arrays: Sequence[ArraySpec], *, process: int) -> SavePlan:
         >>> plan_save([spec], process=0).writes[0].box
         Box(start=(0,), stop=(2,))
     """
-    stored, writes, total = [], [], 0
+    stored, writes, held, total, held_bytes = [], [], [], 0, 0
     loads = _Loads()
     for i, array in enumerate(arrays):
         if array.placement is None:
             everything = _box.whole(array.shape)
-            chunk_shape, owned = array.shape, [(everything, everything)] if process == 0 else []
+            chunk_shape, owned, others = array.shape, [(everything, everything)], []
+            if process != 0:
+                owned, others = others, owned
         else:
-            chunk_shape, owned = _device_chunks(array, array.placement, process, loads)
+            chunk_shape, owned, others = _device_chunks(
+                array, array.placement, process, loads, holds=holds
+            )
         if smaller := inner_shape(chunk_shape, array.itemsize, MAX_CHUNK_BYTES):
             chunk_shape = smaller
-            owned = [(part, shard) for box, shard in owned for part in _box.cut(box, smaller)]
+            owned, others = _divided(owned, smaller), _divided(others, smaller)
         # zarr forbids chunks of size zero; an empty array has no chunks.
         chunk_shape = tuple(max(1, n) for n in chunk_shape)
         stored.append(
@@ -178,7 +186,23 @@ def plan_save(arrays: Sequence[ArraySpec], *, process: int) -> SavePlan:
         )
         writes += [Write(array=i, box=box, shard=shard) for box, shard in owned if box.size]
         total += sum(box.size for box, _ in owned) * array.itemsize
-    return SavePlan(stored=tuple(stored), writes=tuple(writes), total_bytes=total)
+        if holds:
+            held += [Write(array=i, box=box, shard=shard) for box, shard in others if box.size]
+            held_bytes += sum(box.size for box, _ in others) * array.itemsize
+    return SavePlan(
+        stored=tuple(stored),
+        writes=tuple(writes),
+        total_bytes=total,
+        held=tuple(held),
+        held_bytes=held_bytes,
+    )
+
+
+_Boxes = list[tuple[Box, Box]]  # chunks, each with the shard that contains it
+
+
+def _divided(chunks: _Boxes, shape: tuple[int, ...]) -> _Boxes:
+    return [(part, shard) for box, shard in chunks for part in _box.cut(box, shape)]
 
 
 class _Loads:
@@ -199,25 +223,28 @@ class _Loads:
 
 
 def _device_chunks(
-    array: ArraySpec, placement: Placement, process: int, loads: _Loads
-) -> tuple[tuple[int, ...], list[tuple[Box, Box]]]:
+    array: ArraySpec, placement: Placement, process: int, loads: _Loads, *, holds: bool
+) -> tuple[tuple[int, ...], _Boxes, _Boxes]:
+    """Returns the shape of a chunk, this process's chunks, and the others of its shards."""
     shard_shape = placement.shard_shape
     mine = placement.grid.of(process)
     shard_bytes = math.prod(shard_shape) * array.itemsize
     axis, parts = _slicing(placement, shard_bytes)
     if parts == 1:
-        owned = [
-            (placement.box(index), placement.box(index))
-            for index, group in mine
-            if loads.take(group, shard_bytes) == process
-        ]
-        return shard_shape, owned
+        owned, others = [], []
+        for index, group in mine:
+            box = placement.box(index)
+            (owned if loads.take(group, shard_bytes) == process else others).append((box, box))
+        return shard_shape, owned, others
     chunk_shape = (*shard_shape[:axis], shard_shape[axis] // parts, *shard_shape[axis + 1 :])
-    owned = []
+    owned, others = [], []
     for index, group in mine:
         box = placement.box(index)
-        owned.append((_slice(box, axis, group.processes.index(process), parts), box))
-    return chunk_shape, owned
+        mine_at = group.processes.index(process)
+        owned.append((_slice(box, axis, mine_at, parts), box))
+        if holds:
+            others += [(_slice(box, axis, i, parts), box) for i in range(parts) if i != mine_at]
+    return chunk_shape, owned, others
 
 
 def _slicing(placement: Placement, shard_bytes: int) -> tuple[int, int]:

@@ -47,7 +47,8 @@ def sources_of(
 
     alike: dict[tuple[Any, tuple[int, ...]], tuple[dict[Box, int], bool]] = {}
     sources = []
-    for i, shard in dict.fromkeys((write.array, write.shard) for write in plan.writes):
+    writes = (*plan.writes, *plan.held)
+    for i, shard in dict.fromkeys((write.array, write.shard) for write in writes):
         value, position, is_host_memory = values[i], None, True
         if isinstance(value, jax.Array):
             key = (value.sharding, value.shape)

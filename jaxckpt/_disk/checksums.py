@@ -78,13 +78,16 @@ def unit_sums(stored: StoredArray, values: np.ndarray[Any, Any]) -> list[int]:
     return sums
 
 
-def merge_shares(shares: Iterable[bytes], count: int) -> bytes | None:
-    """Returns the bytes of the file for `count` chunks; None if the shares lack some."""
+def merge_shares(shares: Iterable[bytes], count: int, *, partial: bool = False) -> bytes | None:
+    """Returns the bytes of the file for `count` chunks.
+
+    If the shares lack some: None, or if `partial`, zeros in their place.
+    """
     table, known = np.zeros(count, _SUM), np.zeros(count, bool)
     for share in filter(None, shares):
         units, sums = np.frombuffer(share, _SUM).reshape(2, -1)
         table[units], known[units] = sums, True
-    return table.tobytes() if known.all() else None
+    return table.tobytes() if partial or known.all() else None
 
 
 # --- reading ---------------------------------------------------------------------------------

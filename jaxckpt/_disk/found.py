@@ -36,6 +36,29 @@ class Found:
     is_file: bool = False  # a Flax file, not a directory
     listings: dict[str, Entries] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def is_share(self) -> bool:
+        """Whether it has only what one process of several held."""
+        return self.record is not None and self.record.share is not None
+
+    @property
+    def origin(self) -> str | None:
+        """The token of the save that it comes from; None if another program wrote it."""
+        if self.record is None:
+            return None
+        lineage = self.record.lineage
+        return str(lineage["token"] if lineage.get("by") == "upload" else self.record.token)
+
+    def not_here(self, what: str) -> CheckpointNotFound:
+        """Returns the error for a part that another process has saved on its own disk."""
+        assert self.record is not None
+        assert self.record.share is not None
+        process, count = self.record.share
+        return CheckpointNotFound(
+            f"{self.path} has what process {process} of {count} held, and lacks {what}. The whole "
+            "step is in the directory of the run once it is uploaded."
+        )
+
     def entries(self, folder: str) -> Entries:
         """Returns the entries of a directory, listed once; empty if there is no such directory.
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice
 from typing import Any, Final, TypeVar
 
-from jaxckpt._core.plan import count_chunks
+from jaxckpt._core.plan import ChunkRead, count_chunks, plan_chunks
 from jaxckpt._disk.chunks import Buffers, Chunks, Failed, Landed, LeafRead, Values, nothing
 from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.regions import Regions, reader_of
 from jaxckpt._disk.tensors import Tensors
-from jaxckpt.format.arrays import MAX_UNIT_BYTES
+from jaxckpt.format.arrays import MAX_UNIT_BYTES, chunk_key
 from jaxckpt.format.names import OCDBT_MANIFEST
 from jaxckpt.storage import held
 
@@ -101,6 +101,37 @@ def read_leaves(
         # An error's traceback refers to the frames it passed, and they refer to the buffers.
         for _, batch in started:
             batch.drop()
+
+
+def check_here(item: Item, reads: Sequence[LeafRead]) -> None:
+    """Checks that a share has all chunks of some reads, before anything is read.
+
+    Raises:
+        CheckpointNotFound: it lacks some; another process has them.
+    """
+    there, lacking = keys_here(item), []
+    for read in reads:
+        plans = plan_chunks(read.leaf.array.chunk_shape, read.boxes)
+        lacking += [key for plan in plans if (key := _key(read, plan)) not in there]
+    if lacking:
+        raise item.found.not_here(f'{len(lacking)} chunks, such as "{lacking[0]}"')
+
+
+def _key(read: LeafRead, chunk: ChunkRead) -> str:
+    return read.leaf.prefix + chunk_key(chunk.index)
+
+
+def keys_here(item: Item) -> Container[str]:
+    """Returns the keys in the database of a share."""
+    from jaxckpt.storage._arrays import extents
+
+    spec = item.found.storage.kvstore(item.path)
+    if not item.database or spec is None:  # it has no arrays; or it was copied from a disk
+        return ()
+    try:
+        return extents(spec, max_keys=sys.maxsize) or ()
+    except (ValueError, OSError) as error:
+        raise blame(item, None, error) from error
 
 
 def _batches(

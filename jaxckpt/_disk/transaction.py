@@ -97,6 +97,8 @@ class Work(NamedTuple):
     # The token of the attempt, if attempts share the directory: it is then part of the path of
     # whatever a process writes before process 0 has begun. Otherwise "".
     mark: str
+    # Whether each process writes what it holds into a checkpoint of its own, on its own disk.
+    own: bool = False
 
     @property
     def spare(self) -> str:
@@ -139,13 +141,14 @@ class Transaction:
         lineage: Mapping[str, Any],
         phases: Mapping[str, float] | None = None,
         item: str = names.STATE_ITEM,
+        share: tuple[int, int] | None = None,
     ) -> None:
         """Makes the checkpoint durable and visible.
 
         Args:
             files: The metadata files, still to be written, by path inside the checkpoint.
             digests: SHA-256 of small files that are there, by path inside the checkpoint.
-            lineage, phases, item: For the record.
+            lineage, phases, item, share: For the record.
 
         Raises:
             SaveFailed: another writer took over.
@@ -159,6 +162,7 @@ class Transaction:
             lineage=lineage,
             phases=phases or {},
             item=item,
+            share=share,
         )
         written = {f"{self.work}/{names.RECORD}": step.encode_record(record)}
         self.storage.together([partial(self.storage.add, written), self._check])
@@ -219,7 +223,8 @@ class Transaction:
             delete(self.storage, self.work)
             return
         if self.token not in marker:  # somebody committed before this writer claimed the directory
-            discard_work(self.storage, *work_for(self.storage, self.path, self.token))
+            work = work_for(self.storage, self.path, self.token)
+            discard_work(self.storage, work.path, work.mark)
         self.storage.delete_files([f"{self.work}/{names.WRITER}"])
 
     def release(self) -> None:
@@ -297,6 +302,7 @@ def begin(
     overwrite: Overwrite,
     token: str | None = None,
     fence: Callable[[], None] | None = None,
+    resumes: bool = False,
 ) -> Transaction:
     """Starts a checkpoint at `path`. Process 0 only.
 
@@ -304,10 +310,14 @@ def begin(
         token: Known to all processes, which may have begun to write. If None, a new one is made.
         fence: Raises if this writer may no longer commit anything here. If given, an empty
             directory at `path` is replaced.
+        resumes: Whether to go on where a dead attempt with this token ended, if there is one.
 
     Raises:
         StepExists: `path` exists (with `overwrite`: and is not a checkpoint).
     """
+    if resumes and token and (found := take_over(storage, path, token)) is not None:
+        found.fence = fence
+        return found
     if fence is not None and storage.atomic_rename:
         fence()  # before anything is written, which may take long
     # The other processes may already be writing for this attempt.

@@ -231,8 +231,8 @@ def _in_memory(storage: Storage, folder: str) -> Any:
     return Staging(storage, folder).new_database()
 
 
-def merge(storage: Storage, item_path: str, writers: Sequence[int], token: str) -> bytes:
-    """Merges the databases of `writers`, without moving values; SaveFailed if one is missing.
+def merge(storage: Storage, item_path: str, databases: Sequence[str]) -> bytes:
+    """Merges the databases of processes, without moving values; SaveFailed if one is missing.
 
     Returns:
         The manifest of the merged database, still to be stored.
@@ -240,14 +240,13 @@ def merge(storage: Storage, item_path: str, writers: Sequence[int], token: str) 
     from jaxckpt.storage._arrays import merge_databases
     from jaxckpt.storage._staged import Staging
 
-    databases = [names.process_database(process, token) for process in writers]
     manifests = [f"{item_path}/{database}/{names.OCDBT_MANIFEST}" for database in databases]
     kinds = storage.together([partial(storage.kind, manifest) for manifest in manifests])
-    unseen = [process for process, kind in zip(writers, kinds, strict=True) if kind is None]
+    unseen = [name for name, kind in zip(databases, kinds, strict=True) if kind is None]
     if unseen:
         raise SaveFailed(
-            f"{item_path}: process 0 does not see the files of processes {unseen}. The path must "
-            "be on a file system that all hosts share."
+            f"{item_path}: process 0 does not see {', '.join(unseen)}, which other processes have "
+            "written. The path must be on a file system that all hosts share."
         )
     staging = Staging(storage, item_path)
     staging.fetch(databases)

@@ -7,16 +7,16 @@ from collections.abc import Collection, Iterator
 from itertools import accumulate
 from typing import Final
 
-from jaxckpt._core.box import cut, whole, widened
+from jaxckpt._core.box import cut, tile, whole, widened
 from jaxckpt._core.plan import plan_reads
 from jaxckpt._disk.chunks import LeafRead
 from jaxckpt._disk.find import at_rest, open_item
 from jaxckpt._disk.found import Found, JsonItem, check_current, file_problem, is_item
 from jaxckpt._disk.native import Item
-from jaxckpt._disk.reader import CHUNKS_AT_ONCE, in_turns, read_leaves
+from jaxckpt._disk.reader import CHUNKS_AT_ONCE, in_turns, keys_here, read_leaves
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
 from jaxckpt.format import jsontext, names, step
-from jaxckpt.format.arrays import dtype_of
+from jaxckpt.format.arrays import chunk_key, dtype_of
 from jaxckpt.format.step import FileFacts
 from jaxckpt.storage import Storage, files_in, locate
 from jaxckpt.types import Problem, VerifyReport
@@ -159,7 +159,8 @@ def _read_all(item: Item, problems: list[Problem]) -> int:
             problems.append(_problem(error))
 
     try:
-        for some in in_turns(item, _reads(item, bad)):
+        reads = _reads_here if item.found.is_share else _reads
+        for some in in_turns(item, reads(item, bad)):
             size += sum(read.total_bytes for read in some)
             for _ in read_leaves(item, some, budget_bytes=_BUDGET_BYTES, failed=failed):
                 pass
@@ -183,6 +184,17 @@ def _reads(item: Item, bad: Collection[str]) -> Iterator[LeafRead]:
                 break
             for piece in plan_reads(stored, dtype.itemsize, [part]):
                 yield LeafRead(leaf=leaf, boxes=(piece.box,), dtype=dtype)
+
+
+def _reads_here(item: Item, bad: Collection[str]) -> Iterator[LeafRead]:
+    """Yields reads of the chunks that a share has."""
+    there = keys_here(item)
+    for leaf in item.tree.leaves:
+        if not leaf.has_array:
+            continue
+        for index, box in tile(whole(leaf.array.shape), leaf.array.chunk_shape):
+            if leaf.prefix + chunk_key(index) in there and leaf.text not in bad:
+                yield LeafRead(leaf=leaf, boxes=(box,), dtype=dtype_of(leaf.array.dtype))
 
 
 def _problem(error: Exception) -> Problem:

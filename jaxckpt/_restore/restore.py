@@ -34,7 +34,7 @@ from jaxckpt._disk.chunks import LeafRead
 from jaxckpt._disk.find import at_rest, open_item, read_step, steps_to_try, warn_skipped
 from jaxckpt._disk.found import Found, JsonItem
 from jaxckpt._disk.native import Item
-from jaxckpt._disk.reader import read_leaves
+from jaxckpt._disk.reader import check_here, read_leaves
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._restore.match import RestoreRequest, Wanted, flatten_like, match
 from jaxckpt._restore.placement import LeafPlan, ShardingChooser, key_data_sharding, plan_leaves
@@ -309,7 +309,7 @@ def _attempt(
     item = None if read is None else read.opened
     found = item.found if isinstance(item, Item) else None
     # What another program wrote has no token.
-    token = found and (found.path if found.record is None else found.record.token)
+    token = found and (found.origin or found.path)
     facts = {"token": token, "seconds": meter.phases.get("read", 0.0)}
     try:
         with meter.phase("meet"):
@@ -364,6 +364,8 @@ def _values(
         for plan in plans
         if plan.saved.has_array
     ]
+    if item.found.is_share:
+        check_here(item, reads)
     meter.total_bytes = sum(read.total_bytes for read in reads)
     arrays = read_leaves(item, reads, budget_bytes=budget_bytes, landed=meter.landed)
     place_s = 0.0

@@ -18,7 +18,7 @@ from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.index import StepIndex
-from jaxckpt._run.upload import origin, pieces, same_bytes
+from jaxckpt._run.upload import pieces, same_bytes
 from jaxckpt.errors import CheckpointError, SaveFailed, is_io_failure
 from jaxckpt.types import VerifyReport
 
@@ -31,7 +31,7 @@ def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
         OSError: a storage failed.
     """
     theirs, ours = find(good.storage, good.check_step(step)), find(bad.storage, bad.path(step))
-    if theirs.record is None or ours.record is None or origin(theirs) != origin(ours):
+    if theirs.record is None or theirs.origin != ours.origin or theirs.is_share or ours.is_share:
         raise SaveFailed(f"{ours.path} and {theirs.path} are different steps; nothing was changed")
     _check_good(verify_in(theirs.storage, theirs.path))
     replaced: list[str] = []

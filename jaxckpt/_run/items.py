@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from jaxckpt._core.pytree import check_levels
 from jaxckpt._core.transfer import detached
 from jaxckpt._disk.found import Found
 from jaxckpt._save.snapshot import FileItem, SaveItem, take_tree
-from jaxckpt.errors import CorruptCheckpoint, TreeMismatch, UnsupportedLeaf
+from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, TreeMismatch, UnsupportedLeaf
 from jaxckpt.format import jsontext, names, typed_json
 from jaxckpt.multihost import Processes
 
@@ -55,9 +55,18 @@ def set_state(name: str, value: object, state: Any) -> None:
 
 
 def take_item(
-    name: str, value: object, processes: Processes, *, zstd: int | None = None
+    name: str,
+    value: object,
+    processes: Processes,
+    *,
+    zstd: int | None = None,
+    holds: bool = False,
 ) -> SaveItem:
-    """Copies an item to the host; the caller may change the value afterwards."""
+    """Copies an item to the host; the caller may change the value afterwards.
+
+    Args:
+        zstd, holds: As in `take_tree`.
+    """
     if is_stateful(value):
         return _take_state(name, value, processes)
     check_levels(value, f"item {name!r}")
@@ -67,7 +76,7 @@ def take_item(
         except ValueError as error:
             raise UnsupportedLeaf(f"item {name!r} cannot be stored as JSON: {error}") from error
         return FileItem(name=name, shared=lambda: {names.JSON_ITEM_FILE: data})
-    return take_tree(name, value, processes, copy=True, zstd=zstd)
+    return take_tree(name, value, processes, copy=True, zstd=zstd, holds=holds)
 
 
 def take_metrics(metrics: Mapping[str, Any], found: Callable[[dict[str, Any]], None]) -> FileItem:
@@ -154,7 +163,8 @@ def read_states(checkpoint: Found, name: str) -> list[Any] | None:
         return None
     count = max(counts)
     missing = [i for i in range(count) if names.process_file(i, count) not in inside]
-    if len(counts) > 1 or missing:
+    elsewhere = checkpoint.is_share and len(missing) == count - 1
+    if len(counts) > 1 or (missing and not elsewhere):
         raise CorruptCheckpoint(
             f"{path} should contain {count} states, but has {sorted(inside)}", file=path
         )
@@ -164,7 +174,13 @@ def read_states(checkpoint: Found, name: str) -> list[Any] | None:
         data = checkpoint.read(path, names.JSON_ITEM_FILE)
         said = jsontext.expect(jsontext.loads(data, file=file), dict, "the file", file=file)
         form = said.get("form", form)
-    return [_read_state(checkpoint, path, names.process_file(i, count), form) for i in range(count)]
+    files = [names.process_file(i, count) for i in range(count)]
+    return [
+        _Elsewhere(checkpoint.not_here(f"{name}/{file}"))
+        if i in missing
+        else _read_state(checkpoint, path, file, form)
+        for i, file in enumerate(files)
+    ]
 
 
 def _read_state(checkpoint: Found, path: str, name: str, form: str) -> Any:  # JSON
@@ -185,8 +201,16 @@ class _GrainState(tuple[bytes, Any]):
     __slots__ = ()
 
 
+class _Elsewhere(NamedTuple):
+    """In place of a state on the disk of another host."""
+
+    error: CheckpointNotFound  # to raise when it is asked for
+
+
 def plain(state: Any) -> Any:  # JSON, or bytes
     """Returns a state as `set_state` takes it, without an object to ask."""
+    if isinstance(state, _Elsewhere):
+        raise state.error
     if not isinstance(state, _GrainState):
         return state
     data, value = state
@@ -212,6 +236,8 @@ def state_for(
             f"restore_items()[{name!r}] into {processes.count}."
         )
     state = states[processes.index]
+    if isinstance(state, _Elsewhere):
+        raise state.error
     if isinstance(state, _GrainState):
         methods = _methods(value)
         assert methods is not None

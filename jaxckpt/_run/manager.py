@@ -43,13 +43,14 @@ from jaxckpt._run.root import DURABLE, LOCAL, Root, check_local, newest_of, open
 from jaxckpt._run.saver import Saver
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.scrub import scrub
+from jaxckpt._run.shares import place_on_disk
 from jaxckpt._run.tiers import Copy
 from jaxckpt._run.uploads import Tiers
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import check_metadata
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Json, current, lead, raise_first, text_of
+from jaxckpt.multihost import Json, Single, current, lead, raise_first, text_of
 from jaxckpt.storage import url_of
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
@@ -136,8 +137,8 @@ class CheckpointManager:
                 is what a manager of Orbax without item names restores.
             compression: "zstd", or "zstd:3" for level 3, compresses the arrays of each step; see
                 `jaxckpt.save`.
-            local: A local directory that all processes see, such as one on an NVMe or RAM disk.
-                Steps are saved there first, and uploaded to `directory` in the background.
+            local: A directory on a disk of each host, such as an NVMe or RAM disk. Steps are saved
+                there first, and uploaded to `directory` in the background.
             local_save: Decides which further steps are saved only locally.
             local_keep: Decides which steps stay locally, beside those that wait to be uploaded.
             durable_timeout_s: How long `directory` may be away before an upload is given up, and
@@ -167,27 +168,27 @@ class CheckpointManager:
         at = partial(Root.at, naming=naming, processes=self._processes)
         self._directory = at(directory, tier=DURABLE, keep=keep)
         self._roots = (self._directory,)
+        self.directory = root = self._directory.index.root
         if local is not None:
             self._roots = (at(local, tier=LOCAL, keep=local_keep), self._directory)
             check_local(self._roots[0], self._directory)
-        self.directory = root = self._directory.index.root
         self._index, self._opening = self._directory.index, self._directory.opening
-        self._resume = Resume(
-            roots=self._roots,
-            processes=self._processes,
-            keep=keep,
-            timeout_s=timeout_s,
-            writes=mode == "w",
-        )
         if mode == "w":
             if self._processes.count > 1:
                 arguments = {"directory": root, "step_prefix": step_prefix}
                 arguments |= {"step_digits": step_digits, "save": save, "keep": keep}
                 arguments |= {"run_metadata": metadata, "item": item, "compression": zstd}
                 if local is not None:
-                    arguments |= {"local": self._roots[0].index.root, "local_save": local_save}
-                    arguments |= {"local_keep": local_keep}
+                    arguments |= {"local_save": local_save, "local_keep": local_keep}
                 check_arguments_alike(self._processes, arguments, timeout_s=timeout_s)
+                if local is not None:
+                    index = self._roots[0].index
+                    place = place_on_disk(
+                        index.storage, index.root, self._processes, timeout_s=timeout_s
+                    )
+                    if place != index.root:
+                        share = at(place, tier=LOCAL, keep=local_keep, own=True)
+                        self._roots = (share, self._directory)
             opened = open_roots(self._roots, self._processes, metadata, timeout_s=timeout_s)
         else:
             for one in self._roots:
@@ -195,6 +196,13 @@ class CheckpointManager:
                     where = one.index.root
                     one.index.warn(f"{where} does not exist yet; a job that saves there makes it")
             opened = {"session": "", "newest": None, "local_only": None}
+        self._resume = Resume(
+            roots=self._roots,
+            processes=self._processes,
+            keep=keep,
+            timeout_s=timeout_s,
+            writes=mode == "w",
+        )
         self._tiers = None
         if local is not None:
             self._tiers = Tiers.of(
@@ -463,6 +471,7 @@ class CheckpointManager:
         self._saver.record(restore_s=time.monotonic() - start_s)
         if self.mode == "w" and self.restored_step != copies[0].step:
             newest = self._lead("newest", self._newest)  # some were set aside
+            newest = max(self.restored_step, -1 if newest is None else newest)
             self._saver.went_back(newest, good=self.restored_step)
         return state
 
@@ -547,7 +556,7 @@ class CheckpointManager:
         self._begin_call()
         if self._tiers is None:
             return next(filter(self._index.is_whole, self._index.newest_first()), None)
-        for step, i in self._resume.newest_first():
+        for step, i, _ in self._resume.newest_first():
             index = self._roots[i].index
             if index.is_committed(step) and index.is_whole(step):
                 return step
@@ -625,7 +634,7 @@ class CheckpointManager:
         for root in self._roots:
             found = scrub(
                 root.deletion,
-                self._processes,
+                Single() if root.own else self._processes,
                 writes=self.mode == "w",
                 timeout_s=self.timeout_s,
                 mend=partial(self._mend, root),
@@ -638,7 +647,7 @@ class CheckpointManager:
 
     def _mend(self, root: Root, step: int) -> bool:
         others = [one for one in self._roots if one is not root and one.has(step)]
-        return any(root.mend(step, one.index) for one in others)
+        return not root.own and any(root.mend(step, one.index) for one in others)
 
     @property
     def timings(self) -> list[Timing]:
@@ -650,17 +659,28 @@ class CheckpointManager:
     def pin(self, step: int) -> None:
         """Keeps a step, regardless of the policy, until it is unpinned."""
         self._begin_call(writes=True)
-        self._lead("pin", partial(self._in_all, as_step("pin", step), Deletion.pin))
+        self._in_all("pin", as_step("pin", step), Deletion.pin)
 
     def unpin(self, step: int) -> None:
         """Lets the policy delete a step again."""
         self._begin_call(writes=True)
-        self._lead("unpin", partial(self._in_all, as_step("unpin", step), Deletion.unpin))
+        self._in_all("unpin", as_step("unpin", step), Deletion.unpin)
 
-    def _in_all(self, step: int, do: Callable[[Deletion, int], None]) -> None:
+    def _in_all(self, what: str, step: int, do: Callable[[Deletion, int], object]) -> None:
         """Does something with a step wherever it is; CheckpointNotFound if that is nowhere."""
-        for root in [root for root in self._roots if root.has(step)] or [self._directory]:
-            do(root.deletion, step)
+
+        def in_all() -> None:
+            for root in [root for root in self._roots if root.has(step)] or [self._directory]:
+                do(root.deletion, step)
+
+        self._lead(what, in_all)
+        self._on_own_disk(step, do)
+
+    def _on_own_disk(self, step: int, do: Callable[[Deletion, int], object]) -> None:
+        """Does on the disk of this process what process 0 has done on its own."""
+        local = self._roots[0]
+        if local.own and self._processes.index != 0 and local.has(step):
+            do(local.deletion, step)
 
     def delete(self, step: int, *, item: str | None = None) -> None:
         """Deletes a step now, or moves it (`KeepPolicy.move_to`).
@@ -694,6 +714,10 @@ class CheckpointManager:
             return self._newest()
 
         newest = self._lead("delete", delete)
+        if item is None:
+            self._on_own_disk(step, lambda one, step: one.delete([step], asked_for=True))
+        else:
+            self._on_own_disk(step, lambda one, step: one.delete_item(step, item))
         self._saver.went_back(newest, good=newest)
 
     # --- preemption and readers ------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +23,9 @@ from jaxckpt._run import items as _items
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.retention import KeepPolicy
-from jaxckpt._run.root import Root, reachable
-from jaxckpt._run.tiers import Copy, newest_first
+from jaxckpt._run.root import Root, gather_steps, reachable
+from jaxckpt._run.shares import origin_in
+from jaxckpt._run.tiers import Copy, newest_first, over_disks
 from jaxckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -37,6 +38,7 @@ from jaxckpt.types import StepInfo
 
 T = TypeVar("T")
 Check = Callable[[], None]
+Disks = Sequence[Mapping[int, str]]
 
 _POLL_S: Final = 0.5
 _NAMED: Final = ("latest", "best")
@@ -60,22 +62,24 @@ class Resume:
 
     def candidates(self, step: Any) -> list[Copy]:
         """Returns the copies to try, in order, for "latest", "best" or a number."""
-        step = _chosen(step)
+        step, disks = _chosen(step), None
         name = f"manager {self._name}/steps"
+        if self.roots[0].own:
+            disks = gather_steps(self.roots[0], self.processes, timeout_s=self.timeout_s)
         with leading(self.processes, name, place=self._name, timeout_s=self.timeout_s) as led:
             if self.processes.index == 0:  # it lists the steps
-                led.value = self._copies(step)
-        return [Copy(*one) for one in led.value]
+                led.value = self._copies(step, disks)
+        return [Copy(step, root, tuple(lacking)) for step, root, lacking in led.value]
 
-    def _copies(self, step: int | str) -> list[Copy]:
+    def _copies(self, step: int | str, disks: Disks | None) -> list[Copy]:
         if step == "latest":
-            return self.newest_first() or self._refuse_flax()
+            found = reachable(self.roots, lambda root: root.index.to_restore())
+            return self._in_order(found, disks) or self._refuse_flax()
         if step == "best":
-            return self._best_first()
+            return self._best_first(disks)
         wanted = int(step)
-        copies = newest_first(
-            reachable(self.roots, lambda root: [wanted] if root.has(wanted) else [])
-        )
+        found = reachable(self.roots, lambda root: [wanted] if root.has(wanted) else [])
+        copies = [copy for copy in self._in_order(found, disks) if copy.step == wanted]
         if not copies:
             self.roots[-1].index.check_step(wanted)  # raises an error that lists the steps
         return copies
@@ -83,6 +87,19 @@ class Resume:
     def newest_first(self) -> list[Copy]:
         """Returns the copies of steps from the newest down; see `StepIndex.to_restore`."""
         return newest_first(reachable(self.roots, lambda root: root.index.to_restore()))
+
+    def _in_order(self, found: Mapping[int, Collection[int]], disks: Disks | None) -> list[Copy]:
+        """Returns the copies of steps in the order to try.
+
+        Args:
+            found: The steps in each place.
+            disks: The steps on the disk of each process, if it has one of its own.
+        """
+        if disks is None:
+            return newest_first(found)
+        index, local = self.roots[-1].index, set().union(*disks)
+        there = found.get(len(self.roots) - 1, ())
+        return over_disks(disks, {n: origin_in(index, n) if n in local else None for n in there})
 
     def _refuse_flax(self) -> list[Copy]:
         """Returns no steps, unless the run has checkpoints of Flax, which would be left behind."""
@@ -100,11 +117,7 @@ class Resume:
 
     def listed(self) -> dict[int, list[int]]:
         """Returns the committed steps, in order, and which roots have each."""
-        steps = reachable(self.roots, lambda root: root.index.steps())
-        there: dict[int, list[int]] = {}
-        for copy in reversed(newest_first(steps)):
-            there.setdefault(copy.step, []).insert(0, copy.root)
-        return there
+        return _by_step(reachable(self.roots, lambda root: root.index.steps()))
 
     def ranked(self) -> list[StepInfo]:
         """Returns the steps by the metric of the policy, the best first."""
@@ -119,10 +132,11 @@ class Resume:
         """Yields the facts about each step, from the nearest place that has it."""
         return (self.roots[where[0]].index.info(n) for n, where in there.items())
 
-    def _best_first(self) -> list[Copy]:
-        there = self.listed()
+    def _best_first(self, disks: Disks | None) -> list[Copy]:
+        found = reachable(self.roots, lambda root: root.index.steps())
+        there, copies = _by_step(found), self._in_order(found, disks)
         if ranked := self._ranked(there):
-            return [Copy(info.step, i) for info in ranked for i in there[info.step]]
+            return [copy for info in ranked for copy in copies if copy.step == info.step]
         raise CheckpointNotFound(f"{self._name}: {self.keep.unranked(self._infos(there))}")
 
     def first_whole(
@@ -179,7 +193,7 @@ class Resume:
         self, copy: Copy, reading: Callable[[StepIndex, int], Callable[[Check], Any]]
     ) -> _Attempt:
         """Reads a step in all processes, which agree on its damage; raises other errors."""
-        step, root = copy.step, self.roots[copy.root]
+        step, root = copy.step, self._root_of(copy)
         read, value, error = reading(root.index, step), None, None
         try:
             with nullcontext(True) if self.writes else root.leases.hold(step) as there:
@@ -199,23 +213,36 @@ class Resume:
         return _Attempt(copy=copy, value=value, problem=problem, error=error)
 
     def _check(self, copy: Copy, there: bool) -> None:
-        index = self.roots[copy.root].index
+        index = self._root_of(copy).index
         index.check_there(copy.step)
         if not there:
             raise CheckpointNotFound(f"{index.path(copy.step)} is being deleted")
 
+    def _root_of(self, copy: Copy) -> Root:
+        """Returns where this process reads a copy."""
+        return self.roots[copy.root_of(self.processes.index)]
+
     def _other_failed(self, copy: Copy, problem: str) -> CheckpointError:
-        path = self.roots[copy.root].index.path(copy.step)
+        path = self._root_of(copy).index.path(copy.step)
         text = f"{path}: another process found the step damaged: {problem}"
         return CorruptCheckpoint(text, file=path)
 
     def _settle(self, failed: _Attempt, good: Copy) -> None:
         """Does about a damaged copy what can be done."""
-        error, step, root = failed.error, failed.copy.step, self.roots[failed.copy.root]
-        if not (self.writes and self.processes.index == 0 and isinstance(error, CorruptCheckpoint)):
+        error, step, root = failed.error, failed.copy.step, self._root_of(failed.copy)
+        leads = self.writes and (root.own or self.processes.index == 0)
+        if not (leads and isinstance(error, CorruptCheckpoint)):
             root.index.report(f"step {step} cannot be restored and is skipped: {failed.problem}")
-        elif good.step != step or not root.mend(step, self.roots[good.root].index):
+        elif root.own or good.step != step or not root.mend(step, self._root_of(good).index):
             root.deletion.set_aside(step, str(failed.problem), file=error.file)
+
+
+def _by_step(found: Mapping[int, Collection[int]]) -> dict[int, list[int]]:
+    """Returns the steps in order, and which roots have each, from the steps of each root."""
+    there: dict[int, list[int]] = {}
+    for copy in reversed(newest_first(found)):
+        there.setdefault(copy.step, []).insert(0, copy.root)
+    return there
 
 
 def _chosen(step: Any) -> int | str:

@@ -15,9 +15,11 @@ from jaxckpt._run.leases import Leases
 from jaxckpt._run.owner import Opening, Ownership
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.scrub import look
+from jaxckpt._run.shares import steps_on_disk
+from jaxckpt._run.tiers import over_disks
 from jaxckpt.errors import CheckpointError, is_io_failure
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Processes, lead
+from jaxckpt.multihost import Processes, Single, lead, meet
 from jaxckpt.storage import locate
 from jaxckpt.types import StepInfo
 
@@ -30,7 +32,7 @@ LOCAL: Final = "local"
 
 @dataclass(slots=True, kw_only=True)
 class Root:
-    """One place with steps of a run. Only process 0 calls what changes it."""
+    """One place with steps of a run. Only process 0 calls what changes it; with `own`, each."""
 
     tier: str
     index: StepIndex
@@ -39,6 +41,7 @@ class Root:
     owner: Ownership
     opening: Opening
     keep: KeepPolicy
+    own: bool  # whether each process has another, on a disk of its host
     # Steps that stay whatever the policy says, such as those on their way to another place.
     needed: Callable[[], Collection[int]] = tuple
     _verified: set[int] = field(default_factory=set)  # steps read back without damage
@@ -52,6 +55,7 @@ class Root:
         keep: KeepPolicy,
         naming: StepNames | None,
         processes: Processes,
+        own: bool = False,
     ) -> Root:
         """Returns the root at a place; reads nothing yet."""
         storage, root = locate(directory)
@@ -65,13 +69,16 @@ class Root:
             leases=leases,
             deletion=deletion,
             owner=owner,
-            opening=Opening(owner, deletion, processes),
+            opening=Opening(owner, deletion, Single() if own else processes),
             keep=keep,
+            own=own,
         )
 
     def committed(self, info: StepInfo) -> None:
         """Records a step just committed, and deletes those that the policy does not keep."""
         self.index.remember(info)
+        if self.own:  # of an earlier life: this one went on without what was on another disk
+            self.deletion.delete([n for n in self.index.steps() if n > info.step])
         if self.keep.verified:
             self._read_back(info.step)
         if self.keep.has_rules:
@@ -107,6 +114,11 @@ class Root:
         if self.keep.needs_facts:
             return self.index.info(step)
         return StepInfo(step=step, saved_s=0.0)
+
+    def follow(self, info: StepInfo, stay: Collection[int]) -> None:
+        """Does what process 0 did after a commit, where each process has a root of its own."""
+        self.index.remember(info)
+        self.deletion.delete([n for n in self.index.steps() if n not in stay])
 
     def has(self, step: int) -> bool:
         """Returns whether a step is committed here."""
@@ -149,8 +161,12 @@ def reachable(roots: Sequence[Root], ask: Callable[[Root], T]) -> dict[int, T]:
 
 
 def newest_of(roots: Sequence[Root]) -> int | None:
-    """Returns the newest committed step of the roots that can be reached, or None."""
-    found = reachable(roots, lambda root: root.index.newest()).values()
+    """Returns the newest committed step of the roots that can be reached, or None.
+
+    Not of those that each process has to itself: other processes may lack it.
+    """
+    shared = [root for root in roots if not root.own]
+    found = reachable(shared, lambda root: root.index.newest()).values()
     return max((step for step in found if step is not None), default=None)
 
 
@@ -180,7 +196,7 @@ def open_roots(
     If only the directory cannot be reached, the run goes on with the local steps, if there are any:
     later saves are uploaded when it answers again.
     """
-    opened = [root.opening.open(metadata, timeout_s=timeout_s) for root in roots[:-1]]
+    opened = [_open_local(root, processes, metadata, timeout_s=timeout_s) for root in roots[:-1]]
     last, newest = roots[-1], opened[0]["newest"] if opened else None
     try:
         opened.append(last.opening.open(metadata, timeout_s=timeout_s))
@@ -201,3 +217,35 @@ def open_roots(
         "newest": newest if is_behind else there,
         "local_only": newest if is_behind else None,
     }
+
+
+def _open_local(
+    root: Root, processes: Processes, metadata: Mapping[str, Any] | None, *, timeout_s: float
+) -> Any:  # JSON
+    """Opens the local root; where each process has one, its newest step is one that all have."""
+    if not root.own:
+        return root.opening.open(metadata, timeout_s=timeout_s)
+    opened, problem = {}, None
+    try:
+        opened = root.opening.open(metadata, timeout_s=timeout_s)
+    except Exception as error:  # reported to the others, then raised
+        problem = error
+    name = f"open the local disks of {processes.count} processes"
+    met = meet(processes, name, opened.get("session"), problem, timeout_s=timeout_s)
+    met.check(problem, "a local directory cannot be used")
+    disks = gather_steps(root, processes, timeout_s=timeout_s)
+    newest = next((copy.step for copy in over_disks(disks, {})), None)
+    return {"session": met.values[0], "newest": newest}
+
+
+def gather_steps(root: Root, processes: Processes, *, timeout_s: float) -> list[dict[int, str]]:
+    """Returns the steps on the disk of each process, with the save that each comes from."""
+    name, mine, problem = "steps on the local disks", [], None
+    try:
+        mine = [list(one) for one in steps_on_disk(root.index)]
+    except OSError as error:
+        problem = error
+    met = meet(processes, name, mine, problem, timeout_s=timeout_s)
+    for i, text in met.problems.items():
+        root.index.report(f"the local disk of process {i} cannot be read: {text}")
+    return [{int(n): str(origin) for n, origin in one} for one in met.values]

@@ -241,7 +241,9 @@ class Saver:
             custom_metadata=metadata,
             is_step=True,
             token=hashlib.sha256(name.encode()).hexdigest()[:16],
-            fence=partial(root.owner.fence, step),
+            fence=partial(root.owner.fence, None if root.own else step),
+            own=root.own,
+            overwrite=root.own,  # one of an earlier life, on this disk only
             problem=problem,
             skips=bool(errors),
             timeout_s=self._timeout_s,
@@ -306,7 +308,7 @@ class Saver:
         floor = max([*running, -1 if self.floor is None else self.floor])
         if step > floor:
             return
-        if not running:  # another program may have deleted the newest steps
+        if not running and not self._root.own:  # another program may have deleted the newest steps
             self.floor = newest_of(self._roots)
             floor = -1 if self.floor is None else self.floor
             if step > floor:
@@ -336,14 +338,15 @@ class Saver:
         meter.waited()
         processes = self._processes
         with meter.phase("snapshot"):
-            how = {"copy": True, "dtype": dtype, "zstd": self._zstd}
+            how = {"copy": True, "dtype": dtype, "zstd": self._zstd, "holds": self._root.own}
             held: list[SaveItem] = []
             if isinstance(state, Items):
                 held += state.taken(processes)
             else:
                 held.append(take_tree(self._item, state, processes, **how))
             for name, value in items.items():
-                held.append(_items.take_item(name, value, processes, zstd=self._zstd))
+                holds = self._root.own
+                held.append(_items.take_item(name, value, processes, zstd=self._zstd, holds=holds))
         for root in self._roots:
             if isinstance(root.keep.metric, str):  # a function needs numbers that may come later
                 self._check_metric(step, metrics or {}, root.keep.metric)
@@ -505,14 +508,18 @@ class Saver:
         self.floor = step
         self.record(save_s=timing.seconds)
         place, timeout_s = self._index.root, self._timeout_s
-        with leading(self._processes, f"{handle.name}/kept", place=place, timeout_s=timeout_s):
+        root, upload = self._places.pop(step)
+        info = StepInfo(step=step, saved_s=time.time(), metrics=self._metrics.pop(step, {}))
+        name = f"{handle.name}/kept"
+        with leading(self._processes, name, place=place, timeout_s=timeout_s) as led:
             if self._processes.index == 0:  # only it knows the metrics
-                metrics = self._metrics.pop(step, {})
-                info = StepInfo(step=step, saved_s=time.time(), metrics=metrics)
-                root, upload = self._places.pop(step)
                 if self._tiers is not None and upload is not None:
                     self._tiers.follow(root, upload, info)
                 root.committed(info)
+                if self._tiers is not None and self._root.own:
+                    led.value = self._tiers.turn()
+        if self._tiers is not None and self._root.own:
+            self._tiers.take_turn(root, info, led.value)
         if self._on_commit is not None:
             with calling(f"on_commit; step {step} is committed"):
                 self._on_commit(timing)

@@ -11,7 +11,7 @@ import hashlib
 import posixpath
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -21,7 +21,6 @@ import numpy as np
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
-from jaxckpt._disk.transaction import Transaction
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.index import StepIndex, run_metadata, write_run_metadata
 from jaxckpt.errors import CorruptCheckpoint, StepExists, UnsupportedFormat
@@ -70,30 +69,30 @@ def upload(
         SaveFailed: another process uploads the step, or took over.
     """
     found = find(source.storage, source.check_step(step))
-    record = _checked(found)
+    record = checked(found)
+    if found.is_share:
+        raise UnsupportedFormat(str(found.not_here("the others' parts")))
     path = target.path(step)
     if target.is_committed(step):
-        return _already_there(found, record, target, step)
-    token = hashlib.sha256(f"upload {origin(found)}".encode()).hexdigest()[:16]
-    work = _transaction.take_over(target.storage, path, token)
-    work = work or _transaction.begin(
-        target.storage, path, overwrite=False, token=token, fence=fence
+        return already_there(found, record, target, step)
+    token = upload_token(found)
+    work = _transaction.begin(
+        target.storage, path, overwrite=False, token=token, fence=fence, resumes=True
     )
-    work.fence = fence
-    sending = _Sending(found, work, pace or Pace())
+    sending = Sending(found.storage, found.path, work.storage, work.work, pace or Pace())
     try:
-        sending.send_all(record)
+        sending.send_all({n: record.files[n].size for n in record.files.keys() - _NOT_COPIED})
         digests = {n: f.sha256 for n, f in record.files.items() if f.sha256 is not None}
-        lineage = {"by": "upload", "path": found.path, "token": origin(found)}
-        work.commit({}, digests=digests, lineage=lineage, item=record.item)
+        work.commit({}, digests=digests, lineage=lineage_of(found), item=record.item)
     except BaseException as error:
         work.release()  # what was sent stays for the next upload
         _transaction.raise_save_error(path, error)
-    _copy_run_metadata(source, target)
+    copy_run_metadata(source, target)
     return Uploaded(step, path, sending.sent_bytes, sending.found_bytes)
 
 
-def _checked(found: Found) -> Record:
+def checked(found: Found) -> Record:
+    """Returns the record of a step that was read back without damage."""
     if found.record is None:
         raise UnsupportedFormat(
             f"{found.path} was not written by jaxckpt. Copy it with `jaxckpt convert`."
@@ -105,14 +104,26 @@ def _checked(found: Found) -> Record:
     return found.record
 
 
-def _already_there(found: Found, record: Record, target: StepIndex, step: int) -> Uploaded:
+def upload_token(found: Found) -> str:
+    """Returns the token of all attempts to upload a step."""
+    return hashlib.sha256(f"upload {found.origin}".encode()).hexdigest()[:16]
+
+
+def lineage_of(found: Found) -> dict[str, str | None]:
+    """Returns what the record of a copy says of its source."""
+    return {"by": "upload", "path": found.path, "token": found.origin}
+
+
+def already_there(found: Found, record: Record, target: StepIndex, step: int) -> Uploaded:
+    """Returns the copy in the target; StepExists if that is another step."""
     there = find(target.storage, target.check_step(step))
-    if there.record is None or origin(there) != origin(found):
+    if there.origin != found.origin:
         raise StepExists(f"{there.path} exists, and is no copy of {found.path}. Nothing was sent.")
     return Uploaded(step, there.path, 0, sum(facts.size for facts in record.files.values()))
 
 
-def _copy_run_metadata(source: StepIndex, target: StepIndex) -> None:
+def copy_run_metadata(source: StepIndex, target: StepIndex) -> None:
+    """Copies the metadata of a run, unless the target has some."""
     if (metadata := run_metadata(source)) and not run_metadata(target):
         write_run_metadata(target, metadata)
 
@@ -136,24 +147,27 @@ class Pace:
 
 
 @dataclass(slots=True)
-class _Sending:
-    found: Found
-    work: Transaction
+class Sending:
+    """Copies files from one directory to another, but not those that are there already."""
+
+    source: Storage
+    source_folder: str
+    target: Storage
+    folder: str
     pace: Pace
     sent_bytes: int = 0
     found_bytes: int = 0
 
-    def send_all(self, record: Record) -> None:
+    def send_all(self, sizes: Mapping[str, int]) -> None:
         """Sends the files that are not there yet, several at once."""
-        there = self.work.storage.files(self.work.work)
-        wanted = record.files.keys() - _NOT_COPIED
-        stray = there.keys() - wanted - {names.WRITER}  # of an upload that died in its commit
-        self.work.storage.delete_files([f"{self.work.work}/{name}" for name in stray])
+        there = self.target.files(self.folder)
+        stray = there.keys() - sizes - {names.WRITER}  # of an upload that died in its commit
+        self.target.delete_files([f"{self.folder}/{name}" for name in stray])
         sends = [
-            partial(self._send_if_missing, name, record.files[name].size, there.get(name))
-            for name in sorted(wanted)
+            partial(self._send_if_missing, name, sizes[name], there.get(name))
+            for name in sorted(sizes)
         ]
-        for sent, size in self.work.storage.together(sends):
+        for sent, size in self.target.together(sends):
             self.sent_bytes += size if sent else 0
             self.found_bytes += 0 if sent else size
 
@@ -164,11 +178,11 @@ class _Sending:
         return True, size
 
     def _is_same(self, name: str, size: int) -> bool:
-        found, work = self.found, self.work
-        return same_bytes(work.storage, work.work, found.storage, found.path, name, size)
+        here = self.source, self.source_folder
+        return same_bytes(self.target, self.folder, *here, name, size)
 
     def _send(self, name: str, size: int, *, replace: bool) -> None:
-        storage, path = self.work.storage, f"{self.work.work}/{name}"
+        storage, path = self.target, f"{self.folder}/{name}"
         storage.make_dir(posixpath.dirname(path))
         if storage.atomic_rename or names.is_data_file(name):  # nobody else writes this name
             storage.write_parts(path, partial(self._paced, name, size))
@@ -178,16 +192,9 @@ class _Sending:
         storage.add({path: b"".join(self._paced(name, size))})
 
     def _paced(self, name: str, size: int) -> Iterator[bytes]:
-        for piece in pieces(self.found.storage, self.found.path, name, size):
+        for piece in pieces(self.source, self.source_folder, name, size):
             self.pace.wait(len(piece))
             yield piece
-
-
-def origin(found: Found) -> str:
-    """Returns the token of the save from which a copy of a step comes."""
-    assert found.record is not None
-    lineage = found.record.lineage
-    return str(lineage["token"] if lineage.get("by") == "upload" else found.record.token)
 
 
 def pieces(storage: Storage, folder: str, name: str, size: int) -> Iterator[bytes]:

@@ -6,6 +6,9 @@
     again     after an error that may pass, until `timeout_s` after the local commit
 
 Training never waits for it: the queue is bounded, and what no longer fits is dropped and reported.
+
+Where each host has a disk of its own, all processes send together. Process 0 chooses the step, and
+says so where they meet anyway: after a local commit, or when all wait for uploads.
 """
 
 from __future__ import annotations
@@ -13,19 +16,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, final
+from typing import Any, Final, final
 
+from jaxckpt._disk.find import find
 from jaxckpt._run.root import Root
 from jaxckpt._run.schedule import SavePolicy
+from jaxckpt._run.shares import upload_request
 from jaxckpt._run.tiers import over_bound
-from jaxckpt._run.upload import Pace, upload
+from jaxckpt._run.upload import Pace, already_there, checked, copy_run_metadata, upload
 from jaxckpt._save import ending
+from jaxckpt._save.handle import SaveHandle
 from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, SaveFailed, is_io_failure
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Processes, lead, raise_first
+from jaxckpt.multihost import Json, Processes, lead, meet, raise_first
 from jaxckpt.storage import free_bytes
 from jaxckpt.types import StepInfo
 
@@ -74,10 +80,17 @@ class Uploads:
         self._current: Upload | None = None
         self._errors: list[BaseException] = []
         self._pause_s = 0.0
+        self._next_s = 0.0  # when the next upload may begin, of all processes together
         self._is_stopped = False
+        self._started = 0  # uploads of all processes together
         self._bytes_per_s: float | None = None  # of the last upload
         self.newest: int | None = None  # that this process has brought to the directory
         source.needed = self.steps
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process decides what is uploaded."""
+        return self._processes.index == 0
 
     # --- in the threads of the caller and of the saves -------------------------------------------
 
@@ -94,7 +107,7 @@ class Uploads:
             self._waiting.append(one)
             self._drop_oldest()
             self._changed.notify_all()
-            starts = self._thread is None
+            starts = self._thread is None and not self._source.own
             if starts:
                 self._thread = threading.Thread()  # no other caller starts one
         if starts:
@@ -119,6 +132,100 @@ class Uploads:
             why = f"{one.path} was not uploaded: newer steps wait for a slow store"
             self._source.index.report(f"{why}. Step {one.step} stays local while it is kept there")
             self._end(one, SaveFailed(why))
+
+    # --- where all processes upload together -----------------------------------------------------
+
+    def turn(self) -> dict[str, Json]:
+        """Returns what waits, and which step all are to upload now, if any; only in process 0."""
+        with self._changed:
+            chosen = None
+            if self._waiting and self._current is None and time.monotonic() >= self._next_s:
+                chosen = self._current = max(self._waiting, key=lambda one: one.step)
+                self._waiting.remove(chosen)
+                self._started += 1
+            return {
+                "waiting": sorted(one.step for one in self._waiting),
+                "next": None if chosen is None else chosen.step,
+                "number": self._started,
+            }
+
+    def take_turn(self, told: Any) -> None:
+        """Does what process 0 said; begins to upload in the background."""
+        if (thread := self._thread) is not None and told["next"] is not None:
+            thread.join()  # its upload has ended in process 0
+        if not self.leads:
+            with self._changed:
+                self._waiting = [self.expect(step) for step in told["waiting"]]
+                self._started = told["number"]
+                if told["next"] is not None:
+                    self._current = self.expect(told["next"])
+        if told["next"] is not None:
+            ending.start(self, self._work_once, f"jaxckpt-upload {self._target.index.root}")
+
+    def drive(self, over: Callable[[], bool], timeout_s: float) -> None:
+        """Uploads what waits in all processes until process 0 finds that it is enough."""
+        place, deadline_s = self._target.index.root, time.monotonic() + timeout_s
+
+        def turn() -> Json:
+            with self._changed:
+                left_s = deadline_s - time.monotonic()
+                self._changed.wait_for(lambda: self._current is None or over(), max(0.0, left_s))
+                if over() or self._current is not None or not self._waiting:
+                    return None
+            pause_s = self._next_s - time.monotonic()
+            time.sleep(max(0.0, min(pause_s, deadline_s - time.monotonic())))
+            return None if time.monotonic() > deadline_s else self.turn()
+
+        name, most_s = f"uploads {place}/turn", timeout_s + self.timeout_s
+        while (
+            told := lead(self._processes, name, turn, place=place, timeout_s=most_s)
+        ) is not None:
+            self.take_turn(told)
+        if (thread := self._thread) is not None and not self.leads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _work_once(self) -> None:
+        self._thread = threading.current_thread()
+        assert self._current is not None
+        self._attempt(self._current)
+        self._thread = None
+
+    def _send_together(self, one: Upload) -> None:
+        """Uploads the parts of all processes; either all return or all raise."""
+        source, target, step = self._source, self._target, one.step
+        name, place = f"upload {one.path}/{self._started}", one.path
+
+        def is_there() -> bool:
+            if not target.owner.token:  # the directory could not be reached before
+                target.owner.open()
+            if not target.index.is_committed(step):
+                return False
+            found = find(source.index.storage, source.index.check_step(step))
+            already_there(found, checked(found), target.index, step)
+            return True
+
+        if lead(self._processes, f"{name}/there", is_there, place=place, timeout_s=self.timeout_s):
+            return
+        with source.leases.hold(step):
+            request = upload_request(
+                source.index,
+                target.index,
+                step,
+                self._processes,
+                name=name,
+                fence=self._fence(one),
+                pace=self._pace,
+                timeout_s=self.timeout_s,
+            )
+            handle = SaveHandle(request)
+            handle.run()
+        if self._processes.index == 0:
+            copy_run_metadata(source.index, target.index)
+            if handle.timing is not None:
+                self._bytes_per_s = handle.size_bytes / max(handle.timing.seconds, 1e-9)
+            target.committed(StepInfo(step=step, saved_s=time.time(), metrics=one.metrics))
+
+    # --- in any thread ---------------------------------------------------------------------------
 
     def give_way(self) -> None:
         """Drops what waits, so that the local root may delete it."""
@@ -160,6 +267,8 @@ class Uploads:
                 raise one.error
 
         name = f"upload {one.path}"
+        if self._source.own:
+            self.drive(one.ended.is_set, limit_s)
         lead(self._processes, name, wait, place=one.path, timeout_s=limit_s + self.timeout_s)
 
     def seconds_for(self, size_bytes: int) -> float | None:
@@ -196,7 +305,10 @@ class Uploads:
     def stop(self) -> None:
         """Waits until everything is uploaded, for the last time."""
         try:
-            self.finish()
+            if self._source.own:
+                self.drive(lambda: False, self.timeout_s)
+            if self.leads:
+                self.finish()
         finally:
             with self._changed:
                 self._is_stopped = True
@@ -209,13 +321,16 @@ class Uploads:
     def _work(self) -> None:
         self._thread = threading.current_thread()
         while (one := self._next()) is not None:
-            try:
-                self._send(one)
-            except BaseException as error:
-                self._again_or_end(one, error)
-            else:
-                self._pause_s = 0.0
-                self.note_committed(one)
+            self._attempt(one)
+
+    def _attempt(self, one: Upload) -> None:
+        try:
+            (self._send_together if self._source.own else self._send)(one)
+        except BaseException as error:
+            self._again_or_end(one, error)
+        else:
+            self._pause_s = self._next_s = 0.0
+            self.note_committed(one)
 
     def _next(self) -> Upload | None:
         """Waits out the pause after an error; returns the newest step that waits."""
@@ -231,13 +346,11 @@ class Uploads:
 
     def _send(self, one: Upload) -> None:
         source, target, step = self._source, self._target, one.step
-        if not target.owner.token:  # the directory could not be reached before
+        if not target.owner.token:
             target.owner.open()
         start_s = time.monotonic()
         with source.leases.hold(step):
-            # An older step may follow a newer one of ours, but not one of another job.
-            is_newest = self.newest is None or step > self.newest
-            fence = partial(target.owner.fence, step if is_newest else None)
+            fence = self._fence(one)
             done = upload(source.index, target.index, step, fence=fence, pace=self._pace)
         seconds = time.monotonic() - start_s
         if done.sent_bytes:
@@ -246,7 +359,16 @@ class Uploads:
         _logger.info("uploaded %s: %s", done.path, sent)
         target.committed(StepInfo(step=step, saved_s=time.time(), metrics=one.metrics))
 
+    def _fence(self, one: Upload) -> Callable[[], None]:
+        # An older step may follow a newer one of ours, but not one of another job.
+        is_newest = self.newest is None or one.step > self.newest
+        return partial(self._target.owner.fence, one.step if is_newest else None)
+
     def _again_or_end(self, one: Upload, error: BaseException) -> None:
+        if not self.leads:  # process 0 decides
+            with self._changed:
+                self._current = None
+            return
         waited_s = time.monotonic() - one.since_s
         if not _may_pass(error) or waited_s > self.timeout_s:
             self._end(one, error)
@@ -254,9 +376,11 @@ class Uploads:
         self._source.index.warn(f"{one.path} is not uploaded yet, and tried again: {error}")
         with self._changed:
             self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+            self._next_s = time.monotonic() + self._pause_s
             self._current = None
             self._waiting.append(one)
             self._drop_oldest()
+            self._changed.notify_all()
 
     def _end(self, one: Upload, error: BaseException | None) -> None:
         with self._changed:
@@ -321,6 +445,8 @@ class Tiers:
             raise_first(self.uploads.take_errors())
 
         limit_s = self.uploads.timeout_s if timeout_s is None else timeout_s
+        if self.local.own:
+            self.uploads.drive(lambda: False, limit_s)
         lead(self.processes, f"uploads {place}", wait, place=place, timeout_s=limit_s + 60)
 
     def place(self, size_bytes: int, name: str) -> Root:
@@ -330,12 +456,22 @@ class Tiers:
             size_bytes: Of this process's share.
             name: Of the save.
         """
+        where, timeout_s = self.local.index.root, self.timeout_s
+        if self.local.own:
+            full, problem = False, None
+            try:
+                full = self._is_full(size_bytes)
+            except OSError as error:
+                problem = error
+            met = meet(self.processes, f"{name}/place", full, problem, timeout_s=timeout_s)
+            met.check(problem, f"{name}: the local disks")
+            return self.directory if any(met.values) else self.local
         is_full = lead(
             self.processes,
             f"{name}/place",
             partial(self._is_full, size_bytes * self.processes.count),
-            place=self.local.index.root,
-            timeout_s=self.timeout_s,
+            place=where,
+            timeout_s=timeout_s,
         )
         return self.directory if is_full else self.local
 
@@ -370,6 +506,16 @@ class Tiers:
             self.uploads.note_committed(upload)
         else:
             self.uploads.put(upload)
+
+    def turn(self) -> Json:
+        """Returns what the other processes are to do on their disks after a commit."""
+        return {"stay": self.local.index.steps(), **self.uploads.turn()}
+
+    def take_turn(self, root: Root, info: StepInfo, told: Any) -> None:
+        """Does on this process's disk what process 0 said."""
+        if root is self.local and not self.uploads.leads:
+            root.follow(info, told["stay"])
+        self.uploads.take_turn(told)
 
     def wait_for(
         self, root: Root, step: int, upload: Upload | None, timeout_s: float | None

@@ -60,7 +60,10 @@ class SaveRequest:
     name: str  # where the processes meet; unique
     meter: Meter  # started when the caller called
     custom_metadata: Mapping[str, Any] = field(default_factory=dict)
+    lineage: Mapping[str, Any] = field(default_factory=dict)
     overwrite: Overwrite = False
+    own: bool = False  # whether each process saves what it holds on a disk of its own
+    resumes: bool = False  # whether to go on where an attempt with this token ended
     is_step: bool = False  # whether to lay it out like a step of an Orbax manager
     token: str | None = None  # of the attempt; if None, process 0 makes one
     fence: Callable[[], None] | None = None  # before the commit; raises if this job lost the run
@@ -239,7 +242,7 @@ class SaveHandle:
         request = self._request
         with self._in_turn():
             with self._beginning() as led:
-                if request.processes.index == 0:
+                if request.own or request.processes.index == 0:
                     if request.problem is not None:
                         raise request.problem
                     self._transaction = _transaction.begin(
@@ -248,20 +251,26 @@ class SaveHandle:
                         overwrite=request.overwrite,
                         token=self._token,
                         fence=request.fence,
+                        resumes=request.resumes,
                     )
                     led.value = _transaction.work_for(
                         request.storage, self.path, self._transaction.token
                     )
-            work = Work(*led.value)
+            work = Work(*led.value)._replace(own=request.own)
             self._write(work)
             with self._meter.phase("meet"):
                 written = self._meet()
-            with self._meter.phase("commit"), _leading(request, "committed"), _explaining(request):
+            with self._meter.phase("commit"), _committing(request), _explaining(request):
                 if self._transaction is not None:
                     files, digests = _describe(request, work, written)
-                    phases, item = self._meter.timing().phases, request.items[0].name
+                    processes = request.processes
                     self._transaction.commit(
-                        files, digests=digests, lineage={}, phases=phases, item=item
+                        files,
+                        digests=digests,
+                        lineage=request.lineage,
+                        phases=self._meter.timing().phases,
+                        item=request.items[0].name,
+                        share=(processes.index, processes.count) if request.own else None,
                     )
 
     @contextlib.contextmanager
@@ -274,12 +283,15 @@ class SaveHandle:
             self._meter.waited()
             yield
         except BaseException as error:
-            if self._transaction is not None:
+            leads = request.own or request.processes.index == 0
+            if self._transaction is not None and request.resumes:
+                self._transaction.release()  # what is there stays for the next attempt
+            elif self._transaction is not None:
                 self._transaction.abort()
-            elif request.processes.index == 0 and self._token is not None:
+            elif leads and self._token is not None and not request.resumes:
                 # Other processes may have written where process 0 could not.
                 work = _transaction.work_for(request.storage, self.path, self._token)
-                _removal.discard_work(request.storage, *work)
+                _removal.discard_work(request.storage, work.path, work.mark)
             _transaction.raise_save_error(self.path, error, size_bytes=self.size_bytes)
         else:
             self.timing = self._meter.timing()
@@ -332,7 +344,7 @@ class SaveHandle:
             return []
         report = {
             "seconds": self._meter.phases.get("write", 0.0),
-            "path": self.path,
+            "path": "" if request.own else self.path,
             "items": {item.name: item.said() for item in request.items},
         }
         name, mark = f"{request.name}/written", _SKIPS if request.skips else ""
@@ -366,6 +378,22 @@ def _explaining(request: SaveRequest) -> Iterator[None]:
                 except SaveFailed as fenced:
                     raise fenced from error
         raise
+
+
+@contextlib.contextmanager
+def _committing(request: SaveRequest) -> Iterator[None]:
+    """Process 0 commits, or with `own` each process its own share, and none is alone with it."""
+    if not request.own:
+        with _leading(request, "committed"):
+            yield
+        return
+    problem = None
+    try:
+        yield
+    except Exception as error:  # reported to the others, then raised
+        problem = error
+    name, place = f"{request.name}/committed", f"{request.path} was not saved"
+    meet(request.processes, name, None, problem, timeout_s=request.timeout_s).check(problem, place)
 
 
 def _leading(request: SaveRequest, what: str) -> AbstractContextManager[Lead]:

@@ -11,7 +11,7 @@ import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -79,7 +79,8 @@ class FileItem:
                 storage.make_dir(posixpath.join(work.path, self.name, folder).rstrip("/"))
             return files, {}
         files = dict(self.mine) if work.mark else {}
-        for i in range(1 if work.mark else 0, processes.count):
+        others = range(1 if work.mark else 0, processes.count)
+        for i in [processes.index] if work.own else others:
             file = names.process_file(i, processes.count)
             place = f"{self._folder(work, i)}/{file}"
             files[file] = storage.read(place, max_bytes=jsontext.MAX_BYTES)
@@ -94,13 +95,14 @@ class TreeItem:
     tree: TreePlan
     snapshot: Sequence[np.ndarray[Any, Any]] | None  # values of `tree.sources`, until written
     share: bytes = b""  # the checksums of process 0's chunks
+    held: bytes = b""  # the checksums of the chunks that this process only holds
     manifest: bytes = b""  # of the database, if one process writes it
     handler: str = step.PYTREE_HANDLER
 
     @property
     def size_bytes(self) -> int:
         """The approximate size of the values in memory."""
-        return self.tree.plan.total_bytes
+        return self.tree.plan.total_bytes + self.tree.plan.held_bytes
 
     def folder(self, work: Work, processes: Processes) -> str:
         """Returns the directory of the database that this process writes."""
@@ -125,14 +127,32 @@ class TreeItem:
         if processes.count == 1:
             self.manifest = manifest
             return
-        files = {names.OCDBT_MANIFEST: manifest, names.CHUNK_SUMS: b"" if leads else share}
+        is_known = leads and not work.own  # to the process that merges the shares
+        files = {names.OCDBT_MANIFEST: manifest, names.CHUNK_SUMS: b"" if is_known else share}
         storage.add({f"{folder}/{name}": data for name, data in files.items() if data})
         if not leads and manifest:
             storage.sync(folder)
+        if work.own:
+            self._write_held(storage, work, snapshot, describe=not leads)
+
+    def _write_held(
+        self,
+        storage: Storage,
+        work: Work,
+        snapshot: Sequence[np.ndarray[Any, Any]],
+        *,
+        describe: bool,
+    ) -> None:
+        """Writes what another process writes too, beside this one's part for the directory."""
+        folder, writes = f"{self._item(work)}/{names.OCDBT_HELD}", self.tree.held
+        sums, manifest = write_arrays(storage, folder, writes, snapshot, describe=describe)
+        self.held = encode_share(writes.units, sums)
+        if manifest:
+            storage.add({f"{folder}/{names.OCDBT_MANIFEST}": manifest})
 
     def said(self) -> Json:
         """Returns the facts that the processes compare."""
-        return {"item": "tree", "tree": self.tree.fingerprint, "bytes": self.size_bytes}
+        return {"item": "tree", "tree": self.tree.fingerprint, "bytes": self.tree.plan.total_bytes}
 
     def disagreement(self, said: Sequence[Any]) -> dict[int, str]:
         """Returns how the trees differ from process 0's, by process."""
@@ -164,19 +184,31 @@ class TreeItem:
             return files, {}
         manifest, there = self.manifest, {}
         if processes.count > 1:
-            writers = [i for i, one in enumerate(said) if one["bytes"] or i == 0]
-            manifest = merge(storage, item, writers, work.mark)
-            there = _read_back(
-                storage, item, [names.process_database(i, work.mark) for i in writers]
-            )
+            databases = databases_of(work, said)
+            if work.own:
+                databases = self._own_databases(storage, work, processes)
+            manifest = merge(storage, item, databases)
+            there = read_back(storage, item, databases)
         shares = [data for name, data in there.items() if name.endswith(names.CHUNK_SUMS)]
-        table = merge_shares([self.share, *shares], count := self.tree.writes.unit_count)
+        count = self.tree.writes.unit_count
+        table = merge_shares([self.share, self.held, *shares], count, partial=work.own)
         if table is None:
             raise SaveFailed(f"{item}: no process wrote some of the {count} chunks")
         return {**files, names.CHUNK_SUMS: table, names.OCDBT_MANIFEST: manifest}, there
 
+    def _own_databases(self, storage: Storage, work: Work, processes: Processes) -> list[str]:
+        there = [names.process_database(processes.index), names.OCDBT_HELD]
+        manifests = [f"{self._item(work)}/{name}/{names.OCDBT_MANIFEST}" for name in there]
+        return [n for n, file in zip(there, manifests, strict=True) if storage.kind(file)]
 
-def _read_back(storage: Storage, item: str, folders: Sequence[str]) -> dict[str, bytes]:
+
+def databases_of(work: Work, said: Sequence[Any]) -> list[str]:
+    """Returns the databases that the processes wrote, from what they said."""
+    writers = [i for i, one in enumerate(said) if one["bytes"] or i == 0]
+    return [names.process_database(i, work.mark) for i in writers]
+
+
+def read_back(storage: Storage, item: str, folders: Sequence[str]) -> dict[str, bytes]:
     """Reads the small files that the processes wrote, all at once; by name in the item."""
     small = (names.OCDBT_MANIFEST, names.CHUNK_SUMS)
     files = [f"{folder}/{name}" for folder in folders for name in small]
@@ -192,7 +224,22 @@ def _read_if_there(storage: Storage, path: str) -> bytes | None:
         return None
 
 
-SaveItem = TreeItem | FileItem
+class SaveItem(Protocol):
+    """An item of a checkpoint, ready to be written."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def handler(self) -> str: ...
+    @property
+    def size_bytes(self) -> int: ...
+    def folder(self, work: Work, processes: Processes) -> str: ...
+    def write(self, storage: Storage, work: Work, processes: Processes) -> None: ...
+    def said(self) -> Json: ...
+    def disagreement(self, said: Sequence[Any]) -> dict[int, str]: ...
+    def finish(
+        self, storage: Storage, work: Work, processes: Processes, said: Sequence[Any]
+    ) -> tuple[dict[str, bytes], dict[str, bytes]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +264,7 @@ def take_tree(
     copy: bool,
     dtype: str | None = None,
     zstd: int | None = None,
+    holds: bool = False,
 ) -> TreeItem:
     """Copies this process's share of a tree to the host.
 
@@ -224,11 +272,12 @@ def take_tree(
         copy: Whether to copy numpy arrays, which the caller may change before they are written.
         dtype: If given, the dtype in which all floating-point arrays are saved.
         zstd: If given, the level at which chunks are compressed.
+        holds: Whether to copy all shards that this process holds.
 
     Raises:
         UnsupportedLeaf: leaves cannot be stored; the message names all of them.
     """
-    tree, values = plan_tree(value, processes, dtype, zstd)
+    tree, values = plan_tree(value, processes, dtype, zstd, holds=holds)
     try:
         return TreeItem(name=name, tree=tree, snapshot=stage(values, tree.sources, copy=copy))
     except TreeMismatch as error:

@@ -48,9 +48,17 @@ class TreePlan:
     @cached_property
     def writes(self) -> WritePlan:
         """The writes of this process to the database, without the values."""
+        return self._writes_of(self.plan)
+
+    @cached_property
+    def held(self) -> WritePlan:
+        """The writes of the other chunks that this process holds, if the plan has them."""
+        return self._writes_of(replace(self.plan, writes=self.plan.held))
+
+    def _writes_of(self, plan: SavePlan) -> WritePlan:
         prefixes = [leaf.prefix for leaf in self.tree.leaves if leaf.has_array]
         places = {(source.array, source.shard): i for i, source in enumerate(self.sources)}
-        return plan_writes(prefixes, self.plan, places)
+        return plan_writes(prefixes, plan, places)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -67,19 +75,25 @@ class TreePlan:
 
 
 def plan_tree(
-    value: object, processes: Processes, dtype: str | None = None, zstd: int | None = None
+    value: object,
+    processes: Processes,
+    dtype: str | None = None,
+    zstd: int | None = None,
+    *,
+    holds: bool = False,
 ) -> tuple[TreePlan, Sequence[Array]]:
     """Returns the plan of a tree and the values of its arrays.
 
     Args:
         dtype: If given, the dtype in which all floating-point arrays are saved.
         zstd: If given, the level at which chunks are compressed.
+        holds: As in `plan_save`.
 
     Raises:
         UnsupportedLeaf: leaves cannot be stored; the message names all of them.
     """
     check_levels(value, "the tree")
-    form = _form_of(value, processes, dtype, zstd)
+    form = _form_of(value, processes, dtype, zstd, holds=holds)
     if form is not None and (kept := _find(form)) is not None:
         if kept is not _kept[0]:
             _put_first(kept)
@@ -88,7 +102,7 @@ def plan_tree(
     if dtype is not None:
         flat = replace(flat, leaves=tuple(_cast_leaf(leaf, dtype) for leaf in flat.leaves))
     values = [v for v in flat.values if v is not None]
-    planned = _work_out(flat, values, processes, zstd)
+    planned = _work_out(flat, values, processes, zstd, holds=holds)
     if form is not None:
         _keep(form, planned)
     return planned, values
@@ -108,6 +122,7 @@ class _Form:
     treedef: Any
     dtype: str | None  # as in `plan_tree`
     zstd: int | None
+    holds: bool
     leaves: list[Any] = field(compare=False)  # without None and empty containers, like jax
 
 
@@ -145,7 +160,7 @@ def _put_first(kept: _Kept) -> None:
 
 
 def _form_of(
-    value: object, processes: Processes, dtype: str | None, zstd: int | None
+    value: object, processes: Processes, dtype: str | None, zstd: int | None, *, holds: bool
 ) -> _Form | None:
     """Returns None for a tree with leaves that only `flatten` can judge."""
     try:
@@ -162,6 +177,7 @@ def _form_of(
             treedef=treedef,
             dtype=dtype,
             zstd=zstd,
+            holds=holds,
             leaves=leaves,
         )
     except Exception:  # `flatten` explains it, or there is nothing wrong but a `repr`
@@ -199,7 +215,7 @@ def _sort_of(cls: type) -> Literal["device", "host", "number", "text", "bytes"] 
 
 
 def _work_out(
-    flat: Flat, values: Sequence[Array], processes: Processes, zstd: int | None
+    flat: Flat, values: Sequence[Array], processes: Processes, zstd: int | None, *, holds: bool
 ) -> TreePlan:
     texts_of(flat.leaves)  # at once, not in the background
     arrays_of = [leaf for leaf in flat.leaves if leaf.has_array]
@@ -209,7 +225,7 @@ def _work_out(
     ]
     specs = [_spec(v, processes, dtype) for v, dtype in zip(values, dtypes, strict=True)]
     _check_process_0_sees(arrays_of, specs)
-    plan = plan_save(specs, process=processes.index)
+    plan = plan_save(specs, process=processes.index, holds=holds)
     plan = replace(plan, stored=tuple(compressed(array, zstd) for array in plan.stored))
     stored = iter(plan.stored)
     leaves = tuple(

@@ -16,6 +16,7 @@ other's checkpoints.
         _jaxckpt.sums             ours: the checksum of each chunk
         manifest.ocdbt  d/        the database
         ocdbt.process_<i>/        the part written by process i (only with several processes)
+        ocdbt.process_held/       shards of other processes' parts (only in a share, see `step`)
 
 On request, the files of the one item are in <checkpoint> itself, which then lacks
 `orbax.checkpoint`, as where Orbax's v0 saves one tree. Its name is "".
@@ -29,6 +30,8 @@ A step of a run lacks `orbax.checkpoint`, as in Orbax's managers, and may have m
       _jaxckpt.pinned             ours: the step must not be deleted
       _CHECKPOINT_DELETION        JSON: the item whose deletion has begun, which is no longer read
     <run>/_jaxckpt.owner          ours: the job that may commit here, the last to open the run
+    <local>/_jaxckpt.disk         ours: tells the local disks of the hosts of a run apart
+    <local>/share_<n>/            ours: the run of the n-th process on such a disk
     <run>/_jaxckpt.lock           ours: locked while that job lives
     <run>/_jaxckpt.doomed         ours: the steps that are being deleted
     <run>/_jaxckpt.lease-<token>  ours: a reader is reading a step, which must stay
@@ -55,6 +58,7 @@ CHUNK_SUMS: Final = "_jaxckpt.sums"
 OCDBT_MANIFEST: Final = "manifest.ocdbt"
 OCDBT_DATA: Final = "d"
 OCDBT_PROCESS: Final = "ocdbt.process_"
+OCDBT_HELD: Final = f"{OCDBT_PROCESS}held"
 ZARR2: Final = ".zarray"
 ZARR3: Final = "zarr.json"
 DELETION_RECORD: Final = "_CHECKPOINT_DELETION"
@@ -68,6 +72,7 @@ TOP_FILES: Final = (ORBAX_MARKER, CHECKPOINT_METADATA, COMMIT_MARKER, RECORD, WR
 OWNER: Final = "_jaxckpt.owner"
 LOCK: Final = "_jaxckpt.lock"
 DOOMED: Final = "_jaxckpt.doomed"
+DISK: Final = "_jaxckpt.disk"
 # Orbax keeps the custom metadata of a whole run in this directory, in this file.
 ROOT_METADATA: Final = "metadata"
 ROOT_METADATA_FILE: Final = "_ROOT_METADATA"

@@ -4,13 +4,15 @@ The record, `_jaxckpt.json`, has two lines. The first is JSON:
 
     {"version": 1, "writer": "jaxckpt 0.1.0", "token": ..., "name": "1000", "lineage": ...,
      "phases": {"snapshot": 0.01, "write": 1.2, ...}, "item": "model",
+     "share": [1, 4],
      "files": {"state/_METADATA": {"bytes": 1234, "sha256": ...},
                "state/d/5c1f...": {"bytes": 99}}}
 
 The second is the SHA-256 of the first, in hex. The record lists every file of the checkpoint except
-itself and `commit_success.txt`; "item" is the main item, left out if it is "state". Data files have
-no SHA-256: each chunk carries a checksum, and a file with a SHA-256 lists the checksums of all
-chunks.
+itself and `commit_success.txt`; "item" is the main item, left out if it is "state". "share" is
+there if the checkpoint has only what one process of several held: its index and their number. Data
+files have no SHA-256: each chunk carries a checksum, and a file with a SHA-256 lists the checksums
+of all chunks.
 """
 
 from __future__ import annotations
@@ -138,6 +140,7 @@ class Record:
     lineage: Mapping[str, Any] = field(default_factory=dict)  # the source of copied values
     phases: Mapping[str, float] = field(default_factory=dict)  # see `jaxckpt.types.Timing`
     item: str = names.STATE_ITEM  # the one to restore if none is named; "" if the tree is flat
+    share: tuple[int, int] | None = None  # the process whose shards it has, and their number
     digest: str = field(default="", compare=False)  # of the file, once read
 
 
@@ -151,6 +154,7 @@ def encode_record(record: Record) -> bytes:
             "lineage": dict(record.lineage),
             "phases": {name: round(seconds, 6) for name, seconds in record.phases.items()},
             **({} if record.item == names.STATE_ITEM else {"item": record.item}),
+            **({} if record.share is None else {"share": record.share}),
             "files": {
                 path: {"bytes": facts.size} | ({"sha256": facts.sha256} if facts.sha256 else {})
                 for path, facts in record.files.items()
@@ -171,6 +175,9 @@ def decode_record(data: bytes, *, file: str) -> Record:
             f"{file}: written by a newer jaxckpt (record version {version}, this release reads up "
             f"to {VERSION}). Upgrade jaxckpt to read it."
         )
+    share = expect(top.get("share", [0, 1]), list, "'share'", file=file)
+    if len(share) != 2 or not all(type(n) is int for n in share) or not 0 <= share[0] < share[1]:
+        raise damaged(file, f"'share' is {share!r}")
     files = {}
     for path, facts in expect(top.get("files"), dict, "'files'", file=file).items():
         entry = expect(facts, dict, path, file=file)
@@ -192,6 +199,7 @@ def decode_record(data: bytes, *, file: str) -> Record:
             for name, seconds in expect(top.get("phases", {}), dict, "'phases'", file=file).items()
         },
         item=expect(top.get("item", names.STATE_ITEM), str, "'item'", file=file),
+        share=(share[0], share[1]) if "share" in top else None,
         digest=digest(data),
     )
 

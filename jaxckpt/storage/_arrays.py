@@ -412,8 +412,8 @@ class Extent(NamedTuple):
 # TensorStore's text form of a reference: kind, directory of the database that wrote it, file,
 # offset, size. The pattern admits only our directory names and TensorStore's file names.
 _REFERENCE: Final = re.compile(
-    r"(value|btreenode):((?:ocdbt\.process_\d{1,9}(?:\.[0-9a-f]{16})?/)?):(d/n?[0-9a-f]{32})"
-    r":(\d{1,18}):(\d{1,18})"
+    r"(value|btreenode):((?:ocdbt\.process_(?:\d{1,9}(?:\.[0-9a-f]{16})?|held)/)?)"
+    r":(d/n?[0-9a-f]{32}):(\d{1,18}):(\d{1,18})"
 )
 
 

@@ -240,6 +240,16 @@ ROWS = {
         count=210,
         target="stores",
     ),
+    "41": Row(
+        title="kill -9 before file changes of hosts with disks of their own: the newest step that "
+        "was acknowledged restores on the same hosts",
+        count=8,
+    ),
+    "42": Row(
+        title="hosts lost with their disks: the newest durable step restores",
+        count=6,
+        target="faults-root",
+    ),
     "40": Row(
         title="kill -9 before and after the store acts on each request of a run with a local disk "
         "in front: as in row 39",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 
 import jaxckpt
 from jaxckpt.storage import locate
 
+SERVERS = ["gcs_server", "moto_server", "azurite_server"]
 
-@pytest.mark.parametrize("name", ["gcs_server", "moto_server", "azurite_server"])
+
+@pytest.mark.parametrize("name", SERVERS)
 def test_processes_save_and_restore_together(request, use_store, run_processes, name):
     """Each process writes its share; nothing of an attempt is in the way of the next one."""
     server = use_store(request.getfixturevalue(name))
@@ -25,3 +29,28 @@ def test_processes_save_and_restore_together(request, use_store, run_processes, 
     alone = jaxckpt.restore(f"{url}/3")
     assert np.array_equal(alone["split"], np.arange(1 << 18, dtype=np.float32).reshape(8, -1) + 3)
     assert not any(file.startswith("1/") for file in locate(url)[0].files(url))
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_hosts_upload_what_is_on_their_disks(request, use_store, run_processes, tmp_path, name):
+    """All parts of a step become one there; a new host reads it, the other one its own disk."""
+    server = use_store(request.getfixturevalue(name))
+    url = f"{server.scheme}://{server.bucket}/run"
+    kinds = ["split", "whole", "count"]
+
+    def train(steps):
+        args = [tmp_path, steps, [0, 1], kinds, True, True, url, server.env]
+        return [one.result for one in run_processes("tiers:train_apart", args=args)]
+
+    for one in train(3):
+        assert one["tiers"] == {"local": [2, 3], "durable": [2], "waiting": []}
+        assert one["problems"] == []
+    assert jaxckpt.verify(f"{url}/2").ok
+    assert jaxckpt.restore(f"{url}/2", as_numpy=True)["whole"][7] == 14
+    assert not any(".orbax-checkpoint-tmp" in file for file in locate(url)[0].files(url))
+
+    shutil.rmtree(tmp_path / "host0")
+    said = train(0)
+    assert [one["start"] for one in said] == [2, 2]
+    assert said[0]["places"][0].endswith("/run/2")
+    assert said[1]["places"][0].endswith("/host1/local/share_0/2")

@@ -1,9 +1,17 @@
-"""Trains in several processes with a local directory that all of them see."""
+"""Trains in several processes with local directories: one that all see, or one for each host."""
 
 from __future__ import annotations
 
+import os
+import threading
+
+import numpy as np
+
 from jaxckpt import CheckpointManager, SavePolicy
-from tests.workers.manages import check_state, make_init, state_at
+from jaxckpt.storage import LocalStorage
+from jaxckpt.testing._storage import MUTATING_VERBS, _Relay
+from tests.workers.manages import check_state, make_init, specs, state_at
+from tests.workers.saves import mesh_of, put
 
 
 def train(me, root, steps):
@@ -26,10 +34,148 @@ def resume(me, root):
         return {"step": step, "problems": manager.problems, "tiers": manager.tiers}
 
 
-def _open(root):
+# --- hosts with disks of their own -----------------------------------------------------------
+
+
+def train_apart(
+    me,
+    root,
+    steps,
+    hosts,
+    kinds=("split", "whole", "count"),
+    data=True,
+    wait=True,
+    url=None,
+    env=None,
+):
+    """As `train`; `hosts` has the disk of each process."""
+    os.environ.update(env or {})
+    seen = Data(me.index)
+    with _open(root, host=hosts[me.index], url=url) as manager:
+        items = {"data": seen} if data else {}
+        state, start = manager.restore_or(_init(kinds), items=items)
+        _check(state, start, kinds)
+        assert seen.at == start or not data
+        places = [str(timing.path) for timing in manager.timings]
+        for step in range(start + 1, start + steps + 1):
+            seen.at = step
+            handle = manager.save(step, _state(step, kinds), items=items, metrics={"n": step})
+            handle.result()
+            me.reach(f"saved {step}")
+            if wait and step % 2 == 0:
+                handle.durable()
+        if wait:
+            manager.wait_until_finished()
+        tiers = manager.tiers if wait else None
+        return {
+            "start": start,
+            "tiers": tiers,
+            "problems": manager.problems,
+            "places": places,
+        }
+
+
+def train_and_die(me, root, steps, hosts, process, change):
+    """As `train_apart`, but a process is killed at its n-th change of a file on its disk."""
+    from jaxckpt._run import root as _root
+
+    if me.index == process:
+        real, dying = _root.locate, Dying(me, change)
+
+        def locate(path):
+            storage, found = real(path)
+            return (dying if "/local" in found else storage), found
+
+        _root.locate = locate
+    return train_apart(me, root, steps, hosts)
+
+
+def ask(me, root, hosts):
+    """Does by hand what managers can do."""
+    with _open(root, host=hosts[me.index]) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_at(step), metrics={"n": -step})
+        manager.wait_until_finished()
+        manager.pin(3)
+        manager.unpin(3)
+        manager.delete(3)
+        reports = manager.scrub()
+        after = manager.restore(state_at(0), step=2)
+        check_state(after, 2)
+        return {
+            "tiers": manager.tiers,
+            "scrubbed": {str(n): report.ok for n, report in reports.items()},
+        }
+
+
+class Dying(_Relay):
+    """A disk whose process is killed at its n-th change."""
+
+    def __init__(self, me, change):
+        super().__init__(LocalStorage())
+        self.me, self.left = me, change
+        self.lock = threading.Lock()
+
+    def _before(self, verb, path, data=b""):
+        if verb in MUTATING_VERBS:
+            with self.lock:
+                self.left -= 1
+                if self.left == 0:
+                    self.me.die()
+
+
+class Data:
+    """A data iterator with a position of its own in each process."""
+
+    def __init__(self, process):
+        self.process, self.at = process, 0
+
+    def get_state(self):
+        return {"process": self.process, "at": self.at}
+
+    def set_state(self, state):
+        assert state["process"] == self.process
+        self.at = state["at"]
+
+
+def _values(step, kinds):
+    """Chunks of their own files; each process writes a half of what both hold."""
+    values = {
+        "split": np.arange(48_000, dtype=np.float32) + step,
+        "whole": np.arange(600_000, dtype=np.float32) * step,
+        "count": np.int32(step),
+    }
+    return {name: value for name, value in values.items() if name in kinds}
+
+
+def _state(step, kinds):
+    import jax
+
+    mesh, spec_of = mesh_of(x=jax.device_count()), specs()
+    return {name: put(value, mesh, spec_of[name]) for name, value in _values(step, kinds).items()}
+
+
+def _init(kinds):
+    import jax
+
+    shardings = {name: array.sharding for name, array in _state(0, kinds).items()}
+    return jax.jit(lambda: _values(0, kinds), out_shardings=shardings)
+
+
+def _check(state, step, kinds):
+    wanted = _values(step, kinds)
+    assert state.keys() == set(kinds)
+    for name in kinds:
+        for shard in state[name].addressable_shards:
+            assert (shard.data == wanted[name][shard.index]).all()
+
+
+def _open(root, host=None, url=None):
     return CheckpointManager(
-        f"{root}/run",
+        url or f"{root}/run",
         save=SavePolicy(every_steps=2),
-        local=f"{root}/local",
+        local=f"{root}/local" if host is None else f"{root}/host{host}/local",
         local_save=SavePolicy(every_steps=1),
+        timeout_s=10,
+        durable_timeout_s=10,
     )

@@ -1,0 +1,241 @@
+"""Local disks of the hosts, each with what its own processes held of a step: its shares.
+
+    disk      each has a file that tells it from the others
+    share     a checkpoint of what one process held: its part of the step, as in the directory of
+              the run, and the other chunks of its shards; see `_save.snapshot`
+    upload    all processes send their parts, in one save there; process 0 merges them
+
+A share has every chunk that its process needs to restore the step as it was, and nothing more.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, final
+
+from jaxckpt._disk.checksums import merge_shares
+from jaxckpt._disk.find import find
+from jaxckpt._disk.found import Found
+from jaxckpt._disk.transaction import Work
+from jaxckpt._disk.writer import merge
+from jaxckpt._progress.meter import Meter
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.upload import Pace, Sending, checked, lineage_of, upload_token
+from jaxckpt._save.handle import SaveRequest
+from jaxckpt._save.snapshot import FileItem, SaveItem, databases_of, read_back
+from jaxckpt.errors import CheckpointError, CheckpointNotFound, SaveFailed
+from jaxckpt.format import names, step
+from jaxckpt.format.arrays import CRC_BYTES
+from jaxckpt.format.step import Record
+from jaxckpt.multihost import Json, Processes, meet
+from jaxckpt.storage import Storage
+
+_MAX_ID_BYTES: Final = 64
+
+
+def place_on_disk(storage: Storage, root: str, processes: Processes, *, timeout_s: float) -> str:
+    """Returns where this process saves in its local directory: there, or in a share of it.
+
+    All save there together if they see the same directory.
+    """
+    found, problem = "", None
+    try:
+        storage.make_dir(root)
+        file = f"{root}/{names.DISK}"
+        storage.create(file, secrets.token_hex(16).encode())
+        found = storage.read(file, max_bytes=_MAX_ID_BYTES).decode("ascii", "replace")
+    except Exception as error:  # reported to the others, then raised
+        problem = error
+    met = meet(processes, f"local {names.DISK}", found, problem, timeout_s=timeout_s)
+    met.check(problem, f"the local directory {root} cannot be used")
+    if len(set(met.values)) == 1:
+        return root
+    return f"{root}/share_{met.values[: processes.index].count(found)}"
+
+
+def steps_on_disk(index: StepIndex) -> list[tuple[int, str]]:
+    """Returns the steps of a share that can be found, each with the save that it comes from."""
+    found = []
+    for number in index.steps():
+        try:
+            origin = find(index.storage, index.path(number)).origin
+        except (CheckpointError, OSError) as error:
+            index.report(f"step {number} in {index.root} cannot be found: {error}")
+            continue
+        if origin is not None:
+            found.append((number, origin))
+    return found
+
+
+def origin_in(index: StepIndex, number: int) -> str | None:
+    """Returns the save that a step comes from; None if that is unknown."""
+    try:
+        return find(index.storage, index.path(number)).origin
+    except CheckpointError:  # the restore tells what is wrong with it
+        return None
+
+
+def upload_request(
+    source: StepIndex,
+    target: StepIndex,
+    number: int,
+    processes: Processes,
+    *,
+    name: str,
+    fence: Callable[[], None],
+    pace: Pace,
+    timeout_s: float,
+) -> SaveRequest:
+    """Returns the save of a step in the directory of a run, of the parts on the hosts' disks."""
+    path = target.path(number)
+    common = partial(
+        SaveRequest,
+        storage=target.storage,
+        path=path,
+        processes=processes,
+        name=name,
+        meter=Meter("save", path, step=number),
+        is_step=True,
+        fence=fence if processes.index == 0 else None,
+        resumes=True,
+        timeout_s=timeout_s,
+    )
+    try:
+        found = find(source.storage, source.check_step(number))
+        record = _checked_share(found, processes)
+        main = [record.item] if record.item in found.items else []
+        items = [_item(found, one, pace, processes) for one in dict.fromkeys([*main, *found.items])]
+        return common(
+            items=items,
+            custom_metadata=found.metadata.custom_metadata or {},
+            started_ns=found.metadata.init_ns or 0,
+            lineage=lineage_of(found),
+            token=upload_token(found),
+        )
+    except Exception as error:  # reported to the others, then raised
+        return common(items=[], problem=error, token=secrets.token_hex(8))
+
+
+def _checked_share(found: Found, processes: Processes) -> Record:
+    record, own = checked(found), (processes.index, processes.count)
+    if record.share != own:
+        what = f"is not what process {own[0]} of {own[1]} held, but {record.share}"
+        raise CheckpointNotFound(f"{found.path} {what}")
+    return record
+
+
+def _item(found: Found, name: str, pace: Pace, processes: Processes) -> SaveItem:
+    handler = found.metadata.handlers.get(name, step.JSON_HANDLER)
+    path = found.items[name]
+    files = found.recorded(path)
+    if names.TREE_METADATA in files:
+        return SentTree(name=name, found=found, pace=pace, handler=handler)
+    own = names.process_file(processes.index, processes.count)
+
+    def read(file: str) -> bytes:
+        folder = posixpath.join(path, posixpath.dirname(file)).rstrip("/")
+        return found.read(folder, posixpath.basename(file))
+
+    shared = [file for file in files if file not in (own, names.COMMIT_MARKER)]
+    return FileItem(
+        name=name,
+        mine={own: read(own)} if own in files else {},
+        shared=lambda: {file: read(file) for file in shared},
+        handler=handler,
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentTree:
+    """A pytree whose part of this process lies on its disk, as it is to lie in the directory."""
+
+    name: str
+    found: Found
+    pace: Pace
+    handler: str
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the files to send."""
+        return sum(self._sizes(self._process).values())
+
+    @property
+    def _process(self) -> int:
+        record = self.found.record
+        return record.share[0] if record is not None and record.share is not None else 0
+
+    @property
+    def _path(self) -> str:
+        return self.found.items[self.name]
+
+    def _sizes(self, process: int) -> dict[str, int]:
+        folder = f"{self._path}/{names.process_database(process)}"
+        return {name: facts.size for name, facts in self.found.recorded(folder).items()}
+
+    def _item(self, work: Work) -> str:
+        return f"{work.path}/{self.name}" if self.name else work.path
+
+    def folder(self, work: Work, processes: Processes) -> str:
+        """Returns the directory of the database that this process writes."""
+        return f"{self._item(work)}/{names.process_database(processes.index, work.mark)}"
+
+    def write(self, storage: Storage, work: Work, processes: Processes) -> None:
+        """Sends this process's part, but not the files that are there already."""
+        sizes = self._sizes(processes.index)
+        if not sizes:
+            return
+        folder = self.folder(work, processes)
+        source = f"{self._path}/{names.process_database(processes.index)}"
+        storage.make_dir(folder)
+        sending = Sending(self.found.storage, source, storage, folder, self.pace)
+        sending.send_all(sizes)
+        storage.sync(folder)
+
+    def said(self) -> Json:
+        """Returns the facts that the processes compare."""
+        has_part = names.OCDBT_MANIFEST in self._sizes(self._process)
+        return {"item": "tree", "tree": self.found.origin, "bytes": int(has_part)}
+
+    def disagreement(self, said: Sequence[Any]) -> dict[int, str]:
+        """Returns which processes have the part of another save than process 0."""
+        others = [i for i, one in enumerate(said) if one["tree"] != said[0]["tree"]]
+        return dict.fromkeys(others, "has the part of another save than process 0")
+
+    def finish(
+        self, storage: Storage, work: Work, processes: Processes, said: Sequence[Any]
+    ) -> tuple[dict[str, bytes], dict[str, bytes]]:
+        """Merges the databases; returns small files to add and already written, by name."""
+        del processes
+        item, path = self._item(work), self._path
+        files = {name: self._read(name) for name in self._metadata()}
+        for folder in {posixpath.dirname(name) for name in files}:
+            storage.make_dir(posixpath.join(item, folder).rstrip("/"))
+        if names.OCDBT_MANIFEST not in self.found.recorded(path):
+            return files, {}
+        databases = databases_of(work, said)
+        manifest = merge(storage, item, databases)
+        there = read_back(storage, item, databases)
+        sums = [data for name, data in there.items() if name.endswith(names.CHUNK_SUMS)]
+        count = len(self._read(names.CHUNK_SUMS)) // CRC_BYTES
+        table = merge_shares(sums, count)
+        if table is None:
+            raise SaveFailed(f"{item}: no process has sent some of the {count} chunks")
+        return {**files, names.CHUNK_SUMS: table, names.OCDBT_MANIFEST: manifest}, there
+
+    def _metadata(self) -> list[str]:
+        merged = (names.CHUNK_SUMS, names.OCDBT_MANIFEST, names.COMMIT_MARKER)
+        return [
+            name
+            for name in self.found.recorded(self._path)
+            if name not in merged
+            and not name.startswith((names.OCDBT_PROCESS, f"{names.OCDBT_DATA}/"))
+        ]
+
+    def _read(self, name: str) -> bytes:
+        folder = posixpath.join(self._path, posixpath.dirname(name)).rstrip("/")
+        return self.found.read(folder, posixpath.basename(name))

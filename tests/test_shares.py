@@ -1,0 +1,239 @@
+"""Jobs of several hosts with `local`: each has a disk of its own, with what it held."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxckpt
+from jaxckpt._core.plan import plan_save
+from jaxckpt._run.tiers import over_disks
+from jaxckpt.errors import CheckpointNotFound
+from tests.commandline import cli
+from tests.test_plan import array_specs, held
+from tests.test_tiers import damage
+
+TWO = [0, 1]
+
+pytestmark = pytest.mark.multihost
+
+
+@pytest.fixture
+def train(run_processes, tmp_path):
+    """Trains in processes on hosts; returns what each says."""
+
+    def run(steps, hosts=TWO, **options):
+        count = len(hosts)
+        args = [tmp_path, steps, hosts, *options.pop("args", [])]
+        done = run_processes("tiers:train_apart", count=count, args=args, **options)
+        return [one.result for one in done]
+
+    return run
+
+
+def places(said, tmp_path):
+    """Where each process has read from: "run" or the name of a host."""
+    return [one["places"][-1].removeprefix(f"{tmp_path}/").partition("/")[0] for one in said]
+
+
+def test_each_host_keeps_what_it_held(train, tmp_path):
+    """All steps are uploaded that `save` names, and are like those that were saved there."""
+    said = train(5)
+
+    for i, one in enumerate(said):
+        assert one["problems"] == []
+        assert one["tiers"] == {"local": [4, 5], "durable": [2, 4], "waiting": []}
+        root = tmp_path / f"host{i}" / "local"
+        assert {path.name for path in root.iterdir()} == {"_jaxckpt.disk", "share_0"}
+        assert jaxckpt.verify(root / "share_0" / "5").ok
+    for step in ("2", "4"):
+        assert jaxckpt.verify(tmp_path / "run" / step).ok
+    with jaxckpt.CheckpointManager(tmp_path / "run", mode="r") as reader:
+        assert [*reader.restore(as_numpy=True)["split"][:2]] == [4, 5]
+        assert reader.restore_items()["data"] == [{"process": 0, "at": 4}, {"process": 1, "at": 4}]
+        assert reader.metrics(4) == {"n": 4}
+
+
+def test_the_same_hosts_restore_the_newest_step(train, tmp_path):
+    train(5)
+
+    said = train(0)
+
+    assert [one["start"] for one in said] == [5, 5]
+    assert places(said, tmp_path) == ["host0", "host1"]
+
+
+def test_a_new_host_reads_the_newest_durable_step(train, tmp_path):
+    """The other one still reads what it has; its newer steps go when the run has a new one."""
+    train(5)
+    shutil.rmtree(tmp_path / "host1")
+
+    said = train(1)
+
+    assert [one["start"] for one in said] == [4, 4]
+    assert places(said, tmp_path) == ["host0", "run"]
+    assert [one["start"] for one in train(0)] == [5, 5]
+
+
+def test_steps_of_an_earlier_life_go(train, tmp_path):
+    """What one disk has alone is no step, and does not outlive what the run did instead."""
+    train(5)
+    shutil.rmtree(tmp_path / "host1")
+    train(0)
+    assert (tmp_path / "host0" / "local" / "share_0" / "5").exists()
+    shutil.copytree(tmp_path / "host0", tmp_path / "before")
+
+    said = train(2)
+
+    assert [one["start"] for one in said] == [4, 4]
+    assert [one["tiers"]["local"] for one in said] == [[5, 6], [5, 6]]
+    shutil.rmtree(tmp_path / "host0")
+    (tmp_path / "before").rename(tmp_path / "host0")  # with another step 5
+    said = train(0)
+    assert [one["start"] for one in said] == [6, 6]
+    assert places(said, tmp_path) == ["run", "host1"]
+
+
+def test_damage_on_one_disk_is_read_elsewhere(train, tmp_path):
+    """All processes restore the same step; the damaged share is set aside."""
+    train(5)
+    for step in ("4", "5"):
+        state = tmp_path / "host1" / "local" / "share_0" / step / "state"
+        damage(state / ("ocdbt.process_1" if step == "4" else "ocdbt.process_held") / "d")
+
+    said = train(0)
+
+    assert [one["start"] for one in said] == [4, 4]
+    assert places(said, tmp_path) == ["run", "run"]
+    assert any("5" in problem and "damaged" in problem for problem in said[1]["problems"])
+    shares = tmp_path / "host1" / "local" / "share_0"
+    assert not (shares / "5").exists()
+    assert any(path.name.startswith("5.jaxckpt-bad") for path in shares.iterdir())
+
+
+def test_other_process_ids_read_what_is_there(train, tmp_path):
+    """What all hosts hold is on each disk; parts of others are read from the directory."""
+    train(5, args=[["whole", "count"], False])
+    said = train(0, hosts=[1, 0], args=[["whole", "count"], False])
+    assert [one["start"] for one in said] == [5, 5]
+    assert places(said, tmp_path) == ["host1", "host0"]
+
+    train(1, args=[["whole", "count"], False])
+    shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(tmp_path / "host0")
+    shutil.rmtree(tmp_path / "host1")
+    train(5)
+    said = train(0, hosts=[1, 0])
+    assert [one["start"] for one in said] == [4, 4]
+
+
+def test_another_number_of_processes_reads_the_directory(train):
+    train(5, args=[["split"], False])
+
+    said = train(0, hosts=[0, 1, 2], devices_per_process=2, args=[["split"], False])
+
+    assert [one["start"] for one in said] == [4] * 3
+
+
+def test_processes_of_a_host_share_its_disk(train, tmp_path):
+    """Each has a directory of its own there."""
+    said = train(3, hosts=[0, 0, 1, 1], devices_per_process=2)
+
+    assert [one["tiers"]["local"] for one in said] == [[2, 3]] * 4
+    for host in (0, 1):
+        found = {path.name for path in (tmp_path / f"host{host}" / "local").iterdir()}
+        assert found == {"_jaxckpt.disk", "share_0", "share_1"}
+    assert [one["start"] for one in train(0, hosts=[0, 0, 1, 1], devices_per_process=2)] == [3] * 4
+
+
+def test_what_a_dead_job_left_is_uploaded(train, tmp_path):
+    """The newest step of all disks, after the next save."""
+    train(3, args=[["split", "whole", "count"], True, False])
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+    said = train(0)
+
+    assert [one["start"] for one in said] == [3, 3]
+    assert [one["tiers"]["durable"] for one in said] == [[3], [3]]
+    assert jaxckpt.verify(tmp_path / "run" / "3").ok
+
+
+def test_steps_are_asked_for_in_all_places(run_processes, tmp_path):
+    said = run_processes("tiers:ask", count=2, args=[tmp_path, TWO])
+
+    for one in said:
+        assert one.result["tiers"] == {"local": [2], "durable": [2], "waiting": []}
+        assert one.result["scrubbed"] == {"2": True}
+
+
+def test_a_share_is_no_checkpoint_for_others(train, tmp_path):
+    """Errors say where the rest is."""
+    train(3)
+    share = tmp_path / "host1" / "local" / "share_0"
+
+    with pytest.raises(CheckpointNotFound, match="has what process 1 of 2 held, and lacks"):
+        jaxckpt.restore(share / "3", as_numpy=True)
+    assert "float32[48000]" in str(jaxckpt.open(share / "3"))
+    status, _, said = cli("upload", share, tmp_path / "elsewhere")
+    assert status != 0
+    assert "process 1 of 2" in said
+    assert not (tmp_path / "elsewhere").exists() or not [*(tmp_path / "elsewhere").glob("3*")]
+
+
+# --- what is decided -------------------------------------------------------------------------
+
+disks = st.lists(
+    st.dictionaries(st.integers(0, 6), st.sampled_from("ab"), max_size=4), min_size=1, max_size=4
+)
+
+
+@given(disks, st.dictionaries(st.integers(0, 6), st.sampled_from("ab")))
+def test_only_steps_that_are_whole_are_tried(disks, directory):
+    """Every process finds its part of one save, and no such step is left out."""
+    copies = over_disks(disks, directory)
+
+    for copy in copies:
+        for process, disk in enumerate(disks):
+            if copy.root_of(process) == 0:
+                mine = disk[copy.step]
+                assert directory.get(copy.step, mine) == mine == disk[copy.step]
+            else:
+                assert copy.step in directory
+        if copy.step not in directory:
+            assert len({disk[copy.step] for disk in disks}) == 1
+    whole = {
+        step
+        for step in range(7)
+        if step in directory or {disk.get(step) for disk in disks} in ({"a"}, {"b"})
+    }
+    assert {copy.step for copy in copies} == whole
+    order = [(-copy.step, copy.root) for copy in copies]
+    assert order == sorted(order)
+
+
+@given(array_specs())
+def test_a_share_has_all_chunks_of_its_shards(case):
+    """Each once: as the process's part, or beside it."""
+    arrays, count = case
+    for process in range(count):
+        plan = plan_save(arrays, process=process, holds=True)
+        assert plan.writes == plan_save(arrays, process=process).writes
+        chunks = [(write.array, write.box) for write in (*plan.writes, *plan.held)]
+        assert len(chunks) == len({*chunks})
+        for i, array in enumerate(arrays):
+            sizes = [box.size for j, box in chunks if j == i]
+            if array.placement is None:
+                wanted = [box_size(array.shape)]
+            else:
+                wanted = [box.size for box in held(array.placement, process)]
+            assert sum(sizes) == sum(wanted)
+
+
+def box_size(shape):
+    size = 1
+    for n in shape:
+        size *= n
+    return size
