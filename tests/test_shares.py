@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 
 import pytest
 from hypothesis import given
@@ -159,6 +160,27 @@ def test_what_a_dead_job_left_is_uploaded(train, tmp_path):
     assert [one["start"] for one in said] == [3, 3]
     assert [one["tiers"]["durable"] for one in said] == [[3], [3]]
     assert jaxckpt.verify(tmp_path / "run" / "3").ok
+
+
+@pytest.mark.parametrize("process", TWO)
+def test_an_upload_goes_on_where_a_dead_job_ended(start_processes, tmp_path, process):
+    """What it has sent is not sent again."""
+    job = start_processes("tiers:train_and_die_uploading", args=[tmp_path, TWO, process])
+    while job.processes[process].poll() is None:
+        time.sleep(0.01)
+    job.kill(1 - process)
+    assert job.reached(0, "saved 2")
+
+    again = start_processes("tiers:train_and_count", args=[tmp_path, TWO]).wait()
+
+    for one in again:
+        assert one.result["start"] == 2
+        assert one.result["tiers"]["durable"] == [2]
+        assert one.result["problems"] == []
+    [(sent, found)] = again[process].result["counted"]
+    assert sent < 10_000
+    assert found > 1_000_000
+    assert jaxckpt.verify(tmp_path / "run" / "2").ok
 
 
 def test_steps_are_asked_for_in_all_places(run_processes, tmp_path):

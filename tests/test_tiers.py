@@ -20,6 +20,7 @@ import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy, SavePolicy
 from jaxckpt._run import uploads
 from jaxckpt._run.tiers import newest_first, over_bound
+from jaxckpt._run.upload import Sending
 from jaxckpt.errors import CheckpointTimeout, SaveFailed, StepExists
 from jaxckpt.storage import LocalStorage, locate
 from jaxckpt.testing import CrashingStorage, SimulatedCrash
@@ -257,6 +258,39 @@ def test_what_a_dead_job_left_is_uploaded(tmp_path, local):
         assert manager.all_steps() == [1, 2, 3]
         manager.wait_until_finished()
         assert manager.tiers["durable"] == [3]
+
+
+def test_an_upload_goes_on_where_a_dead_job_ended(tmp_path, local, monkeypatch):
+    """What it had sent is there for the next job on the host, and is not sent again."""
+    code = """
+import os, sys, pathlib
+import tests.test_tiers as here
+from jaxckpt._run import upload
+
+def send(self, name, size, *, replace):
+    if name == "state/manifest.ocdbt":
+        os._exit(0)
+    real(self, name, size, replace=replace)
+
+real, upload.Sending._send = upload.Sending._send, send
+manager = here.CheckpointManager(f"{sys.argv[1]}/run", local=f"{sys.argv[1]}/local")
+manager.save(1, here.state(1)).durable()
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    assert not (tmp_path / "run" / "1").exists()
+    sent = []
+
+    def send(self, name, size, *, replace):
+        sent.append(size)
+        real(self, name, size, replace=replace)
+
+    real = Sending._send
+    monkeypatch.setattr(Sending, "_send", send)
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.wait_until_finished()
+        assert manager.tiers["durable"] == [1]
+        assert manager.problems == []
+    assert sum(sent) < SIZE
 
 
 # --- restoring -------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import logging
 import os
 import posixpath
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -69,13 +69,13 @@ class Listing:
         }
         return {name: int(n) for name, n in numbered.items() if n is not None and n.is_integer()}
 
-    def strays(self, *, besides: str | None = None) -> dict[str, str]:
+    def strays(self, *, besides: Collection[str | None] = ()) -> dict[str, str]:
         """Returns a description of each entry that is neither a step nor a file of the run.
 
         Args:
-            besides: An entry to leave out: the directory to which steps are moved.
+            besides: Entries to leave out, such as the directory to which steps are moved.
         """
-        described = {name: _describe(name, self) for name in self.entries if name != besides}
+        described = {name: _describe(name, self) for name in self.entries if name not in besides}
         return {name: text for name, text in described.items() if text is not None}
 
 
@@ -129,7 +129,7 @@ class StepIndex:
         if not self.quiet:
             _logger.warning("%s", text)
 
-    def note_strays(self, listing: Listing, *, besides: str | None = None) -> None:
+    def note_strays(self, listing: Listing, *, besides: Collection[str | None] = ()) -> None:
         """Records the entries of the root that do not belong to the run."""
         for name, text in listing.strays(besides=besides).items():
             if f"{self.root}/{name}: {text}" not in self.problems:

@@ -92,7 +92,7 @@ def overview(root: str | os.PathLike[str]) -> RunOverview:
         listing, steps = later, _look_at_all(index, later)
     seen = {step.name for step in steps}
     keep = _policy(index)
-    described = listing.strays(besides=keep and keep.move_to)
+    described = listing.strays(besides=[keep and keep.move_to])
     strays = [f"{name}: {text}" for name, text in described.items() if name not in seen]
     return RunOverview(
         path=index.root, steps=tuple(steps), strays=(*strays, *index.problems), keep=keep

@@ -61,6 +61,8 @@ class Ownership:
             keep: The fields of the policy, to show to people. If None, keeps the last owner's.
         """
         self.token = ""  # unique to this opening; "" until this process owns the run
+        self.spared: int | None = None  # a step of which an unfinished upload stays, to go on
+        self.spared_work: list[str] = []  # the directories of such uploads
         self._index = index
         self._leases = leases
         self._keep = keep
@@ -195,6 +197,9 @@ class Ownership:
             elif (name := names.ours_temporary(entry)) is not None:
                 if is_under_way(f"{index.root}/{name}"):
                     return False
+                if self._is_spared(name):
+                    self.spared_work.append(entry)
+                    return False
                 if not names.is_deleting(entry):
                     index.warn(f"removing {path}, left by an interrupted save")
                 _removal.remove_work(index.storage, path)
@@ -214,10 +219,15 @@ class Ownership:
         deleting = [name for name in doomed if name in listing.directories()]
         for name in dict.fromkeys([*index.unfinished(listing), *deleting]):
             path = f"{index.root}/{name}"
-            files = None if is_under_way(path) else _removal.files_left(index.storage, path)
+            stays = is_under_way(path) or (self._is_spared(name) and name not in deleting)
+            files = None if stays else _removal.files_left(index.storage, path)
             if files is not None and (name in deleting or self._was_saving(path, files)):
                 found[name] = files
         return found
+
+    def _is_spared(self, name: str) -> bool:
+        naming = self._index.naming or StepNames()
+        return self.spared is not None and self.spared == naming.step(name)
 
     def _was_saving(self, path: str, files: list[str]) -> bool:
         """Returns whether a save left these files.
@@ -310,7 +320,9 @@ class Opening:
                     listing = self._owner.open()
                     if (folder := self._deletion.folder) is not None:
                         check_folder(index, folder)
-                    index.note_strays(listing, besides=self._deletion.move_to)
+                    index.note_strays(
+                        listing, besides=[self._deletion.move_to, *self._owner.spared_work]
+                    )
                     if metadata:
                         write_run_metadata(index, metadata)
                     led.value = {

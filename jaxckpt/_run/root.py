@@ -81,6 +81,10 @@ class Root:
             self.deletion.delete([n for n in self.index.steps() if n > info.step])
         if self.keep.verified:
             self._read_back(info.step)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Deletes the steps that the policy does not keep."""
         if self.keep.has_rules:
             self.deletion.delete(self._what_goes())
 
@@ -198,6 +202,7 @@ def open_roots(
     """
     opened = [_open_local(root, processes, metadata, timeout_s=timeout_s) for root in roots[:-1]]
     last, newest = roots[-1], opened[0]["newest"] if opened else None
+    last.owner.spared = newest
     try:
         opened.append(last.opening.open(metadata, timeout_s=timeout_s))
     except Exception as error:

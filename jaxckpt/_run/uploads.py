@@ -151,8 +151,6 @@ class Uploads:
 
     def take_turn(self, told: Any) -> None:
         """Does what process 0 said; begins to upload in the background."""
-        if (thread := self._thread) is not None and told["next"] is not None:
-            thread.join()  # its upload has ended in process 0
         if not self.leads:
             with self._changed:
                 self._waiting = [self.expect(step) for step in told["waiting"]]
@@ -160,7 +158,8 @@ class Uploads:
                 if told["next"] is not None:
                     self._current = self.expect(told["next"])
         if told["next"] is not None:
-            ending.start(self, self._work_once, f"jaxckpt-upload {self._target.index.root}")
+            work = partial(self._work_once, self._thread)
+            ending.start(self, work, f"jaxckpt-upload {self._target.index.root}")
 
     def drive(self, over: Callable[[], bool], timeout_s: float) -> None:
         """Uploads what waits in all processes until process 0 finds that it is enough."""
@@ -184,11 +183,14 @@ class Uploads:
         if (thread := self._thread) is not None and not self.leads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
-    def _work_once(self) -> None:
-        self._thread = threading.current_thread()
-        assert self._current is not None
-        self._attempt(self._current)
-        self._thread = None
+    def _work_once(self, earlier: threading.Thread | None) -> None:
+        one, self._thread = self._current, threading.current_thread()
+        if earlier is not None:  # it has ended in process 0; the store may not answer here
+            earlier.join()
+        assert one is not None
+        self._attempt(one)
+        if self._thread is threading.current_thread():
+            self._thread = None
 
     def _send_together(self, one: Upload) -> None:
         """Uploads the parts of all processes; either all return or all raise."""
@@ -442,6 +444,8 @@ class Tiers:
 
         def wait() -> None:
             self.uploads.finish(timeout_s)
+            if not self.local.own:  # steps stayed for their uploads
+                self.local.tidy()
             raise_first(self.uploads.take_errors())
 
         limit_s = self.uploads.timeout_s if timeout_s is None else timeout_s

@@ -90,6 +90,31 @@ def train_and_die(me, root, steps, hosts, process, change):
     return train_apart(me, root, steps, hosts)
 
 
+def train_and_die_uploading(me, root, hosts, process):
+    """A process is killed when it has sent its arrays, but not where they are."""
+    from jaxckpt._run.upload import Sending
+
+    def send(self, name, size, *, replace):
+        if me.index == process and name == "manifest.ocdbt":
+            me.die()
+        return real(self, name, size, replace=replace)
+
+    real, Sending._send = Sending._send, send
+    return train_apart(me, root, 2, hosts)
+
+
+def train_and_count(me, root, hosts):
+    """As `train_apart`; also the bytes sent, and those that were there."""
+    from jaxckpt._run.upload import Sending
+
+    def send_all(self, sizes):
+        real(self, sizes)
+        counted.append((self.sent_bytes, self.found_bytes))
+
+    counted, real, Sending.send_all = [], Sending.send_all, send_all
+    return {**train_apart(me, root, 0, hosts), "counted": counted}
+
+
 def ask(me, root, hosts):
     """Does by hand what managers can do."""
     with _open(root, host=hosts[me.index]) as manager:
