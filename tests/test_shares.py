@@ -183,6 +183,12 @@ def test_an_upload_goes_on_where_a_dead_job_ended(start_processes, tmp_path, pro
     assert jaxckpt.verify(tmp_path / "run" / "2").ok
 
 
+def test_the_program_ends_after_its_upload(run_processes, tmp_path):
+    run_processes("tiers:leave_open", args=[tmp_path, TWO], fresh=True, timeout_s=60)
+
+    assert jaxckpt.verify(tmp_path / "run" / "2").ok
+
+
 def test_steps_are_asked_for_in_all_places(run_processes, tmp_path):
     said = run_processes("tiers:ask", count=2, args=[tmp_path, TWO])
 

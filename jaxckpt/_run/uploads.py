@@ -241,7 +241,8 @@ class Uploads:
     def under_way(self) -> Sequence[Upload]:
         """Returns what is not uploaded yet."""
         with self._changed:
-            return [*self._waiting, *([self._current] if self._current is not None else [])]
+            waiting = self._waiting if self.leads else []  # the others only hear of it
+            return [*waiting, *([self._current] if self._current is not None else [])]
 
     def take_errors(self) -> list[BaseException]:
         """Returns the errors of uploads that were not returned before."""
@@ -287,7 +288,11 @@ class Uploads:
         if self._is_stopped:
             limit_s = 0.0
         with self._changed:
-            if self._changed.wait_for(lambda: not (self._waiting or self._current), limit_s):
+            # Only `drive` and commits begin uploads of all processes together.
+            self._changed.wait_for(
+                lambda: not (self._current or (self._waiting and not self._source.own)), limit_s
+            )
+            if not self.under_way():
                 return
         source, target = self._source.index.root, self._target.index.root
         raise CheckpointTimeout(
