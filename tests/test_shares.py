@@ -115,6 +115,19 @@ def test_damage_on_one_disk_is_read_elsewhere(train, tmp_path):
     assert any(path.name.startswith("5.jaxckpt-bad") for path in shares.iterdir())
 
 
+def test_damage_in_the_directory_is_replaced(train, run_processes, tmp_path):
+    """By what is on the disks, which all processes upload again."""
+    train(4)
+    damage(tmp_path / "run" / "4" / "state")
+
+    said = [one.result for one in run_processes("tiers:scrub_apart", args=[tmp_path, TWO])]
+
+    assert [one["ok"] for one in said] == [{"2": True, "3": True, "4": False}] * 2
+    assert [one["durable"] for one in said] == [[2, 4], [2, 4]]
+    assert jaxckpt.verify(tmp_path / "run" / "4").ok
+    assert [*(tmp_path / "run").glob("4.jaxckpt-bad-*")]
+
+
 def test_other_process_ids_read_what_is_there(train, tmp_path):
     """What all hosts hold is on each disk; parts of others are read from the directory."""
     train(5, args=[["whole", "count"], False])

@@ -640,10 +640,20 @@ class CheckpointManager:
                 mend=partial(self._mend, root),
             )
             reports |= {n: one for n, one in found.items() if n not in reports or not one.ok}
+            self._upload_again([n for n, one in found.items() if one.damaged], root)
         if self.mode == "w" and not all(report.ok for report in reports.values()):
             newest = self._lead("newest", self._newest)  # some were set aside
             self._saver.went_back(newest, good=newest)
         return reports
+
+    def _upload_again(self, damaged: Sequence[int], root: Root) -> None:
+        """Replaces steps of the directory that were set aside by what the hosts' disks have."""
+        local = self._roots[0]
+        if self._tiers is None or not local.own or root.own or self._processes.index != 0:
+            return
+        for step in damaged:
+            if local.has(step) and not root.has(step):
+                self._tiers.uploads.resume(step)
 
     def _mend(self, root: Root, step: int) -> bool:
         others = [one for one in self._roots if one is not root and one.has(step)]

@@ -115,6 +115,15 @@ def train_and_count(me, root, hosts):
     return {**train_apart(me, root, 0, hosts), "counted": counted}
 
 
+def scrub_apart(me, root, hosts):
+    """Scrubs both places, and waits for what is uploaded then."""
+    with _open(root, host=hosts[me.index]) as manager:
+        reports = manager.scrub()
+        manager.wait_until_finished()
+        found = {str(step): report.ok for step, report in sorted(reports.items())}
+        return {"ok": found, "durable": manager.tiers["durable"]}
+
+
 def leave_open(me, root, hosts):
     """The program ends without closing its manager."""
     manager = _open(root, host=hosts[me.index])
