@@ -494,6 +494,43 @@ def test_ls_shows_where_each_step_is(tmp_path, local):
     assert all(word in text for word in ("local", "durable", "loss"))
 
 
+def test_commands_know_both_places(tmp_path, local):
+    """One option, as for `ls`; with several processes also their shares."""
+    with CheckpointManager(
+        tmp_path / "run", save=SavePolicy(every_steps=2), local=local, local_save=SavePolicy()
+    ) as manager:
+        for step in range(1, 4):
+            manager.save(step, state(step), metrics={"loss": 1.0})
+            manager.wait_until_finished()
+
+    both = [tmp_path / "run", "--local", local]
+    code, found = said_json("verify", *both)
+    assert (code, found["ok"], [one["ok"] for one in found["local"]]) == (0, True, [True])
+    assert found["local"][0]["path"].endswith("local/3")
+    code, found = said_json("du", *both)
+    assert [one["name"] for one in found["steps"]] == ["2"]
+    assert [[one["name"] for one in place["steps"]] for place in found["local"]] == [["2", "3"]]
+    assert "local" not in said_json("du", tmp_path / "run")[1]
+    _, text, _ = cli("du", *both)
+    assert f"{local}: " in text
+    assert f"{tmp_path / 'run'}: " in text
+    code, _, _ = cli("report", *both, "-o", tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert code == 0
+    assert "local steps" in page
+    assert "durable steps" in page
+    damage(local / "3")
+    assert cli("verify", *both)[0] == 1
+
+    shares = tmp_path / "shares"
+    for name in ("share_0", "share_1"):
+        (local.parent / "shares").mkdir(exist_ok=True)
+        shutil.copytree(tmp_path / "run", shares / name)
+    found = said_json("ls", tmp_path / "run", "--local", shares)[1]["steps"]
+    assert [(one["step"], one["places"]) for one in found] == [(2, ["local", "durable"])]
+    assert len(said_json("verify", tmp_path / "run", "--local", shares)[1]["local"]) == 2
+
+
 # --- a full disk -----------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import os
 import posixpath
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from jaxckpt._disk.find import find, read_found
@@ -97,6 +97,32 @@ def overview(root: str | os.PathLike[str]) -> RunOverview:
     return RunOverview(
         path=index.root, steps=tuple(steps), strays=(*strays, *index.problems), keep=keep
     )
+
+
+def local_roots(local: str | os.PathLike[str]) -> list[str]:
+    """Returns the places with steps in a local directory: itself, or the shares of processes."""
+    storage, root = locate(local)
+    shares = [name for name in sorted(storage.names(root)) if names.is_share(name)]
+    return [f"{root}/{name}" for name in shares] or [os.fspath(local)]
+
+
+def with_local(
+    found: RunOverview, local: str | os.PathLike[str]
+) -> tuple[RunOverview, dict[int, list[str]]]:
+    """Adds the local steps; returns also which places have each step complete."""
+    here = [overview(place) for place in local_roots(local)]
+    places: dict[int, list[str]] = {}
+    best: dict[int, StepOverview] = {}
+    for name, run in (*(("local", one) for one in here), ("durable", found)):
+        for step in run.steps:
+            where = places.setdefault(step.step, [])
+            if step.problem is None and name not in where:
+                where.append(name)
+            if step.step not in best or step.problem is None:  # a share is not all of it
+                best[step.step] = step
+    strays = [stray for one in (found, *here) for stray in one.strays]
+    merged = tuple(best[n] for n in sorted(best))
+    return replace(found, steps=merged, strays=tuple(strays)), places
 
 
 def step_overview(path: str | os.PathLike[str]) -> StepOverview | None:

@@ -54,7 +54,7 @@ def place_on_disk(storage: Storage, root: str, processes: Processes, *, timeout_
     met.check(problem, f"the local directory {root} cannot be used")
     if len(set(met.values)) == 1:
         return root
-    return f"{root}/share_{met.values[: processes.index].count(found)}"
+    return f"{root}/{names.share(met.values[: processes.index].count(found))}"
 
 
 def steps_on_disk(index: StepIndex) -> list[tuple[int, str]]:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 @click.command(cls=_options.OnSteps)
 @click.argument("path", type=_options.PATH)
+@_options.local
 @_options.as_json
-def verify(path: str, as_json: bool) -> int:
+def verify(path: str, local: str | None, as_json: bool) -> int:
     """Read all of a checkpoint and check it against its checksums.
 
     PATH is a checkpoint, an item of a checkpoint, or a run's root, which means its newest complete
@@ -28,22 +29,27 @@ def verify(path: str, as_json: bool) -> int:
     """
     from jaxckpt._inspect.verify import verify as verify_checkpoint
 
-    found = verify_checkpoint(path)
+    found, *others = [verify_checkpoint(one) for one in (path, *_options.local_places(local))]
     if as_json:
-        _output.print_json(_facts(found))
-    else:
-        _output.echo(
-            f"{found.path}: ",
-            Styled("good", "green") if found.ok else Styled(_bad(found), "red"),
-            f". Read {counted(found.files, 'file')} and {counted(found.leaves, 'leaf')}, "
-            f"{size_text(found.size_bytes)}.",
-        )
-        for problem in found.problems:
-            what = "unreadable" if problem.unreadable else "bad"
-            _output.echo(f"  {what}: {problem.message}")
-        for what in found.unchecked:
-            _output.echo(f"  unchecked: {what}")
-    return _code(found)
+        here = {} if local is None else {"local": [_facts(one) for one in others]}
+        _output.print_json(_facts(found) | here)
+    for one in () if as_json else (found, *others):
+        _print_report(one)
+    return _code(found, *others)
+
+
+def _print_report(found: VerifyReport) -> None:
+    _output.echo(
+        f"{found.path}: ",
+        Styled("good", "green") if found.ok else Styled(_bad(found), "red"),
+        f". Read {counted(found.files, 'file')} and {counted(found.leaves, 'leaf')}, "
+        f"{size_text(found.size_bytes)}.",
+    )
+    for problem in found.problems:
+        what = "unreadable" if problem.unreadable else "bad"
+        _output.echo(f"  {what}: {problem.message}")
+    for what in found.unchecked:
+        _output.echo(f"  unchecked: {what}")
 
 
 def _bad(report: VerifyReport) -> str:

@@ -28,7 +28,7 @@ _MAX_STRAYS: Final = 20
 
 @click.command(cls=_options.OnSteps)
 @click.argument("path", type=_options.PATH)
-@click.option("--local", type=_options.PATH, help="Also the steps of this run's local directory.")
+@_options.local
 @_options.as_json
 def ls(path: str, local: str | None, as_json: bool) -> None:
     """List the steps of a run: state, age, size, metrics.
@@ -36,7 +36,7 @@ def ls(path: str, local: str | None, as_json: bool) -> None:
     PATH is the run's root, or one step, whose items are listed too. A step is complete if it is
     committed and every file has its size.
     """
-    from jaxckpt._run.overview import RunOverview, overview, step_overview
+    from jaxckpt._run.overview import RunOverview, overview, step_overview, with_local
 
     step = step_overview(path)
     if step is None:
@@ -45,7 +45,7 @@ def ls(path: str, local: str | None, as_json: bool) -> None:
         found = RunOverview(path=os.path.dirname(step.path), steps=(step,), strays=())
     places: dict[int, list[str]] = {}
     if local is not None:
-        found, places = _with_local(found, overview(local))
+        found, places = with_local(found, local)
     if as_json:
         facts = run_facts(found)
         for fact in facts["steps"] if places else ():
@@ -69,19 +69,6 @@ def ls(path: str, local: str | None, as_json: bool) -> None:
         _output.echo(f"also there: {stray}")
     if len(found.strays) > _MAX_STRAYS:
         _output.echo(f"also there: {len(found.strays) - _MAX_STRAYS} more")
-
-
-def _with_local(found: RunOverview, local: RunOverview) -> tuple[RunOverview, dict[int, list[str]]]:
-    """Adds the local steps; returns also which places have each step complete."""
-    places: dict[int, list[str]] = {}
-    best: dict[int, StepOverview] = {}
-    for name, steps in (("local", local.steps), ("durable", found.steps)):
-        for step in steps:
-            places.setdefault(step.step, []).extend([name] if step.problem is None else [])
-            if step.step not in best or best[step.step].problem is not None:
-                best[step.step] = step
-    merged = tuple(best[n] for n in sorted(best))
-    return dataclasses.replace(found, steps=merged, strays=(*found.strays, *local.strays)), places
 
 
 def print_steps(
@@ -310,8 +297,9 @@ def _without(head: list[str], rows: list[Row], column: int) -> tuple[list[str], 
 
 @click.command(cls=_options.OnSteps)
 @click.argument("path", type=_options.PATH)
+@_options.local
 @_options.as_json
-def du(path: str, as_json: bool) -> None:
+def du(path: str, local: str | None, as_json: bool) -> None:
     """Show disk usage by step, item and branch of the tree, of a run or a checkpoint.
 
     Sizes of steps and items are file sizes; a file shared by several steps (after `fork`) counts
@@ -319,10 +307,16 @@ def du(path: str, as_json: bool) -> None:
     """
     from jaxckpt.cli._space import space
 
-    found = space(path)
+    found, *others = [space(place) for place in (path, *_options.local_places(local))]
     if as_json:
-        _output.print_json(found)
+        facts = dataclasses.asdict(found)
+        _output.print_json(facts if local is None else {**facts, "local": others})
         return
+    for one in (found, *others):
+        _print_space(one)
+
+
+def _print_space(found: Space) -> None:
     if len(found.steps) > 1:
         rows: list[Row] = [
             [part.name, size_text(part.size_bytes), _items(part)] for part in found.steps
@@ -369,12 +363,13 @@ def _part_rows(part: Part | Space) -> list[Row]:
     show_default=True,
     help="The page to write.",
 )
+@_options.local
 @_options.as_json
-def report(root: str, output: str, as_json: bool) -> None:
+def report(root: str, output: str, local: str | None, as_json: bool) -> None:
     """Write an HTML report: steps, metrics, times and newest tree of a run."""
     from jaxckpt.integrations.report import report as write_report
 
-    write_report(root, output)
+    write_report(root, output, local=local)
     path = os.path.abspath(output)
     if as_json:
         _output.print_json({"path": path, "size_bytes": os.path.getsize(path)})

@@ -45,6 +45,16 @@ dtype = click.option("--dtype", metavar="DTYPE", help="Cast floating-point array
 overwrite = click.option("--overwrite", is_flag=True, help="Replace an existing destination.")
 
 
+local = click.option("--local", type=PATH, help="Also what is in this run's local directory.")
+
+
+def local_places(directory: str | None) -> list[str]:
+    """Returns the places with steps in the local directory of a run, if one is given."""
+    from jaxckpt._run.overview import local_roots
+
+    return [] if directory is None else local_roots(directory)
+
+
 class OnSteps(click.Command):
     """A command that takes `RUN STEP` wherever it takes the path of a step.
 

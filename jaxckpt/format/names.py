@@ -78,6 +78,7 @@ ROOT_METADATA: Final = "metadata"
 ROOT_METADATA_FILE: Final = "_ROOT_METADATA"
 OLD_ROOT_METADATA_FILE: Final = "metadata"  # until Orbax 0.9
 _LEASE: Final = "_jaxckpt.lease-"
+_SHARE: Final = "share_"
 
 # Tried in this order by a restore that names no item.
 STATE_ITEM: Final = "state"
@@ -119,6 +120,16 @@ def is_temporary(name: str) -> bool:
 def temporary(name: str, token: str) -> str:
     """Returns the name under which a writer with this token builds the checkpoint `name`."""
     return f"{name}{_WRITING}{token}"
+
+
+def share(rank: int) -> str:
+    """Returns the directory of a process among those that share a local disk."""
+    return f"{_SHARE}{rank}"
+
+
+def is_share(name: str) -> bool:
+    """Returns whether a directory of a local disk is that of one process."""
+    return name.startswith(_SHARE) and name.removeprefix(_SHARE).isdigit()
 
 
 def is_part_of_tree(name: str) -> bool:

@@ -19,7 +19,7 @@ from typing import Final
 
 from jaxckpt._core.text import size_text
 from jaxckpt._inspect import open as inspection
-from jaxckpt._run.overview import RunOverview, StepOverview, overview
+from jaxckpt._run.overview import RunOverview, StepOverview, overview, with_local
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._version import __version__
 from jaxckpt.errors import CheckpointError
@@ -57,7 +57,11 @@ footer{margin-top:3em;font-size:12px;opacity:.65}
 
 
 def report(
-    root: str | os.PathLike[str], out: str | os.PathLike[str], *, keep: KeepPolicy | None = None
+    root: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    keep: KeepPolicy | None = None,
+    local: str | os.PathLike[str] | None = None,
 ) -> None:
     """Writes a report about a run as one HTML page.
 
@@ -69,6 +73,7 @@ def report(
         out: The file to write, in an existing directory.
         keep: The policy that explains why steps are kept. If None, the policy recorded by the last
             job that wrote the run, without `when`.
+        local: The run's local directory on this host, if it has one.
 
     Raises:
         CheckpointNotFound, NotADirectoryError, ValueError: `root` is not a run.
@@ -86,8 +91,10 @@ def report(
     """
     file = os.fspath(out)
     _check_out(file)
-    run = overview(root)
-    page = _page(run, os.fspath(root), keep or run.keep, now_s=time.time())
+    run, places = overview(root), {}
+    if local is not None:
+        run, places = with_local(run, local)
+    page = _page(run, os.fspath(root), keep or run.keep, places, now_s=time.time())
     _check_out(file)  # again, because making the page took a while
     part = f"{file}.part-{secrets.token_hex(4)}"
     try:
@@ -121,7 +128,14 @@ def _check_out(file: str) -> None:
         )
 
 
-def _page(run: RunOverview, root: str, keep: KeepPolicy | None, *, now_s: float) -> str:
+def _page(
+    run: RunOverview,
+    root: str,
+    keep: KeepPolicy | None,
+    places: Mapping[int, Sequence[str]] | None = None,
+    *,
+    now_s: float,
+) -> str:
     told = _steps.story(run.steps, keep=keep, now_s=now_s)
     name = posixpath.basename(run.path.rstrip("/")) or run.path
     tree, broken = _newest_contents(run, root.rstrip("/"))
@@ -147,12 +161,12 @@ def _page(run: RunOverview, root: str, keep: KeepPolicy | None, *, now_s: float)
         '<link rel="icon" href="data:,">\n'
         f"<title>{escape(name)} · checkpoints</title>\n"
         f"<style>{STYLE}{_PAGE_STYLE}</style></head>\n"
-        f'<body><main class="jaxckpt"><h1>{escape(name)}</h1>{_facts(run)}{body}'
+        f'<body><main class="jaxckpt"><h1>{escape(name)}</h1>{_facts(run, places or {})}{body}'
         f"<footer>jaxckpt {__version__} · {moment(now_s)} UTC</footer></main></body></html>\n"
     )
 
 
-def _facts(run: RunOverview) -> str:
+def _facts(run: RunOverview, places: Mapping[int, Sequence[str]]) -> str:
     steps = run.steps
     whole = [step for step in steps if step.problem is None]
     times = [step.saved_s for step in steps if step.saved_s is not None]
@@ -163,6 +177,9 @@ def _facts(run: RunOverview) -> str:
         rows.append(("steps", f"{len(steps):,}{missing}"))
         rows.append(("newest complete step", f"{whole[-1].step:,}" if whole else "none"))
         rows.append(("on disk", size_text(sum(step.size_bytes for step in steps))))
+    for place in ("local", "durable"):
+        there = [f"{step:,}" for step, where in sorted(places.items()) if place in where]
+        rows += [(f"{place} steps", ", ".join(there[-8:]))] if there else []
     if free := _free_text(run.path, whole):
         rows.append(("free", free))
     if times:
@@ -217,7 +234,7 @@ def _newest_contents(run: RunOverview, root: str) -> tuple[str, list[str]]:
     """Returns the contents of the newest readable step, and why newer steps cannot be read."""
     broken = []
     for step in reversed([step for step in run.steps if step.problem is None][-3:]):
-        path = f"{root}/{step.name}"
+        path = f"{root}/{step.name}" if step.path.startswith(run.path) else step.path
         try:
             ckpt = inspection.open(path)
         except (CheckpointError, OSError, ValueError) as error:
