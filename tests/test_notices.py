@@ -144,3 +144,30 @@ def test_a_notice_needs_the_policy(tmp_path):
         )
     with pytest.raises(TypeError, match="notice"):
         CheckpointManager(tmp_path / "run", notice=3)
+
+
+def test_a_notice_that_comes_too_late(tmp_path, monkeypatch, caplog):
+    """By the history of the run neither fits: it is saved locally, and the log says why."""
+    monkeypatch.setattr(preemption, "_POLL_S", 0.01)
+    told = threading.Event()
+    save = SavePolicy(every_steps=100)
+    with (
+        caplog.at_level(logging.WARNING, "jaxckpt"),
+        CheckpointManager(
+            tmp_path / "run",
+            save=save,
+            notice=lambda: 1e-9 if told.is_set() else None,
+            local=tmp_path / "local",
+        ) as manager,
+    ):
+        manager.save(0, {"w": 0}, force=True)
+        manager.wait_until_finished()
+        told.set()
+        while manager._saver.preemption.left_s is None:
+            threading.Event().wait(0.001)
+        manager.save(7, {"w": 7}).result()
+        assert manager.tiers["local"] == [0, 7]
+    said = [record.getMessage() for record in caplog.records]
+    assert any(
+        "does not fit; it is saved here, and the upload begins with state" in s for s in said
+    )

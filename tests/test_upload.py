@@ -86,11 +86,33 @@ def test_an_upload_goes_on_where_it_was_cut_off(source, target, monkeypatch):
     assert jaxckpt.verify(f"{target}/3").ok
 
 
+def test_the_state_goes_before_other_items(source, target, monkeypatch):
+    """So that a host that ends has sent the most valuable."""
+    begun = []
+    send = uploading.Sending._send_if_missing
+
+    def watched(self, name, size, there):
+        begun.append(name.partition("/")[0])
+        return send(self, name, size, there)
+
+    monkeypatch.setattr(uploading.Sending, "_send_if_missing", watched)
+    monkeypatch.setattr(
+        "jaxckpt.storage._local.LocalStorage.together", lambda self, calls: [one() for one in calls]
+    )
+    uploading.upload(index_of(source), index_of(target), 3)
+
+    if target.startswith("/"):
+        first = [name == "state" for name in begun]
+        assert first == sorted(first, reverse=True)
+        assert True in first
+    assert {"state", "data", "metrics"} <= {*begun}
+
+
 def test_what_arrived_is_trusted_only_if_it_is_the_same(source, target, monkeypatch):
     """A flipped byte in a file that was sent before the cut is found, and the file sent again."""
 
-    def cut(self, record):
-        send_all(self, record)
+    def cut(self, sizes, **options):
+        send_all(self, sizes, **options)
         raise OSError("the line is cut")
 
     send_all = uploading.Sending.send_all

@@ -269,7 +269,13 @@ class Saver:
             times["its upload"] = self._tiers.uploads.seconds_for(size_bytes)
         known = {what: seconds for what, seconds in times.items() if seconds is not None}
         texts = [f"{what} takes about {seconds:.1f} s" for what, seconds in known.items()]
-        fits = "this fits" if sum(known.values()) <= left_s else "this does not fit; it is tried"
+        fits = "this fits"
+        if sum(known.values()) > left_s:
+            fits = "this does not fit; it is tried"
+            if self._tiers is not None:
+                fits = (
+                    f"this does not fit; it is saved here, and the upload begins with {self._item}"
+                )
         why = "; ".join([*texts, fits]) if known else "nothing is measured yet"
         _logger.warning("saving for the end of this host in %.0f s: %s", left_s, why)
 

@@ -81,7 +81,8 @@ def upload(
     )
     sending = Sending(found.storage, found.path, work.storage, work.work, pace or Pace())
     try:
-        sending.send_all({n: record.files[n].size for n in record.files.keys() - _NOT_COPIED})
+        sizes = {name: record.files[name].size for name in record.files.keys() - _NOT_COPIED}
+        sending.send_all(sizes, first=record.item)  # the time may not suffice for all
         digests = {n: f.sha256 for n, f in record.files.items() if f.sha256 is not None}
         work.commit({}, digests=digests, lineage=lineage_of(found), item=record.item)
     except BaseException as error:
@@ -158,14 +159,18 @@ class Sending:
     sent_bytes: int = 0
     found_bytes: int = 0
 
-    def send_all(self, sizes: Mapping[str, int]) -> None:
-        """Sends the files that are not there yet, several at once."""
+    def send_all(self, sizes: Mapping[str, int], *, first: str = "") -> None:
+        """Sends the files that are not there yet, several at once.
+
+        Args:
+            first: The item to begin with.
+        """
         there = self.target.files(self.folder)
         stray = there.keys() - sizes - {names.WRITER}  # of an upload that died in its commit
         self.target.delete_files([f"{self.folder}/{name}" for name in stray])
         sends = [
             partial(self._send_if_missing, name, sizes[name], there.get(name))
-            for name in sorted(sizes)
+            for name in sorted(sizes, key=lambda name: (not name.startswith(f"{first}/"), name))
         ]
         for sent, size in self.target.together(sends):
             self.sent_bytes += size if sent else 0
