@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jaxckpt
 from jaxckpt._core.plan import plan_save
-from jaxckpt._run.tiers import over_disks
+from jaxckpt._run.copies import over_disks
 from jaxckpt.errors import CheckpointNotFound
 from tests.commandline import cli
 from tests.test_plan import array_specs, held

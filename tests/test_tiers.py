@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy, SavePolicy
-from jaxckpt._run import uploads
-from jaxckpt._run.tiers import newest_first, over_bound
+from jaxckpt._run import tiers, uploads
+from jaxckpt._run.copies import newest_first, over_bound
 from jaxckpt._run.upload import Sending
 from jaxckpt.errors import CheckpointTimeout, SaveFailed, StepExists
 from jaxckpt.storage import LocalStorage, locate
@@ -537,7 +537,7 @@ def test_commands_know_both_places(tmp_path, local):
 def test_a_full_disk_makes_the_local_place_give_way(tmp_path, local, monkeypatch):
     """First older steps go; then steps are saved in the directory itself, which is told once."""
     free = [1 << 40]
-    monkeypatch.setattr(uploads, "free_bytes", lambda path: free[0])
+    monkeypatch.setattr(tiers, "free_bytes", lambda path: free[0])
     with CheckpointManager(tmp_path / "run", local=local, local_keep=KeepPolicy(last=3)) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step)).durable()

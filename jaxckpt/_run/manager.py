@@ -34,6 +34,7 @@ from jaxckpt._run.config import (
     manager_arguments,
     suggest,
 )
+from jaxckpt._run.copies import Copy
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex, check_root, run_metadata
 from jaxckpt._run.owner import FORKED
@@ -44,8 +45,7 @@ from jaxckpt._run.saver import Saver
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.scrub import scrub
 from jaxckpt._run.shares import place_on_disk
-from jaxckpt._run.tiers import Copy
-from jaxckpt._run.uploads import Tiers
+from jaxckpt._run.tiers import Tiers
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import check_metadata
 from jaxckpt.format import names

@@ -20,12 +20,12 @@ from jaxckpt._progress.meter import Meter
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import Source, restore_from
 from jaxckpt._run import items as _items
+from jaxckpt._run.copies import Copy, newest_first, over_disks
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.root import Root, gather_steps, reachable
 from jaxckpt._run.shares import origin_in
-from jaxckpt._run.tiers import Copy, newest_first, over_disks
 from jaxckpt.errors import (
     CheckpointError,
     CheckpointNotFound,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+from jaxckpt._run.copies import over_disks
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
@@ -16,7 +17,6 @@ from jaxckpt._run.owner import Opening, Ownership
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.scrub import look
 from jaxckpt._run.shares import steps_on_disk
-from jaxckpt._run.tiers import over_disks
 from jaxckpt.errors import CheckpointError, is_io_failure
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Processes, Single, lead, meet

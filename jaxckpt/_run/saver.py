@@ -18,7 +18,8 @@ from jaxckpt._run import items as _items
 from jaxckpt._run.preemption import Notice, Preemption
 from jaxckpt._run.root import Root, newest_of
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
-from jaxckpt._run.uploads import Tiers, Upload
+from jaxckpt._run.tiers import Tiers
+from jaxckpt._run.uploads import Upload
 from jaxckpt._save import ending
 from jaxckpt._save.handle import SaveHandle, SaveRequest
 from jaxckpt._save.save import check_metadata

@@ -1,73 +1,160 @@
-"""Decides what to read where the steps of a run are in two places, and what to upload. Pure."""
+"""A run with a local place in front of its directory: where a step is saved, and goes then.
+
+place     locally, while the disk has room; else in the directory itself
+follow    a local commit of a step that is due in the directory begins its upload
+finish    waits for all uploads
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from jaxckpt._run.root import Root
+from jaxckpt._run.schedule import SavePolicy
+from jaxckpt._run.uploads import Upload, Uploads
+from jaxckpt.multihost import Json, Processes, lead, meet, raise_first
+from jaxckpt.storage import free_bytes
+from jaxckpt.types import StepInfo
+
+# What must be free beside the values of a save.
+_ROOM: Final = 1.02
+_LEAST_ROOM_BYTES: Final = 4 << 20
 
 
-class Copy(NamedTuple):
-    """A step in one of the places."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    """The local place of a run with its directory behind it."""
 
-    step: int
-    root: int  # the index of the place; the nearest is 0
-    # The processes whose disks lack it, where each has its own; they read it in the directory.
-    lacking: tuple[int, ...] = ()
+    local: Root
+    directory: Root
+    save: SavePolicy | None  # which steps are saved locally; if None, those for the directory
+    uploads: Uploads
+    processes: Processes
+    timeout_s: float
 
-    def root_of(self, process: int) -> int:
-        """Returns the index of the place where a process reads it."""
-        return self.root + 1 if process in self.lacking else self.root
+    @classmethod
+    def of(
+        cls,
+        roots: Sequence[Root],
+        processes: Processes,
+        *,
+        save: SavePolicy | None,
+        timeout_s: float,
+        durable_timeout_s: float,
+        max_bytes_per_s: float | None,
+    ) -> Tiers:
+        """Returns the tiers of a run: its local place, then its directory."""
+        local, directory = roots
+        return cls(
+            local=local,
+            directory=directory,
+            save=save,
+            uploads=Uploads(
+                local,
+                directory,
+                processes,
+                max_bytes_per_s=max_bytes_per_s,
+                timeout_s=durable_timeout_s,
+            ),
+            processes=processes,
+            timeout_s=timeout_s,
+        )
 
+    def finish(self, timeout_s: float | None) -> None:
+        """Waits for all uploads, in every process; raises their errors."""
+        place = self.directory.index.root
 
-def newest_first(steps: Mapping[int, Collection[int]]) -> list[Copy]:
-    """Returns all copies in the order in which to try them.
+        def wait() -> None:
+            self.uploads.finish(timeout_s)
+            if not self.local.own:  # steps stayed for their uploads
+                self.local.tidy()
+            raise_first(self.uploads.take_errors())
 
-    A newer step comes before a nearer one: what is lost otherwise is training.
+        limit_s = self.uploads.timeout_s if timeout_s is None else timeout_s
+        if self.local.own:
+            self.uploads.drive(lambda: False, limit_s)
+        lead(self.processes, f"uploads {place}", wait, place=place, timeout_s=limit_s + 60)
 
-    Args:
-        steps: The steps in each place.
+    def place(self, size_bytes: int, name: str) -> Root:
+        """Returns where to save, alike in all processes: locally, while the disk has room.
 
-    Example:
-        >>> [copy[:2] for copy in newest_first({0: [10, 30], 1: [10, 20]})]
-        [(30, 0), (20, 1), (10, 0), (10, 1)]
-    """
-    copies = [Copy(step, root) for root, there in steps.items() for step in there]
-    return sorted(copies, key=lambda copy: (-copy.step, copy.root))
+        Args:
+            size_bytes: Of this process's share.
+            name: Of the save.
+        """
+        where, timeout_s = self.local.index.root, self.timeout_s
+        if self.local.own:
+            full, problem = False, None
+            try:
+                full = self._is_full(size_bytes)
+            except OSError as error:
+                problem = error
+            met = meet(self.processes, f"{name}/place", full, problem, timeout_s=timeout_s)
+            met.check(problem, f"{name}: the local disks")
+            return self.directory if any(met.values) else self.local
+        is_full = lead(
+            self.processes,
+            f"{name}/place",
+            partial(self._is_full, size_bytes * self.processes.count),
+            place=where,
+            timeout_s=timeout_s,
+        )
+        return self.directory if is_full else self.local
 
+    def _is_full(self, size_bytes: int) -> bool:
+        """Returns whether the disk is full although older local steps were deleted."""
+        index = self.local.index
+        if self._has_room(size_bytes):
+            return False
+        self.uploads.give_way()
+        needed = {*self.uploads.steps(), self._newest_unless_durable()}
+        self.local.deletion.delete([step for step in index.steps() if step not in needed])
+        if self._has_room(size_bytes):
+            index.report(f"{index.root}: the disk is almost full, so fewer steps are kept there")
+            return False
+        index.report(f"{index.root}: the disk is full, so steps are saved in the directory itself")
+        return True
 
-def over_disks(
-    disks: Sequence[Mapping[int, str]], directory: Mapping[int, str | None]
-) -> list[Copy]:
-    """Returns the copies to try, in order, where each process has what it held on its own disk.
+    def _newest_unless_durable(self) -> int | None:
+        newest, durable = self.local.index.newest(), self.uploads.newest
+        if newest is None or durable is None:
+            return newest
+        return newest if newest > durable else None
 
-    A step is there only if the directory has it, or every process has its part of one save. Parts
-    of the save that the directory has are read from the disks that have them.
+    def _has_room(self, size_bytes: int) -> bool:
+        free = free_bytes(self.local.index.root)
+        return free is None or free >= size_bytes * _ROOM + _LEAST_ROOM_BYTES
 
-    Args:
-        disks: For each process, the token of the save that each step on its disk comes from.
-        directory: The same for the steps in the directory; None if no step like it is on a disk.
+    def follow(self, root: Root, upload: Upload, info: StepInfo) -> None:
+        """Sends a step on its way that is committed."""
+        upload.metrics = dict(info.metrics)
+        if root is self.directory:
+            self.uploads.note_committed(upload)
+        else:
+            self.uploads.put(upload)
 
-    Example:
-        >>> [copy[:3] for copy in over_disks([{10: "a", 20: "b"}, {20: "b", 30: "c"}], {10: "a"})]
-        [(20, 0, ()), (10, 0, (1,)), (10, 1, ())]
-    """
-    copies = []
-    for step in sorted({*directory}.union(*disks), reverse=True):
-        found = [disk.get(step) for disk in disks]
-        token = directory.get(step, found[0])
-        lacking = tuple(i for i, one in enumerate(found) if one is None or one != token)
-        if not lacking or (step in directory and len(lacking) < len(disks)):
-            copies.append(Copy(step, 0, lacking))
-        if step in directory:
-            copies.append(Copy(step, 1))
-    return copies
+    def turn(self) -> Json:
+        """Returns what the other processes are to do on their disks after a commit."""
+        return {"stay": self.local.index.steps(), **self.uploads.turn()}
 
+    def take_turn(self, root: Root, info: StepInfo, told: Any) -> None:
+        """Does on this process's disk what process 0 said."""
+        if root is self.local and not self.uploads.leads:
+            root.follow(info, told["stay"])
+        self.uploads.take_turn(told)
 
-def over_bound(waiting: Sequence[int], *, most: int) -> list[int]:
-    """Returns the steps that leave a queue of uploads so that `most` stay: the oldest.
-
-    Example:
-        >>> over_bound([30, 10, 20], most=2)
-        [10]
-    """
-    return sorted(waiting)[: max(0, len(waiting) - most)]
+    def wait_for(
+        self, root: Root, step: int, upload: Upload | None, timeout_s: float | None
+    ) -> None:
+        """Waits until a step is committed in the directory."""
+        if root is self.directory:
+            return
+        if upload is None:
+            raise ValueError(
+                f"step {step} stays in {root.index.root}: the policy `save` does not name it for "
+                f"{self.directory.index.root}"
+            )
+        self.uploads.wait_for(upload, timeout_s)

@@ -17,22 +17,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, final
 
 from jaxckpt._disk.find import find
+from jaxckpt._run.copies import over_bound
 from jaxckpt._run.root import Root
-from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.shares import upload_request
-from jaxckpt._run.tiers import over_bound
 from jaxckpt._run.upload import Pace, already_there, checked, copy_run_metadata, upload
 from jaxckpt._save import ending
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, SaveFailed, is_io_failure
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Json, Processes, lead, meet, raise_first
-from jaxckpt.storage import free_bytes
+from jaxckpt.multihost import Json, Processes, lead
 from jaxckpt.types import StepInfo
 
 _logger = logging.getLogger("jaxckpt")
@@ -40,9 +38,6 @@ _logger = logging.getLogger("jaxckpt")
 _MOST_WAITING: Final = 2  # beside the one under way
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
-# What must be free beside the values of a save.
-_ROOM: Final = 1.02
-_LEAST_ROOM_BYTES: Final = 4 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +46,7 @@ class Upload:
 
     step: int
     path: str  # there
+    number: int = 0  # of this try, where all processes upload together
     is_ours: bool = True  # whether this job saved it, and wants to know of errors
     metrics: dict[str, object] = field(default_factory=dict)
     since_s: float = 0.0  # when it was committed locally
@@ -60,7 +56,7 @@ class Upload:
 
 @final
 class Uploads:
-    """The steps on their way from one root to another. Only process 0 sends any."""
+    """The steps on their way from one root to another. Process 0 sends them, or decides when."""
 
     def __init__(
         self,
@@ -143,10 +139,10 @@ class Uploads:
                 chosen = self._current = max(self._waiting, key=lambda one: one.step)
                 self._waiting.remove(chosen)
                 self._started += 1
+                chosen.number = self._started
             return {
                 "waiting": sorted(one.step for one in self._waiting),
-                "next": None if chosen is None else chosen.step,
-                "number": self._started,
+                "next": None if chosen is None else [chosen.step, chosen.number],
             }
 
     def take_turn(self, told: Any) -> None:
@@ -154,15 +150,15 @@ class Uploads:
         if not self.leads:
             with self._changed:
                 self._waiting = [self.expect(step) for step in told["waiting"]]
-                self._started = told["number"]
                 if told["next"] is not None:
-                    self._current = self.expect(told["next"])
+                    step, number = told["next"]
+                    self._current = replace(self.expect(step), number=number)
         if told["next"] is not None:
             work = partial(self._work_once, self._thread)
             ending.start(self, work, f"jaxckpt-upload {self._target.index.root}")
 
     def drive(self, over: Callable[[], bool], timeout_s: float) -> None:
-        """Uploads what waits in all processes until process 0 finds that it is enough."""
+        """Uploads in all processes until nothing waits, or it is `over` for process 0."""
         place, deadline_s = self._target.index.root, time.monotonic() + timeout_s
 
         def turn() -> Json:
@@ -195,7 +191,7 @@ class Uploads:
     def _send_together(self, one: Upload) -> None:
         """Uploads the parts of all processes; either all return or all raise."""
         source, target, step = self._source, self._target, one.step
-        name, place = f"upload {one.path}/{self._started}", one.path
+        name, place = f"upload {one.path}/{one.number}", one.path
 
         def is_there() -> bool:
             if not target.owner.token:  # the directory could not be reached before
@@ -295,9 +291,12 @@ class Uploads:
             if not self.under_way():
                 return
         source, target = self._source.index.root, self._target.index.root
+        later = f"To upload them later: jaxckpt upload {source} {target}"
+        if self._source.own:
+            later = "The next job on the same hosts uploads the newest"
         raise CheckpointTimeout(
             f"{target}: steps {self.steps()} are not uploaded after {limit_s:g} s; they are in "
-            f"{source}. To upload them later: jaxckpt upload {source} {target}"
+            f"{source}. {later}"
         )
 
     def is_own_thread(self) -> bool:
@@ -402,142 +401,6 @@ class Uploads:
                 self._current = None
             one.ended.set()
             self._changed.notify_all()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiers:
-    """The local place of a run with its directory behind it."""
-
-    local: Root
-    directory: Root
-    save: SavePolicy | None  # which steps are saved locally; if None, those for the directory
-    uploads: Uploads
-    processes: Processes
-    timeout_s: float
-
-    @classmethod
-    def of(
-        cls,
-        roots: Sequence[Root],
-        processes: Processes,
-        *,
-        save: SavePolicy | None,
-        timeout_s: float,
-        durable_timeout_s: float,
-        max_bytes_per_s: float | None,
-    ) -> Tiers:
-        """Returns the tiers of a run: its local place, then its directory."""
-        local, directory = roots
-        return cls(
-            local=local,
-            directory=directory,
-            save=save,
-            uploads=Uploads(
-                local,
-                directory,
-                processes,
-                max_bytes_per_s=max_bytes_per_s,
-                timeout_s=durable_timeout_s,
-            ),
-            processes=processes,
-            timeout_s=timeout_s,
-        )
-
-    def finish(self, timeout_s: float | None) -> None:
-        """Waits for all uploads, in every process; raises their errors."""
-        place = self.directory.index.root
-
-        def wait() -> None:
-            self.uploads.finish(timeout_s)
-            if not self.local.own:  # steps stayed for their uploads
-                self.local.tidy()
-            raise_first(self.uploads.take_errors())
-
-        limit_s = self.uploads.timeout_s if timeout_s is None else timeout_s
-        if self.local.own:
-            self.uploads.drive(lambda: False, limit_s)
-        lead(self.processes, f"uploads {place}", wait, place=place, timeout_s=limit_s + 60)
-
-    def place(self, size_bytes: int, name: str) -> Root:
-        """Returns where to save, alike in all processes: locally, while the disk has room.
-
-        Args:
-            size_bytes: Of this process's share.
-            name: Of the save.
-        """
-        where, timeout_s = self.local.index.root, self.timeout_s
-        if self.local.own:
-            full, problem = False, None
-            try:
-                full = self._is_full(size_bytes)
-            except OSError as error:
-                problem = error
-            met = meet(self.processes, f"{name}/place", full, problem, timeout_s=timeout_s)
-            met.check(problem, f"{name}: the local disks")
-            return self.directory if any(met.values) else self.local
-        is_full = lead(
-            self.processes,
-            f"{name}/place",
-            partial(self._is_full, size_bytes * self.processes.count),
-            place=where,
-            timeout_s=timeout_s,
-        )
-        return self.directory if is_full else self.local
-
-    def _is_full(self, size_bytes: int) -> bool:
-        """Returns whether the disk is full although older local steps were deleted."""
-        index = self.local.index
-        if self._has_room(size_bytes):
-            return False
-        self.uploads.give_way()
-        needed = {*self.uploads.steps(), self._newest_unless_durable()}
-        self.local.deletion.delete([step for step in index.steps() if step not in needed])
-        if self._has_room(size_bytes):
-            index.report(f"{index.root}: the disk is almost full, so fewer steps are kept there")
-            return False
-        index.report(f"{index.root}: the disk is full, so steps are saved in the directory itself")
-        return True
-
-    def _newest_unless_durable(self) -> int | None:
-        newest, durable = self.local.index.newest(), self.uploads.newest
-        if newest is None or durable is None:
-            return newest
-        return newest if newest > durable else None
-
-    def _has_room(self, size_bytes: int) -> bool:
-        free = free_bytes(self.local.index.root)
-        return free is None or free >= size_bytes * _ROOM + _LEAST_ROOM_BYTES
-
-    def follow(self, root: Root, upload: Upload, info: StepInfo) -> None:
-        """Sends a step on its way that is committed."""
-        upload.metrics = dict(info.metrics)
-        if root is self.directory:
-            self.uploads.note_committed(upload)
-        else:
-            self.uploads.put(upload)
-
-    def turn(self) -> Json:
-        """Returns what the other processes are to do on their disks after a commit."""
-        return {"stay": self.local.index.steps(), **self.uploads.turn()}
-
-    def take_turn(self, root: Root, info: StepInfo, told: Any) -> None:
-        """Does on this process's disk what process 0 said."""
-        if root is self.local and not self.uploads.leads:
-            root.follow(info, told["stay"])
-        self.uploads.take_turn(told)
-
-    def wait_for(
-        self, root: Root, step: int, upload: Upload | None, timeout_s: float | None
-    ) -> None:
-        """Waits until a step is committed in the directory."""
-        if root is self.directory:
-            return
-        if upload is None:
-            raise ValueError(
-                f"step {step} stays in {root.index.root}: the policy `save` does not name it for "
-                f"{self.directory.index.root}"
-            )
-        self.uploads.wait_for(upload, timeout_s)
 
 
 def _may_pass(error: BaseException) -> bool:
