@@ -675,6 +675,7 @@ def test_processes_share_a_local_directory(run_processes, tmp_path):
     first = run_processes("tiers:train", count=2, args=[tmp_path, 5])
     tiers = {"local": [4, 5], "durable": [2, 4], "waiting": []}
     assert [done.result for done in first] == [{"start": 0, "tiers": tiers}] * 2
+    assert CheckpointManager(tmp_path / "local").problems == []
 
     damage(tmp_path / "local" / "5")
     again = [done.result for done in run_processes("tiers:resume", count=2, args=[tmp_path])]

@@ -39,7 +39,9 @@ _LISTINGS: Final = 3
 _CHECKPOINT_FILES: Final = frozenset(
     {names.RECORD, names.CHECKPOINT_METADATA, names.TREE_METADATA, names.WRITER}
 )
-_ROOT_FILES: Final = frozenset({names.OWNER, names.DOOMED, names.LOCK, names.ROOT_METADATA})
+_ROOT_FILES: Final = frozenset(
+    {names.OWNER, names.DOOMED, names.LOCK, names.ROOT_METADATA, names.DISK}
+)
 
 _RUN_IS: Final = "A run is the directory that contains the steps."
 
@@ -80,7 +82,7 @@ class Listing:
 
 
 def _describe(name: str, listing: Listing) -> str | None:
-    if name in _ROOT_FILES or names.is_lease(name):
+    if name in _ROOT_FILES or names.is_lease(name) or names.is_share(name):
         return None
     if names.is_set_aside(name):
         return "a damaged step that was set aside earlier"
