@@ -6,7 +6,7 @@
 
 On SIGTERM or SIGUSR1 it saves its current step and exits with --requeue-code; started again, it
 resumes at that step. When it has finished, it exits with 0. `slurm.sh` and `kubernetes.yaml`
-restart it in this way. With --local it also saves often on a disk of the host, so that a job that
+restart it in this way. With --local it also saves often on a disk of each host, so that a job that
 is killed without notice and restarted there loses a few steps only.
 """
 
@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--run", required=True, help="directory for the checkpoints")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--save-every", type=int, default=100)
-    parser.add_argument("--local", help="directory on a disk of this host, for one host only")
+    parser.add_argument("--local", help="directory on a disk of each host")
     parser.add_argument("--local-every", type=int, default=10)
     parser.add_argument("--requeue-code", type=int, default=85)
     parser.add_argument("--coordinator", help="HOST:PORT of process 0, for several processes")

@@ -9,15 +9,17 @@
 
 # Trains in turns: each turn ends with the time limit, and the next one resumes at the same step.
 #     RUN=/shared/runs/a sbatch examples/slurm.sh
+# With LOCAL=/scratch/a it also saves often on the own disk of each node, for a job that is killed.
 
 preempted=85                    # exit code of preemptible.py when there is more to do
 coordinator="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):12345"
-export coordinator preempted RUN SLURM_NTASKS
+export coordinator preempted LOCAL RUN SLURM_NTASKS
 
 # In the background, since bash runs a trap only after the current command has ended.
 srun --kill-on-bad-exit=0 bash -c 'exec python examples/preemptible.py --run "$RUN" \
     --requeue-code "$preempted" --coordinator "$coordinator" \
-    --processes "$SLURM_NTASKS" --index "$SLURM_PROCID" "$@"' train "$@" &
+    --processes "$SLURM_NTASKS" --index "$SLURM_PROCID" ${LOCAL:+--local "$LOCAL"} "$@"' \
+    train "$@" &
 training=$!
 
 stopped=0

@@ -159,7 +159,7 @@ def test_a_stopped_training_goes_on_with_the_same_losses(tmp_path, env, uninterr
     check_that_the_second_goes_on(first, second, uninterrupted)
 
 
-def slurm_job(env, run, tasks, steps=STEPS):
+def slurm_job(env, run, tasks, steps=STEPS, *, arguments=None):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -171,7 +171,7 @@ def slurm_job(env, run, tasks, steps=STEPS):
         "SLURM_JOB_ID": "42",
         "SLURM_JOB_NODELIST": "here",
     }
-    return Turn(["bash", "-c", script, "slurm.sh", *options(steps)], env)
+    return Turn(["bash", "-c", script, "slurm.sh", *(arguments or options(steps))], env)
 
 
 def check_requeue(tmp_path, env, tasks, steps, wanted):
@@ -200,6 +200,26 @@ def test_slurm_requeues_a_job_of_two_tasks(tmp_path, env):
         assert whole.end() == 0, whole.output
 
     check_requeue(tmp_path, env, 2, STEPS_OF_TWO, whole.losses)
+
+
+@pytest.mark.multihost
+def test_slurm_goes_on_after_a_kill(tmp_path, env):
+    """With a local disk for each of two tasks: at a step newer than all in the run's directory."""
+    env = {**env, "LOCAL": f"{tmp_path}/node"}
+    steps = [*options(STEPS_OF_TWO), "--local-every", "20", "--save-every", str(STEPS_OF_TWO)]
+    with slurm_job(env, tmp_path / "run", 2, arguments=steps) as first:
+        first.read_to(STEPS_OF_TWO // 2)
+        wait_for_step_after(STEPS_OF_TWO // 4, env["LOCAL"])
+        os.killpg(first.process.pid, signal.SIGKILL)
+        first.end()
+    assert jaxckpt.CheckpointManager(tmp_path / "run", mode="r").all_steps() == []
+
+    with slurm_job(env, tmp_path / "run", 2, arguments=steps) as second:
+        assert second.end() == 0, second.output
+    assert min(second.losses) > STEPS_OF_TWO // 4 + 1
+    assert {**first.losses, **second.losses}.keys() == {*range(1, STEPS_OF_TWO + 1)}
+    together = first.losses.keys() & second.losses.keys()
+    assert all(first.losses[step] == second.losses[step] for step in together)
 
 
 def test_slurm_does_not_requeue_what_failed(tmp_path, env):
