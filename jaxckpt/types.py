@@ -152,6 +152,8 @@ class LeafInfo:
         saved_sharding: `sharding` as data.
         compression: "zstd" if jaxckpt compressed it, or None.
         container: Name of the class of an empty container, unless it is built into Python.
+        chunk_shape: Shape of the chunks on disk, or None if it is not stored as an array.
+        inner_shape: Shape of the parts that each chunk is divided into, or None.
     """
 
     path: str
@@ -163,6 +165,8 @@ class LeafInfo:
     saved_sharding: SavedSharding | None = None
     compression: str | None = None
     container: str | None = None
+    chunk_shape: tuple[int, ...] | None = None
+    inner_shape: tuple[int, ...] | None = None
 
     @property
     def type_text(self) -> str:

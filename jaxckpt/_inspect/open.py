@@ -227,6 +227,8 @@ def _info(leaf: Leaf, sharding: SavedSharding | None) -> LeafInfo:
         saved_sharding=sharding,
         compression="zstd" if leaf.stored is not None and leaf.stored.zstd else None,
         container=leaf.container.cls[1] if leaf.container and leaf.container.cls else None,
+        chunk_shape=leaf.stored and leaf.stored.chunk_shape,
+        inner_shape=leaf.stored and leaf.stored.inner_shape,
     )
 
 

@@ -121,9 +121,17 @@ def _of_leaf(name: str, directory: Any, leaf: Any, saved: LeafInfo | None) -> An
         return StringMetadata(name, directory)
     if isinstance(leaf, (bool, int, float)):
         return ScalarMetadata(name, directory, dtype=np.asarray(leaf).dtype)
-    sharding = saved and saved.saved_sharding
-    described = None if sharding is None else ShardingMetadata(sharding)
-    return ArrayMetadata(name, directory, tuple(leaf.shape), described, leaf.dtype)
+    described, storage = of_array(saved)
+    return ArrayMetadata(name, directory, tuple(leaf.shape), described, leaf.dtype, storage)
+
+
+def of_array(saved: LeafInfo | None) -> tuple[ShardingMetadata | None, Any]:
+    """Describes how an array was sharded and how it is stored."""
+    if saved is None or saved.chunk_shape is None:
+        return None, None
+    written = None if saved.kind == "numpy" else saved.chunk_shape
+    sharding = saved.saved_sharding and ShardingMetadata(saved.saved_sharding)
+    return sharding, StorageMetadata(saved.inner_shape or saved.chunk_shape, written)
 
 
 def found_at(path: str | os.PathLike[str]) -> Found:

@@ -21,6 +21,10 @@ ParamInfo = record("ParamInfo", "name=None parent_dir=None skip_deserialize=None
 class TypeHandler:
     """The base of Orbax's handlers of leaves, which jaxckpt does not call."""
 
+    def typestr(self) -> str:
+        """Returns the name of the handler."""
+        return type(self).__name__
+
 
 class ArrayHandler(TypeHandler):
     """The handler of arrays."""

@@ -205,6 +205,57 @@ def test_one_tree_without_the_files_that_tell(tmp_path):
     twice(program, tmp_path, api="v1")
 
 
+def test_metadata_tells_how_arrays_are_stored(tmp_path):
+    """The shapes of their chunks; and directories that no handler knows are items without any."""
+    mesh = jax.make_mesh((len(jax.devices()),), ("x",))
+    split = jax.device_put(jnp.zeros((8, 4)), NamedSharding(mesh, P("x")))
+    tree = {"split": split, "host": np.ones((3, 2)), "key": jax.random.key(1), "scalar": 2}
+
+    def program(ocp, path):
+        ocp.save_checkpointables(path / "a", {"state": tree})
+        (path / "a" / "other").mkdir()
+        (path / "a" / "other" / "data.txt").write_text("some data")
+
+    def read(ocp, path):
+        found = ocp.checkpointables_metadata(path / "a").metadata
+        stored = {k: getattr(v, "storage_metadata", None) for k, v in found["state"].items()}
+        shapes = {k: v and (v.chunk_shape, v.write_shape) for k, v in stored.items()}
+        return sorted(found), found["other"], shapes
+
+    twice(program, tmp_path, read=read, api="v1")
+
+
+@pytest.mark.parametrize("handlers", [[], ["PyTreeHandler", "JsonHandler"]])
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_only_registered_handlers_load_items(tmp_path, handlers, is_recorded):
+    """JSON is loaded by a handler in the registry, if it is recorded who saved it."""
+
+    def context(ocp, kinds, **named):
+        context = ocp.Context()
+        registry = ocp.handlers.local_registry(include_global_registry=False)
+        for kind in kinds:
+            registry.add(getattr(ocp.handlers, kind))
+        for name, kind in named.items():
+            registry.add(getattr(ocp.handlers, kind), checkpointable_name=name)
+        context.checkpointables.registry = registry
+        return context
+
+    with context(orbax_v1, [], state="PyTreeHandler", about="JsonHandler"):
+        items = {"state": {"w": 1}, "about": {"b": "text"}}
+        orbax_v1.save_checkpointables(tmp_path / "saved", items)
+    if not is_recorded:
+        file = tmp_path / "saved" / "_CHECKPOINT_METADATA"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"item_handlers": {}}))
+
+    def program(ocp, path):
+        shutil.copytree(tmp_path / "saved", path / "a")
+        with context(ocp, handlers, state="PyTreeHandler"):
+            error = raised(ocp.load_checkpointables, path / "a")
+            return type(error).__name__, ocp.load(path / "a", checkpointable_name="state")
+
+    twice(program, tmp_path, api="v1")
+
+
 def test_options_as_those_of_v0():
     """They have the fields that v0 has, too."""
     found = ocp.options.FileOptions(path_permission_mode=0o750).v0()

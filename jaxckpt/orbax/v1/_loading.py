@@ -130,7 +130,8 @@ def load(
     name = os.path.basename(folder)
     saved_by = found.metadata.handlers.get(name if folder != os.fspath(path) else "", "")
     if names.TREE_METADATA in found.contents(folder):
-        handlers.check_tree_handler(get_context().checkpointables.registry, name, saved_by, target)
+        registry = get_context().checkpointables.registry
+        handlers.check_handler(registry, saved_by, target, name, STATE)
     with reading_tree(path, folder):
         return load_tree(folder, target)
 
@@ -170,6 +171,8 @@ def _load_item(path: PathLike, found: Found, name: str, target: Any) -> Any:
     handler = handlers.for_load(registry, target, name, saved_by)
     if handler is not None and not (is_tree(found, name) and target is None):
         return handlers.load_files(handler, folder, target)
+    fallback = [STATE] if is_tree(found, name) else []
+    handlers.check_handler(registry, saved_by, target, name, *fallback)
     if is_tree(found, name):
         try:
             return load_tree(folder, target)

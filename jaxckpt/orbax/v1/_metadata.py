@@ -14,7 +14,7 @@ from etils import epath
 from jaxckpt import open as open_checkpoint
 from jaxckpt._disk.found import Found
 from jaxckpt.orbax import _trees
-from jaxckpt.orbax.metadata import ShardingMetadata
+from jaxckpt.orbax.metadata import ShardingMetadata, items_of, of_array
 from jaxckpt.orbax.v1 import handlers
 from jaxckpt.orbax.v1._context import get_context
 from jaxckpt.orbax.v1._loading import (
@@ -28,7 +28,7 @@ from jaxckpt.orbax.v1._loading import (
     refuse_tensors,
     tensors,
 )
-from jaxckpt.orbax.v1._saving import AUTO, renamed
+from jaxckpt.orbax.v1._saving import AUTO, RESERVED, renamed
 from jaxckpt.orbax.v1.arrays import to_shape_dtype_struct
 from jaxckpt.types import LeafInfo
 
@@ -43,7 +43,7 @@ class ArrayMetadata:
     shape: tuple[int, ...] | None
     dtype: Any
     sharding_metadata: ShardingMetadata | None
-    storage_metadata: Any  # how it is stored; always None
+    storage_metadata: Any  # the shape of its chunks
 
     @property
     def sharding(self) -> jax.sharding.Sharding | None:
@@ -57,7 +57,7 @@ class NumpyMetadata:
 
     shape: tuple[int, ...] | None
     dtype: Any
-    storage_metadata: Any  # how it is stored; always None
+    storage_metadata: Any  # the shape of its chunks
 
 
 @dataclass(kw_only=True)
@@ -99,11 +99,10 @@ def _of_leaf(leaf: Any, saved: LeafInfo | None) -> Any:
         return "string"
     if isinstance(leaf, (bool, int, float)):
         return leaf
+    sharding, storage = of_array(saved)
     if isinstance(leaf, np.ndarray):
-        return NumpyMetadata(leaf.shape, leaf.dtype, None)
-    sharding = saved and saved.saved_sharding
-    described = None if sharding is None else ShardingMetadata(sharding)
-    return ArrayMetadata(tuple(leaf.shape), leaf.dtype, described, None)
+        return NumpyMetadata(leaf.shape, leaf.dtype, storage)
+    return ArrayMetadata(tuple(leaf.shape), leaf.dtype, sharding, storage)
 
 
 def _of_checkpoint(path: PathLike, found: Found, metadata: Any) -> CheckpointMetadata[Any]:
@@ -137,7 +136,8 @@ def checkpointables_metadata(path: PathLike) -> CheckpointMetadata[dict[str, Any
     """Returns the metadata of all items; None for those that are not trees."""
     refuse_tensors(path, "metadata")
     found = found_checkpoint(path)
-    items = {n: _of_item(path, found, n) for n in named_items(path, found, "metadata")}
+    there = dict.fromkeys([*named_items(path, found, "metadata"), *items_of(found)])
+    items = {n: _of_item(path, found, n) for n in there if n not in RESERVED}
     return _of_checkpoint(path, found, items)
 
 

@@ -391,14 +391,15 @@ def for_load(registry: CheckpointableHandlerRegistry, target: Any, name: str, sa
     return by_name[0] if by_name else None
 
 
-def check_tree_handler(
-    registry: CheckpointableHandlerRegistry, name: str, saved_by: str, target: Any
+def check_handler(
+    registry: CheckpointableHandlerRegistry, saved_by: str, target: Any, *known: str
 ) -> None:
-    """Raises NoEntryError if a registry has no handler for a tree."""
+    """Raises NoEntryError if a registry has no handler for an item under one of its names."""
     named = {named for _, named in registry.get_all_entries()}
     is_told = bool(saved_by) or target is not None
-    if not ({name, names.STATE_ITEM} & named or (is_told and None in named)):
+    if not ({*known} & named or (is_told and None in named)):
         raise NoEntryError(
-            f"Could not resolve a handler for {name!r} and no {names.STATE_ITEM!r} handler found "
-            f"in {registry}"
+            f"Failed to load checkpointable: {known[0]!r} due to incompatible handler: "
+            f"{saved_by!r}. Could not resolve a handler for {known[0]!r} and no "
+            f"{known[-1]!r} handler found in {registry}"
         )
