@@ -206,9 +206,9 @@ def test_the_package_stays_small():
 
 
 def test_the_drop_in_stays_small():
-    """`jaxckpt.orbax` has at most 3,657 lines of code: 2,260 for v0, and 1,397 for v1."""
+    """`jaxckpt.orbax` has at most 3,681 lines of code."""
     found = [path.read_text("utf-8") for path in (PACKAGE / "orbax").rglob("*.py")]
-    assert sum(map(code_lines, found)) <= 3657
+    assert sum(map(code_lines, found)) <= 3681
 
 
 def test_functions_stay_short():

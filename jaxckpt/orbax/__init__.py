@@ -19,6 +19,7 @@ __version__ = "0.12.8"  # of the Orbax whose names these are, for programs that 
 _NAMES = {
     "_policies": "",
     "_trees": "PLACEHOLDER",
+    "arrays": "",
     "args": "ArrayRestoreArgs RestoreArgs SaveArgs SingleReplicaArrayRestoreArgs",
     "checkpoint_args": "",
     "checkpoint_manager": "AbstractCheckpointManager CheckpointManager",
@@ -50,7 +51,8 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 
 
 def __getattr__(name: str) -> Any:
-    if name == "checkpoint":  # `from jaxckpt import orbax` for `import orbax.checkpoint`
+    # `from jaxckpt import orbax` for `import orbax.checkpoint`; v1 was in `experimental` there.
+    if name in ("checkpoint", "experimental"):
         return sys.modules[__name__]
     home = _HOME.get(name, name)
     if home not in _NAMES:

@@ -163,8 +163,17 @@ def restore_like(
 ) -> Any:
     """Restores onto a target, without the leaves that are `PLACEHOLDER` or None there.
 
-    As with Orbax, numbers may be cast to any dtype, also where some of the values change.
+    As with Orbax, numbers may be cast to any dtype, also where some of the values change, and
+    `np.array([])` stands for a numpy array of the saved shape.
     """
+    if any(map(_is_shapeless, jax.tree.leaves(like))):
+        source = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+        shapes = {names: np.shape(leaf) for names, leaf in by_name(source.abstract()).items()}
+
+        def shaped(names: Names, leaf: Any) -> Any:
+            return _zeros(shapes.get(names, (0,)), leaf.dtype) if _is_shapeless(leaf) else leaf
+
+        like = map_named(shaped, like)
     try:
         return _restore_onto(source, like, resize, partial)
     except TreeMismatch as error:
@@ -174,6 +183,10 @@ def restore_like(
         if all(map(operator.is_, jax.tree.leaves(uncast), jax.tree.leaves(like))):
             raise TreeMismatch(f"{_DIFFER}: {error}", error.differences) from error
     return jax.tree.map(_cast_to, like, _restore_onto(found, uncast, resize, partial))
+
+
+def _is_shapeless(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray) and leaf.shape == (0,)
 
 
 def _with_dtype(leaf: Any, saved: Any) -> Any:

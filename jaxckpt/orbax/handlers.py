@@ -341,7 +341,9 @@ class CompositeCheckpointHandler(Ours):
     def _stored(self, given: Any) -> Items:
         items: dict[str, Stored] = {}
         for name, one in given.items():
-            below = _handling.store(self.handler_of(name, one), one)
+            handler = self.handler_of(name, one)
+            one = _handling.made_for(handler, "save", (None,), {}) if one is None else one
+            below = _handling.store(handler, one)
             items |= {
                 posixpath.join(name, part).rstrip("/"): value for part, value in below.items()
             }
@@ -423,6 +425,8 @@ _KINDS: Final = (
 for _handler, _save, _restore in _KINDS:
     args.register_with_handler(_handler, for_save=True)(_save)
     args.register_with_handler(_handler, for_restore=True)(_restore)
+    # `handlers.StandardSaveArgs` is `args.StandardSave`.
+    globals().update({f"{cls.__name__.removesuffix('Args')}Args": cls for cls in (_save, _restore)})
 
 # --- Orbax's own -----------------------------------------------------------------------------
 

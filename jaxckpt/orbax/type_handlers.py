@@ -15,7 +15,11 @@ from jaxckpt.orbax.args import RestoreArgs as RestoreArgs
 from jaxckpt.orbax.args import SaveArgs as SaveArgs
 from jaxckpt.orbax.args import SingleReplicaArrayRestoreArgs as SingleReplicaArrayRestoreArgs
 
-ParamInfo = record("ParamInfo", "name=None parent_dir=None skip_deserialize=None")
+ParamInfo = record(
+    "ParamInfo",
+    "name=None keypath=None parent_dir=None skip_deserialize=None is_ocdbt_checkpoint=None "
+    "use_zarr3=False value_typestr=None write_shape=None",
+)
 
 
 class TypeHandler:

@@ -87,6 +87,27 @@ def test_several_items_of_any_names(tmp_path):
     twice(program, tmp_path, read=read_newest)
 
 
+def test_an_item_that_is_none(tmp_path):
+    """It is stored by its handler, and restored as None, with args for it and without."""
+
+    def program(ocp, path):
+        args = ocp.args
+        state, more = args.StandardSave({"a": 1}), args.JsonSave({"b": 2})
+        with ocp.CheckpointManager(path / "run") as manager:
+            manager.save(0, args=args.Composite(more=more, state=state))
+            manager.save(1, args=args.Composite(more=None, state=state))
+            manager.wait_until_finished()
+            return sorted(manager.item_metadata(1))
+
+    def read(ocp, path):
+        args = ocp.args
+        asked = args.Composite(state=args.StandardRestore(), more=args.JsonRestore())
+        with ocp.CheckpointManager(path / "run") as manager:
+            return [dict(manager.restore(step, args=a)) for step in (0, 1) for a in (None, asked)]
+
+    twice(program, tmp_path, read=read)
+
+
 def test_metrics(tmp_path):
     """`best_fn` ranks the steps, also those of an earlier manager."""
 

@@ -69,6 +69,10 @@ def test_names_of_programs():
     assert impl.from_options(use_persistence_array_handler=False) is impl.NO_DISPATCHER
     assert not ours.multihost.is_jax_distributed_client_initialized()
     assert issubclass(ours.logging.CloudLogger, ours.logging.AbstractLogger)
+    assert ours.handlers.StandardSaveArgs is ours.args.StandardSave  # pyright: ignore
+    assert ours.arrays.to_shape_dtype_struct is ours.utils.to_shape_dtype_struct
+    assert ours.experimental.v1.path.PathAwaitingCreation.await_creation
+    assert ours.type_handlers.ParamInfo(name="w", use_zarr3=True).is_ocdbt_checkpoint is None
 
 
 def test_intersected_trees():

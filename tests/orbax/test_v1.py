@@ -256,6 +256,34 @@ def test_only_registered_handlers_load_items(tmp_path, handlers, is_recorded):
     twice(program, tmp_path, api="v1")
 
 
+def test_arrays_without_a_shape(tmp_path):
+    """`np.array([])` in a target asks for a numpy array of the saved shape."""
+
+    def program(ocp, path):
+        ocp.save(path / "a", {"w": jnp.ones((2, 3)), "n": np.arange(4), "s": 3, "o": {"m": 1.5}})
+
+    def read(ocp, path):
+        any_array = np.array([])
+        target = {"w": any_array, "n": any_array.astype(int), "s": any_array, "o": {"m": ...}}
+        return ocp.load(path / "a", target)
+
+    twice(program, tmp_path, read=read, api="v1")
+
+
+def test_an_item_deleted_by_hand(tmp_path):
+    """The others are loaded; asked for by its name, it is a KeyError."""
+
+    def program(ocp, path):
+        ocp.save_checkpointables(path / "a", {"one": {"x": 1}, "two": {"y": 2}})
+        shutil.rmtree(path / "a" / "two")
+
+    def read(ocp, path):
+        asked = raised(ocp.load_checkpointables, path / "a", {"two": None})
+        return ocp.load_checkpointables(path / "a"), type(asked).__name__
+
+    twice(program, tmp_path, read=read, api="v1")
+
+
 def test_options_as_those_of_v0():
     """They have the fields that v0 has, too."""
     found = ocp.options.FileOptions(path_permission_mode=0o750).v0()

@@ -65,8 +65,11 @@ def found_checkpoint(path: PathLike) -> Found:
 
 
 def item_names(found: Found) -> list[str]:
-    """Returns the names of the items, `state` first; none if the checkpoint is one tree."""
-    there = {*found.items, *found.metadata.handlers} & {*found.contents(found.path)}
+    """Returns the names of the items, `state` first; none if the checkpoint is one tree.
+
+    A program may have deleted the directory of an item.
+    """
+    there = {*found.items, *found.metadata.handlers} & {*found.entries(found.path)}
     saved = there - {*RESERVED, found.deleting}
     return sorted(saved, key=lambda name: (name != STATE, name))
 
