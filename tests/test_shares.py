@@ -98,21 +98,47 @@ def test_steps_of_an_earlier_life_go(train, tmp_path):
     assert places(said, tmp_path) == ["run", "host1"]
 
 
-def test_damage_on_one_disk_is_read_elsewhere(train, tmp_path):
-    """All processes restore the same step; the damaged share is set aside."""
-    train(5)
-    for step in ("4", "5"):
-        state = tmp_path / "host1" / "local" / "share_0" / step / "state"
-        damage(state / ("ocdbt.process_1" if step == "4" else "ocdbt.process_held") / "d")
+@pytest.mark.parametrize("part", ["ocdbt.process_1", "ocdbt.process_held", "_METADATA", "gone"])
+def test_a_damaged_share_is_mended(train, tmp_path, part):
+    """All read the step in the directory, and then its chunks go to the disk that lacks them."""
+    train(4)
+    share = tmp_path / "host1" / "local" / "share_0" / "4"
+    if part == "gone":
+        max((share / "state" / "ocdbt.process_1" / "d").iterdir(), key=size_of).unlink()
+    elif part == "_METADATA":
+        (share / "state" / part).write_bytes(b"{}")
+    else:
+        damage(share / "state" / part / "d")
+    assert not jaxckpt.verify(share).ok
 
     said = train(0)
 
     assert [one["start"] for one in said] == [4, 4]
     assert places(said, tmp_path) == ["run", "run"]
+    assert any("is mended from" in problem for problem in said[1]["problems"])
+    assert not any("is mended from" in problem for problem in said[0]["problems"])
+    assert jaxckpt.verify(share).ok
+    assert places(train(0), tmp_path) == ["host0", "host1"]
+
+
+def size_of(path):
+    return path.stat().st_size
+
+
+def test_a_damaged_share_that_only_one_disk_has_is_set_aside(train, tmp_path):
+    """The step before is restored; the other host's part stays."""
+    train(5)
+    shares = [tmp_path / f"host{i}" / "local" / "share_0" for i in TWO]
+    damage(shares[1] / "5" / "state" / "ocdbt.process_held" / "d")
+
+    said = train(0)
+
+    assert [one["start"] for one in said] == [4, 4]
+    assert places(said, tmp_path) == ["host0", "host1"]
     assert any("5" in problem and "damaged" in problem for problem in said[1]["problems"])
-    shares = tmp_path / "host1" / "local" / "share_0"
-    assert not (shares / "5").exists()
-    assert any(path.name.startswith("5.jaxckpt-bad") for path in shares.iterdir())
+    assert not (shares[1] / "5").exists()
+    assert [*shares[1].glob("5.jaxckpt-bad*")]
+    assert jaxckpt.verify(shares[0] / "5").ok
 
 
 def test_damage_in_the_directory_is_replaced(train, run_processes, tmp_path):
@@ -126,6 +152,17 @@ def test_damage_in_the_directory_is_replaced(train, run_processes, tmp_path):
     assert [one["durable"] for one in said] == [[2, 4], [2, 4]]
     assert jaxckpt.verify(tmp_path / "run" / "4").ok
     assert [*(tmp_path / "run").glob("4.jaxckpt-bad-*")]
+
+
+def test_scrub_mends_a_share(train, run_processes, tmp_path):
+    train(4)
+    share = tmp_path / "host0" / "local" / "share_0" / "4"
+    damage(share / "state" / "ocdbt.process_held")
+
+    said = [one.result for one in run_processes("tiers:scrub_apart", args=[tmp_path, TWO])]
+
+    assert [one["ok"] for one in said] == [{"2": True, "3": True, "4": True}] * 2
+    assert jaxckpt.verify(share).ok
 
 
 def test_other_process_ids_read_what_is_there(train, tmp_path):

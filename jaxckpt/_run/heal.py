@@ -7,12 +7,20 @@
 
 A crash in the middle leaves each file either damaged or good. A copy whose record is damaged cannot
 be mended: the record says which files belong to the step.
+
+The share of a process has other files than the step in the directory, but the same chunks: those of
+a damaged file are taken from there one by one, and the share is verified by its own record.
 """
 
 from __future__ import annotations
 
 import posixpath
+import sys
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
+
+import numpy as np
 
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
@@ -20,6 +28,7 @@ from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.upload import pieces, same_bytes
 from jaxckpt.errors import CheckpointError, SaveFailed, is_io_failure
+from jaxckpt.format import names
 from jaxckpt.types import VerifyReport
 
 
@@ -31,17 +40,22 @@ def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
         OSError: a storage failed.
     """
     theirs, ours = find(good.storage, good.check_step(step)), find(bad.storage, bad.path(step))
-    if theirs.record is None or theirs.origin != ours.origin or theirs.is_share or ours.is_share:
+    if theirs.record is None or theirs.origin != ours.origin or theirs.is_share:
         raise SaveFailed(f"{ours.path} and {theirs.path} are different steps; nothing was changed")
-    _check_good(verify_in(theirs.storage, theirs.path))
+    if not ours.is_share:
+        _check_good(verify_in(theirs.storage, theirs.path))
     replaced: list[str] = []
     while not (report := verify_in(ours.storage, ours.path)).ok:
-        files = _bad_files(ours, theirs, report, besides=replaced)
+        bad_files = _bad_parts if ours.is_share else _bad_files
+        files = bad_files(ours, theirs, report, besides=replaced)
         if not files:
             problem = report.problems[0].message
             raise SaveFailed(f"{ours.path} cannot be mended from {theirs.path}: {problem}")
         for name in files:
-            _replace(ours, theirs, name)
+            if ours.is_share and names.is_data_file(name):
+                _put_chunks(ours, theirs, name)
+            else:
+                _replace(ours, theirs, name)
         replaced += files
         bad.forget(step)
     return replaced
@@ -91,3 +105,53 @@ def _replace(ours: Found, theirs: Found, name: str) -> None:
         raise SaveFailed(f"{path} is a {kind}, and is not replaced")
     ours.storage.make_dir(posixpath.dirname(path))
     ours.storage.write_parts(path, partial(pieces, theirs.storage, theirs.path, name, size))
+
+
+def _bad_parts(ours: Found, theirs: Found, report: VerifyReport, besides: list[str]) -> list[str]:
+    """Returns the bad files of a share that can be made again."""
+    assert ours.record is not None
+    assert theirs.record is not None
+    named = {posixpath.relpath(p.file, ours.path) for p in report.problems if p.file}
+    return [
+        name
+        for name in sorted((named & ours.record.files.keys()) - {*besides})
+        if names.is_data_file(name) or ours.record.files[name] == theirs.record.files.get(name)
+    ]
+
+
+def _put_chunks(ours: Found, theirs: Found, name: str) -> None:
+    """Writes a data file again, its chunks as the other copy has them."""
+    assert ours.record is not None
+    size = ours.record.files[name].size
+    path = f"{ours.path}/{name}"
+    data: Any = np.zeros(size, np.uint8)
+    if ours.storage.kind(path) == "file" and ours.storage.size(path) == size:
+        ours.storage.read_into(path, 0, [data])
+    item = next(one for one, at in ours.items.items() if path.startswith(f"{at}/"))
+    here, there = _places(ours, item), _places(theirs, item)
+    inside = posixpath.relpath(path, ours.items[item])
+    for key, place in here.items():
+        if isinstance(place, bytes) or place[0] != inside:
+            continue
+        source = there.get(key, b"")
+        chunk: Any = data[place[1] : place[1] + place[2]]
+        if isinstance(source, bytes) or source[2] != place[2]:
+            raise SaveFailed(f'{theirs.path} has another chunk "{key}" than {ours.path}')
+        theirs.storage.read_into(f"{theirs.items[item]}/{source[0]}", source[1], [chunk])
+    ours.storage.make_dir(posixpath.dirname(path))
+    ours.storage.write(path, data.tobytes())
+
+
+def _places(found: Found, item: str) -> Mapping[str, Any]:
+    """Returns where the values of an item's database lie, by key."""
+    from jaxckpt.storage._arrays import extents
+    from jaxckpt.storage._staged import find_values
+
+    storage, path = found.storage, found.items[item]
+    spec = storage.kvstore(path)
+    try:
+        if spec is None:
+            return find_values(storage, path) or {}
+        return extents(spec, max_keys=sys.maxsize) or {}
+    except ValueError as error:
+        raise SaveFailed(f"{path}: it is not known where its chunks lie: {error}") from error

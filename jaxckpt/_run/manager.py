@@ -657,7 +657,7 @@ class CheckpointManager:
 
     def _mend(self, root: Root, step: int) -> bool:
         others = [one for one in self._roots if one is not root and one.has(step)]
-        return not root.own and any(root.mend(step, one.index) for one in others)
+        return any(root.mend(step, one.index) for one in others)
 
     @property
     def timings(self) -> list[Timing]:

@@ -210,7 +210,7 @@ class Resume:
         problem = next((met.problems[i] for i, found in met.marks.items() if found), None)
         if problem is not None and not mark:
             error = self._other_failed(copy, problem) if "corrupt" in met.marks.values() else None
-        return _Attempt(copy=copy, value=value, problem=problem, error=error)
+        return _Attempt(copy=copy, value=value, problem=problem, error=error, is_mine=bool(mark))
 
     def _check(self, copy: Copy, there: bool) -> None:
         index = self._root_of(copy).index
@@ -230,10 +230,10 @@ class Resume:
     def _settle(self, failed: _Attempt, good: Copy) -> None:
         """Does about a damaged copy what can be done."""
         error, step, root = failed.error, failed.copy.step, self._root_of(failed.copy)
-        leads = self.writes and (root.own or self.processes.index == 0)
+        leads = self.writes and (failed.is_mine if root.own else self.processes.index == 0)
         if not (leads and isinstance(error, CorruptCheckpoint)):
             root.index.report(f"step {step} cannot be restored and is skipped: {failed.problem}")
-        elif root.own or good.step != step or not root.mend(step, self._root_of(good).index):
+        elif good.step != step or not root.mend(step, self._root_of(good).index):
             root.deletion.set_aside(step, str(failed.problem), file=error.file)
 
 
@@ -260,6 +260,7 @@ class _Attempt:
     value: Any  # read by this process
     problem: str | None  # the damage, worded alike in every process
     error: Exception | None  # for this process to raise
+    is_mine: bool  # whether this process found the damage
 
 
 @final

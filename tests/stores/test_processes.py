@@ -9,6 +9,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt.storage import locate
+from tests.test_tiers import damage
 
 SERVERS = ["gcs_server", "moto_server", "azurite_server"]
 
@@ -54,3 +55,8 @@ def test_hosts_upload_what_is_on_their_disks(request, use_store, run_processes, 
     assert [one["start"] for one in said] == [2, 2]
     assert said[0]["places"][0].endswith("/run/2")
     assert said[1]["places"][0].endswith("/host1/local/share_0/2")
+
+    share = tmp_path / "host1" / "local" / "share_0" / "2"
+    damage(share / "state" / "ocdbt.process_held" / "d")
+    assert "is mended from" in "".join(train(0)[1]["problems"])
+    assert jaxckpt.verify(share).ok
