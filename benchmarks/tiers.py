@@ -2,6 +2,7 @@
 
     python -m benchmarks.tiers               needs the extras cloud and test
     python -m benchmarks.tiers --quick
+    python -m benchmarks.tiers --away-s 300  only training while the store is away for so long
 
 The server shares the machine's cores, so only ratios within one run mean much.
 """
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +27,7 @@ import numpy as np
 
 import jaxckpt
 from tests.stores import servers
-from tests.stores.proxy import Proxy
+from tests.stores.proxy import Proxy, Reset
 
 LINE_BYTES_PER_S: Final = 20_000_000
 SAVE_EVERY: Final = 10
@@ -37,10 +38,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a quarter of the bytes and repeats")
     parser.add_argument("--child", nargs=4, metavar=("KIND", "URL", "LOCAL", "LEAVES"))
+    parser.add_argument("--away-s", type=float, metavar="SECONDS")
     args = parser.parse_args(argv)
     if args.child:
         kind, url, local, leaves = args.child
         print(json.dumps(train(kind, url, local, int(leaves))))
+        return
+    if args.away_s is not None:
+        print(f"## Training with local saves while the store is away for {args.away_s:g} s\n")
+        for line in away(args.away_s):
+            print(line, flush=True)
         return
     part = 4 if args.quick else 1
     print("## An upload beside the client alone, the same files, on SeaweedFS\n")
@@ -109,7 +116,7 @@ def training(*, leaves: int, repeats: int) -> Iterator[str]:
     """Yields a table of the time of a step, for each way to save, over a line of 20 MB/s."""
     kinds = ("no saves", "local only", "local, then gs://", "directly to gs://", "Orbax to gs://")
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
-    with _limited_store() as (env, bucket), tempfile.TemporaryDirectory(dir=_tmpfs()) as folder:
+    with _limited_store() as (env, bucket, _), tempfile.TemporaryDirectory(dir=_tmpfs()) as folder:
         for i in range(repeats):
             for n, kind in enumerate(kinds):
                 place = f"gs://{bucket}/{i}-{n}", f"{folder}/{i}-{n}"
@@ -180,15 +187,73 @@ def _saver(kind: str, url: str, local: str, leaves: int, stack: contextlib.ExitS
     return stack.enter_context(jaxckpt.CheckpointManager(url, keep=keep, **options)).save
 
 
+def away(seconds: float) -> Iterator[str]:
+    """Yields a table of the time of steps and saves while the store answers, then while not."""
+    found: dict[str, dict[str, float]] = {}
+    with (
+        _limited_store() as (env, bucket, tell),
+        tempfile.TemporaryDirectory(dir=_tmpfs()) as local,
+    ):
+        os.environ.update(env)
+        keep = jaxckpt.KeepPolicy(last=2)
+        with jaxckpt.CheckpointManager(f"gs://{bucket}/a", keep=keep, local=local) as manager:
+            step = 1
+            manager.save(step, _state(1, step))
+            manager.wait_until_finished()
+            for name, lasts_s in (("it answers", min(20.0, seconds)), ("it is away", seconds)):
+                tell("go" if name == "it is away" else "answer")
+                step, found[name] = _train_for(manager, step, lasts_s)
+            tell("answer")
+            start_s = time.perf_counter()
+            while step not in manager.tiers["durable"]:
+                time.sleep(0.05)
+            caught_up_s = time.perf_counter() - start_s
+    yield "| | s a step (median) | longest step, s | longest save call, s |"
+    yield "| --- | --- | --- | --- |"
+    for name, times in found.items():
+        yield f"| {name} | " + " | ".join(f"{value:.3f}" for value in times.values()) + " |"
+    yield f"\nThe newest step was durable {caught_up_s:.1f} s after the store was back."
+
+
+def _train_for(
+    manager: jaxckpt.CheckpointManager, step: int, seconds: float
+) -> tuple[int, dict[str, float]]:
+    import jax
+    import jax.numpy as jnp
+
+    state, work = _state(1, 1), jax.jit(lambda x: x @ x / 1000)
+    x = jax.block_until_ready(work(jnp.ones((1000, 1000))))
+    steps, calls, end_s = [], [], time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        step += 1
+        began_s = time.perf_counter()
+        for _ in range(5):
+            x = jax.block_until_ready(work(x))
+        called_s = time.perf_counter()
+        if step % SAVE_EVERY == 0:
+            manager.save(step, state)
+            calls.append(time.perf_counter() - called_s)
+        steps.append(time.perf_counter() - began_s)
+    manager.save(step + 1, state)
+    return step + 1, {
+        "step_s": statistics.median(steps),
+        "longest_s": max(steps),
+        "blocked_s": max(calls),
+    }
+
+
 @contextlib.contextmanager
-def _limited_store() -> Iterator[tuple[dict[str, str], str]]:
-    """Runs a store behind a slow line, in a process of its own; yields its variables and bucket."""
+def _limited_store() -> Iterator[tuple[dict[str, str], str, Callable[[str], None]]]:
+    """Runs a store behind a slow line, in a process of its own.
+
+    Yields its variables, its bucket, and what tells it to "go" away or to "answer".
+    """
     spawn = multiprocessing.get_context("spawn")
     mine, theirs = spawn.Pipe()
     child = spawn.Process(target=_serve, args=(theirs,))
     child.start()
     try:
-        yield mine.recv()
+        yield (*mine.recv(), mine.send)
     finally:
         mine.send("end")
         child.join()
@@ -202,7 +267,11 @@ def _serve(pipe: Any) -> None:
         pipe.send(
             ({**server.env, **orbax, "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}, server.bucket)
         )
-        pipe.recv()
+        while (told := pipe.recv()) != "end":
+            if told == "go":
+                proxy.add(Reset())
+            else:
+                proxy.heal()
 
 
 def _state(leaves: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
