@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 Operation = Literal["save", "restore"]
-PHASES: Final = ("snapshot", "wait", "find", "read", "place", "write", "meet", "commit")
+PHASES: Final = ("snapshot", "wait", "find", "read", "place", "copy", "write", "meet", "commit")
 _MAX_LINES: Final = 200
 _ROOT: Final = "(the tree itself)"
 _NUMBERS: Final = ("differ", "at most", "relative", "NaN")
@@ -54,8 +54,8 @@ class Progress:
     Attributes:
         kind: "save" or "restore".
         path: The checkpoint.
-        phase: For a save "snapshot", "wait", "write", "meet" or "commit"; for a restore "find",
-            "read" or "meet".
+        phase: For a save "snapshot", "wait", "copy", "write", "meet" or "commit"; for a restore
+            "find", "read" or "meet".
         done_bytes, total_bytes: Bytes of the values that this process writes or reads,
             uncompressed.
         seconds: Time since the start.
@@ -86,8 +86,9 @@ class Timing:
         step: Its number, if a manager saved or restored it.
         total_bytes: Bytes of the values that this process wrote or read, uncompressed.
         seconds: From the call to the commit, or to the return of the tree.
-        phases: Seconds by phase: snapshot, wait, write, meet and commit of a save; find, read,
-            place and meet of a restore. The training loop waits only for `snapshot`.
+        phases: Seconds by phase: snapshot, wait, copy, write, meet and commit of a save; find,
+            read, place and meet of a restore. The training loop waits only for `snapshot`,
+            which enqueues the copies of accelerators; `copy` is until they have arrived.
         slowest: Index of the process that took longest to write or read, if there are several.
     """
 

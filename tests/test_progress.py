@@ -242,7 +242,7 @@ def test_each_save_and_restore_is_timed_by_phase(tmp_path):
 
     saved, restored = timings
     assert committed == [saved]
-    assert list(saved.phases) == ["snapshot", "wait", "write", "meet", "commit"]
+    assert list(saved.phases) == ["snapshot", "wait", "copy", "write", "meet", "commit"]
     assert list(restored.phases) == ["find", "read", "place"]
     assert (saved.step, saved.total_bytes, restored.step) == (7, BYTES, 7)
     assert sum(saved.phases.values()) <= saved.seconds
@@ -256,7 +256,7 @@ def test_the_phases_of_a_save_stay_with_the_step(tmp_path):
 
     record = find(*locate(tmp_path / "a")).record
 
-    assert set(record.phases) == {"snapshot", "wait", "write", "meet"}
+    assert set(record.phases) == {"snapshot", "wait", "copy", "write", "meet"}
 
 
 def test_all_processes_know_the_slowest(tmp_path):

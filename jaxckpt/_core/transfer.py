@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxckpt._core import box as _box
+from jaxckpt._core import pinned
 from jaxckpt._core.box import Box
 from jaxckpt._core.cast import cast
 from jaxckpt._core.plan import SavePlan
@@ -68,12 +69,14 @@ def sources_of(
 
 def stage(
     values: Sequence[jax.Array | np.ndarray[Any, Any]], sources: Sequence[Source], *, copy: bool
-) -> list[np.ndarray[Any, Any]]:
-    """Copies the shards that this process writes to the host: one array per source.
+) -> list[Any]:
+    """Takes the shards that this process writes: one value per source, for `arrived`.
 
-    Waits until the arrays are computed. After the return, jax arrays may be donated or deleted: on
-    CPU the snapshot refers to their buffers, which jax then leaves alone; values on other devices
-    are copied.
+    After the return, jax arrays may be donated or deleted. Accelerators copy to pinned host memory
+    in the order in which work is enqueued, so before anything that overwrites an array; the call
+    does not wait for that, or for the arrays to be computed. It waits for what does not fit into
+    the budget of pinned memory, and for what is cast. On CPU the snapshot refers to the buffers of
+    arrays, which jax then leaves alone.
 
     Args:
         copy: Whether numpy arrays may change before the snapshot is written.
@@ -81,21 +84,41 @@ def stage(
     Raises:
         TreeMismatch: a value does not fit the dtype to save it as; names the array's index.
     """
+    import jax
+
     shards: list[Any] = [
         values[source.array]
         if source.position is None
         else values[source.array].addressable_data(source.position)  # pyright: ignore
         for source in sources
     ]
-    # Start all copies before waiting for the first.
-    for source, shard in zip(sources, shards, strict=True):
-        if not source.is_host_memory:
+    away = [
+        None if source.is_host_memory or shard.dtype.name != source.dtype.name else shard
+        for source, shard in zip(sources, shards, strict=True)
+    ]
+    snapshot: list[Any] = pinned.send(away) if any(one is not None for one in away) else away
+    # Start all other copies before waiting for the first.
+    for source, shard, sent in zip(sources, shards, snapshot, strict=True):
+        if sent is None and not source.is_host_memory:
             shard.copy_to_host_async()
-    snapshot = []
-    for source, shard in zip(sources, shards, strict=True):
-        host = np.array(shard) if copy and source.position is None else np.asarray(shard)
-        snapshot.append(host if host.dtype == source.stored else _as_stored(host, source))
+    with jax.transfer_guard_device_to_host("allow"):
+        for i, (source, shard) in enumerate(zip(sources, shards, strict=True)):
+            if snapshot[i] is None:
+                host = np.array(shard) if copy and source.position is None else np.asarray(shard)
+                snapshot[i] = host if host.dtype == source.stored else _as_stored(host, source)
     return snapshot
+
+
+def arrived(snapshot: Sequence[Any], sources: Sequence[Source]) -> list[np.ndarray[Any, Any]]:
+    """Waits until all that `stage` took is on the host, and returns it; raises if a copy failed."""
+    import jax
+
+    found = []
+    with jax.transfer_guard_device_to_host("allow"):
+        for source, value in zip(sources, snapshot, strict=True):
+            host = np.asarray(value)
+            found.append(host if host.dtype == source.stored else _as_stored(host, source))
+    return found
 
 
 def detached(value: Any) -> Any:

@@ -184,6 +184,9 @@ class SentTree:
         """Returns the directory of the database that this process writes."""
         return f"{self._item(work)}/{names.process_database(processes.index, work.mark)}"
 
+    def arrive(self) -> None:
+        """Waits for nothing: the values are on the disk."""
+
     def write(self, storage: Storage, work: Work, processes: Processes) -> None:
         """Sends this process's part, but not the files that are there already."""
         sizes = self._sizes(processes.index)

@@ -327,6 +327,9 @@ class SaveHandle:
                 measure = partial(_transaction.bytes_below, request.storage)
                 self._meter.measure = lambda: sum(map(measure, folders))
             try:
+                with self._meter.phase("copy"):
+                    for item in request.items:
+                        item.arrive()
                 with self._meter.phase("write"), _explaining(request):
                     for item in request.items:
                         item.write(request.storage, work, request.processes)

@@ -1,7 +1,8 @@
 """The caller's values on the host, and how to write them.
 
 An item of a checkpoint is a tree, whose arrays go into a database, or a few small files. Once an
-item is made, its values are on the host and the caller may donate, delete or change the originals.
+item is made, the caller may donate, delete or change the originals: their values are on the host,
+or on the way there in an order that nothing can overtake.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from jaxckpt._core.transfer import stage
+from jaxckpt._core.transfer import arrived, stage
 from jaxckpt._disk.checksums import encode_share, merge_shares
 from jaxckpt._disk.transaction import Work
 from jaxckpt._disk.writer import merge, write_arrays
@@ -50,6 +51,9 @@ class FileItem:
     def _folder(self, work: Work, process: int) -> str:
         item = posixpath.join(work.path, self.name).rstrip("/")
         return f"{item}/{names.process_database(process, work.mark)}" if work.mark else item
+
+    def arrive(self) -> None:
+        """Waits for nothing: files are on the host."""
 
     def write(self, storage: Storage, work: Work, processes: Processes) -> None:
         """Writes this process's files below the directory of the checkpoint."""
@@ -93,7 +97,7 @@ class TreeItem:
 
     name: str  # "" if its directory is that of the checkpoint
     tree: TreePlan
-    snapshot: Sequence[np.ndarray[Any, Any]] | None  # values of `tree.sources`, until written
+    snapshot: Sequence[Any] | None  # what `stage` took of `tree.sources`, until written
     share: bytes = b""  # the checksums of process 0's chunks
     held: bytes = b""  # the checksums of the chunks that this process only holds
     manifest: bytes = b""  # of the database, if one process writes it
@@ -113,6 +117,11 @@ class TreeItem:
 
     def _item(self, work: Work) -> str:
         return f"{work.path}/{self.name}" if self.name else work.path
+
+    def arrive(self) -> None:
+        """Waits until the values are on the host; raises if a copy failed."""
+        if self.snapshot is not None:
+            self.snapshot = arrived(self.snapshot, self.tree.sources)
 
     def write(self, storage: Storage, work: Work, processes: Processes) -> None:
         """Writes this process's share and releases its memory."""
@@ -234,6 +243,7 @@ class SaveItem(Protocol):
     @property
     def size_bytes(self) -> int: ...
     def folder(self, work: Work, processes: Processes) -> str: ...
+    def arrive(self) -> None: ...
     def write(self, storage: Storage, work: Work, processes: Processes) -> None: ...
     def said(self) -> Json: ...
     def disagreement(self, said: Sequence[Any]) -> dict[int, str]: ...

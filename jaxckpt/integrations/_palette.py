@@ -36,6 +36,7 @@ _PHASES: Final = {
     "wait": GREY,
     "find": MAGENTA,
     "read": BLUE,
+    "copy": MAGENTA,
     "write": BLUE,
     "place": TEAL,
     "meet": CYAN,
