@@ -16,7 +16,7 @@ python := $(VENV)/bin/python
 pip := $(python) -m pip --quiet --disable-pip-version-check
 empty := build/empty/bin/python
 
-.PHONY: help test stores faults faults-root browser soak fuzz check demo bench bench-quick notebooks docs dist publish clean
+.PHONY: help test stores faults faults-root gpu browser soak fuzz check demo bench bench-quick bench-gpu notebooks docs dist publish clean
 .DELETE_ON_ERROR:
 # Targets that run in parallel would install into one environment at the same time.
 .NOTPARALLEL:
@@ -25,6 +25,7 @@ help:
 	@echo "make test         runs all tests except slow, store, fault, GPU and browser tests"
 	@echo "make stores       runs the tests with object stores, which it starts on this machine"
 	@echo "make faults       runs the fault tests and prints the scorecard; faults-root: those that need root"
+	@echo "make gpu          runs the tests that need a GPU; bench-gpu: the benchmarks that need one"
 	@echo "make browser      builds the pages and runs the tests that need Chromium in PATH"
 	@echo "make soak         exposes one run to random faults for SOAK_MINUTES=$(SOAK_MINUTES)"
 	@echo "make fuzz         fuzzes all parsers for FUZZ_MINUTES=$(FUZZ_MINUTES)"
@@ -58,6 +59,10 @@ faults-root: $(VENV)/.installed-test
 	$(python) -m pytest -m faults_root --scorecard build/faults-root.md --scorecard-of faults-root \
 	  $(PYTEST_ARGS)
 
+# JAX_PLATFORMS names the platforms of jax; the CPU is for what has to be there too.
+gpu: $(VENV)/.installed-test $(VENV)/.installed-cuda12
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cuda,cpu} $(python) -m pytest -m gpu tests/test_gpu.py $(PYTEST_ARGS)
+
 browser: $(VENV)/.installed-test docs
 	$(python) -m pytest -m browser $(PYTEST_ARGS)
 
@@ -86,6 +91,9 @@ bench: $(VENV)/.installed-bench
 bench-quick: $(VENV)/.installed-bench
 	$(python) -m benchmarks large gpt2 small second interference imports \
 	  --quick --dir $(BENCH_TMPFS) $(BENCH_ARGS)
+
+bench-gpu: $(VENV)/.installed-bench $(VENV)/.installed-cuda12
+	JAX_PLATFORMS=$${JAX_PLATFORMS:-cuda,cpu} $(python) -m benchmarks.gpu --dir $(BENCH_TMPFS) $(BENCH_ARGS)
 
 notebooks: $(VENV)/.installed-test
 	$(python) -m pytest --nbmake --nbmake-timeout=60 notebooks $(PYTEST_ARGS)

@@ -11,7 +11,7 @@ import jaxckpt
 
 pytest.importorskip("orbax.checkpoint")
 
-from benchmarks import scale, studies
+from benchmarks import gpu, scale, studies
 from benchmarks.__main__ import STUDIES, main
 from benchmarks.timing import FIGURES, paired
 from benchmarks.workloads import WORKLOADS
@@ -44,6 +44,17 @@ def test_every_peer_restores_what_it_saved(tmp_path, capsys):
     main(["small", *TINY, "--dir", str(tmp_path)])
 
     assert "|  | jaxckpt | orbax v1 | orbax v0 | roofline |" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")  # Orbax's own
+def test_the_benchmark_of_gpus_runs_on_any_device(tmp_path, capsys):
+    """Every peer restores what it saved, and every figure is in the table."""
+    gpu.main(["--gib", "0.001", "--repeats", "1", "--width", "64", "--dir", str(tmp_path)])
+
+    printed = capsys.readouterr().out
+    assert "|  | bare | jaxckpt | orbax v1 | orbax v0 |" in printed
+    assert printed.count("\n| ") == 9
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.filterwarnings("ignore")  # Orbax's own
