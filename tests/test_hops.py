@@ -201,7 +201,7 @@ def code_lines(source: str) -> int:
 
 def test_the_package_stays_small():
     """Lines in all, and of code, without what is in `APART`."""
-    assert sum(source.count("\n") for source in sources()) <= 23_720
+    assert sum(source.count("\n") for source in sources()) <= 23_740
     assert sum(map(code_lines, sources())) <= 16_250
 
 

@@ -8,8 +8,10 @@ import logging
 import threading
 import urllib.error
 
+import numpy as np
 import pytest
 
+import jaxckpt
 from jaxckpt import CheckpointManager, SavePolicy
 from jaxckpt._run import preemption
 from jaxckpt.integrations import notices
@@ -135,6 +137,41 @@ def test_a_manager_saves_when_there_is_a_notice(tmp_path, monkeypatch, caplog, t
     assert any("its upload" in one for one in said) == tiers
     with CheckpointManager(tmp_path / "run", mode="r") as reader:
         assert reader.latest_step() == 7
+
+
+@pytest.mark.parametrize(("left_s", "order"), [(60.0, [1, 3, 2]), (0.5, [1, 2, 3])])
+def test_an_older_upload_gives_way_if_the_last_one_fits(
+    tmp_path, monkeypatch, caplog, left_s, order
+):
+    """Otherwise the older one, which is further, is more likely to arrive."""
+    monkeypatch.setattr(preemption, "_POLL_S", 0.01)
+    noticed = threading.Event()
+    with (
+        caplog.at_level(logging.INFO, "jaxckpt"),
+        CheckpointManager(
+            tmp_path / "run",
+            save=SavePolicy(every_steps=1),
+            notice=lambda: left_s if noticed.is_set() else None,
+            local=tmp_path / "local",
+            max_upload_bytes_per_s=400_000,  # a step takes a second
+        ) as manager,
+    ):
+        manager.save(1, {"w": np.zeros(100_000, np.float32)}).durable()
+        manager.save(2, {"w": np.ones(100_000, np.float32)}).result()
+        noticed.set()
+        while manager._saver.preemption.left_s is None:
+            threading.Event().wait(0.001)
+        manager.save(3, {"w": np.full(100_000, 3, np.float32)})
+        manager.wait_until_finished()
+        assert manager.tiers["waiting"] == []
+    said = [record.getMessage() for record in caplog.records]
+    names = [str(tmp_path / "run" / str(step)) for step in order]
+    assert [one.split(": ")[0] for one in said if one.startswith("uploaded ")] == [
+        f"uploaded {name}" for name in names
+    ]
+    assert any("gives way to that of a newer step" in one for one in said) == (order[1] == 3)
+    for step in (1, 2, 3):
+        assert jaxckpt.verify(tmp_path / "run" / str(step)).ok
 
 
 def test_a_notice_needs_the_policy(tmp_path):

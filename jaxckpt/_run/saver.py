@@ -255,13 +255,16 @@ class Saver:
         self._put(handle)
         if decision.reason == _PREEMPTION:
             self._for_preemption = handle
-            self._explain_what_fits(handle.size_bytes)
+            self._explain_what_fits(step, handle.size_bytes)
         if problem is not None:
             raise problem
         return handle
 
-    def _explain_what_fits(self, size_bytes: int) -> None:
-        """Logs the time that is left after a notice, beside what this run has measured."""
+    def _explain_what_fits(self, step: int, size_bytes: int) -> None:
+        """Logs the time that is left after a notice, beside what this run has measured.
+
+        If the upload of the step fits, an older one under way gives way to it.
+        """
         left_s = self.preemption.left_s
         if left_s is None or self._processes.index != 0:
             return
@@ -277,6 +280,8 @@ class Saver:
                 fits = (
                     f"this does not fit; it is saved here, and the upload begins with {self._item}"
                 )
+        elif known.get("its upload") is not None and self._tiers is not None:
+            self._tiers.uploads.hurry(step)
         why = "; ".join([*texts, fits]) if known else "nothing is measured yet"
         _logger.warning("saving for the end of this host in %.0f s: %s", left_s, why)
 

@@ -23,7 +23,7 @@ from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.index import StepIndex, run_metadata, write_run_metadata
-from jaxckpt.errors import CorruptCheckpoint, StepExists, UnsupportedFormat
+from jaxckpt.errors import CorruptCheckpoint, SaveFailed, StepExists, UnsupportedFormat
 from jaxckpt.format import names
 from jaxckpt.format.step import Record
 from jaxckpt.storage import Entry, Storage
@@ -129,22 +129,28 @@ def copy_run_metadata(source: StepIndex, target: StepIndex) -> None:
         write_run_metadata(target, metadata)
 
 
+class GaveWay(SaveFailed):
+    """The upload of a step ended early, since that of another is more urgent."""
+
+
 @dataclass(slots=True)
 class Pace:
     """Limits the bytes that are sent in a second; may be shared by threads."""
 
     max_bytes_per_s: float | None = None
+    ends: threading.Event = field(default_factory=threading.Event)  # whether to send no more
     _due_s: float = 0.0  # when the next piece may be sent
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def wait(self, size: int) -> None:
-        """Waits until a piece may be sent."""
-        if self.max_bytes_per_s is None:
-            return
-        with self._lock:
-            start_s = max(self._due_s, time.monotonic())
-            self._due_s = start_s + size / self.max_bytes_per_s
-        time.sleep(max(0.0, start_s - time.monotonic()))
+        """Waits until a piece may be sent; raises `GaveWay` if none may any more."""
+        start_s = time.monotonic()
+        if self.max_bytes_per_s is not None:
+            with self._lock:
+                start_s = max(self._due_s, start_s)
+                self._due_s = start_s + size / self.max_bytes_per_s
+        if self.ends.wait(max(0.0, start_s - time.monotonic())):
+            raise GaveWay("the upload gives way to that of a newer step; it goes on later")
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from jaxckpt._disk.find import find
 from jaxckpt._run.copies import over_bound
 from jaxckpt._run.root import Root
 from jaxckpt._run.shares import upload_request
-from jaxckpt._run.upload import Pace, already_there, checked, copy_run_metadata, upload
+from jaxckpt._run.upload import GaveWay, Pace, already_there, checked, copy_run_metadata, upload
 from jaxckpt._save import ending
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, SaveFailed, is_io_failure
@@ -79,6 +79,7 @@ class Uploads:
         self._next_s = 0.0  # when the next upload may begin, of all processes together
         self._is_stopped = False
         self._started = 0  # uploads of all processes together
+        self._urgent: int | None = None  # the step for which others give way
         self._bytes_per_s: float | None = None  # of the last upload
         self.newest: int | None = None  # that this process has brought to the directory
         source.needed = self.steps
@@ -96,12 +97,21 @@ class Uploads:
         # Listing the root would wait for the store.
         return Upload(step, f"{index.root}/{(index.naming or StepNames()).of(step)}")
 
+    def hurry(self, step: int) -> None:
+        """Lets an older upload give way to a step, as soon as that is committed locally.
+
+        Not where all processes upload together: they would have to agree on it.
+        """
+        self._urgent = step
+
     def put(self, one: Upload) -> None:
         """Adds a step that is committed locally."""
         one.since_s = time.monotonic()
         with self._changed:
             self._waiting.append(one)
             self._drop_oldest()
+            if one.step == self._urgent and not self._source.own:
+                self._pace.ends.set()
             self._changed.notify_all()
             starts = self._thread is None and not self._source.own
             if starts:
@@ -348,6 +358,7 @@ class Uploads:
                 return None
             self._current = max(self._waiting, key=lambda one: one.step)
             self._waiting.remove(self._current)
+            self._pace.ends.clear()
             return self._current
 
     def _send(self, one: Upload) -> None:
@@ -376,12 +387,15 @@ class Uploads:
                 self._current = None
             return
         waited_s = time.monotonic() - one.since_s
-        if not _may_pass(error) or waited_s > self.timeout_s:
+        gave_way = isinstance(error, GaveWay)
+        if not (gave_way or _may_pass(error)) or waited_s > self.timeout_s:
             self._end(one, error)
             return
         self._source.index.warn(f"{one.path} is not uploaded yet, and tried again: {error}")
         with self._changed:
-            self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+            self._pause_s = (
+                0.0 if gave_way else min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
+            )
             self._next_s = time.monotonic() + self._pause_s
             self._current = None
             self._waiting.append(one)
