@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
+import pytest
 
 import jaxckpt
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.upload import GaveWay, Pace, upload
 from jaxckpt.format import names
 from jaxckpt.storage import _arrays, locate
 from tests.commandline import said_json
@@ -43,6 +47,28 @@ def test_a_killed_upload_goes_on(place, tmp_path, monkeypatch):
     for step in (1, 2):
         assert jaxckpt.verify(f"{url}/{step}").ok
         assert np.array_equal(jaxckpt.restore(f"{url}/{step}")["w3"], np.full(SIZE, step))
+
+
+def test_an_upload_that_gives_way_goes_on(place, tmp_path, monkeypatch):
+    """What was sent stays; the store reports no error, and nothing is tried again meanwhile."""
+    monkeypatch.setattr(_arrays, "_DATA_FILE_BYTES", 4 * SIZE)
+    url, root = place[0], tmp_path / "local"
+    with jaxckpt.CheckpointManager(root) as manager:
+        manager.save(1, {f"w{i}": np.full(SIZE, i, np.float32) for i in range(12)})
+    total = sum(path.stat().st_size for path in (root / "1").rglob("*") if path.is_file())
+    indexes = [StepIndex(*locate(one)) for one in (root, url)]
+    pace = Pace(12 * SIZE)  # about four seconds
+    threading.Timer(2.0, pace.ends.set).start()
+
+    with pytest.raises(GaveWay):
+        upload(*indexes, 1, pace=pace)
+    pace.ends.clear()
+    pace.max_bytes_per_s = None
+    done = upload(*indexes, 1, pace=pace)
+
+    assert done.found_bytes > 0
+    assert done.sent_bytes + done.found_bytes == pytest.approx(total, rel=0.01)
+    assert jaxckpt.verify(f"{url}/1").ok
 
 
 def _bytes_in(storage, path):
