@@ -3,6 +3,7 @@
     python -m benchmarks.tiers               needs the extras cloud and test
     python -m benchmarks.tiers --quick
     python -m benchmarks.tiers --away-s 300  only training while the store is away for so long
+    python -m benchmarks.tiers --hosts 2     only training of several hosts with disks of their own
 
 The server shares the machine's cores, so only ratios within one run mean much.
 """
@@ -26,6 +27,7 @@ from typing import Any, Final
 import numpy as np
 
 import jaxckpt
+from tests import multiprocess
 from tests.stores import servers
 from tests.stores.proxy import Proxy, Reset
 
@@ -38,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a quarter of the bytes and repeats")
     parser.add_argument("--child", nargs=4, metavar=("KIND", "URL", "LOCAL", "LEAVES"))
+    parser.add_argument("--hosts", type=int, metavar="COUNT")
     parser.add_argument("--away-s", type=float, metavar="SECONDS")
     args = parser.parse_args(argv)
     if args.child:
@@ -50,6 +53,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(line, flush=True)
         return
     part = 4 if args.quick else 1
+    if args.hosts is not None:
+        print(f"## Training of {args.hosts} processes, each with a disk of its own\n")
+        for line in hosts(args.hosts, leaves=4, repeats=max(2, 6 // part)):
+            print(line, flush=True)
+        return
     print("## An upload beside the client alone, the same files, on SeaweedFS\n")
     for line in uploads(leaves=96 // part, repeats=max(2, 5 // part)):
         print(line, flush=True)
@@ -185,6 +193,36 @@ def _saver(kind: str, url: str, local: str, leaves: int, stack: contextlib.ExitS
     if kind == "local, then gs://":
         options = {"local": local}
     return stack.enter_context(jaxckpt.CheckpointManager(url, keep=keep, **options)).save
+
+
+def hosts(count: int, *, leaves: int, repeats: int) -> Iterator[str]:
+    """Yields a table of the training of several processes: local saves only, and with a bucket."""
+    found: dict[str, list[dict[str, float]]] = {"local only": [], "local, then gs://": []}
+    with _limited_store() as (env, bucket, _), tempfile.TemporaryDirectory(dir=_tmpfs()) as folder:
+        for i in range(repeats + 1):
+            for kind, runs in found.items() if i % 2 else reversed(found.items()):
+                disks = [f"{folder}/{i}-host{n}" for n in range(count)]
+                args: list[Any] = [f"{folder}/{i}", []]
+                if kind != "local only":
+                    args = [f"gs://{bucket}/{i}", disks]
+                done = multiprocess.run_processes(
+                    "tiers:time_training",
+                    count=count,
+                    devices_per_process=1,
+                    args=[*args, 60, SAVE_EVERY, _LEAF_BYTES, leaves, env],
+                    timeout_s=300,
+                )
+                if i:  # the first round is a warm-up
+                    results = [dict(one.result) for one in done]
+                    runs.append({key: max(one[key] for one in results) for key in results[0]})
+    yield f"{leaves * _LEAF_BYTES / 1e6:.0f} MB of each process a save, 20 MB/s for all.\n"
+    yield "| | longest save call, s | whole loop, times local only |"
+    yield "| --- | --- | --- |"
+    for kind, runs in found.items():
+        pairs = zip(runs, found["local only"], strict=True)
+        ratio = statistics.median(a["loop_s"] / b["loop_s"] for a, b in pairs)
+        blocked_s = statistics.median(run["blocked_s"] for run in runs)
+        yield f"| {kind} | {blocked_s:.3f} | {ratio:.2f} |"
 
 
 def away(seconds: float) -> Iterator[str]:

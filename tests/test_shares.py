@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import jaxckpt
 from jaxckpt._core.plan import plan_save
+from jaxckpt._disk import reader
 from jaxckpt._run.copies import over_disks
-from jaxckpt.errors import CheckpointNotFound
+from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from tests.commandline import cli
 from tests.test_plan import array_specs, held
 from tests.test_tiers import damage
@@ -247,18 +248,24 @@ def test_steps_are_asked_for_in_all_places(run_processes, tmp_path):
         assert one.result["scrubbed"] == {"2": True}
 
 
-def test_a_share_is_no_checkpoint_for_others(train, tmp_path):
-    """Errors say where the rest is."""
+def test_a_share_is_no_checkpoint_for_others(train, tmp_path, monkeypatch):
+    """Errors say where the rest is; nothing is allocated for chunks that are too small."""
     train(3)
     share = tmp_path / "host1" / "local" / "share_0"
 
     with pytest.raises(CheckpointNotFound, match="has what process 1 of 2 held, and lacks"):
         jaxckpt.restore(share / "3", as_numpy=True)
-    assert "float32[48000]" in str(jaxckpt.open(share / "3"))
+    assert "float32[480000]" in str(jaxckpt.open(share / "3"))
     status, _, said = cli("upload", share, tmp_path / "elsewhere")
     assert status != 0
     assert "process 1 of 2" in said
     assert not (tmp_path / "elsewhere").exists() or not [*(tmp_path / "elsewhere").glob("3*")]
+
+    assert jaxckpt.restore(share / "3", only="count", as_numpy=True) == {"count": 3}
+    keys = reader.keys_here
+    monkeypatch.setattr(reader, "keys_here", lambda item: dict.fromkeys(keys(item), b""))
+    with pytest.raises(CorruptCheckpoint, match=r'count/c" has 0 bytes, expected .* or more'):
+        jaxckpt.restore(share / "3", only="count", as_numpy=True)
 
 
 # --- what is decided -------------------------------------------------------------------------

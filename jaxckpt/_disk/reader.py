@@ -8,9 +8,10 @@ others. `tensors` reads safetensors files.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
-from collections.abc import Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice
@@ -22,8 +23,9 @@ from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.regions import Regions, reader_of
 from jaxckpt._disk.tensors import Tensors
-from jaxckpt.format.arrays import MAX_UNIT_BYTES, chunk_key
+from jaxckpt.format.arrays import MAX_UNIT_BYTES, chunk_key, least_stored
 from jaxckpt.format.names import OCDBT_MANIFEST
+from jaxckpt.format.tree import bad_leaf
 from jaxckpt.storage import held
 
 # How many arrays to open ahead of the one being read.
@@ -104,15 +106,22 @@ def read_leaves(
 
 
 def check_here(item: Item, reads: Sequence[LeafRead]) -> None:
-    """Checks that a share has all chunks of some reads, before anything is read.
+    """Checks that a share has all chunks of some reads, before memory is allocated for them.
 
     Raises:
         CheckpointNotFound: it lacks some; another process has them.
+        CorruptCheckpoint: one is smaller than its values.
     """
     there, lacking = keys_here(item), []
     for read in reads:
-        plans = plan_chunks(read.leaf.array.chunk_shape, read.boxes)
-        lacking += [key for plan in plans if (key := _key(read, plan)) not in there]
+        stored = read.leaf.array
+        least_bytes = least_stored(stored, math.prod(stored.chunk_shape))
+        for plan in plan_chunks(stored.chunk_shape, read.boxes):
+            if (key := _key(read, plan)) not in there:
+                lacking.append(key)
+            elif (size := _size_of(there[key])) < least_bytes:
+                what = f'chunk "{key}" has {size} bytes, expected {least_bytes:.0f} or more'
+                raise bad_leaf(read.leaf, item.path, what)
     if lacking:
         raise item.found.not_here(f'{len(lacking)} chunks, such as "{lacking[0]}"')
 
@@ -121,15 +130,19 @@ def _key(read: LeafRead, chunk: ChunkRead) -> str:
     return read.leaf.prefix + chunk_key(chunk.index)
 
 
-def keys_here(item: Item) -> Container[str]:
-    """Returns the keys in the database of a share."""
+def _size_of(place: Any) -> int:  # an `Extent`, or the value itself
+    return len(place) if isinstance(place, bytes) else place.size
+
+
+def keys_here(item: Item) -> Mapping[str, Any]:
+    """Returns where the values in the database of a share lie, by key."""
     from jaxckpt.storage._arrays import extents
 
     spec = item.found.storage.kvstore(item.path)
     if not item.database or spec is None:  # it has no arrays; or it was copied from a disk
-        return ()
+        return {}
     try:
-        return extents(spec, max_keys=sys.maxsize) or ()
+        return extents(spec, max_keys=sys.maxsize) or {}
     except (ValueError, OSError) as error:
         raise blame(item, None, error) from error
 

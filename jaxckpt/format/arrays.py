@@ -274,17 +274,24 @@ def check_total(leaves: Sequence[tuple[Leaf, StoredArray]], *, data_bytes: int, 
     """
     least_bytes = 0.0  # of the data files
     for leaf, stored in leaves:
-        itemsize = dtype_of(stored.dtype).itemsize
-        size = math.prod(stored.shape) * itemsize
-        if stored.dtype in PACKED_DTYPES:
-            size //= 4  # the lower bound: two bits each
-        chunk_bytes = math.prod(stored.chunk_shape) * itemsize
-        # Compressed chunks may be so small that they lie in nodes, which are compressed again.
-        packs = 2 if stored.zstd else int(chunk_bytes <= _PACKABLE_BYTES)
-        least_bytes += size / _MAX_RATIO**packs
+        count = math.prod(stored.shape)
+        least_bytes += least_stored(stored, count)
         if least_bytes > data_bytes:
+            size = count * dtype_of(stored.dtype).itemsize
             array = f"{stored.dtype}{list(stored.shape)} needs {size} bytes"
             raise bad_leaf(leaf, file, f"{array}, but all data files together have {data_bytes}")
+
+
+def least_stored(stored: StoredArray, count: int) -> float:
+    """Returns the least bytes of data files that a number of values of an array can take."""
+    itemsize = dtype_of(stored.dtype).itemsize
+    size = count * itemsize
+    if stored.dtype in PACKED_DTYPES:
+        size //= 4  # the lower bound: two bits each
+    chunk_bytes = math.prod(stored.chunk_shape) * itemsize
+    # Compressed chunks may be so small that they lie in nodes, which are compressed again.
+    packs = 2 if stored.zstd else int(chunk_bytes <= _PACKABLE_BYTES)
+    return size / _MAX_RATIO**packs
 
 
 def has_our_codecs(data: bytes, *, file: str) -> bool:

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 
-from jaxckpt import CheckpointManager, SavePolicy
+from jaxckpt import CheckpointManager, KeepPolicy, SavePolicy
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing._storage import MUTATING_VERBS, _Relay
 from tests.workers.manages import check_state, make_init, specs, state_at
@@ -73,6 +73,43 @@ def train_apart(
             "problems": manager.problems,
             "places": places,
         }
+
+
+def time_training(me, place, locals_, steps, save_every, leaf_bytes, leaves, env):
+    """Trains on a mesh of all processes; returns seconds of the loop, and of a call of `save`.
+
+    Args:
+        locals_: The disk of each process; empty to save in `place` itself.
+    """
+    import time
+
+    import jax
+    import jax.numpy as jnp
+
+    os.environ.update(env)
+    mesh = mesh_of(x=me.count)
+    rng = np.random.default_rng(0)
+    shape = (me.count, leaf_bytes // 4)
+    values = {f"w{n}": rng.integers(0, 1 << 30, shape, np.int32) for n in range(leaves)}
+    state = {name: put(value, mesh, ("x",)) for name, value in values.items()}
+    work = jax.jit(lambda x: x @ x / 1000)
+    x = jax.block_until_ready(work(jnp.ones((700, 700))))
+    calls = []
+    options = {"local": locals_[me.index]} if locals_ else {}
+    with CheckpointManager(place, keep=KeepPolicy(last=2), **options) as manager:
+        manager.save(0, state)  # the first one makes connections and plans
+        manager.wait_until_finished()
+        start_s = time.perf_counter()
+        for step in range(1, steps + 1):
+            for _ in range(5):
+                x = jax.block_until_ready(work(x))
+            if step % save_every == 0:
+                called_s = time.perf_counter()
+                manager.save(step, state)
+                calls.append(time.perf_counter() - called_s)
+        loop_s = time.perf_counter() - start_s
+        manager.wait_until_finished()
+    return {"loop_s": loop_s, "blocked_s": max(calls)}
 
 
 def train_and_die(me, root, steps, hosts, process, change):
@@ -181,7 +218,7 @@ class Data:
 def _values(step, kinds):
     """Chunks of their own files; each process writes a half of what both hold."""
     values = {
-        "split": np.arange(48_000, dtype=np.float32) + step,
+        "split": np.arange(480_000, dtype=np.float32) + step,
         "whole": np.arange(600_000, dtype=np.float32) * step,
         "count": np.int32(step),
     }
