@@ -61,12 +61,12 @@ class Jaxckpt:
 class OrbaxV0:
     """The asynchronous `StandardCheckpointer`, one for all saves, as in a training loop."""
 
-    name = "orbax v0"
     is_async = True
     reshards = True
 
-    def __init__(self) -> None:
-        self._checkpointer: Any = importlib.import_module("orbax.checkpoint").StandardCheckpointer()
+    def __init__(self, module: str = "orbax.checkpoint", name: str = "orbax v0") -> None:
+        self.name = name
+        self._checkpointer: Any = importlib.import_module(module).StandardCheckpointer()
 
     def save(self, path: Path, tree: Any) -> Callable[[], object]:
         self._checkpointer.save(path, tree)
@@ -83,12 +83,14 @@ class OrbaxV0:
 class OrbaxV1:
     """`save_async` and `load`, formerly called `save_pytree_async` and `load_pytree`."""
 
-    name = "orbax v1"
     is_async = True
     reshards = True
 
-    def __init__(self) -> None:
-        v1: Any = importlib.import_module("orbax.checkpoint.experimental.v1")
+    def __init__(
+        self, module: str = "orbax.checkpoint.experimental.v1", name: str = "orbax v1"
+    ) -> None:
+        self.name = name
+        v1: Any = importlib.import_module(module)
         self._save_async = getattr(v1, "save_async", None) or v1.save_pytree_async
         self._load = getattr(v1, "load", None) or v1.load_pytree
 
@@ -181,6 +183,8 @@ PEERS: Final[dict[str, Callable[[], Peer]]] = {
     "jaxckpt": Jaxckpt,
     "v1": OrbaxV1,
     "v0": OrbaxV0,
+    "drop-in-v1": lambda: OrbaxV1("jaxckpt.orbax.v1", "drop-in v1"),
+    "drop-in-v0": lambda: OrbaxV0("jaxckpt.orbax", "drop-in v0"),
     "torch": Torch,
     "roofline": Roofline,
 }
