@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import subprocess
@@ -161,6 +162,19 @@ def test_a_name_that_is_misspelt_in_gin_is_an_error(configured, tmp_path, bindin
 
     assert hint in str(caught.value)
     assert binding in str(caught.value)
+
+
+def test_a_field_that_is_misspelt_of_the_programs_own_class(configured):
+    """Also of a dataclass, from which gin derives one that takes anything."""
+    import gin
+
+    @dataclasses.dataclass
+    class Sizes:
+        width: int = 1
+
+    gin.external_configurable(Sizes, module="of_a_test")
+    with pytest.raises(ValueError, match=r"Did you mean 'width'\?"):
+        configured.load((), ["Sizes.widht = 3"])
 
 
 def test_a_value_that_is_wrong_in_gin_is_named(configured):

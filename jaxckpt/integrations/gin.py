@@ -71,6 +71,7 @@ CheckpointManager = _configurable("CheckpointManager", _manager.CheckpointManage
 
 __all__ = ["CheckpointManager", "KeepPolicy", "SavePolicy", "auto", "load"]
 
+_OPEN_ENDED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NO_FIELD: Final = re.compile(r"Configurable '([^']+)' doesn't (?:have|include) \D*? '([^']+)'")
 _NO_CLASS: Final = re.compile(r"No configurable matching (?:reference )?'@?([\w./]+)(?:\(\))?'")
 
@@ -113,4 +114,9 @@ def _parameters(selector: str) -> list[str]:
     configurable: Any = gin.get_configurable(selector)
     if configurable is auto:
         return list(_AUTO)
-    return list(inspect.signature(configurable).parameters)
+    # gin derives a class from one of a program, and hides what that takes.
+    for one in configurable.__mro__ if inspect.isclass(configurable) else [configurable]:
+        found = inspect.signature(one).parameters
+        if named := [name for name, taken in found.items() if taken.kind not in _OPEN_ENDED]:
+            return named
+    return []
