@@ -170,11 +170,11 @@ def test_a_field_that_is_misspelt_of_the_programs_own_class(configured):
 
     @dataclasses.dataclass
     class Sizes:
-        width: int = 1
+        rows: int = 1
 
     gin.external_configurable(Sizes, module="of_a_test")
-    with pytest.raises(ValueError, match=r"Did you mean 'width'\?"):
-        configured.load((), ["Sizes.widht = 3"])
+    with pytest.raises(ValueError, match=r"Did you mean 'rows'\?"):
+        configured.load((), ["Sizes.rovs = 3"])
 
 
 def test_a_value_that_is_wrong_in_gin_is_named(configured):
