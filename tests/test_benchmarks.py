@@ -11,12 +11,18 @@ import jaxckpt
 
 pytest.importorskip("orbax.checkpoint")
 
-from benchmarks import gpu, scale, studies
+from benchmarks import gpu, scale, studies, timing
 from benchmarks.__main__ import STUDIES, main
 from benchmarks.timing import FIGURES, paired
 from benchmarks.workloads import WORKLOADS
 
 TINY = "--quick --scale 0.0003 --repeats 1".split()
+
+
+@pytest.fixture(autouse=True)
+def no_garbage(monkeypatch):
+    """No figure here has to be right, and collecting the garbage of all tests takes seconds."""
+    monkeypatch.setattr(timing, "_settle", lambda: None)
 
 
 def test_every_workload_has_every_figure(tmp_path, capsys):

@@ -99,7 +99,16 @@ def test_steps_of_an_earlier_life_go(train, tmp_path):
     assert places(said, tmp_path) == ["run", "host1"]
 
 
-@pytest.mark.parametrize("part", ["ocdbt.process_1", "ocdbt.process_held", "_METADATA", "gone"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "ocdbt.process_1",
+        *(
+            pytest.param(part, marks=pytest.mark.slow)
+            for part in ("ocdbt.process_held", "_METADATA", "gone")
+        ),
+    ],
+)
 def test_a_damaged_share_is_mended(train, tmp_path, part):
     """All read the step in the directory, and then its chunks go to the disk that lacks them."""
     train(4)
