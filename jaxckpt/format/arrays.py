@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any, Final
 
-import google_crc32c
 import numpy as np
+from awscrt.checksums import crc32c
 
 from jaxckpt.errors import damaged
 from jaxckpt.format import jsontext, names
@@ -342,7 +342,9 @@ def _zarr2_dtype(value: object, leaf: str, file: str) -> str:
 # --- one small chunk as bytes ----------------------------------------------------------------
 
 
-checksum: Final = google_crc32c.value  # of bytes or a contiguous array
+# Of bytes or a contiguous array; a second argument is the checksum of what lies before it. It lets
+# other threads run meanwhile, which google-crc32c does not, and is twice as fast.
+checksum: Final[Callable[..., int]] = crc32c
 
 
 def encode_chunk(values: np.ndarray[Any, Any]) -> bytes:

@@ -14,8 +14,8 @@ import struct
 import sys
 from pathlib import Path
 
-import google_crc32c
 import numpy as np
+from awscrt.checksums import crc32c
 
 from tests.faults.damage import STEP, Reader, attempt, bits
 from tests.faults.metadata import fit_record, limit_memory
@@ -241,7 +241,7 @@ def reference(to):
             pattern = prefix.encode() + rb"(?s:.{32})"
             data, n = re.subn(pattern, lambda _: target.encode(), file.read_bytes())
             found += n
-            crc = google_crc32c.value(data[:-4])
+            crc = crc32c(data[:-4])
             file.write_bytes(data[:-4] + struct.pack("<I", crc))
         assert found == 1, "the reference was not found"
         return path
