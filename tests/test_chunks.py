@@ -22,7 +22,7 @@ from jaxckpt._disk import chunks as _chunks
 from jaxckpt._disk import reader as _reader
 from jaxckpt._disk.chunks import LeafRead
 from jaxckpt._disk.find import find, open_tree
-from jaxckpt.format import arrays
+from jaxckpt.format import arrays, ocdbt
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, PLAIN_DTYPES, dtype_of
 from jaxckpt.storage import _arrays, locate
 from jaxckpt.testing import simulate
@@ -171,7 +171,7 @@ def deep(tmp_path_factory):
     path, dtype = tmp_path_factory.mktemp("deep") / "x", np.dtype("f4")
     tree = {f"{i:04}": random_bits((1100 if i % 2 else 9,), dtype, i) for i in range(2000)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(_arrays._OCDBT_CONFIG, "max_decoded_node_bytes", 20_000)
+        patch.setattr(ocdbt, "MAX_NODE_BYTES", 20_000)
         jaxckpt.save(path, tree)
     return path, tree
 

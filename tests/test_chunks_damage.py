@@ -11,7 +11,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt.errors import CorruptCheckpoint
-from jaxckpt.format import arrays, names
+from jaxckpt.format import arrays, names, ocdbt
 from jaxckpt.format.tree import StoredArray
 from jaxckpt.storage import LocalStorage, _arrays, locate
 from jaxckpt.testing import FailingStorage
@@ -27,7 +27,7 @@ LEAVES = ("a", "inner", "plain", "z")
 def saved(ram_path, monkeypatch):
     """Four leaves, each in files of its own; where their values begin, by leaf."""
     monkeypatch.setattr(arrays, "MAX_UNIT_BYTES", UNIT_BYTES)
-    monkeypatch.setattr(_arrays, "_DATA_FILE_BYTES", 1 << 10)
+    monkeypatch.setattr(ocdbt, "DATA_FILE_BYTES", 1 << 10)
     sizes = {"a": 2000, "inner": 3 * 4096, "plain": 4000, "z": 2000}
     tree = {name: random_bits((n,), np.dtype("f4"), ord(name[0])) for name, n in sizes.items()}
     jaxckpt.save(ram_path / "x", tree)
@@ -163,7 +163,7 @@ def test_a_disk_that_fails(saved):
 
 def test_a_file_cut_short_costs_only_what_was_behind(ram_path, monkeypatch):
     """Leaves read in one batch are then read one by one: the leaves before the cut are good."""
-    monkeypatch.setattr(_arrays, "_DATA_FILE_BYTES", 60_000)
+    monkeypatch.setattr(ocdbt, "DATA_FILE_BYTES", 60_000)
     tree = {f"{i:02}": random_bits((2000,), np.dtype("f4"), i) for i in range(20)}
     jaxckpt.save(ram_path / "x", tree)
     storage, where = locate(ram_path / "x" / "state")

@@ -134,8 +134,8 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Functions, modules, depth, storage calls.
 CEILINGS = {
-    "save again": (114, 19, 10, 11),
-    "manager open + save": (202, 33, 12, 18),
+    "save again": (125, 20, 11, 12),
+    "manager open + save": (213, 34, 12, 19),
     "restore(path, like)": (125, 25, 12, 9),
     "manager.restore(like)": (172, 34, 16, 10),  # a step may be in two places, or on many disks
     "open": (64, 12, 9, 8),
@@ -201,8 +201,8 @@ def code_lines(source: str) -> int:
 
 def test_the_package_stays_small():
     """Lines in all, and of code, without what is in `APART`."""
-    assert sum(source.count("\n") for source in sources()) <= 23_760
-    assert sum(map(code_lines, sources())) <= 16_290
+    assert sum(source.count("\n") for source in sources()) <= 24_150
+    assert sum(map(code_lines, sources())) <= 16_560
 
 
 def test_the_drop_in_stays_small():

@@ -122,7 +122,7 @@ def told(run_processes, tmp_path_factory):
         ("leaf", "UnsupportedLeaf", "object"),
         ("argument", "UnsupportedFormat", "hdfs://"),
         ("full", "SaveFailed", "No space left"),
-        ("no directory", "SaveFailed", "/dev/null/x"),
+        ("no directory", "SaveFailed", "/dev/null"),
         ("async", "ProcessesDisagree", "another tree"),
     ],
 )

@@ -14,8 +14,8 @@ import jaxckpt
 from jaxckpt._run import upload as uploading
 from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed, StepExists, UnsupportedFormat
-from jaxckpt.format import names
-from jaxckpt.storage import _arrays, locate
+from jaxckpt.format import names, ocdbt
+from jaxckpt.storage import locate
 from jaxckpt.testing import CrashingStorage, SimulatedCrash
 from tests.commandline import cli, said_json
 
@@ -157,7 +157,7 @@ def test_nothing_wrong_is_sent(source, target, tmp_path):
 
 def test_a_killed_upload_sends_the_rest(tmp_path, monkeypatch):
     """Killed at half of it, the next one sends at most 55 % again: files are sent whole."""
-    monkeypatch.setattr(_arrays, "_DATA_FILE_BYTES", 4 * SIZE)  # else a test needs some GB
+    monkeypatch.setattr(ocdbt, "DATA_FILE_BYTES", 4 * SIZE)  # else a test needs some GB
     root, target = tmp_path / "many", tmp_path / "remote"
     with jaxckpt.CheckpointManager(root) as manager:
         manager.save(1, {f"w{i}": np.full(SIZE, i, np.float32) for i in range(12)})

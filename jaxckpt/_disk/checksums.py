@@ -62,11 +62,17 @@ def encode_share(units: Sequence[int], sums: Sequence[int]) -> bytes:
 
 def unit_sums(stored: StoredArray, values: np.ndarray[Any, Any]) -> list[int]:
     """Returns the checksum of a chunk, or of each of its inner chunks, from its values."""
+    return [checksum(unit) for unit in units_of(stored, values)]
+
+
+def units_of(
+    stored: StoredArray, values: np.ndarray[Any, Any]
+) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
+    """Yields the bytes of a chunk, or of each of its inner chunks, from its values."""
     starts = [
         range(0, chunk, unit)
         for chunk, unit in zip(stored.chunk_shape, stored.unit_shape, strict=True)
     ]
-    sums = []
     for start in product(*starts):
         box = zip(start, stored.unit_shape, strict=True)
         part = values[tuple(slice(at, at + n) for at, n in box)]
@@ -74,8 +80,7 @@ def unit_sums(stored: StoredArray, values: np.ndarray[Any, Any]) -> list[int]:
             whole = np.zeros(stored.unit_shape, values.dtype)
             whole[tuple(map(slice, part.shape))] = part
             part = whole
-        sums.append(checksum(np.ascontiguousarray(part).reshape(-1).view(np.uint8)))
-    return sums
+        yield np.ascontiguousarray(part).reshape(-1).view(np.uint8)
 
 
 def merge_shares(shares: Iterable[bytes], count: int, *, partial: bool = False) -> bytes | None:

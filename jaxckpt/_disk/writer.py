@@ -13,6 +13,7 @@ import numpy as np
 from jaxckpt._core.box import Box
 from jaxckpt._core.plan import SavePlan
 from jaxckpt._disk.checksums import starts_of, stored_sums, unit_sums, units_in
+from jaxckpt._disk.data_files import Chunk, DataFiles
 from jaxckpt.errors import SaveFailed, UnsupportedLeaf
 from jaxckpt.format import names, sharding, step, tree
 from jaxckpt.format.arrays import (
@@ -27,7 +28,7 @@ from jaxckpt.format.arrays import (
 )
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, StoredArray, Tree
-from jaxckpt.storage import Storage
+from jaxckpt.storage import Storage, usable_cores
 
 # Opening an array costs TensorStore more than writing a small chunk, whose bytes we can make
 # ourselves. It is better at large chunks: it copies them only once, without the interpreter's lock.
@@ -160,8 +161,10 @@ def write_arrays(
     has_metadata = describe and (writes.described or writes.arrays)
     if not (writes.direct or writes.written or has_metadata):
         return [], b""
-    storage.make_dir(folder)
     spec = storage.kvstore(folder)
+    if database is None and spec is not None and spec["driver"] == "file" and _is_plain(writes):
+        return _write_files(storage, folder, writes, snapshot, describe=describe)
+    storage.make_dir(folder)
     mine = database or (_in_memory(storage, folder) if spec is None else Database(spec))
     sums: list[int] = []
     batches = _batches(writes, snapshot) if writes.written else [[]]
@@ -192,6 +195,41 @@ def write_arrays(
         if mine.upload:
             mine.upload()
     return sums, b"" if database else mine.take_manifest()
+
+
+def _is_plain(writes: WritePlan) -> bool:
+    """Returns whether all chunks have the bytes of their values."""
+    arrays = [stored for _, stored in writes.arrays.values()]
+    return all(one.zstd is None and one.dtype in PLAIN_DTYPES for one in arrays)
+
+
+def _write_files(
+    storage: Storage,
+    folder: str,
+    writes: WritePlan,
+    snapshot: Sequence[np.ndarray[Any, Any]],
+    *,
+    describe: bool,
+) -> tuple[list[int], bytes]:
+    """Does what `write_arrays` does without TensorStore."""
+    sums = [0] * len(writes.units)
+    files = DataFiles(storage, folder, sums)
+    for key, data in writes.described if describe else ():
+        files.put(key, data)
+    for prefix, stored in writes.arrays.values() if describe else ():
+        files.put(prefix + metadata_key(3), encode_zarr3(stored))
+    for n, (key, source, part) in enumerate(writes.direct):
+        values = snapshot[source]
+        data = encode_chunk(values if part is None else values[part])
+        sums[n] = int.from_bytes(data[-CRC_BYTES:], "little")
+        files.put(key, data)
+    first = len(writes.direct)
+    for i, _, index, source, part in writes.written:
+        prefix, stored = writes.arrays[i]
+        values = snapshot[source] if part is None else snapshot[source][part]
+        files.put_chunk(Chunk(prefix + chunk_key(index), stored, values, first))
+        first += len(units_in(stored, index))
+    return sums, files.write(threads=usable_cores())
 
 
 # Array, place and index in it, and values of a chunk.

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -360,6 +361,13 @@ _NOT_STORED: Final = (1 << 64) - 1
 def index_bytes(stored: StoredArray) -> int:
     """Returns the size of the index at the end of a chunk that has inner chunks."""
     return 16 * math.prod(stored.chunk_shape) // math.prod(stored.unit_shape) + CRC_BYTES
+
+
+def encode_index(sizes: Sequence[int]) -> bytes:
+    """Encodes the index of a chunk whose inner chunks, with checksums, follow one another."""
+    starts = accumulate(sizes[:-1], initial=0)
+    data = np.array([*zip(starts, sizes, strict=True)], "<u8").tobytes()
+    return data + checksum(data).to_bytes(CRC_BYTES, "little")
 
 
 def decode_index(data: np.ndarray[Any, Any], limit: int) -> list[tuple[int, int]]:

@@ -26,6 +26,7 @@ from jaxckpt.errors import (
     is_io_failure,
     os_code_in,
 )
+from jaxckpt.format import ocdbt
 from jaxckpt.format.names import OCDBT_DATA, OCDBT_MANIFEST
 from jaxckpt.storage._local import usable_cores
 from jaxckpt.storage._settings import limit_s
@@ -72,7 +73,7 @@ def context() -> ts.Context:
         return _context
 
 
-# TensorStore writes 32 files at a time, each of up to `_DATA_FILE_BYTES`: a slow file system may
+# TensorStore writes 32 files at a time, each of up to `DATA_FILE_BYTES`: a slow file system may
 # complete none of them for a while.
 _QUIET: Final = 4
 _SOON_S: Final = 1.0
@@ -183,17 +184,8 @@ def _range(prefix: str) -> ts.KvStore.KeyRange:
 
 # --- arrays ----------------------------------------------------------------------------------
 
-# Values up to `max_inline_value_bytes` are stored in the tree's nodes, under the node's checksum.
-# The cost of a look-up grows with the node's size, so nodes are smaller than Orbax's 100 MB.
-_OCDBT_CONFIG: Final = {
-    "max_inline_value_bytes": 4096,
-    "max_decoded_node_bytes": 1_000_000,
-    "manifest_kind": "single",
-}
 # How the files of nodes begin where they must be told from those of values.
 NODES: Final = f"{OCDBT_DATA}/n"
-# A data file is flushed at this size, which bounds the memory of a transaction.
-_DATA_FILE_BYTES: Final = 64 << 20
 
 
 class Pending(Protocol):
@@ -315,9 +307,13 @@ def _database(spec: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "driver": "ocdbt",
         "base": dict(spec),
-        "config": _OCDBT_CONFIG,
+        "config": {
+            "max_inline_value_bytes": ocdbt.MAX_INLINE_BYTES,
+            "max_decoded_node_bytes": ocdbt.MAX_NODE_BYTES,
+            "manifest_kind": "single",
+        },
         "assume_config": True,
-        "target_data_file_size": _DATA_FILE_BYTES,
+        "target_data_file_size": ocdbt.DATA_FILE_BYTES,
     }
 
 

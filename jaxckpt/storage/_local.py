@@ -397,6 +397,8 @@ def _write_new(path: str, parts: Iterable[bytes]) -> str:
                 rest = memoryview(part)
                 while rest:
                     rest = rest[os.write(fd, rest) :]
+                if (call := getattr(here, "call", None)) is not None:
+                    call.move(path)
             os.fsync(fd)
         finally:
             os.close(fd)

@@ -215,15 +215,14 @@ def _check_named(error, file, way):
 
 def build(folder, layout, seed):
     """Makes a run of one step, in one layout; says where."""
-    from jaxckpt.format import arrays
-    from jaxckpt.storage import _arrays
+    from jaxckpt.format import arrays, ocdbt
 
     if layout == "inner":
         arrays.MAX_UNIT_BYTES = 1 << 14
     if layout == "nodes":
-        _arrays._OCDBT_CONFIG |= {"max_decoded_node_bytes": 8000}
+        ocdbt.MAX_NODE_BYTES = 8000
     if layout in ("files", "alike"):  # one leaf in each, or three
-        _arrays._DATA_FILE_BYTES = 1 << 13 if layout == "files" else 500_000
+        ocdbt.DATA_FILE_BYTES = 1 << 13 if layout == "files" else 500_000
     root = Path(folder)
     root.mkdir()
     save_step(root, layout, seed)

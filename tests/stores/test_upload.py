@@ -13,8 +13,8 @@ import pytest
 import jaxckpt
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.upload import GaveWay, Pace, upload
-from jaxckpt.format import names
-from jaxckpt.storage import _arrays, locate
+from jaxckpt.format import names, ocdbt
+from jaxckpt.storage import locate
 from tests.commandline import said_json
 from tests.stores.killing import end_leases
 
@@ -23,7 +23,7 @@ SIZE = 1 << 20
 
 def test_a_killed_upload_goes_on(place, tmp_path, monkeypatch):
     """At most 55 % is sent again, once the lease of the dead process has ended."""
-    monkeypatch.setattr(_arrays, "_DATA_FILE_BYTES", 4 * SIZE)  # else a test needs some GB
+    monkeypatch.setattr(ocdbt, "DATA_FILE_BYTES", 4 * SIZE)  # else a test needs some GB
     url = place[0]
     root = tmp_path / "local"
     with jaxckpt.CheckpointManager(root) as manager:
@@ -51,7 +51,7 @@ def test_a_killed_upload_goes_on(place, tmp_path, monkeypatch):
 
 def test_an_upload_that_gives_way_goes_on(place, tmp_path, monkeypatch):
     """What was sent stays; the store reports no error, and nothing is tried again meanwhile."""
-    monkeypatch.setattr(_arrays, "_DATA_FILE_BYTES", 4 * SIZE)
+    monkeypatch.setattr(ocdbt, "DATA_FILE_BYTES", 4 * SIZE)
     url, root = place[0], tmp_path / "local"
     with jaxckpt.CheckpointManager(root) as manager:
         manager.save(1, {f"w{i}": np.full(SIZE, i, np.float32) for i in range(12)})

@@ -241,7 +241,7 @@ def phase_of(verb, path, index):
     name = os.path.basename(path)
     if verb == "read" and name == names.OWNER:
         return "begin"
-    if verb == "make_dir" and index and name == names.process_database(index):
+    if verb == "make_dir" and index and f"/{names.process_database(index)}" in path:
         return "begin"
     if verb == "write" and names.process_count(name) is not None:
         return "writing"  # the arrays are written by then

@@ -189,7 +189,7 @@ def restore_sixteen(me, paths):
 
 
 class Elsewhere:
-    """A storage that sends TensorStore to another place, or does something before that."""
+    """A storage that writes databases to another place, or does something before that."""
 
     def __init__(self, inner, before=lambda: None, there=lambda path: path):
         self._inner, self._before, self._there = inner, before, there
@@ -201,13 +201,16 @@ class Elsewhere:
         self._before()
         return self._inner.kvstore(self._there(path))
 
+    def write_parts(self, path, parts):
+        self._inner.write_parts(self._moved(path), parts)
+
     def add(self, files):
-        moved = {}
-        for path, data in files.items():
-            folder, _, name = path.rpartition("/")
-            self._inner.make_dir(self._there(folder))
-            moved[f"{self._there(folder)}/{name}"] = data
-        self._inner.add(moved)
+        self._inner.add({self._moved(path): data for path, data in files.items()})
+
+    def _moved(self, path):
+        folder, _, name = path.rpartition("/")
+        self._inner.make_dir(self._there(folder))
+        return f"{self._there(folder)}/{name}"
 
 
 def small_tree(seed):
