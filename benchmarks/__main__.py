@@ -109,6 +109,11 @@ def _integrity(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> It
     yield studies.integrity(args.scales, root=args.dir, repeats=args.repeats)
 
 
+def _incremental(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
+    del name, peers
+    yield studies.incremental(args.scales["large"], root=args.dir, repeats=args.repeats)
+
+
 def _verified(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
     del name, peers
     yield studies.verified(args.scales, root=args.dir, repeats=args.repeats)
@@ -178,6 +183,7 @@ STUDIES: Final[
     "interference": _interference,
     "integrity": _integrity,
     "verified": _verified,
+    "incremental": _incremental,
     "compression": _compression,
     "imports": _imports,
     "processes": _processes,

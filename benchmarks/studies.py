@@ -1,4 +1,4 @@
-"""Further studies: the second save, memory, interference, checksums, reading back, imports.
+"""Further studies: the second save, memory, interference, checksums, references, imports and more.
 
 Each study prepares its data, measures in rounds, and returns a `Section`.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -259,6 +260,90 @@ def _manage_a_step(tree: Any, root: Path, *, verified: bool) -> float:
         manager.save(1, tree)
         manager.wait_until_finished()
         return time.perf_counter() - start
+
+
+# One in twenty is written as a whole: as many steps, but for the first.
+_STEPS: Final = 21
+
+
+def incremental(scale: float, *, root: Path, repeats: int) -> Section:
+    """Compares managers whose steps refer to what has not changed with managers that write all."""
+    rows = [["a step", "incremental", "whole", "time", "bytes written", "of the changed ones"]]
+    samples = {}
+    for name, change in _CHANGES.items():
+        times: dict[bool, list[float]] = {True: [], False: []}
+        state, written = _frozen_and_trained(scale), 0.0
+        for i in range(repeats + 1):
+            for refers in (True, False) if i % 2 else (False, True):
+                spent, some = _train(state, change, root, incremental=refers)
+                times[refers].append(spent)
+                written = some if refers else written
+        ratio, least, most = paired(times[False][1:], times[True][1:])
+        middle = [seconds(statistics.median(times[refers][1:])) for refers in (True, False)]
+        everything = sum(x.nbytes for x in jax.tree.leaves(state))
+        changed = everything if change is _all else state["trained"].nbytes
+        rows.append(
+            [
+                name,
+                *middle,
+                f"{ratio:.2f}x ({least:.2f} to {most:.2f})",
+                f"{written / everything:.3f} of all",
+                f"{written / changed:.3f}x",
+            ]
+        )
+        samples[name] = {"incremental": times[True][1:], "whole": times[False][1:]}
+    return Section(title="Steps that refer to the one before", rows=rows, samples=samples)
+
+
+def _frozen_and_trained(scale: float) -> dict[str, jax.Array]:
+    """99 % are frozen."""
+    rows = max(8, round(scale * 1024))
+    frozen = {f"w{i:02}": jnp.full((rows, 2048), i, jnp.float32) for i in range(96)}
+    return {**frozen, "trained": jnp.zeros((rows, 2048), jnp.float32)}
+
+
+def _trained(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {**state, "trained": state["trained"] + 1}
+
+
+def _copied(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return _trained({name: jnp.array(x, copy=True) for name, x in state.items()})
+
+
+def _all(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: x + 1 for name, x in state.items()}
+
+
+_CHANGES: Final = {
+    "1 % changes, the same arrays": _trained,
+    "1 % changes, equal arrays": _copied,
+    "everything changes": _all,
+}
+
+
+def _train(
+    state: dict[str, jax.Array], change: Any, root: Path, *, incremental: bool
+) -> tuple[float, float]:
+    """Returns the mean time of a step's save, and the median of the bytes that it wrote."""
+    how = "auto" if incremental else False
+    spent, written = [], []
+    with (
+        tempfile.TemporaryDirectory(dir=root, prefix="bench-") as folder,
+        jaxckpt.CheckpointManager(
+            folder, incremental=how, keep=jaxckpt.KeepPolicy(last=2)
+        ) as manager,
+    ):
+        for step in range(_STEPS):
+            state = jax.block_until_ready(change(state))
+            start = time.perf_counter()
+            handle = manager.save(step, state)
+            assert handle is not None
+            handle.result()
+            spent.append(time.perf_counter() - start)
+            manager.wait_until_finished()
+            files = [file.stat() for file in Path(folder, str(step)).rglob("*") if file.is_file()]
+            written.append(sum(one.st_size for one in files if one.st_nlink == 1))
+    return statistics.mean(spent[1:]), statistics.median(written)
 
 
 @contextlib.contextmanager

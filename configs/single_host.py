@@ -42,6 +42,7 @@ def get_config() -> ml_collections.ConfigDict:
         run_metadata=None,  # JSON to store with the run
         item="state",  # "default" is the name that a manager of Orbax gives it
         compression=None,  # "zstd" for slow or costly storage; "zstd:3" for level 3
+        incremental="auto",  # steps refer to arrays that have not changed; False writes them anew
         # With a `directory` in a bucket: a directory on this host's own disk, saved to first.
         local=None,  # such as "/mnt/nvme/single_host"
         local_save={"every_steps": None},  # steps that are saved only there, besides

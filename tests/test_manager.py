@@ -1852,7 +1852,7 @@ def test_older_steps_go_only_while_one_that_was_read_back_stays(tmp_path, proces
                 flip(Path(dst))
 
     def save(manager, step):
-        manager.save(step, {"w": np.arange(1000)})
+        manager.save(step, {"w": np.arange(1000) + step})
         settle(manager, processes)
         return manager.all_steps()
 

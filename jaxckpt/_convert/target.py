@@ -325,14 +325,14 @@ class _Database:
         places = {(i - first, box): n for n, (i, box, _) in enumerate(chunks)}
         requests = plan_writes(self._prefixes[first:last], plan, places)
         snapshot = [_padded(values, self._stored[i]) for i, _, values in chunks]
-        sums, _ = write_arrays(
+        sums = write_arrays(
             self._storage,
             self._item,
             requests,
             snapshot,
             describe=describe,
             database=self._database,
-        )
+        ).sums
         if sums:
             units = np.array(requests.units) + self._starts[first]
             self._sums[units], self._known[units] = sums, True

@@ -109,13 +109,16 @@ def stage(
     return snapshot
 
 
-def arrived(snapshot: Sequence[Any], sources: Sequence[Source]) -> list[np.ndarray[Any, Any]]:
+def arrived(snapshot: Sequence[Any], sources: Sequence[Source]) -> list[Any]:
     """Waits until all that `stage` took is on the host, and returns it; raises if a copy failed."""
     import jax
 
     found = []
     with jax.transfer_guard_device_to_host("allow"):
         for source, value in zip(sources, snapshot, strict=True):
+            if value is None:  # was not to be copied
+                found.append(value)
+                continue
             host = np.asarray(value)
             found.append(host if host.dtype == source.stored else _as_stored(host, source))
     return found

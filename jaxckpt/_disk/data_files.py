@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import posixpath
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -30,6 +30,17 @@ _FEW: Final = 64  # small chunks to write together
 _MOST_THREADS: Final = 8
 
 Values = np.ndarray[Any, Any]
+
+
+class Written(NamedTuple):
+    """A database that was written."""
+
+    sums: list[int]  # the checksums of chunks
+    manifest: bytes = b""  # still to be stored; empty if there was nothing to write
+    # Each value or its place, and the size in bytes of each file, unless TensorStore wrote them.
+    places: Mapping[str, bytes | Place] = {}
+    sizes: Mapping[str, int] = {}
+    copied: bool = False  # whether there are no hard links, so that files to keep were copied
 
 
 class Chunk(NamedTuple):
@@ -62,24 +73,36 @@ class DataFiles:
         self._storage, self._folder, self._sums = storage, folder, sums
         self._places: dict[str, bytes | Place] = {}
         self._files: list[_File] = []
+        self._open: dict[bool, _File] = {}  # to which values are added
+        self._linked: dict[str, int] = {}  # their sizes, by name
 
-    def put(self, key: str, data: bytes) -> None:
-        """Adds a value."""
+    def keep(self, key: str, written: Written) -> None:
+        """Adds a value of another database, whose file is to be linked."""
+        place = self._places[key] = written.places[key]
+        if isinstance(place, Place):
+            self._linked[place.file] = written.sizes[place.file]
+
+    def put(self, key: str, data: bytes, *, apart: bool = False) -> None:
+        """Adds a value, like `put_chunk`."""
         if len(data) <= MAX_INLINE_BYTES:
             self._places[key] = data
         else:
-            self._add(key, data, len(data))
+            self._add(key, data, len(data), apart=apart)
 
-    def put_chunk(self, chunk: Chunk) -> None:
-        """Adds a chunk, whose values must not change until `write` has returned."""
+    def put_chunk(self, chunk: Chunk, *, apart: bool = False) -> None:
+        """Adds a chunk, whose values must not change until `write` has returned.
+
+        Args:
+            apart: Whether it goes into a file of such chunks only.
+        """
         sizes = _unit_sizes(chunk.stored)
         index = len(encode_index(sizes)) if chunk.stored.inner_shape is not None else 0
-        self._add(chunk.key, chunk, sum(sizes) + index)
+        self._add(chunk.key, chunk, sum(sizes) + index, apart=apart)
 
-    def _add(self, key: str, part: bytes | Chunk, size: int) -> None:
-        if not self._files or self._files[-1].size + size > ocdbt.DATA_FILE_BYTES:
-            self._new_file()
-        file = self._files[-1]
+    def _add(self, key: str, part: bytes | Chunk, size: int, *, apart: bool) -> None:
+        file = self._open.get(apart)
+        if file is None or file.size + size > ocdbt.DATA_FILE_BYTES:
+            file = self._open[apart] = self._new_file()
         self._places[key] = Place(file.name, file.size, size)
         file.parts.append(part)
         file.size += size
@@ -88,15 +111,22 @@ class DataFiles:
         self._files.append(_File(f"{names.OCDBT_DATA}/{os.urandom(16).hex()}"))
         return self._files[-1]
 
-    def write(self, threads: int) -> bytes:
-        """Writes all files durably; returns the manifest, still to be stored."""
+    def write(self, threads: int, *, links_from: str = "") -> Written:
+        """Writes all files durably.
+
+        Args:
+            links_from: The directory of the database that has the values to keep.
+        """
         # Apart from the chunks, so that losing those does not lose what they were.
         last = self._files[-1] if self._files else self._new_file()
         if last.size > min(_SMALL_BYTES, ocdbt.DATA_FILE_BYTES):
             last = self._new_file()
         nodes, manifest = encode_database(self._places, last.name, last.size)
         last.parts.append(nodes)
+        last.size += len(nodes)
         self._storage.make_dir(posixpath.join(self._folder, names.OCDBT_DATA))
+        pairs = [(f"{links_from}/{file}", f"{self._folder}/{file}") for file in self._linked]
+        linked = [self._storage.link(*pair) for pair in pairs]
         writes = [self._writing(file) for file in self._files]
         with ThreadPoolExecutor(
             max(1, min(threads, len(writes), _MOST_THREADS)), thread_name_prefix="jaxckpt-write"
@@ -107,7 +137,8 @@ class DataFiles:
                     one.result()
             finally:
                 pool.shutdown(cancel_futures=True)
-        return manifest
+        sizes = {file.name: file.size for file in self._files} | self._linked
+        return Written(self._sums, manifest, self._places, sizes, copied=not all(linked))
 
     def _writing(self, file: _File) -> Callable[[], None]:
         path = f"{self._folder}/{file.name}"

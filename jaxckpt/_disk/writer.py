@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from jaxckpt._core.box import Box
 from jaxckpt._core.plan import SavePlan
 from jaxckpt._disk.checksums import starts_of, stored_sums, unit_sums, units_in
-from jaxckpt._disk.data_files import Chunk, DataFiles
+from jaxckpt._disk.data_files import Chunk, DataFiles, Written
 from jaxckpt.errors import SaveFailed, UnsupportedLeaf
 from jaxckpt.format import names, sharding, step, tree
 from jaxckpt.format.arrays import (
@@ -65,6 +65,22 @@ class WritePlan:
     # Numbers of the direct, then of the other chunks and inner chunks in the file of checksums.
     units: tuple[int, ...]
     unit_count: int  # chunks and inner chunks of the whole tree, of all processes
+
+    def chunks(self) -> Iterator[tuple[str, int]]:
+        """Yields the key and the source shard of each chunk."""
+        for key, source, _ in self.direct:
+            yield key, source
+        for i, _, index, source, _ in self.written:
+            yield self.arrays[i][0] + chunk_key(index), source
+
+
+class Kept(NamedTuple):
+    """What need not be written, because the database of an earlier step has it."""
+
+    sources: Container[int]  # shards
+    apart: Container[int]  # shards to be written, for the next step, into files of their own
+    written: Written
+    folder: str  # of that database
 
 
 def plan_writes(
@@ -136,11 +152,12 @@ def write_arrays(
     storage: Storage,
     folder: str,
     writes: WritePlan,
-    snapshot: Sequence[np.ndarray[Any, Any]],
+    snapshot: Sequence[Any],  # of numpy arrays
     *,
     describe: bool,
     database: Any = None,  # a `Database` of storage._arrays
-) -> tuple[list[int], bytes]:
+    kept: Kept | None = None,
+) -> Written:
     """Writes this process's chunks; they are on disk when it returns.
 
     That takes one transaction, or several if many chunks are compressed. None of the chunks can be
@@ -150,20 +167,20 @@ def write_arrays(
         folder: Directory of the database; made if there is anything to write.
         snapshot: The values of each shard.
         describe: Whether to write the arrays' metadata too; only one process does.
-        database: The database if it is written by several calls.
+        database: The database if it is written by several calls; the manifest is then empty.
+        kept: What is linked instead, in a directory of files.
 
     Returns:
-        The checksum of each of `writes.units`. The manifest of the database, still to be stored;
-        empty if there was nothing to write or `database` was given.
+        What was written, with the checksum of each of `writes.units`.
     """
     from jaxckpt.storage._arrays import Database, Writer
 
     has_metadata = describe and (writes.described or writes.arrays)
     if not (writes.direct or writes.written or has_metadata):
-        return [], b""
+        return Written([])
     spec = storage.kvstore(folder)
     if database is None and spec is not None and spec["driver"] == "file" and _is_plain(writes):
-        return _write_files(storage, folder, writes, snapshot, describe=describe)
+        return _write_files(storage, folder, writes, snapshot, describe=describe, kept=kept)
     storage.make_dir(folder)
     mine = database or (_in_memory(storage, folder) if spec is None else Database(spec))
     sums: list[int] = []
@@ -194,7 +211,7 @@ def write_arrays(
             sums += _sums_of(storage, mine, writes, batch)
         if mine.upload:
             mine.upload()
-    return sums, b"" if database else mine.take_manifest()
+    return Written(sums, b"" if database else mine.take_manifest())
 
 
 def _is_plain(writes: WritePlan) -> bool:
@@ -207,10 +224,11 @@ def _write_files(
     storage: Storage,
     folder: str,
     writes: WritePlan,
-    snapshot: Sequence[np.ndarray[Any, Any]],
+    snapshot: Sequence[Any],
     *,
     describe: bool,
-) -> tuple[list[int], bytes]:
+    kept: Kept | None,
+) -> Written:
     """Does what `write_arrays` does without TensorStore."""
     sums = [0] * len(writes.units)
     files = DataFiles(storage, folder, sums)
@@ -219,17 +237,27 @@ def _write_files(
     for prefix, stored in writes.arrays.values() if describe else ():
         files.put(prefix + metadata_key(3), encode_zarr3(stored))
     for n, (key, source, part) in enumerate(writes.direct):
+        if kept is not None and source in kept.sources:
+            sums[n] = kept.written.sums[n]
+            files.keep(key, kept.written)
+            continue
         values = snapshot[source]
         data = encode_chunk(values if part is None else values[part])
         sums[n] = int.from_bytes(data[-CRC_BYTES:], "little")
-        files.put(key, data)
+        files.put(key, data, apart=kept is not None and source in kept.apart)
     first = len(writes.direct)
     for i, _, index, source, part in writes.written:
         prefix, stored = writes.arrays[i]
-        values = snapshot[source] if part is None else snapshot[source][part]
-        files.put_chunk(Chunk(prefix + chunk_key(index), stored, values, first))
-        first += len(units_in(stored, index))
-    return sums, files.write(threads=usable_cores())
+        key, after = prefix + chunk_key(index), first + len(units_in(stored, index))
+        if kept is not None and source in kept.sources:
+            sums[first:after] = kept.written.sums[first:after]
+            files.keep(key, kept.written)
+        else:
+            values = snapshot[source] if part is None else snapshot[source][part]
+            apart = kept is not None and source in kept.apart
+            files.put_chunk(Chunk(key, stored, values, first), apart=apart)
+        first = after
+    return files.write(usable_cores(), links_from=kept.folder if kept is not None else "")
 
 
 # Array, place and index in it, and values of a chunk.

@@ -140,6 +140,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Checks those arguments of the manager that nothing else checks."""
     if arguments["mode"] not in ("w", "r"):
         raise ValueError(f"{MANAGER}: mode must be 'w' or 'r', got {arguments['mode']!r}")
+    if arguments["incremental"] not in ("auto", False):
+        raise ValueError(f"{MANAGER}: incremental must be 'auto' or False")
     for name, (kind, wanted) in _KINDS.items():
         check_type(MANAGER, name, arguments[name], kind, wanted)
     check_count(MANAGER, **{name: arguments[name] for name in ("budget_bytes", "step_digits")})

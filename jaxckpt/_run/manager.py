@@ -107,6 +107,7 @@ class CheckpointManager:
         run_metadata: Mapping[str, Any] | None = None,
         item: str = names.STATE_ITEM,
         compression: str | None = None,
+        incremental: Literal["auto", False] = "auto",
         local: str | os.PathLike[str] | None = None,
         local_save: SavePolicy | None = None,
         local_keep: KeepPolicy = LOCAL_KEEP,
@@ -137,6 +138,8 @@ class CheckpointManager:
                 is what a manager of Orbax without item names restores.
             compression: "zstd", or "zstd:3" for level 3, compresses the arrays of each step; see
                 `jaxckpt.save`.
+            incremental: "auto" makes a step in a directory refer by hard links to arrays that have
+                not changed since the step before. If False, each step is written as a whole.
             local: A directory on a disk of each host, such as an NVMe or RAM disk. Steps are saved
                 there first, and uploaded to `directory` in the background.
             local_save: Decides which further steps are saved only locally.
@@ -228,6 +231,7 @@ class CheckpointManager:
             session=opened["session"],
             item=item,
             zstd=zstd,
+            incremental=incremental == "auto",
             newest=opened["newest"],
         )
         if self._tiers is not None:

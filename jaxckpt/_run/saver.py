@@ -23,7 +23,8 @@ from jaxckpt._run.uploads import Upload
 from jaxckpt._save import ending
 from jaxckpt._save.handle import SaveHandle, SaveRequest
 from jaxckpt._save.save import check_metadata
-from jaxckpt._save.snapshot import Items, SaveItem, take_tree
+from jaxckpt._save.snapshot import Items, SaveItem, TreeItem, take_tree
+from jaxckpt._save.unchanged import Base
 from jaxckpt.errors import CheckpointTimeout, StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import MAX_STEP
@@ -56,6 +57,7 @@ class Saver:
         session: str,
         item: str,  # of the state
         zstd: int | None,  # the level at which each step is compressed
+        incremental: bool,  # whether steps refer to the one before
         newest: int | None,  # on which all processes have agreed
     ) -> None:
         self.decision: Decision | None = None  # the latest
@@ -83,6 +85,8 @@ class Saver:
         self._writes = writes
         self._item = item
         self._zstd = zstd
+        # With tiers, a step and the one before may be in different places.
+        self._incremental = incremental and tiers is None
         self._budget_bytes = budget_bytes
         self._timeout_s = timeout_s
         self._on_progress = on_progress
@@ -93,6 +97,8 @@ class Saver:
         self._due = True  # the same by the rules
         # Where steps being saved go, and how to the directory afterwards.
         self._places: dict[int, tuple[Root, Upload | None]] = {}
+        self._trees: dict[int, list[TreeItem]] = {}  # by step, until the commit
+        self._bases: dict[str, Base] = {}  # what the next step may refer to, by item
         self._explained = False
         self._started = 0
         self._latest: SaveHandle | None = None
@@ -182,6 +188,7 @@ class Saver:
     def went_back(self, newest: int | None, *, good: int | None) -> None:
         """Records that later steps are gone, and which is the newest that every process trusts."""
         self.floor, self.agreed = newest, good
+        self._bases = {}
 
     # --- in the caller's thread ------------------------------------------------------------------
 
@@ -232,6 +239,8 @@ class Saver:
             root = self._tiers.place(size, name)
             upload = self._tiers.uploads.expect(step) if self._is_durable else None
         self._places[step] = root, upload
+        if self._incremental:
+            self._trees[step] = [item for item in held if isinstance(item, TreeItem)]
         request = SaveRequest(
             storage=root.index.storage,
             path=root.index.path(step),
@@ -350,15 +359,22 @@ class Saver:
         meter.waited()
         processes = self._processes
         with meter.phase("snapshot"):
-            how = {"copy": True, "dtype": dtype, "zstd": self._zstd, "holds": self._root.own}
+            how: dict[str, Any] = {"zstd": self._zstd, "holds": self._root.own}
+            if self._incremental:
+                how["storage"] = self._index.storage
+            # While a save is under way, its successor may delete what is the newest step now.
+            bases = {} if self.under_way() else self._bases
             held: list[SaveItem] = []
             if isinstance(state, Items):
                 held += state.taken(processes)
             else:
-                held.append(take_tree(self._item, state, processes, **how))
+                base, item = bases.get(self._item), self._item
+                held.append(
+                    take_tree(item, state, processes, copy=True, dtype=dtype, base=base, **how)
+                )
             for name, value in items.items():
-                holds = self._root.own
-                held.append(_items.take_item(name, value, processes, zstd=self._zstd, holds=holds))
+                base = bases.get(name)
+                held.append(_items.take_item(name, value, processes, base=base, **how))
         for root in self._roots:
             if isinstance(root.keep.metric, str):  # a function needs numbers that may come later
                 self._check_metric(step, metrics or {}, root.keep.metric)
@@ -497,11 +513,15 @@ class Saver:
             error: SaveHandle | BaseException | None = None
             try:
                 if handle.attempt():
+                    self._remember(handle)
                     self._follow(handle)
                 elif not (handle.refused or handle.skipped):
                     error = handle
             except BaseException as failed:  # the next call raises it
                 error = failed
+            if handle.timing is None:
+                self._trees.pop(handle.step or 0, None)
+                self._bases = {}
             with self._changed:
                 if error is not None:
                     self._errors.append(error)
@@ -510,6 +530,15 @@ class Saver:
                 self._under_way.remove(handle)
                 handle = next(iter(self._under_way), None)
                 self._changed.notify_all()
+
+    def _remember(self, handle: SaveHandle) -> None:
+        """Lets the next step refer to the one that is committed."""
+        assert handle.step is not None
+        trees = self._trees.pop(handle.step, ())
+        if any(item.written and item.written.copied for item in trees):
+            self._incremental = False  # to copy files is no faster than to write them
+        bases = {item.name: item.base(handle.path, self._processes) for item in trees}
+        self._bases = {name: base for name, base in bases.items() if base is not None}
 
     def _follow(self, handle: SaveHandle) -> None:
         """Records a commit, deletes steps and calls `on_commit`."""

@@ -18,9 +18,11 @@ import numpy as np
 
 from jaxckpt._core.transfer import arrived, stage
 from jaxckpt._disk.checksums import encode_share, merge_shares
+from jaxckpt._disk.data_files import Written
 from jaxckpt._disk.transaction import Work
 from jaxckpt._disk.writer import merge, write_arrays
 from jaxckpt._save.tree_plan import TreePlan, plan_tree
+from jaxckpt._save.unchanged import Base, Changes, changes_since
 from jaxckpt.errors import SaveFailed, TreeMismatch, UnsupportedLeaf
 from jaxckpt.format import arrays, jsontext, names, step
 from jaxckpt.multihost import Json, Processes
@@ -101,6 +103,8 @@ class TreeItem:
     share: bytes = b""  # the checksums of process 0's chunks
     held: bytes = b""  # the checksums of the chunks that this process only holds
     manifest: bytes = b""  # of the database, if one process writes it
+    changes: Changes | None = None  # since the step before; None if it does not matter
+    written: Written | None = None  # until the next save knows of it
     handler: str = step.PYTREE_HANDLER
 
     @property
@@ -129,8 +133,11 @@ class TreeItem:
         folder = self.folder(work, processes)
         snapshot, self.snapshot = self.snapshot, None
         writes, leads = self.tree.writes, processes.index == 0
-        sums, manifest = write_arrays(storage, folder, writes, snapshot, describe=leads)
-        share = encode_share(writes.units, sums)
+        kept = self.changes and self.changes.kept(snapshot)
+        written = write_arrays(storage, folder, writes, snapshot, describe=leads, kept=kept)
+        manifest, share = written.manifest, encode_share(writes.units, written.sums)
+        if self.changes is not None:
+            self.written = written
         if leads:
             self.share = share
         if processes.count == 1:
@@ -154,10 +161,16 @@ class TreeItem:
     ) -> None:
         """Writes what another process writes too, beside this one's part for the directory."""
         folder, writes = f"{self._item(work)}/{names.OCDBT_HELD}", self.tree.held
-        sums, manifest = write_arrays(storage, folder, writes, snapshot, describe=describe)
-        self.held = encode_share(writes.units, sums)
-        if manifest:
-            storage.add({f"{folder}/{names.OCDBT_MANIFEST}": manifest})
+        written = write_arrays(storage, folder, writes, snapshot, describe=describe)
+        self.held = encode_share(writes.units, written.sums)
+        if written.manifest:
+            storage.add({f"{folder}/{names.OCDBT_MANIFEST}": written.manifest})
+
+    def base(self, path: str, processes: Processes) -> Base | None:
+        """Returns what the next save may refer to, once this one is committed at a path."""
+        if self.changes is None or self.written is None:
+            return None
+        return self.changes.base_of_next(self.folder(Work(path, ""), processes), self.written)
 
     def said(self) -> Json:
         """Returns the facts that the processes compare."""
@@ -275,6 +288,8 @@ def take_tree(
     dtype: str | None = None,
     zstd: int | None = None,
     holds: bool = False,
+    storage: Storage | None = None,
+    base: Base | None = None,
 ) -> TreeItem:
     """Copies this process's share of a tree to the host.
 
@@ -283,13 +298,20 @@ def take_tree(
         dtype: If given, the dtype in which all floating-point arrays are saved.
         zstd: If given, the level at which chunks are compressed.
         holds: Whether to copy all shards that this process holds.
+        storage: Where the next save may refer to this one; None if it shall not.
+        base: What this save may refer to there.
 
     Raises:
         UnsupportedLeaf: leaves cannot be stored; the message names all of them.
     """
     tree, values = plan_tree(value, processes, dtype, zstd, holds=holds)
+    changes = None if storage is None else changes_since(base, tree, values, storage)
+    away = set[int]() if changes is None else changes.away
     try:
-        return TreeItem(name=name, tree=tree, snapshot=stage(values, tree.sources, copy=copy))
+        sources = [source for i, source in enumerate(tree.sources) if i not in away]
+        staged = iter(stage(values, sources, copy=copy))
+        snapshot = [None if i in away else next(staged) for i in range(len(tree.sources))]
+        return TreeItem(name=name, tree=tree, snapshot=snapshot, changes=changes)
     except TreeMismatch as error:
         one = error.differences[0]
         leaf = [leaf for leaf in tree.tree.leaves if leaf.has_array][int(one.leaf)]

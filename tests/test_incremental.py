@@ -1,0 +1,410 @@
+"""A step refers to what has not changed since the one before, and is complete by itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from itertools import count
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from jaxckpt import CheckpointManager, KeepPolicy
+from jaxckpt._core import fingerprint, transfer
+from jaxckpt._save import snapshot, tree_plan, unchanged
+from jaxckpt.errors import SaveFailed
+from jaxckpt.storage import LocalStorage, locate
+from jaxckpt.testing import CrashingStorage, SimulatedCrash, simulate
+from tests.strategies import same
+
+FROZEN = 16 * 128 * 128 * 4
+DTYPES = ["bool", "int4", "uint8", "int16", "float8_e4m3fn", "bfloat16", "float32", "complex64"]
+
+
+def frozen():
+    return {f"w{i:02}": jax.random.normal(jax.random.key(i), (128, 128)) for i in range(16)}
+
+
+def lora(step, kept):
+    """1 % of the bytes change, and a small array, a key and a number."""
+    changes = {f"a{i}": jnp.full((128, 5), step + i, jnp.float32) for i in range(4)}
+    return {"kept": kept, "lora": changes, "rng": jax.random.key(step), "step": step}
+
+
+def copied(kept):
+    """The same values in other arrays."""
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), kept)
+
+
+def bytes_in(root):
+    """All bytes of the files, each once however many names it has."""
+    files = [path.stat() for path in Path(root).rglob("*") if path.is_file()]
+    return sum({one.st_ino: one.st_size for one in files}.values())
+
+
+@pytest.fixture(params=["host", "device"])
+def where(request, monkeypatch):
+    """Where arrays are: CPU devices count as accelerators too, and are read by a reduction."""
+    monkeypatch.setattr(tree_plan, "_kept", ())
+    if request.param == "device":
+        found = transfer._positions
+        monkeypatch.setattr(transfer, "_positions", lambda value: (found(value)[0], False))
+    yield request.param
+    tree_plan._kept = ()
+
+
+@pytest.fixture
+def staged(monkeypatch):
+    """How many bytes each save copied to the host."""
+    found = []
+
+    def stage(values, sources, *, copy):
+        found.append(sum(one.shard.size * one.stored.itemsize for one in sources))
+        return transfer.stage(values, sources, copy=copy)
+
+    monkeypatch.setattr(snapshot, "stage", stage)
+    return found
+
+
+@pytest.mark.parametrize("are", ["the same", "equal"])
+def test_what_is_frozen_is_written_once(ram_path, where, staged, are):
+    """At most 1.02 times the changed bytes are written, and none of the others copied."""
+    kept, sizes = frozen(), []
+    with CheckpointManager(ram_path / "run") as manager:
+        for step in range(1, 5):
+            manager.save(step, lora(step, copied(kept) if are == "equal" else kept)).result()
+            manager.wait_until_finished()
+            sizes.append(bytes_in(ram_path / "run"))
+
+    grown = np.diff(sizes)
+    everything = FROZEN + 4 * 128 * 5 * 4
+    files_of_ours = 20_000  # metadata, record and database; none depends on the sizes of arrays
+    assert all(grown < 1.02 * 4 * 128 * 5 * 4 + files_of_ours)
+    assert staged[0] >= everything
+    if where == "device":
+        assert all(0 < found < 0.05 * FROZEN for found in staged[1:])
+    for step in range(1, 5):
+        assert same(jaxckpt.restore(ram_path / "run" / str(step)), lora(step, kept))
+        assert jaxckpt.verify(ram_path / "run" / str(step)).ok
+
+
+def test_each_step_is_complete_by_itself(ram_path, where):
+    """For `cp -r`, Orbax, `fork`, and after deletions in any order."""
+    kept = frozen()
+    with CheckpointManager(ram_path / "run") as manager:
+        for step in range(1, 6):
+            manager.save(step, lora(step, kept)).result()
+        manager.wait_until_finished()
+        for step in (1, 3, 4):
+            manager.delete(step)
+        manager.save(6, lora(6, kept))
+        manager.wait_until_finished()
+        assert same(manager.restore(step=2), lora(2, kept))
+    shutil.copytree(ram_path / "run" / "5", ram_path / "copy")
+    jaxckpt.fork(ram_path / "run", ram_path / "fork", step=6)
+    shutil.rmtree(ram_path / "run")
+
+    assert same(jaxckpt.restore(ram_path / "copy"), lora(5, kept))
+    with CheckpointManager(ram_path / "fork") as manager:
+        assert same(manager.restore(), lora(6, kept))
+    with ocp.StandardCheckpointer() as orbax:
+        got = orbax.restore(ram_path / "copy" / "state")
+    assert np.array_equal(got["kept"]["w03"], kept["w03"])
+    assert np.array_equal(got["lora"]["a1"], lora(5, kept)["lora"]["a1"])
+
+
+def test_shards_on_a_mesh(ram_path, mesh, where):
+    """Each shard is compared with what it was, whatever its sharding."""
+
+    def state(step):
+        x = np.arange(512 * 64, dtype=np.float32).reshape(512, 64)
+        sharded, whole = NamedSharding(mesh, P("x", "y")), NamedSharding(mesh, P())
+        changed = x.copy()
+        changed[:8] += step
+        return {
+            "kept": jax.device_put(x, sharded),
+            "whole": jax.device_put(x, whole),
+            "part": jax.device_put(changed, sharded),
+        }
+
+    with CheckpointManager(ram_path) as manager:
+        for step in range(1, 4):
+            manager.save(step, state(step)).result()
+            manager.wait_until_finished()
+
+    assert all(same(jaxckpt.restore(ram_path / str(n)), state(n)) for n in range(1, 4))
+    assert bytes_in(ram_path) < 1.9 * (3 * 512 * 64 * 4)
+
+
+@pytest.mark.parametrize("what", ["values", "bits", "order", "numpy"])
+def test_what_changed_is_written(ram_path, where, what):
+    """Also if only a NaN's bits, the sign of a zero or the order changed."""
+    before = np.zeros(4096, np.float32)
+    before[:2], before[10] = np.nan, 1
+    after = before.copy()
+    match what:
+        case "values" | "numpy":
+            after[4095] = 1
+        case "bits":
+            after.view(np.uint32)[0] ^= 1
+            after[100] = -0.0
+        case "order":
+            after[10], after[11] = after[11], after[10]
+    wrapped = np.array if what == "numpy" else jnp.array
+    with CheckpointManager(ram_path) as manager:
+        for step, values in enumerate((before, before, after, after, before)):
+            manager.save(step, {"w": wrapped(values), "b": wrapped(before)}).result()
+            manager.wait_until_finished()
+
+    for step, values in enumerate((before, before, after, after, before)):
+        got = jaxckpt.restore(ram_path / str(step), as_numpy=True)
+        assert got["w"].tobytes() == values.tobytes()
+        assert got["b"].tobytes() == before.tobytes()
+
+
+def test_donated_arrays(ram_path, where):
+    """What is given away in the next line was compared, or copied, before."""
+    train = jax.jit(
+        lambda s: {"kept": s["kept"], "w": s["w"] + 1}, donate_argnums=0, keep_unused=True
+    )
+    kept = np.arange(1 << 14, dtype=np.float32)
+    state = {"kept": jnp.array(kept), "w": jnp.zeros((64, 64))}
+    with CheckpointManager(ram_path) as manager:
+        for step in range(30):
+            manager.save(step, state)
+            state = train(state)
+
+    for step in range(30):
+        got = jaxckpt.restore(ram_path / str(step), as_numpy=True)
+        assert np.array_equal(got["kept"], kept)
+        assert (got["w"] == step).all()
+
+
+def test_a_whole_step_now_and_then(ram_path, monkeypatch):
+    """Or if told so, after another tree, a failed save or a base that is gone."""
+    monkeypatch.setattr(unchanged, "_WHOLE_EVERY", 3)
+    kept = frozen()
+
+    def save(manager, step, tree=None):
+        before = bytes_in(ram_path / "run")
+        manager.save(step, tree or lora(step, kept)).result()
+        manager.wait_until_finished()
+        return bytes_in(ram_path / "run") - before > FROZEN
+
+    with CheckpointManager(ram_path / "run") as manager:
+        assert [save(manager, step) for step in range(6)] == [True, False, False] * 2
+        assert save(manager, 6, {"kept": kept})
+        assert not save(manager, 7, {"kept": kept})
+        shutil.rmtree(ram_path / "run" / "7")
+        assert save(manager, 8, {"kept": kept})
+        real, manager._index.storage = manager._index.storage, Failing()
+        with pytest.raises(SaveFailed):
+            manager.save(9, {"kept": kept}).result()
+        manager._index.storage = real
+        assert save(manager, 10, {"kept": kept})
+        manager.delete(10)
+        assert save(manager, 11, {"kept": kept})
+    with CheckpointManager(ram_path / "run", incremental=False) as manager:
+        assert all(save(manager, step) for step in range(20, 23))
+
+
+class Failing(LocalStorage):
+    def write_parts(self, path, parts):
+        raise OSError(28, "No space left on device")
+
+
+def test_files_that_are_mostly_changed_are_not_kept(ram_path, where):
+    """What did not change goes into files of its own, which the next step links."""
+    kept = jnp.arange(1 << 14, dtype=jnp.float32)
+
+    def state(step):
+        return {"a": jnp.full((3, 1 << 14), step, jnp.float32), "kept": kept}
+
+    grown, last = [], 0
+    with CheckpointManager(ram_path) as manager:
+        for step in range(1, 5):
+            manager.save(step, state(step)).result()
+            manager.wait_until_finished()
+            grown.append(bytes_in(ram_path) - last)
+            last += grown[-1]
+
+    assert grown[1] > 4 << 16
+    assert all(3 << 16 < one < 3.5 * (1 << 16) for one in grown[2:])
+    assert all(same(jaxckpt.restore(ram_path / str(n)), state(n)) for n in range(1, 5))
+
+
+def test_saves_that_overlap_are_whole(ram_path):
+    """Nothing refers to a step that is not committed, or may be deleted meanwhile."""
+    kept = frozen()
+    with CheckpointManager(ram_path, keep=KeepPolicy(last=2)) as manager:
+        for step in range(20):
+            manager.save(step, lora(step, kept))
+        manager.wait_until_finished()
+        for step in manager.all_steps():
+            assert same(manager.restore(step=step), lora(step, kept))
+        assert not manager.problems
+
+
+def test_without_hard_links(ram_path, monkeypatch):
+    """The files are copied: more bytes, and still right."""
+
+    def refuse(*args, **options):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    kept = frozen()
+    with CheckpointManager(ram_path) as manager:
+        for step in range(3):
+            manager.save(step, lora(step, kept)).result()
+            manager.wait_until_finished()
+
+    assert all(same(jaxckpt.restore(ram_path / str(n)), lora(n, kept)) for n in range(3))
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_after_a_crash_at_any_change_every_step_restores(ram_path, monkeypatch, caplog, keep):
+    """Of saves with references and of deletions: each listed step has its values."""
+    caplog.set_level(logging.CRITICAL)
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    kept, real, crashes = {"w": jnp.arange(5000.0)}, locate, 0
+    for after in count():
+        root, told = ram_path / str(after), -1
+        crashing = CrashingStorage(LocalStorage(), after, torn=bool(after % 2))
+        with monkeypatch.context() as patch:
+            patch.setattr("jaxckpt._run.root.locate", lambda p, s=crashing: (s, real(p)[1]))
+            try:
+                with CheckpointManager(root, keep=KeepPolicy(last=keep)) as manager:
+                    for step in range(4):
+                        manager.save(step, {"kept": kept, "step": step}).result()
+                        told = step
+                        manager.wait_until_finished()
+                crashed = False
+            except (SimulatedCrash, SaveFailed, OSError):
+                crashed = True
+        crashes += crashed
+
+        with CheckpointManager(root, keep=KeepPolicy(last=keep)) as manager:
+            steps = manager.all_steps()
+            assert (max(steps) if steps else -1) >= told
+            for step in steps:
+                assert same(manager.restore(step=step), {"kept": kept, "step": step})
+            assert not manager.problems
+        shutil.rmtree(root)
+        if not crashed:
+            break
+    assert crashes > 40
+
+
+@pytest.mark.multihost
+def test_several_processes(ram_path, mesh):
+    """Each links what it wrote itself; the merged step is complete, and another mesh reads it."""
+    kept = np.arange(512 * 64, dtype=np.float32).reshape(512, 64)
+
+    def state(step):
+        sharding = NamedSharding(mesh, P("x", "y"))
+        return {
+            "kept": jax.device_put(kept, sharding),
+            "w": jax.device_put(np.full((64, 64), step, np.float32), sharding),
+            "host": np.arange(3000),
+        }
+
+    def run(processes):
+        grown = []
+        with CheckpointManager(ram_path, keep=KeepPolicy(last=2)) as manager:
+            for step in range(1, 5):
+                manager.save(step, state(step)).result()
+                manager.wait_until_finished()
+                grown.append(bytes_in(ram_path / str(step)))
+        return grown
+
+    simulate(4, run)
+    files = {}
+    for step in (3, 4):
+        assert same(jaxckpt.restore(ram_path / str(step), as_numpy=True)["kept"], kept)
+        assert (jaxckpt.restore(ram_path / str(step), as_numpy=True)["w"] == step).all()
+        assert jaxckpt.verify(ram_path / str(step)).ok
+        files[step] = {p.stat().st_ino for p in (ram_path / str(step)).rglob("d/*")}
+    assert len(files[3] & files[4]) >= 4
+    assert bytes_in(ram_path) < 1.5 * bytes_in(ram_path / "4")
+
+
+# --- fingerprints ----------------------------------------------------------------------------
+
+
+def of_device(values):
+    return fingerprint.arrived(fingerprint.send([values]))[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_bit_counts(dtype):
+    """One element or two changed, or exchanged, and the fingerprints differ; else they do not."""
+    bits = np.arange(3 * 40) % 2
+    bits[7] = 1
+    values = jnp.asarray(bits, dtype).reshape(3, 40)
+    exchanged = bits.copy()
+    exchanged[[7, 8]] = exchanged[[8, 7]]
+    others = [_flipped(bits, places) for places in ((0,), (119,), (3, 70))]
+    others = [jnp.asarray(other, dtype).reshape(3, 40) for other in (*others, exchanged)]
+    found = [of_device(one) for one in (values, *others)]
+
+    assert None not in found
+    assert len(set(found)) == 5
+    assert of_device(jnp.array(values, copy=True)) == found[0]
+
+
+def _flipped(bits, places):
+    bits = bits.copy()
+    bits[list(places)] ^= 1
+    return bits
+
+
+def reference(words):
+    """The reduction, in Python's integers."""
+    low, sums = (1 << 32) - 1, []
+    for a, b in fingerprint._FACTORS:
+        total = 0
+        for at, word in enumerate(words):
+            mixed = (word + at * a) & low
+            mixed = ((mixed ^ (mixed >> 16)) * b) & low
+            mixed = ((mixed ^ (mixed >> 13)) * a) & low
+            total += mixed ^ (mixed >> 16)
+        sums.append(total & low)
+    return np.array(sums, np.uint32).tobytes()
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, (1 << 32) - 1), min_size=1, max_size=20))
+def test_a_fingerprint_is_what_it_says(words):
+    """The same on a device and in Python, whatever the dtype of the bits."""
+    bits = np.array(words, np.uint32)
+
+    assert of_device(jnp.asarray(bits)) == reference(words)
+    assert of_device(jnp.asarray(bits.view(np.float32))) == reference(words)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.binary(min_size=1, max_size=200), st.data())
+def test_fingerprints_in_host_memory(data, draw):
+    """Equal bytes are recognised, and any changed byte or length."""
+    values = np.frombuffer(data, np.uint8)
+    at = draw.draw(st.integers(0, len(data) - 1))
+    other = values.copy()
+    other[at] ^= draw.draw(st.integers(1, 255))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fingerprint, "_PIECE_BYTES", 16)
+        known = fingerprint.of_host(values)
+
+        assert fingerprint.is_of(known, values.copy())
+        assert not fingerprint.is_of(known, other)
+        assert not fingerprint.is_of(known, np.append(values, np.uint8(0)))
+        assert not fingerprint.is_of(known, values[:-1])
