@@ -135,9 +135,9 @@ def verbs(ram_path, mesh, monkeypatch):
 # Functions, modules, depth, storage calls.
 CEILINGS = {
     "save again": (125, 20, 11, 12),
-    "manager open + save": (222, 36, 12, 19),
-    "restore(path, like)": (125, 25, 12, 9),
-    "manager.restore(like)": (172, 34, 16, 10),  # a step may be in two places, or on many disks
+    "manager open + save": (224, 36, 12, 19),
+    "restore(path, like)": (128, 25, 12, 9),
+    "manager.restore(like)": (175, 34, 16, 10),  # a step may be in two places, or on many disks
     "open": (64, 12, 9, 8),
     "verify": (108, 20, 12, 17),
 }
@@ -201,8 +201,8 @@ def code_lines(source: str) -> int:
 
 def test_the_package_stays_small():
     """Lines in all, and of code, without what is in `APART`."""
-    assert sum(source.count("\n") for source in sources()) <= 24_560
-    assert sum(map(code_lines, sources())) <= 16_840
+    assert sum(source.count("\n") for source in sources()) <= 24_640
+    assert sum(map(code_lines, sources())) <= 16_900
 
 
 def test_the_drop_in_stays_small():

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._core import pinned, transfer
+from jaxckpt._restore import restore
 from jaxckpt._save import snapshot, tree_plan
 
 DTYPES = ["bool", "int4", "uint8", "float8_e4m3fn", "bfloat16", "float32", "complex64"]
@@ -194,3 +195,52 @@ def test_a_failed_copy_fails_that_save(tmp_path, monkeypatch):
                 handle.result()
         manager.save(3, {"w": jnp.ones(3)})
     assert jaxckpt.CheckpointManager(tmp_path / "run", mode="r").all_steps() == [1, 3]
+
+
+# --- restores ------------------------------------------------------------------------------------
+
+
+@jax.jit
+def slowly(value):
+    """Returns it after a computation that takes a while, which nobody waits for."""
+    busy = jax.lax.fori_loop(0, 20, lambda _, m: m @ m / 300, jnp.ones((300, 300)))
+    return value + jnp.asarray(0 * busy[0, 0], value.dtype)
+
+
+@pytest.mark.parametrize("spec", [P(), P("x")])
+def test_copies_to_devices_take_half_of_the_budget(tmp_path, monkeypatch, make_mesh, spec):
+    """The leaves after them are read in the meantime."""
+    sharding = NamedSharding(make_mesh(x=2), spec)
+    leaf = np.arange(1 << 16, dtype=np.float32)
+    state = {f"w{n:02}": jax.device_put(leaf + n, sharding) for n in range(20)}
+    jaxckpt.save(tmp_path / "a", state)
+    of_one = leaf.nbytes * (3 if spec == P() else 2)  # what was read, and a copy for each device
+    placed, under_way, to_device = [], [], transfer.to_device
+
+    def to_slow_device(*args):
+        under_way.append(sum(of_one for value in placed if not value.is_ready()))
+        placed.append(slowly(to_device(*args)))
+        return placed[-1]
+
+    monkeypatch.setattr(transfer, "is_away", lambda _: True)
+    monkeypatch.setattr(restore, "is_away", lambda _: True)
+    monkeypatch.setattr(restore, "to_device", to_slow_device)
+    got = jaxckpt.restore(tmp_path / "a", state, budget_bytes=8 * of_one)
+
+    assert of_one <= max(under_way) <= 4 * of_one
+    assert all(value.is_ready() for value in placed)
+    for n in range(20):
+        assert np.array_equal(got[f"w{n:02}"], leaf + n)
+
+
+def test_a_failed_copy_to_a_device_fails_the_restore(tmp_path, monkeypatch):
+    def lost(values):
+        value = jax.device_put(values)
+        value.delete()
+        return value
+
+    jaxckpt.save(tmp_path / "a", {"w": jnp.ones(3)})
+    monkeypatch.setattr(transfer, "is_away", lambda _: True)
+    monkeypatch.setattr(restore, "to_default_device", lost)
+    with pytest.raises(RuntimeError, match="deleted"):
+        jaxckpt.restore(tmp_path / "a")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -194,6 +195,58 @@ def to_default_device(values: np.ndarray[Any, Any]) -> jax.Array:
     import jax
 
     return jax.device_put(values)
+
+
+class Arriving:
+    """Copies to accelerators that nobody waits for yet, of a bounded size.
+
+    On a GPU, XLA's own threads copy a host buffer to pinned memory of its size, and that to the
+    device; both are held until it has arrived (`BufferFromHostBuffer` in XLA's
+    pjrt_stream_executor_client.cc). So the next leaves are read in the meantime.
+
+    Args:
+        most_bytes: Host memory that they may take.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._under_way: deque[jax.Array] = deque()
+        self._taken_bytes = 0
+
+    def add(self, value: Any) -> None:
+        """Takes a value that was placed, and waits for older ones if there is no room for it."""
+        import jax
+
+        if isinstance(value, jax.Array) and is_away(value.sharding):
+            self._under_way.append(value)
+            self._taken_bytes += _host_bytes(value)
+            while self._taken_bytes > self._most_bytes:
+                self._wait()
+
+    def finish(self) -> None:
+        """Waits for all; a failed copy raises."""
+        while self._under_way:
+            self._wait()
+
+    def _wait(self) -> None:
+        value = self._under_way.popleft()
+        value.block_until_ready()
+        self._taken_bytes -= _host_bytes(value)
+
+
+def _host_bytes(value: jax.Array) -> int:
+    """Returns the host memory of a copy under way: the distinct shards, and XLA's copy of each."""
+    copied = sum(shard.data.nbytes for shard in value.addressable_shards)
+    return copied + min(copied, value.nbytes)
+
+
+@lru_cache(maxsize=1 << 12)
+def is_away(sharding: jax.sharding.Sharding | None) -> bool:
+    """Returns whether its devices, or the default one, have memory of their own."""
+    import jax
+
+    devices = jax.local_devices()[:1] if sharding is None else sharding.addressable_devices
+    return any(device.platform != "cpu" for device in devices)
 
 
 @contextlib.contextmanager

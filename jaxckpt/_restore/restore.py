@@ -29,7 +29,7 @@ from jaxckpt._core.box import Box, whole
 from jaxckpt._core.cast import cast
 from jaxckpt._core.check import calling
 from jaxckpt._core.text import counted
-from jaxckpt._core.transfer import placing, to_default_device, to_device
+from jaxckpt._core.transfer import Arriving, is_away, placing, to_default_device, to_device
 from jaxckpt._disk.chunks import LeafRead
 from jaxckpt._disk.find import at_rest, open_item, read_step, steps_to_try, warn_skipped
 from jaxckpt._disk.found import Found, JsonItem
@@ -107,7 +107,8 @@ def restore(
             that are shorter, at the end of each dimension, as for a vocabulary that grows.
         report: Called with a `RestoreReport` before the restore returns.
         budget_bytes: Host memory to use beside the returned arrays. One array uses about a quarter
-            of it, and at least a chunk of 32 MiB.
+            of it, and at least a chunk of 32 MiB. Half of it is for copies to accelerators that
+            are under way while the next arrays are read.
         on_progress: Called a few times a second with a `Progress`, in a thread of its own. An error
             that it raises is raised at the end. If None, a bar is shown in a terminal or notebook
             if tqdm is installed; pass `lambda _: None` to show nothing.
@@ -367,15 +368,22 @@ def _values(
     if item.found.is_share:
         check_here(item, reads)
     meter.total_bytes = sum(read.total_bytes for read in reads)
+    if any(plan.kind in ("array", "key") and is_away(plan.sharding) for plan in plans):
+        budget_bytes //= 2  # the other half is for copies to devices
+    arriving, place_s = Arriving(budget_bytes), 0.0
     arrays = read_leaves(item, reads, budget_bytes=budget_bytes, landed=meter.landed)
-    place_s = 0.0
     with closing(arrays) as buffers:
         for plan in plans:
             parts = next(buffers) if plan.saved.has_array else _inline(plan)
             start_s = time.monotonic()
             value = _convert(plan, parts, item.path)
+            del parts  # a copy to a device keeps them for as long as it needs them
+            arriving.add(value)
             place_s += time.monotonic() - start_s
             yield plan.path, value
+    start_s = time.monotonic()
+    arriving.finish()
+    place_s += time.monotonic() - start_s
     meter.phases["place"] += place_s
     meter.phases["read"] -= place_s  # the phase "read" includes all of this
 
