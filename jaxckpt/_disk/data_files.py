@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -133,7 +134,8 @@ class DataFiles:
         last.size += len(nodes)
         self._storage.make_dir(posixpath.join(self._folder, names.OCDBT_DATA))
         pairs = [(f"{links_from}/{file}", f"{self._folder}/{file}") for file in self._linked]
-        linked = [self._storage.link(*pair) for pair in pairs]
+        links = [partial(self._storage.link, *pair) for pair in pairs]
+        linked = self._storage.together(links) if links else []
         writes, here = [self._writing(file) for file in self._files], threading.current_thread()
         with ThreadPoolExecutor(
             max(1, min(threads, len(writes), _MOST_THREADS)),
@@ -148,7 +150,9 @@ class DataFiles:
             finally:
                 pool.shutdown(cancel_futures=True)
         sizes = {file.name: file.size for file in self._files} | self._linked
-        return Written(self._sums, manifest, self._places, sizes, copied=not all(linked))
+        # A store copies by itself.
+        copied = self._storage.scheme == "file" and not all(linked)
+        return Written(self._sums, manifest, self._places, sizes, copied=copied)
 
     def _writing(self, file: _File) -> Callable[[], None]:
         path = f"{self._folder}/{file.name}"

@@ -30,9 +30,11 @@ from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, StoredArray, Tree
 from jaxckpt.storage import Storage, usable_cores
 
-# Opening an array costs TensorStore more than writing a small chunk, whose bytes we can make
-# ourselves. It is better at large chunks: it copies them only once, without the interpreter's lock.
+# The bytes of a chunk of at most this size are made at once; those of a larger one while it is
+# written, and by TensorStore if other arrays of the tree need it: to open an array costs it more
+# than to write a small chunk.
 _MAX_DIRECT_BYTES: Final = 256 << 10
+_UPLOADS: Final = 4  # of files at a time, each in a few parts of 8 MiB at a time
 # A transaction keeps compressed chunks in memory until its commit; others stay where they are.
 _MAX_COMPRESSED_BYTES: Final = 256 << 20
 
@@ -179,7 +181,9 @@ def write_arrays(
     if not (writes.direct or writes.written or has_metadata):
         return Written([])
     spec = storage.kvstore(folder)
-    if database is None and spec is not None and spec["driver"] == "file" and _is_plain(writes):
+    # Over gRPC, which users ask for, only TensorStore writes.
+    by_grpc = spec is not None and spec["driver"] == "gcs_grpc"
+    if database is None and not by_grpc and _is_plain(writes):
         return _write_files(storage, folder, writes, snapshot, describe=describe, kept=kept)
     storage.make_dir(folder)
     mine = database or (_in_memory(storage, folder) if spec is None else Database(spec))
@@ -257,7 +261,9 @@ def _write_files(
             apart = kept is not None and source in kept.apart
             files.put_chunk(Chunk(key, stored, values, first), apart=apart)
         first = after
-    return files.write(usable_cores(), links_from=kept.folder if kept is not None else "")
+    # On a disk, the cores write; to a store, its client does, and the threads wait.
+    threads = usable_cores() if storage.scheme == "file" else _UPLOADS
+    return files.write(threads, links_from=kept.folder if kept is not None else "")
 
 
 # Array, place and index in it, and values of a chunk.

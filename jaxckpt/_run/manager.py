@@ -138,8 +138,9 @@ class CheckpointManager:
                 is what a manager of Orbax without item names restores.
             compression: "zstd", or "zstd:3" for level 3, compresses the arrays of each step; see
                 `jaxckpt.save`.
-            incremental: "auto" makes a step in a directory refer by hard links to arrays that have
-                not changed since the step before. If False, each step is written as a whole.
+            incremental: "auto" makes a step share the files of arrays that have not changed since
+                the step before, by hard links; in a bucket, the store copies them. If False, each
+                step is written as a whole.
             local: A directory on a disk of each host, such as an NVMe or RAM disk. Steps are saved
                 there first, and uploaded to `directory` in the background.
             local_save: Decides which further steps are saved only locally.

@@ -520,8 +520,7 @@ class Saver:
             except BaseException as failed:  # the next call raises it
                 error = failed
             if handle.timing is None:
-                self._trees.pop(handle.step or 0, None)
-                self._bases = {}
+                self._forget(handle)
             with self._changed:
                 if error is not None:
                     self._errors.append(error)
@@ -537,8 +536,15 @@ class Saver:
         trees = self._trees.pop(handle.step, ())
         if any(item.written and item.written.copied for item in trees):
             self._incremental = False  # to copy files is no faster than to write them
-        bases = {item.name: item.base(handle.path, self._processes) for item in trees}
+        bases = {item.name: item.base(handle.path) for item in trees}
         self._bases = {name: base for name, base in bases.items() if base is not None}
+
+    def _forget(self, handle: SaveHandle) -> None:
+        """Lets the next step be whole after a failed one."""
+        trees = self._trees.pop(handle.step or 0, ())
+        if self._index.storage.scheme != "file" and any(item.has_base for item in trees):
+            self._incremental = False  # the store may not copy
+        self._bases = {}
 
     def _follow(self, handle: SaveHandle) -> None:
         """Records a commit, deletes steps and calls `on_commit`."""

@@ -105,12 +105,18 @@ class TreeItem:
     manifest: bytes = b""  # of the database, if one process writes it
     changes: Changes | None = None  # since the step before; None if it does not matter
     written: Written | None = None  # until the next save knows of it
+    within: str = ""  # where that is in the checkpoint, with a slash before it
     handler: str = step.PYTREE_HANDLER
 
     @property
     def size_bytes(self) -> int:
         """The approximate size of the values in memory."""
         return self.tree.plan.total_bytes + self.tree.plan.held_bytes
+
+    @property
+    def has_base(self) -> bool:
+        """Whether it may refer to an earlier step."""
+        return self.changes is not None and self.changes.base is not None
 
     def folder(self, work: Work, processes: Processes) -> str:
         """Returns the directory of the database that this process writes."""
@@ -138,6 +144,7 @@ class TreeItem:
         manifest, share = written.manifest, encode_share(writes.units, written.sums)
         if self.changes is not None:
             self.written = written
+            self.within = folder.removeprefix(work.path)
         if leads:
             self.share = share
         if processes.count == 1:
@@ -166,11 +173,11 @@ class TreeItem:
         if written.manifest:
             storage.add({f"{folder}/{names.OCDBT_MANIFEST}": written.manifest})
 
-    def base(self, path: str, processes: Processes) -> Base | None:
+    def base(self, path: str) -> Base | None:
         """Returns what the next save may refer to, once this one is committed at a path."""
         if self.changes is None or self.written is None:
             return None
-        return self.changes.base_of_next(self.folder(Work(path, ""), processes), self.written)
+        return self.changes.base_of_next(path + self.within, self.written)
 
     def said(self) -> Json:
         """Returns the facts that the processes compare."""

@@ -1,8 +1,9 @@
 """Finds what did not change since the step before, which a step then refers to.
 
-The files of values are never changed, so a step may have hard links to those of an earlier one, and
-its database has the places in them: the step is complete by itself, whatever is deleted. It pays
-for whole leaves (frozen weights, a reference model). What did not change is
+The files of values are never changed, so a step may have hard links to those of an earlier one, or
+copies that a store makes, and its database has the places in them: the step is complete by itself,
+whatever is deleted. It pays for whole leaves (frozen weights, a reference model). What did not
+change is
 
     the same `jax.Array` as in the step before, which is immutable: nothing is computed;
     a shard with the same fingerprint: on an accelerator it is taken before anything is copied to
@@ -35,6 +36,9 @@ from jaxckpt.storage import Storage
 _WHOLE_EVERY: Final = 20
 # A file of which less is still in use is not linked: the rest would stay on the disk for nothing.
 _LEAST_USED: Final = 0.5
+# A store copies whole files by itself. A small one takes fewer requests if it is sent again, and S3
+# copies no larger one (CopyObject).
+_COPIED_BYTES: Final = range(1 << 20, 5 * 10**9)
 # Each fingerprint on a device is a computation to start, which costs more than to write a few KB.
 _MOST_ON_DEVICES: Final = 1000
 
@@ -52,7 +56,9 @@ class Base:
     age: int  # steps since all was written
 
     def is_there(self, storage: Storage) -> bool:
-        """Returns whether all its files are, with their sizes."""
+        """Returns whether all its files are, with their sizes; in a store, copying them tells."""
+        if storage.scheme != "file":
+            return True
         try:
             sizes = self.written.sizes.items()
             return all(storage.size(f"{self.folder}/{file}") == size for file, size in sizes)
@@ -67,6 +73,7 @@ class Changes:
     tree: TreePlan
     base: Base | None
     is_whole: bool  # whether all is to be written
+    copies: bool  # whether files are copied by a store, instead of linked
     arrays: Sequence[weakref.ref[jax.Array] | None]
     same: list[bool]  # by source
     sent: dict[int, Any]  # fingerprints on their way from devices, by source
@@ -91,7 +98,7 @@ class Changes:
         self.prints = [one if same else None for one, same in zip(known, self.same, strict=True)]
         if not any(self.same):
             return None
-        linked = _worth_linking(base, self.same, fixed=self.away)
+        linked = _worth_linking(base, self.same, copies=self.copies, fixed=self.away)
         return Kept(linked, _true(self.same) - linked, base.written, base.folder)
 
     def base_of_next(self, folder: str, written: Written) -> Base | None:
@@ -142,6 +149,7 @@ def changes_since(
         tree=tree,
         base=base,
         is_whole=is_whole,
+        copies=storage.scheme != "file",
         arrays=[weakref.ref(v) if isinstance(v, jax.Array) else None for v in values],
         same=same,
         sent=sent,
@@ -150,11 +158,13 @@ def changes_since(
         for i, one in zip(sent, fingerprint.arrived([*sent.values()]), strict=True):
             same[i] = one is not None and one == base.prints[i]
         if any(same[i] for i in away):
-            changes.away = _worth_linking(base, same) & set(away)
+            changes.away = _worth_linking(base, same, copies=changes.copies) & set(away)
     return changes
 
 
-def _worth_linking(base: Base, same: Sequence[bool], *, fixed: Collection[int] = ()) -> set[int]:
+def _worth_linking(
+    base: Base, same: Sequence[bool], *, copies: bool, fixed: Collection[int] = ()
+) -> set[int]:
     """Returns the unchanged sources in files that are used enough to be linked, and `fixed`."""
     places, sizes = base.written.places, base.written.sizes
     chunks = [(places[key], source) for key, source in base.tree.writes.chunks()]
@@ -164,7 +174,11 @@ def _worth_linking(base: Base, same: Sequence[bool], *, fixed: Collection[int] =
         used: Counter[str] = Counter()
         for place, source in in_files:
             used[place.file] += place.size if source in found else 0
-        idle = {file for file, size in used.items() if size < _LEAST_USED * sizes[file]}
+        idle = {
+            file
+            for file, size in used.items()
+            if size < _LEAST_USED * sizes[file] or (copies and sizes[file] not in _COPIED_BYTES)
+        }
         bad = {source for place, source in in_files if place.file in idle} & (found - set(fixed))
         if not bad:
             return found

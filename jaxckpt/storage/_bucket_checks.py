@@ -45,7 +45,7 @@ _PERMISSIONS: Final[Mapping[str, Mapping[str, str]]] = {
     "read a range": _READ,
     "copy": {scheme: f"{_READ[scheme]} and {_CREATE[scheme]}" for scheme in _READ},
     "both clients": {scheme: f"{_READ[scheme]} and {_CREATE[scheme]}" for scheme in _READ},
-    "write 64 MiB": _CREATE,
+    "write 64 MiB": {**_CREATE, "gs": "storage.multipartUploads.create"},
     "read 64 MiB": _READ,
     "small read": _READ,
     "clock": _READ,
@@ -209,7 +209,7 @@ class BucketPlace:
         )
 
     def _write_large(self) -> Finding:
-        return write_large(self._storage, self._folder, "large")
+        return write_large(self._storage, self._large)
 
     def _read_large(self) -> Finding:
         return read_large(self._storage, self._large)

@@ -21,6 +21,7 @@ State = Literal["ok", "slow", "missing", "failed", "skipped"]
 
 SMALL: Final = bytes(range(256))
 LARGE_BYTES: Final = 64 << 20  # as large as a data file of a checkpoint
+_PIECE_BYTES: Final = 1 << 20
 _SLOW_BYTES_PER_S: Final = 20e6
 _SLOW_S: Final = 0.2
 _MOST_SKEW_S: Final = 60.0
@@ -130,20 +131,11 @@ def _tried(place: Place, check: Check, found: Mapping[str, Finding]) -> Finding:
 # --- checks of any place -----------------------------------------------------------------------
 
 
-def write_large(storage: Storage, folder: str, name: str) -> Finding:
-    """Writes with TensorStore, as a save does."""
-    from jaxckpt.storage._arrays import Keys
-    from jaxckpt.storage._staged import Staging
-
-    staging = Staging(storage, folder)
-    keys = Keys(staging.spec)
+def write_large(storage: Storage, path: str) -> Finding:
+    """Writes as a save does."""
     data = np.random.default_rng(0).bytes(LARGE_BYTES)
-
-    def write() -> None:
-        keys.write(name, data)
-        staging.upload()
-
-    return _speed(write)
+    pieces = [data[at : at + _PIECE_BYTES] for at in range(0, LARGE_BYTES, _PIECE_BYTES)]
+    return _speed(lambda: storage.write_parts(path, lambda: iter(pieces)))
 
 
 def read_large(storage: Storage, path: str) -> Finding:

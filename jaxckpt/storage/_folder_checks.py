@@ -162,7 +162,7 @@ class FolderPlace:
         return Finding()
 
     def _write_large(self) -> Finding:
-        return write_large(self._storage, self._folder, "large")
+        return write_large(self._storage, self._file("large"))
 
     def _read_large(self) -> Finding:
         path = self._file("large")

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Final, final
 
 import numpy as np
@@ -186,12 +187,21 @@ class ObjectStorage:
         self._put(path, data, mode="overwrite")
 
     def write_parts(self, path: str, parts: Callable[[], Iterator[bytes]]) -> None:
+        some, first, size = parts(), [], 0
+        for part in some:
+            first.append(part)
+            size += len(part)
+            if size > _PART_BYTES:
+                break
+        else:  # a small one needs one request instead of three
+            self.write(path, b"".join(first))
+            return
         # The client itself sends a part again; we could only begin anew.
         store = open_store(self.scheme, self._bucket, self.settings, tries=self.settings.tries)
         how = {"use_multipart": True, "chunk_size": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE}
 
         def put(_: bool) -> None:
-            obs().put(store, self._key(path), parts(), **how)
+            obs().put(store, self._key(path), chain(first, some), **how)
 
         self.requests.change("write", path, put, tries=1)
 
@@ -267,7 +277,8 @@ class ObjectStorage:
         )
 
     def link(self, src: str, dst: str) -> bool:
-        if self.kind(dst) is not None:
+        with contextlib.suppress(FileNotFoundError):
+            self._head(dst)
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), dst)
         self.requests.change(
             "copy", src, lambda _: obs().copy(self._store, self._key(src), self._key(dst))

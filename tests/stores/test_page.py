@@ -124,5 +124,5 @@ def test_the_page_lists_the_permissions_of_the_doctor():
         for permission in re.findall(r"[a-z0-9]+[:.][A-Za-z.]+", text)
     }
 
-    assert len(asked) == 8
+    assert len(asked) == 9
     assert {one for one in asked if f"`{one}`" not in PAGE} == set()

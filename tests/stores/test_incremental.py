@@ -1,0 +1,104 @@
+"""What has not changed since the step before is copied by the store itself."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxckpt
+from jaxckpt.errors import StoreError
+from jaxckpt.storage._object import ObjectStorage
+from jaxckpt.testing import simulate
+from tests.strategies import same
+
+FROZEN = 4 * (1 << 20) * 4
+
+
+@pytest.fixture
+def kept():
+    return {f"w{i}": jnp.arange(1 << 20, dtype=jnp.float32) + i for i in range(4)}
+
+
+@pytest.fixture(params=["moto_server", "gcs_server", "azurite_server", "seaweedfs_server"])
+def store(request, proxied):
+    server, proxy = proxied(request.getfixturevalue(request.param))
+    return f"{server.scheme}://{server.bucket}/run", proxy
+
+
+def state(step, kept):
+    return {"kept": kept, "changes": jnp.full(1000, step), "step": step}
+
+
+def sent_bytes(proxy):
+    return sum(request.received_bytes for request in proxy.requests.all())
+
+
+def test_what_is_frozen_is_sent_once(store, kept):
+    """And each step is complete by itself."""
+    root, proxy = store
+    sent = []
+    with jaxckpt.CheckpointManager(root) as manager:
+        for step in range(1, 4):
+            proxy.requests.clear()
+            manager.save(step, state(step, kept)).result()
+            sent.append(sent_bytes(proxy))
+        manager.delete(1)
+        manager.delete(2)
+        manager.save(4, state(4, kept)).result()
+
+    assert sent[0] > FROZEN
+    assert all(found < 100_000 for found in sent[1:])
+    for step in (3, 4):
+        assert same(jaxckpt.restore(f"{root}/{step}"), state(step, kept))
+        assert jaxckpt.verify(f"{root}/{step}").ok
+
+
+def test_a_store_that_does_not_copy_is_sent_everything(store, kept, monkeypatch, caplog):
+    """The step at which that shows fails, and none after it."""
+    root, _ = store
+
+    def refused(_, src, dst):
+        raise StoreError(f"{src}: cannot copy to {dst}")
+
+    monkeypatch.setattr(ObjectStorage, "link", refused)
+    with jaxckpt.CheckpointManager(root) as manager:
+        manager.save(1, state(1, kept)).result()
+        with caplog.at_level(logging.CRITICAL), pytest.raises(StoreError, match="copy"):
+            manager.save(2, state(2, kept)).result()
+        for step in (3, 4):
+            manager.save(step, state(step, kept)).result()
+        assert manager.all_steps() == [1, 3, 4]
+
+    for step in (1, 3, 4):
+        assert same(jaxckpt.restore(f"{root}/{step}"), state(step, kept))
+
+
+def test_several_processes(store, mesh):
+    """Each refers to the files of its own database."""
+    root, proxy = store
+    sharding = NamedSharding(mesh, PartitionSpec("x", "y"))
+    kept = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
+    sent = []
+
+    def state(step):
+        changes = np.full((64, 64), step, np.float32)
+        return {"kept": jax.device_put(kept, sharding), "w": jax.device_put(changes, sharding)}
+
+    def run(processes):
+        with jaxckpt.CheckpointManager(root) as manager:
+            for step in range(1, 4):
+                manager.save(step, state(step)).result()
+                if processes.index == 0:
+                    sent.append(sent_bytes(proxy))
+
+    simulate(4, run)
+    assert sent[0] > kept.nbytes
+    assert sent[-1] - sent[0] < 0.1 * kept.nbytes
+    for step in range(1, 4):
+        assert same(jaxckpt.restore(f"{root}/{step}", state(step)), state(step))
+        assert jaxckpt.verify(f"{root}/{step}").ok
