@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy
 from jaxckpt._core import fingerprint, transfer
+from jaxckpt._run.tiers import Tiers
 from jaxckpt._save import snapshot, tree_plan, unchanged
 from jaxckpt.errors import SaveFailed
 from jaxckpt.storage import LocalStorage, locate
@@ -269,6 +270,73 @@ def test_without_hard_links(ram_path, monkeypatch):
             manager.wait_until_finished()
 
     assert all(same(jaxckpt.restore(ram_path / str(n)), lora(n, kept)) for n in range(3))
+
+
+def test_a_local_tier(ram_path, where, staged):
+    """The steps of each place share files, and are complete by themselves."""
+    kept, sizes = frozen(), []
+    with CheckpointManager(ram_path / "run", local=ram_path / "local") as manager:
+        for step in range(1, 5):
+            manager.save(step, lora(step, kept)).durable()
+            manager.wait_until_finished()
+            sizes.append([bytes_in(ram_path / "local"), bytes_in(ram_path / "run")])
+            assert same(manager.restore(), lora(step, kept))
+        assert manager.tiers["durable"] == [1, 2, 3, 4]
+        assert not manager.problems
+    shutil.rmtree(ram_path / "local")
+
+    assert (np.diff(sizes, axis=0) < 0.1 * FROZEN).all()
+    assert where == "host" or all(found < 0.05 * FROZEN for found in staged[1:])
+    for step in range(1, 5):
+        assert same(jaxckpt.restore(ram_path / "run" / str(step)), lora(step, kept))
+        assert jaxckpt.verify(ram_path / "run" / str(step)).ok
+
+
+def test_a_step_is_whole_if_there_is_no_room_for_it_beside_its_base(ram_path, where, monkeypatch):
+    """It goes to the directory; or the step before, which is there too, makes room for it."""
+    kept, room = frozen(), []
+    monkeypatch.setattr(Tiers, "_has_room", lambda self, size: room.pop() if room else True)
+    with CheckpointManager(ram_path / "run", local=ram_path / "local") as manager:
+        for step, answers in enumerate(([], [], [False, False], [], [], [True, False], []), 1):
+            room[:] = answers
+            manager.save(step, lora(step, kept)).durable()
+            manager.wait_until_finished()
+            assert same(manager.restore(), lora(step, kept))
+            assert manager.tiers["local"] == {3: [], 6: [6]}.get(step, manager.tiers["local"])
+        assert manager.tiers["durable"] == [1, 2, 3, 4, 5, 6, 7]
+    shutil.rmtree(ram_path / "local")
+
+    for step in range(1, 8):
+        assert same(jaxckpt.restore(ram_path / "run" / str(step)), lora(step, kept))
+
+
+def test_disks_of_several_hosts(ram_path, mesh, where):
+    """Each has what its process held, though another one writes it too."""
+    kept = np.arange(1 << 16, dtype=np.float32)
+
+    def state(step):
+        whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
+        return {
+            "whole": jax.device_put(kept, whole),
+            "split": jax.device_put(kept, split),
+            "w": jax.device_put(np.full(64, step, np.float32), whole),
+        }
+
+    def run(processes):
+        local = ram_path / f"host{processes.index}"
+        with CheckpointManager(ram_path / "run", local=local) as manager:
+            for step in range(1, 4):
+                manager.save(step, state(step)).result()
+            manager.wait_until_finished()
+            return manager.problems
+
+    assert simulate(2, run) == [[], []]
+    for host in ("host0", "host1"):
+        [share] = [path for path in (ram_path / host).iterdir() if path.is_dir()]
+        for step in ("2", "3"):
+            assert jaxckpt.verify(share / step).ok
+    for step in (1, 2, 3):
+        assert same(jaxckpt.restore(ram_path / "run" / str(step)), state(step))
 
 
 @pytest.mark.parametrize("keep", [1, 2])

@@ -31,6 +31,9 @@ from jaxckpt.format.ocdbt import MAX_INLINE_BYTES, Place, encode_database
 from jaxckpt.format.tree import StoredArray
 from jaxckpt.storage import Storage
 
+# A store copies whole files by itself. A small one takes fewer requests if it is sent again, and S3
+# copies no larger one (CopyObject).
+COPIED_BYTES: Final = range(1 << 20, 5 * 10**9)
 _PIECE_BYTES: Final = 1 << 20  # fits into the cache of a core
 _SMALL_BYTES: Final = 64 << 10  # of a file to which the nodes are added
 _FEW: Final = 64  # small chunks to write together

@@ -85,8 +85,7 @@ class Saver:
         self._writes = writes
         self._item = item
         self._zstd = zstd
-        # With tiers, a step and the one before may be in different places.
-        self._incremental = incremental and tiers is None
+        self._incremental = incremental
         self._budget_bytes = budget_bytes
         self._timeout_s = timeout_s
         self._on_progress = on_progress
@@ -237,6 +236,9 @@ class Saver:
             under_way = sum(handle.size_bytes for handle in self.under_way())
             size = sum(item.size_bytes for item in held) + under_way
             root = self._tiers.place(size, name)
+            if problem is None and self._lost_base(root, held):
+                self._bases = {}
+                held = self._take(state, items, metrics, step, meter, dtype)
             upload = self._tiers.uploads.expect(step) if self._is_durable else None
         self._places[step] = root, upload
         if self._incremental:
@@ -268,6 +270,12 @@ class Saver:
         if problem is not None:
             raise problem
         return handle
+
+    def _lost_base(self, root: Root, held: Sequence[SaveItem]) -> bool:
+        """Returns whether what a save refers to is elsewhere, or was deleted to make room."""
+        based = [one for one in held if isinstance(one, TreeItem) and one.has_base]
+        storage = root.index.storage
+        return any(root is not self._root or not one.is_complete(storage) for one in based)
 
     def _explain_what_fits(self, step: int, size_bytes: int) -> None:
         """Logs the time that is left after a notice, beside what this run has measured.
@@ -536,6 +544,9 @@ class Saver:
         trees = self._trees.pop(handle.step, ())
         if any(item.written and item.written.copied for item in trees):
             self._incremental = False  # to copy files is no faster than to write them
+        root, _ = self._places[handle.step]
+        if root is not self._root:  # which the next step will not be
+            trees = ()
         bases = {item.name: item.base(handle.path) for item in trees}
         self._bases = {name: base for name, base in bases.items() if base is not None}
 

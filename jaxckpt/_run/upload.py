@@ -2,7 +2,8 @@
 
 The copy of a step is a save there like any other (see `_disk.transaction`), but for its token,
 which is made of the token of the step: the next upload of the step takes the work of a dead one
-over. A file that is there already is compared byte for byte, and sent again if it differs.
+over. A file that is there already is compared byte for byte, and sent again if it differs. A file
+of values that the newest step there has too is linked, or copied by the store.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from jaxckpt._disk import transaction as _transaction
+from jaxckpt._disk.data_files import COPIED_BYTES
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._inspect.verify import verify_in
@@ -39,7 +41,7 @@ class Uploaded(NamedTuple):
     step: int
     path: str
     sent_bytes: int
-    found_bytes: int  # of files that were there already
+    found_bytes: int  # of files that were there already, or in the step before
 
 
 def missing_steps(source: StepIndex, target: StepIndex) -> list[int]:
@@ -76,10 +78,12 @@ def upload(
     if target.is_committed(step):
         return already_there(found, record, target, step)
     token = upload_token(found)
+    before = next((n for n in reversed(target.listing().steps) if target.is_committed(n)), None)
     work = _transaction.begin(
         target.storage, path, overwrite=False, token=token, fence=fence, resumes=True
     )
     sending = Sending(found.storage, found.path, work.storage, work.work, pace or Pace())
+    sending.before = "" if before is None else target.path(before)
     try:
         sizes = {name: record.files[name].size for name in record.files.keys() - _NOT_COPIED}
         sending.send_all(sizes, first=record.item)  # the time may not suffice for all
@@ -162,6 +166,7 @@ class Sending:
     target: Storage
     folder: str
     pace: Pace
+    before: str = ""  # a step in the target that may have files of the same names
     sent_bytes: int = 0
     found_bytes: int = 0
 
@@ -172,21 +177,40 @@ class Sending:
             first: The item to begin with.
         """
         there = self.target.files(self.folder)
+        shared = self.target.files(self.before) if self.before else {}
         stray = there.keys() - sizes - {names.WRITER}  # of an upload that died in its commit
         self.target.delete_files([f"{self.folder}/{name}" for name in stray])
         sends = [
-            partial(self._send_if_missing, name, sizes[name], there.get(name))
+            partial(self._send_if_missing, name, sizes[name], there.get(name), shared.get(name))
             for name in sorted(sizes, key=lambda name: (not name.startswith(f"{first}/"), name))
         ]
         for sent, size in self.target.together(sends):
             self.sent_bytes += size if sent else 0
             self.found_bytes += 0 if sent else size
 
-    def _send_if_missing(self, name: str, size: int, there: Entry | None) -> tuple[bool, int]:
+    def _send_if_missing(
+        self, name: str, size: int, there: Entry | None, shared: Entry | None
+    ) -> tuple[bool, int]:
         if there is not None and there.size == size and self._is_same(name, size):
+            return False, size
+        if there is None and shared == Entry("file", size) and self._is_linked(name, size):
             return False, size
         self._send(name, size, replace=there is not None)
         return True, size
+
+    def _is_linked(self, name: str, size: int) -> bool:
+        """Takes a file of values from the step before; no other file has its name."""
+        storage, path = self.target, f"{self.folder}/{name}"
+        is_worth_it = storage.scheme == "file" or size in COPIED_BYTES
+        if not (names.is_data_file(name) and is_worth_it):
+            return False
+        try:
+            storage.make_dir(posixpath.dirname(path))
+            storage.link(f"{self.before}/{name}", path)
+            storage.sync(posixpath.dirname(path))
+        except OSError:  # then it is sent
+            return False
+        return True
 
     def _is_same(self, name: str, size: int) -> bool:
         here = self.source, self.source_folder

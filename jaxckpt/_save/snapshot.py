@@ -118,6 +118,11 @@ class TreeItem:
         """Whether it may refer to an earlier step."""
         return self.changes is not None and self.changes.base is not None
 
+    def is_complete(self, storage: Storage) -> bool:
+        """Returns whether what it may refer to is still there."""
+        base = self.changes and self.changes.base
+        return base is None or base.is_there(storage)
+
     def folder(self, work: Work, processes: Processes) -> str:
         """Returns the directory of the database that this process writes."""
         item = self._item(work)

@@ -26,7 +26,7 @@ from typing import Any, Final
 import jax
 
 from jaxckpt._core import fingerprint
-from jaxckpt._disk.data_files import Written
+from jaxckpt._disk.data_files import COPIED_BYTES, Written
 from jaxckpt._disk.writer import Kept
 from jaxckpt._save.tree_plan import Array, TreePlan
 from jaxckpt.errors import CheckpointError
@@ -36,9 +36,6 @@ from jaxckpt.storage import Storage
 _WHOLE_EVERY: Final = 20
 # A file of which less is still in use is not linked: the rest would stay on the disk for nothing.
 _LEAST_USED: Final = 0.5
-# A store copies whole files by itself. A small one takes fewer requests if it is sent again, and S3
-# copies no larger one (CopyObject).
-_COPIED_BYTES: Final = range(1 << 20, 5 * 10**9)
 # Each fingerprint on a device is a computation to start, which costs more than to write a few KB.
 _MOST_ON_DEVICES: Final = 1000
 
@@ -158,7 +155,9 @@ def changes_since(
         for i, one in zip(sent, fingerprint.arrived([*sent.values()]), strict=True):
             same[i] = one is not None and one == base.prints[i]
         if any(same[i] for i in away):
-            changes.away = _worth_linking(base, same, copies=changes.copies) & set(away)
+            held = {source for _, source in tree.held.chunks()}  # written on this disk all the same
+            found = _worth_linking(base, same, copies=changes.copies)
+            changes.away = (found & set(away)) - held
     return changes
 
 
@@ -177,7 +176,7 @@ def _worth_linking(
         idle = {
             file
             for file, size in used.items()
-            if size < _LEAST_USED * sizes[file] or (copies and sizes[file] not in _COPIED_BYTES)
+            if size < _LEAST_USED * sizes[file] or (copies and sizes[file] not in COPIED_BYTES)
         }
         bad = {source for place, source in in_files if place.file in idle} & (found - set(fixed))
         if not bad:

@@ -78,6 +78,31 @@ def test_a_store_that_does_not_copy_is_sent_everything(store, kept, monkeypatch,
         assert same(jaxckpt.restore(f"{root}/{step}"), state(step, kept))
 
 
+@pytest.mark.parametrize("copies", [True, False])
+def test_an_upload_from_a_local_tier(store, kept, tmp_path, monkeypatch, copies):
+    """It sends what changed; if the store does not copy the rest, it sends that too."""
+    root, proxy = store
+    sent = []
+
+    def refused(_, src, dst):
+        raise StoreError(f"{src}: cannot copy to {dst}")
+
+    if not copies:
+        monkeypatch.setattr(ObjectStorage, "link", refused)
+    with jaxckpt.CheckpointManager(root, local=tmp_path / "local") as manager:
+        for step in range(1, 4):
+            proxy.requests.clear()
+            manager.save(step, state(step, kept)).durable()
+            sent.append(sent_bytes(proxy))
+        assert not manager.problems
+
+    assert all(found > FROZEN for found in (sent[:1] if copies else sent))
+    assert not copies or all(found < 100_000 for found in sent[1:])
+    for step in range(1, 4):
+        assert same(jaxckpt.restore(f"{root}/{step}"), state(step, kept))
+        assert jaxckpt.verify(f"{root}/{step}").ok
+
+
 def test_several_processes(store, mesh):
     """Each refers to the files of its own database."""
     root, proxy = store
