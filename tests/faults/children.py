@@ -18,6 +18,11 @@ def tree(seed):
     return {"large": large, "small": rng.integers(0, 9, 99), "text": f"seed {seed}", "seed": seed}
 
 
+def with_frozen(seed):
+    """An array that changes, and one that never does."""
+    return {"large": tree(seed)["large"], "frozen": np.arange(70_000), "seed": seed}
+
+
 def found(path):
     """The seed of the tree at `path`; None if there is none. Fails if a bit is wrong."""
     import jaxckpt
@@ -26,7 +31,7 @@ def found(path):
         got = jaxckpt.restore(path)
     except jaxckpt.CheckpointNotFound:
         return None
-    wanted = tree(got["seed"])
+    wanted = (with_frozen if "frozen" in got else tree)(got["seed"])
     assert got.keys() == wanted.keys()
     assert all(np.asarray(got[k]).tobytes() == np.asarray(wanted[k]).tobytes() for k in wanted)
     return got["seed"]
@@ -232,9 +237,10 @@ def check_run(root):
 def manage(root, what, fault=None, log=None):
     """Does one thing with a run that keeps its two newest steps, and says when it is done.
 
-    what: "save": the next step; "rich": the same with further items and metrics; "first": the
-    first step of a run that is not there; "open": nothing but to open the run; "restore": the
-    newest step, whose damaged ones are set aside; "pin", "delete": the oldest step.
+    what: "save": the next step; "rich": the same with further items and metrics; "shared": the
+    step after it, which shares a file with it; "first": the first step of a run that is not there;
+    "open": nothing but to open the run; "restore": the newest step, whose damaged ones are set
+    aside; "pin", "delete": the oldest step.
     """
     import jaxckpt
 
@@ -247,13 +253,19 @@ def manage(root, what, fault=None, log=None):
     manager = open_run()
     step = (manager.latest_step() or 0) + 1
     value = tree(step)
+    if what == "shared":
+        manager.save(step, with_frozen(step)).result()
+        manager.wait_until_finished()
+        step, value = step + 1, with_frozen(step + 1)
     rich = {"items": {"notes": {"a": 1}, "more": tree(9)}, "metrics": {"loss": 1.5}}
     if not opens:
         arm(root, fault, log=log)
-    if what in ("save", "rich", "first"):
+    if what in ("save", "rich", "shared", "first"):
         manager.save(step, value, **(rich if what == "rich" else {})).result()
         say(saved=step)
         manager.wait_until_finished()
+        files = [entry.stat() for entry in os.scandir(f"{root}/{step}/state/d")]
+        assert (what == "shared") == any(one.st_nlink > 1 for one in files)
     elif what == "restore":
         say(restored=manager.restore()["seed"])
     elif what == "pin":
