@@ -6,20 +6,27 @@ import os
 import traceback
 from pathlib import Path
 
-from tests.faults.children import found, tree
+from tests.faults.children import found, tree, with_frozen
 from tests.faults.error_children import check_run, committed, open_run, save_next, seed_of
 from tests.faults.zygote import arm, disarm, mark, say
 
 
-def log_run(top, saves, log, data):
+def log_run(top, saves, log, data, state=tree):
     """A run that keeps two steps, with a mark when each is acknowledged."""
     arm(top, log=log, data=data)
     with open_run(f"{top}/run") as manager:
         for step in range(1, saves + 1):
-            manager.save(step, tree(step), metrics={"loss": step}).result()
+            manager.save(step, state(step), metrics={"loss": step}).result()
             mark(f"acked {step}")
             manager.wait_until_finished()
     disarm()
+
+
+def log_shared_run(top, saves, log, data):
+    """The same; each step shares a file with the one before."""
+    log_run(top, saves, log, data, with_frozen)
+    with open(log) as lines:
+        assert any(line.startswith("link") and "/state/d/" in line for line in lines)
 
 
 def log_rich_run(top, saves, log, data):
