@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._core import pinned, transfer
+from jaxckpt._save import snapshot
 from jaxckpt._save.tree_plan import plan_tree
 from jaxckpt.multihost import current
 from tests.test_pinned import DTYPES, train
@@ -110,6 +111,29 @@ def test_a_save_waits_for_no_computation(tmp_path, device):
 
     assert returned_early
     assert bits(jaxckpt.restore(tmp_path / "a")["y"]) == bits(y)
+
+
+def test_what_has_not_changed_stays_on_the_device(tmp_path, device, monkeypatch):
+    """Equal arrays too, once what compares them is compiled."""
+    copied, stage = [], transfer.stage
+
+    def counted(values, sources, *, copy):
+        copied.append(sum(one.shard.size * one.stored.itemsize for one in sources))
+        return stage(values, sources, copy=copy)
+
+    monkeypatch.setattr(snapshot, "stage", counted)
+    kept = jax.device_put(jnp.arange(1 << 22, dtype=jnp.float32), device)
+    with jaxckpt.CheckpointManager(tmp_path) as manager:
+        for step in range(1, 6):
+            state = {"kept": kept + 0, "w": jax.device_put(jnp.full(1000, step), device)}
+            manager.save(step, state).result()
+            manager.wait_until_finished()
+
+    assert [found > kept.nbytes for found in copied] == [True, True, False, False, False]
+    for step in range(1, 6):
+        got = jaxckpt.restore(tmp_path / str(step), as_numpy=True)
+        assert bits(got["kept"]) == bits(kept)
+        assert (got["w"] == step).all()
 
 
 def test_arrays_in_pinned_memory_are_saved_and_restored_there(tmp_path, device):

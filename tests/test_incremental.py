@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 from itertools import count
 from pathlib import Path
 
@@ -53,15 +54,33 @@ def bytes_in(root):
     return sum({one.st_ino: one.st_size for one in files}.values())
 
 
+@pytest.fixture
+def accelerators(monkeypatch):
+    """CPU devices count as accelerators, on which a reduction reads arrays; none is compiled."""
+    monkeypatch.setattr(tree_plan, "_kept", ())
+    found = transfer._positions
+    monkeypatch.setattr(transfer, "_positions", lambda value: (found(value)[0], False))
+    monkeypatch.setattr(fingerprint, "_programs", {})
+    monkeypatch.setattr(fingerprint, "_wanted", {})
+    yield
+    tree_plan._kept = ()
+
+
 @pytest.fixture(params=["host", "device"])
 def where(request, monkeypatch):
-    """Where arrays are: CPU devices count as accelerators too, and are read by a reduction."""
-    monkeypatch.setattr(tree_plan, "_kept", ())
+    """Where arrays are. The reductions are compiled when they are needed."""
     if request.param == "device":
-        found = transfer._positions
-        monkeypatch.setattr(transfer, "_positions", lambda value: (found(value)[0], False))
-    yield request.param
-    tree_plan._kept = ()
+        request.getfixturevalue("accelerators")
+        send = fingerprint._sent
+
+        def sent(shard):
+            if (found := send(shard)) is fingerprint.LATER:
+                fingerprint.prepare()
+                found = send(shard)
+            return found
+
+        monkeypatch.setattr(fingerprint, "_sent", sent)
+    return request.param
 
 
 @pytest.fixture
@@ -97,6 +116,44 @@ def test_what_is_frozen_is_written_once(ram_path, where, staged, are):
     for step in range(1, 5):
         assert same(jaxckpt.restore(ram_path / "run" / str(step)), lora(step, kept))
         assert jaxckpt.verify(ram_path / "run" / str(step)).ok
+
+
+@pytest.mark.usefixtures("accelerators")
+def test_no_save_waits_for_a_compiler(ram_path, staged, monkeypatch):
+    """The programs are compiled after the first commit; then fingerprints are taken, and used."""
+    compiled, kept = [], frozen()
+    main, lower = threading.get_ident(), jax.stages.Lowered.compile
+
+    def compiling(lowered, *args):
+        compiled.append(threading.get_ident())
+        return lower(lowered, *args)
+
+    with CheckpointManager(ram_path) as manager:
+        for step in range(1, 6):
+            state = lora(step, copied(kept) if step < 5 else kept)
+            with monkeypatch.context() as patch:
+                patch.setattr(jax.stages.Lowered, "compile", compiling)
+                manager.save(step, state).result()
+            manager.wait_until_finished()
+            assert same(manager.restore(), state)
+
+    assert compiled
+    assert main not in compiled
+    assert [found > FROZEN for found in staged] == [True, True, False, False, False]
+
+
+@pytest.mark.usefixtures("accelerators")
+def test_there_are_not_too_many_programs(ram_path, monkeypatch):
+    """The largest arrays have them; the others are written each time."""
+    monkeypatch.setattr(fingerprint, "_MOST_PROGRAMS", 2)
+    kept = {f"w{n}": jnp.arange(float(n)) for n in (1000, 2000, 3000, 4000)}
+    with CheckpointManager(ram_path) as manager:
+        for step in range(4):
+            manager.save(step, copied(kept)).result()
+            manager.wait_until_finished()
+            assert same(manager.restore(), kept)
+
+    assert sorted(shape for shape, *_ in fingerprint._programs) == [(3000,), (4000,)]
 
 
 def test_each_step_is_complete_by_itself(ram_path, where):
@@ -410,6 +467,8 @@ def test_several_processes(ram_path, mesh):
 
 
 def of_device(values):
+    fingerprint.send([values])
+    fingerprint.prepare()
     return fingerprint.arrived(fingerprint.send([values]))[0]
 
 

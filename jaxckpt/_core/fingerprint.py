@@ -1,17 +1,18 @@
 """Fingerprints, which tell whether a shard still has the bits that it had in the last save.
 
-A shard on an accelerator is read there, by one reduction, and only 16 bytes come to the host. Each
-32-bit word is added to its position times a constant and mixed (multiply and xor-shift, as the
-finaliser of MurmurHash3 does), and the mixed words are added up; four times, with other constants.
-A shard in host memory has two checksums for each piece, CRC-32C and CRC-64/NVME, which run as fast
-as memory is read. Both are over the bits: NaNs and signed zeros are what they are. They are no
-protection against somebody who makes two arrays of one fingerprint.
+A shard on an accelerator is read there, by one reduction, and only 16 bytes come to the host. That
+takes a program for each shape, dtype and device, which is compiled before it is needed (`prepare`),
+so that no save waits for a compiler. Each 32-bit word is added to its position times a constant and
+mixed (multiply and xor-shift, as the finaliser of MurmurHash3 does), and the mixed words are added
+up; four times, with other constants. A shard in host memory has two checksums for each piece,
+CRC-32C and CRC-64/NVME, which run as fast as memory is read. Both are over the bits: NaNs and
+signed zeros are what they are. They are no protection against somebody who makes two arrays of one
+fingerprint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -29,6 +30,14 @@ _FACTORS: Final = (
     (0x27D4EB2F, 0x165667B1),
 )
 _MOST_WORDS: Final = 1 << 32  # a position is a word itself
+_MOST_PROGRAMS: Final = 200  # a compiler may take a tenth of a second for each
+LATER: Final = "later"
+
+Sent = Any  # a `jax.Array`, LATER or None
+
+_Key = tuple[Any, ...]  # shape, dtype and sharding of an array
+_programs: dict[_Key, Any] = {}
+_wanted: dict[_Key, Any] = {}  # not compiled yet
 
 
 def of_host(values: np.ndarray[Any, Any]) -> bytes:
@@ -53,50 +62,70 @@ def _sums(values: np.ndarray[Any, Any]) -> Iterator[bytes]:
         yield crc32c(piece).to_bytes(4, "little") + crc64nvme(piece).to_bytes(8, "little")
 
 
-def send(shards: Sequence[jax.Array]) -> list[jax.Array | None]:
-    """Enqueues the fingerprints of arrays, each on one device; None for what has none.
+def send(shards: Sequence[jax.Array]) -> list[Sent]:
+    """Enqueues the fingerprints of arrays, each on one device.
 
     Whatever overwrites an array afterwards comes too late.
+
+    Returns:
+        For each array its fingerprint, on the way; LATER if that takes a program that `prepare`
+        has still to compile, or None if there is never to be one.
     """
     return [_sent(shard) for shard in shards]
 
 
-def arrived(prints: Sequence[jax.Array | None]) -> list[bytes | None]:
-    """Waits for fingerprints on their way."""
+def prepare() -> None:
+    """Compiles the programs that `send` lacked, which may take seconds."""
+    import jax
+
+    while _wanted:
+        key, shape = _wanted.popitem()
+        try:
+            with jax.enable_x64(True):
+                _programs[key] = jax.jit(_reduce).lower(shape).compile()
+        except (TypeError, ValueError, NotImplementedError, RuntimeError):  # a dtype without bits
+            _programs[key] = None
+
+
+def arrived(prints: Sequence[Any]) -> list[bytes | None]:
+    """Waits for fingerprints on their way; None for what has none."""
     import jax
 
     with jax.transfer_guard_device_to_host("allow"):
-        found = jax.device_get([one for one in prints if one is not None])
-    rest = iter(found)
-    return [None if one is None else next(rest).tobytes() for one in prints]
+        found = iter(jax.device_get([one for one in prints if isinstance(one, jax.Array)]))
+    return [next(found).tobytes() if isinstance(one, jax.Array) else None for one in prints]
 
 
-def _sent(shard: jax.Array) -> jax.Array | None:
+def _sent(shard: jax.Array) -> Sent:
+    import jax
+
     if shard.size == 0 or shard.nbytes > 4 * _MOST_WORDS:
         return None
-    try:
-        return _reduction()(shard)
-    except (TypeError, ValueError, NotImplementedError, RuntimeError):  # a dtype without bits
-        return None
+    key = shard.shape, shard.dtype, shard.sharding
+    if key in _programs:
+        program = _programs[key]
+        return program and program(shard)
+    if key not in _wanted:
+        if len(_programs) + len(_wanted) >= _MOST_PROGRAMS:
+            return None
+        shape = jax.ShapeDtypeStruct(shard.shape, shard.dtype, sharding=shard.sharding)
+        _wanted[key] = shape
+    return LATER
 
 
-@cache
-def _reduction() -> Any:
+def _reduce(values: jax.Array) -> jax.Array:
     import jax
     import jax.numpy as jnp
 
-    def reduce(values: jax.Array) -> jax.Array:
-        words = _words(values)
-        at = jax.lax.iota(jnp.uint32, words.size)
-        sums = []
-        for a, b in _FACTORS:
-            mixed = words + at * jnp.uint32(a)
-            mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(b)
-            mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(a)
-            sums.append((mixed ^ (mixed >> 16)).sum(dtype=jnp.uint32))
-        return jnp.stack(sums)
-
-    return jax.jit(reduce)
+    words = _words(values)
+    at = jax.lax.iota(jnp.uint32, words.size)
+    sums = []
+    for a, b in _FACTORS:
+        mixed = words + at * jnp.uint32(a)
+        mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(b)
+        mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(a)
+        sums.append((mixed ^ (mixed >> 16)).sum(dtype=jnp.uint32))
+    return jnp.stack(sums)
 
 
 def _words(values: jax.Array) -> jax.Array:

@@ -50,6 +50,7 @@ class Base:
     arrays: Sequence[weakref.ref[jax.Array] | None]
     prints: Sequence[bytes | None]  # of the source shards; None if not to be asked
     same: Sequence[bool]  # whether the source shards had not changed
+    later: Collection[int]  # source shards whose fingerprints can be taken from now on
     age: int  # steps since all was written
 
     def is_there(self, storage: Storage) -> bool:
@@ -73,7 +74,8 @@ class Changes:
     copies: bool  # whether files are copied by a store, instead of linked
     arrays: Sequence[weakref.ref[jax.Array] | None]
     same: list[bool]  # by source
-    sent: dict[int, Any]  # fingerprints on their way from devices, by source
+    sent: dict[int, Any]  # fingerprints on their way from devices, by source, to compare with later
+    later: Collection[int]  # source shards whose fingerprints cannot be taken yet
     away: set[int] = field(default_factory=set)  # sources that are not copied to the host
     prints: list[bytes | None] = field(default_factory=list)
 
@@ -81,8 +83,8 @@ class Changes:
         """Compares what is in host memory; returns what need not be written, if there is a base."""
         base, sources = self.base, self.tree.sources
         known = [None] * len(sources) if base is None else base.prints
+        found = dict(zip(self.sent, fingerprint.arrived([*self.sent.values()]), strict=True))
         if self.is_whole:
-            found = dict(zip(self.sent, fingerprint.arrived([*self.sent.values()]), strict=True))
             for i, source in enumerate(sources):
                 is_host = source.is_host_memory
                 self.prints.append(fingerprint.of_host(snapshot[i]) if is_host else found.get(i))
@@ -92,7 +94,8 @@ class Changes:
             one = known[i]
             if source.is_host_memory and not self.same[i] and one is not None:
                 self.same[i] = fingerprint.is_of(one, snapshot[i])
-        self.prints = [one if same else None for one, same in zip(known, self.same, strict=True)]
+        pairs = zip(known, self.same, strict=True)
+        self.prints = [one if same else found.get(i) for i, (one, same) in enumerate(pairs)]
         if not any(self.same):
             return None
         linked = _worth_linking(base, self.same, copies=self.copies, fixed=self.away)
@@ -102,6 +105,7 @@ class Changes:
         """Returns the base of the next save, once this one is committed."""
         if not written.sizes:  # by TensorStore
             return None
+        fingerprint.prepare()
         was_same = self.base.same if self.base is not None else self.same
         return Base(
             tree=self.tree,
@@ -110,6 +114,7 @@ class Changes:
             arrays=self.arrays,
             prints=self.prints,
             same=was_same if self.is_whole else self.same,
+            later=self.later,
             age=0 if self.is_whole or self.base is None else self.base.age + 1,
         )
 
@@ -133,12 +138,17 @@ def changes_since(
     if base is not None and (any(known) or any(base.prints)):
         is_whole = is_whole or not base.is_there(storage)
     away = [i for i, source in enumerate(tree.sources) if not source.is_host_memory]
+    waiting: Sequence[int] = ()  # for a program, but not changed either
     if base is None or is_whole:
         same = [False] * len(tree.sources)
-        asked = sorted(away, key=lambda i: _size(tree, i), reverse=True)[:_MOST_ON_DEVICES]
+        compared = []
+        taken = sorted(away, key=lambda i: _size(tree, i), reverse=True)[:_MOST_ON_DEVICES]
     else:
         same = [known[source.array] for source in tree.sources]
-        asked = [i for i in away if not same[i] and base.prints[i] is not None]
+        compared = [i for i in away if not same[i] and base.prints[i] is not None]
+        taken = [i for i in base.later if not same[i]]
+        waiting = [i for i in base.later if same[i]]
+    asked = [*compared, *taken]
     places: Any = [(values[tree.sources[i].array], tree.sources[i].position) for i in asked]
     shards = [value.addressable_data(position) for value, position in places]
     sent = dict(zip(asked, fingerprint.send(shards), strict=True))
@@ -149,10 +159,11 @@ def changes_since(
         copies=storage.scheme != "file",
         arrays=[weakref.ref(v) if isinstance(v, jax.Array) else None for v in values],
         same=same,
-        sent=sent,
+        sent={i: sent[i] for i in taken},
+        later=[*waiting, *(i for i in taken if sent[i] is fingerprint.LATER)],
     )
     if base is not None and not is_whole:
-        for i, one in zip(sent, fingerprint.arrived([*sent.values()]), strict=True):
+        for i, one in zip(compared, fingerprint.arrived([sent[i] for i in compared]), strict=True):
             same[i] = one is not None and one == base.prints[i]
         if any(same[i] for i in away):
             held = {source for _, source in tree.held.chunks()}  # written on this disk all the same
