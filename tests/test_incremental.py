@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy
 from jaxckpt._core import fingerprint, transfer
+from jaxckpt._disk.data_files import DataFiles
 from jaxckpt._run.tiers import Tiers
 from jaxckpt._save import snapshot, tree_plan, unchanged
 from jaxckpt.errors import SaveFailed
@@ -128,12 +129,11 @@ def test_no_save_waits_for_a_compiler(ram_path, staged, monkeypatch):
         compiled.append(threading.get_ident())
         return lower(lowered, *args)
 
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compiling)
     with CheckpointManager(ram_path) as manager:
         for step in range(1, 6):
             state = lora(step, copied(kept) if step < 5 else kept)
-            with monkeypatch.context() as patch:
-                patch.setattr(jax.stages.Lowered, "compile", compiling)
-                manager.save(step, state).result()
+            manager.save(step, state).result()
             manager.wait_until_finished()
             assert same(manager.restore(), state)
 
@@ -364,6 +364,29 @@ def test_a_step_is_whole_if_there_is_no_room_for_it_beside_its_base(ram_path, wh
     shutil.rmtree(ram_path / "local")
 
     for step in range(1, 8):
+        assert same(jaxckpt.restore(ram_path / "run" / str(step)), lora(step, kept))
+
+
+def test_no_room_is_made_of_what_a_save_under_way_refers_to(ram_path, where, monkeypatch):
+    kept, room, gate = frozen(), [], threading.Event()
+    monkeypatch.setattr(Tiers, "_has_room", lambda self, size: room.pop() if room else True)
+    write = DataFiles.write
+
+    def waits(self, *args, **options):
+        assert gate.wait(60)
+        return write(self, *args, **options)
+
+    with CheckpointManager(ram_path / "run", local=ram_path / "local") as manager:
+        manager.save(1, lora(1, kept)).durable()
+        manager.wait_until_finished()
+        monkeypatch.setattr(DataFiles, "write", waits)
+        manager.save(2, lora(2, kept))
+        room[:] = [False, False]
+        manager.save(3, lora(3, kept))
+        gate.set()
+        manager.wait_until_finished()
+        assert manager.tiers["local"] == [1, 2]
+    for step in (1, 2, 3):
         assert same(jaxckpt.restore(ram_path / "run" / str(step)), lora(step, kept))
 
 

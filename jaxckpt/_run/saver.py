@@ -98,6 +98,8 @@ class Saver:
         self._places: dict[int, tuple[Root, Upload | None]] = {}
         self._trees: dict[int, list[TreeItem]] = {}  # by step, until the commit
         self._bases: dict[str, Base] = {}  # what the next step may refer to, by item
+        self._base_step = 0  # which has it
+        self._referred: dict[int, int] = {}  # by step being saved, the one that it refers to
         self._explained = False
         self._started = 0
         self._latest: SaveHandle | None = None
@@ -235,14 +237,18 @@ class Saver:
         if self._tiers is not None:
             under_way = sum(handle.size_bytes for handle in self.under_way())
             size = sum(item.size_bytes for item in held) + under_way
-            root = self._tiers.place(size, name)
+            root = self._tiers.place(size, name, self._referred.values())
             if problem is None and self._lost_base(root, held):
                 self._bases = {}
                 held = self._take(state, items, metrics, step, meter, dtype)
+            if root is not self._root:
+                self._tiers.uploads.newest_direct = step
             upload = self._tiers.uploads.expect(step) if self._is_durable else None
         self._places[step] = root, upload
         if self._incremental:
             self._trees[step] = [item for item in held if isinstance(item, TreeItem)]
+            if any(item.has_base for item in self._trees[step]):
+                self._referred[step] = self._base_step
         request = SaveRequest(
             storage=root.index.storage,
             path=root.index.path(step),
@@ -540,11 +546,14 @@ class Saver:
 
     def _remember(self, handle: SaveHandle) -> None:
         """Lets the next step refer to the one that is committed."""
-        assert handle.step is not None
-        trees = self._trees.pop(handle.step, ())
+        step = handle.step
+        assert step is not None
+        self._base_step = step
+        self._referred.pop(step, None)
+        trees = self._trees.pop(step, ())
         if any(item.written and item.written.copied for item in trees):
             self._incremental = False  # to copy files is no faster than to write them
-        root, _ = self._places[handle.step]
+        root, _ = self._places[step]
         if root is not self._root:  # which the next step will not be
             trees = ()
         bases = {item.name: item.base(handle.path) for item in trees}
@@ -553,6 +562,7 @@ class Saver:
     def _forget(self, handle: SaveHandle) -> None:
         """Lets the next step be whole after a failed one."""
         trees = self._trees.pop(handle.step or 0, ())
+        self._referred.pop(handle.step or 0, None)
         if self._index.storage.scheme != "file" and any(item.has_base for item in trees):
             self._incremental = False  # the store may not copy
         self._bases = {}

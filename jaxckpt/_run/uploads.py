@@ -82,6 +82,7 @@ class Uploads:
         self._urgent: int | None = None  # the step for which others give way
         self._bytes_per_s: float | None = None  # of the last upload
         self.newest: int | None = None  # that this process has brought to the directory
+        self.newest_direct: int | None = None  # that it saves or has saved in the directory itself
         source.needed = self.steps
 
     @property
@@ -377,9 +378,13 @@ class Uploads:
         target.committed(StepInfo(step=step, saved_s=time.time(), metrics=one.metrics))
 
     def _fence(self, one: Upload) -> Callable[[], None]:
-        # An older step may follow a newer one of ours, but not one of another job.
-        is_newest = self.newest is None or one.step > self.newest
-        return partial(self._target.owner.fence, one.step if is_newest else None)
+        def check() -> None:
+            # An older step may follow a newer one of ours, but not one of another job.
+            ours = (self.newest, self.newest_direct)
+            is_newest = all(step is None or one.step > step for step in ours)
+            self._target.owner.fence(one.step if is_newest else None)
+
+        return check
 
     def _again_or_end(self, one: Upload, error: BaseException) -> None:
         if not self.leads:  # process 0 decides
