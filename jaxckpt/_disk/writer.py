@@ -77,12 +77,15 @@ class WritePlan:
 
 
 class Kept(NamedTuple):
-    """What need not be written, because the database of an earlier step has it."""
+    """Shards that the database of an earlier step has, so that they need not be written."""
 
-    sources: Container[int]  # shards
-    apart: Container[int]  # shards to be written, for the next step, into files of their own
-    written: Written
-    folder: str  # of that database
+    sources: Container[int] = ()
+    apart: Container[int] = ()  # to be written all the same, for the next step, into other files
+    written: Written = Written([])
+    folder: str = ""  # of that database
+
+
+NOTHING_KEPT: Final = Kept()
 
 
 def plan_writes(
@@ -158,7 +161,7 @@ def write_arrays(
     *,
     describe: bool,
     database: Any = None,  # a `Database` of storage._arrays
-    kept: Kept | None = None,
+    kept: Kept = NOTHING_KEPT,
 ) -> Written:
     """Writes this process's chunks; they are on disk when it returns.
 
@@ -231,7 +234,7 @@ def _write_files(
     snapshot: Sequence[Any],
     *,
     describe: bool,
-    kept: Kept | None,
+    kept: Kept,
 ) -> Written:
     """Does what `write_arrays` does without TensorStore."""
     sums = [0] * len(writes.units)
@@ -241,29 +244,28 @@ def _write_files(
     for prefix, stored in writes.arrays.values() if describe else ():
         files.put(prefix + metadata_key(3), encode_zarr3(stored))
     for n, (key, source, part) in enumerate(writes.direct):
-        if kept is not None and source in kept.sources:
+        if source in kept.sources:
             sums[n] = kept.written.sums[n]
             files.keep(key, kept.written)
             continue
         values = snapshot[source]
         data = encode_chunk(values if part is None else values[part])
         sums[n] = int.from_bytes(data[-CRC_BYTES:], "little")
-        files.put(key, data, apart=kept is not None and source in kept.apart)
+        files.put(key, data, apart=source in kept.apart)
     first = len(writes.direct)
     for i, _, index, source, part in writes.written:
         prefix, stored = writes.arrays[i]
         key, after = prefix + chunk_key(index), first + len(units_in(stored, index))
-        if kept is not None and source in kept.sources:
+        if source in kept.sources:
             sums[first:after] = kept.written.sums[first:after]
             files.keep(key, kept.written)
         else:
             values = snapshot[source] if part is None else snapshot[source][part]
-            apart = kept is not None and source in kept.apart
-            files.put_chunk(Chunk(key, stored, values, first), apart=apart)
+            files.put_chunk(Chunk(key, stored, values, first), apart=source in kept.apart)
         first = after
     # On a disk, the cores write; to a store, its client does, and the threads wait.
     threads = usable_cores() if storage.scheme == "file" else _UPLOADS
-    return files.write(threads, links_from=kept.folder if kept is not None else "")
+    return files.write(threads, links_from=kept.folder)
 
 
 # Array, place and index in it, and values of a chunk.

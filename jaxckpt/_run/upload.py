@@ -78,12 +78,12 @@ def upload(
     if target.is_committed(step):
         return already_there(found, record, target, step)
     token = upload_token(found)
-    before = next((n for n in reversed(target.listing().steps) if target.is_committed(n)), None)
+    committed = (n for n in reversed(target.listing().steps) if target.is_committed(n))
+    before = next(map(target.path, committed), "")
     work = _transaction.begin(
         target.storage, path, overwrite=False, token=token, fence=fence, resumes=True
     )
-    sending = Sending(found.storage, found.path, work.storage, work.work, pace or Pace())
-    sending.before = "" if before is None else target.path(before)
+    sending = Sending(found.storage, found.path, work.storage, work.work, pace or Pace(), before)
     try:
         sizes = {name: record.files[name].size for name in record.files.keys() - _NOT_COPIED}
         sending.send_all(sizes, first=record.item)  # the time may not suffice for all
@@ -199,15 +199,14 @@ class Sending:
         return True, size
 
     def _is_linked(self, name: str, size: int) -> bool:
-        """Takes a file of values from the step before; no other file has its name."""
+        """Links a file of values of the step before; no other file has its name."""
         storage, path = self.target, f"{self.folder}/{name}"
         is_worth_it = storage.scheme == "file" or size in COPIED_BYTES
         if not (names.is_data_file(name) and is_worth_it):
             return False
         try:
             storage.make_dir(posixpath.dirname(path))
-            storage.link(f"{self.before}/{name}", path)
-            storage.sync(posixpath.dirname(path))
+            storage.link(f"{self.before}/{name}", path)  # durable with the commit
         except OSError:  # then it is sent
             return False
         return True

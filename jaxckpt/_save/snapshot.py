@@ -20,7 +20,7 @@ from jaxckpt._core.transfer import arrived, stage
 from jaxckpt._disk.checksums import encode_share, merge_shares
 from jaxckpt._disk.data_files import Written
 from jaxckpt._disk.transaction import Work
-from jaxckpt._disk.writer import merge, write_arrays
+from jaxckpt._disk.writer import NOTHING_KEPT, merge, write_arrays
 from jaxckpt._save.tree_plan import TreePlan, plan_tree
 from jaxckpt._save.unchanged import Base, Changes, changes_since
 from jaxckpt.errors import SaveFailed, TreeMismatch, UnsupportedLeaf
@@ -115,7 +115,7 @@ class TreeItem:
 
     @property
     def has_base(self) -> bool:
-        """Whether it may refer to an earlier step."""
+        """Returns whether it may refer to an earlier step."""
         return self.changes is not None and self.changes.base is not None
 
     def is_complete(self, storage: Storage) -> bool:
@@ -144,7 +144,7 @@ class TreeItem:
         folder = self.folder(work, processes)
         snapshot, self.snapshot = self.snapshot, None
         writes, leads = self.tree.writes, processes.index == 0
-        kept = self.changes and self.changes.kept(snapshot)
+        kept = NOTHING_KEPT if self.changes is None else self.changes.kept(snapshot)
         written = write_arrays(storage, folder, writes, snapshot, describe=leads, kept=kept)
         manifest, share = written.manifest, encode_share(writes.units, written.sums)
         if self.changes is not None:

@@ -27,7 +27,7 @@ import jax
 
 from jaxckpt._core import fingerprint
 from jaxckpt._disk.data_files import COPIED_BYTES, Written
-from jaxckpt._disk.writer import Kept
+from jaxckpt._disk.writer import NOTHING_KEPT, Kept
 from jaxckpt._save.tree_plan import Array, TreePlan
 from jaxckpt.errors import CheckpointError
 from jaxckpt.format.ocdbt import Place
@@ -42,7 +42,7 @@ _MOST_ON_DEVICES: Final = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """What this process wrote of a tree in the latest committed step."""
+    """Describes what this process wrote of a tree in the latest committed step."""
 
     tree: TreePlan
     folder: str  # of its database
@@ -66,7 +66,7 @@ class Base:
 
 @dataclass(slots=True, kw_only=True)
 class Changes:
-    """What a save knows of the changes since the step before."""
+    """Holds the changes since the step before, as far as a save knows them."""
 
     tree: TreePlan
     base: Base | None
@@ -79,8 +79,8 @@ class Changes:
     away: set[int] = field(default_factory=set)  # sources that are not copied to the host
     prints: list[bytes | None] = field(default_factory=list)
 
-    def kept(self, snapshot: Sequence[Any]) -> Kept | None:
-        """Compares what is in host memory; returns what need not be written, if there is a base."""
+    def kept(self, snapshot: Sequence[Any]) -> Kept:
+        """Compares what is in host memory; returns what need not be written."""
         base, sources = self.base, self.tree.sources
         known = [None] * len(sources) if base is None else base.prints
         found = dict(zip(self.sent, fingerprint.arrived([*self.sent.values()]), strict=True))
@@ -88,8 +88,10 @@ class Changes:
             for i, source in enumerate(sources):
                 is_host = source.is_host_memory
                 self.prints.append(fingerprint.of_host(snapshot[i]) if is_host else found.get(i))
-            return base and Kept((), _true(base.same), base.written, base.folder)
-        assert base is not None
+        if base is None:
+            return NOTHING_KEPT
+        if self.is_whole:
+            return Kept((), _true(base.same), base.written, base.folder)
         for i, source in enumerate(sources):
             one = known[i]
             if source.is_host_memory and not self.same[i] and one is not None:
@@ -97,7 +99,7 @@ class Changes:
         pairs = zip(known, self.same, strict=True)
         self.prints = [one if same else found.get(i) for i, (one, same) in enumerate(pairs)]
         if not any(self.same):
-            return None
+            return NOTHING_KEPT
         linked = _worth_linking(base, self.same, copies=self.copies, fixed=self.away)
         return Kept(linked, _true(self.same) - linked, base.written, base.folder)
 

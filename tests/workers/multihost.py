@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import threading
 import time
 import traceback
@@ -212,6 +213,8 @@ def devices(me):
 
 def lose_one(me, loser):
     """Everybody meets; then `loser` never comes again. Returns what a gather says then."""
+    # At an abort it reads the stacks of threads that run on, and may crash over that.
+    faulthandler.disable()
     us = current()
     us.barrier("start", timeout_s=LONG_S)
     me.reach("started")
