@@ -42,6 +42,40 @@ def ram_path(tmp_path):
 
 
 @pytest.fixture
+def accelerators(monkeypatch):
+    """A twin of accelerators: arrays on CPU devices do not count as on the host.
+
+    They are copied to real pinned memory. No reduction of fingerprints is compiled yet.
+    """
+    from jaxckpt._core import fingerprint, transfer
+    from jaxckpt._save import tree_plan
+
+    positions = transfer._positions
+    monkeypatch.setattr(transfer, "_positions", lambda value: (positions(value)[0], False))
+    monkeypatch.setattr(tree_plan, "_kept", ())  # plans of arrays that were on the host
+    monkeypatch.setattr(fingerprint, "_programs", {})
+    monkeypatch.setattr(fingerprint, "_wanted", {})
+    yield
+    tree_plan._kept = ()
+
+
+@pytest.fixture
+def staged(monkeypatch):
+    """Counts the bytes that each save copies to the host; the copies are made all the same."""
+    from jaxckpt._core import transfer
+    from jaxckpt._save import snapshot
+
+    found = []
+
+    def stage(values, sources, *, copy):
+        found.append(sum(one.shard.size * one.stored.itemsize for one in sources))
+        return transfer.stage(values, sources, copy=copy)
+
+    monkeypatch.setattr(snapshot, "stage", stage)
+    return found
+
+
+@pytest.fixture
 def make_mesh():
     """Makes a mesh over the first devices: `make_mesh(x=2, y=4)`."""
     import jax

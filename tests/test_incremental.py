@@ -21,10 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy
-from jaxckpt._core import fingerprint, transfer
+from jaxckpt._core import fingerprint
 from jaxckpt._disk.data_files import DataFiles
 from jaxckpt._run.tiers import Tiers
-from jaxckpt._save import snapshot, tree_plan, unchanged
+from jaxckpt._save import unchanged
 from jaxckpt.errors import SaveFailed
 from jaxckpt.storage import LocalStorage, locate
 from jaxckpt.testing import CrashingStorage, SimulatedCrash, simulate
@@ -55,21 +55,9 @@ def bytes_in(root):
     return sum({one.st_ino: one.st_size for one in files}.values())
 
 
-@pytest.fixture
-def accelerators(monkeypatch):
-    """CPU devices count as accelerators, on which a reduction reads arrays; none is compiled."""
-    monkeypatch.setattr(tree_plan, "_kept", ())
-    found = transfer._positions
-    monkeypatch.setattr(transfer, "_positions", lambda value: (found(value)[0], False))
-    monkeypatch.setattr(fingerprint, "_programs", {})
-    monkeypatch.setattr(fingerprint, "_wanted", {})
-    yield
-    tree_plan._kept = ()
-
-
 @pytest.fixture(params=["host", "device"])
 def where(request, monkeypatch):
-    """Where arrays are. The reductions are compiled when they are needed."""
+    """Puts arrays on the host or on accelerators, whose reductions are compiled when needed."""
     if request.param == "device":
         request.getfixturevalue("accelerators")
         send = fingerprint._sent
@@ -82,19 +70,6 @@ def where(request, monkeypatch):
 
         monkeypatch.setattr(fingerprint, "_sent", sent)
     return request.param
-
-
-@pytest.fixture
-def staged(monkeypatch):
-    """How many bytes each save copied to the host."""
-    found = []
-
-    def stage(values, sources, *, copy):
-        found.append(sum(one.shard.size * one.stored.itemsize for one in sources))
-        return transfer.stage(values, sources, copy=copy)
-
-    monkeypatch.setattr(snapshot, "stage", stage)
-    return found
 
 
 @pytest.mark.parametrize("are", ["the same", "equal"])
@@ -231,7 +206,7 @@ def test_what_changed_is_written(ram_path, where, what):
 
 
 def test_donated_arrays(ram_path, where):
-    """What is given away in the next line was compared, or copied, before."""
+    """Arrays that are given away in the next line were compared, or copied, before."""
     train = jax.jit(
         lambda s: {"kept": s["kept"], "w": s["w"] + 1}, donate_argnums=0, keep_unused=True
     )
@@ -282,7 +257,7 @@ class Failing(LocalStorage):
 
 
 def test_files_that_are_mostly_changed_are_not_kept(ram_path, where):
-    """What did not change goes into files of its own, which the next step links."""
+    """Arrays that did not change go into files of their own, which the next step links."""
     kept = jnp.arange(1 << 14, dtype=jnp.float32)
 
     def state(step):

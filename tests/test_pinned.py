@@ -24,14 +24,7 @@ from jaxckpt._save import snapshot, tree_plan
 DTYPES = ["bool", "int4", "uint8", "float8_e4m3fn", "bfloat16", "float32", "complex64"]
 
 
-@pytest.fixture(autouse=True)
-def accelerators(monkeypatch):
-    """Arrays on CPU devices are not in the host's own memory."""
-    positions = transfer._positions
-    monkeypatch.setattr(transfer, "_positions", lambda value: (positions(value)[0], False))
-    monkeypatch.setattr(tree_plan, "_kept", ())
-    yield
-    tree_plan._kept = ()
+pytestmark = pytest.mark.usefixtures("accelerators")
 
 
 @pytest.fixture

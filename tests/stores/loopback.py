@@ -21,6 +21,7 @@ class Request:
     path: str  # with the query, exactly as it was sent
     received_bytes: int = 0  # of the body
     sent_bytes: int = 0  # of the answer's body
+    is_copy: bool = False  # whether the store is to copy an object by itself
     status: int | None = None  # None until an answer is sent, and if there never is one
 
 
@@ -31,9 +32,10 @@ class Requests:
         self._lock = threading.Lock()  # guards _all
         self._all: list[Request] = []
 
-    def add(self, method: str, path: str) -> Request:
+    def add(self, method: str, path: str, *, is_copy: bool = False) -> Request:
         with self._lock:
-            self._all.append(Request(number=len(self._all), method=method, path=path))
+            number = len(self._all)
+            self._all.append(Request(number=number, method=method, path=path, is_copy=is_copy))
             return self._all[-1]
 
     def all(self, *, method: str = "", path: str = "") -> list[Request]:

@@ -246,7 +246,9 @@ class _Connection(socketserver.StreamRequestHandler):
         head = _Head.read(self.rfile)
         if head is None:
             return False
-        request = self.server.requests.add(*head.first[:2])
+        # x-amz-, x-goog- and x-ms-copy-source
+        is_copy = any(name.endswith("-copy-source") for name in head.fields)
+        request = self.server.requests.add(*head.first[:2], is_copy=is_copy)
         request.received_bytes = head.length or 0
         action = self.server.take(request)
         time.sleep(self.server.delay_s)

@@ -1,4 +1,4 @@
-"""What has not changed since the step before is copied by the store itself."""
+"""The store itself copies what has not changed since the step before."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxckpt
 from jaxckpt.errors import StoreError
-from jaxckpt.storage._object import ObjectStorage
 from jaxckpt.testing import simulate
+from tests.stores.proxy import Answer
 from tests.strategies import same
 
 FROZEN = 4 * (1 << 20) * 4
@@ -58,14 +58,10 @@ def test_what_is_frozen_is_sent_once(store, kept):
         assert jaxckpt.verify(f"{root}/{step}").ok
 
 
-def test_a_store_that_does_not_copy_is_sent_everything(store, kept, monkeypatch, caplog):
+def test_a_store_that_does_not_copy_is_sent_everything(store, kept, caplog):
     """The step at which that shows fails, and none after it."""
-    root, _ = store
-
-    def refused(_, src, dst):
-        raise StoreError(f"{src}: cannot copy to {dst}")
-
-    monkeypatch.setattr(ObjectStorage, "link", refused)
+    root, proxy = store
+    refused = proxy.add(Answer(403), when=lambda request: request.is_copy)
     with jaxckpt.CheckpointManager(root) as manager:
         manager.save(1, state(1, kept)).result()
         with caplog.at_level(logging.CRITICAL), pytest.raises(StoreError, match="copy"):
@@ -73,22 +69,20 @@ def test_a_store_that_does_not_copy_is_sent_everything(store, kept, monkeypatch,
         for step in (3, 4):
             manager.save(step, state(step, kept)).result()
         assert manager.all_steps() == [1, 3, 4]
+    assert refused.done
 
     for step in (1, 3, 4):
         assert same(jaxckpt.restore(f"{root}/{step}"), state(step, kept))
 
 
 @pytest.mark.parametrize("copies", [True, False])
-def test_an_upload_from_a_local_tier(store, kept, tmp_path, monkeypatch, copies):
+def test_an_upload_from_a_local_tier(store, kept, tmp_path, copies):
     """It sends what changed; if the store does not copy the rest, it sends that too."""
     root, proxy = store
     sent = []
 
-    def refused(_, src, dst):
-        raise StoreError(f"{src}: cannot copy to {dst}")
-
     if not copies:
-        monkeypatch.setattr(ObjectStorage, "link", refused)
+        proxy.add(Answer(403), when=lambda request: request.is_copy)
     with jaxckpt.CheckpointManager(root, local=tmp_path / "local") as manager:
         for step in range(1, 4):
             proxy.requests.clear()
