@@ -286,13 +286,13 @@ def count_chunks(chunk_shape: Sequence[int], targets: Sequence[Box]) -> int:
         >>> count_chunks((4,), [Box((2,), (6,)), Box((0,), (1,))])
         3
     """
-    return sum(
-        math.prod(
-            -(-b // n) - a // n
-            for a, b, n in zip(target.start, target.stop, chunk_shape, strict=True)
-        )
-        for target in targets
-    )
+    total = 0
+    for target in targets:
+        count = 1
+        for a, b, n in zip(target.start, target.stop, chunk_shape, strict=True):
+            count *= -(-b // n) - a // n
+        total += count
+    return total
 
 
 def plan_chunks(chunk_shape: tuple[int, ...], targets: tuple[Box, ...]) -> tuple[ChunkRead, ...]:

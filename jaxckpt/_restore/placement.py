@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,8 +32,7 @@ from jaxckpt.format.tree import ARRAY_KINDS, Leaf, LeafKind, Path, path_text
 # --- the plan of each leaf -------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeafPlan:
+class LeafPlan(NamedTuple):
     """One leaf: the source of its values, and the value to make of them."""
 
     path: Path  # in the returned tree
@@ -98,19 +96,19 @@ def _plan_leaf(
     plan = LeafPlan(path=leaf.path, saved=saved, wanted=wanted, kind=kind, dtype=out)
     if wanted is not None and {saved.kind, wanted.kind} <= ARRAY_KINDS and wanted.shape != shape:
         shape = data_shape = wanted.shape
-        plan = replace(plan, resized=True)
+        plan = plan._replace(resized=True)
     if kind not in ("array", "key"):
         has_none = saved.stored is None and not plan.resized
-        return plan if has_none else replace(plan, boxes=(whole(data_shape),))
+        return plan if has_none else plan._replace(boxes=(whole(data_shape),))
     sharding = None
     if not request.as_numpy:
         sharding = chooser.place(leaf.path, saved.name, shape, out, wanted)
     if sharding is None:
-        return replace(plan, boxes=(whole(data_shape),))
+        return plan._replace(boxes=(whole(data_shape),))
     try:
         sharding.shard_shape(shape)
         of_data = sharding if kind == "array" else key_data_sharding(sharding, len(shape))
-        return replace(plan, sharding=sharding, boxes=boxes_here(of_data, data_shape))
+        return plan._replace(sharding=sharding, boxes=boxes_here(of_data, data_shape))
     except (ValueError, IndexError):
         found = describe(saved.kind, saved.dtype, shape, saved.key_impl)
         return Difference(leaf=path_text(leaf.path), wanted=str(sharding), saved=found)
