@@ -23,7 +23,7 @@ from jaxckpt._disk import reader as _reader
 from jaxckpt._disk.chunks import LeafRead
 from jaxckpt._disk.find import find, open_tree
 from jaxckpt.format import arrays, ocdbt
-from jaxckpt.format.arrays import AS_BYTES_DTYPES, PLAIN_DTYPES, dtype_of
+from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
 from jaxckpt.storage import _arrays, locate
 from jaxckpt.testing import simulate
 from tests import strategies
@@ -97,7 +97,7 @@ def values_of(*args, **options):
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (5, 2001)], ids=str)
 def test_every_dtype(ram_path, ways, shape):
     """Every bit of every dtype, of the host and of jax: 0-d, empty, in a node and in a file."""
-    dtypes = [dtype_of(name) for name in sorted(PLAIN_DTYPES | AS_BYTES_DTYPES)]
+    dtypes = [dtype_of(name) for name in sorted(STORABLE_DTYPES | AS_BYTES_DTYPES)]
     host = {dtype.name: random_bits(shape, dtype, 0) for dtype in dtypes}
     tree = {"host": host, "jax": {n: to_jax(v) for n, v in host.items() if jax_holds(v.dtype)}}
     jaxckpt.save(ram_path / "x", tree)

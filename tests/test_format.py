@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
 from jaxckpt.format import arrays, jsontext, names, sharding, step, tree
-from jaxckpt.format.arrays import PLAIN_DTYPES, STORABLE_DTYPES, dtype_of
+from jaxckpt.format.arrays import STORABLE_DTYPES, dtype_of
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.step import FileFacts, Record, StepMetadata
 from jaxckpt.format.tree import Leaf, StoredArray
@@ -248,7 +248,7 @@ def test_a_newer_tree_is_refused():
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5), (0,), (2, 0, 3)], ids=str)
-@pytest.mark.parametrize("name", sorted(PLAIN_DTYPES))
+@pytest.mark.parametrize("name", sorted(STORABLE_DTYPES))
 def test_chunk_bytes_are_those_of_tensorstore(tmp_path, name, shape):
     """`encode_chunk` and TensorStore's zarr3 with crc32c write the same bytes, and read them."""
     import tensorstore as ts

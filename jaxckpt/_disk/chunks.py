@@ -30,7 +30,6 @@ from jaxckpt._disk.native import Item
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, TreeMismatch, is_io_failure
 from jaxckpt.format.arrays import (
     CRC_BYTES,
-    PLAIN_DTYPES,
     checksum,
     chunk_key,
     decode_index,
@@ -68,7 +67,7 @@ class LeafRead:
         size = sum(box.size for box in self.boxes) * self.dtype.itemsize
         object.__setattr__(self, "total_bytes", size)
         stored = self.leaf.stored  # None for tensors of safetensors files
-        is_plain = stored is not None and stored.dtype in PLAIN_DTYPES and stored.zstd is None
+        is_plain = stored is not None and stored.zstd is None
         object.__setattr__(self, "is_plain", is_plain)
 
 

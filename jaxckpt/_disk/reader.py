@@ -1,9 +1,9 @@
 """Reads the parts of stored arrays that the shards of this process need, within a budget.
 
 `chunks` reads our own arrays, small adjacent leaves together. TensorStore (`regions`) reads
-everything else, one leaf at a time: arrays of Orbax, compressed ones, dtypes of less than a byte,
-and a few leaves of a checkpoint that has far more, since it finds them without a look at all
-others. `tensors` reads safetensors files.
+everything else, one leaf at a time: arrays of Orbax, compressed ones, and a few leaves of a
+checkpoint that has far more, since it finds them without a look at all others. `tensors` reads
+safetensors files.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from jaxckpt.errors import SaveFailed, UnsupportedLeaf
 from jaxckpt.format import names, sharding, step, tree
 from jaxckpt.format.arrays import (
     CRC_BYTES,
-    PLAIN_DTYPES,
     chunk_key,
     dtype_of,
     encode_chunk,
@@ -42,7 +41,7 @@ _MAX_COMPRESSED_BYTES: Final = 256 << 20
 @lru_cache(maxsize=1 << 12)
 def is_direct(stored: StoredArray) -> bool:
     """Returns whether the chunks of an array are written as values of the database."""
-    if stored.inner_shape is not None or stored.dtype not in PLAIN_DTYPES:
+    if stored.inner_shape is not None:
         return False
     return math.prod(stored.chunk_shape) * dtype_of(stored.dtype).itemsize <= _MAX_DIRECT_BYTES
 
@@ -224,7 +223,7 @@ def write_arrays(
 def _is_plain(writes: WritePlan) -> bool:
     """Returns whether all chunks have the bytes of their values."""
     arrays = [stored for _, stored in writes.arrays.values()]
-    return all(one.zstd is None and one.dtype in PLAIN_DTYPES for one in arrays)
+    return all(one.zstd is None for one in arrays)
 
 
 def _write_files(

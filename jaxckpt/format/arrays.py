@@ -45,15 +45,13 @@ _MAX_FOREIGN_CHUNKS: Final = 10**8
 # Zstd stores at most 128 KiB in 4 bytes.
 _MAX_RATIO: Final = 1 << 15
 
-# TensorStore's names of the dtypes that its zarr v3 driver stores in the same bytes as numpy.
-PLAIN_DTYPES: Final = frozenset(
+# TensorStore's names of the dtypes that its zarr v3 driver knows, and stores in the same bytes as
+# numpy: a value of four or two bits has a byte of its own.
+STORABLE_DTYPES: Final = frozenset(
     "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 "
     "complex64 complex128 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e4m3b11fnuz "
-    "float8_e5m2 float8_e5m2fnuz float8_e3m4 float8_e8m0fnu".split()
+    "float8_e5m2 float8_e5m2fnuz float8_e3m4 float8_e8m0fnu int4 int2 float4_e2m1fn".split()
 )
-# Four or two bits, each value in its own byte; TensorStore decides how the spare bits are set.
-PACKED_DTYPES: Final = frozenset("int4 int2 float4_e2m1fn".split())
-STORABLE_DTYPES: Final = PLAIN_DTYPES | PACKED_DTYPES
 _SCALAR_KINDS: Final = frozenset("generic int float complex bool".split())
 # Known to jax but not to zarr: stored as the uint8 they occupy.
 AS_BYTES_DTYPES: Final = frozenset("uint4 uint2 float8_e4m3 float6_e2m3fn float6_e3m2fn".split())
@@ -287,8 +285,6 @@ def least_stored(stored: StoredArray, count: int) -> float:
     """Returns the least bytes of data files that a number of values of an array can take."""
     itemsize = dtype_of(stored.dtype).itemsize
     size = count * itemsize
-    if stored.dtype in PACKED_DTYPES:
-        size //= 4  # the lower bound: two bits each
     chunk_bytes = math.prod(stored.chunk_shape) * itemsize
     # Compressed chunks may be so small that they lie in nodes, which are compressed again.
     packs = 2 if stored.zstd else int(chunk_bytes <= _PACKABLE_BYTES)
@@ -349,7 +345,7 @@ checksum: Final[Callable[..., int]] = crc32c
 
 
 def encode_chunk(values: np.ndarray[Any, Any]) -> bytes:
-    """Encodes a chunk as `zarr3_metadata` describes it, for the dtypes in `PLAIN_DTYPES`."""
+    """Encodes an uncompressed chunk as `zarr3_metadata` describes it."""
     data = values.tobytes()
     return data + checksum(data).to_bytes(CRC_BYTES, "little")
 

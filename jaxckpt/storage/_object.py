@@ -54,6 +54,7 @@ _PARTS_AT_ONCE: Final = 4  # of a file that is written in parts
 _PAGE: Final = 1000  # what stores list in one request
 _HELD: Final = "jaxckptheld"  # the attribute of an object that is a held lock; Azure allows no "-"
 _MAX_LOCK_BYTES: Final = 1 << 20
+_PROBES: Final = 3  # a writer that cleans up in the same place may delete one
 
 
 @final
@@ -402,13 +403,17 @@ class ObjectStorage:
             if self.settings.single_writer:
                 self._clock = 0.0
                 return
-            file = f"{posixpath.dirname(path)}/.jaxckpt-tmp-{secrets.token_hex(8)}"
-            try:
-                problem, clock = self._try_conditions(file)
-            finally:
-                # If it stays, it is a temporary file of one byte.
-                with contextlib.suppress(OSError):
-                    self._delete(file, [self._key(file)])
+            problem, clock = "", 0.0
+            for _ in range(_PROBES):
+                file = f"{posixpath.dirname(path)}/.jaxckpt-tmp-{secrets.token_hex(8)}"
+                try:
+                    problem, clock = self._try_conditions(file)
+                finally:
+                    # If it stays, it is a temporary file of one byte.
+                    with contextlib.suppress(OSError):
+                        self._delete(file, [self._key(file)])
+                if not problem:
+                    break
             if problem:
                 raise StoreError(
                     f"{self.root}: {problem}, so two jobs could both commit a step. Use a store "
@@ -427,7 +432,10 @@ class ObjectStorage:
         now_s = time.time()
         if self._replace(file, b"3", "probe", first) is None:
             return "it refused to replace an object of the right version", 0.0
-        clock = self._head(file)["last_modified"].timestamp() - now_s
+        try:
+            clock = self._head(file)["last_modified"].timestamp() - now_s
+        except FileNotFoundError:
+            return "an object was gone as soon as it was replaced", 0.0
         if self._replace(file, b"4", "probe", first, held=False) is not None:
             return "it replaced an object that had changed", 0.0
         return "", clock

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import http
 import math
-import select
 import socket
 import socketserver
 import struct
@@ -228,7 +227,11 @@ def _read(stream: BufferedIOBase, count: int) -> Iterator[bytes]:
 
 
 class _Connection(socketserver.StreamRequestHandler):
-    """One connection of a client, and one to the server, opened when it is needed."""
+    """One connection of a client, and one to the server for each request.
+
+    A server may end an idle connection just when the next request is sent, which a client of its
+    own would try again.
+    """
 
     disable_nagle_algorithm = True
     server: Proxy
@@ -325,13 +328,10 @@ class _Connection(socketserver.StreamRequestHandler):
                 return answer, _body(answer, self._answers, head.first[0])
 
     def _connect(self) -> socket.socket:
-        """Returns the connection to the server; a new one if the server has ended the last."""
-        if self._upstream is not None and select.select([self._upstream], [], [], 0)[0]:
-            self._disconnect()
-        if self._upstream is None:
-            self._upstream = socket.create_connection(self.server.target, timeout=_LATEST_S)
-            self._upstream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._answers = self._upstream.makefile("rb")
+        self._disconnect()
+        self._upstream = socket.create_connection(self.server.target, timeout=_LATEST_S)
+        self._upstream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._answers = self._upstream.makefile("rb")
         return self._upstream
 
     def _disconnect(self) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from urllib.parse import unquote
 
 import numpy as np
+import obstore
 import pytest
 
 from jaxckpt.errors import StoreError
 from jaxckpt.storage import StoreSettings, locate, use_store
 from tests.storage_contract import StorageContract
+from tests.stores.clients import Obstore
 from tests.stores.proxy import Answer, Reset
 from tests.stores.servers import ACCOUNT
 
@@ -173,6 +176,31 @@ def test_a_store_without_conditional_writes_is_refused(rclone_server, use_store,
     monkeypatch.setenv("JAXCKPT_SINGLE_WRITER", "1")
     storage, path = locate(f"{url}/f")
     assert storage.create(path, b"1")
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_another_writer_deletes_the_probe(place, number):
+    """Before any request of the probe: it does not count as a fault of the store."""
+    url, server, proxy = place
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.at("http://{}:{}".format(*proxy.target)).env.items():
+            patch.setenv(name, value)
+        past_the_proxy = Obstore(server)
+    requests = []
+
+    def delete_before(request):
+        if ".jaxckpt-tmp-" in unquote(request.path):
+            requests.append(request)
+            if len(requests) == number + 1:
+                obstore.delete(past_the_proxy.store, past_the_proxy.names())
+        return False
+
+    proxy.add(Answer(500), when=delete_before)
+    storage, path = locate(f"{url}/x/f")
+
+    assert storage.create(path, b"1")
+    assert storage.read(path, max_bytes=LIMIT) == b"1"
+    assert len(requests) > number
 
 
 def test_a_probe_that_fails_is_made_again(server, proxied):
