@@ -50,7 +50,9 @@ def measure_plans(counts: Sequence[int], *, leaves: int) -> dict[int, dict[str, 
 
 def measure_merges(counts: Sequence[int], *, keys: int, root: Path) -> dict[int, dict[str, float]]:
     """Returns the seconds to merge the databases of all processes, in total and per key."""
-    from jaxckpt.storage._arrays import Database, Writer, merge_databases
+    from jaxckpt._disk.data_files import DataFiles
+    from jaxckpt.storage import LocalStorage
+    from jaxckpt.storage._arrays import Database, merge_databases
 
     samples = {}
     for count in counts:
@@ -58,12 +60,10 @@ def measure_merges(counts: Sequence[int], *, keys: int, root: Path) -> dict[int,
             parts = [Path(folder, f"ocdbt.process_{i}") for i in range(count)]
             for i, part in enumerate(parts):
                 part.mkdir()
-                database = Database(_file(part))
-                writer = Writer(database)
+                files = DataFiles(LocalStorage(), str(part), [])
                 for key in range(keys):  # each process writes one chunk of each array
-                    writer.put(f"leaf_{key:05d}/c/{i}/0", bytes(_VALUE_BYTES))
-                writer.commit()
-                (part / "manifest.ocdbt").write_bytes(database.take_manifest())
+                    files.put(f"leaf_{key:05d}/c/{i}/0", bytes(_VALUE_BYTES))
+                (part / "manifest.ocdbt").write_bytes(files.write().manifest)
             start = time.perf_counter()
             merge_databases(Database(_file(folder)), [part.name for part in parts])
             seconds = time.perf_counter() - start

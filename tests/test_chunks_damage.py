@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxckpt
+from jaxckpt._disk.data_files import DataFiles
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import arrays, names, ocdbt
 from jaxckpt.format.tree import StoredArray
@@ -202,13 +203,11 @@ def hand_made(path, metadata, chunk, **said):
     shutil.rmtree(state / names.OCDBT_DATA)
     (state / names.OCDBT_MANIFEST).unlink()
     storage, where = locate(state)
-    database = _arrays.Database(storage.kvstore(where))
-    writer = _arrays.Writer(database)
+    values = DataFiles(storage, where, [])
     for key, value in (("w/zarr.json", metadata), ("w/c/0", chunk)):
         if value is not None:
-            writer.put(key, value if isinstance(value, bytes) else json.dumps(value).encode())
-    writer.commit()
-    (state / names.OCDBT_MANIFEST).write_bytes(database.take_manifest())
+            values.put(key, value if isinstance(value, bytes) else json.dumps(value).encode())
+    (state / names.OCDBT_MANIFEST).write_bytes(values.write().manifest)
     record = json.loads((path / names.RECORD).read_bytes().splitlines()[0])
     files = {k: v for k, v in record["files"].items() if (path / k).is_file()}
     files |= {str(f.relative_to(path)): {"bytes": 0} for f in (state / "d").iterdir()}

@@ -41,8 +41,8 @@ def test_a_save_that_is_waited_for_does_not(tmp_path, niceness):
 def test_no_other_thread_does(tmp_path):
     """Threads that outlive the save, of TensorStore for one, keep the speed that they had."""
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    jaxckpt.save_async(tmp_path / "a", {"w": np.ones(1 << 20), "c": np.ones(9, "c8")}).result()
-    jaxckpt.save_async(tmp_path / "b", {"w": np.ones(9)}, compression="zstd").result()
+    jaxckpt.save_async(tmp_path / "a", {"w": np.ones(1 << 20)}).result()
+    jaxckpt.save_async(tmp_path / "b", {"w": np.ones(1 << 20)}, compression="zstd").result()
 
     threads = [int(name) for name in os.listdir("/proc/self/task")]
     assert {os.getpriority(os.PRIO_PROCESS, one) for one in threads} == {before}

@@ -94,6 +94,26 @@ def test_what_is_frozen_is_written_once(ram_path, where, staged, are):
         assert jaxckpt.verify(ram_path / "run" / str(step)).ok
 
 
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_weights_of_four_bits_are_shared(ram_path, where, staged, compression):
+    """And compressed ones."""
+    kept = jnp.asarray(np.arange(4 << 20) % 16 - 8, jnp.int4)
+    with CheckpointManager(ram_path, compression=compression) as manager:
+        for step in range(1, 4):
+            manager.save(step, lora(step, {"int4": kept, "w": jnp.arange(1 << 20)})).result()
+            manager.wait_until_finished()
+
+    files = [{p.stat().st_ino for p in (ram_path / str(n)).rglob("d/*")} for n in (1, 2, 3)]
+    assert files[0] & files[1] & files[2]
+    assert bytes_in(ram_path) < 1.1 * bytes_in(ram_path / "1")
+    if where == "device":
+        assert all(0 < found < 0.05 * kept.nbytes for found in staged[1:])
+    for step in (1, 2, 3):
+        wanted = lora(step, {"int4": kept, "w": jnp.arange(1 << 20)})
+        assert same(jaxckpt.restore(ram_path / str(step)), wanted)
+        assert jaxckpt.verify(ram_path / str(step)).ok
+
+
 @pytest.mark.usefixtures("accelerators")
 def test_no_save_waits_for_a_compiler(ram_path, staged, monkeypatch):
     """The programs are compiled after the first commit; then fingerprints are taken, and used."""

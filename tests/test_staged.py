@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxckpt
-from jaxckpt._disk import writer
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import arrays
 from jaxckpt.storage import MemoryStorage, _staged, locate
@@ -58,8 +57,7 @@ def left_in_memory():
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_a_checkpoint_is_saved_and_restored(root, mesh, make_mesh, monkeypatch, compression):
-    """In several transactions, with chunks in several parts; nothing of it stays in memory."""
-    monkeypatch.setattr(writer, "_MAX_COMPRESSED_BYTES", 1 << 20)
+    """With chunks in several parts; nothing of it stays in memory."""
     monkeypatch.setattr(_staged, "_PART_BYTES", 100_000)
     monkeypatch.setattr(arrays, "MAX_UNIT_BYTES", 1 << 20)
     tree = tree_of(mesh)

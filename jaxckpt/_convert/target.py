@@ -2,8 +2,7 @@
 
 In a database (OCDBT) it has the same bytes that `save` writes, checksums included. In plain files,
 each array is a directory that any reader of zarr v3 opens, and the record has the digest of every
-file. A database transaction keeps its writes in memory, so each batch of chunks is one transaction.
-The checkpoint has a temporary name until the commit, as with `save`.
+file. The checkpoint has a temporary name until the commit, as with `save`.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ import numpy as np
 
 from jaxckpt._convert.source import Leaves, Part, Values, read_with_parts
 from jaxckpt._core.box import Box, cut, whole, widened
-from jaxckpt._core.plan import SavePlan, Write
 from jaxckpt._core.text import counted
-from jaxckpt._disk.checksums import starts_of
+from jaxckpt._disk.checksums import starts_of, units_in
+from jaxckpt._disk.data_files import Chunk, DataFiles
 from jaxckpt._disk.found import key_folder
 from jaxckpt._disk.transaction import begin, raise_save_error
-from jaxckpt._disk.writer import compressed, is_direct, metadata_files, plan_writes, write_arrays
+from jaxckpt._disk.writer import compressed, metadata_files
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, names, step, tree
 from jaxckpt.format.step import StepMetadata
@@ -268,92 +267,57 @@ def _copy(source: Leaves, goal: Tree, writer: _Writer) -> int:
 
 
 class _Batch:
-    """Chunks to write together."""
+    """Counts what is to be written together."""
 
     def __init__(self) -> None:
-        self.chunks: list[tuple[int, Box, Values]] = []
-        self._bytes = 0
+        self._bytes = self._chunks = 0
 
-    def add(self, array: int, box: Box, values: Values) -> bool:
-        """Adds a chunk; returns whether the batch is full."""
-        self.chunks.append((array, box, values))
+    def is_full(self, values: Values) -> bool:
+        """Adds a chunk; returns whether the batch is full, and then begins the next one."""
         self._bytes += values.nbytes
-        return self._bytes >= _BATCH_BYTES or len(self.chunks) >= _BATCH_CHUNKS
-
-    def take(self) -> list[tuple[int, Box, Values]]:
-        chunks, self.chunks, self._bytes = self.chunks, [], 0
-        return chunks
+        self._chunks += 1
+        if self._bytes < _BATCH_BYTES and self._chunks < _BATCH_CHUNKS:
+            return False
+        self._bytes = self._chunks = 0
+        return True
 
 
 class _Database:
     """Writes the same database as `save`."""
 
     def __init__(self, storage: Storage, item: str, goal: Tree) -> None:
-        from jaxckpt.storage._staged import Staging
-
         leaves = [leaf for leaf in goal.leaves if leaf.has_array]
-        self._storage, self._item = storage, item
-        self._database = Staging(storage, item).new_database()
-        self._prefixes = [leaf.prefix for leaf in leaves]
-        self._stored = [leaf.array for leaf in leaves]
-        *self._starts, count = starts_of(self._stored)
-        self._sums = np.zeros(count, np.uint32)
-        self._known = np.zeros(count, bool)
+        self._arrays = [(leaf.prefix, leaf.array) for leaf in leaves]
+        *self._starts, self._count = starts_of(leaf.array for leaf in leaves)
+        self._units: list[int] = []  # the numbers of what is in `_sums`
+        self._sums: list[int] = []
+        self._files = DataFiles(storage, item, self._sums)
         self._batch = _Batch()
-        self._write(0, len(leaves), (), describe=True)
+        for prefix, stored in self._arrays:
+            self._files.put(prefix + arrays.metadata_key(3), arrays.encode_zarr3(stored))
 
     def put(self, array: int, box: Box, values: Values) -> None:
-        if self._batch.add(array, box, values):
+        prefix, stored = self._arrays[array]
+        index = tuple(a // n for a, n in zip(box.start, stored.chunk_shape, strict=True))
+        units = units_in(stored, index)
+        chunk = Chunk(prefix + arrays.chunk_key(index), stored, values, len(self._sums))
+        self._units += [self._starts[array] + unit for unit in units]
+        self._sums += [0] * len(units)
+        self._files.put_chunk(chunk)
+        if self._batch.is_full(values):
             self.flush()
 
     def flush(self) -> None:
-        chunks = self._batch.take()
-        if chunks:
-            numbers = [array for array, _, _ in chunks]
-            self._write(min(numbers), max(numbers) + 1, chunks, describe=False)
-
-    def _write(
-        self, first: int, last: int, chunks: Sequence[tuple[int, Box, Values]], *, describe: bool
-    ) -> None:
-        """Writes chunks of the arrays `[first, last)`, and records their checksums."""
-        stored = tuple(self._stored[first:last])
-        plan = SavePlan(
-            stored=stored,
-            writes=tuple(Write(array=i - first, box=box, shard=box) for i, box, _ in chunks),
-            total_bytes=0,
-        )
-        places = {(i - first, box): n for n, (i, box, _) in enumerate(chunks)}
-        requests = plan_writes(self._prefixes[first:last], plan, places)
-        snapshot = [_padded(values, self._stored[i]) for i, _, values in chunks]
-        sums = write_arrays(
-            self._storage,
-            self._item,
-            requests,
-            snapshot,
-            describe=describe,
-            database=self._database,
-        ).sums
-        if sums:
-            units = np.array(requests.units) + self._starts[first]
-            self._sums[units], self._known[units] = sums, True
+        self._files.flush()
 
     def files(self) -> dict[str, bytes]:
-        if not self._stored:
+        if not self._arrays:
             return {}
-        assert self._known.all()  # each chunk was put
-        return {
-            names.CHUNK_SUMS: self._sums.astype("<u4").tobytes(),
-            names.OCDBT_MANIFEST: self._database.take_manifest(),
-        }
-
-
-def _padded(values: Values, stored: StoredArray) -> Values:
-    """Pads a chunk at the edge to its full shape, where TensorStore does not do it."""
-    if values.shape == stored.chunk_shape or not is_direct(stored):
-        return values
-    chunk = np.zeros(stored.chunk_shape, values.dtype)
-    chunk[tuple(slice(n) for n in values.shape)] = values
-    return chunk
+        assert len(self._units) == self._count  # each chunk was put
+        table = np.zeros(self._count, "<u4")
+        table[self._units] = self._sums
+        manifest = self._files.write().manifest
+        return {names.CHUNK_SUMS: table.tobytes(), names.OCDBT_MANIFEST: manifest}
 
 
 class _PlainFiles:
@@ -371,19 +335,19 @@ class _PlainFiles:
             if leaf.has_array
         ]
         self._batch = _Batch()
+        self._opened: dict[int, Any] = {}
         for prefix, metadata in self._arrays:
             self._writer.create_array(prefix, metadata)
 
     def put(self, array: int, box: Box, values: Values) -> None:
-        if self._batch.add(array, box, values):
+        if array not in self._opened:
+            self._opened[array] = self._writer.array(*self._arrays[array])
+        self._writer.write(self._opened[array], box.slices, values)
+        if self._batch.is_full(values):
             self.flush()
 
     def flush(self) -> None:
-        opened: dict[int, Any] = {}
-        for array, box, values in self._batch.take():
-            if array not in opened:
-                opened[array] = self._writer.array(*self._arrays[array])
-            self._writer.write(opened[array], box.slices, values)
+        self._opened.clear()
         self._writer.commit()
         self._staging.upload()
 

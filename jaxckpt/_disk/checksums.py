@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from jaxckpt.errors import CorruptCheckpoint
-from jaxckpt.format.arrays import CRC_BYTES, checksum, chunk_key, decode_index, index_bytes
+from jaxckpt.format.arrays import CRC_BYTES, chunk_key, decode_index, index_bytes
 from jaxckpt.format.tree import Leaf, StoredArray
 
 _SUM: Final = np.dtype("<u4")
@@ -58,11 +58,6 @@ def units_in(stored: StoredArray, index: Sequence[int]) -> list[int]:
 def encode_share(units: Sequence[int], sums: Sequence[int]) -> bytes:
     """Encodes the numbers of one process's chunks, then their checksums, for process 0."""
     return np.array([units, sums], _SUM).tobytes()
-
-
-def unit_sums(stored: StoredArray, values: np.ndarray[Any, Any]) -> list[int]:
-    """Returns the checksum of a chunk, or of each of its inner chunks, from its values."""
-    return [checksum(unit) for unit in units_of(stored, values)]
 
 
 def units_of(

@@ -2,7 +2,7 @@
 
 TensorStore copies each chunk into memory of its own to add the checksum. Here a chunk goes from
 where it is to the file, piece by piece, and its checksum is computed of pieces that are in the
-processor's cache. Several files are written at the same time.
+processor's cache; TensorStore only compresses. Several files are written at the same time.
 
 On Linux the threads that write for a save in the background give way to all others: a training that
 leaves no core idle goes on at nearly its speed, while the save takes longer.
@@ -13,12 +13,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import posixpath
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -26,10 +25,17 @@ import numpy as np
 
 from jaxckpt._disk.checksums import units_of
 from jaxckpt.format import names, ocdbt
-from jaxckpt.format.arrays import CRC_BYTES, checksum, dtype_of, encode_index
+from jaxckpt.format.arrays import (
+    CRC_BYTES,
+    checksum,
+    chunk_key,
+    dtype_of,
+    encode_index,
+    zarr3_metadata,
+)
 from jaxckpt.format.ocdbt import MAX_INLINE_BYTES, Place, encode_database
 from jaxckpt.format.tree import StoredArray
-from jaxckpt.storage import Storage
+from jaxckpt.storage import Storage, usable_cores
 
 # A store copies whole files by itself. A small one takes fewer requests if it is sent again, and S3
 # copies no larger one (CopyObject).
@@ -38,6 +44,8 @@ _PIECE_BYTES: Final = 1 << 20  # fits into the cache of a core
 _SMALL_BYTES: Final = 64 << 10  # of a file to which the nodes are added
 _FEW: Final = 64  # small chunks to write together
 _MOST_THREADS: Final = 8
+_MOST_COMPRESSING: Final = 16  # each takes a core, and twice a unit of memory
+_UPLOADS: Final = 4  # of files at a time, each in a few parts of 8 MiB at a time
 _NICENESS: Final = 10  # against 0, the weight of a thread is a tenth: setpriority(2)
 
 Values = np.ndarray[Any, Any]
@@ -48,7 +56,7 @@ class Written(NamedTuple):
 
     sums: list[int]  # the checksums of chunks
     manifest: bytes = b""  # still to be stored; empty if there was nothing to write
-    # Each value or its place, and the size in bytes of each file, unless TensorStore wrote them.
+    # Each value or its place, and the size in bytes of each file.
     places: Mapping[str, bytes | Place] = {}
     sizes: Mapping[str, int] = {}
     copied: bool = False  # whether there are no hard links, so that files to keep were copied
@@ -70,6 +78,9 @@ class _File:
     name: str
     parts: list[bytes | Chunk] = field(default_factory=list)
     size: int = 0
+    # Whether it has compressed chunks, and no others. Its size, and where they lie, are known once
+    # it is written.
+    compressed: bool = False
 
 
 class DataFiles:
@@ -83,51 +94,70 @@ class DataFiles:
     def __init__(self, storage: Storage, folder: str, sums: list[int]) -> None:
         self._storage, self._folder, self._sums = storage, folder, sums
         self._places: dict[str, bytes | Place] = {}
-        self._files: list[_File] = []
-        self._open: dict[bool, _File] = {}  # to which values are added
-        self._linked: dict[str, int] = {}  # their sizes, by name
+        self._files: list[_File] = []  # not written yet
+        self._open: dict[tuple[bool, bool], _File] = {}  # to which values are added
+        self._sizes: dict[str, int] = {}  # of written and linked files, by name
+        self._linked: list[str] = []
 
     def keep(self, key: str, written: Written) -> None:
         """Adds a value of another database, whose file is to be linked."""
         place = self._places[key] = written.places[key]
-        if isinstance(place, Place):
-            self._linked[place.file] = written.sizes[place.file]
+        if isinstance(place, Place) and place.file not in self._sizes:
+            self._sizes[place.file] = written.sizes[place.file]
+            self._linked.append(place.file)
 
     def put(self, key: str, data: bytes, *, apart: bool = False) -> None:
         """Adds a value, like `put_chunk`."""
         if len(data) <= MAX_INLINE_BYTES:
             self._places[key] = data
         else:
-            self._add(key, data, len(data), apart=apart)
+            self._add(key, data, len(data), apart=apart, compressed=False)
 
     def put_chunk(self, chunk: Chunk, *, apart: bool = False) -> None:
-        """Adds a chunk, whose values must not change until `write` has returned.
+        """Adds a chunk, whose values must not change until `flush` or `write` has returned.
 
         Args:
             apart: Whether it goes into a file of such chunks only.
         """
         sizes = _unit_sizes(chunk.stored)
         index = len(encode_index(sizes)) if chunk.stored.inner_shape is not None else 0
-        self._add(chunk.key, chunk, sum(sizes) + index, apart=apart)
+        is_compressed = chunk.stored.zstd is not None
+        self._add(chunk.key, chunk, sum(sizes) + index, apart=apart, compressed=is_compressed)
 
-    def _add(self, key: str, part: bytes | Chunk, size: int, *, apart: bool) -> None:
-        file = self._open.get(apart)
+    def _add(
+        self, key: str, part: bytes | Chunk, size: int, *, apart: bool, compressed: bool
+    ) -> None:
+        file = self._open.get((apart, compressed))
         if file is None or file.size + size > ocdbt.DATA_FILE_BYTES:
-            file = self._open[apart] = self._new_file()
+            file = self._open[apart, compressed] = self._new_file(compressed=compressed)
         self._places[key] = Place(file.name, file.size, size)
         file.parts.append(part)
         file.size += size
 
-    def _new_file(self) -> _File:
-        self._files.append(_File(f"{names.OCDBT_DATA}/{os.urandom(16).hex()}"))
+    def _new_file(self, *, compressed: bool = False) -> _File:
+        name = f"{names.OCDBT_DATA}/{os.urandom(16).hex()}"
+        self._files.append(_File(name, compressed=compressed))
         return self._files[-1]
 
-    def write(self, threads: int, *, links_from: str = "") -> Written:
-        """Writes all files durably.
+    def flush(self) -> None:
+        """Writes what was added so far, so that its values may change."""
+        files, self._files = self._files, []
+        self._open.clear()
+        self._storage.make_dir(f"{self._folder}/{names.OCDBT_DATA}")
+        self._write(files)
+
+    def write(self, *, links_from: str = "") -> Written:
+        """Writes everything durably.
 
         Args:
             links_from: The directory of the database that has the values to keep.
         """
+        pairs = [(f"{links_from}/{file}", f"{self._folder}/{file}") for file in self._linked]
+        self._storage.make_dir(f"{self._folder}/{names.OCDBT_DATA}")
+        links = [partial(self._storage.link, *pair) for pair in pairs]
+        linked = self._storage.together(links) if links else []
+        self._write([file for file in self._files if file.compressed])
+        self._files = [file for file in self._files if not file.compressed]
         # Apart from the chunks, so that losing those does not lose what they were.
         last = self._files[-1] if self._files else self._new_file()
         if last.size > min(_SMALL_BYTES, ocdbt.DATA_FILE_BYTES):
@@ -135,16 +165,24 @@ class DataFiles:
         nodes, manifest = encode_database(self._places, last.name, last.size)
         last.parts.append(nodes)
         last.size += len(nodes)
-        self._storage.make_dir(posixpath.join(self._folder, names.OCDBT_DATA))
-        pairs = [(f"{links_from}/{file}", f"{self._folder}/{file}") for file in self._linked]
-        links = [partial(self._storage.link, *pair) for pair in pairs]
-        linked = self._storage.together(links) if links else []
-        writes, here = [self._writing(file) for file in self._files], threading.current_thread()
+        self._write(self._files)
+        # A store copies by itself.
+        copied = self._storage.scheme == "file" and not all(linked)
+        return Written(self._sums, manifest, self._places, self._sizes, copied=copied)
+
+    def _write(self, files: Sequence[_File]) -> None:
+        writes, here = [self._writing(file) for file in files], threading.current_thread()
+        # On a disk, the cores write; to a store, its client does, and the threads wait.
+        threads = usable_cores() if self._storage.scheme == "file" else _UPLOADS
+        most, compressed = _MOST_THREADS, any(file.compressed for file in files)
+        if compressed:
+            threads, most = usable_cores(), _MOST_COMPRESSING
         with ThreadPoolExecutor(
-            max(1, min(threads, len(writes), _MOST_THREADS)),
+            max(1, min(threads, len(writes), most)),
             thread_name_prefix="jaxckpt-write",
-            # The main thread may be training now, unless it is this one.
-            initializer=None if here is threading.main_thread() else _give_way,
+            # The main thread may be training now, unless it is this one. But threads of TensorStore
+            # that begin now, to compress, would be slow for ever.
+            initializer=None if compressed or here is threading.main_thread() else _give_way,
         ) as pool:
             under_way = [_submit(pool, write) for write in writes]
             try:
@@ -152,16 +190,16 @@ class DataFiles:
                     one.result()
             finally:
                 pool.shutdown(cancel_futures=True)
-        sizes = {file.name: file.size for file in self._files} | self._linked
-        # A store copies by itself.
-        copied = self._storage.scheme == "file" and not all(linked)
-        return Written(self._sums, manifest, self._places, sizes, copied=copied)
+        self._sizes |= {file.name: file.size for file in files}
 
     def _writing(self, file: _File) -> Callable[[], None]:
         path = f"{self._folder}/{file.name}"
         return lambda: self._storage.write_parts(path, lambda: self._bytes_of(file))
 
     def _bytes_of(self, file: _File) -> Iterator[Any]:
+        if file.compressed:
+            yield from self._compressed(file)
+            return
         few: list[bytes] = []
         for part in file.parts:
             if isinstance(part, bytes):
@@ -173,17 +211,47 @@ class DataFiles:
                 yield from self._bytes_of_chunk(part)
         yield b"".join(few)
 
+    def _compressed(self, file: _File) -> Iterator[bytes]:
+        """Yields the bytes of compressed chunks, and notes where they lie."""
+        end = 0
+        for chunk in file.parts:
+            assert isinstance(chunk, Chunk)
+            start = end
+            for part in self._bytes_of_chunk(chunk):
+                yield part
+                end += len(part)
+            self._places[chunk.key] = Place(file.name, start, end - start)
+        file.size = end
+
     def _bytes_of_chunk(self, chunk: Chunk) -> Iterator[Any]:
-        for n, unit in enumerate(units_of(chunk.stored, chunk.values)):
+        sizes = []
+        for n, unit in enumerate(units_of(chunk.stored, chunk.values), chunk.first):
+            if chunk.stored.zstd is not None:
+                data = _encoded(chunk.stored, unit)
+                yield data
+                self._sums[n] = int.from_bytes(data[-CRC_BYTES:], "little")
+                sizes.append(len(data))
+                continue
             crc = 0
             for start in range(0, unit.size, _PIECE_BYTES):
                 piece = unit[start : start + _PIECE_BYTES]
                 yield piece
                 crc = checksum(piece, crc)
-            self._sums[chunk.first + n] = crc
             yield crc.to_bytes(CRC_BYTES, "little")
+            self._sums[n] = crc
+            sizes.append(unit.size + CRC_BYTES)
         if chunk.stored.inner_shape is not None:
-            yield encode_index(_unit_sizes(chunk.stored))
+            yield encode_index(sizes)
+
+
+def _encoded(stored: StoredArray, unit: Values) -> bytes:
+    """Returns the stored bytes of a unit of an array, from the bytes of its values."""
+    from jaxckpt.storage._arrays import encode_array
+
+    shape = stored.unit_shape
+    alone = replace(stored, shape=shape, chunk_shape=shape, inner_shape=None)
+    values = unit.view(dtype_of(stored.dtype)).reshape(shape)
+    return encode_array(zarr3_metadata(alone), chunk_key((0,) * len(shape)), values)
 
 
 def _unit_sizes(stored: StoredArray) -> list[int]:

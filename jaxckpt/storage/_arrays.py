@@ -27,7 +27,7 @@ from jaxckpt.errors import (
     os_code_in,
 )
 from jaxckpt.format import ocdbt
-from jaxckpt.format.names import OCDBT_DATA, OCDBT_MANIFEST
+from jaxckpt.format.names import OCDBT_MANIFEST
 from jaxckpt.storage._local import usable_cores
 from jaxckpt.storage._settings import limit_s
 
@@ -134,6 +134,7 @@ class Keys:
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self._store = ts.KvStore.open(dict(spec), context=context()).result()
+        self._place = str(spec.get("path", ""))
 
     def read(self, key: str) -> bytes | None:
         """Returns the value, or None if the key does not exist."""
@@ -151,7 +152,7 @@ class Keys:
                 return
 
     def write(self, key: str, data: bytes) -> None:
-        self._store.write(key, data).result()
+        _wait(self._store.write(key, data), self._place)
 
     def create(self, key: str, data: bytes) -> bool:
         """Creates a value unless the key exists; returns whether it did.
@@ -184,9 +185,6 @@ def _range(prefix: str) -> ts.KvStore.KeyRange:
 
 # --- arrays ----------------------------------------------------------------------------------
 
-# How the files of nodes begin where they must be told from those of values.
-NODES: Final = f"{OCDBT_DATA}/n"
-
 
 class Pending(Protocol):
     """An operation running in TensorStore's threads."""
@@ -204,8 +202,7 @@ class Database:
 
     Args:
         spec: The kvstore spec of the directory.
-        upload: If given, stores what was written there, since the directory is in memory. Nodes
-            then have files of their own.
+        upload: If given, stores what was written there, since the directory is in memory.
     """
 
     def __init__(
@@ -215,8 +212,6 @@ class Database:
         self.upload = upload
         self._manifest = {"driver": "memory", "path": f"manifest-{uuid.uuid4().hex}/"}
         self.spec = {**_database(spec), "manifest": self._manifest}
-        if upload:
-            self.spec |= {"btree_node_data_prefix": NODES, "version_tree_node_data_prefix": NODES}
 
     def take_manifest(self) -> bytes:
         """Returns the file of the manifest and forgets it; empty if nothing was written."""
@@ -227,41 +222,37 @@ class Database:
 
 
 class Writer:
-    """Writes arrays and single values of one item, normally in one atomic database transaction.
+    """Writes arrays of plain files, which are readable at once.
 
-    Nothing is readable before `commit`, everything after it. Until then TensorStore refers to the
-    given arrays; their owner must not change them.
+    TensorStore refers to the given values until `commit`; their owner must not change them.
 
     Args:
-        place: The database, or the kvstore spec of a directory in which arrays are plain files,
-            readable at once.
+        spec: The kvstore spec of a directory.
     """
 
-    def __init__(self, place: Database | Mapping[str, Any]) -> None:
-        database = isinstance(place, Database)
-        self._spec = place.spec if isinstance(place, Database) else dict(place)
-        self._base = "" if database else self._spec.get("path", "")
-        self._transaction = ts.Transaction(atomic=True) if database else None
-        store = ts.KvStore.open(self._spec, context=context()).result()
-        self._store = store.with_transaction(self._transaction) if database else store
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self._spec = dict(spec)
         self._pending: list[Pending] = []
-
-    def put(self, key: str, data: bytes) -> None:
-        self._store[key] = data
 
     def create_array(self, prefix: str, metadata: Mapping[str, Any]) -> ts.TensorStore:
         """Stores the metadata of an array, and returns the array for `write`."""
-        return _open_array(self._array(prefix, metadata), self._transaction, create=True)
+        return self._open(prefix, metadata, create=True)
 
     def array(self, prefix: str, metadata: Mapping[str, Any]) -> ts.TensorStore:
-        """Returns an array whose metadata is stored by another writer."""
-        return _open_array(
-            self._array(prefix, metadata), self._transaction, open=True, assume_metadata=True
-        )
+        """Returns an array whose metadata is stored already, or not needed."""
+        return self._open(prefix, metadata, open=True, assume_metadata=True)
 
-    def _array(self, prefix: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        kvstore = {**self._spec, "path": self._base + prefix}
-        return {"driver": "zarr3", "kvstore": kvstore, "metadata": dict(metadata)}
+    def _open(self, prefix: str, metadata: Mapping[str, Any], **how: Any) -> ts.TensorStore:
+        place = self._spec.get("path", "")
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {**self._spec, "path": place + prefix},
+            "metadata": dict(metadata),
+            "store_data_equal_to_fill_value": True,
+            "recheck_cached_metadata": False,
+            "recheck_cached_data": False,
+        }
+        return _wait(ts.open(spec, context=context(), **how), place)
 
     def write(self, array: ts.TensorStore, where: tuple[slice, ...], values: Any) -> None:
         """Stores values into a part of an array."""
@@ -271,36 +262,25 @@ class Writer:
 
     def commit(self) -> None:
         """Writes everything; after the return it is on disk."""
-        place = str(self._spec.get("base", self._spec)["path"])
-        if self._transaction is not None:
-            _wait(self._transaction.commit_async(), place)
         for pending in self._pending:
-            _wait(pending, place)
+            _wait(pending, str(self._spec["path"]))
         self._pending.clear()
 
-    def abort(self) -> None:
-        """Drops everything not yet written."""
-        self._pending.clear()
-        if self._transaction is not None:
-            self._transaction.abort()
 
+def encode_array(metadata: Mapping[str, Any], key: str, values: np.ndarray[Any, Any]) -> bytes:
+    """Returns the bytes that TensorStore stores for an array of one chunk.
 
-def _open_array(
-    spec: Mapping[str, Any], transaction: ts.Transaction | None, **how: Any
-) -> ts.TensorStore:
-    array = ts.open(
-        {
-            **spec,
-            "store_data_equal_to_fill_value": True,
-            "recheck_cached_metadata": False,
-            "recheck_cached_data": False,
-        },
-        context=context(),
-        transaction=transaction,
-        **how,
-    )
-    kvstore = spec["kvstore"]
-    return _wait(array, kvstore.get("base", kvstore)["path"])
+    Args:
+        key: Of the chunk.
+    """
+    spec = {"driver": "memory", "path": f"encoded-{uuid.uuid4().hex}/"}
+    keys, writer = Keys(spec), Writer(spec)
+    try:
+        writer.write(writer.array("", metadata), (), values)
+        writer.commit()
+        return keys.read(key) or b""
+    finally:
+        keys.delete("")
 
 
 def _database(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -349,14 +329,12 @@ class Reader:
 
     Args:
         spec: The kvstore spec of the item's directory.
-        database: Whether the directory contains an OCDBT database; or the one being written.
+        database: Whether the directory contains an OCDBT database.
     """
 
-    def __init__(self, spec: Mapping[str, Any], *, database: bool | Database) -> None:
+    def __init__(self, spec: Mapping[str, Any], *, database: bool) -> None:
         # The configuration comes from the manifest: Orbax's has changed over time.
         nodes = {"driver": "ocdbt", "base": dict(spec), "cache_pool": _NODES}
-        if isinstance(database, Database):
-            nodes["manifest"] = database.spec["manifest"]
         self._spec = nodes if database else dict(spec)
         self._base = "" if database else self._spec.get("path", "")
         limit = {"total_bytes_limit": _NODE_CACHE_BYTES}

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxckpt.format.names import OCDBT_MANIFEST, ZARR2, ZARR3
 from jaxckpt.storage._ahead import held
-from jaxckpt.storage._arrays import NODES, Database, Extent, Keys, Pending, Reader, extents
+from jaxckpt.storage._arrays import Database, Extent, Keys, Pending, Reader, extents
 from jaxckpt.storage._protocol import Storage
 
 _UPLOADS: Final = 4  # of data files at a time
@@ -49,7 +49,7 @@ class Staging:
     def __init__(self, storage: Storage, folder: str) -> None:
         self._storage, self._folder = storage, folder
         self._staged: Keys | None = None
-        self._stored: set[str] = set()
+        self._fetched: set[str] = set()
         spec = storage.kvstore(folder)
         if spec is None:
             spec, self._staged = _memory(self)
@@ -59,10 +59,10 @@ class Staging:
         return Database(self.spec, upload=self.upload)
 
     def upload(self) -> None:
-        """Stores the new files; in memory stay only the nodes, which TensorStore reads again."""
+        """Stores the new files, which are then no longer in memory."""
         if self._staged is None:
             return
-        new = [key for key in self._staged.list() if key not in self._stored]
+        new = [key for key in self._staged.list() if key not in self._fetched]
         for start in range(0, len(new), _UPLOADS):
             some = new[start : start + _UPLOADS]
             self._storage.together([partial(self._upload, self._staged, key) for key in some])
@@ -73,10 +73,7 @@ class Staging:
             self._storage.write(path, first)
         else:
             self._storage.write_parts(path, partial(staged.parts, key, _PART_BYTES))
-        if key.startswith(NODES):
-            self._stored.add(key)
-        else:
-            staged.delete_key(key)
+        staged.delete_key(key)
 
     def fetch(self, databases: Sequence[str]) -> None:
         """Fetches the manifests and nodes of databases in the directory, to be merged."""
@@ -97,7 +94,7 @@ class Staging:
     def _fetch_file(self, staged: Keys, key: str) -> bytes:
         data = self._storage.read(f"{self._folder}/{key}", max_bytes=_MOST_NODE_BYTES)
         staged.write(key, data)
-        self._stored.add(key)
+        self._fetched.add(key)
         return data
 
 

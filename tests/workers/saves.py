@@ -197,11 +197,8 @@ class Elsewhere:
     def __getattr__(self, verb):
         return getattr(self._inner, verb)
 
-    def kvstore(self, path):
-        self._before()
-        return self._inner.kvstore(self._there(path))
-
     def write_parts(self, path, parts):
+        self._before()
         self._inner.write_parts(self._moved(path), parts)
 
     def add(self, files):
