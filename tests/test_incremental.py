@@ -362,19 +362,25 @@ def test_a_step_is_whole_if_there_is_no_room_for_it_beside_its_base(ram_path, wh
         assert same(jaxckpt.restore(ram_path / "run" / str(step)), lora(step, kept))
 
 
-def test_no_room_is_made_of_what_a_save_under_way_refers_to(ram_path, where, monkeypatch):
-    kept, room, gate = frozen(), [], threading.Event()
-    monkeypatch.setattr(Tiers, "_has_room", lambda self, size: room.pop() if room else True)
-    write = DataFiles.write
+def hold_writes(monkeypatch):
+    """Lets the next saves write their values only once the returned event is set."""
+    gate, write = threading.Event(), DataFiles.write
 
-    def waits(self, *args, **options):
+    def waits(self, **options):
         assert gate.wait(60)
-        return write(self, *args, **options)
+        return write(self, **options)
 
+    monkeypatch.setattr(DataFiles, "write", waits)
+    return gate
+
+
+def test_no_room_is_made_of_what_a_save_under_way_refers_to(ram_path, where, monkeypatch):
+    kept, room = frozen(), []
+    monkeypatch.setattr(Tiers, "_has_room", lambda self, size: room.pop() if room else True)
     with CheckpointManager(ram_path / "run", local=ram_path / "local") as manager:
         manager.save(1, lora(1, kept)).durable()
         manager.wait_until_finished()
-        monkeypatch.setattr(DataFiles, "write", waits)
+        gate = hold_writes(monkeypatch)
         manager.save(2, lora(2, kept))
         room[:] = [False, False]
         manager.save(3, lora(3, kept))
@@ -383,6 +389,24 @@ def test_no_room_is_made_of_what_a_save_under_way_refers_to(ram_path, where, mon
         assert manager.tiers["local"] == [1, 2]
     for step in (1, 2, 3):
         assert same(jaxckpt.restore(ram_path / "run" / str(step)), lora(step, kept))
+
+
+def test_the_step_before_is_deleted_during_a_save(ram_path, where, monkeypatch):
+    """The error says what happened and what to do; the next save needs nothing of it."""
+    kept = frozen()
+    with CheckpointManager(ram_path) as manager:
+        manager.save(1, lora(1, kept)).result()
+        manager.wait_until_finished()
+        gate = hold_writes(monkeypatch)
+        saving = manager.save(2, lora(2, kept))
+        shutil.rmtree(ram_path / "1")
+        gate.set()
+        with pytest.raises(SaveFailed, match="was deleted while a step that shares its files"):
+            saving.result()
+        manager.save(3, lora(3, kept)).result()
+
+    assert same(jaxckpt.restore(ram_path), lora(3, kept))
+    assert not (ram_path / "2").exists()
 
 
 def test_disks_of_several_hosts(ram_path, mesh, where):

@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from jaxckpt._disk.checksums import units_of
+from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names, ocdbt
 from jaxckpt.format.arrays import (
     CRC_BYTES,
@@ -151,11 +152,20 @@ class DataFiles:
 
         Args:
             links_from: The directory of the database that has the values to keep.
+
+        Raises:
+            SaveFailed: that database was deleted in the meantime.
         """
         pairs = [(f"{links_from}/{file}", f"{self._folder}/{file}") for file in self._linked]
         self._storage.make_dir(f"{self._folder}/{names.OCDBT_DATA}")
         links = [partial(self._storage.link, *pair) for pair in pairs]
-        linked = self._storage.together(links) if links else []
+        try:
+            linked = self._storage.together(links) if links else []
+        except FileNotFoundError as error:
+            raise SaveFailed(
+                f"{links_from} was deleted while a step that shares its files was being saved "
+                f"({error}). Save again: the next step is written as a whole."
+            ) from error
         self._write([file for file in self._files if file.compressed])
         self._files = [file for file in self._files if not file.compressed]
         # Apart from the chunks, so that losing those does not lose what they were.
