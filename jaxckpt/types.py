@@ -422,7 +422,7 @@ def _above(path: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Whether a step is saved, and the reason."""
+    """Records whether a step is saved, and the reason."""
 
     step: int
     save: bool

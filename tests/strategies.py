@@ -103,7 +103,7 @@ def _narrow_bits(name: str) -> int:
 
 @cache
 def jax_holds(dtype: np.dtype[Any]) -> bool:
-    """Whether this jax has arrays of a dtype: older ones lack some of the narrow ones."""
+    """Returns whether this jax has arrays of a dtype: older ones lack some of the narrow ones."""
     try:
         to_jax(np.zeros(1, dtype))
     except (TypeError, jax.errors.JaxRuntimeError):
@@ -223,7 +223,7 @@ def target_trees(max_leaves: int = 8) -> st.SearchStrategy[Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two trees are equal in types, dtypes and every bit."""
+    """Returns whether two trees are equal in types, dtypes and every bit."""
     if isinstance(a, jax.Array):
         return isinstance(b, jax.Array) and a.dtype == b.dtype and same(_bits(a), _bits(b))
     if type(a) is not type(b):

@@ -10,12 +10,16 @@ import pytest
 import jaxckpt
 from jaxckpt._disk import data_files
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="niceness is of a process there")
+# Elsewhere all threads of a process have the same niceness, and none is changed.
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="niceness of threads: only Linux")
 
 
 @pytest.fixture
 def niceness(monkeypatch):
-    """Of the threads that write, beside this one's."""
+    """Collects the niceness of the threads that write, beside this one's.
+
+    They are gone when the save is over, so it is taken where they ask for the bytes to write.
+    """
     found, bytes_of = set(), data_files.DataFiles._bytes_of
     main = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
@@ -49,6 +53,8 @@ def test_no_other_thread_does(tmp_path):
 
 
 def test_where_threads_may_not_be_slowed_down_they_are_not(tmp_path, monkeypatch):
+    """Only a sandbox refuses that, so a function that does stands in for it."""
+
     def refused(_):
         raise PermissionError("by a sandbox")
 

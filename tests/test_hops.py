@@ -1,4 +1,4 @@
-"""How far it is from a call to its effect: ceilings, so that the way does not grow by itself.
+"""Sets ceilings on the way from a call to its effect, so that it does not grow by itself.
 
 A measurement counts the functions of the package that a call enters, their modules, how deep they
 are nested, and the storage calls, each of which is a request on an object store. It leaves out
@@ -35,7 +35,7 @@ COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<module
 
 @dataclass
 class Hops:
-    """What a call entered."""
+    """Counts the functions that a call enters."""
 
     functions: set[tuple[str, str]] = field(default_factory=set)
     depth: int = 0
@@ -71,7 +71,7 @@ def is_verb(frame: FrameType) -> bool:
 
 
 def within_verb(frame: FrameType | None) -> bool:
-    """Whether the storage is calling itself: that is one request."""
+    """Returns whether the storage is calling itself: that is one request."""
     while frame is not None:
         if is_verb(frame):
             return True

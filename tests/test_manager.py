@@ -92,7 +92,7 @@ def settle(manager, processes):
 
 
 def ownership(storage, root):
-    """What another job has of a run."""
+    """Returns the ownership that another job has of a run."""
     index = StepIndex(storage, str(root))
     return Ownership(index, Leases(index))
 

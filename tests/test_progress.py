@@ -110,7 +110,7 @@ def test_on_commit_may_ask_what_there_is(tmp_path):
 
 
 class Closing:
-    """Whether `close` of a manager has begun."""
+    """Becomes true when `close` of a manager begins."""
 
     def __init__(self, manager):
         self._manager = manager

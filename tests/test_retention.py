@@ -61,7 +61,7 @@ def is_number(value):
 
 
 def is_better(a, b, policy):
-    """Whether `a` ranks before `b`: by its metric, then as the newer one."""
+    """Returns whether `a` ranks before `b`: by its metric, then as the newer one."""
     x, y = a.metrics[policy.metric], b.metrics[policy.metric]
     if x == y:
         return a.step > b.step

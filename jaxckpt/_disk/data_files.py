@@ -222,7 +222,7 @@ class DataFiles:
         yield b"".join(few)
 
     def _compressed(self, file: _File) -> Iterator[bytes]:
-        """Yields the bytes of compressed chunks, and notes where they lie."""
+        """Yields the bytes of compressed chunks, and records their places."""
         end = 0
         for chunk in file.parts:
             assert isinstance(chunk, Chunk)

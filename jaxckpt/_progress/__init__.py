@@ -1,1 +1,1 @@
-"""How far a save or a restore is, and who watches."""
+"""Follows how far a save or a restore is, and shows it."""

@@ -36,7 +36,7 @@ _NOT_COPIED: Final = frozenset({names.RECORD, names.COMMIT_MARKER, names.WRITER,
 
 
 class Uploaded(NamedTuple):
-    """What an upload of one step did."""
+    """Reports the upload of one step."""
 
     step: int
     path: str

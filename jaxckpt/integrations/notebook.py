@@ -242,7 +242,7 @@ def is_scalar(leaf: LeafInfo) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shown:
-    """What is shown of a tree.
+    """Holds the displayed part of a tree.
 
     Attributes:
         counts: So many children of each branch.

@@ -31,7 +31,7 @@ _TIMES: Final = 9  # an odd number, so that the median is one of them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one check found.
+    """Reports the result of one check.
 
     Attributes:
         state: `"missing"` if jaxckpt does without what does not work, as `advice` explains;

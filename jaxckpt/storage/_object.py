@@ -51,6 +51,7 @@ from jaxckpt.storage._settings import (
 # Larger reads are divided, so that the parts arrive together and none takes far longer than others.
 _PART_BYTES: Final = 8 << 20
 _PARTS_AT_ONCE: Final = 4  # of a file that is written in parts
+_MOST_GRPC_BYTES: Final = 256 << 20  # of a file: TensorStore takes it whole
 _PAGE: Final = 1000  # what stores list in one request
 _HELD: Final = "jaxckptheld"  # the attribute of an object that is a held lock; Azure allows no "-"
 _MAX_LOCK_BYTES: Final = 1 << 20
@@ -188,20 +189,15 @@ class ObjectStorage:
         self._put(path, data, mode="overwrite")
 
     def write_parts(self, path: str, parts: Callable[[], Iterator[bytes]]) -> None:
-        if self.settings.grpc_endpoint is not None:
-            from jaxckpt.storage._arrays import Keys
-
-            folder, name = posixpath.split(path)
-            Keys(self.kvstore(folder) or {}).write(name, b"".join(parts()))
-            return
+        by_grpc = self.settings.grpc_endpoint is not None
         some, first, size = parts(), [], 0
         for part in some:
             first.append(part)
             size += len(part)
-            if size > _PART_BYTES:
+            if size > (_MOST_GRPC_BYTES if by_grpc else _PART_BYTES):
                 break
         else:  # a small one needs one request instead of three
-            self.write(path, b"".join(first))
+            (self._write_by_grpc if by_grpc else self.write)(path, b"".join(first))
             return
         # The client itself sends a part again; we could only begin anew.
         store = open_store(self.scheme, self._bucket, self.settings, tries=self.settings.tries)
@@ -211,6 +207,14 @@ class ObjectStorage:
             obs().put(store, self._key(path), chain(first, some), **how)
 
         self.requests.change("write", path, put, tries=1)
+
+    def _write_by_grpc(self, path: str, data: bytes) -> None:
+        from jaxckpt.storage._arrays import Keys
+
+        folder, name = posixpath.split(path)
+        spec = self.kvstore(folder)
+        assert spec is not None
+        Keys(spec).write(name, data)
 
     def create(self, path: str, data: bytes) -> bool:
         self._probe(path)

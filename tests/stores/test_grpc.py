@@ -35,11 +35,12 @@ def same(found):
     return found.keys() == TREE.keys() and all(np.array_equal(found[k], TREE[k]) for k in TREE)
 
 
-def test_a_checkpoint_is_saved_restored_and_converted(reached, tmp_path):
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_checkpoint_is_saved_restored_and_converted(reached, tmp_path, compression):
     """TensorStore writes and reads over gRPC, all else sees the same objects over HTTP."""
     url, calls = reached
 
-    jaxckpt.save(f"{url}/a", TREE)
+    jaxckpt.save(f"{url}/a", TREE, compression=compression)
     assert set(calls) == {"write"}
     jaxckpt.convert(f"{url}/a", f"{url}/b", ocdbt=False)  # its chunks are read by TensorStore
     assert same(jaxckpt.restore(f"{url}/b"))
@@ -49,6 +50,17 @@ def test_a_checkpoint_is_saved_restored_and_converted(reached, tmp_path):
     for path in (f"{url}/a", f"{url}/b", tmp_path / "c"):
         assert same(jaxckpt.restore(path))
         assert jaxckpt.verify(path).ok
+
+
+def test_a_file_too_large_for_memory_goes_over_http(reached, monkeypatch):
+    """In parts, as without gRPC."""
+    monkeypatch.setattr("jaxckpt.storage._object._MOST_GRPC_BYTES", 1 << 20)
+    url, calls = reached
+
+    jaxckpt.save(f"{url}/a", {"w": TREE["w"]})
+
+    assert calls == ["write"]  # of the nodes
+    assert np.array_equal(jaxckpt.restore(f"{url}/a")["w"], TREE["w"])
 
 
 def test_a_run_keeps_its_last_steps(reached):
