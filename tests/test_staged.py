@@ -57,8 +57,7 @@ def left_in_memory():
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_a_checkpoint_is_saved_and_restored(root, mesh, make_mesh, monkeypatch, compression):
-    """With chunks in several parts; nothing of it stays in memory."""
-    monkeypatch.setattr(_staged, "_PART_BYTES", 100_000)
+    """With inner chunks; nothing of it stays in memory."""
     monkeypatch.setattr(arrays, "MAX_UNIT_BYTES", 1 << 20)
     tree = tree_of(mesh)
 
@@ -162,14 +161,3 @@ def test_a_failed_upload_fails_the_save(root, monkeypatch):
     with pytest.raises(FileNotFoundError):
         jaxckpt.restore(f"{root}/a")
     assert left_in_memory() == []
-
-
-def test_parts_are_of_one_size_but_the_last():
-    """Also where a value ends with a part, and of an empty value."""
-    keys = Keys({"driver": "memory", "path": "parts/"})
-    for size in (0, 5, 10, 11):
-        keys.write("a", bytes(range(size)))
-        parts = [*keys.parts("a", 5)]
-        assert b"".join(parts) == bytes(range(size))
-        assert all(len(part) == 5 for part in parts[:-1])
-    keys.delete("")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from jaxckpt._convert.source import Leaves, Part, Values, read_with_parts
 from jaxckpt._core.box import Box, cut, whole, widened
 from jaxckpt._core.text import counted
 from jaxckpt._disk.checksums import starts_of, units_in
-from jaxckpt._disk.data_files import Chunk, DataFiles
+from jaxckpt._disk.data_files import Chunk, DataFiles, PlainFiles
 from jaxckpt._disk.found import key_folder
 from jaxckpt._disk.transaction import begin, raise_save_error
 from jaxckpt._disk.writer import compressed, metadata_files
@@ -77,7 +77,7 @@ def write_checkpoint(
         transaction = begin(storage, path, overwrite=overwrite)
         item = f"{transaction.work}/{names.STATE_ITEM}"
         storage.make_dir(item)
-        writer: _Writer = (_Database if ocdbt else _PlainFiles)(storage, item, goal)
+        writer = _Writer(storage, item, goal, ocdbt=ocdbt)
         total_bytes = _copy(source, goal, writer)
         source.check()
         files = {
@@ -226,22 +226,6 @@ def _means_more(name: str) -> bool:
 # --- values ----------------------------------------------------------------------------------
 
 
-class _Writer(Protocol):
-    """Takes chunks in the order of the leaves."""
-
-    def put(self, array: int, box: Box, values: Values) -> None:
-        """Writes a chunk of an array, now or later. The values must not change."""
-        ...
-
-    def flush(self) -> None:
-        """Writes the remaining chunks."""
-        ...
-
-    def files(self) -> dict[str, bytes]:
-        """Returns the metadata files about the chunks, by name in the item; some exist already."""
-        ...
-
-
 def _copy(source: Leaves, goal: Tree, writer: _Writer) -> int:
     """Reads each stored byte once, and writes it; returns the number of bytes."""
     with_array = [i for i, leaf in enumerate(goal.leaves) if leaf.has_array]
@@ -266,37 +250,27 @@ def _copy(source: Leaves, goal: Tree, writer: _Writer) -> int:
     return total
 
 
-class _Batch:
-    """Counts what is to be written together."""
+class _Writer:
+    """Writes chunks in the order of the leaves, in batches.
 
-    def __init__(self) -> None:
-        self._bytes = self._chunks = 0
+    Args:
+        ocdbt: Whether into the database that `save` writes, or into plain files.
+    """
 
-    def is_full(self, values: Values) -> bool:
-        """Adds a chunk; returns whether the batch is full, and then begins the next one."""
-        self._bytes += values.nbytes
-        self._chunks += 1
-        if self._bytes < _BATCH_BYTES and self._chunks < _BATCH_CHUNKS:
-            return False
-        self._bytes = self._chunks = 0
-        return True
-
-
-class _Database:
-    """Writes the same database as `save`."""
-
-    def __init__(self, storage: Storage, item: str, goal: Tree) -> None:
+    def __init__(self, storage: Storage, item: str, goal: Tree, *, ocdbt: bool) -> None:
         leaves = [leaf for leaf in goal.leaves if leaf.has_array]
         self._arrays = [(leaf.prefix, leaf.array) for leaf in leaves]
         *self._starts, self._count = starts_of(leaf.array for leaf in leaves)
         self._units: list[int] = []  # the numbers of what is in `_sums`
         self._sums: list[int] = []
-        self._files = DataFiles(storage, item, self._sums)
-        self._batch = _Batch()
+        self._files = (DataFiles if ocdbt else PlainFiles)(storage, item, self._sums)
+        self._has_database = ocdbt and bool(leaves)
+        self._bytes = self._chunks = 0  # of the batch
         for prefix, stored in self._arrays:
             self._files.put(prefix + arrays.metadata_key(3), arrays.encode_zarr3(stored))
 
     def put(self, array: int, box: Box, values: Values) -> None:
+        """Writes a chunk of an array, now or later. The values must not change."""
         prefix, stored = self._arrays[array]
         index = tuple(a // n for a, n in zip(box.start, stored.chunk_shape, strict=True))
         units = units_in(stored, index)
@@ -304,55 +278,25 @@ class _Database:
         self._units += [self._starts[array] + unit for unit in units]
         self._sums += [0] * len(units)
         self._files.put_chunk(chunk)
-        if self._batch.is_full(values):
+        self._bytes += values.nbytes
+        self._chunks += 1
+        if self._bytes >= _BATCH_BYTES or self._chunks >= _BATCH_CHUNKS:
             self.flush()
 
     def flush(self) -> None:
+        """Writes what was put so far."""
         self._files.flush()
+        self._bytes = self._chunks = 0
 
     def files(self) -> dict[str, bytes]:
-        if not self._arrays:
+        """Returns the metadata files about the chunks, by name in the item; some exist already."""
+        if not self._has_database:
             return {}
         assert len(self._units) == self._count  # each chunk was put
         table = np.zeros(self._count, "<u4")
         table[self._units] = self._sums
         manifest = self._files.write().manifest
         return {names.CHUNK_SUMS: table.tobytes(), names.OCDBT_MANIFEST: manifest}
-
-
-class _PlainFiles:
-    """Writes each array into a directory of its own, with TensorStore."""
-
-    def __init__(self, storage: Storage, item: str, goal: Tree) -> None:
-        from jaxckpt.storage._arrays import Writer
-        from jaxckpt.storage._staged import Staging
-
-        self._staging = Staging(storage, item)
-        self._writer = Writer(self._staging.spec)
-        self._arrays = [
-            (leaf.prefix, arrays.zarr3_metadata(leaf.array))
-            for leaf in goal.leaves
-            if leaf.has_array
-        ]
-        self._batch = _Batch()
-        self._opened: dict[int, Any] = {}
-        for prefix, metadata in self._arrays:
-            self._writer.create_array(prefix, metadata)
-
-    def put(self, array: int, box: Box, values: Values) -> None:
-        if array not in self._opened:
-            self._opened[array] = self._writer.array(*self._arrays[array])
-        self._writer.write(self._opened[array], box.slices, values)
-        if self._batch.is_full(values):
-            self.flush()
-
-    def flush(self) -> None:
-        self._opened.clear()
-        self._writer.commit()
-        self._staging.upload()
-
-    def files(self) -> dict[str, bytes]:
-        return {}
 
 
 # --- metadata --------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import posixpath
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -252,6 +253,23 @@ class DataFiles:
             sizes.append(unit.size + CRC_BYTES)
         if chunk.stored.inner_shape is not None:
             yield encode_index(sizes)
+
+
+class PlainFiles(DataFiles):
+    """The values of one directory, each in a file named after its key."""
+
+    def put(self, key: str, data: bytes, *, apart: bool = False) -> None:
+        self._add(key, data, len(data), apart=apart, compressed=False)
+
+    def _add(
+        self, key: str, part: bytes | Chunk, size: int, *, apart: bool, compressed: bool
+    ) -> None:
+        self._files.append(_File(key, [part], size, compressed))
+
+    def flush(self) -> None:
+        for folder in {posixpath.dirname(file.name) for file in self._files}:
+            self._storage.make_dir(f"{self._folder}/{folder}")
+        super().flush()
 
 
 def _encoded(stored: StoredArray, unit: Values) -> bytes:

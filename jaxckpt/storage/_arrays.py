@@ -12,8 +12,7 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -141,16 +140,6 @@ class Keys:
         got = self._store.read(key).result()
         return got.value if got.state == "value" else None
 
-    def parts(self, key: str, part_bytes: int) -> Iterator[bytes]:
-        """Yields the value of a key that exists, in parts of which only the last one is shorter."""
-        for start in count(0, part_bytes):
-            try:
-                part = slice(start, start + part_bytes)
-                yield self._store.read(key, byte_range=part).result().value
-            except ValueError:  # out of range: the value ends before
-                yield self._store.read(key, byte_range=slice(start, None)).result().value
-                return
-
     def write(self, key: str, data: bytes) -> None:
         _wait(self._store.write(key, data), self._place)
 
@@ -221,63 +210,26 @@ class Database:
         return data or b""
 
 
-class Writer:
-    """Writes arrays of plain files, which are readable at once.
-
-    TensorStore refers to the given values until `commit`; their owner must not change them.
-
-    Args:
-        spec: The kvstore spec of a directory.
-    """
-
-    def __init__(self, spec: Mapping[str, Any]) -> None:
-        self._spec = dict(spec)
-        self._pending: list[Pending] = []
-
-    def create_array(self, prefix: str, metadata: Mapping[str, Any]) -> ts.TensorStore:
-        """Stores the metadata of an array, and returns the array for `write`."""
-        return self._open(prefix, metadata, create=True)
-
-    def array(self, prefix: str, metadata: Mapping[str, Any]) -> ts.TensorStore:
-        """Returns an array whose metadata is stored already, or not needed."""
-        return self._open(prefix, metadata, open=True, assume_metadata=True)
-
-    def _open(self, prefix: str, metadata: Mapping[str, Any], **how: Any) -> ts.TensorStore:
-        place = self._spec.get("path", "")
-        spec = {
-            "driver": "zarr3",
-            "kvstore": {**self._spec, "path": place + prefix},
-            "metadata": dict(metadata),
-            "store_data_equal_to_fill_value": True,
-            "recheck_cached_metadata": False,
-            "recheck_cached_data": False,
-        }
-        return _wait(ts.open(spec, context=context(), **how), place)
-
-    def write(self, array: ts.TensorStore, where: tuple[slice, ...], values: Any) -> None:
-        """Stores values into a part of an array."""
-        self._pending.append(
-            array[where].write(values, can_reference_source_data_indefinitely=True)
-        )
-
-    def commit(self) -> None:
-        """Writes everything; after the return it is on disk."""
-        for pending in self._pending:
-            _wait(pending, str(self._spec["path"]))
-        self._pending.clear()
-
-
 def encode_array(metadata: Mapping[str, Any], key: str, values: np.ndarray[Any, Any]) -> bytes:
     """Returns the bytes that TensorStore stores for an array of one chunk.
 
     Args:
+        metadata: Of zarr v3.
         key: Of the chunk.
     """
-    spec = {"driver": "memory", "path": f"encoded-{uuid.uuid4().hex}/"}
-    keys, writer = Keys(spec), Writer(spec)
+    kvstore = {"driver": "memory", "path": f"encoded-{uuid.uuid4().hex}/"}
+    spec = {
+        "driver": "zarr3",
+        "kvstore": kvstore,
+        "metadata": dict(metadata),
+        "store_data_equal_to_fill_value": True,
+        "recheck_cached_metadata": False,
+        "recheck_cached_data": False,
+    }
+    keys = Keys(kvstore)
     try:
-        writer.write(writer.array("", metadata), (), values)
-        writer.commit()
+        array = ts.open(spec, context=context(), open=True, assume_metadata=True).result()
+        array.write(values, can_reference_source_data_indefinitely=True).result()
         return keys.read(key) or b""
     finally:
         keys.delete("")

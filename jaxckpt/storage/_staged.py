@@ -1,7 +1,7 @@
-"""Lets TensorStore write and read where it has no driver: through its memory, by our own requests.
+"""Lets TensorStore work where it has no driver: in its memory, with our own requests.
 
-A storage without a driver has no `kvstore`. What TensorStore writes is then staged in memory, where
-files refer to the arrays instead of copying them, and uploaded; what it reads is fetched first.
+A storage without a driver has no `kvstore`. The files that TensorStore reads are then fetched into
+memory first, and the nodes that it writes, to merge databases, are uploaded from there.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from jaxckpt.storage._ahead import held
 from jaxckpt.storage._arrays import Database, Extent, Keys, Pending, Reader, extents
 from jaxckpt.storage._protocol import Storage
 
-_UPLOADS: Final = 4  # of data files at a time
-_PART_BYTES: Final = 8 << 20  # of them that are sent in one request
 _MOST_NODE_BYTES: Final = 64 << 20
 # A chunk's key below its array's, in zarr 2 and 3.
 _CHUNK: Final = re.compile(r"(?:c[/.]?)?((?:\d+[/.])*\d+)?")
@@ -40,11 +38,11 @@ def _memory(owner: object) -> tuple[dict[str, Any], Keys]:
     return spec, keys
 
 
-# --- writing ---------------------------------------------------------------------------------
+# --- merging ---------------------------------------------------------------------------------
 
 
 class Staging:
-    """Where TensorStore writes a directory: there, or in memory until `upload`."""
+    """Lets TensorStore merge databases in a directory: there, or in memory until `upload`."""
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self._storage, self._folder = storage, folder
@@ -62,18 +60,10 @@ class Staging:
         """Stores the new files, which are then no longer in memory."""
         if self._staged is None:
             return
-        new = [key for key in self._staged.list() if key not in self._fetched]
-        for start in range(0, len(new), _UPLOADS):
-            some = new[start : start + _UPLOADS]
-            self._storage.together([partial(self._upload, self._staged, key) for key in some])
-
-    def _upload(self, staged: Keys, key: str) -> None:
-        path, first = f"{self._folder}/{key}", next(staged.parts(key, _PART_BYTES))
-        if len(first) < _PART_BYTES:
-            self._storage.write(path, first)
-        else:
-            self._storage.write_parts(path, partial(staged.parts, key, _PART_BYTES))
-        staged.delete_key(key)
+        for key in self._staged.list():
+            if key not in self._fetched:
+                self._storage.write(f"{self._folder}/{key}", self._staged.read(key) or b"")
+                self._staged.delete_key(key)
 
     def fetch(self, databases: Sequence[str]) -> None:
         """Fetches the manifests and nodes of databases in the directory, to be merged."""

@@ -227,8 +227,14 @@ class Telling:
 def check_run(root):
     """Says which steps there are; each is whole. Reads without a manager, so changes nothing."""
     from jaxckpt.format import names
+    from jaxckpt.storage import is_temporary_file
 
-    entries = [name for name in os.listdir(root) if not name.startswith("_jaxckpt")]
+    entries = [
+        name
+        for name in os.listdir(root)
+        # A file of the run that was being written when its process was killed is temporary too.
+        if not name.startswith("_jaxckpt") and not is_temporary_file(name)
+    ]
     steps = sorted(int(name) for name in entries if not names.is_temporary(name))
     assert [found(f"{root}/{step}") for step in steps] == steps
     say(steps=steps, temporary=[name for name in entries if names.is_temporary(name)])
