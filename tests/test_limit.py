@@ -219,6 +219,26 @@ def test_a_long_call_tells_where_it_is(tmp_path, monkeypatch, verb):
     assert {str(tmp_path / "a"), str(tmp_path / "b")} <= set(seen)
 
 
+@pytest.mark.parametrize("may_hang", [True, False])
+def test_a_long_file_is_made_durable_in_parts(tmp_path, monkeypatch, may_hang):
+    """Where a call has a limit; one long `fsync` at the end would be taken for a hang."""
+    synced, fsync = [], os.fsync
+
+    def counted(fd):
+        synced.append(os.fstat(fd).st_size)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", counted)
+    monkeypatch.setattr("jaxckpt.storage._local._SYNCED_BYTES", 2_000)
+    local = LocalStorage()
+    files = LimitedStorage(local, NFS) if may_hang else local
+    files.write_parts(f"{tmp_path}/f", lambda: iter([b"1" * 1000] * 7))
+
+    parts = [3000, 6000] if may_hang else []
+    assert [size for size in synced if size in (3000, 6000, 7000)] == [*parts, 7000]
+    assert (tmp_path / "f").read_bytes() == b"1" * 7000
+
+
 def test_an_error_of_the_call_is_raised_as_it_is(tmp_path):
     """Also one of the class that tells a timeout."""
     limited = LimitedStorage(LocalStorage(), NFS)

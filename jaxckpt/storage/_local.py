@@ -36,6 +36,7 @@ from jaxckpt.storage._protocol import Entry, EntryKind, Hold, Storage
 
 _TEMPORARY = ".jaxckpt-tmp-"
 _MOST_BUFFERS = 1024  # per system call
+_SYNCED_BYTES = 64 << 20  # what a file system that may hang is asked to make durable at once
 _HIDDEN = ".fuse_hidden"  # what libfuse renames a deleted file to until it is closed
 _HIDDEN_TRIES, _HIDDEN_WAIT_S = 20, 0.05  # it hears of that after `close` has returned
 _OTHER = Entry("other", 0)
@@ -393,11 +394,16 @@ def _write_new(path: str, parts: Iterable[bytes]) -> str:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
+            unsynced_bytes = 0
             for part in parts:
                 rest = memoryview(part)
+                unsynced_bytes += len(rest)
                 while rest:
                     rest = rest[os.write(fd, rest) :]
                 if (call := getattr(here, "call", None)) is not None:
+                    if unsynced_bytes > _SYNCED_BYTES:  # a long `fsync` would be taken for a hang
+                        os.fsync(fd)
+                        unsynced_bytes = 0
                     call.move(path)
             os.fsync(fd)
         finally:
