@@ -145,7 +145,6 @@ class DataFiles:
         """Writes what was added so far, so that its values may change."""
         files, self._files = self._files, []
         self._open.clear()
-        self._storage.make_dir(f"{self._folder}/{names.OCDBT_DATA}")
         self._write(files)
 
     def write(self, *, links_from: str = "") -> Written:
@@ -158,7 +157,8 @@ class DataFiles:
             SaveFailed: that database was deleted in the meantime.
         """
         pairs = [(f"{links_from}/{file}", f"{self._folder}/{file}") for file in self._linked]
-        self._storage.make_dir(f"{self._folder}/{names.OCDBT_DATA}")
+        if pairs:
+            self._storage.make_dir(f"{self._folder}/{names.OCDBT_DATA}")
         links = [partial(self._storage.link, *pair) for pair in pairs]
         try:
             linked = self._storage.together(links) if links else []
@@ -182,6 +182,8 @@ class DataFiles:
         return Written(self._sums, manifest, self._places, self._sizes, copied=copied)
 
     def _write(self, files: Sequence[_File]) -> None:
+        for folder in {posixpath.dirname(file.name) for file in files}:
+            self._storage.make_dir(f"{self._folder}/{folder}")
         writes, here = [self._writing(file) for file in files], threading.current_thread()
         # On a disk, the cores write; to a store, its client does, and the threads wait.
         threads = usable_cores() if self._storage.scheme == "file" else _UPLOADS
@@ -229,8 +231,8 @@ class DataFiles:
             assert isinstance(chunk, Chunk)
             start = end
             for part in self._bytes_of_chunk(chunk):
-                yield part
                 end += len(part)
+                yield part
             self._places[chunk.key] = Place(file.name, start, end - start)
         file.size = end
 
@@ -239,18 +241,18 @@ class DataFiles:
         for n, unit in enumerate(units_of(chunk.stored, chunk.values), chunk.first):
             if chunk.stored.zstd is not None:
                 data = _encoded(chunk.stored, unit)
-                yield data
                 self._sums[n] = int.from_bytes(data[-CRC_BYTES:], "little")
                 sizes.append(len(data))
+                yield data
                 continue
             crc = 0
             for start in range(0, unit.size, _PIECE_BYTES):
                 piece = unit[start : start + _PIECE_BYTES]
                 yield piece
                 crc = checksum(piece, crc)
-            yield crc.to_bytes(CRC_BYTES, "little")
             self._sums[n] = crc
             sizes.append(unit.size + CRC_BYTES)
+            yield crc.to_bytes(CRC_BYTES, "little")
         if chunk.stored.inner_shape is not None:
             yield encode_index(sizes)
 
@@ -265,11 +267,6 @@ class PlainFiles(DataFiles):
         self, key: str, part: bytes | Chunk, size: int, *, apart: bool, compressed: bool
     ) -> None:
         self._files.append(_File(key, [part], size, compressed))
-
-    def flush(self) -> None:
-        for folder in {posixpath.dirname(file.name) for file in self._files}:
-            self._storage.make_dir(f"{self._folder}/{folder}")
-        super().flush()
 
 
 def _encoded(stored: StoredArray, unit: Values) -> bytes:

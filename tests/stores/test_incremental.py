@@ -58,6 +58,24 @@ def test_what_is_frozen_is_sent_once(store, kept):
         assert jaxckpt.verify(f"{root}/{step}").ok
 
 
+def test_compressed_arrays_are_sent_once(store):
+    """In objects of several parts, whose size is known only when they are sent."""
+    root, proxy = store
+    noise = np.random.default_rng(0).standard_normal((4, 1 << 20), np.float32)
+    kept, sent = {f"w{i}": jnp.asarray(one) for i, one in enumerate(noise)}, []
+    with jaxckpt.CheckpointManager(root, compression="zstd") as manager:
+        for step in range(1, 4):
+            proxy.requests.clear()
+            manager.save(step, state(step, kept)).result()
+            sent.append(sent_bytes(proxy))
+
+    assert sent[0] > 8 << 20
+    assert all(found < 100_000 for found in sent[1:])
+    for step in (1, 2, 3):
+        assert same(jaxckpt.restore(f"{root}/{step}"), state(step, kept))
+        assert jaxckpt.verify(f"{root}/{step}").ok
+
+
 def test_a_store_that_does_not_copy_is_sent_everything(store, kept, caplog):
     """The step at which that shows fails, and none after it."""
     root, proxy = store

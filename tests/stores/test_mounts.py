@@ -77,7 +77,7 @@ def _wait_for_calls(mount):
     """Waits until the calls that were left behind have returned."""
     limited: Any = locate(mount)[0]
     while limited._hanging:
-        time.sleep(0.05)
+        time.sleep(0.05)  # nothing tells when; a call that never returns ends the test by its limit
 
 
 @pytest.fixture
@@ -199,7 +199,10 @@ def test_a_manager_reports_a_mount_that_hangs(root, stop):
 
 
 def test_a_mount_that_hangs_while_arrays_are_written_raises(root, stop, monkeypatch):
-    """The threads that write them stay behind then."""
+    """The threads that write them stay behind then.
+
+    It hangs once the directory is made, a moment that only `DataFiles` knows.
+    """
     real = DataFiles._write
 
     def write(self, files):
