@@ -203,13 +203,13 @@ def test_a_mount_that_hangs_while_arrays_are_written_raises(root, stop, monkeypa
 
     It hangs once the directory is made, a moment that only `DataFiles` knows.
     """
-    real = DataFiles._write
+    real = DataFiles._writing
 
-    def write(self, files):
+    def writing(self, file):
         stop()
-        real(self, files)
+        return real(self, file)
 
-    monkeypatch.setattr(DataFiles, "_write", write)
+    monkeypatch.setattr(DataFiles, "_writing", writing)
 
     with pytest.raises(StoreError, match="write_parts has not returned"):
         jaxckpt.save(root / "a", tree(1))
