@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple
@@ -44,28 +44,26 @@ def compressed(stored: StoredArray, level: int | None) -> StoredArray:
     return stored if level is None or is_direct(stored) else replace(stored, zstd=level)
 
 
+class ChunkWrite(NamedTuple):
+    """A chunk that a process writes: its key, and where its values are."""
+
+    key: str
+    stored: StoredArray
+    is_direct: bool
+    source: int  # the index of the shard in the snapshot
+    part: tuple[Any, ...] | None  # of that shard; None for all
+    sums: slice  # its checksums, of those of the process
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritePlan:
     """The writes of one process to its database, without the values."""
 
     # Key and bytes of the metadata of each array.
     described: tuple[tuple[str, bytes], ...]
-    # Prefix and layout of each array without direct chunks, by its index in the plan.
-    arrays: Mapping[int, tuple[str, StoredArray]]
-    # Key, index of the source shard, and part of the shard (None for all), for each direct chunk.
-    direct: tuple[tuple[str, int, tuple[Any, ...] | None], ...]
-    # Array, index in it, source shard and part of it, for each other chunk.
-    written: tuple[tuple[int, tuple[int, ...], int, tuple[Any, ...] | None], ...]
-    # Numbers of the direct, then of the other chunks and inner chunks in the file of checksums.
-    units: tuple[int, ...]
+    chunks: tuple[ChunkWrite, ...]  # the direct ones first
+    units: tuple[int, ...]  # their numbers, and those of inner chunks, in the file of checksums
     unit_count: int  # chunks and inner chunks of the whole tree, of all processes
-
-    def chunks(self) -> Iterator[tuple[str, int]]:
-        """Yields the key and the source shard of each chunk."""
-        for key, source, _ in self.direct:
-            yield key, source
-        for i, index, source, _ in self.written:
-            yield self.arrays[i][0] + chunk_key(index), source
 
 
 class Kept(NamedTuple):
@@ -89,31 +87,27 @@ def plan_writes(
         prefixes: The prefix of each array's keys.
         sources: The index of each shard in the snapshot, by array and box.
     """
-    described, arrays, direct, written = [], {}, [], []
-    direct_units, written_units = [], []
+    described = [
+        (prefix + metadata_key(3), encode_zarr3(stored))
+        for prefix, stored in zip(prefixes, plan.stored, strict=True)
+    ]
+    direct = [is_direct(stored) for stored in plan.stored]
     starts = list(starts_of(plan.stored))
-    for i, (prefix, stored) in enumerate(zip(prefixes, plan.stored, strict=True)):
-        described.append((prefix + metadata_key(3), encode_zarr3(stored)))
-        if not is_direct(stored):
-            arrays[i] = prefix, stored
-    for write in plan.writes:
-        source = sources[write.array, write.shard]
+    chunks: list[ChunkWrite] = []
+    units: list[int] = []
+    for write in sorted(plan.writes, key=lambda write: not direct[write.array]):
+        i, stored = write.array, plan.stored[write.array]
         part = None if write.box == write.shard else write.box.within(write.shard)
-        stored, first = plan.stored[write.array], starts[write.array]
         index = tuple(a // n for a, n in zip(write.box.start, stored.chunk_shape, strict=True))
-        units = (first + unit for unit in units_in(stored, index))
-        if write.array in arrays:
-            written.append((write.array, index, source, part))
-            written_units += units
-        else:
-            direct.append((prefixes[write.array] + chunk_key(index), source, part))
-            direct_units += units
+        first = len(units)
+        units += (starts[i] + unit for unit in units_in(stored, index))
+        key, source = prefixes[i] + chunk_key(index), sources[i, write.shard]
+        sums = slice(first, len(units))
+        chunks.append(ChunkWrite(key, stored, direct[i], source, part, sums))
     return WritePlan(
         described=tuple(described),
-        arrays=arrays,
-        direct=tuple(direct),
-        written=tuple(written),
-        units=(*direct_units, *written_units),
+        chunks=tuple(chunks),
+        units=tuple(units),
         unit_count=starts[-1],
     )
 
@@ -167,32 +161,25 @@ def write_arrays(
         What was written, with the checksum of each of `writes.units`.
     """
     described = writes.described if describe else ()
-    if not (writes.direct or writes.written or described):
+    if not (writes.chunks or described):
         return Written([])
     sums = [0] * len(writes.units)
     files = DataFiles(storage, folder, sums)
     for key, data in described:
         files.put(key, data)
-    for n, (key, source, part) in enumerate(writes.direct):
+    for key, stored, direct, source, part, at in writes.chunks:
         if source in kept.sources:
-            sums[n] = kept.written.sums[n]
+            sums[at] = kept.written.sums[at]
             files.keep(key, kept.written)
             continue
-        values = snapshot[source]
-        data = encode_chunk(values if part is None else values[part])
-        sums[n] = int.from_bytes(data[-CRC_BYTES:], "little")
-        files.put(key, data, apart=source in kept.apart)
-    first = len(writes.direct)
-    for i, index, source, part in writes.written:
-        prefix, stored = writes.arrays[i]
-        key, after = prefix + chunk_key(index), first + len(units_in(stored, index))
-        if source in kept.sources:
-            sums[first:after] = kept.written.sums[first:after]
-            files.keep(key, kept.written)
+        apart = source in kept.apart
+        values = snapshot[source] if part is None else snapshot[source][part]
+        if direct:
+            data = encode_chunk(values)
+            sums[at.start] = int.from_bytes(data[-CRC_BYTES:], "little")
+            files.put(key, data, apart=apart)
         else:
-            values = snapshot[source] if part is None else snapshot[source][part]
-            files.put_chunk(Chunk(key, stored, values, first), apart=source in kept.apart)
-        first = after
+            files.put_chunk(Chunk(key, stored, values, at.start), apart=apart)
     return files.write(links_from=kept.folder)
 
 

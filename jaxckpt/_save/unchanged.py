@@ -105,7 +105,7 @@ class Changes:
 
     def base_of_next(self, folder: str, written: Written) -> Base | None:
         """Returns the base of the next save, once this one is committed."""
-        if not written.sizes:  # by TensorStore
+        if not written.sizes:  # this process had nothing to write
             return None
         fingerprint.prepare()
         was_same = self.base.same if self.base is not None else self.same
@@ -168,7 +168,7 @@ def changes_since(
         for i, one in zip(compared, fingerprint.arrived([sent[i] for i in compared]), strict=True):
             same[i] = one is not None and one == base.prints[i]
         if any(same[i] for i in away):
-            held = {source for _, source in tree.held.chunks()}  # written on this disk all the same
+            held = {chunk.source for chunk in tree.held.chunks}  # written on this disk all the same
             found = _worth_linking(base, same, copies=changes.copies)
             changes.away = (found & set(away)) - held
     return changes
@@ -179,7 +179,7 @@ def _worth_linking(
 ) -> set[int]:
     """Returns the unchanged sources in files that are used enough to be linked, and `fixed`."""
     places, sizes = base.written.places, base.written.sizes
-    chunks = [(places[key], source) for key, source in base.tree.writes.chunks()]
+    chunks = [(places[chunk.key], chunk.source) for chunk in base.tree.writes.chunks]
     in_files = [(place, source) for place, source in chunks if isinstance(place, Place)]
     found = _true(same)
     while True:
