@@ -74,7 +74,6 @@ def _forget_plans() -> None:
         _plan.placement_of,
         _plan._grid_of,
         _tree_plan.saved_sharding,
-        _writer.is_direct,
         arrays.encode_zarr3,
         arrays.zarr3_metadata,
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from jaxckpt._core.box import Box
@@ -26,22 +26,26 @@ from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, StoredArray, Tree
 from jaxckpt.storage import Storage
 
-# The bytes of a chunk of at most this size are made at once; those of a larger one while it is
-# written. Compressed, a small one would gain little.
-_MAX_DIRECT_BYTES: Final = 256 << 10
+_MAX_DIRECT_BYTES: Final = 64 << 10
+_MAX_PLAIN_BYTES: Final = 256 << 10  # compressed, a chunk of this size would gain little
 
 
-@lru_cache(maxsize=1 << 12)
-def is_direct(stored: StoredArray) -> bool:
-    """Returns whether the chunks of an array are small: made at once, and not compressed."""
-    if stored.inner_shape is not None:
-        return False
-    return math.prod(stored.chunk_shape) * dtype_of(stored.dtype).itemsize <= _MAX_DIRECT_BYTES
+def _is_direct(stored: StoredArray) -> bool:
+    """Returns whether the bytes of a chunk are made at once, not while it is written.
+
+    That takes less time for each chunk, but copies it, so it pays for small ones.
+    """
+    return stored.inner_shape is None and _chunk_bytes(stored) <= _MAX_DIRECT_BYTES
 
 
 def compressed(stored: StoredArray, level: int | None) -> StoredArray:
     """Returns the layout of an array with compressed chunks, if they are large enough to pay."""
-    return stored if level is None or is_direct(stored) else replace(stored, zstd=level)
+    small = stored.inner_shape is None and _chunk_bytes(stored) <= _MAX_PLAIN_BYTES
+    return stored if level is None or small else replace(stored, zstd=level)
+
+
+def _chunk_bytes(stored: StoredArray) -> int:
+    return math.prod(stored.chunk_shape) * dtype_of(stored.dtype).itemsize
 
 
 class ChunkWrite(NamedTuple):
@@ -91,7 +95,7 @@ def plan_writes(
         (prefix + metadata_key(3), encode_zarr3(stored))
         for prefix, stored in zip(prefixes, plan.stored, strict=True)
     ]
-    direct = [is_direct(stored) for stored in plan.stored]
+    direct = [_is_direct(stored) for stored in plan.stored]
     starts = list(starts_of(plan.stored))
     chunks: list[ChunkWrite] = []
     units: list[int] = []

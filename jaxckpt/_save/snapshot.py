@@ -318,11 +318,11 @@ def take_tree(
     """
     tree, values = plan_tree(value, processes, dtype, zstd, holds=holds)
     changes = None if storage is None else changes_since(base, tree, values, storage)
-    away = set[int]() if changes is None else changes.away
+    left = set[int]() if changes is None else changes.left
     try:
-        sources = [source for i, source in enumerate(tree.sources) if i not in away]
+        sources = [source for i, source in enumerate(tree.sources) if i not in left]
         staged = iter(stage(values, sources, copy=copy))
-        snapshot = [None if i in away else next(staged) for i in range(len(tree.sources))]
+        snapshot = [None if i in left else next(staged) for i in range(len(tree.sources))]
         return TreeItem(name=name, tree=tree, snapshot=snapshot, changes=changes)
     except TreeMismatch as error:
         one = error.differences[0]

@@ -76,7 +76,8 @@ class Changes:
     same: list[bool]  # by source
     sent: dict[int, Any]  # fingerprints on their way from devices, by source, to compare with later
     later: Collection[int]  # source shards whose fingerprints cannot be taken yet
-    away: set[int] = field(default_factory=set)  # sources that are not copied to the host
+    linked: set[int] = field(default_factory=set)  # unchanged sources, in files worth linking
+    left: set[int] = field(default_factory=set)  # those of them whose values are not needed
     prints: list[bytes | None] = field(default_factory=list)
 
     def kept(self, snapshot: Sequence[Any]) -> Kept:
@@ -92,16 +93,20 @@ class Changes:
             return NOTHING_KEPT
         if self.is_whole:
             return Kept((), _true(base.same), base.written, base.folder)
+        more = False
         for i, source in enumerate(sources):
             one = known[i]
             if source.is_host_memory and not self.same[i] and one is not None:
                 self.same[i] = fingerprint.is_of(one, snapshot[i])
+                more = more or self.same[i]
         pairs = zip(known, self.same, strict=True)
         self.prints = [one if same else found.get(i) for i, (one, same) in enumerate(pairs)]
         if not any(self.same):
             return NOTHING_KEPT
-        linked = _worth_linking(base, self.same, copies=self.copies, fixed=self.away)
-        return Kept(linked, _true(self.same) - linked, base.written, base.folder)
+        if more:  # what was worth it before still is
+            self.linked = _worth_linking(base, self.same, copies=self.copies)
+        apart = _true(self.same) - self.linked
+        return Kept(self.linked, apart, base.written, base.folder)
 
     def base_of_next(self, folder: str, written: Written) -> Base | None:
         """Returns the base of the next save, once this one is committed."""
@@ -167,17 +172,15 @@ def changes_since(
     if base is not None and not is_whole:
         for i, one in zip(compared, fingerprint.arrived([sent[i] for i in compared]), strict=True):
             same[i] = one is not None and one == base.prints[i]
-        if any(same[i] for i in away):
+        if any(same):
             held = {chunk.source for chunk in tree.held.chunks}  # written on this disk all the same
-            found = _worth_linking(base, same, copies=changes.copies)
-            changes.away = (found & set(away)) - held
+            changes.linked = _worth_linking(base, same, copies=changes.copies)
+            changes.left = changes.linked - held
     return changes
 
 
-def _worth_linking(
-    base: Base, same: Sequence[bool], *, copies: bool, fixed: Collection[int] = ()
-) -> set[int]:
-    """Returns the unchanged sources in files that are used enough to be linked, and `fixed`."""
+def _worth_linking(base: Base, same: Sequence[bool], *, copies: bool) -> set[int]:
+    """Returns the unchanged sources in files that are used enough to be linked."""
     places, sizes = base.written.places, base.written.sizes
     chunks = [(places[chunk.key], chunk.source) for chunk in base.tree.writes.chunks]
     in_files = [(place, source) for place, source in chunks if isinstance(place, Place)]
@@ -191,7 +194,7 @@ def _worth_linking(
             for file, size in used.items()
             if size < _LEAST_USED * sizes[file] or (copies and sizes[file] not in COPIED_BYTES)
         }
-        bad = {source for place, source in in_files if place.file in idle} & (found - set(fixed))
+        bad = {source for place, source in in_files if place.file in idle} & found
         if not bad:
             return found
         found -= bad
