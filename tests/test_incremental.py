@@ -74,7 +74,10 @@ def where(request, monkeypatch):
 
 @pytest.mark.parametrize("are", ["the same", "equal"])
 def test_what_is_frozen_is_written_once(ram_path, where, staged, are):
-    """At most 1.02 times the changed bytes are written, and none of the others copied."""
+    """At most 1.02 times the changed bytes are written.
+
+    Of the others none is copied from a device, and none is taken that is the same array as before.
+    """
     kept, sizes = frozen(), []
     with CheckpointManager(ram_path / "run") as manager:
         for step in range(1, 5):
@@ -87,7 +90,7 @@ def test_what_is_frozen_is_written_once(ram_path, where, staged, are):
     files_of_ours = 20_000  # metadata, record and database; none depends on the sizes of arrays
     assert all(grown < 1.02 * 4 * 128 * 5 * 4 + files_of_ours)
     assert staged[0] >= everything
-    if where == "device":
+    if where == "device" or are == "the same":
         assert all(0 < found < 0.05 * FROZEN for found in staged[1:])
     for step in range(1, 5):
         assert same(jaxckpt.restore(ram_path / "run" / str(step)), lora(step, kept))
@@ -106,8 +109,7 @@ def test_weights_of_four_bits_are_shared(ram_path, where, staged, compression):
     files = [{p.stat().st_ino for p in (ram_path / str(n)).rglob("d/*")} for n in (1, 2, 3)]
     assert files[0] & files[1] & files[2]
     assert bytes_in(ram_path) < 1.1 * bytes_in(ram_path / "1")
-    if where == "device":
-        assert all(0 < found < 0.05 * kept.nbytes for found in staged[1:])
+    assert where == "host" or all(0 < found < 0.05 * kept.nbytes for found in staged[1:])
     for step in (1, 2, 3):
         wanted = lora(step, {"int4": kept, "w": jnp.arange(1 << 20)})
         assert same(jaxckpt.restore(ram_path / str(step)), wanted)
@@ -338,7 +340,7 @@ def test_a_local_tier(ram_path, where, staged):
     shutil.rmtree(ram_path / "local")
 
     assert (np.diff(sizes, axis=0) < 0.1 * FROZEN).all()
-    assert where == "host" or all(found < 0.05 * FROZEN for found in staged[1:])
+    assert all(found < 0.05 * FROZEN for found in staged[1:])
     for step in range(1, 5):
         assert same(jaxckpt.restore(ram_path / "run" / str(step)), lora(step, kept))
         assert jaxckpt.verify(ram_path / "run" / str(step)).ok
