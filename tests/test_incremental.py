@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -25,7 +26,7 @@ from jaxckpt._core import fingerprint
 from jaxckpt._disk.data_files import DataFiles
 from jaxckpt._run.tiers import Tiers
 from jaxckpt._save import unchanged
-from jaxckpt.errors import SaveFailed
+from jaxckpt.errors import CorruptCheckpoint, SaveFailed
 from jaxckpt.storage import LocalStorage, locate
 from jaxckpt.testing import CrashingStorage, SimulatedCrash, simulate
 from tests.strategies import same
@@ -310,11 +311,12 @@ def test_saves_that_overlap_are_whole(ram_path):
         assert not manager.problems
 
 
-def test_without_hard_links(ram_path, monkeypatch):
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EACCES, errno.EIO])
+def test_without_hard_links(ram_path, monkeypatch, code):
     """The files are copied: more bytes, and still right."""
 
     def refuse(*args, **options):
-        raise OSError(1, "Operation not permitted")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", refuse)
     kept = frozen()
@@ -391,6 +393,82 @@ def test_no_room_is_made_of_what_a_save_under_way_refers_to(ram_path, where, mon
         assert manager.tiers["local"] == [1, 2]
     for step in (1, 2, 3):
         assert same(jaxckpt.restore(ram_path / "run" / str(step)), lora(step, kept))
+
+
+def damage(step):
+    """Damages the largest file of values of a step."""
+    file = max(step.rglob("d/*"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[1000:1064] = bytes(64)
+    file.write_bytes(data)  # in place, as a disk does: each name of the file has it
+
+
+@pytest.mark.parametrize("shows", ["read back", "restore", "restore_items"])
+def test_a_damaged_step_is_not_referred_to(ram_path, where, shows):
+    """From the moment on at which the manager knows it."""
+    kept, keep = frozen(), KeepPolicy(verified=shows == "read back")
+    with CheckpointManager(ram_path, keep=keep) as manager:
+        manager.save(1, lora(1, kept)).result()
+        manager.wait_until_finished()
+        if shows == "read back":
+            damage(ram_path / "1")
+        manager.save(2, lora(2, kept)).result()
+        manager.wait_until_finished()
+        if shows == "read back":
+            assert "cannot be read back" in manager.problems[0]
+        else:
+            damage(ram_path / "2")
+            with pytest.raises(CorruptCheckpoint):
+                getattr(manager, shows)(step=2)
+        manager.save(3, lora(3, kept)).result()
+
+    assert not jaxckpt.verify(ram_path / "2").ok
+    assert jaxckpt.verify(ram_path / "3").ok
+    assert same(jaxckpt.restore(ram_path / "3"), lora(3, kept))
+
+
+@pytest.mark.parametrize("call", ["restore", "restore_items"])
+def test_after_going_back_in_a_store_a_step_is_whole(call, caplog):
+    """Whatever was restored; later steps share files again."""
+    caplog.set_level(logging.CRITICAL)
+    url, kept = f"memory://{call}-goes-back", {"w": jnp.arange(300_000.0)}
+    with CheckpointManager(url) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, lora(step, kept)).result()
+            manager.wait_until_finished()
+        storage, root = locate(url)
+        storage.write(f"{root}/3/state/_METADATA", b"{")
+        assert getattr(manager, call)()
+        assert manager.restored_step == 2
+        for step in (4, 5):
+            manager.save(step, lora(step, kept)).result()
+            manager.wait_until_finished()
+        assert manager._saver._incremental
+        assert all(same(manager.restore(step=step), lora(step, kept)) for step in (1, 2, 4, 5))
+
+
+@pytest.mark.usefixtures("accelerators")
+@pytest.mark.parametrize("when", ["enqueued", "awaited"])
+def test_what_cannot_be_compared_is_written(ram_path, monkeypatch, when):
+    """A device without memory for a fingerprint stops no save."""
+    kept = frozen()
+
+    def fail(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    with CheckpointManager(ram_path) as manager:
+        for step in range(1, 7):
+            if step == 4 and when == "enqueued":
+                monkeypatch.setattr(
+                    fingerprint, "_programs", dict.fromkeys(fingerprint._programs, fail)
+                )
+            with monkeypatch.context() as patch:
+                if step == 4 and when == "awaited":
+                    patch.setattr(jax, "device_get", fail)
+                manager.save(step, lora(step, copied(kept))).result()
+                manager.wait_until_finished()
+
+    assert all(same(jaxckpt.restore(ram_path / str(n)), lora(n, kept)) for n in range(1, 7))
 
 
 def test_the_step_before_is_deleted_during_a_save(ram_path, where, monkeypatch):
@@ -531,6 +609,18 @@ def test_every_bit_counts(dtype):
     assert None not in found
     assert len(set(found)) == 5
     assert of_device(jnp.array(values, copy=True)) == found[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [("int4", 1023), ("uint8", 1023), ("bfloat16", 1023), ("float32", 1023), ("complex64", 511)],
+)
+def test_positions_do_not_repeat(monkeypatch, dtype, most):
+    """An array with more words than positions has no fingerprint, however few bytes it has."""
+    monkeypatch.setattr(fingerprint, "_MOST_WORDS", 1023)
+
+    assert of_device(jnp.zeros(most, dtype)) is not None
+    assert of_device(jnp.zeros(most + 1, dtype)) is None
 
 
 def _flipped(bits, places):

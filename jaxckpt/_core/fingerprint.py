@@ -8,6 +8,8 @@ up; four times, with other constants. A shard in host memory has two checksums f
 CRC-32C and CRC-64/NVME, which run as fast as memory is read. Both are over the bits: NaNs and
 signed zeros are what they are. They are no protection against somebody who makes two arrays of one
 fingerprint.
+
+An array without a fingerprint counts as changed: if it is too large, or if a computation fails.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _FACTORS: Final = (
     (0xC2B2AE3D, 0x27D4EB2F),
     (0x27D4EB2F, 0x165667B1),
 )
-_MOST_WORDS: Final = 1 << 32  # a position is a word itself
+_MOST_WORDS: Final = (1 << 32) - 1  # a position is a word itself
 _MOST_PROGRAMS: Final = 200  # a compiler may take a tenth of a second for each
 LATER: Final = "later"
 
@@ -91,20 +93,27 @@ def arrived(prints: Sequence[Any]) -> list[bytes | None]:
     """Waits for fingerprints on their way; None for what has none."""
     import jax
 
+    sent = [one for one in prints if isinstance(one, jax.Array)]
     with jax.transfer_guard_device_to_host("allow"):
-        found = iter(jax.device_get([one for one in prints if isinstance(one, jax.Array)]))
+        try:
+            found = iter(jax.device_get(sent))
+        except RuntimeError:  # of the device, such as a lack of memory
+            return [None] * len(prints)
     return [next(found).tobytes() if isinstance(one, jax.Array) else None for one in prints]
 
 
 def _sent(shard: jax.Array) -> Sent:
     import jax
 
-    if shard.size == 0 or shard.nbytes > 4 * _MOST_WORDS:
+    if not 0 < max(shard.size, shard.nbytes // 4) <= _MOST_WORDS:
         return None
     key = shard.shape, shard.dtype, shard.sharding
     if key in _programs:
-        program = _programs[key]
-        return program and program(shard)
+        try:
+            return _programs[key] and _programs[key](shard)
+        except RuntimeError:  # of the device, such as a lack of memory
+            _programs[key] = None
+            return None
     if key not in _wanted:
         if len(_programs) + len(_wanted) >= _MOST_PROGRAMS:
             return None

@@ -53,6 +53,10 @@ _NICENESS: Final = 10  # against 0, the weight of a thread is a tenth: setpriori
 Values = np.ndarray[Any, Any]
 
 
+class LinkFailed(SaveFailed):
+    """A store did not copy the files of the step before."""
+
+
 class Written(NamedTuple):
     """A database that was written."""
 
@@ -155,6 +159,7 @@ class DataFiles:
 
         Raises:
             SaveFailed: that database was deleted in the meantime.
+            LinkFailed: a store did not copy its files.
         """
         pairs = [(f"{links_from}/{file}", f"{self._folder}/{file}") for file in self._linked]
         if pairs:
@@ -166,6 +171,13 @@ class DataFiles:
             raise SaveFailed(
                 f"{links_from} was deleted while a step that shares its files was being saved "
                 f"({error}). Save again: the next step is written as a whole."
+            ) from error
+        except OSError as error:
+            if self._storage.scheme == "file":
+                raise
+            raise LinkFailed(
+                f"{self._folder}: the store did not copy files of {links_from}: {error}. Save "
+                "again: from now on, all is sent."
             ) from error
         self._write([file for file in self._files if file.compressed])
         self._files = [file for file in self._files if not file.compressed]

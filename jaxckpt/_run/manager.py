@@ -206,6 +206,7 @@ class CheckpointManager:
             keep=keep,
             timeout_s=timeout_s,
             writes=mode == "w",
+            on_damage=lambda: self._saver.share_nothing(),
         )
         self._tiers = None
         if local is not None:
@@ -468,12 +469,17 @@ class CheckpointManager:
         return StateReading(self._processes, self._item, like, objects, request)
 
     def _go_on(
-        self, copies: list[Copy], found: tuple[int, Any], reading: StateReading, start_s: float
-    ) -> Any:  # any pytree
+        self,
+        copies: list[Copy],
+        found: tuple[int, Any],
+        reading: StateReading | ItemsReading,
+        start_s: float,
+    ) -> Any:  # any pytree, or items by name
         self.restored_step, state = found
-        self._timings.append(reading.meter.timing())
-        reading.set_objects()
-        self._saver.record(restore_s=time.monotonic() - start_s)
+        reading.set_objects(state)
+        if isinstance(reading, StateReading):
+            self._timings.append(reading.meter.timing())
+            self._saver.record(restore_s=time.monotonic() - start_s)
         if self.mode == "w" and self.restored_step != copies[0].step:
             newest = self._lead("newest", self._newest)  # some were set aside
             newest = max(self.restored_step, -1 if newest is None else newest)
@@ -542,12 +548,12 @@ class CheckpointManager:
             targets=None if items is None else dict(items),
             request=self._request({}),
         )
+        start_s = time.monotonic()
         steps = self._resume.candidates(step)
-        self.restored_step, found = self._resume.first_whole(
+        found = self._resume.first_whole(
             steps, reading.of, fallback=fallback and isinstance(step, str)
         )
-        reading.set_objects(found)
-        return found
+        return self._go_on(steps, found, reading, start_s)
 
     # --- listing steps ---------------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ class Resume:
     keep: KeepPolicy  # ranks the steps
     timeout_s: float
     writes: bool  # if True, sets damaged steps aside; if False, leases steps while reading
+    on_damage: Callable[[], None]  # called when a copy is found damaged
 
     @property
     def _name(self) -> str:
@@ -181,6 +182,7 @@ class Resume:
                     self._settle(failed, copy)
                 return copy.step, attempt.value
             damaged.append(attempt)
+            self.on_damage()
         if not fallback:
             raise damaged[0].error or self._other_failed(damaged[0].copy, str(damaged[0].problem))
         raise CheckpointNotFound(
@@ -312,7 +314,7 @@ class StateReading:
             )
         return open_item(found, self._item if self._item in found.items else None)
 
-    def set_objects(self) -> None:
+    def set_objects(self, _: object) -> None:
         """Sets the states of the objects from the step read last."""
         for name, state in self._states.items():
             _items.set_state(name, self._objects[name], state)

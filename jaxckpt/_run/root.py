@@ -74,22 +74,26 @@ class Root:
             own=own,
         )
 
-    def committed(self, info: StepInfo) -> None:
-        """Records a step just committed, and deletes those that the policy does not keep."""
+    def committed(self, info: StepInfo) -> bool:
+        """Records a step just committed, and deletes those that the policy does not keep.
+
+        Returns:
+            False if the step was read back and is damaged.
+        """
         self.index.remember(info)
         if self.own:  # of an earlier life: this one went on without what was on another disk
             self.deletion.delete([n for n in self.index.steps() if n > info.step])
-        if self.keep.verified:
-            self._read_back(info.step)
+        is_good = not self.keep.verified or self._read_back(info.step)
         self.tidy()
+        return is_good
 
     def tidy(self) -> None:
         """Deletes the steps that the policy does not keep."""
         if self.keep.has_rules:
             self.deletion.delete(self._what_goes())
 
-    def _read_back(self, step: int) -> None:
-        """Reads a step just committed and compares it with its checksums."""
+    def _read_back(self, step: int) -> bool:
+        """Returns whether a step just committed has the values of its checksums."""
         self._verified.discard(step)
         report = look(self.leases, step)
         if report is not None and report.ok:
@@ -100,6 +104,7 @@ class Root:
                 f"step {step} was saved but cannot be read back: {problem}. Older steps stay until "
                 "a later one can be read."
             )
+        return report is None or report.ok
 
     def _what_goes(self) -> list[int]:
         steps = self.index.steps()

@@ -12,7 +12,9 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final, cast, final
 
+from jaxckpt._core import fingerprint
 from jaxckpt._core.check import calling
+from jaxckpt._disk.data_files import LinkFailed
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._run import items as _items
 from jaxckpt._run.preemption import Notice, Preemption
@@ -189,6 +191,10 @@ class Saver:
     def went_back(self, newest: int | None, *, good: int | None) -> None:
         """Records that later steps are gone, and which is the newest that every process trusts."""
         self.floor, self.agreed = newest, good
+        self.share_nothing()
+
+    def share_nothing(self) -> None:
+        """Lets the next step be whole, since the last one may be damaged."""
         self._bases = {}
 
     # --- in the caller's thread ------------------------------------------------------------------
@@ -529,6 +535,7 @@ class Saver:
                 if handle.attempt():
                     self._remember(handle)
                     self._follow(handle)
+                    fingerprint.prepare()  # once the upload is under way
                 elif not (handle.refused or handle.skipped):
                     error = handle
             except BaseException as failed:  # the next call raises it
@@ -561,10 +568,10 @@ class Saver:
 
     def _forget(self, handle: SaveHandle) -> None:
         """Lets the next step be whole after a failed one."""
-        trees = self._trees.pop(handle.step or 0, ())
+        self._trees.pop(handle.step or 0, ())
         self._referred.pop(handle.step or 0, None)
-        if self._index.storage.scheme != "file" and any(item.has_base for item in trees):
-            self._incremental = False  # the store may not copy
+        if isinstance(handle.error, LinkFailed):
+            self._incremental = False  # the store does not copy
         self._bases = {}
 
     def _follow(self, handle: SaveHandle) -> None:
@@ -583,11 +590,15 @@ class Saver:
             if self._processes.index == 0:  # only it knows the metrics
                 if self._tiers is not None and upload is not None:
                     self._tiers.follow(root, upload, info)
-                root.committed(info)
+                is_good, turn = root.committed(info), None
                 if self._tiers is not None and self._root.own:
-                    led.value = self._tiers.turn()
+                    turn = self._tiers.turn()
+                led.value = [is_good, turn]
+        is_good, turn = led.value
+        if not is_good:
+            self.share_nothing()
         if self._tiers is not None and self._root.own:
-            self._tiers.take_turn(root, info, led.value)
+            self._tiers.take_turn(root, info, turn)
         if self._on_commit is not None:
             with calling(f"on_commit; step {step} is committed"):
                 self._on_commit(timing)

@@ -3,7 +3,8 @@
 The copy of a step is a save there like any other (see `_disk.transaction`), but for its token,
 which is made of the token of the step: the next upload of the step takes the work of a dead one
 over. A file that is there already is compared byte for byte, and sent again if it differs. A file
-of values that the newest step there has too is linked, or copied by the store.
+of values that the newest step there has too is linked, or copied by the store, but not read: damage
+to it there is damage to both steps.
 """
 
 from __future__ import annotations

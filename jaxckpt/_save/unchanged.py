@@ -112,7 +112,6 @@ class Changes:
         """Returns the base of the next save, once this one is committed."""
         if not written.sizes:  # this process had nothing to write
             return None
-        fingerprint.prepare()
         was_same = self.base.same if self.base is not None else self.same
         return Base(
             tree=self.tree,

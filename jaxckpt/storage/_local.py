@@ -257,9 +257,7 @@ class LocalStorage:
             _check_regular(os.lstat(src), src)
             try:
                 os.link(src, dst, follow_symlinks=False)
-            except OSError as error:
-                if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, *_UNSUPPORTED):
-                    raise
+            except OSError:  # if it is not about links, the copy raises it too
                 with open(src, "rb") as source, open(dst, "xb") as copy:
                     shutil.copyfileobj(source, copy, 1 << 20)
                 return False

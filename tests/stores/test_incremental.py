@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxckpt
-from jaxckpt.errors import StoreError
+from jaxckpt.errors import SaveFailed
 from jaxckpt.testing import simulate
 from tests.stores.proxy import Answer
 from tests.strategies import same
@@ -82,7 +82,7 @@ def test_a_store_that_does_not_copy_is_sent_everything(store, kept, caplog):
     refused = proxy.add(Answer(403), when=lambda request: request.is_copy)
     with jaxckpt.CheckpointManager(root) as manager:
         manager.save(1, state(1, kept)).result()
-        with caplog.at_level(logging.CRITICAL), pytest.raises(StoreError, match="copy"):
+        with caplog.at_level(logging.CRITICAL), pytest.raises(SaveFailed, match="did not copy"):
             manager.save(2, state(2, kept)).result()
         for step in (3, 4):
             manager.save(step, state(step, kept)).result()
