@@ -47,6 +47,7 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.overview import overview
 from jaxckpt._run.owner import Ownership
+from jaxckpt._run.resume import Resume
 from jaxckpt.format import names
 from jaxckpt.format.step import FileFacts, decode_record, digest, encode_record
 from jaxckpt.multihost import Single, current
@@ -2278,6 +2279,30 @@ def test_what_a_reader_is_at_is_not_deleted(tmp_path):
         assert (following, let_go) == (3, [3, 4])
         assert manager.all_steps() == [5]
         assert not [name for name in os.listdir(tmp_path) if names.is_lease(name)]
+
+
+@pytest.mark.parametrize("call", ["restore", "restore_items"])
+def test_a_step_that_is_deleted_once_it_was_found(tmp_path, monkeypatch, call):
+    """The newest one is that which was saved meanwhile; any other is an error with the steps."""
+    with (
+        CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as writer,
+        CheckpointManager(tmp_path, mode="r") as reader,
+    ):
+        writer.save(1, {"w": np.arange(3)}).result()
+        listed = Resume.candidates
+
+        def candidates(resume, step):
+            found = listed(resume, step)
+            if writer.latest_step() < 3:
+                writer.save(writer.latest_step() + 1, {"w": np.arange(4)}).result()
+                writer.wait_until_finished()
+            return found
+
+        monkeypatch.setattr(Resume, "candidates", candidates)
+        with pytest.raises(CheckpointNotFound, match="2"):
+            getattr(reader, call)(step=1)
+        assert getattr(reader, call)()
+        assert reader.restored_step == 3
 
 
 def test_a_lease_that_has_expired_holds_nothing(tmp_path):

@@ -445,7 +445,10 @@ class CheckpointManager:
         reading = self._reading(like, items, self._request(options))
         steps = self._resume.candidates(step)
         found = self._resume.first_whole(
-            steps, reading.of, fallback=fallback and isinstance(step, str)
+            steps,
+            reading.of,
+            fallback=fallback and isinstance(step, str),
+            again=lambda: self._resume.candidates(step),
         )
         return self._go_on(steps, found, reading, start_s)
 
@@ -551,7 +554,10 @@ class CheckpointManager:
         start_s = time.monotonic()
         steps = self._resume.candidates(step)
         found = self._resume.first_whole(
-            steps, reading.of, fallback=fallback and isinstance(step, str)
+            steps,
+            reading.of,
+            fallback=fallback and isinstance(step, str),
+            again=lambda: self._resume.candidates(step),
         )
         return self._go_on(steps, found, reading, start_s)
 

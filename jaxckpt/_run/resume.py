@@ -146,6 +146,7 @@ class Resume:
         reading: Callable[[StepIndex, int], Callable[[Check], T]],
         *,
         fallback: bool,
+        again: Callable[[], Sequence[Copy]] | None = None,
     ) -> tuple[int, T]:
         """Reads the first complete copy of a step, the same in every process.
 
@@ -154,6 +155,7 @@ class Resume:
         Args:
             reading: Returns the function that reads a step, given one that raises if it is gone.
             fallback: Whether to try the next step if all copies of one are damaged.
+            again: Returns the copies there are now, if all were deleted meanwhile.
 
         Returns:
             The step and the value read.
@@ -183,6 +185,9 @@ class Resume:
                 return copy.step, attempt.value
             damaged.append(attempt)
             self.on_damage()
+        is_gone = not any(attempt.is_corrupt for attempt in damaged)
+        if is_gone and again is not None and (now := again()) != copies:
+            return self.first_whole(now, reading, fallback=fallback)
         if not fallback:
             raise damaged[0].error or self._other_failed(damaged[0].copy, str(damaged[0].problem))
         raise CheckpointNotFound(
@@ -210,9 +215,17 @@ class Resume:
             own = None if isinstance(error, ProcessesDisagree) else error
             met.check(own, f"step {step} of {root.index.root} was not restored")
         problem = next((met.problems[i] for i, found in met.marks.items() if found), None)
+        is_corrupt = "corrupt" in met.marks.values()
         if problem is not None and not mark:
-            error = self._other_failed(copy, problem) if "corrupt" in met.marks.values() else None
-        return _Attempt(copy=copy, value=value, problem=problem, error=error, is_mine=bool(mark))
+            error = self._other_failed(copy, problem) if is_corrupt else None
+        return _Attempt(
+            copy=copy,
+            value=value,
+            problem=problem,
+            is_corrupt=is_corrupt,
+            error=error,
+            is_mine=bool(mark),
+        )
 
     def _check(self, copy: Copy, there: bool) -> None:
         index = self._root_of(copy).index
@@ -261,6 +274,7 @@ class _Attempt:
     copy: Copy
     value: Any  # read by this process
     problem: str | None  # the damage, worded alike in every process
+    is_corrupt: bool  # whether it is damage and not a lack, alike in every process
     error: Exception | None  # for this process to raise
     is_mine: bool  # whether this process found the damage
 
