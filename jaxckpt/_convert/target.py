@@ -212,7 +212,8 @@ def _check_plain(leaves: Sequence[Leaf], path: str) -> None:
 def _plain_problem(leaf: Leaf) -> str | None:
     if leaf.kind != "key" and leaf.dtype in arrays.AS_BYTES_DTYPES:
         return f"has dtype {leaf.dtype}, which zarr lacks"
-    is_plain = "/" not in leaf.name and leaf.name not in ("", ".", "..")
+    # TensorStore takes a backslash for a slash.
+    is_plain = not {"/", "\\"} & {*leaf.name} and leaf.name not in ("", ".", "..")
     if leaf.path and not (is_plain and not _means_more(leaf.name)):
         return f"needs a directory named {leaf.name!r}"
     return None
