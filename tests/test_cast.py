@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt import TreeMismatch, UnsupportedLeaf
 from jaxckpt._core.cast import cast
-from jaxckpt.format.arrays import dtype_of
+from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
 from tests.strategies import same
 
 NUMBERS = "bool uint8 uint64 int8 int32 int64 bfloat16 float16 float32 float64 complex64".split()
@@ -302,3 +302,38 @@ def test_a_save_refuses_to_lose_a_value(tmp_path):
         jaxckpt.save(tmp_path / "x", tree, dtype=np.int8)
 
     assert not list(tmp_path.iterdir())
+
+
+FLOATS = [name for name in sorted(STORABLE_DTYPES | AS_BYTES_DTYPES) if "float" in name]
+SOME = [0.0, -0.0, 1, -1, 5.5, 7, 9, 16, 20, 100, 448, 1e3, 6e4, 1e5, -1e5, 1e38, -1e38, 1e-30]
+SOME += [np.nan, np.inf, -np.inf]
+
+
+@pytest.mark.parametrize("wanted", FLOATS)
+@pytest.mark.parametrize("saved", [*FLOATS, "bool", "int4", "int8", "uint8", "int16"])
+def test_every_float_holds_what_is_cast_to_it(saved, wanted):
+    """Integers stay the same, finite values finite and within the range, and others not finite."""
+    if "float" in saved:
+        with np.errstate(all="ignore"):
+            values = np.array(SOME).astype(dtype_of(saved))
+    else:
+        values = np.arange(-8, 8).astype(dtype_of(saved))
+        if saved not in ("bool", "int4"):
+            values = np.arange(-130, 300).astype(saved)
+    most = float(ml_dtypes.finfo(dtype_of(wanted)).max)
+    for value in values:
+        try:
+            out = cast(value.reshape(1), dtype_of(wanted), leaf="w", place="here")
+        except TreeMismatch:
+            continue
+        before, after = float(value), float(out.astype(np.float64)[0])
+        if "float" not in saved:
+            assert before == after
+        assert np.isfinite(before) == np.isfinite(after)
+        assert not np.isfinite(before) or abs(before) <= 1.1 * most
+        assert before == 0 or np.sign(before) == np.sign(after) or np.isnan(after) or after == 0
+
+
+def test_an_infinite_part_hides_no_other():
+    with pytest.raises(TreeMismatch):
+        cast(np.array([complex(1e300, np.nan)]), np.dtype("complex64"), leaf="w", place="here")

@@ -201,8 +201,8 @@ def code_lines(source: str) -> int:
 
 def test_the_package_stays_small():
     """Lines in all, and of code, without what is in `APART`."""
-    assert sum(source.count("\n") for source in sources()) <= 24_780
-    assert sum(map(code_lines, sources())) <= 16_990
+    assert sum(source.count("\n") for source in sources()) <= 24_810
+    assert sum(map(code_lines, sources())) <= 17_010
 
 
 def test_the_drop_in_stays_small():

@@ -486,3 +486,29 @@ def test_a_shard_of_several_chunks(tmp_path, mesh, monkeypatch):
         assert np.array_equal(found, values), name
     assert len(chunks_of(tmp_path / "a", "host")) == 16
     assert len(chunks_of(tmp_path / "a", "split")) == 16
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.zeros((1,) * 33),
+        np.zeros((0, 1 << 58), "i1"),
+        pytest.param("key", id="a key of 32 dimensions"),
+    ],
+    ids=str,
+)
+def test_what_could_not_be_read_back_is_not_saved(tmp_path, value):
+    """Formats and libraries have 32 dimensions, and a key has one more than it shows."""
+    if isinstance(value, str):
+        value = jax.random.split(jax.random.key(0), 1).reshape((1,) * 32)
+    with pytest.raises(jaxckpt.UnsupportedLeaf, match=r"w: (is stored with|has shape)"):
+        jaxckpt.save(tmp_path / "a", {"w": value, "b": 1})
+
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("shape", [(1,) * 32, (0, (1 << 58) - 1)], ids=["dimensions", "elements"])
+def test_the_largest_shapes(tmp_path, shape):
+    jaxckpt.save(tmp_path / "a", {"w": np.zeros(shape, np.int8)})
+
+    assert jaxckpt.restore(tmp_path / "a", as_numpy=True)["w"].shape == shape

@@ -131,7 +131,8 @@ def chunked(stored: StoredArray, *, inner: bool) -> StoredArray:
         chunk_shape = enlarged(unit_shape, stored.shape, itemsize, arrays.MAX_UNIT_BYTES)
     elif math.prod(chunk_shape) * itemsize > _MOST_CHUNK_BYTES:
         chunk_shape = _smaller(stored.shape, chunk_shape, unit_shape, itemsize)
-    inner_shape = arrays.inner_shape(chunk_shape, itemsize) if inner else None
+    splits = inner and 0 not in stored.shape
+    inner_shape = arrays.inner_shape(chunk_shape, itemsize) if splits else None
     whole_chunks = all(n % c == 0 for n, c in zip(stored.shape, chunk_shape, strict=True))
     if inner_shape is not None and (
         not whole_chunks or math.prod(inner_shape) * itemsize < _LEAST_INNER_BYTES

@@ -20,6 +20,12 @@ from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES
 _KINDS: Final = ("bool", "uint", "int", "float", "complex")
 _FLOAT: Final = _KINDS.index("float")
 
+# Floats of few bits lack some values. These lack none; an infinity, a NaN or more are missing in
+# all others.
+_COMPLETE: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
+_SATURATED: Final = frozenset({"float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"})  # inf is the max
+_POSITIVE: Final = frozenset({"float8_e8m0fnu"})  # no zero, no sign
+
 Values = np.ndarray[Any, Any]
 
 
@@ -90,24 +96,35 @@ def _kept(values: Values, out: Values) -> Any:  # an array of bools, or one bool
     if kind_rank(values.dtype) < _FLOAT:
         return _kept_integers(values, out)
     if target >= _FLOAT:
+        if out.dtype.kind == "c":
+            real = _kept(values.real, out.real)
+            return real & _kept(values.imag, out.imag) if values.dtype.kind == "c" else real
         most = float(finfo(out.dtype).max)
-        if float(finfo(values.dtype).max) <= most:
+        if out.dtype.name in _COMPLETE and float(finfo(values.dtype).max) <= most:
             return True
         # Nearly always enough, and much faster than to look at each value; false if one is NaN.
-        if values.dtype.kind != "c" and -most <= float(values.min()) <= float(values.max()) <= most:
+        if out.dtype.name not in _POSITIVE and (
+            -most <= float(values.min()) <= float(values.max()) <= most
+        ):
             return True
-        return np.isfinite(values) == np.isfinite(out)
+        kept = np.isfinite(values) == np.isfinite(out)
+        return kept & (np.abs(values) <= most) if out.dtype.name in _SATURATED else kept
     low, high = _limits(out.dtype)
     whole = np.trunc(values.astype(np.float64))
     return (whole >= low) & (whole < high + 1.0)
 
 
 def _kept_integers(values: Values, out: Values) -> Any:  # as `_kept`
+    if values.dtype == np.bool_:
+        values = values.view(np.uint8)
     least, most = int(values.min()), int(values.max())
     if kind_rank(out.dtype) < _FLOAT:
         low, high = _limits(out.dtype)
         return (low <= least and most <= high) or (values >= low) & (values <= high)
-    if max(-least, most) <= 2 << finfo(out.dtype).nmant:
+    limits = finfo(out.dtype)
+    # Of each integer up to here the float is exact.
+    exact = min(2 << limits.nmant, float(limits.max))
+    if max(-least, most) <= exact and out.dtype.name not in _POSITIVE:
         return True
     low, high = _limits(values.dtype)
     wide = (out.real if out.dtype.kind == "c" else out).astype(np.float64)

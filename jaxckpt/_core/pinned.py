@@ -53,8 +53,10 @@ def send(shards: Sequence[jax.Array | None]) -> list[jax.Array | None]:
     arrays: list[Any] = [shards[i] for i in mine]
     try:
         copies = jax.device_put(arrays, [_target(array) for array in arrays])
-    except RuntimeError as error:  # the pool is full: jax has no class of its own for that
+    except BaseException as error:
         _returned.append(sum(array.nbytes for array in arrays))
+        if not isinstance(error, RuntimeError):  # of the pool: jax has no class of its own for that
+            raise
         _logger.warning(
             "%s of pinned host memory were not to be had, so this save waits for its copies: %s",
             size_text(sum(array.nbytes for array in arrays)),

@@ -175,13 +175,14 @@ def plan_save(arrays: Sequence[ArraySpec], *, process: int, holds: bool = False)
             chunk_shape = smaller
             owned, others = _divided(owned, smaller), _divided(others, smaller)
         # zarr forbids chunks of size zero; an empty array has no chunks.
+        is_empty = 0 in array.shape
         chunk_shape = tuple(max(1, n) for n in chunk_shape)
         stored.append(
             StoredArray(
                 shape=array.shape,
                 dtype=array.dtype,
                 chunk_shape=chunk_shape,
-                inner_shape=inner_shape(chunk_shape, array.itemsize),
+                inner_shape=None if is_empty else inner_shape(chunk_shape, array.itemsize),
             )
         )
         writes += [Write(array=i, box=box, shard=shard) for box, shard in owned if box.size]

@@ -4,6 +4,7 @@
 containers as data. `rebuild` puts it together again without a target.
 
 A container class is rebuilt only if it belongs to a library on the list below. The library is
+import math
 imported by its name in the list; the class name in the file is then looked up among existing
 classes, and the class must be a namedtuple or a registered pytree node. Nothing else is run.
 """
@@ -11,12 +12,13 @@ classes, and the class must be a namedtuple or a registered pytree node. Nothing
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final, Literal
 
 import jax
@@ -27,8 +29,10 @@ from jax.core import Tracer
 from jaxckpt._core.text import counted
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedLeaf
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
+from jaxckpt.format.jsontext import MAX_DIMS
 from jaxckpt.format.tree import (
     MAX_DIGITS,
+    MAX_ELEMENTS,
     MAX_LEVELS,
     NAMED,
     SEQUENCE,
@@ -189,12 +193,14 @@ def _describe(value: object, path: Path, key_types: tuple[int, ...]) -> Leaf:
             raise ValueError("was deleted or donated; save it before the call that donates it")
         if is_key_dtype(value.dtype):
             impl = str(jax.random.key_impl(value))
+            if value.ndim >= MAX_DIMS:  # its words are one more
+                raise TypeError(f"is stored with more than {MAX_DIMS} dimensions, the limit")
             return leaf("key", dtype=value.dtype.name, shape=value.shape, key_impl=impl)
-        return leaf("array", dtype=_check_dtype(value.dtype), shape=value.shape)
+        return leaf("array", dtype=_check(value.dtype, value.shape), shape=value.shape)
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError("is a masked array; save its data and its mask as two arrays")
     if isinstance(value, np.ndarray):
-        return leaf("numpy", dtype=_check_dtype(value.dtype), shape=value.shape)
+        return leaf("numpy", dtype=_check(value.dtype, value.shape), shape=value.shape)
     if isinstance(value, str):
         value.encode()  # raises on an unpaired surrogate
         # Orbax finds the text by a JSON pointer, where a bare `~` is an escape.
@@ -204,7 +210,7 @@ def _describe(value: object, path: Path, key_types: tuple[int, ...]) -> Leaf:
     if isinstance(value, bytes):
         return leaf("bytes", dtype="uint8", shape=())
     if isinstance(value, np.generic):
-        return leaf("generic", dtype=_check_dtype(np.asarray(value).dtype))
+        return leaf("generic", dtype=_check(np.asarray(value).dtype, ()))
     if isinstance(value, _NUMBERS):
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
             return leaf("int", value=_digits(int(value)))
@@ -238,11 +244,16 @@ def stored_value(kind: str, value: Any) -> jax.Array | np.ndarray[Any, Any]:
     return np.asarray(_NUMBER_OF[kind](value))  # IntEnum -> int
 
 
-@cache
-def _check_dtype(dtype: Any) -> str:  # numpy's and jax's dtypes share no type
+@lru_cache(maxsize=1 << 12)
+def _check(dtype: Any, shape: tuple[int, ...]) -> str:  # numpy's and jax's dtypes share no type
+    """Returns the name of the dtype of an array that can be stored and read back."""
     name = np.dtype(dtype).name
     if name not in STORABLE_DTYPES | AS_BYTES_DTYPES:
         raise TypeError(f"has dtype {dtype}, which zarr cannot store")
+    if len(shape) > MAX_DIMS:
+        raise TypeError(f"is stored with more than {MAX_DIMS} dimensions, the limit")
+    if 0 in shape and math.prod(n or 1 for n in shape) >= MAX_ELEMENTS:
+        raise TypeError(f"has shape {shape}, with more elements than can be indexed")
     return name
 
 

@@ -58,6 +58,8 @@ class RestoreRequest:
         check_type("restore", "report", self.report, Callable | None, "a function")
         check_type("restore", "on_progress", self.on_progress, Callable | None, "a function")
         check_type("restore", "budget_bytes", self.budget_bytes, Real, "a number")
+        if not self.budget_bytes < float("inf"):
+            raise ValueError(f"budget_bytes must be finite, got {self.budget_bytes}")
         check_type("restore", "timeout_s", self.timeout_s, Real, "a number")
 
     @property

@@ -448,7 +448,7 @@ class CheckpointManager:
             steps,
             reading.of,
             fallback=fallback and isinstance(step, str),
-            again=lambda: self._resume.candidates(step),
+            again=partial(self._resume.candidates, step),
         )
         return self._go_on(steps, found, reading, start_s)
 
@@ -522,7 +522,9 @@ class CheckpointManager:
             return init(), 0
         like = init() if request.keeps_values else shapes_of(init)
         reading = self._reading(like, items, request)
-        found = self._resume.first_whole(steps, reading.of, fallback=fallback)
+        found = self._resume.first_whole(
+            steps, reading.of, fallback=fallback, again=partial(self._resume.candidates, "latest")
+        )
         return self._go_on(steps, found, reading, start_s), found[0]
 
     def restore_items(
@@ -557,7 +559,7 @@ class CheckpointManager:
             steps,
             reading.of,
             fallback=fallback and isinstance(step, str),
-            again=lambda: self._resume.candidates(step),
+            again=partial(self._resume.candidates, step),
         )
         return self._go_on(steps, found, reading, start_s)
 

@@ -11,6 +11,7 @@ from jaxckpt.errors import CorruptCheckpoint, damaged
 # A tree of a million leaves takes about 400 MB of `_METADATA`.
 MAX_BYTES: Final = 512 << 20
 MAX_DEPTH: Final = 200
+MAX_DIMS: Final = 32  # of a shape; TensorStore has the same limit
 _CONTAINERS: Final = (dict, list, tuple)
 # A container takes far more memory than its two bytes in the file. A tree has about eleven for each
 # leaf, of 35 bytes each. A file may have `_MAX_DENSE`, plus one for every 32 bytes.
@@ -85,8 +86,10 @@ def expect_shape(value: object, what: str, *, file: str) -> tuple[int, ...]:
     """Returns the JSON list of a shape as a tuple of non-negative ints."""
     dims: list[Any] = value if isinstance(value, list) else [None]
     is_shape = all(type(dim) is int and 0 <= dim < 1 << 62 for dim in dims)
-    if not is_shape or len(dims) > 32:
-        raise damaged(file, f"{what} must be a list of at most 32 sizes, got {_short(value)}")
+    if not is_shape or len(dims) > MAX_DIMS:
+        raise damaged(
+            file, f"{what} must be a list of at most {MAX_DIMS} sizes, got {_short(value)}"
+        )
     return tuple(dims)
 
 

@@ -32,6 +32,7 @@ _MAX_NAME_BYTES: Final = 16 << 10  # database keys have at most 64 kB
 
 # The longest int that Python parses. Ints too large for an array are stored as text.
 MAX_DIGITS: Final = 4300
+MAX_ELEMENTS: Final = 1 << 58  # of an array, whose bytes numpy can count then
 
 Path = tuple[str, ...]
 
@@ -436,7 +437,7 @@ def check_grid(stored: StoredArray, *, where: str, file: str) -> None:
     elif any(map(operator.mod, *grids)):
         problem = f"inner chunks of shape {inner} do not divide chunks of shape {chunks}"
     # Without the zeros, because numpy also multiplies only the other dimensions.
-    elif math.prod(n or 1 for n in shape) >= 1 << 58:
+    elif math.prod(n or 1 for n in shape) >= MAX_ELEMENTS:
         problem = f"shape {shape} has too many elements"
     else:
         return
