@@ -158,10 +158,31 @@ _notebook.register("manager", _draw_manager)
 def __getattr__(name: str) -> Any:
     home = name if name in _MODULES else _HOME.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(_unknown(name), name=name)
     module = importlib.import_module(f"{__name__}.{home}")
     globals()[name] = value = module if name in _MODULES else getattr(module, name)
     return value
+
+
+# Names in Orbax, Flax and torch, and what does the same here.
+_HABITS = {
+    **dict.fromkeys(("load", "restore_checkpoint", "load_checkpoint"), "restore"),
+    "save_checkpoint": "save",
+    **dict.fromkeys(
+        ("Checkpointer", "PyTreeCheckpointer", "StandardCheckpointer", "AsyncCheckpointer"),
+        "CheckpointManager, or save and restore; with one import changed, jaxckpt.orbax",
+    ),
+    "CheckpointManagerOptions": "SavePolicy and KeepPolicy",
+}
+
+
+def _unknown(name: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, [*__all__, *_MODULES], n=1)
+    meant = _HABITS.get(name) or (near[0] if near else "")
+    hint = f". Did you mean {meant}?" if meant else ""
+    return f"module {__name__!r} has no attribute {name!r}{hint}"
 
 
 def __dir__() -> list[str]:

@@ -53,7 +53,10 @@ CALLS = {
         lambda m: m.restore_or(dict, itemz={}),
         "restore takes no argument 'itemz'. Did you mean 'items'?",
     ),
-    "save(True)": (lambda m: m.save(True, TREE), "save: step must be an int, got True"),
+    "save(True)": (
+        lambda m: m.save(True, TREE),
+        "save(step, state): step must be an int, got True",
+    ),
     "save(metrics=0.5)": (
         lambda m: m.save(2, TREE, metrics=0.5),
         "save: metrics must be a dict of numbers by name, got 0.5",

@@ -8,11 +8,12 @@ from typing import Any
 from jaxckpt._convert.source import of_checkpoint
 from jaxckpt._convert.target import write_checkpoint
 from jaxckpt._core.cast import floating
-from jaxckpt._core.check import zstd_level
+from jaxckpt._core.check import explained, zstd_level
 from jaxckpt._core.select import Globs
 from jaxckpt.storage import locate
 
 
+@explained("convert")
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],

@@ -32,6 +32,7 @@ from jaxckpt._convert.target import (
     write_checkpoint,
 )
 from jaxckpt._core.cast import floating
+from jaxckpt._core.check import explained
 from jaxckpt._core.select import Globs
 from jaxckpt._disk.tensors import read_headers, runs
 from jaxckpt.errors import (
@@ -49,6 +50,7 @@ from jaxckpt.storage import Storage, locate
 _REGION_BYTES: Final = 32 << 20
 
 
+@explained("export_safetensors")
 def export_safetensors(
     src: str | os.PathLike[str],
     path: str | os.PathLike[str],
@@ -282,6 +284,7 @@ def _write_runs(file: Any, base: int, shape: tuple[int, ...], part: Part, values
 # --- into a checkpoint -----------------------------------------------------------------------
 
 
+@explained("import_safetensors")
 def import_safetensors(
     path: str | os.PathLike[str],
     dst: str | os.PathLike[str],

@@ -10,21 +10,41 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Real
-from typing import Any, ParamSpec
+from typing import Any, Final, ParamSpec, TypeVar
 
 import numpy as np
 
-from jaxckpt._core.text import nearest
+from jaxckpt._core.text import nearest, shown
 from jaxckpt.format.arrays import MAX_ZSTD_LEVEL, STORABLE_DTYPES
 
 P = ParamSpec("P")
+R = TypeVar("R")
+
+# Names that people bring along, from Orbax, Flax, torch or a config, and what they are called here.
+_HABITS: Final = {
+    "restore": {
+        **dict.fromkeys(("target", "template", "state", "abstract_state", "args"), "like"),
+        "step": "A step of a run is a path, such as restore('run/20').",
+    },
+    "save": {
+        "state": "tree",
+        "force": "overwrite",
+        "metadata": "custom_metadata",
+        "step": "The steps of a run are saved by CheckpointManager.save(step, state).",
+    },
+    "SavePolicy": dict.fromkeys(("interval", "every", "save_interval_steps"), "every_steps"),
+    "KeepPolicy": {
+        **dict.fromkeys(("max_to_keep", "keep", "n"), "last"),
+        "keep_period": "every_steps",
+    },
+}
 
 
 def check_type(who: str, name: str, value: object, kind: Any, wanted: str) -> None:
     """Checks that a value is of a kind, which is a class or several; True is no number."""
     is_flag = isinstance(value, bool) and kind is not bool
     if is_flag or not isinstance(value, kind):
-        raise TypeError(f"{who}: {name} must be {wanted}, got {value!r:.80}")
+        raise TypeError(f"{who}: {name} must be {wanted}, got {shown(value)}")
 
 
 def check_count(who: str, **values: int | None) -> None:
@@ -71,12 +91,17 @@ def zstd_level(who: str, compression: object) -> int:
 
 
 def as_step(who: str, step: Any) -> int:  # of an int, or an array of one
+    """Returns a step as an int.
+
+    Args:
+        who: The call, such as "save" or "save(step, state)".
+    """
     try:
         number = operator.index(step)
     except TypeError:
         number = None
     if number is None or isinstance(step, bool):
-        raise TypeError(f"{who}: step must be an int, got {step!r}")
+        raise TypeError(f"{who}: step must be an int, got {shown(step)}")
     return number
 
 
@@ -92,25 +117,60 @@ def check_names(
             raise TypeError(f"{lacks} {name!r}. {hint(str(name), known)}")
 
 
-def names_checked(
-    who: str, hint: Callable[[str, Sequence[str]], str]
-) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Returns a decorator that makes a function explain names that it does not take."""
+def explained(
+    who: str, hint: Callable[[str, Sequence[str]], str] | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Returns a decorator that makes a function explain arguments that it does not take.
 
-    def decorate(function: Callable[P, None]) -> Callable[P, None]:
+    Args:
+        who: The name of the function, as callers know it.
+        hint: Words what an unknown name may mean. If None, a known habit or the nearest name.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
-        known = dict.fromkeys([*signature.parameters][1:]).keys()
+        names = [*signature.parameters]
+        kinds = [one.kind for one in signature.parameters.values()]
+        most, first = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD), names[0] == "self"
+        known = dict.fromkeys(names[first:]).keys()
 
         @functools.wraps(function)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            if len(args) > most:
+                raise TypeError(_by_position(who, [*known][most - first :], args[most:]))
             if not kwargs.keys() <= known:
-                check_names(f"{who} takes no argument", kwargs, [*known], hint)
-            function(*args, **kwargs)
+                explain_names(who, kwargs, function, hint)
+            return function(*args, **kwargs)
 
         checked.__signature__ = signature  # pyright: ignore  # gin does not look at __wrapped__
         return checked
 
     return decorate
+
+
+def explain_names(
+    who: str,
+    found: Iterable[str],
+    function: Callable[..., object],
+    hint: Callable[[str, Sequence[str]], str] | None = None,
+) -> None:
+    """Raises TypeError for the first name that a function does not take; see `explained`."""
+    parameters = inspect.signature(function).parameters.values()
+    known = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    words = hint or functools.partial(_meant, who)
+    check_names(f"{who} takes no argument", found, known, words)
+
+
+def _by_position(who: str, names: Sequence[str], values: Sequence[object]) -> str:
+    hint = f" Name it, such as {names[0]}={shown(values[0])}." if names else ""
+    return f"{who} does not take {shown(values[0])} by position.{hint}"
+
+
+def _meant(who: str, name: str, known: Sequence[str]) -> str:
+    habit = _HABITS.get(who, {}).get(name)
+    if habit is None:
+        return nearest(name, known)
+    return f"Did you mean {habit!r}?" if habit in known else habit
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -12,6 +13,7 @@ _BYTES: Final = {"": 1, "B": 1} | {
     for infix, base in (("", 1000), ("I", 1024))
     for power, prefix in enumerate("KMGT", 1)
 }
+_WIDEST: Final = 80
 _SECONDS: Final = {"": 1, "S": 1, "M": 60, "MIN": 60, "H": 3600, "D": 86_400, "W": 604_800}
 
 
@@ -54,6 +56,17 @@ def _quantity(text: str, units: Mapping[str, float], what: str) -> float:
     if found is None or found[2].upper() not in units:
         raise ValueError(f"must be {what}, got {text!r}")
     return float(found[1]) * units[found[2].upper()]
+
+
+def shown(value: object) -> str:
+    """Returns what a value looks like, on one line of at most 80 characters.
+
+    Example:
+        >>> shown({"w": "x" * 100})[:30], len(shown("x" * 200))
+        ("{'w': 'xxxxxxxxxxxx...xxxxxxxx", 30)
+    """
+    text = " ".join(reprlib.repr(value).split())
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."
 
 
 def counted(count: int, what: str) -> str:

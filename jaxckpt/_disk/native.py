@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Final
 
+from jaxckpt._core.text import nearest
 from jaxckpt._disk import checksums
 from jaxckpt._disk.checksums import Sums
 from jaxckpt._disk.found import Found
@@ -14,6 +16,8 @@ from jaxckpt.format import arrays, names, sharding, step, tree
 from jaxckpt.format.safetensors import Tensor
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, Path, Tree, bad_leaf
+
+_MOST_NAMES: Final = 20  # in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +147,9 @@ def subtree(item: Item, path: Path) -> Item:
         if leaf.path[:depth] == path
     )
     if not leaves:
-        raise KeyError(f"{item.path} has nothing at {tree.path_text(path)!r}")
+        known = {tree.path_text(x.path[:n]) for x in item.tree.leaves for n in range(1, 1 + depth)}
+        hint = nearest(tree.path_text(path), sorted(known)[:_MOST_NAMES])
+        raise KeyError(f"{item.path} has nothing at {tree.path_text(path)!r}. {hint}")
     root = item.tree.root
     for name in path:
         root = None if root is None else dict(zip(root.names, root.children, strict=True)).get(name)

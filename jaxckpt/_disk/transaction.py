@@ -333,6 +333,7 @@ def begin(
         _delete_first(storage, path, foreign, fence)
     if around is None:
         storage.make_dir(posixpath.dirname(path))
+    problem: FileNotFoundError | None = None
     for _ in range(_TRIES if token is None else 1):
         attempt = token or secrets.token_hex(8)
         work = work_for(storage, path, attempt).path
@@ -343,8 +344,9 @@ def begin(
             else:
                 storage.make_dir(work)
             transaction.claim()
-        except FileNotFoundError:
+        except FileNotFoundError as error:
             # Another writer began here too, and removed the unclaimed directory as a dead writer's.
+            problem = error
             if storage.kind(posixpath.dirname(path)) != "dir":
                 raise
         except BaseException:
@@ -355,7 +357,10 @@ def begin(
             raise
         else:
             return transaction
-    raise SaveFailed(f"{path}: other writers keep starting to save here. Let only one job save.")
+    raise SaveFailed(
+        f"{path}: no directory can be made there ({problem}). Save elsewhere; or if other jobs "
+        "save here, let only one of them."
+    ) from problem
 
 
 def take_over(storage: Storage, path: str, token: str) -> Transaction | None:

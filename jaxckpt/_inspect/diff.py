@@ -14,6 +14,7 @@ from typing import Final, final
 import numpy as np
 
 from jaxckpt._core.box import Box
+from jaxckpt._core.check import explained
 from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._disk.find import at_rest, open_tree
 from jaxckpt._disk.found import Found
@@ -42,6 +43,7 @@ _EMPTY: Final = {"None": "None", "Dict": "{}", "List": "[]", "Tuple": "()"}
 _EXACT: Final = float(1 << 53)
 
 
+@explained("diff")
 def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],

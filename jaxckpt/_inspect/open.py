@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from typing import Any, Final, final
 
 from jaxckpt._core import notebook
+from jaxckpt._core.check import check_type, explained
 from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._core.text import counted, size_text
 from jaxckpt._disk.find import at_rest, open_item
@@ -73,8 +74,8 @@ class Checkpoint:
             return None
         return sum(facts.size for facts in self._found.recorded(tree.path).values())
 
-    def __getitem__(self, path: str | tuple[object, ...]) -> Checkpoint:
-        """Returns the part below a path: `"params/layer_0"`, or a tuple of keys.
+    def __getitem__(self, path: str | int | tuple[object, ...]) -> Checkpoint:
+        """Returns the part below a path: `"params/layer_0"`, an index, or a tuple of keys.
 
         A name that contains a `/` may be written as it is shown, or escaped as in `leaves`.
 
@@ -83,7 +84,8 @@ class Checkpoint:
         """
         if self._tree is None:
             raise KeyError(f"item {self.item!r} of {self.path} is JSON, not a tree")
-        names = _names(path, self._tree.tree.leaves)
+        check_type("open", "the path of a part", path, str | int | tuple, "text or a tuple of keys")
+        names = _names((path,) if isinstance(path, int) else path, self._tree.tree.leaves)
         part = subtree(self._tree, names)
         return Checkpoint(self._found, part, (*self._below, *names))
 
@@ -163,6 +165,7 @@ class Checkpoint:
         return notebook.html("checkpoint", self)
 
 
+@explained("open")
 def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint:
     """Opens a checkpoint: reads its metadata, but no array data.
 

@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Final
 
 from jaxckpt._core.box import cut, tile, whole, widened
+from jaxckpt._core.check import explained
 from jaxckpt._core.plan import plan_reads
 from jaxckpt._disk.chunks import LeafRead
 from jaxckpt._disk.find import at_rest, open_item
@@ -24,6 +25,7 @@ from jaxckpt.types import Problem, VerifyReport
 _BUDGET_BYTES: Final = 256 << 20
 
 
+@explained("verify")
 def verify(path: str | os.PathLike[str]) -> VerifyReport:
     """Reads all of a checkpoint, and compares it with its checksums.
 

@@ -17,13 +17,15 @@ from jaxckpt.format.tree import Path, parse_path, path_text
 _Rule = tuple[str, str, str]
 
 _MOST_LINES: Final = 200
+_SCALARS: Final = ("int", "float", "bool", "str")
 _MOST_RULES: Final = 20
 _WIDEST: Final = 60  # of a column; a longer name moves only its own line
 
 
 def text(differences: Sequence[Difference], place: str, *, only: Globs = None) -> str:
     """Returns the message of a `TreeMismatch`; `only` is given if it selects nothing wanted."""
-    lines = [f"{len(differences)} leaves of the target do not fit {place}"]
+    do = "does" if len(differences) == 1 else "do"
+    lines = [f"{counted(len(differences), 'leaf')} of the target {do} not fit {place}"]
     lines += table(differences)
     if only is not None:
         part = (only if isinstance(only, str) else next(iter(only), "")).rstrip("/*")
@@ -32,13 +34,29 @@ def text(differences: Sequence[Difference], place: str, *, only: Globs = None) -
         (pattern, replacement, part), fits = rule
         rename = f"Were names changed? rename={ {pattern: replacement}!r} lets {fits} fit."
         lines.append(_of(part) if part else rename)
-    lines.append(
-        "Change the target, or restore around them: skip=[...], rename={...}, missing='keep' for "
-        "leaves that were not saved, extra='ignore' for leaves that are not wanted, resize=True "
-        "for arrays of other sizes, dtype=... for a cast from float to int, int to bool or signed "
-        "to unsigned."
-    )
+    if any(d.leaf == "" and d.wanted in _SCALARS for d in differences):
+        lines.append("`like` is a single value. A step of a run is a path: restore('run/20').")
+    lines.append(f"Change the target, or restore around them: {', '.join(_ways(differences))}.")
     return "\n".join(lines)
+
+
+def _ways(differences: Sequence[Difference]) -> list[str]:
+    """Returns the arguments of a restore by which some of the leaves could be restored."""
+    misfits = [(d.wanted, d.saved) for d in differences if d.wanted and d.saved]
+    parts = [[text.partition("[")[::2] for text in pair] for pair in misfits]
+    is_lost = any(d.wanted and not d.saved for d in differences)
+    is_left = any(d.saved and not d.wanted for d in differences)
+    ways = {
+        "skip=[...]": misfits,
+        "rename={...}": is_lost and is_left,
+        "missing='keep' for leaves that were not saved": is_lost,
+        "extra='ignore' for leaves that are not wanted": is_left,
+        "resize=True for arrays of other sizes": any(a[1] != b[1] for a, b in parts),
+        "dtype=... for a cast from float to int, int to bool or signed to unsigned": any(
+            a[0] != b[0] for a, b in parts
+        ),
+    }
+    return [text for text, applies in ways.items() if applies]
 
 
 def _of(part: str) -> str:

@@ -21,6 +21,7 @@ from jax.sharding import (
 from jaxckpt._core.box import Box, whole
 from jaxckpt._core.check import calling
 from jaxckpt._core.pytree import check_levels, key_path
+from jaxckpt._core.text import counted
 from jaxckpt._core.transfer import boxes_here
 from jaxckpt._restore.match import LeafMatch, RestoreRequest, Wanted, describe
 from jaxckpt._restore.mismatch import table
@@ -66,8 +67,9 @@ def plan_leaves(
         planned = _plan_leaf(leaf, chooser, request)
         (differences if isinstance(planned, Difference) else plans).append(planned)
     if differences:
+        do = "does" if len(differences) == 1 else "do"
         raise TreeMismatch(
-            f"{len(differences)} leaves of {place} do not fit their sharding:\n"
+            f"{counted(len(differences), 'leaf')} of {place} {do} not fit the sharding:\n"
             + "\n".join(table(differences))
             + "\nUse shardings whose mesh axes divide the shapes.",
             differences,
@@ -111,7 +113,23 @@ def _plan_leaf(
         return plan._replace(sharding=sharding, boxes=boxes_here(of_data, data_shape))
     except (ValueError, IndexError):
         found = describe(saved.kind, saved.dtype, shape, saved.key_impl)
-        return Difference(leaf=path_text(leaf.path), wanted=str(sharding), saved=found)
+        why = _why_not(sharding, shape)
+        return Difference(leaf=path_text(leaf.path), wanted=why, saved=found)
+
+
+def _why_not(sharding: Sharding, shape: tuple[int, ...]) -> str:
+    """Describes a sharding that does not fit a shape, and why."""
+    if not isinstance(sharding, NamedSharding):
+        return str(sharding)
+    spec, sizes = sharding.spec, sharding.mesh.shape
+    if len(spec) > len(shape):
+        return f"{spec}, which is for {len(spec)} dimensions or more"
+    for i, axes in enumerate(spec):
+        names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+        parts = math.prod(sizes[name] for name in names)
+        if shape[i] % parts:
+            return f"{spec}, which cuts dimension {i} into {parts} equal parts"
+    return str(sharding)
 
 
 def _out_dtype(saved: Leaf, wanted: Wanted | None, dtype: Any) -> np.dtype[Any] | None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, Never, TypeVar
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from jaxckpt._core import pytree
 from jaxckpt._core.box import Box, whole
 from jaxckpt._core.cast import cast
-from jaxckpt._core.check import calling
+from jaxckpt._core.check import calling, explain_names
 from jaxckpt._core.text import counted
 from jaxckpt._core.transfer import Arriving, is_away, placing, to_default_device, to_device
 from jaxckpt._disk.chunks import LeafRead
@@ -75,6 +75,7 @@ def restore(
     report: Callable[[RestoreReport], None] | None = None,
     budget_bytes: int = 1 << 30,
     on_progress: OnProgress | None = None,
+    **unknown: Never,  # a decorator would hold the arrays of `like`
 ) -> Any:  # any pytree
     """Restores a tree from a checkpoint that jaxckpt, Orbax or Flax wrote, or from safetensors.
 
@@ -126,6 +127,8 @@ def restore(
         OSError: the storage fails to read it; this is no evidence of damage.
         UnsupportedFormat: a newer program wrote it.
     """
+    if unknown:
+        explain_names("restore", unknown, restore)
     storage, where = locate(path)
     alone = as_numpy or current().count == 1
     source = Source(

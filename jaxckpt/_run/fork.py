@@ -7,6 +7,7 @@ import posixpath
 from collections.abc import Sequence
 from typing import Any
 
+from jaxckpt._core.check import explained
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.find import find, open_item
 from jaxckpt._disk.found import Found, check_current
@@ -21,6 +22,7 @@ from jaxckpt.storage import Storage, files_in, locate
 _NOT_COPIED = (names.RECORD, names.COMMIT_MARKER, names.WRITER, names.PINNED)
 
 
+@explained("fork")
 def fork(
     src_step: str | os.PathLike[str], new_root: str | os.PathLike[str], *, step: int | None = None
 ) -> str:

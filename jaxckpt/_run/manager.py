@@ -21,8 +21,8 @@ from typing import Any, Final, Literal, NoReturn, Self, final
 
 from jaxckpt._core import notebook
 from jaxckpt._core.cast import floating
-from jaxckpt._core.check import as_step, check_names, check_type, names_checked, zstd_level
-from jaxckpt._core.text import nearest
+from jaxckpt._core.check import as_step, check_names, check_type, explained, zstd_level
+from jaxckpt._core.text import nearest, shown
 from jaxckpt._disk.find import find
 from jaxckpt._inspect import open as inspection
 from jaxckpt._restore.match import RestoreRequest
@@ -90,7 +90,7 @@ class CheckpointManager:
         >>> folder.cleanup()
     """
 
-    @names_checked(MANAGER, suggest)
+    @explained(MANAGER, suggest)
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -323,10 +323,12 @@ class CheckpointManager:
         """
         if self._ended or (force and self.mode == "r"):
             self._refuse()
+        if self.mode == "r":
+            self._index.report(f"{self.directory} is open with mode='r', so nothing is saved")
         check_type("save", "items", items, Mapping | None, "a dict of values by name")
         check_type("save", "metrics", metrics, Mapping | None, "a dict of numbers by name")
         return self._saver.save(
-            as_step("save", step),
+            as_step("save(step, state)", step),
             state,
             dict(items or {}),
             metrics,
@@ -514,7 +516,9 @@ class CheckpointManager:
         """
         self._begin_call()
         if not callable(init):
-            raise TypeError(f"init must be a function that makes the first state, not {init!r}")
+            raise TypeError(
+                f"init must be a function that makes the first state, got {shown(init)}"
+            )
         request = self._request(options)
         start_s = time.monotonic()
         steps = self._resume.candidates("latest")
@@ -597,7 +601,9 @@ class CheckpointManager:
     def best_step(self) -> int | None:
         """Returns the complete step with the best `metric` of `keep`, or None if no step has it."""
         self._begin_call()
-        ranked = (info.step for info in self._resume.ranked())
+        ranked = [info.step for info in self._resume.ranked()]
+        if not ranked:
+            self._resume.report_unranked()
         return next(filter(self._is_whole, ranked), None)
 
     def metrics(self, step: int) -> dict[str, Any]:

@@ -129,6 +129,12 @@ class Resume:
             raise ValueError("no metric ranks the steps: open the run with KeepPolicy(metric=...)")
         return self.keep.ranked(self._infos(there))
 
+    def report_unranked(self) -> None:
+        """Reports which metrics the steps have, if it is not the one of the policy."""
+        there = self.listed()
+        if any(info.metrics for info in self._infos(there)):
+            self.roots[-1].index.report(f"{self._name}: {self.keep.unranked(self._infos(there))}")
+
     def _infos(self, there: Mapping[int, Sequence[int]]) -> Iterator[StepInfo]:
         """Yields the facts about each step, from the nearest place that has it."""
         return (self.roots[where[0]].index.info(n) for n, where in there.items())

@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
-from jaxckpt._core.check import calling, check_count, check_flag, check_positive, check_type
+from jaxckpt._core.check import (
+    calling,
+    check_count,
+    check_flag,
+    check_positive,
+    check_type,
+    explained,
+)
 from jaxckpt.format.run import is_free_in_root
 from jaxckpt.types import StepInfo
 
@@ -159,6 +166,9 @@ class KeepPolicy:
         return (
             f"no step has a number {self.metric_name!r} in its metrics, which are {there or 'none'}"
         )
+
+
+KeepPolicy.__init__ = explained("KeepPolicy")(KeepPolicy.__init__)
 
 
 def value_of(

@@ -18,7 +18,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from jaxckpt._core.check import calling, check_count, check_flag, check_positive, check_type
+from jaxckpt._core.check import (
+    calling,
+    check_count,
+    check_flag,
+    check_positive,
+    check_type,
+    explained,
+)
 from jaxckpt.types import Decision
 
 FIRST_GUESS: Final = 8
@@ -122,6 +129,9 @@ class SavePolicy:
             with calling(f"SavePolicy.when at step {step}"):
                 return "when" if self.when(step) else None
         return None
+
+
+SavePolicy.__init__ = explained("SavePolicy")(SavePolicy.__init__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any, final
 from weakref import WeakKeyDictionary
 
 from jaxckpt._core.cast import floating
-from jaxckpt._core.check import zstd_level
+from jaxckpt._core.check import check_type, explained, zstd_level
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.transaction import Overwrite
 from jaxckpt._progress.meter import Meter, display
@@ -30,6 +30,7 @@ _attempts: WeakKeyDictionary[Processes, itertools.count[int]] = WeakKeyDictionar
 _attempts_lock = threading.Lock()  # guards _attempts
 
 
+@explained("save")
 def save(
     path: str | os.PathLike[str],
     tree: object,
@@ -88,6 +89,7 @@ def save(
     handle.raise_callback_error()
 
 
+@explained("save_async")
 def save_async(
     path: str | os.PathLike[str],
     tree: object,
@@ -154,6 +156,9 @@ def prepare(
         attempt = next(_attempts.setdefault(processes, itertools.count()))
     name, meter = f"save/{attempt}", None
     try:
+        check_type(
+            "save", "path", path, str | os.PathLike, "a str or os.PathLike, as in save(path, tree)"
+        )
         storage, where = locate(path)
         _check_name(where, overwrite)
         if item not in (names.STATE_ITEM, None):

@@ -12,7 +12,7 @@ import posixpath
 import re
 import shutil
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import unquote
 
 from jaxckpt.errors import StoreError, UnsupportedFormat
@@ -60,6 +60,17 @@ _BROKEN_URL = re.compile(r"(az|file|gcs|gs|hdfs|hf|https?|memory|s3):/")
 _logger = logging.getLogger("jaxckpt")
 
 
+# URLs that people try, and what to do instead.
+_MEANT: Final = {
+    "gcs": " Did you mean gs://?",
+    "s3a": " Did you mean s3://?",
+    "abfs": " Did you mean az://?",
+    "hf": " Download it first, with huggingface_hub.snapshot_download.",
+    "http": " Download it first.",
+    "https": " Download it first.",
+}
+
+
 def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     """Returns the storage of a path or URL, and the absolute path in that storage.
 
@@ -82,9 +93,9 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
         >>> storage.scheme, path
         ('memory', '/scratch/run')
     """
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
-        raise TypeError(f"path must be a str or an os.PathLike of str, got {path!r}")
+        raise TypeError(f"path must be a str or an os.PathLike of str, got {path!r:.80}")
     if not text or "\0" in text:
         raise ValueError(f"path must not be empty or contain a NUL byte, got {text!r}")
     if "\\" in text:
@@ -105,7 +116,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     if scheme not in ("", "file"):
         raise UnsupportedFormat(
             f"{text!r}: jaxckpt has no storage for {scheme}://. It saves to local paths, az://, "
-            "gs://, s3:// and memory://."
+            f"gs://, s3:// and memory://.{_MEANT.get(scheme, '')}"
         )
     local = _file_url_path(text) if scheme else os.path.expanduser(text)
     # POSIX allows two leading slashes to have a special meaning; no system here uses it.
