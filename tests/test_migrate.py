@@ -305,16 +305,41 @@ def test_json(tmp_path):
     ids=["python2", "coding", "bytes", "null", "brackets", "deep"],
 )
 def test_a_file_that_is_not_python(tmp_path, data, why):
-    """It is named, left alone, and the others are changed; exit code 2."""
+    """It is named and left alone; exit code 2. With --partly the others are changed."""
     bad, good = a_file(tmp_path, data, "bad.py"), a_file(tmp_path, PROGRAM)
 
-    code, out, _ = cli("migrate", tmp_path, "--write")
+    code, out, _ = cli("migrate", tmp_path, "--write", "--partly")
 
     assert code == 2
     assert why in out
     assert f"{bad}: error: " in out
     assert bad.read_bytes() == data
     assert "jaxckpt" in good.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("import orbax.checkpoint as ocp\nocp.Unknown", False),
+        ("import orbax.checkpoint\nprint 'a'", False),
+        ("print 'a'", True),
+        ("import orbax.export as e\ne.Known", True),
+    ],
+    ids=["by hand", "error", "error without Orbax", "another package"],
+)
+def test_a_program_is_changed_whole_or_not_at_all(tmp_path, text, changed):
+    """If a file below a path keeps Orbax, none there changes; another path does."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    other.mkdir()
+    a_file(one, text, "a.py")
+    good, apart = a_file(one, PROGRAM), a_file(other, PROGRAM)
+
+    _, out, _ = cli("migrate", one, other, "--write")
+
+    assert ("jaxckpt" in good.read_text()) == changed
+    assert (f"Nothing below {one} was changed" in out) == (not changed)
+    assert "jaxckpt" in apart.read_text()
 
 
 def test_what_is_no_file_of_python(tmp_path):
@@ -351,7 +376,7 @@ def test_links(tmp_path):
     (root / "b.py").symlink_to(outside)
     (root / "c").symlink_to(tmp_path)
 
-    code, out, _ = cli("migrate", root, "--write")
+    code, out, _ = cli("migrate", root, "--write", "--partly")
 
     assert code == 1
     assert f"{root}/b.py: by hand: a symbolic link to {outside}" in out

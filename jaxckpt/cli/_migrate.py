@@ -42,6 +42,7 @@ class _File:
     Attributes:
         state: "unchanged", "to change", "changed", "by hand" or "error".
         why: Why it is to be changed by hand, or the error.
+        stays: Whether it goes on using Orbax, or may, so that the others should too.
         changes: Line, old and new statement of each import.
     """
 
@@ -50,28 +51,38 @@ class _File:
     why: Sequence[str] = ()
     names: Sequence[_Name] = ()
     changes: Sequence[tuple[int, str, str]] = ()
+    stays: bool = False
 
 
 @click.command()
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=_options.PATH)
 @click.option("--write", is_flag=True, help="Change the imports; without it, only show them.")
 @click.option("--anyway", is_flag=True, help="Also where a name is lacking from the drop-in.")
+@click.option("--partly", is_flag=True, help="Also if other files of PATH keep Orbax.")
 @_options.as_json
-def migrate(paths: tuple[str, ...], write: bool, anyway: bool, as_json: bool) -> int:
+def migrate(paths: tuple[str, ...], write: bool, anyway: bool, partly: bool, as_json: bool) -> int:
     """Show which names of Orbax programs use, and import the drop-in instead with --write.
 
-    PATH is a Python file, or a directory whose Python files are read. None of them is run. A file
-    that uses a name lacking from `jaxckpt.orbax` is left alone.
+    PATH is a Python file, or a directory whose Python files are read. None of them is run. If one
+    of them has to be changed by hand, such as for a name lacking from `jaxckpt.orbax`, none below
+    that PATH is changed: the objects of the two libraries do not mix.
     """
     for path in paths:
         os.stat(path)
-    found = [_migrated(path, within, write=write, anyway=anyway) for path, within in _files(paths)]
+    within, found = [], []
+    for path, top in _files(paths):
+        within.append(top)
+        found.append(_read_file(path, top, anyway=anyway))
+    pairs = [*zip(within, found, strict=True)]
+    waiting = {top for top, file in pairs if file.stays and not partly}
+    if write:
+        found = [file if top in waiting else _changed(file) for top, file in pairs]
     files = [file for file in found if file.names or file.why or file.changes]
     if as_json:
         facts = {"write": write, "read": len(found), "files": [_facts(file) for file in files]}
         _output.print_json(facts)
     else:
-        _print(files, len(found))
+        _print(files, len(found), sorted(waiting) if write else ())
     states = {file.state for file in files}
     return 2 if "error" in states else 1 if _is_lacking(files) else 0
 
@@ -109,22 +120,27 @@ def _is_program(folder: str) -> bool:
     return not is_hidden and not os.path.exists(os.path.join(folder, _ENVIRONMENT))
 
 
-def _migrated(path: str, within: str, *, write: bool, anyway: bool) -> _File:
-    """Reads a file, and changes it if asked to and if that is possible."""
+def _read_file(path: str, within: str, *, anyway: bool) -> _File:
+    """Reads a file: what it uses, and what would change."""
+    data = b"orbax"  # what it may contain until it is read
     try:
         data = _read(path)
         source = parse(data)
     except SyntaxError as error:
-        return _File(
-            path=path, state="error", why=[f"not Python: line {error.lineno}: {error.msg}"]
-        )
+        why = f"not Python: line {error.lineno}: {error.msg}"
+        return _File(path=path, state="error", why=[why], stays=b"orbax" in data)
     except (OSError, ValueError, RecursionError, MemoryError) as error:
-        return _File(path=path, state="error", why=[getattr(error, "strerror", "") or str(error)])
-    file = _examined(path, within, source, anyway=anyway)
-    if file.state != "to change" or not write:
+        why = getattr(error, "strerror", "") or str(error)
+        return _File(path=path, state="error", why=[why], stays=b"orbax" in data)
+    return _examined(path, within, source, anyway=anyway)
+
+
+def _changed(file: _File) -> _File:
+    """Changes a file if that is to be done."""
+    if file.state != "to change":
         return file
     try:
-        _put(path, source.rewritten())
+        _put(file.path, parse(_read(file.path)).rewritten())
     except OSError as error:
         return replace(file, state="error", why=[f"not changed: {error.strerror}"])
     return replace(file, state="changed")
@@ -150,7 +166,8 @@ def _examined(path: str, within: str, source: Source, *, anyway: bool) -> _File:
     why = list(filter(None, why))
     state = "by hand" if why else "to change" if source.changes else "unchanged"
     changes = [(c.line, c.old, c.new) for c in source.changes if not c.problem]
-    return _File(path=path, state=state, why=why, names=names, changes=changes)
+    stays = state == "by hand"
+    return _File(path=path, state=state, why=why, names=names, changes=changes, stays=stays)
 
 
 def _place_problem(path: str, within: str) -> str:
@@ -232,7 +249,7 @@ def _facts(file: _File) -> dict[str, object]:
     return {**facts, "names": file.names, "changes": changes}
 
 
-def _print(files: Sequence[_File], read: int) -> None:
+def _print(files: Sequence[_File], read: int, waiting: Sequence[str]) -> None:
     rows = [
         [f"{file.path}:{name.line}", name.name, _carried(name), name.why]
         for file in files
@@ -247,6 +264,11 @@ def _print(files: Sequence[_File], read: int) -> None:
         for why in file.why:
             _output.echo(f"{file.path}: ", Styled(f"{file.state}: ", "red"), why)
     _output.echo(f"{counted(read, 'file')} read, {_states(files)}")
+    if waiting:
+        _output.echo(
+            f"Nothing below {', '.join(waiting)} was changed. Change the files marked above by hand "
+            "and run this again, or pass --partly to change the others now."
+        )
 
 
 def _carried(name: _Name) -> Styled:
