@@ -6,9 +6,10 @@ A class exists here only if a caller would handle it differently from the others
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -101,6 +102,16 @@ class CorruptCheckpoint(CheckpointError, OSError):
         super().__init__(message)
         self.leaf = leaf
         self.file = file
+
+
+@contextlib.contextmanager
+def needing(package: str, what: str) -> Iterator[None]:
+    """Names the package to install if an import in the block finds it missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        text = f"{what} needs the package {package}: pip install {package}"
+        raise ModuleNotFoundError(text, name=error.name) from None
 
 
 def damaged(file: str, what: str, *, leaf: str | None = None) -> CorruptCheckpoint:

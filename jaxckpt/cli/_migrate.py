@@ -266,8 +266,8 @@ def _print(files: Sequence[_File], read: int, waiting: Sequence[str]) -> None:
     _output.echo(f"{counted(read, 'file')} read, {_states(files)}")
     if waiting:
         _output.echo(
-            f"Nothing below {', '.join(waiting)} was changed. Change the files marked above by hand "
-            "and run this again, or pass --partly to change the others now."
+            f"Nothing below {', '.join(waiting)} was changed. Change the files marked above "
+            "by hand and run this again, or pass --partly to change the others now."
         )
 
 

@@ -20,13 +20,15 @@ import re
 from collections.abc import Iterable
 from typing import Any, Final
 
-import gin
-
 from jaxckpt._core.text import nearest
 from jaxckpt._run import manager as _manager
 from jaxckpt._run import retention as _retention
 from jaxckpt._run import schedule as _schedule
 from jaxckpt._run.config import with_units
+from jaxckpt.errors import needing
+
+with needing("gin-config", __name__):
+    import gin
 
 _FIELDS: Final = tuple(field.name for field in dataclasses.fields(_schedule.SavePolicy))
 # It also takes the fields of the policy, except the one that it computes.

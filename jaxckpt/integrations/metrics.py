@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from jaxckpt.errors import needing
 from jaxckpt.types import Timing
 
 OnCommit = Callable[[Timing], None]
@@ -62,7 +63,8 @@ def to_prometheus(registry: Any = None) -> OnCommit:  # a prometheus_client.Coll
     Metrics, with the label `kind`: `jaxckpt_phase_seconds` (a histogram, with `phase`),
     `jaxckpt_bytes_total`, `jaxckpt_last_step`.
     """
-    import prometheus_client as client
+    with needing("prometheus-client", "to_prometheus"):
+        import prometheus_client as client
 
     registry = client.REGISTRY if registry is None else registry
     about = {"registry": registry}
@@ -88,7 +90,8 @@ def to_opentelemetry(meter: Any = None) -> OnCommit:  # an opentelemetry.metrics
     Instruments, with the attribute `kind`: `jaxckpt.phase.duration` (a histogram in s, with
     `phase`) and `jaxckpt.io` (a counter in bytes).
     """
-    from opentelemetry import metrics
+    with needing("opentelemetry-api", "to_opentelemetry"):
+        from opentelemetry import metrics
 
     meter = metrics.get_meter("jaxckpt") if meter is None else meter
     seconds = meter.create_histogram("jaxckpt.phase.duration", "s", "Of a save or restore")

@@ -10,12 +10,14 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ml_collections import ConfigDict, config_dict
-
 from jaxckpt._run.config import LOCAL_KEEP, has_unit
 from jaxckpt._run.manager import CheckpointManager
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.schedule import SavePolicy
+from jaxckpt.errors import needing
+
+with needing("ml-collections", __name__):
+    from ml_collections import ConfigDict, config_dict
 
 __all__ = ["manager_config"]
 

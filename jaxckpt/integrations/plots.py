@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from jaxckpt._run.overview import overview
+from jaxckpt.errors import needing
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.integrations import _palette, _steps, _svg
 from jaxckpt.storage import url_of
@@ -386,7 +387,8 @@ def _axis_words(dim: int | None, shape: Sequence[int]) -> str:
 
 def _axes(ax: Axes | None, *, height: float = 3.2) -> Axes:
     if ax is None:
-        import matplotlib.pyplot as plt
+        with needing("matplotlib", "a plot"):
+            import matplotlib.pyplot as plt
 
         figure, ax = plt.subplots(figsize=(6.4, height), layout="constrained")
         figure.patch.set_visible(False)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 if find_spec("etils") is None:
-    raise ImportError("jaxckpt.orbax needs the package etils; install the extra jaxckpt[orbax]")
+    raise ImportError("jaxckpt.orbax needs the package etils[epath]: pip install 'etils[epath]'")
 
 __version__ = "0.12.8"  # of the Orbax whose names these are, for programs that compare it
 

@@ -85,9 +85,9 @@ class BucketPlace:
     @property
     def checks(self) -> Sequence[Check]:
         """The checks, in order."""
-        there, made = ("extra cloud", "answers", "credentials", "bucket"), ("create",)
+        there, made = ("obstore", "answers", "credentials", "bucket"), ("create",)
         return [
-            Check(name="extra cloud", call=_extra),
+            Check(name="obstore", call=_obstore),
             Check(name="answers", call=self._answers),
             Check(name="credentials", call=self._credentials, needs=there[:2]),
             Check(name="bucket", call=self._bucket, needs=there[:3]),
@@ -237,5 +237,5 @@ class BucketPlace:
         return self._storage.read(path, max_bytes=len(SMALL))
 
 
-def _extra() -> Finding:
-    return Finding(text=f"obstore {metadata.version('obstore')}")
+def _obstore() -> Finding:
+    return Finding(text=metadata.version("obstore"))

@@ -21,8 +21,8 @@ def examine(path: str) -> list[Finding]:
     """
     scheme = path.partition("://")[0].lower() if "://" in path else ""
     if scheme in SCHEMES and importlib.util.find_spec("obstore") is None:
-        advice = "install the extra jaxckpt[cloud], or the package obstore"
-        return [Finding(name="extra cloud", state="failed", advice=advice)]
+        advice = "install the package obstore: pip install obstore"
+        return [Finding(name="obstore", state="failed", advice=advice)]
     try:
         place = _place(path, scheme)
     except StoreError as error:

@@ -177,7 +177,7 @@ def open_store(scheme: str, bucket: str, settings: StoreSettings, *, tries: int 
         from obstore.exceptions import BaseError
     except ImportError as error:
         raise UnsupportedFormat(
-            f"{scheme}://{bucket} needs the package obstore; install the extra jaxckpt[cloud]"
+            f"{scheme}://{bucket} needs the package obstore: pip install obstore"
         ) from error
     try:
         return _client(scheme, bucket, settings, tries)

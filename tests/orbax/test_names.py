@@ -87,5 +87,5 @@ def test_without_etils_the_error_names_the_extra(monkeypatch):
     """Orbax returns its paths."""
     monkeypatch.setitem(sys.modules, "etils", None)  # as if it were not installed
 
-    with pytest.raises(ImportError, match=r"install the extra jaxckpt\[orbax\]"):
+    with pytest.raises(ImportError, match=r"pip install 'etils\[epath\]'"):
         importlib.reload(ours)

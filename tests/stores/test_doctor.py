@@ -17,7 +17,7 @@ from tests.stores.proxy import Answer, Delay
 from tests.stores.servers import ACCESS_KEY, SECRET_KEY
 
 CHECKS = [
-    *("extra cloud", "answers", "credentials", "bucket", "list", "create", "create again"),
+    *("obstore", "answers", "credentials", "bucket", "list", "create", "create again"),
     *("compare-and-swap", "read a range", "copy", "both clients", "write 64 MiB", "read 64 MiB"),
     *("small read", "clock", "delete"),
 ]
@@ -258,7 +258,7 @@ def test_the_extra_is_not_installed(monkeypatch):
 
     assert (code, found["ok"]) == (1, False)
     [check] = found["checks"]
-    assert "jaxckpt[cloud]" in check["advice"]
+    assert "pip install obstore" in check["advice"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,91 @@
+"""A call that needs a package which is not installed names the package; README lists the extras."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+FOR_DEVELOPERS = {"demo", "bench", "test", "docs", "fuzz", "release", "dev"}
+
+# The call that needs each extra, and the text of its error.
+NEEDS = {
+    "cli": ("from jaxckpt.cli import main; print(main(['ls', '.']))", "pip install click rich"),
+    "cloud": ("import jaxckpt; jaxckpt.open('s3://bucket/x')", "pip install obstore"),
+    "flax": ("import flax", "No module named"),  # nothing of jaxckpt imports it
+    "gin": ("import jaxckpt.integrations.gin", "pip install gin-config"),
+    "legacy": ("import jaxckpt; jaxckpt.open('old.msgpack')", "pip install msgpack"),
+    "ml-collections": ("import jaxckpt.integrations.ml_collections", "pip install ml-collections"),
+    "notebook": (
+        "from jaxckpt.integrations import plots; plots._axes(None)",
+        "pip install matplotlib",
+    ),
+    "opentelemetry": (
+        "from jaxckpt.integrations.metrics import to_opentelemetry as f; f()",
+        "pip install opentelemetry-api",
+    ),
+    "orbax": ("import jaxckpt.orbax", "pip install 'etils[epath]'"),
+    "prometheus": (
+        "from jaxckpt.integrations.metrics import to_prometheus as f; f()",
+        "pip install prometheus-client",
+    ),
+}
+HIDDEN = (
+    *("click", "etils", "flax", "gin", "matplotlib", "ml_collections", "msgpack", "obstore"),
+    *("opentelemetry", "prometheus_client", "rich"),
+)
+
+# Runs each call where these packages are not installed, and prints its error.
+PROGRAM = f"""
+import importlib.util, sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {HIDDEN!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name in {HIDDEN!r} else found(name, *a)
+sys.meta_path.insert(0, Hidden())
+sys.stderr = sys.stdout
+for extra, (call, _) in {NEEDS!r}.items():
+    print("##", extra)
+    try:
+        exec(call, {{}})
+    except Exception as error:
+        print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What each call prints without the packages, by extra."""
+    folder = tmp_path_factory.mktemp("packages")
+    (folder / "old.msgpack").write_bytes(b"\x81\xa1a\x01")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return dict(part.split("\n", 1) for part in done.stdout.split("## ")[1:])
+
+
+@pytest.mark.parametrize("extra", NEEDS)
+def test_a_missing_package_is_named(said, extra):
+    """With the command that installs it; the name of an extra is of no use without an index."""
+    assert NEEDS[extra][1] in said[extra]
+    assert "extra" not in said[extra]
+
+
+def test_every_extra_is_in_the_table_and_in_the_readme():
+    """And `all` has each of them but the one for GPUs."""
+    public = EXTRAS.keys() - FOR_DEVELOPERS - {"all", "cuda12"}
+    [everything] = EXTRAS["all"]
+    readme = (ROOT / "README.md").read_text()
+
+    assert public == NEEDS.keys()
+    assert set(everything.removeprefix("jaxckpt[").removesuffix("]").split(",")) == public
+    assert [one for one in (*public, "all", "cuda12") if f"`{one}`" not in readme] == []
