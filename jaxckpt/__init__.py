@@ -34,6 +34,7 @@ Words, one for each idea:
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from jaxckpt._core import notebook as _notebook
@@ -68,6 +69,9 @@ if TYPE_CHECKING:
         UnsupportedLeaf,
     )
     from jaxckpt.storage._settings import StoreSettings, use_store
+
+if sys.platform == "win32":
+    raise ImportError("jaxckpt does not run on Windows itself: it needs POSIX files. Use WSL 2")
 
 # Where each public name is defined. Importing jaxckpt imports none of it, nor jax, nor TensorStore.
 _HOME = {

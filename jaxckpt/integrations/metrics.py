@@ -38,18 +38,27 @@ def scalars(timing: Timing) -> dict[str, float]:
 
 
 def to_writer(writer: Any) -> OnCommit:  # the libraries share no type
-    """Sends to a writer like TensorBoard's (`add_scalar`) or clu's (`write_scalars`).
+    """Sends to a writer like TensorBoard's (`add_scalar`), clu's (`write_scalars`) or a wandb run.
+
+    A wandb run gets the numbers with the row that the training logs next, and the step among them:
+    it refuses rows of earlier steps, and a commit comes after its step.
 
     Raises:
-        TypeError: the writer has neither method.
+        TypeError: the writer has none of these methods.
     """
-    if not (hasattr(writer, "write_scalars") or hasattr(writer, "add_scalar")):
-        raise TypeError(f"{writer!r} has neither write_scalars (clu) nor add_scalar (TensorBoard)")
+    if not any(hasattr(writer, name) for name in ("write_scalars", "add_scalar", "log")):
+        raise TypeError(
+            f"{writer!r} has neither write_scalars (clu), nor add_scalar (TensorBoard), nor log "
+            "(a wandb run)"
+        )
 
     def send(timing: Timing) -> None:
         step, found = timing.step or 0, scalars(timing)
         if hasattr(writer, "write_scalars"):
             writer.write_scalars(step, found)
+            return
+        if not hasattr(writer, "add_scalar"):
+            writer.log({**found, f"checkpoint/{timing.kind}_step": step}, commit=False)
             return
         for name, value in found.items():
             writer.add_scalar(name, value, step)

@@ -167,7 +167,8 @@ class FolderPlace:
     def _read_large(self) -> Finding:
         path = self._file("large")
         with open(path, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # not from the cache
+            if hasattr(os, "posix_fadvise"):  # so that the bytes come not from the cache
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return read_large(self._storage, path)
 
     def _small_read(self) -> Finding:
