@@ -241,7 +241,7 @@ def test_a_tree_reads_back(keys, data):
 
 def test_a_newer_tree_is_refused():
     """It says to upgrade."""
-    data = json.dumps({"tree_metadata": {"x": {}}, "jaxckpt": {"version": 3}}).encode()
+    data = json.dumps({"tree_metadata": {"x": {}}, "jaxckpt": {"version": 4}}).encode()
 
     with pytest.raises(UnsupportedFormat, match="Upgrade"):
         tree.decode(data, file="f")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt.errors import CorruptCheckpoint, UnsupportedLeaf
 from jaxckpt.format.arrays import STORABLE_DTYPES
 from tests.golden.compare import leaves_of
 
 ocp = pytest.importorskip("orbax.checkpoint")
 from orbax.checkpoint import v1  # noqa: E402
+
+GOLDEN = Path(__file__).parent / "golden"
 
 # Orbax warns about each restore without a target.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
@@ -417,3 +421,60 @@ def test_orbax_restores_what_two_processes_saved(tmp_path, run_processes, compre
         assert np.array_equal(got["both"], np.arange(64).reshape(8, 8))
         assert np.array_equal(got["all"], np.arange(1 << 19))
         assert (got["step"], got["name"]) == (7, "two")
+
+
+# --- keys that end in a slash ----------------------------------------------------------------
+
+SLASHES = {
+    "a": {"b/": np.arange(3.0)},
+    "c/": {"d//": np.arange(300, dtype=np.int32)},
+    "e": 1.5,
+    "/": np.ones(2),
+    "s/": "text",
+}
+
+
+@pytest.mark.parametrize("item", [None, "state"])
+def test_a_key_that_ends_in_a_slash_is_the_same_to_both_libraries(tmp_path, item):
+    """Orbax restores our leaf whose last key ends in a slash, and we restore Orbax's."""
+    jaxckpt.save(tmp_path / "ours", SLASHES, item=item)
+    ocp.PyTreeCheckpointer().save(tmp_path / "theirs", SLASHES)
+
+    theirs = ocp.PyTreeCheckpointer().restore(tmp_path / "ours" / (item or ""))
+
+    assert_same(theirs, SLASHES)
+    assert_same(jaxckpt.restore(tmp_path / "theirs"), SLASHES)
+    assert jaxckpt.verify(tmp_path / "ours").ok
+
+
+def test_a_plain_array_whose_key_ends_in_a_slash_is_restored_and_no_link_in_it_followed(tmp_path):
+    """In plain files, too, the slash belongs to the name of the array's directory."""
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+    ocp.Checkpointer(handler).save(tmp_path / "plain", {"a": {"b/": np.arange(3.0)}})
+    assert_same(jaxckpt.restore(tmp_path / "plain"), {"a": {"b/": np.arange(3.0)}})
+    chunk = tmp_path / "plain" / "a.b" / "0"
+    chunk.rename(tmp_path / "chunk")
+    chunk.symlink_to(tmp_path / "chunk")
+
+    with pytest.raises(CorruptCheckpoint, match="link"):
+        jaxckpt.restore(tmp_path / "plain")
+
+
+def test_a_checkpoint_with_the_keys_of_earlier_releases_is_restored(tmp_path):
+    """Earlier releases doubled the slash that ends a name; such a step restores and converts."""
+    with tarfile.open(GOLDEN / "ends_in_slash.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    old, new = tmp_path / "ends_in_slash", tmp_path / "new"
+
+    jaxckpt.convert(old, new)
+
+    wanted = {**SLASHES, "c/": {"d//": jnp.arange(300)}}
+    assert jaxckpt.verify(old).ok
+    assert_same(jaxckpt.restore(old), wanted)
+    assert_same(ocp.PyTreeCheckpointer().restore(new / "state"), wanted)
+
+
+def test_two_keys_that_differ_in_a_slash_at_the_end_are_refused(tmp_path):
+    """Orbax writes both to the same place, and so loses one."""
+    with pytest.raises(UnsupportedLeaf, match="same name on disk"):
+        jaxckpt.save(tmp_path / "step", {"a": 1, "a/": 2})

@@ -101,7 +101,7 @@ def write_checkpoint(
 def _goal(copied: Tree, *, ocdbt: bool, zstd: int | None) -> Tree:
     """Returns the tree with the layout of its arrays in the copy."""
     leaves = tuple(
-        replace(leaf, stored=compressed(chunked(leaf.array, inner=ocdbt), zstd))
+        replace(leaf, stored=compressed(chunked(leaf.array, inner=ocdbt), zstd), doubled=False)
         if leaf.has_array
         else leaf
         for leaf in copied.leaves

@@ -220,7 +220,7 @@ def _python_kind(dtype: np.dtype[Any]) -> tree.LeafKind:
 
 def _refuse_escape(leaf: Leaf, found: Found, path: str) -> None:
     """Refuses a leaf whose files lie elsewhere or are links; TensorStore follows links."""
-    parts = leaf.name.split("/")
+    parts = leaf.name.removesuffix("/").split("/")
     if ".." in parts or leaf.name.startswith("/") or "\0" in leaf.name:
         raise bad_leaf(leaf, path, "its name points outside the checkpoint")
     folder = path

@@ -12,15 +12,16 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat, damaged
 from jaxckpt.format import jsontext
 from jaxckpt.format.jsontext import expect, expect_shape
 
-# Version 2 has compressed chunks; trees without them remain readable to releases that know 1.
-VERSION: Final = 2
+# Version 2 has compressed chunks, and 3 has a leaf whose name ends in a slash; other trees remain
+# readable to releases that know 1.
+VERSION: Final = 3
 _OURS: Final = "jaxckpt"
 
 SEQUENCE: Final = 1  # key_type: an index of a list or tuple
@@ -96,6 +97,7 @@ class Leaf:
     value: Any = None  # the value itself if the metadata holds it (str, legacy aggregates)
     container: Node | None = None  # the class of an empty container that is not built in
     alias: str | None = None  # the name on disk, if it is not the path joined with dots
+    doubled: bool = False  # whether its keys double the slash that ends its name: before version 3
 
     @property
     def name(self) -> str:
@@ -105,7 +107,7 @@ class Leaf:
     @property
     def prefix(self) -> str:
         """The prefix of the array's keys; empty for a bare leaf."""
-        return f"{self.name}/" if self.name else ""
+        return f"{self.name}/" if self.doubled else prefix_of(self.name)
 
     @property
     def array(self) -> StoredArray:
@@ -151,6 +153,13 @@ class Tree:
     kinds: Mapping[str, LeafKind] = field(default_factory=dict)
 
 
+def prefix_of(name: str) -> str:
+    """Returns the prefix of an array's keys, as TensorStore makes a directory of a path."""
+    if name in ("", "/"):
+        return ""
+    return name if name.endswith("/") else f"{name}/"
+
+
 def path_text(path: Sequence[str]) -> str:
     """Joins names with `/`; a `/` in a name is written `~1`, a `~` is written `~0`.
 
@@ -186,7 +195,7 @@ def name_problems(paths: Sequence[Path]) -> list[str]:
     problems = []
     for path in paths:
         name = ".".join(path)
-        other = first.setdefault(name, path)
+        other = first.setdefault(prefix_of(name), path)
         if other is not path:
             problems.append(
                 f"  {path_text(path)}: would have the same name on disk, {name!r}, as "
@@ -216,9 +225,7 @@ def encode(tree: Tree) -> bytes:
         }
         for leaf in tree.leaves
     }
-    compressed = any(leaf.stored is not None and leaf.stored.zstd for leaf in tree.leaves)
-    version = VERSION if compressed else 1
-    ours: dict[str, object] = {"version": version, "tree": _encode_node(tree.root)}
+    ours: dict[str, object] = {"version": _version(tree), "tree": _encode_node(tree.root)}
     if tree.kinds:
         ours["kinds"] = dict(tree.kinds)
     return jsontext.dumps(
@@ -231,6 +238,17 @@ def encode(tree: Tree) -> bytes:
             _OURS: ours,
         }
     )
+
+
+def _version(tree: Tree) -> int:
+    """Returns the oldest version whose readers find all values."""
+    if any(leaf.has_array and _ends_in_slash(leaf) and not leaf.doubled for leaf in tree.leaves):
+        return 3
+    return 2 if any(leaf.stored is not None and leaf.stored.zstd for leaf in tree.leaves) else 1
+
+
+def _ends_in_slash(leaf: Leaf) -> bool:
+    return leaf.path[-1:] != () and leaf.path[-1].endswith("/")
 
 
 def kind_of(value_type: str) -> LeafKind:
@@ -304,15 +322,19 @@ def _encode_node(node: Node | None) -> object:
 def decode(data: bytes, *, file: str) -> Tree:
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     entries = expect(top.get("tree_metadata"), dict, "'tree_metadata'", file=file)
-    root, kinds, ours = None, {}, top.get(_OURS)
+    root, kinds, version, ours = None, {}, VERSION, top.get(_OURS)
     if ours is not None:
         version = expect(ours, dict, _OURS, file=file).get("version")
-        if expect(version, int, "version", file=file) > VERSION:
+        if (version := expect(version, int, "version", file=file)) > VERSION:
             raise UnsupportedFormat(
                 f"{file}: written by a newer jaxckpt (tree version {version}, this release reads "
                 f"up to {VERSION}). Upgrade jaxckpt to read it."
             )
     leaves = _decode_leaves(entries, file)
+    if version < 3:
+        leaves = tuple(
+            replace(leaf, doubled=True) if _ends_in_slash(leaf) else leaf for leaf in leaves
+        )
     if ours is not None:
         root = _decode_node(ours["tree"], file) if ours.get("tree") else None
         _check_containers(root, leaves, file)
