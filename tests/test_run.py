@@ -350,10 +350,11 @@ class World:
         self.storage.make_dir(f"{self.root}/{path}".rpartition("/")[0])
         self.storage.write(f"{self.root}/{path}", data)
 
-    def add(self, *entries):
+    def add(self, *entries, saved_as=""):
         """Makes directories that look like committed steps."""
         for entry in entries:
-            record = step.encode_record(Record(writer="jaxckpt", token=TOKEN, files={}, lineage={}))
+            facts = Record(writer="jaxckpt", token=TOKEN, files={}, lineage={}, name=saved_as)
+            record = step.encode_record(facts)
             self.write(f"{entry}/{names.RECORD}", record)
             self.write(f"{entry}/state/data")
             self.write(f"{entry}/{names.COMMIT_MARKER}")
@@ -422,25 +423,60 @@ def test_steps_of_every_name(world, entries, naming, steps, next_name):
 
 
 @pytest.mark.parametrize(
-    "entries",
+    ("entries", "steps"),
+    [(["1", "ckpt_2"], [1]), (["0005", "6"], [6]), (["0005", "ckpt_7", "8"], [8])],
+)
+def test_in_doubt_steps_have_plain_names(world, entries, steps):
+    """Steps that were saved under names of several schemes are reported, and stop no job."""
+    world.add(*entries)
+    run = world.run()
+
+    run.owner.open()
+
+    assert run.index.steps() == steps
+    assert run.index.path(7) == f"{world.root}/7"
+    assert any("naming schemes" in problem for problem in run.index.problems)
+
+
+@pytest.mark.parametrize(
+    ("entries", "newest"),
     [
-        ["1", "ckpt_2"],
-        ["0005", "6"],
-        ["ckpt_2", "other_9"],
-        ["20240131_2359_5", "20240131_2359_6", "20240201_1000_7"],
+        (["ckpt_2", "other_9"], 9),
+        (["20240131_2359_5", "20240131_2359_6", "20240201_1000_7"], 7),
     ],
 )
-def test_steps_of_several_naming_schemes_are_an_error(world, entries):
-    """Naming one of them opens the run; the error changes nothing."""
+def test_without_a_plain_name_a_writer_refuses_and_a_reader_follows_the_newest(
+    world, entries, newest
+):
+    """With plain names, the run would look new to a writer; naming one scheme opens it."""
     world.add(*entries)
     before = world.storage.names(world.root)
 
-    for call in (lambda run: run.index.steps(), lambda run: run.owner.open()):
-        with pytest.raises(ValueError, match=r"2 naming schemes.*step_prefix"):
-            call(world.run())
+    with pytest.raises(ValueError, match=r"several naming schemes.*step_prefix"):
+        world.run().owner.open()
+    reader = world.run().index
 
+    assert reader.newest() == newest
+    assert any("naming schemes" in problem for problem in reader.problems)
     assert world.storage.names(world.root) == before
     assert len(world.run(naming=StepNames(prefix="ckpt")).index.steps()) == ("ckpt_2" in entries)
+
+
+@pytest.mark.parametrize("naming", [StepNames(), StepNames(prefix="step", digits=4)], ids=str)
+@pytest.mark.parametrize("saved", [[100], [90, 100]], ids=str)
+def test_a_copy_of_a_step_under_another_name_changes_no_name(world, naming, saved):
+    """After `cp -r run/100 run/best_100`, jobs and readers find the steps that the run saved."""
+    for number in saved:
+        world.add(naming.of(number), saved_as=naming.of(number))
+        world.add(f"best_{number}", saved_as=naming.of(number))
+    world.add("best_80", saved_as=naming.of(80))
+    writer, reader = world.run(), world.run()
+
+    writer.owner.open()
+
+    assert writer.index.steps() == reader.index.steps() == saved
+    assert writer.index.path(110) == f"{world.root}/{naming.of(110)}"
+    assert not any("naming schemes" in problem for problem in reader.index.problems)
 
 
 @pytest.mark.parametrize("stray", ["00", "00/notes", "007_1/notes"])

@@ -25,7 +25,12 @@ from typing import Any, Final, Literal
 from jaxckpt._disk.find import find, looks_committed, neighbours, read_found, read_record
 from jaxckpt._disk.found import Found, check_sizes
 from jaxckpt._save.handle import is_under_way
-from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
+from jaxckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    is_io_failure,
+)
 from jaxckpt.format import jsontext, names, run
 from jaxckpt.format.run import StepNames, guess_names
 from jaxckpt.storage import Entry, Storage, is_temporary_file, locate
@@ -150,31 +155,51 @@ class StepIndex:
         """Lists the root and finds its steps by their names."""
         self._views.clear()
         entries = self.entries()
-        naming = self.naming or self.learn_naming(entries)
+        naming = self.naming or self._guess(entries)
         numbered = ((naming.step(name), name) for name in entries)
         steps = sorted((number, name) for number, name in numbered if number is not None)
         return Listing(entries=entries, naming=naming, steps=dict(steps))
 
-    def learn_naming(self, entries: Mapping[str, Entry]) -> StepNames:
-        """Guesses the naming from the committed steps, and keeps it.
+    def learn_naming(self, entries: Mapping[str, Entry]) -> None:
+        """Guesses the naming of new steps from the committed steps, and keeps it.
 
         Raises:
-            ValueError: there are steps of several naming schemes.
+            ValueError: there are steps of several naming schemes, and none has plain names.
         """
+        self._guess(entries, is_writer=True)
+
+    def _guess(self, entries: Mapping[str, Entry], *, is_writer: bool = False) -> StepNames:
         directories = [name for name, entry in entries.items() if entry.kind == "dir"]
         guesses = guess_names(
             directories,
             lambda name: self._state_of(name, entries[name]) in ("committed", "unreadable"),
+            self._is_copy,
         )
         if len(guesses) > 1:
             alike = shown([naming.of(7) for naming in guesses])
-            raise ValueError(
-                f"{self.root} has steps of {len(guesses)} naming schemes; step 7 would be {alike}. "
-                "Choose one with step_prefix and step_digits of CheckpointManager, or move the "
-                "steps of the others elsewhere."
+            # In plain names, a run without any would look new.
+            guesses = [n for n in guesses if n == StepNames()] or guesses[:1]
+            problem = (
+                f"{self.root} has steps of several naming schemes; step 7 would be {alike}. Choose "
+                "one with step_prefix and step_digits of CheckpointManager, or move the steps of "
+                "the others elsewhere."
             )
+            if is_writer and guesses != [StepNames()]:
+                raise ValueError(problem)
+            self.report(f"{problem} Until then, it is {guesses[0].of(7)}.")
         self.naming = guesses[0] if guesses else None
         return self.naming or StepNames()
+
+    def _is_copy(self, name: str) -> bool:
+        """Returns whether a step was saved under another name, so that its name says nothing."""
+        path, view = f"{self.root}/{name}", self._view(name)
+        try:
+            record = read_record(view, path, view.entries(path)).record
+        except (CheckpointError, OSError) as error:
+            if is_io_failure(error) and not isinstance(error, PermissionError):
+                raise
+            return False
+        return record is not None and record.name not in ("", name)
 
     def listings(self) -> Iterator[Listing]:
         """Lists the root until the caller has found a step in it."""

@@ -77,7 +77,11 @@ def is_free_in_root(name: str) -> bool:
     return not (is_known or is_path or is_ours or is_like_step(name))
 
 
-def guess_names(entries: Iterable[str], is_step: Callable[[str], bool]) -> list[StepNames]:
+def guess_names(
+    entries: Iterable[str],
+    is_step: Callable[[str], bool],
+    is_copy: Callable[[str], bool] = lambda entry: False,
+) -> list[StepNames]:
     """Infers the naming scheme of a run: the one that fits most steps.
 
     A padded number shows its scheme. 12345 does not show that numbers are padded, but 0099 beside
@@ -86,6 +90,8 @@ def guess_names(entries: Iterable[str], is_step: Callable[[str], bool]) -> list[
     Args:
         entries: Names in the root, of anything.
         is_step: Asked about as few entries as possible, as it may take I/O.
+        is_copy: Whether a step was saved under another name. Asked only about steps of a run that
+            has several schemes, none for all; copies count only if there is nothing else.
 
     Returns:
         The scheme; several if none of them is the right one beyond doubt; nothing if no entry is a
@@ -97,16 +103,20 @@ def guess_names(entries: Iterable[str], is_step: Callable[[str], bool]) -> list[
     shown: dict[StepNames, list[str]] = {}
     for entry in like:
         shown.setdefault(_shown_by(entry), []).append(entry)
-    is_step = cache(is_step)
+    is_one = counts = cache(is_step)
     # One step, the highest, is enough where all are named alike.
-    used = [naming for naming, examples in shown.items() if any(map(is_step, examples))]
+    used = [naming for naming, examples in shown.items() if any(map(is_one, examples))]
+    fits = {naming: {e for e in like if naming.step(e) is not None} for naming in used}
+    if set().union(*fits.values()) not in fits.values():
+        is_own = cache(lambda entry: is_one(entry) and not is_copy(entry))
+        if own := [naming for naming in used if any(map(is_own, shown[naming]))]:
+            used, counts = own, is_own
     # A prefix that ends in a number, such as a date, may be another one in each job of a run.
     if len({naming.prefix for naming in used if (naming.prefix or "")[-1:].isdigit()}) > 1:
         return used
-    fits = {naming: {e for e in like if naming.step(e) is not None} for naming in used}
-    for naming, mine in sorted(fits.items(), key=lambda fit: -len(fit[1])):
-        others = (theirs for other, theirs in fits.items() if other != naming)
-        if all(_has_more(mine - theirs, theirs - mine, is_step) for theirs in others):
+    for naming in sorted(used, key=lambda naming: -len(fits[naming])):
+        mine, others = fits[naming], (fits[other] for other in used if other != naming)
+        if all(_has_more(mine - theirs, theirs - mine, counts) for theirs in others):
             return [naming]
     return used
 
