@@ -119,6 +119,21 @@ def damaged(file: str, what: str, *, leaf: str | None = None) -> CorruptCheckpoi
     return CorruptCheckpoint(f"{file}: {what}", leaf=leaf, file=file)
 
 
+# Where git was not told to fetch large files, a short text stands in place of each.
+_LFS_POINTER: Final = b"version https://git-lfs."
+MAX_LFS_BYTES: Final = 1024
+
+
+def lfs_problem(data: bytes) -> str | None:
+    """Returns what is wrong with a file that begins so, if it is a pointer of Git LFS.
+
+    The length of a safetensors header is enough of it.
+    """
+    if len(data) < 8 or data[: len(_LFS_POINTER)] != _LFS_POINTER[: len(data)]:
+        return None
+    return "is a Git LFS pointer, and not the file itself: run `git lfs pull` in its repository"
+
+
 class StoreError(CheckpointError, OSError):
     """An object store refused a request, or it or a file system did not answer in time.
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Final
 
-from jaxckpt._disk.found import file_problem
+from jaxckpt._disk.found import file_problem, pointer_problem
 from jaxckpt._disk.native import Item
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure
 from jaxckpt.format.tree import Leaf
@@ -29,8 +29,11 @@ def blame(item: Item, leaf: Leaf | None, error: Exception) -> Exception:
     if not isinstance(error, CorruptCheckpoint):
         return error
     known = error.file is not None and error.file.startswith(f"{item.path}/")  # pyright: ignore
-    file, problem = bad_file(item) or (not known and _damaged_file(item, str(error))) or (None, "")
-    if file is None:
+    file, problem = (
+        bad_file(item) or (not known and _damaged_file(item, str(error))) or (error.file, "")
+    )
+    problem = (file and pointer_problem(item.found.storage, file)) or problem
+    if not problem:
         return error
     where = f"leaf {text}: " if text else ""
     named = CorruptCheckpoint(

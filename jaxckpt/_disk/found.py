@@ -7,12 +7,13 @@ checkpoints belongs to one save: a file of another save has another digest.
 
 from __future__ import annotations
 
+import contextlib
 import posixpath
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
+from jaxckpt.errors import MAX_LFS_BYTES, CheckpointNotFound, CorruptCheckpoint, lfs_problem
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record, StepMetadata
 from jaxckpt.storage import Entry, EntryKind, Storage, listing, now
@@ -125,6 +126,8 @@ class Found:
         if entry.size == facts.size:  # otherwise it may be larger than memory
             data = self.storage.read(file, max_bytes=min(facts.size, jsontext.MAX_BYTES))
         if len(data) != facts.size or facts.sha256 not in (None, step.digest(data)):
+            if problem := pointer_problem(self.storage, file):
+                raise CorruptCheckpoint(f"{file} {problem}", file=file)
             raise CorruptCheckpoint(
                 f"{file} is damaged: its {entry.size} bytes differ from the {facts.size} that "
                 "were written. Restore an older checkpoint.",
@@ -192,7 +195,18 @@ def file_problem(found: Found, name: str, facts: FileFacts) -> str | None:
     entry = found.entries(folder).get(base)
     if entry is None or entry.kind != "file":
         return "is missing"
-    return None if entry.size == facts.size else f"has {entry.size} bytes, expected {facts.size}"
+    if entry.size == facts.size:
+        return None
+    pointer = pointer_problem(found.storage, f"{folder}/{base}")
+    return pointer or f"has {entry.size} bytes, expected {facts.size}"
+
+
+def pointer_problem(storage: Storage, file: str) -> str | None:
+    """Returns the problem of a bad file if it is a pointer of Git LFS."""
+    with contextlib.suppress(OSError):
+        if storage.size(file) <= MAX_LFS_BYTES:
+            return lfs_problem(storage.read(file, max_bytes=MAX_LFS_BYTES))
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

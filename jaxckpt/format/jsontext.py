@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any, Final, TypeVar
 
-from jaxckpt.errors import CorruptCheckpoint, damaged
+from jaxckpt.errors import CorruptCheckpoint, damaged, lfs_problem
 
 # A tree of a million leaves takes about 400 MB of `_METADATA`.
 MAX_BYTES: Final = 512 << 20
@@ -39,7 +39,7 @@ def loads(data: bytes, *, file: str) -> Any:  # callers check each value with `e
     if problem := _size_problem(data):
         raise damaged(file, problem)
     if not _START.match(data):
-        raise damaged(file, f"not JSON: it begins with {data[:8]!r}")
+        raise damaged(file, lfs_problem(data) or f"not JSON: it begins with {data[:8]!r}")
     if (at := data.find(b"\0")) >= 0:
         raise damaged(file, f"not JSON: byte {at} is zero")
     try:

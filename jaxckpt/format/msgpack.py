@@ -25,7 +25,7 @@ from typing import Any, Final, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
+from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat, lfs_problem
 
 _MAX_DEPTH: Final = 128
 _MAX_RANK: Final = 64
@@ -100,6 +100,8 @@ def decode(data: bytes, *, file: str | None = None) -> Tree:
         >>> decode(b"\\x82\\xa4step\\x07\\xa1w\\xafPLACEHOLDER://w")
         {'step': 7, 'w': Placeholder(name='w')}
     """
+    if problem := lfs_problem(data):
+        raise CorruptCheckpoint(f"{file} {problem}", file=file)
     return _Decoder(file).tree(data)
 
 

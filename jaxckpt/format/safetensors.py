@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from jaxckpt.errors import UnsupportedFormat, damaged
+from jaxckpt.errors import UnsupportedFormat, damaged, lfs_problem
 from jaxckpt.format import jsontext
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.jsontext import expect, expect_shape
@@ -147,7 +147,7 @@ def header_bytes(data: bytes, size: int, *, file: str) -> int:
     length = int.from_bytes(data, "little")
     if length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES) or length < 2:
         what = f"not a safetensors file: a header of {length} bytes in a file of {size}"
-        raise damaged(file, what)
+        raise damaged(file, lfs_problem(data) or what)
     return length
 
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from jaxckpt.errors import UnsupportedFormat, damaged
+from jaxckpt.errors import UnsupportedFormat, damaged, lfs_problem
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.jsontext import expect
 
@@ -167,7 +167,7 @@ def encode_record(record: Record) -> bytes:
 def decode_record(data: bytes, *, file: str) -> Record:
     body, _, rest = data.partition(b"\n")
     if digest(body).encode() != rest.strip():
-        raise damaged(file, "damaged: SHA-256 mismatch")
+        raise damaged(file, lfs_problem(data) or "damaged: SHA-256 mismatch")
     top = expect(jsontext.loads(body, file=file), dict, "the file", file=file)
     version = expect(top.get("version"), int, "'version'", file=file)
     if version > VERSION:
