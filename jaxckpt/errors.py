@@ -137,7 +137,7 @@ def lfs_problem(data: bytes) -> str | None:
 class StoreError(CheckpointError, OSError):
     """An object store refused a request, or it or a file system did not answer in time.
 
-    The message says what to do.
+    The message says what to do. In a save, it is the cause of the `SaveFailed`.
     """
 
     def __init__(self, message: str, *, code: int = errno.EIO) -> None:

@@ -40,7 +40,7 @@ import io
 import os
 import posixpath
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -61,6 +61,7 @@ from jaxckpt.errors import (
     CheckpointError,
     SaveFailed,
     StepExists,
+    StoreError,
     UnsupportedFormat,
     os_code_in,
 )
@@ -170,10 +171,11 @@ class Transaction:
         text = f"Checkpoint commit was successful to {self.path}"
         if not self.storage.atomic_rename:
             text += f" by {self.token}"  # shows whose it is if the answer to its creation is lost
-        if not self.storage.create(marker, text.encode()):
-            raise SaveFailed(f"{marker} already exists: another writer committed {self.path}")
-        if not self.storage.atomic_rename:
-            self._check_not_taken(marker)
+        with self._publishing(marker):
+            if not self.storage.create(marker, text.encode()):
+                raise SaveFailed(f"{marker} already exists: another writer committed {self.path}")
+            if not self.storage.atomic_rename:
+                self._check_not_taken(marker)
         self.publishing = True
         old = self._publish() if self.storage.atomic_rename else None
         self.committed = True
@@ -185,6 +187,21 @@ class Transaction:
         except OSError as error:
             warn(self.path, f"saved, but the checkpoint it replaced is not deleted yet: {error}")
         self.release()
+
+    @contextlib.contextmanager
+    def _publishing(self, marker: str) -> Iterator[None]:
+        """Says that the checkpoint may be there, if the store did not answer about its marker."""
+        try:
+            yield
+        except StoreError as error:
+            if self.storage.atomic_rename or error.errno == errno.EACCES:  # it was refused
+                raise
+            parent, name = posixpath.split(self.path)
+            raise SaveFailed(
+                f"{self.path} may be committed: the store did not answer whether {marker} was "
+                f"written: {error}. If `jaxckpt ls {parent}` shows {name} once the store answers, "
+                "the checkpoint is complete."
+            ) from error
 
     def _check_not_taken(self, marker: str) -> None:
         """Takes the commit back if another writer has taken over, and may delete our files."""
@@ -500,15 +517,16 @@ def bytes_below(storage: Storage, root: str) -> int:
 
 
 def raise_save_error(path: str, error: BaseException, *, size_bytes: int = 0) -> NoReturn:
-    """Raises the error of a failed save: a CheckpointError as it is, others inside SaveFailed.
+    """Raises the error of a failed save: that of a storage inside SaveFailed, others as they are.
 
     Args:
         size_bytes: Of the values that this process saves, for the error of a full disk.
     """
-    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+    of_storage = isinstance(error, StoreError) or not isinstance(error, CheckpointError)
+    if not (of_storage and isinstance(error, Exception)):
         raise error
     cause, code = error, os_code_in(str(error))
-    if code is not None:
+    if code is not None and not isinstance(error, StoreError):
         cause = OSError(code, os.strerror(code), path)
         cause.__cause__ = error
     full = ""

@@ -203,7 +203,7 @@ class ObjectStorage:
         store = open_store(self.scheme, self._bucket, self.settings, tries=self.settings.tries)
         how = {"use_multipart": True, "chunk_size": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE}
 
-        def put(_: bool) -> None:
+        def put() -> None:
             obs().put(store, self._key(path), chain(first, some), **how)
 
         self.requests.change("write", path, put, tries=1)
@@ -223,26 +223,30 @@ class ObjectStorage:
     def _create(self, path: str, data: bytes, **attributes: str) -> Version | None:
         """Creates an object; returns its version, or None if there was one."""
 
-        def put(unsure: bool) -> Version | None:
+        def put() -> Version | None:
             try:
                 return self._put_once(path, data, "create", attributes)
             except Exception as error:
                 if not is_condition(error):
                     raise
-                # An earlier try may have acted although its answer was lost.
-                return self._mine(path, data) if unsure else None
+                # Ours after all, if the answer to an earlier try was lost, here or at a proxy.
+                return self._mine(path, data, attributes)
 
         try:
             return self.requests.change("create", path, put)
         except StoreError:
-            if (mine := self._mine(path, data)) is not None:
-                return mine
+            with contextlib.suppress(OSError):
+                if (mine := self._mine(path, data, attributes, tries=1)) is not None:
+                    return mine
             raise
 
-    def _mine(self, path: str, data: bytes) -> Version | None:
-        with contextlib.suppress(OSError):
-            answer, found = self._get(path, tries=1)
-            if found == data:
+    def _mine(
+        self, path: str, data: bytes, attributes: Mapping[str, str], *, tries: int | None = None
+    ) -> Version | None:
+        """Returns the version of an object if it is the one that this writer created."""
+        with contextlib.suppress(FileNotFoundError, CorruptCheckpoint):  # the latter: too large
+            answer, found = self._get(path, max(len(data), 1), tries=tries)
+            if found == data and answer.attributes.get(_HELD) == attributes.get(_HELD):
                 return answer.meta
         return None
 
@@ -250,7 +254,7 @@ class ObjectStorage:
         self, path: str, data: bytes, *, mode: Any, attributes: Mapping[str, str] | None = None
     ) -> Version:
         return self.requests.change(
-            "write", path, lambda _: self._put_once(path, data, mode, attributes or {})
+            "write", path, lambda: self._put_once(path, data, mode, attributes or {})
         )
 
     def _put_once(
@@ -292,7 +296,7 @@ class ObjectStorage:
             self._head(dst)
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), dst)
         self.requests.change(
-            "copy", src, lambda _: obs().copy(self._store, self._key(src), self._key(dst))
+            "copy", src, lambda: obs().copy(self._store, self._key(src), self._key(dst))
         )
         return False
 
@@ -311,7 +315,7 @@ class ObjectStorage:
             self._delete(paths[0], [*map(self._key, paths)])
 
     def _delete(self, path: str, keys: Sequence[str]) -> None:
-        def delete(one: str | Sequence[str], _: bool) -> None:
+        def delete(one: str | Sequence[str]) -> None:
             obs().delete(self._store, one)
 
         def delete_one(key: str) -> None:
@@ -381,7 +385,7 @@ class ObjectStorage:
         mode = {k: version[k] for k in ("e_tag", "version") if version.get(k)}
         attributes = {_HELD: token} if held else {}
 
-        def put(_: bool) -> Version | None:
+        def put() -> Version | None:
             try:
                 return self._put_once(path, data, mode, attributes)
             except Exception as error:

@@ -1,7 +1,7 @@
 """Sends requests to an object store: each with a deadline, a bounded number of tries and a reason.
 
 A read that takes far longer than its peers is sent a second time, and the first answer counts. A
-write is sent again only after an error, and `unsure` then tells that an earlier try may have acted.
+write is sent again only after an error; an earlier try may then have acted.
 """
 
 from __future__ import annotations
@@ -142,28 +142,23 @@ class Requests:
             FileNotFoundError: there is no such object.
             StoreError: the store did not answer, or refused.
         """
-        return self.change(what, path, lambda _: self._hedge(call, size), tries=tries)
+        return self.change(what, path, lambda: self._hedge(call, size), tries=tries)
 
-    def change(
-        self, what: str, path: str, call: Callable[[bool], T], *, tries: int | None = None
-    ) -> T:
+    def change(self, what: str, path: str, call: Callable[[], T], *, tries: int | None = None) -> T:
         """Returns the answer to a request that changes something.
 
         Args:
-            call: Called with whether an earlier try may have acted.
             tries: As for `read`.
 
         Raises:
             FileNotFoundError, StoreError: as for `read`.
         """
-        return self._tried(what, path, call, self._settings.tries if tries is None else tries)
-
-    def _tried(self, what: str, path: str, call: Callable[[bool], T], tries: int) -> T:
+        tries = self._settings.tries if tries is None else tries
         _check_not_forked(what, path)
         started_s = time.monotonic()
         for n in range(1, tries + 1):
             try:
-                return call(n > 1)
+                return call()
             except Exception as error:
                 waited_s = time.monotonic() - started_s
                 pause_s = min(_FIRST_PAUSE_S * 2**n, _LONGEST_PAUSE_S) * random.uniform(0.5, 1)

@@ -7,11 +7,12 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from urllib.parse import unquote
 
 import pytest
 
 import jaxckpt
-from jaxckpt.errors import CheckpointError, CorruptCheckpoint, StoreError
+from jaxckpt.errors import CheckpointError, CorruptCheckpoint, SaveFailed, StoreError
 from jaxckpt.storage import locate
 from jaxckpt.storage._object import ObjectStorage
 from jaxckpt.storage._settings import settings_of
@@ -277,6 +278,69 @@ def test_one_fault_of_a_deletion_is_overcome_or_told(place, trial, fault):
         if not failing.done:
             break
     assert number >= 3
+
+
+@pytest.mark.parametrize("file", ["commit_success.txt", "_jaxckpt.writing", "_jaxckpt.json"])
+def test_a_file_that_is_made_but_said_to_exist_is_not_another_writers(place, trial, file):
+    """Some stores send a request again by themselves, and answer it as a second one: 412."""
+    url, _, proxy = place
+    with trial("36", f"applied, then 412 at {file}"):
+        fault = proxy.add(Answer(412, applied=True), method="PUT", path=f"/a/{file}", times=1)
+
+        jaxckpt.save(f"{url}/a", state(1))
+
+        assert fault.done == 1
+        assert jaxckpt.verify(f"{url}/a").ok
+
+
+def test_a_claim_of_the_same_bytes_is_not_this_writers(place):
+    """Two processes that upload one step write the same token."""
+    url, _, _ = place
+    storage, path = locate(f"{url}/a/lock")
+    first = storage.claim(path, b"token")
+    assert first is not None
+
+    assert storage.claim(path, b"token") is None
+    first.release()
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_a_commit_that_nobody_answers_may_be_there(place, trial, applied):
+    """The error says so, and where to look. The step is there or not, and whole if it is."""
+    url, _, proxy = place
+    with trial("36", f"no answer about a marker from then on, applied: {applied}"):
+        silent = []
+
+        def is_silent(request):
+            silent.extend([request] if "/2/commit_success.txt" in unquote(request.path) else [])
+            return bool(silent)
+
+        with jaxckpt.CheckpointManager(f"{url}/run") as manager:
+            manager.save(1, state(1)).result()
+            proxy.add(Reset(applied=applied), when=is_silent)
+            handle = manager.save(2, state(2))
+            with pytest.raises(SaveFailed, match=r"may be committed.*jaxckpt ls .*/run") as caught:
+                handle.result()
+            proxy.heal()
+        assert isinstance(caught.value.__cause__, StoreError)
+        listed = jaxckpt.CheckpointManager(f"{url}/run", mode="r").all_steps()
+        assert listed == ([1, 2] if applied else [1])
+        assert is_state(jaxckpt.restore(f"{url}/run"), 1 + applied)
+
+
+@pytest.mark.parametrize(
+    "save", [jaxckpt.save, lambda path, tree: jaxckpt.save_async(path, tree).result()]
+)
+def test_a_store_that_refuses_a_save_is_the_cause_of_its_failure(place, save):
+    """As with a full disk: whoever catches SaveFailed catches this too."""
+    url, _, proxy = place
+    proxy.add(Answer(403), method="PUT", path="/a/")
+
+    with pytest.raises(SaveFailed, match="no permission") as caught:
+        save(f"{url}/a", state(1))
+
+    assert isinstance(caught.value.__cause__, StoreError)
+    assert "may be committed" not in str(caught.value)
 
 
 def error_of(call):
