@@ -1279,6 +1279,19 @@ def test_a_reader_that_holds_a_step_may_lease_it_again(disk):
         assert not there
 
 
+@pytest.mark.parametrize("days", [1 / 12, -2, 400])
+def test_a_lease_holds_when_the_clock_of_the_writer_jumps(disk, monkeypatch, days):
+    """A reader goes on reading, whatever time it suddenly is here."""
+    disk.add("1")
+    found = disk.run()
+    real = time.time_ns
+
+    with found.leases.hold(1):
+        monkeypatch.setattr(time, "time_ns", lambda: real() + int(days * 86_400e9))
+
+        assert found.leases.held(disk.entries()) == {"1"}
+
+
 def test_a_lease_keeps_a_step_until_it_expires(world):
     """Leases of dead readers expire; a file that is not a lease keeps nothing."""
     world.add("1", "2", "3")

@@ -21,6 +21,12 @@ from jaxckpt.format.run import Lease
 
 LEASE_S: Final = 3600.0  # a dead reader's lease also lasts this long
 _CLOCKS_DIFFER_S: Final = 86_400.0
+_STARTED_NS: Final = time.time_ns() - time.monotonic_ns()
+
+
+def _steady_ns() -> int:
+    """Returns the time as if nobody had set this machine's clock since the start."""
+    return _STARTED_NS + time.monotonic_ns()
 
 
 @final
@@ -47,9 +53,10 @@ class Leases:
         except CorruptCheckpoint as error:
             self.index.report(f"{error}; it is ignored as not a lease")
             return None
-        # A lease that expires much later comes from a wrong clock.
-        left_s = (lease.expires_ns - time.time_ns()) / 1e9
-        return lease if 0 < left_s <= LEASE_S + _CLOCKS_DIFFER_S else None
+        # A lease that expires much later comes from a wrong clock. Ours may have jumped since then.
+        lefts_s = [(lease.expires_ns - now_ns) / 1e9 for now_ns in (time.time_ns(), _steady_ns())]
+        goes_on = any(0 < left_s <= LEASE_S + _CLOCKS_DIFFER_S for left_s in lefts_s)
+        return lease if goes_on else None
 
     @contextlib.contextmanager
     def hold(self, number: int) -> Iterator[bool]:

@@ -72,7 +72,9 @@ class ObjectStorage:
         self._bucket = bucket
         self._store = open_store(scheme, bucket, settings)
         self.requests = Requests(self.root, settings)
-        self._clock: float | None = None  # the store's time minus ours, once it is known
+        # The store's time minus that of the monotonic clock, once it is known. This machine's time
+        # may jump, and a live lock would seem old.
+        self._clock: float | None = None
         self._clock_lock = threading.Lock()  # guards the probe
 
     # --- reading -----------------------------------------------------------------------------
@@ -362,7 +364,7 @@ class ObjectStorage:
 
     def _is_over(self, meta: Mapping[str, Any]) -> bool:
         assert self._clock is not None
-        age_s = time.time() + self._clock - meta["last_modified"].timestamp()
+        age_s = time.monotonic() + self._clock - meta["last_modified"].timestamp()
         return age_s > self.settings.lease_s
 
     def _replace(
@@ -415,7 +417,7 @@ class ObjectStorage:
             if self._clock is not None:
                 return
             if self.settings.single_writer:
-                self._clock = 0.0
+                self._clock = time.time() - time.monotonic()
                 return
             problem, clock = "", 0.0
             for _ in range(_PROBES):
@@ -437,13 +439,13 @@ class ObjectStorage:
             self._clock = clock
 
     def _try_conditions(self, file: str) -> tuple[str, float]:
-        """Returns what does not work, or "", and how far the store's clock is ahead of ours."""
+        """Returns what does not work, or "", and the store's time minus the monotonic clock's."""
         first = self._create(file, b"1")
         if first is None:
             return "an object with a new, random name was said to exist", 0.0
         if self._create(file, b"2") is not None:
             return "it created an object that existed", 0.0
-        now_s = time.time()
+        now_s = time.monotonic()
         if self._replace(file, b"3", "probe", first) is None:
             return "it refused to replace an object of the right version", 0.0
         try:

@@ -142,6 +142,22 @@ def test_a_lock_is_renewed_until_it_is_released(server, root):
     again.release()
 
 
+@pytest.mark.parametrize("single_writer", [False, True])
+def test_a_live_lock_stays_when_this_machines_clock_jumps(
+    server, root, monkeypatch, single_writer
+):
+    """Its age is told by the store's clock, of which this machine only counts the seconds since."""
+    use_store(root.rpartition("/")[0], settings(server, single_writer=single_writer))
+    storage, path = locate(f"{root}/lock")
+    held = storage.hold(path)
+    assert held is not None
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 7200)
+
+    assert storage.hold(path) is None
+    held.release()
+
+
 def test_a_holder_that_was_replaced_does_not_come_back(server, root):
     """A process that was stopped for longer than its lease cannot renew it."""
     url = root.rpartition("/")[0]
