@@ -13,7 +13,13 @@ import jaxckpt
 from jaxckpt._core.plan import plan_save
 from jaxckpt._disk import reader
 from jaxckpt._run.copies import over_disks
+from jaxckpt._run.shares import place_on_disk
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
+from jaxckpt.format import names
+from jaxckpt.storage import LocalStorage
+from jaxckpt.storage._limit import LimitedStorage
+from jaxckpt.storage._mounts import Mount
+from jaxckpt.testing import simulate
 from tests.commandline import cli
 from tests.test_plan import array_specs, held
 from tests.test_tiers import damage
@@ -275,6 +281,42 @@ def test_a_share_is_no_checkpoint_for_others(train, tmp_path, monkeypatch):
     monkeypatch.setattr(reader, "keys_here", lambda item: dict.fromkeys(keys(item), b""))
     with pytest.raises(CorruptCheckpoint, match=r'count/c" has 0 bytes, expected .* or more'):
         jaxckpt.restore(share / "3", only="count", as_numpy=True)
+
+
+# --- where each process saves ------------------------------------------------------------------
+
+
+def place(tmp_path, hosts, machines, storage=None):
+    """Where each process saves on the disk of its host, without the directory of the test."""
+    storage = storage or LocalStorage()
+
+    def find(processes):
+        root = f"{tmp_path}/{hosts[processes.index]}"
+        machine = machines[processes.index]
+        return place_on_disk(storage, root, processes, timeout_s=30, machine=machine)
+
+    return [path.removeprefix(f"{tmp_path}/") for path in simulate(len(hosts), find)]
+
+
+def test_disks_of_one_image_are_told_apart(tmp_path):
+    """They have the same file by which disks are told apart; the machines differ."""
+    for host in ("a", "b"):
+        (tmp_path / host).mkdir()
+        (tmp_path / host / names.DISK).write_text("0" * 32)
+
+    assert place(tmp_path, "ab", ["boot 1", "boot 2"]) == ["a/share_0", "b/share_1"]
+    assert place(tmp_path, "aab", ["boot 1", "boot 1", "boot 2"]) == [
+        *("a/share_0", "a/share_1", "b/share_2")
+    ]
+
+
+def test_processes_that_see_one_directory_save_there_together(tmp_path):
+    """On one machine, or on several with a file system that has a server."""
+    nfs = LimitedStorage(LocalStorage(), Mount("nfs4", "/mnt/nfs"))
+
+    assert place(tmp_path, "aa", ["boot 1", "boot 1"]) == ["a", "a"]
+    assert place(tmp_path, "aa", ["boot 1", "boot 2"], nfs) == ["a", "a"]
+    assert place(tmp_path, "ab", ["boot 1", "boot 1"]) == ["a/share_0", "b/share_0"]
 
 
 # --- what is decided -------------------------------------------------------------------------

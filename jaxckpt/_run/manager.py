@@ -44,7 +44,7 @@ from jaxckpt._run.root import DURABLE, LOCAL, Root, check_local, newest_of, open
 from jaxckpt._run.saver import Saver
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.scrub import scrub
-from jaxckpt._run.shares import place_on_disk
+from jaxckpt._run.shares import machine, place_on_disk
 from jaxckpt._run.tiers import Tiers
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import check_metadata
@@ -188,7 +188,11 @@ class CheckpointManager:
                 if local is not None:
                     index = self._roots[0].index
                     place = place_on_disk(
-                        index.storage, index.root, self._processes, timeout_s=timeout_s
+                        index.storage,
+                        index.root,
+                        self._processes,
+                        timeout_s=timeout_s,
+                        machine=machine(),
                     )
                     if place != index.root:
                         share = at(place, tier=LOCAL, keep=local_keep, own=True)

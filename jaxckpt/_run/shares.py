@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import posixpath
 import secrets
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,15 +33,30 @@ from jaxckpt.format import names, step
 from jaxckpt.format.arrays import CRC_BYTES
 from jaxckpt.format.step import Record
 from jaxckpt.multihost import Json, Processes, meet
-from jaxckpt.storage import Storage
+from jaxckpt.storage import LocalStorage, Storage
 
 _MAX_ID_BYTES: Final = 64
 
 
-def place_on_disk(storage: Storage, root: str, processes: Processes, *, timeout_s: float) -> str:
+def machine() -> str:
+    """Returns a name of this machine that no other has, though it began with the same disk."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # Linux only
+            return file.read()
+    except OSError:
+        return socket.gethostname()
+
+
+def place_on_disk(
+    storage: Storage, root: str, processes: Processes, *, timeout_s: float, machine: str
+) -> str:
     """Returns where this process saves in its local directory: there, or in a share of it.
 
-    All save there together if they see the same directory.
+    All save there together if they see the same directory: its file is the same, which it also is
+    on disks of one image, and no disk is in two machines.
+
+    Args:
+        machine: See `machine`.
     """
     found, problem = "", None
     try:
@@ -50,11 +66,14 @@ def place_on_disk(storage: Storage, root: str, processes: Processes, *, timeout_
         found = storage.read(file, max_bytes=_MAX_ID_BYTES).decode("ascii", "replace")
     except Exception as error:  # reported to the others, then raised
         problem = error
-    met = meet(processes, f"local {names.DISK}", found, problem, timeout_s=timeout_s)
+    here = machine if isinstance(storage, LocalStorage) else ""  # else it may have a server
+    met = meet(processes, f"local {names.DISK}", [found, here], problem, timeout_s=timeout_s)
     met.check(problem, f"the local directory {root} cannot be used")
-    if len(set(met.values)) == 1:
+    if all(value == met.values[0] for value in met.values):
         return root
-    return f"{root}/{names.share(met.values[: processes.index].count(found))}"
+    # Whatever the machines are called: two processes must not have one share.
+    before = [disk for disk, _ in met.values[: processes.index]]
+    return f"{root}/{names.share(before.count(found))}"
 
 
 def steps_on_disk(index: StepIndex) -> list[tuple[int, str]]:

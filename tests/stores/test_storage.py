@@ -143,9 +143,7 @@ def test_a_lock_is_renewed_until_it_is_released(server, root):
 
 
 @pytest.mark.parametrize("single_writer", [False, True])
-def test_a_live_lock_stays_when_this_machines_clock_jumps(
-    server, root, monkeypatch, single_writer
-):
+def test_a_live_lock_stays_when_this_machines_clock_jumps(server, root, monkeypatch, single_writer):
     """Its age is told by the store's clock, of which this machine only counts the seconds since."""
     use_store(root.rpartition("/")[0], settings(server, single_writer=single_writer))
     storage, path = locate(f"{root}/lock")
