@@ -381,18 +381,45 @@ def test_a_step_is_listed_once_it_is_committed(tmp_path, verb):
 
 
 def test_a_save_does_not_wait_for_the_one_before(tmp_path):
-    """As long as the values of both fit into the budget."""
-    with CheckpointManager(tmp_path) as manager:
+    """If the values of both fit into the budget; but it does wait for the one before that."""
+    with CheckpointManager(tmp_path, timeout_s=0.1) as manager:
         manager._index.storage = gate = Gate("sync")
 
-        handles = [manager.save(step, {"w": np.full(1000, step)}) for step in (1, 2, 3)]
+        handles = [manager.save(step, {"w": np.full(1000, step)}) for step in (1, 2)]
+        with pytest.raises(CheckpointTimeout, match=r"steps \[1, 2\].*no room"):
+            manager.save(3, {"w": np.full(1000, 3)})
         under_way = [handle.done() for handle in handles]
         gate.open.set()
-        manager.wait_until_finished()
+        manager.wait_until_finished(60)
 
-        assert under_way == [False] * 3
-        assert manager.all_steps() == [1, 2, 3]
-        assert manager.restore()["w"].tolist() == [3] * 1000
+        assert under_way == [False] * 2
+        assert manager.all_steps() == [1, 2]
+        assert manager.restore()["w"].tolist() == [2] * 1000
+
+
+@as_processes
+def test_a_save_raises_the_error_of_the_save_it_waited_for(tmp_path, processes):
+    """In every process, and saves nothing; a later save works."""
+    gate = Gate("make_dir", FailingStorage(LocalStorage(), 0, FULL, once=False))
+    with CheckpointManager(tmp_path) as manager:
+        if processes.index == 0:
+            manager._index.storage = gate
+        manager.save(1, {"n": 1})
+        handle = manager.save(2, {"n": 2})
+        meet(processes)
+        gate.open.set()
+
+        with pytest.raises(FAILURES, match="No space left"):
+            manager.save(3, {"n": 3})
+        end_saves(manager)
+        manager._index.storage = LocalStorage()
+        with pytest.raises(FAILURES, match="No space left"):
+            handle.result()
+        with contextlib.suppress(*FAILURES):  # of step 2, if step 3 did not wait for it
+            manager.wait_until_finished()
+        manager.save(4, {"n": 4}).result()
+
+        assert manager.all_steps() == [4]
 
 
 def test_a_save_waits_for_room_in_the_budget(tmp_path):

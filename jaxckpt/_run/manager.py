@@ -124,8 +124,8 @@ class CheckpointManager:
             mode: "w" to save, in one job at a time: opening takes the run over from a dead job, the
                 first save also from a running one. "r" to read, in any number of jobs; only leases
                 are written.
-            budget_bytes: Host memory that values of earlier saves may occupy when the next save
-                begins; a single save may exceed it. For restores, see `jaxckpt.restore`.
+            budget_bytes: Host memory for the values of a save under way and of the next one; if
+                they exceed it, that waits. For restores, see `jaxckpt.restore`.
             timeout_s: Limit for each wait for another process or an earlier save.
             step_prefix, step_digits: Name step directories `[<prefix>_]<step>`, padded with zeros.
                 If both are None, names are like those of most steps already there.
@@ -300,7 +300,8 @@ class CheckpointManager:
     ) -> SaveHandle | None:
         """Saves a step in the background if it is due.
 
-        After it returns, `state` and `items` may be donated, deleted or changed.
+        After it returns, `state` and `items` may be donated, deleted or changed. All saves but the
+        previous one and this one have ended by then; `handle.result` waits for this one.
 
         Args:
             step: Must be higher than every step of the run.
@@ -323,7 +324,9 @@ class CheckpointManager:
             ValueError: the run has a later step, but not this one; or `force` is set, and `mode` is
                 "r".
             UnsupportedLeaf: a value cannot be stored; nothing was written.
-            CheckpointTimeout: earlier saves did not free enough memory within `timeout_s`.
+            CheckpointTimeout: earlier saves did not end, or did not free enough memory, within
+                `timeout_s`.
+            Any error of an earlier save that has not been raised yet; this step is not saved then.
         """
         if self._ended or (force and self.mode == "r"):
             self._refuse()

@@ -212,20 +212,19 @@ class Saver:
     ) -> SaveHandle | None:
         entered_s = time.monotonic()
         decision = self.decide(step, force=force)
-        errors = self.take_errors()
         if not decision.save:
-            raise_first(errors)
+            raise_first(self.take_errors())
             return None
-        if self._tiers is not None:
-            errors += self._tiers.uploads.take_errors()
+        # Only now: asking for a step's path may list the root, and most calls save nothing.
+        meter = Meter("save", self._index.path(step), step=step)
+        errors = self._make_room()
+        meter.waited()
         name = f"manager {self.session}/{self._started}"
         self._started += 1
         by_clock = any(schedule.policy.is_by_clock for schedule in self._schedules)
         is_agreed = self._processes.count > 1 and by_clock
         agreed = self._agree(name, step, errors) if is_agreed else None
         problem, held, metadata = None, [], {}
-        # Only now: asking for a step's path may list the root, and most calls save nothing.
-        meter = Meter("save", self._index.path(step), step=step)
         meter.watch(display(self._on_progress, self._processes.index))
         try:
             # Raised in here because another process may not know of these errors and save.
@@ -372,11 +371,9 @@ class Saver:
         meter: Meter,
         dtype: str | None,
     ) -> list[SaveItem]:
-        """Copies everything to the host once there is room for it."""
+        """Copies everything to the host."""
         for name in items:
             names.check_item(name, self._item, names.STATE_ITEM, names.DEFAULT_ITEM)
-        self._wait_for_room(self._latest.size_bytes if self._latest is not None else 0)
-        meter.waited()
         processes = self._processes
         with meter.phase("snapshot"):
             how: dict[str, Any] = {"zstd": self._zstd, "holds": self._root.own}
@@ -452,14 +449,27 @@ class Saver:
         """
         self._wait_until(lambda: not any(one in self._under_way for one in handles), timeout_s)
 
-    def _wait_for_room(self, size_bytes: int) -> None:
-        """Waits until the bytes fit into the budget, or no save is under way."""
+    def _make_room(self) -> list[BaseException]:
+        """Waits until another save may begin; returns the errors that have not been raised yet.
+
+        At most one save is under way then: the new one waits for it. A job that is killed loses
+        these two. Both fit into the budget, if the new one is as large as the latest.
+        """
+        size = self._latest.size_bytes if self._latest is not None else 0
 
         def has_room() -> bool:
             held = sum(handle.size_bytes for handle in self._under_way)
-            return held == 0 or held + size_bytes <= self._budget_bytes
+            return len(self._under_way) < (2 if held + size <= self._budget_bytes else 1)
 
-        self._wait_until(has_room, why=f" and fill budget_bytes={self._budget_bytes}")
+        errors: list[BaseException] = []
+        try:
+            why = f" and leave no room for a second one in budget_bytes={self._budget_bytes}"
+            self._wait_until(has_room, why=why)
+        except Exception as error:  # raised once the other processes can hear of it
+            errors.append(error)
+        # In several processes, only the next save tells all of them of process 0's.
+        uploads = [] if self._tiers is None else self._tiers.uploads.take_errors()
+        return [*errors, *self.take_errors(), *uploads]
 
     def _wait_until(
         self, over: Callable[[], bool], timeout_s: float | None = None, why: str = ""

@@ -162,10 +162,12 @@ class CheckpointManager(AbstractCheckpointManager):
 
     def should_save(self, step: int) -> bool:
         """Returns whether `save` would save a step; never one that is not above the newest."""
-        step, newest = operator.index(step), self.latest_step()
-        if self._options.read_only or (newest is not None and newest >= step):
-            return False
-        return self._open().should_save(step)
+        step = operator.index(step)
+        return self._is_new(step) and self._open().should_save(step)
+
+    def _is_new(self, step: int) -> bool:
+        newest = self.latest_step()
+        return not self._options.read_only and (newest is None or newest < step)
 
     def save(
         self,
@@ -188,19 +190,22 @@ class CheckpointManager(AbstractCheckpointManager):
             custom_metadata: JSON to store with the step.
 
         Returns:
-            Whether it is being saved.
+            Whether it is being saved. The previous step is committed by then.
 
         Raises:
+            Any error of the previous save; this step is not saved then.
             ValueError: the run has the step, or a later one, and `force` is set.
         """
         if items is None and args is None:
             raise ValueError("Must provide `args` for `save`.")
         step = operator.index(step)
         args = self._checked(items, args, is_default=not isinstance(_ours(args), _Composite))
-        if self._options.read_only or not (force or self.should_save(step)):
+        is_due = force or (self._is_new(step) and self._open()._saver.decide(step).save)
+        if self._options.read_only or not is_due:
             return False
         if step in self._steps:
             raise StepAlreadyExistsError(f"Checkpoint for step {step} already exists.")
+        self._open()._saver.finish()  # `save` below raises the errors, in every process
         given = self._composite("save", items, save_kwargs, args)
         metrics = metrics if self._ranks() and not self._options.prevent_write_metrics else None
         stored = _handling.Several(_handling.store(self._handler, given))

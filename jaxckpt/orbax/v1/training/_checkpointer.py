@@ -170,6 +170,8 @@ class Checkpointer:
     ) -> AsyncResponse | None:
         """Saves items in the background if they are due, or returns None.
 
+        When it returns, the previous step is committed.
+
         Args:
             step: Its number.
             checkpointables: The items by name.
@@ -179,6 +181,7 @@ class Checkpointer:
             custom_metadata: JSON to store with the step.
 
         Raises:
+            Any error of the previous save; this step is not saved then.
             StepAlreadyExistsError: the step is there, and `overwrite` is False.
         """
         check_names(checkpointables, argument="checkpointables")
@@ -194,7 +197,10 @@ class Checkpointer:
         if steps and step <= steps[-1]:
             return self._save_earlier(step, items, metrics, custom_metadata)
         more = {"metrics": metrics or None, "custom_metadata": custom_metadata}
-        self._latest = handle = self._open().save(step, items, force=force, **more)
+        writer = self._open()
+        if writer._saver.decide(step, force=force).save:
+            writer._saver.finish()  # `save` raises the errors, in every process
+        self._latest = handle = writer.save(step, items, force=force, **more)
         if handle is None:
             return None
         return SaveResponse(handle, value=True, wait=self._open().wait_until_finished)
