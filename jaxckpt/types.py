@@ -235,8 +235,8 @@ class Problem:
         file: The file concerned, if any.
         leaf: The leaf concerned, if any.
         message: The problem in words.
-        unreadable: Whether the storage failed to read the data, whose state is therefore unknown.
-            Every other problem is damage.
+        unreadable: Whether the data is not known to be damaged: the storage failed to read it, or
+            another program removed a whole item. Every other problem is damage.
     """
 
     file: str | None

@@ -241,6 +241,8 @@ def read_found(storage: Storage, path: str, entries: Entries) -> Found:
         found = _read_record(found, entries)
     elif names.CHECKPOINT_METADATA in entries and _lacks_marker(storage, entries):
         raise _no_marker(path, f" If it is a complete copy, add an empty {names.COMMIT_MARKER}.")
+    elif lost_record(found):
+        raise _no_record(path)
     name = posixpath.basename(path)
     if (found.record is None or found.record.name != name) and names.is_temporary(name):
         raise _uncommitted(storage, path)
@@ -272,13 +274,36 @@ def _no_marker(path: str, advice: str = "") -> CheckpointNotFound:
     )
 
 
+def _no_record(path: str) -> CorruptCheckpoint:
+    file = f"{path}/{names.RECORD}"
+    return CorruptCheckpoint(
+        f"{file} is missing: the list of the checkpoint's files. Mend it from another copy with "
+        "`jaxckpt heal`, or restore an older checkpoint.",
+        file=file,
+    )
+
+
+def lost_record(found: Found) -> bool:
+    """Returns whether jaxckpt wrote a checkpoint that has no record: by a file of its own.
+
+    Not of a lone item, which has no record where it was copied to, nor of a run.
+    """
+    entries = found.entries(found.path)
+    if names.RECORD in entries or (_CHECKPOINT_MARKS.isdisjoint(entries) and _steps(entries)):
+        return False
+    if names.CHUNK_SUMS in entries:
+        return names.CHECKPOINT_METADATA in entries
+    items = (f"{found.path}/{name}" for name, entry in entries.items() if entry.kind == "dir")
+    return any(names.CHUNK_SUMS in found.entries(item) for item in items)
+
+
 def _read_record(found: Found, entries: Entries) -> Found:
     marker = entries.get(names.COMMIT_MARKER)
     if marker is None or marker.kind != "file":
         raise _no_marker(found.path)
     file = f"{found.path}/{names.RECORD}"
     if names.RECORD not in entries:
-        raise CorruptCheckpoint(f"{file} is missing", file=file)
+        raise _no_record(found.path)
     data = found.storage.read(file, max_bytes=step.MAX_RECORD_BYTES)
     return replace(found, record=step.decode_record(data, file=file))
 
@@ -287,7 +312,8 @@ def _items(found: Found, entries: Entries) -> dict[str, str]:
     if names.TREE_METADATA in entries:
         return {"": found.path}
     recorded = found.contents(found.path) if found.record is not None else {}
-    dirs = {name: f"{found.path}/{name}" for name, kind in recorded.items() if kind == "dir"}
+    removed = found.removed
+    dirs = {n: f"{found.path}/{n}" for n, k in recorded.items() if k == "dir" and n not in removed}
     # Files of a program's own handler, which only that reads, count if there is nothing else.
     files = found.recorded(found.path)
     trees = {name for name in dirs if f"{name}/{names.TREE_METADATA}" in files}
@@ -345,8 +371,8 @@ def _checkpoint_around(storage: Storage, path: str) -> Found | None:
         return None
     try:
         around = read_found(storage, parent, entries)
-    except CorruptCheckpoint:
-        if names.RECORD in entries:
+    except CorruptCheckpoint as error:
+        if error.file == f"{parent}/{names.RECORD}" or names.RECORD in entries:
             raise
         # Orbax does not make these files durable; the item itself may well be complete.
         return None
@@ -361,18 +387,18 @@ def looks_committed(storage: Storage, path: str) -> bool:
     if names.RECORD in entries or names.WRITER in entries:
         marker = entries.get(names.COMMIT_MARKER)
         return names.RECORD in entries and marker is not None and marker.kind == "file"
-    if _lacks_marker(storage, entries):
+    found = Found(storage=storage, path=path, listings={path: entries})
+    if _lacks_marker(storage, entries) or lost_record(found):
         return False
     if any(entries[name].kind != "dir" for name in _STEP_MARKS & entries.keys()):
         return True
     # A run inside the run is not a step: whoever deletes a step must not delete many checkpoints.
-    return not _steps(entries) and _has_items(storage, path, entries)
+    return not _steps(entries) and _has_items(found)
 
 
-def _has_items(storage: Storage, path: str, entries: Entries) -> bool:
+def _has_items(found: Found) -> bool:
     """Returns whether a directory has a tree as an item, and no whole checkpoint in it."""
-    found = Found(storage=storage, path=path, listings={path: entries})
-    items = find_items(found, path, entries).values()
+    items = find_items(found, found.path, found.entries(found.path)).values()
     is_one = all(_CHECKPOINT_MARKS.isdisjoint(found.entries(item)) for item in items)
     return is_one and any(json_name(found, item) is None for item in items)
 
@@ -489,6 +515,8 @@ def choose_item(found: Found, item: str | None) -> str:
     if found.deleting is not None and (item == found.deleting or not items):
         raise _being_deleted(found)
     if item is not None:
+        if item in found.removed:
+            raise CheckpointNotFound(found.was_removed(item))
         if item not in items:
             raise CheckpointNotFound(
                 f"{found.path} has no item {item!r}; its items are {', '.join(items)}"

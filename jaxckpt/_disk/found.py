@@ -50,6 +50,23 @@ class Found:
         lineage = self.record.lineage
         return str(lineage["token"] if lineage.get("by") == "upload" else self.record.token)
 
+    @property
+    def removed(self) -> list[str]:
+        """The recorded items whose directories another program removed; never the main one."""
+        recorded = self.contents(self.path) if self.record is not None else {}
+        if self.record is None or names.TREE_METADATA in recorded:
+            return []
+        there = {*self.entries(self.path), self.record.item, self.deleting}
+        return [n for n, kind in recorded.items() if kind == "dir" and n not in there]
+
+    def was_removed(self, item: str) -> str:
+        """Describes one of the removed items."""
+        return (
+            f"{self.path}/{item} is missing: another program removed this item. The others can be "
+            f"restored. To complete the removal, call delete(step, item={item!r}) of the "
+            f"CheckpointManager, or `jaxckpt rm --item {item}`."
+        )
+
     def not_here(self, what: str) -> CheckpointNotFound:
         """Returns the error for a part that another process has saved on its own disk."""
         assert self.record is not None
@@ -180,10 +197,18 @@ def is_sealed(found: Found) -> bool:
     )
 
 
+def present_files(found: Found) -> dict[str, FileFacts]:
+    """Returns the recorded files, except those of items that another program removed."""
+    files, removed = found.recorded(found.path), set(found.removed)
+    return {n: facts for n, facts in files.items() if n.partition("/")[0] not in removed}
+
+
 def check_sizes(found: Found) -> None:
-    """Raises CorruptCheckpoint if a recorded file is missing or has the wrong size."""
-    files = found.record.files if found.record is not None else {}
-    for name, facts in files.items():
+    """Raises CorruptCheckpoint if a recorded file is missing or has the wrong size.
+
+    An item that another program removed as a whole does not count: the others can be restored.
+    """
+    for name, facts in present_files(found).items():
         if problem := file_problem(found, name, facts):
             file = f"{found.path}/{name}"
             raise CorruptCheckpoint(f"{file} {problem}", file=file)

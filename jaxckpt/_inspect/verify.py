@@ -12,7 +12,14 @@ from jaxckpt._core.check import explained
 from jaxckpt._core.plan import plan_reads
 from jaxckpt._disk.chunks import LeafRead
 from jaxckpt._disk.find import at_rest, open_item
-from jaxckpt._disk.found import Found, JsonItem, check_current, file_problem, is_item
+from jaxckpt._disk.found import (
+    Found,
+    JsonItem,
+    check_current,
+    file_problem,
+    is_item,
+    present_files,
+)
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import CHUNKS_AT_ONCE, in_turns, keys_here, read_leaves
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
@@ -97,7 +104,12 @@ def _check_files(found: Found, problems: list[Problem], unchecked: list[str]) ->
     if found.record is None:
         unchecked.append(f"{found.path}: no {names.RECORD}: its metadata has no checksums")
         return 0
-    for name, facts in found.record.files.items():
+    for item in found.removed:
+        file = f"{found.path}/{item}"
+        problems.append(
+            Problem(file=file, leaf=None, message=found.was_removed(item), unreadable=True)
+        )
+    for name, facts in present_files(found).items():
         try:
             message = _file_problem(found, name, facts)
         except OSError as error:

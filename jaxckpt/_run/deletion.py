@@ -126,7 +126,7 @@ class Deletion:
         """
         path = self.index.check_step(number)
         found = find(self.index.storage, path)
-        if item != found.deleting:
+        if item != found.deleting and item not in found.removed:
             choose_item(found, item)  # checks that it is there
         problem = None
         if found.record is None:

@@ -5,8 +5,10 @@
     replace    each at once, by the same file of the good copy
     verify     the mended copy; further bad files, which others hid, are replaced too
 
-A crash in the middle leaves each file either damaged or good. A copy whose record is damaged cannot
-be mended: the record says which files belong to the step.
+A crash in the middle leaves each file either damaged or good. The record says which files belong
+to the step. If it is lost or damaged itself, it is taken from the good copy first, if both have the
+checksums of the same values and the time of the same save. Steps whose unchanged arrays share a bad
+file get a link to the mended one.
 
 The share of a process has other files than the step in the directory, but the same chunks: those of
 a damaged file are taken from there one by one, and the share is verified by its own record.
@@ -17,6 +19,7 @@ from __future__ import annotations
 import posixpath
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,8 +30,10 @@ from jaxckpt._disk.found import Found
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.upload import pieces, same_bytes
-from jaxckpt.errors import CheckpointError, SaveFailed, is_io_failure
-from jaxckpt.format import names
+from jaxckpt.errors import CheckpointError, CorruptCheckpoint, SaveFailed, is_io_failure
+from jaxckpt.format import jsontext, names
+from jaxckpt.format.step import decode, digest, encode_record
+from jaxckpt.storage import Storage
 from jaxckpt.types import VerifyReport
 
 
@@ -39,11 +44,24 @@ def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
         CheckpointError: it cannot be mended; what was not replaced is as it was.
         OSError: a storage failed.
     """
-    theirs, ours = find(good.storage, good.check_step(step)), find(bad.storage, bad.path(step))
-    if theirs.record is None or theirs.origin != ours.origin or theirs.is_share:
-        raise SaveFailed(f"{ours.path} and {theirs.path} are different steps; nothing was changed")
-    if not ours.is_share:
+    theirs, path = find(good.storage, good.check_step(step)), bad.path(step)
+    ours = _find(bad.storage, path)
+    is_alike = (
+        _is_alike(bad.storage, path, theirs) if ours is None else ours.origin == theirs.origin
+    )
+    if theirs.record is None or theirs.is_share or not is_alike:
+        raise SaveFailed(f"{path} and {theirs.path} are different steps; nothing was changed")
+    if ours is None or not ours.is_share:
         _check_good(verify_in(theirs.storage, theirs.path))
+    if ours is None:
+        record = replace(theirs.record, name=posixpath.basename(path))
+        bad.storage.write(f"{path}/{names.RECORD}", encode_record(record))
+        return [names.RECORD, *_mend(bad, find(bad.storage, path), theirs, step)]
+    return _mend(bad, ours, theirs, step)
+
+
+def _mend(bad: StepIndex, ours: Found, theirs: Found, step: int) -> list[str]:
+    """Replaces bad files until the copy is whole; returns them."""
     replaced: list[str] = []
     while not (report := verify_in(ours.storage, ours.path)).ok:
         bad_files = _bad_parts if ours.is_share else _bad_files
@@ -58,7 +76,58 @@ def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
                 _replace(ours, theirs, name)
         replaced += files
         bad.forget(step)
+    for name in filter(names.is_data_file, replaced):
+        _link_to_others(bad, step, name)
     return replaced
+
+
+def _find(storage: Storage, path: str) -> Found | None:
+    """Finds the damaged copy; None if its record is lost or damaged."""
+    try:
+        return find(storage, path)
+    except CorruptCheckpoint as error:
+        if error.file != f"{path}/{names.RECORD}":
+            raise
+        return None
+
+
+def _is_alike(storage: Storage, path: str, theirs: Found) -> bool:
+    """Returns whether a copy without a record has the values and the time of a good one."""
+    file = f"{path}/{names.CHECKPOINT_METADATA}"
+    sums = {n: facts for n, facts in theirs.recorded(theirs.path).items() if _has_sums(n)}
+    try:
+        about = decode(storage.read(file, max_bytes=jsontext.MAX_BYTES), file=file)
+        found = {n: storage.read(f"{path}/{n}", max_bytes=facts.size) for n, facts in sums.items()}
+    except (CheckpointError, FileNotFoundError) as error:
+        if is_io_failure(error):
+            raise
+        return False
+    is_same_time = about.init_ns is not None and about.init_ns == theirs.metadata.init_ns
+    return is_same_time and all(digest(data) == sums[n].sha256 for n, data in found.items())
+
+
+def _has_sums(name: str) -> bool:
+    return posixpath.basename(name) == names.CHUNK_SUMS
+
+
+def _link_to_others(run: StepIndex, number: int, name: str) -> None:
+    """Puts a mended file of values into the other steps that have a bad file of its name."""
+    if run.storage.scheme != "file":  # in a store, each step has files of its own
+        return
+    storage, mended = run.storage, f"{run.path(number)}/{name}"
+    size = storage.size(mended)
+    for other in run.listing().steps:
+        path = run.path(other)
+        file = f"{path}/{name}"
+        if other == number or storage.kind(file) != "file":
+            continue
+        both = storage, run.path(number), storage, path
+        if storage.size(file) != size or not same_bytes(*both, name, size):
+            storage.delete_files([file])
+            storage.link(mended, file)
+            storage.sync(posixpath.dirname(file))
+            run.forget(other)
+            run.report(f"{file} was as damaged as {mended}, and is a link to the mended file now")
 
 
 def _check_good(report: VerifyReport) -> None:
@@ -70,11 +139,13 @@ def _check_good(report: VerifyReport) -> None:
 def _bad_files(ours: Found, theirs: Found, report: VerifyReport, besides: list[str]) -> list[str]:
     assert ours.record is not None
     assert theirs.record is not None
+    removed = {f"{ours.path}/{item}" for item in ours.removed}
     for problem in report.problems:
-        if problem.unreadable:
+        if problem.unreadable and problem.file not in removed:
             raise SaveFailed(f"{ours.path} cannot be read now: {problem.message}")
     recorded = ours.record.files.keys() & theirs.record.files.keys()
     named = {posixpath.relpath(p.file, ours.path) for p in report.problems if p.file}
+    named |= {name for name in recorded if name.partition("/")[0] in ours.removed}
     found = sorted((named & recorded) - {*besides})
     if found or besides:
         return found

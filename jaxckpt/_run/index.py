@@ -22,7 +22,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from jaxckpt._disk.find import find, looks_committed, neighbours, read_found, read_record
+from jaxckpt._disk.find import (
+    find,
+    looks_committed,
+    lost_record,
+    neighbours,
+    read_found,
+    read_record,
+)
 from jaxckpt._disk.found import Found, check_sizes
 from jaxckpt._save.handle import is_under_way
 from jaxckpt.errors import (
@@ -212,9 +219,9 @@ class StepIndex:
     def state(self, listing: Listing, number: int) -> State | None:
         """Returns the state of a step, or None if it is no step.
 
-        A torn step was written by jaxckpt but lacks its commit marker, such as an incomplete copy.
-        Without atomic renames it may be a save under way, whose files the next owner removes; so
-        such a storage never reports torn steps. There is no permission to list an unreadable one.
+        A torn step was written by jaxckpt but lacks its commit marker or its record, such as an
+        incomplete copy. Without atomic renames, one without a marker may be a save under way, whose
+        files the next owner removes; so that is no step. An unreadable step may not be listed.
         """
         name = listing.steps.get(number)
         return None if name is None else self._state_of(name, listing.entries[name])
@@ -224,14 +231,15 @@ class StepIndex:
             return None
         if name in self._committed:
             return "committed"
-        path = f"{self.root}/{name}"
+        path, view = f"{self.root}/{name}", self._view(name)
         try:
-            if looks_committed(self._view(name), path):
+            if looks_committed(view, path):
                 # Without renames it may be replaced in place, but only by the owner.
                 if self.storage.atomic_rename or self.owned:
                     self._committed.add(name)
                 return "committed"
-            is_torn = self.storage.atomic_rename and is_ours(self.storage, path)
+            may_be_torn = self.storage.atomic_rename or names.COMMIT_MARKER in view.entries(path)
+            is_torn = may_be_torn and is_ours(view, path)
         except FileNotFoundError:  # deleted just now
             return None
         except PermissionError:
@@ -377,12 +385,16 @@ class StepIndex:
     def check_found(self, number: int, found: Found) -> None:
         """Checks that all files of a step are present in their recorded sizes; reads no data.
 
+        Reports items that another program removed; the step is whole without them.
+
         Raises:
             CorruptCheckpoint: a file is missing or has a different size.
         """
         saved_as = found.record.name if found.record is not None else ""
         if saved_as and (self.naming or StepNames()).step(saved_as) not in (None, number):
             self.report(f"{found.path} was saved as {saved_as}, then renamed or copied")
+        for item in found.removed:
+            self.report(found.was_removed(item))
         check_sizes(found)
 
     def find_whole(self, number: int) -> Found:
@@ -466,7 +478,9 @@ def is_ours(storage: Storage, path: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     files = (inside.get(name) for name in (names.RECORD, names.WRITER))
-    return any(file is not None and file.kind == "file" for file in files)
+    return any(file is not None and file.kind == "file" for file in files) or lost_record(
+        Found(storage=storage, path=path, listings={path: inside})
+    )
 
 
 def run_metadata(index: StepIndex) -> dict[str, Any]:

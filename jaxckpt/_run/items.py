@@ -150,10 +150,10 @@ def _json_text(state: object) -> bytes | None:
 def read_states(checkpoint: Found, name: str) -> list[Any] | None:
     """Returns the states of an object from all processes; None for another kind of item."""
     if name not in checkpoint.items:
-        raise TreeMismatch(
-            f"{checkpoint.path} has no item {name!r}; it has {', '.join(checkpoint.items)}. "
-            "Restore without the item, or choose another step."
-        )
+        problem = f"{checkpoint.path} has no item {name!r}; it has {', '.join(checkpoint.items)}."
+        if name in checkpoint.removed:
+            problem = checkpoint.was_removed(name)
+        raise TreeMismatch(f"{problem} Restore without the item, or choose another step.")
     path = checkpoint.items[name]
     inside = checkpoint.contents(path)
     counts = {count for file in inside if (count := names.process_count(file)) is not None}

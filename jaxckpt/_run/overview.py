@@ -176,7 +176,8 @@ def _look(index: StepIndex, listing: Listing, name: str, number: int) -> StepOve
     if found is not None:
         facts |= _recorded(found, is_file=listing.entries[name].kind == "file")
         try:
-            facts["metrics"] = metrics_of(found)
+            if names.METRICS_ITEM not in found.removed:
+                facts["metrics"] = metrics_of(found)
         except (CheckpointError, OSError) as error:
             problem = problem or str(error)
     return StepOverview(step=number, path=path, name=name, problem=problem, **facts)

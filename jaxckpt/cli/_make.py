@@ -195,6 +195,7 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
     good, (storage, where) = StepIndex(*existing_root(other), quiet=True), existing_root(root)
     mended: dict[int, list[str]] = {}
     failed: dict[int, str] = {}
+    shared: dict[int, list[str]] = {}  # the bad files of those
     with owned(storage, where, no_job=no_job) as run:
         for step in run.index.present():
             report = look(run.leases, step)
@@ -204,6 +205,13 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
                 mended[step] = heal_step(run.index, good, step)
             except (CheckpointError, OSError) as error:
                 failed[step] = str(error)
+                files = {p.file for p in report.problems if p.file}
+                shared[step] = sorted(os.path.relpath(file, report.path) for file in files)
+        for step in [*failed] if mended else ():  # it may share a file that was mended
+            report = look(run.leases, step)
+            if report is not None and report.ok:
+                mended[step] = shared[step]
+                del failed[step]
     if as_json:
         _output.print_json({"path": where, "mended": mended, "failed": failed})
         return 1 if failed else 0

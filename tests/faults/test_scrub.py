@@ -104,7 +104,6 @@ FAULTS = {
     "an empty file": lambda step, other: os.truncate(step / "state" / "_METADATA", 0),
     "no manifest": lambda step, other: (step / "state" / "manifest.ocdbt").unlink(),
     "no data": lambda step, other: shutil.rmtree(step / "state" / "d"),
-    "no item": lambda step, other: shutil.rmtree(step / "more"),
     "no record": lambda step, other: (step / names.RECORD).unlink(),
     "no commit marker": lambda step, other: (step / names.COMMIT_MARKER).unlink(),
     "two files swapped": lambda step, other: swap(
@@ -145,13 +144,29 @@ def test_a_planted_fault_is_found_and_set_aside(run, pristine, trial, fault):
         assert sorted(n for n, report in found.items() if not report.ok) == [STEP]
         assert manager.all_steps() == [1, 3]
         aside = [name for name in os.listdir(run) if names.is_set_aside(name)]
-        if fault != "no record":  # then it is not known to be ours
-            assert len(aside) == 1
-            assert entries(run / aside[0]) == before
+        assert len(aside) == 1
+        assert entries(run / aside[0]) == before
         assert any(f"step {STEP} is damaged" in problem for problem in manager.problems)
         assert np.array_equal(manager.restore()["large"], tree(3)["large"])
         manager.save(4, tree(4))
     assert jaxckpt.verify(run / "4").ok
+
+
+def test_an_item_that_was_removed_is_found_and_the_step_stays(run, trial):
+    """It is no damage: the other items can be restored."""
+    shutil.rmtree(run / str(STEP) / "more")
+
+    with trial("34", "verify: no item"):
+        report = jaxckpt.verify(run / str(STEP))
+        assert not report.ok
+        assert not report.damaged
+    with trial("34", "scrub: no item"), jaxckpt.CheckpointManager(run) as manager:
+        found = manager.scrub()
+
+        assert sorted(n for n, report in found.items() if not report.ok) == [STEP]
+        assert manager.all_steps() == [1, 2, 3]
+        assert any("delete(step, item='more')" in problem for problem in manager.problems)
+        assert np.array_equal(manager.restore(step=STEP)["large"], tree(STEP)["large"])
 
 
 def entries(folder):

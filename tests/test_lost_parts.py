@@ -1,0 +1,313 @@
+"""Steps that have lost a file or an item to another program: who says so, and what restores."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+import jaxckpt
+from jaxckpt import (
+    CheckpointManager,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    KeepPolicy,
+    TreeMismatch,
+)
+from jaxckpt._run.index import StepIndex
+from jaxckpt.format import names
+from jaxckpt.storage import LocalStorage, locate
+from tests.commandline import cli, said_json
+
+SIZE = 100_000  # values of a state, so that its chunk is a file of its own
+
+
+def state(step):
+    return {"w": np.full(SIZE, step, np.float32), "step": step}
+
+
+def saved(place, *steps, **options):
+    with CheckpointManager(place, **options) as manager:
+        for step in steps:
+            manager.save(step, state(step), items={"data": {"at": step}}, metrics={"loss": 1.0})
+
+
+# --- a step without its record ---------------------------------------------------------------
+
+
+@pytest.fixture
+def recordless(tmp_path):
+    """A run whose newest step lacks its record."""
+    saved(tmp_path / "run", 1, 2)
+    (tmp_path / "run" / "2" / names.RECORD).unlink()
+    return tmp_path / "run"
+
+
+def test_a_step_without_its_record_is_damaged_to_every_command(recordless):
+    """No command calls it complete or another program's, and none deletes it."""
+    record = f"{recordless}/2/{names.RECORD} is missing"
+
+    _, steps = said_json("ls", recordless)
+    _, plan = said_json("gc", recordless, "--last", "1", "--dry-run")
+    cli("report", recordless, "-o", recordless / "report.html")
+    code, scrubbed = said_json("scrub", recordless, "--dry-run")
+
+    assert record in json.dumps(steps)
+    assert plan["delete"] == []
+    assert "incomplete" in json.dumps(plan["keep"])
+    assert "orbax" not in (recordless / "report.html").read_text().lower()
+    assert code == 1
+    assert record in json.dumps(scrubbed)
+
+
+@pytest.mark.parametrize("below", ["", "/state"])
+@pytest.mark.parametrize("verb", [jaxckpt.restore, jaxckpt.open])
+def test_reading_a_step_without_its_record_names_the_record(recordless, verb, below):
+    """Of an item in it too; the run itself falls back to the step before."""
+    with pytest.raises(CorruptCheckpoint, match="is missing") as caught:
+        verb(f"{recordless}/2{below}")
+
+    assert caught.value.file == f"{recordless}/2/{names.RECORD}"
+    assert jaxckpt.restore(recordless)["step"] == 1
+
+
+def test_a_manager_sets_a_step_without_its_record_aside(recordless):
+    """And goes on with the step before."""
+    with CheckpointManager(recordless) as manager:
+        assert manager.all_steps() == [1]
+        assert manager.restore()["step"] == 1
+        assert any(names.is_set_aside(path.name) for path in recordless.iterdir())
+        assert manager.save(2, state(2)) is not None
+
+
+def test_a_flat_checkpoint_without_its_record_is_damaged_and_a_lone_item_is_not(tmp_path):
+    """An item that was copied out of a checkpoint has no record, and needs none."""
+    jaxckpt.save(tmp_path / "flat", state(1), item=None)
+    saved(tmp_path / "run", 1)
+    shutil.copytree(tmp_path / "run" / "1" / "state", tmp_path / "item")
+    (tmp_path / "flat" / names.RECORD).unlink()
+
+    with pytest.raises(CorruptCheckpoint, match="is missing"):
+        jaxckpt.restore(tmp_path / "flat")
+    assert jaxckpt.restore(tmp_path / "item")["step"] == 1
+
+
+@pytest.mark.parametrize("kind", ["mounted bucket", "memory"])
+def test_a_step_without_its_record_is_damaged_in_a_bucket_too(tmp_path, kind):
+    """The marker is written last, so no save of it can be under way."""
+    saved(tmp_path / "run", 1, 2)
+    storage, root = LocalStorage(atomic_rename=False), str(tmp_path / "run")
+    if kind == "memory":
+        files = storage.files(root)
+        storage, root = locate(f"memory://{tmp_path.name}/run")
+        storage.add({f"{root}/{f}": (tmp_path / "run" / f).read_bytes() for f in files})
+    storage.delete_files([f"{root}/2/{names.RECORD}"])
+    index = StepIndex(storage, root)
+
+    assert index.steps() == [1]
+    assert index.missing_file(2) == f"{root}/2/{names.RECORD}"
+    assert index.to_restore() == [2, 1]
+
+
+@pytest.mark.parametrize("lost", ["gone", "damaged"])
+def test_heal_takes_the_record_from_the_copy(tmp_path, lost):
+    """And then every other bad file, so that the step is as it was."""
+    local, run = tmp_path / "local", tmp_path / "run"
+    with CheckpointManager(run, local=local) as manager:
+        manager.save(1, state(1), items={"data": {"at": 1}}).durable()
+    file = local / "1" / names.RECORD
+    file.write_bytes(file.read_bytes()[:-7])
+    if lost == "gone":
+        file.unlink()
+        (local / "1" / "data" / names.JSON_ITEM_FILE).write_bytes(b"{}")
+
+    code, found = said_json("heal", local, run)
+
+    assert (code, found["failed"]) == (0, {})
+    assert found["mended"]["1"][0] == names.RECORD
+    assert jaxckpt.verify(local / "1").ok
+    with CheckpointManager(run, local=local) as manager:
+        assert manager.restore_items()["data"] == {"at": 1}
+        assert manager.tiers == {"local": [1], "durable": [1], "waiting": []}
+        assert manager.problems == []
+
+
+def test_heal_takes_no_record_from_another_save_of_the_step(tmp_path):
+    """Even of the same values."""
+    saved(tmp_path / "a", 1)
+    saved(tmp_path / "b", 1)
+    (tmp_path / "a" / "1" / names.RECORD).unlink()
+
+    code, found = said_json("heal", tmp_path / "a", tmp_path / "b")
+
+    assert code == 1
+    assert "different steps" in found["failed"]["1"]
+    assert not (tmp_path / "a" / "1" / names.RECORD).exists()
+
+
+def test_a_manager_mends_a_local_step_without_its_record(tmp_path):
+    """From the directory, when it restores the step."""
+    local, run = tmp_path / "local", tmp_path / "run"
+    with CheckpointManager(run, local=local) as manager:
+        manager.save(1, state(1)).durable()
+    (local / "1" / names.RECORD).unlink()
+
+    with CheckpointManager(run, local=local) as manager:
+        assert manager.restore()["step"] == 1
+
+    assert jaxckpt.verify(local / "1").ok
+
+
+# --- one bad file of several steps -----------------------------------------------------------
+
+
+def flip(file):
+    """Flips a bit in place, so that all links to the file see it."""
+    with file.open("r+b") as data:
+        data.seek(1000)
+        (byte,) = data.read(1)
+        data.seek(1000)
+        data.write(bytes([byte ^ 1]))
+
+
+@pytest.fixture
+def sharing(tmp_path):
+    """Local steps that share a bad file, and the directory, which has only the newest of them."""
+    local, run = tmp_path / "local", tmp_path / "run"
+    frozen = np.arange(SIZE, dtype=np.float32)
+    keep = {"local_keep": KeepPolicy(), "keep": KeepPolicy(last=1)}
+    with CheckpointManager(run, local=local, **keep) as manager:
+        for step in range(1, 5):
+            manager.save(step, {"w": frozen, "step": step}).durable()
+        manager.wait_until_finished()
+        assert manager.tiers["durable"] == [4]
+    shared = [
+        file
+        for file in (local / "4" / "state" / names.OCDBT_DATA).iterdir()
+        if file.stat().st_nlink > 1 and file.stat().st_size > SIZE
+    ]
+    flip(shared[0])
+    bad = [step for step in range(1, 5) if not jaxckpt.verify(local / str(step)).ok]
+    assert len(bad) > 1
+    return local, run, bad
+
+
+def test_scrub_mends_all_steps_that_share_a_bad_file(sharing):
+    """The steps that only this place has get a link to the mended file, and stay."""
+    local, run, bad = sharing
+
+    with CheckpointManager(run, local=local, local_keep=KeepPolicy()) as manager:
+        reports = manager.scrub()
+        assert all(report.ok for report in reports.values())
+        assert manager.tiers["local"] == [1, 2, 3, 4]
+        assert any("mended file" in problem for problem in manager.problems)
+
+    assert all(jaxckpt.verify(local / str(step)).ok for step in range(1, 5))
+    files = {(local / str(step) / "state" / names.OCDBT_DATA) for step in bad}
+    assert max(file.stat().st_nlink for folder in files for file in folder.iterdir()) >= len(bad)
+
+
+def test_heal_mends_all_steps_that_share_a_bad_file(sharing):
+    """By hand too; the exit code says that nothing is left to mend."""
+    local, run, bad = sharing
+
+    code, found = said_json("heal", local, run)
+
+    assert (code, found["failed"]) == (0, {})
+    assert sorted(map(int, found["mended"])) == bad
+    assert len({*map(tuple, found["mended"].values())}) == 1
+
+
+# --- an item that was removed ----------------------------------------------------------------
+
+
+@pytest.fixture
+def without_data(tmp_path):
+    """A run of whose newest step another program has removed an item."""
+    saved(tmp_path / "run", 1, 2)
+    shutil.rmtree(tmp_path / "run" / "2" / "data")
+    return tmp_path / "run"
+
+
+def test_the_other_items_of_a_step_are_restored(without_data):
+    """By path, from the run and by a manager, which keeps the step and names what is missing."""
+    assert jaxckpt.restore(without_data / "2")["step"] == 2
+    assert jaxckpt.restore(without_data)["step"] == 2
+    with CheckpointManager(without_data) as manager:
+        assert manager.latest_step() == 2
+        assert manager.restore()["step"] == 2
+        assert sorted(manager.restore_items()) == ["metrics", "state"]
+        assert manager.metrics(2) == {"loss": 1.0}
+        manager.scrub()
+        assert manager.all_steps() == [1, 2]
+        told = [problem for problem in manager.problems if "2/data is missing" in problem]
+        assert told
+        assert all("delete(step, item='data')" in problem for problem in told)
+        assert not any("damaged" in problem for problem in manager.problems)
+
+
+def test_the_removed_item_is_named_where_it_is_asked_for(without_data):
+    """No older step takes its place: the job decides."""
+    removed = re.escape("another program removed this item")
+
+    with pytest.raises(CheckpointNotFound, match=removed):
+        jaxckpt.restore(without_data / "2", item="data")
+    with CheckpointManager(without_data) as manager:
+        with pytest.raises(TreeMismatch, match=removed):
+            manager.restore_items(items={"data": None})
+        assert manager.restore_items(1, items={"data": None}) == {"data": {"at": 1}}
+        assert manager.all_steps() == [1, 2]
+
+
+def test_commands_name_the_removed_item(without_data):
+    """`ls` calls the step complete, and `verify` says that something is missing."""
+    _, listed, _ = cli("ls", without_data)
+    code, verified, _ = cli("verify", without_data / "2")
+
+    assert "INCOMPLETE" not in listed
+    assert "2/data is missing" in listed
+    assert code == 2
+    assert "2/data is missing" in verified
+    assert "UNREADABLE" in verified
+
+
+@pytest.mark.parametrize("by", ["manager", "command"])
+def test_the_removal_is_completed(without_data, by):
+    """Then nothing is left to name."""
+    if by == "command":
+        assert cli("rm", without_data, "2", "--item", "data", "--yes")[0] == 0
+    else:
+        with CheckpointManager(without_data) as manager:
+            manager.delete(2, item="data")
+
+    assert jaxckpt.verify(without_data / "2").ok
+    with CheckpointManager(without_data) as manager:
+        assert manager.restore()["step"] == 2
+        assert manager.problems == []
+
+
+def test_a_step_without_its_state_is_damaged(tmp_path):
+    """The main item goes only with the step."""
+    saved(tmp_path / "run", 1, 2)
+    shutil.rmtree(tmp_path / "run" / "2" / "state")
+
+    with CheckpointManager(tmp_path / "run") as manager:
+        assert manager.restore()["step"] == 1
+        assert manager.all_steps() == [1]
+
+
+def test_heal_of_a_damaged_step_brings_a_removed_item_back(tmp_path):
+    """A mended copy is as the other."""
+    local, run = tmp_path / "local", tmp_path / "run"
+    with CheckpointManager(run, local=local) as manager:
+        manager.save(1, state(1), items={"data": {"at": 1}}).durable()
+    shutil.rmtree(local / "1" / "data")
+    (local / "1" / "state" / names.TREE_METADATA).write_bytes(b"{}")
+
+    code, found = said_json("heal", local, run)
+
+    assert (code, found["failed"]) == (0, {})
+    assert jaxckpt.verify(local / "1").ok
