@@ -26,11 +26,11 @@ import io
 import logging
 import posixpath
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from jaxckpt.errors import SaveFailed
+from jaxckpt.errors import CorruptCheckpoint, SaveFailed
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.step import FileFacts, Record
 from jaxckpt.storage import Entry, Storage, beside, listing
@@ -40,6 +40,8 @@ _logger = logging.getLogger("jaxckpt")
 # Files that are in every directory of ours, from the first moment to the last. By them the next
 # writer recognizes the remains of a deletion, which deletes them last, in this order.
 _OURS = (names.RECORD, names.WRITER)
+# A directory with one of these is a checkpoint or a run, complete or not.
+_OF_OTHERS = frozenset({*_OURS, names.CHECKPOINT_METADATA, names.ORBAX_MARKER, names.OWNER})
 _LEFT_ALONE = "left alone: another writer is saving there"
 
 
@@ -217,6 +219,22 @@ def remove(storage: Storage, path: str, *, by_force: bool = True) -> None:
             raise SaveFailed(f"{path}: another writer is saving or deleting there; not changed")
         storage.delete_files([f"{path}/{names.COMMIT_MARKER}"])
         delete(storage, path)
+
+
+def nested(storage: Storage, path: str, files: Iterable[str]) -> str | None:
+    """Returns a checkpoint or run that is kept inside a checkpoint, and is no part of it.
+
+    Args:
+        files: All files below the checkpoint, by path in it.
+    """
+    split = map(posixpath.split, files)
+    found = {folder for folder, name in split if folder and name in _OF_OTHERS}
+    if found:  # a program's own handler may write such files into its item
+        with contextlib.suppress(FileNotFoundError, CorruptCheckpoint):
+            file = f"{path}/{names.RECORD}"
+            data = storage.read(file, max_bytes=step.MAX_RECORD_BYTES)
+            found -= {posixpath.dirname(one) for one in step.decode_record(data, file=file).files}
+    return f"{path}/{min(found)}" if found else None
 
 
 def move_aside(storage: Storage, path: str, aside: str) -> None:

@@ -75,6 +75,7 @@ from jaxckpt.storage import (
     free_bytes,
     is_temporary_file,
     listing,
+    real,
 )
 
 # Files of other programs that a checkpoint takes on from the one that it replaces.
@@ -86,6 +87,9 @@ _TRIES = 10
 _MARKS = frozenset(
     {names.RECORD, names.CHECKPOINT_METADATA, names.ORBAX_MARKER, names.TREE_METADATA}
 )
+# Every checkpoint has one of these, if not from an early Orbax.
+_ABOUT = (names.RECORD, names.CHECKPOINT_METADATA)
+_outside: set[tuple[str, str]] = set()  # schemes and directories that are in no checkpoint
 
 
 Overwrite = bool | Literal["delete_first"]
@@ -346,6 +350,7 @@ def begin(
     if fence is not None and around is not None:
         _remove_empty(storage, path, around)
     foreign = check_target(storage, path, around, overwrite=overwrite)
+    _refuse_inside(storage, path)
     if overwrite == "delete_first" and not storage.atomic_rename:
         _delete_first(storage, path, foreign, fence)
     if around is None:
@@ -432,6 +437,43 @@ def work_for(storage: Storage, path: str, token: str) -> Work:
     return Work(beside(path, names.temporary(posixpath.basename(path), token)), "")
 
 
+def checkpoint_around(storage: Storage, path: str) -> str | None:
+    """Returns the checkpoint that a path lies in, at any depth, if there is one."""
+    above, parent = [], posixpath.dirname(real(storage, path))
+    while parent != posixpath.dirname(parent):
+        above.append(parent)
+        parent = posixpath.dirname(parent)
+    places = [(parent, mark) for parent in above for mark in _ABOUT]
+    asked = [partial(_is_there, storage, posixpath.join(*place)) for place in places]
+    there = storage.together(asked) if asked else []
+    return next((place[0] for place, found in zip(places, there, strict=True) if found), None)
+
+
+def _is_there(storage: Storage, file: str) -> bool:
+    try:
+        storage.size(file)
+    except OSError:  # access may be limited to what lies below
+        return False
+    return True
+
+
+def _refuse_inside(storage: Storage, path: str) -> None:
+    """Raises StepExists if a path lies inside a checkpoint; asks once about each directory."""
+    parent = posixpath.dirname(path)
+    if (storage.scheme, parent) in _outside:
+        return
+    if around := checkpoint_around(storage, parent):
+        raise _would_lie_in(path, around)
+    _outside.add((storage.scheme, parent))
+
+
+def _would_lie_in(path: str, checkpoint: str) -> StepExists:
+    return StepExists(
+        f"{path} would lie inside the checkpoint {checkpoint}, and be deleted with it. Save beside "
+        "it."
+    )
+
+
 def check_target(
     storage: Storage, path: str, around: Mapping[str, Entry] | None, *, overwrite: Overwrite
 ) -> list[str]:
@@ -447,7 +489,7 @@ def check_target(
     if around is None:
         return []
     if not _MARKS.isdisjoint(around):
-        raise StepExists(f"{path} would lie inside the checkpoint {parent}. Save beside it.")
+        raise _would_lie_in(path, parent)
     if name not in around:
         return []
     if not storage.atomic_rename and files_left(storage, path) is not None:

@@ -86,8 +86,11 @@ class Deletion:
     def _delete_step(self, name: str, *, asked_for: bool) -> bool:
         storage, path = self.index.storage, f"{self.index.root}/{name}"
         try:
-            inside = storage.names(path)
+            inside = storage.files(path)
             if names.PINNED in inside:
+                return False
+            if (other := _removal.nested(storage, path, inside)) is not None:
+                self.index.report(_not_alone(path, other))
                 return False
             if not asked_for and names.RECORD not in inside:
                 self.index.report(f"{path} was not written by jaxckpt, so no policy deletes it")
@@ -128,13 +131,15 @@ class Deletion:
         found = find(self.index.storage, path)
         if item != found.deleting and item not in found.removed:
             choose_item(found, item)  # checks that it is there
-        problem = None
+        problem, files = None, self.index.storage.files(f"{path}/{item}")
         if found.record is None:
             problem = "another program wrote it. Delete the item there, or convert the step"
         elif choose_item(found, None) == item:
             problem = "it is the main item. To delete the step, name no item"
         elif found.deleting not in (None, item):
             problem = f"the deletion of item {found.deleting!r} has not ended. Delete that again"
+        elif other := _removal.nested(self.index.storage, f"{path}/{item}", files):
+            problem = f"it contains {other}. Move that elsewhere"
         elif posixpath.basename(path) in self.leases.held(self.index.entries()):
             problem = "a reader holds the step. Try again later"
         if problem is not None:
@@ -169,6 +174,9 @@ class Deletion:
         step = posixpath.basename(self.index.path(number))
         if step in self.leases.held(self.index.entries()):
             return "a reader holds it"
+        path = self.index.path(number)
+        if other := _removal.nested(self.index.storage, path, self.index.storage.files(path)):
+            return f"it contains {other}. Move that elsewhere"
         return self.index.problems[-1] if self.index.problems else "unknown"
 
     def set_aside(self, number: int, why: str, *, file: str | None = None) -> None:
@@ -218,6 +226,13 @@ class Deletion:
     def is_pinned(self, number: int) -> bool:
         path = self.index.path(number)
         return self.index.storage.kind(f"{path}/{names.PINNED}") is not None
+
+
+def _not_alone(path: str, other: str) -> str:
+    return (
+        f"{path} is not deleted: it contains {other}, which is no part of it. Move that elsewhere; "
+        "only small files may be kept in a step, and go with it."
+    )
 
 
 def _move(storage: Storage, path: str, folder: str) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol, final
 
 from jaxckpt._disk import removal as _removal
 from jaxckpt._run.deletion import Deletion, check_folder
-from jaxckpt._run.index import Listing, StepIndex, check_root, write_run_metadata
+from jaxckpt._run.index import Listing, StepIndex, check_root, refuse_inside, write_run_metadata
 from jaxckpt._run.leases import Leases
 from jaxckpt._save.handle import is_under_way
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed
@@ -83,6 +83,7 @@ class Ownership:
         self._closed = False
         try:
             entries = check_root(storage, root)
+            refuse_inside(storage, root)
             if entries is None:
                 storage.make_dir(root)
             elif self._index.naming is None:
