@@ -279,14 +279,64 @@ def test_a_failure_is_raised_in_every_thread_that_waits(tmp_path):
         manager._index.storage = gate
         manager.save(1, {"n": 1})
         waits = [pool.submit(manager.wait_until_finished) for _ in range(6)]
-        while len(manager._saver._waiting) < 6:  # only this shows that a thread waits
+        while len(manager._saver._changed._waiters) < 6:  # only this shows that a thread waits
             time.sleep(0.01)
         gate.open.set()
 
         for wait in waits:
             with pytest.raises(SaveFailed, match="No space left"):
                 wait.result(60)
+        with pytest.raises(SaveFailed, match="No space left"):
+            manager.wait_until_finished()
         manager.wait_until_finished()
+
+
+def by_handle(manager, handle):
+    handle.result()
+
+
+def by_wait(manager, handle):
+    manager.wait_until_finished()
+
+
+def by_listing(manager, handle):
+    manager.all_steps()
+
+
+@pytest.mark.parametrize("fails", ["the save", "on_commit", "the upload"])
+@pytest.mark.parametrize("first", [by_handle, by_wait, by_listing])
+def test_a_failure_that_another_thread_raised_stops_the_one_that_saves(tmp_path, first, fails):
+    """Whatever call was first: each thread raises it once, until the one that saved has."""
+
+    def raised(call):
+        with contextlib.suppress(OSError, SaveFailed, ZeroDivisionError):
+            call(manager, handle)
+            return False
+        return True
+
+    local = tmp_path / "local" if fails == "the upload" else None
+    more = {"on_commit": lambda timing: 1 / 0} if fails == "on_commit" else {}
+    manager = CheckpointManager(tmp_path / "run", local=local, durable_timeout_s=1e-9, **more)
+    if fails != "on_commit":
+        storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
+        manager._index.storage = manager._directory.index.storage = storage
+    handle = manager.save(1, {"n": 1})
+    end_saves(manager)
+    for one in manager._tiers.uploads.under_way() if manager._tiers else []:
+        assert one.ended.wait(60)
+
+    with ThreadPoolExecutor(1) as a, ThreadPoolExecutor(1) as b:
+        by_others = [a.submit(raised, call).result(60) for call in (first, by_listing, by_wait)]
+        by_others += [b.submit(raised, by_listing).result(60)]
+        by_main = [raised(by_wait), raised(by_wait)]
+        by_others += [b.submit(raised, by_wait).result(60)]
+        with ThreadPoolExecutor(1) as c:
+            by_others += [c.submit(raised, by_wait).result(60)]
+
+    is_told = first is not by_handle or fails == "the save"
+    assert by_others == [is_told, not is_told, False, True, False, False]
+    assert by_main == [True, False]
+    manager.close()
 
 
 @pytest.mark.multihost

@@ -63,7 +63,8 @@ class CheckpointManager:
     """Saves the steps of a training run, deletes old ones and resumes from the newest.
 
     All processes of a job must make the same calls in the same order. Every method first raises
-    errors from background work since the last call, each once. Close the manager or use it in a
+    errors from background work: each once in each thread that calls, until the thread that called
+    `save` has raised it. Close the manager or use it in a
     `with`. A program that ends without closing it waits for the saves under way, up to `timeout_s`;
     it reports on stderr the saves that failed and, with exit status 1, those not finished by then.
 
@@ -394,6 +395,7 @@ class CheckpointManager:
             return
         why = "close() was called, or its `with` block has ended. Open another one"
         errors: list[BaseException] = []
+        saves = self._saver.under_way()
         for root in self._roots:  # first the saves, then their uploads
             try:
                 root.opening.end(why)
@@ -402,7 +404,7 @@ class CheckpointManager:
         if self._tiers is not None:
             errors += self._tiers.uploads.take_errors()
         # Also after another manager has closed it.
-        raise_first([*errors, *self._saver.take_errors()])
+        raise_first([*errors, *self._saver.take_errors(saves)])
 
     def __enter__(self) -> Self:
         return self

@@ -23,6 +23,7 @@ from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
 from jaxckpt._run.tiers import Tiers
 from jaxckpt._run.uploads import Upload
 from jaxckpt._save import ending
+from jaxckpt._save.failure import Failure, hear
 from jaxckpt._save.handle import SaveHandle, SaveRequest
 from jaxckpt._save.save import check_metadata
 from jaxckpt._save.snapshot import Items, SaveItem, TreeItem, take_tree
@@ -109,10 +110,9 @@ class Saver:
         self._lacked_metric = False  # whether a step did, which is reported once
         self._metrics: dict[int, dict[str, Any]] = {}  # by step, until the commit
         self._thread: threading.Thread | None = None  # the latest that saved
-        self._changed = threading.Condition()  # guards `_schedules` and the three below
+        self._changed = threading.Condition()  # guards `_schedules` and the two below
         self._under_way: list[SaveHandle] = []
-        self._errors: list[SaveHandle | BaseException] = []
-        self._waiting: dict[int, list[SaveHandle | BaseException]] = {}  # errors, by thread
+        self._failures: list[Failure] = []
         self._is_stopped = False
 
     # --- which calls save ------------------------------------------------------------------------
@@ -418,15 +418,20 @@ class Saver:
         with self._changed:
             return list(self._under_way)
 
-    def take_errors(self) -> list[BaseException]:
-        """Returns the errors of saves and uploads that have not been raised yet."""
+    def take_errors(self, waited_for: Sequence[SaveHandle] = ()) -> list[BaseException]:
+        """Returns the errors of saves and uploads that this thread has not raised; see `Failure`.
+
+        Args:
+            waited_for: Saves whose errors it raises even if the caller of `save` has done so.
+        """
+        if self.is_own_thread():  # `on_commit`, say: the callers of the manager need them
+            return []
         with self._changed:
-            errors, self._errors = self._errors, []
-        found = [e.take_error() if isinstance(e, SaveHandle) else e for e in errors]
+            errors = hear(self._failures, [handle.failure for handle in waited_for])
         # In several processes, only the next save tells all of them of process 0's.
         if self._tiers is not None and self._processes.count == 1:
-            found += self._tiers.uploads.take_errors()
-        return [error for error in found if error is not None]
+            errors += self._tiers.uploads.take_errors()
+        return errors
 
     def is_own_thread(self) -> bool:
         """Returns whether the saving thread calls, such as from `on_commit`."""
@@ -504,17 +509,9 @@ class Saver:
 
     def wait_for_all(self, timeout_s: float | None = None) -> None:
         """Waits until all saves have ended; raises their errors in every thread that waits."""
-        thread = threading.get_ident()
-        with self._changed:
-            heard = self._waiting[thread] = []
-        try:
-            self.wait(self.under_way(), timeout_s)
-        finally:
-            with self._changed:
-                del self._waiting[thread]
-        errors = self.take_errors()  # those of `heard` too, in one of the threads
-        others = [e.error if isinstance(e, SaveHandle) else e for e in heard]
-        raise_first([*errors, *(e for e in others if e is not None and e not in errors)])
+        handles = self.under_way()
+        self.wait(handles, timeout_s)
+        raise_first(self.take_errors(handles))
 
     def stop(self) -> None:
         """Waits until all saves have ended, for the last time."""
@@ -523,7 +520,7 @@ class Saver:
         finally:
             self._is_stopped = True  # the end of the program does not wait again
             self.preemption.close()
-        if not self._errors:
+        if not self._failures:
             ending.forget(self)
 
     # --- in the thread ---------------------------------------------------------------------------
@@ -540,23 +537,18 @@ class Saver:
         self._thread = threading.current_thread()
         handle: SaveHandle | None = self._under_way[0]
         while handle is not None:
-            error: SaveHandle | BaseException | None = None
             try:
                 if handle.attempt():
                     self._remember(handle)
                     self._follow(handle)
                     fingerprint.prepare()  # once the upload is under way
-                elif not (handle.refused or handle.skipped):
-                    error = handle
-            except BaseException as failed:  # the next call raises it
-                error = failed
+            except BaseException as error:  # the next call raises it
+                handle.failure = Failure(error, handle.caller)
             if handle.timing is None:
                 self._forget(handle)
             with self._changed:
-                if error is not None:
-                    self._errors.append(error)
-                    for heard in self._waiting.values():
-                        heard.append(error)
+                if handle.failure is not None:
+                    self._failures.append(handle.failure)
                 self._under_way.remove(handle)
                 handle = next(iter(self._under_way), None)
                 self._changed.notify_all()

@@ -68,10 +68,11 @@ class Tiers:
         place = self.directory.index.root
 
         def wait() -> None:
+            waited_for = self.uploads.under_way()
             self.uploads.finish(timeout_s)
             if not self.local.own:  # steps stayed for their uploads
                 self.local.tidy()
-            raise_first(self.uploads.take_errors())
+            raise_first(self.uploads.take_errors(waited_for))
 
         limit_s = self.uploads.timeout_s if timeout_s is None else timeout_s
         if self.local.own:

@@ -27,6 +27,7 @@ from jaxckpt._run.root import Root
 from jaxckpt._run.shares import upload_request
 from jaxckpt._run.upload import GaveWay, Pace, already_there, checked, copy_run_metadata, upload
 from jaxckpt._save import ending
+from jaxckpt._save.failure import Failure, hear
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, SaveFailed, is_io_failure
 from jaxckpt.format.run import StepNames
@@ -50,7 +51,9 @@ class Upload:
     is_ours: bool = True  # whether this job saved it, and wants to know of errors
     metrics: dict[str, object] = field(default_factory=dict)
     since_s: float = 0.0  # when it was committed locally
+    caller: threading.Thread = field(default_factory=threading.current_thread)
     error: BaseException | None = None
+    failure: Failure | None = None  # the same, unless it is only reported
     ended: threading.Event = field(default_factory=threading.Event)
 
 
@@ -74,7 +77,7 @@ class Uploads:
         self._changed = threading.Condition()  # guards all below
         self._waiting: list[Upload] = []
         self._current: Upload | None = None
-        self._errors: list[BaseException] = []
+        self._failures: list[Failure] = []
         self._pause_s = 0.0
         self._next_s = 0.0  # when the next upload may begin, of all processes together
         self._is_stopped = False
@@ -251,11 +254,10 @@ class Uploads:
             waiting = self._waiting if self.leads else []  # the others only hear of it
             return [*waiting, *([self._current] if self._current is not None else [])]
 
-    def take_errors(self) -> list[BaseException]:
-        """Returns the errors of uploads that were not returned before."""
+    def take_errors(self, waited_for: Sequence[Upload] = ()) -> list[BaseException]:
+        """Returns the errors that this thread has not raised, as `Saver.take_errors` does."""
         with self._changed:
-            errors, self._errors = self._errors, []
-        return errors
+            return hear(self._failures, [one.failure for one in waited_for])
 
     def wait_for(self, one: Upload, timeout_s: float | None = None) -> None:
         """Waits until a step is committed in the directory, alike in all processes.
@@ -272,8 +274,8 @@ class Uploads:
                     f"{one.path}: the upload continues and has not ended after {limit_s:g} s"
                 )
             if one.error is not None:
-                with self._changed:
-                    self._errors = [error for error in self._errors if error is not one.error]
+                if one.failure is not None:
+                    one.failure.hear()
                 raise one.error
 
         name = f"upload {one.path}"
@@ -330,7 +332,7 @@ class Uploads:
             with self._changed:
                 self._is_stopped = True
                 self._changed.notify_all()
-        if not self._errors:
+        if not self._failures:
             ending.forget(self)
 
     # --- in the thread ---------------------------------------------------------------------------
@@ -415,7 +417,8 @@ class Uploads:
             if error is not None and (was_deleted or not one.is_ours):
                 self._source.index.report(f"{one.path} was not uploaded: {error}")
             elif error is not None and is_current:
-                self._errors.append(error)
+                one.failure = Failure(error, one.caller)
+                self._failures.append(one.failure)
             if is_current:
                 self._current = None
             one.ended.set()

@@ -30,6 +30,7 @@ from jaxckpt._disk import removal as _removal
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.transaction import Overwrite, Transaction, Work
 from jaxckpt._progress.meter import Meter
+from jaxckpt._save.failure import Failure
 from jaxckpt.errors import CheckpointTimeout, SaveFailed
 from jaxckpt.format import names, step
 from jaxckpt.format.step import StepMetadata
@@ -98,9 +99,11 @@ class SaveHandle:
     def __init__(self, request: SaveRequest) -> None:
         self.path = request.path
         self.timing: Timing | None = None
-        # The next seven are for the manager.
+        # The next nine are for the manager.
         self.name = request.name
+        self.caller = threading.current_thread()
         self.error: BaseException | None = None
+        self.failure: Failure | None = None  # for the manager: the same, or of later work
         self.step = request.meter.step
         self.size_bytes = sum(item.size_bytes for item in request.items)  # on the host
         self.refused = request.problem is not None
@@ -113,7 +116,6 @@ class SaveHandle:
         self._meter.total_bytes = self.size_bytes
         self._problem = request.problem
         self._transaction: Transaction | None = None  # in process 0
-        self._delivered = False
         self._is_cancelled = False
         self._ended = threading.Event()
         self._on_end: list[Callable[[SaveHandle], object]] | None = []  # None once they are called
@@ -145,7 +147,8 @@ class SaveHandle:
                 f"{self.path}: the save continues{where} and has not ended after {timeout_s:g} s"
             )
         if self.error is not None:
-            self._delivered = True
+            if self.failure is not None:
+                self.failure.hear()
             raise self.error
         self.raise_callback_error()
 
@@ -190,13 +193,6 @@ class SaveHandle:
         if self._meter.error is not None:
             raise self._meter.error
 
-    def take_error(self) -> BaseException | None:
-        """Returns the error, unless it was raised or returned before."""
-        if self._delivered:
-            return None
-        self._delivered = True
-        return self.error
-
     @property
     def is_meeting(self) -> bool:
         """Whether this process waits for others, which has a time limit of its own."""
@@ -219,7 +215,9 @@ class SaveHandle:
         try:
             self.run()
         except BaseException as error:
-            self.error, self._delivered = error, self._is_cancelled
+            self.error = error
+            if not (self._is_cancelled or self.refused or self.skipped):
+                self.failure = Failure(error, self.caller)
             if logs:
                 _logger.exception("the save of %s failed", self.path)
         is_committed = self.error is None
