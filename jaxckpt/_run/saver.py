@@ -424,10 +424,12 @@ class Saver:
         Args:
             waited_for: Saves whose errors it raises even if the caller of `save` has done so.
         """
-        if self.is_own_thread():  # `on_commit`, say: the callers of the manager need them
-            return []
+        errors: list[BaseException] = []
+        late = [handle.failure for handle in waited_for if handle.failure is not None]
         with self._changed:
-            errors = hear(self._failures, [handle.failure for handle in waited_for])
+            # Not in `on_commit`, for example: the callers of the manager need the errors.
+            if (self._failures or late) and not self.is_own_thread():
+                errors += hear(self._failures, late)
         # In several processes, only the next save tells all of them of process 0's.
         if self._tiers is not None and self._processes.count == 1:
             errors += self._tiers.uploads.take_errors()

@@ -257,7 +257,8 @@ class Uploads:
     def take_errors(self, waited_for: Sequence[Upload] = ()) -> list[BaseException]:
         """Returns the errors that this thread has not raised, as `Saver.take_errors` does."""
         with self._changed:
-            return hear(self._failures, [one.failure for one in waited_for])
+            late = [one.failure for one in waited_for if one.failure is not None]
+            return hear(self._failures, late)
 
     def wait_for(self, one: Upload, timeout_s: float | None = None) -> None:
         """Waits until a step is committed in the directory, alike in all processes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import final
 
 
@@ -33,14 +33,13 @@ class Failure:
         return [self.error]
 
 
-def hear(failures: list[Failure], waited_for: Iterable[Failure | None] = ()) -> list[BaseException]:
+def hear(failures: list[Failure], waited_for: Sequence[Failure]) -> list[BaseException]:
     """Returns the errors that this thread has not raised, and removes those that are over.
 
     Args:
         waited_for: Failures of what this thread has waited for, which count even if they are over.
     """
-    wanted = [one for one in failures if not one.is_over]
-    wanted += [one for one in waited_for if one is not None]
+    wanted = [*(one for one in failures if not one.is_over), *waited_for]
     errors = [error for one in wanted for error in one.hear()]
     failures[:] = [one for one in failures if not one.is_over]
     return errors

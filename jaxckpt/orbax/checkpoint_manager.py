@@ -162,12 +162,10 @@ class CheckpointManager(AbstractCheckpointManager):
 
     def should_save(self, step: int) -> bool:
         """Returns whether `save` would save a step; never one that is not above the newest."""
-        step = operator.index(step)
-        return self._is_new(step) and self._open().should_save(step)
-
-    def _is_new(self, step: int) -> bool:
-        newest = self.latest_step()
-        return not self._options.read_only and (newest is None or newest < step)
+        step, newest = operator.index(step), self.latest_step()
+        if self._options.read_only or (newest is not None and newest >= step):
+            return False
+        return self._open()._saver.decide(step).save  # which leaves errors to `save`
 
     def save(
         self,
@@ -200,8 +198,7 @@ class CheckpointManager(AbstractCheckpointManager):
             raise ValueError("Must provide `args` for `save`.")
         step = operator.index(step)
         args = self._checked(items, args, is_default=not isinstance(_ours(args), _Composite))
-        is_due = force or (self._is_new(step) and self._open()._saver.decide(step).save)
-        if self._options.read_only or not is_due:
+        if self._options.read_only or not (force or self.should_save(step)):
             return False
         if step in self._steps:
             raise StepAlreadyExistsError(f"Checkpoint for step {step} already exists.")
