@@ -38,6 +38,7 @@ class Deletion:
         self.move_to = move_to
         self.folder = move_to and posixpath.normpath(posixpath.join(index.root, move_to))
         self._failed = False  # whether a failed deletion may have left a file
+        self.half: list[str] = []  # the steps of which a failed deletion may have left files
 
     def delete(self, numbers: Iterable[int], *, asked_for: bool = False) -> list[int]:
         """Deletes steps unless they are pinned or held by a reader; returns the deleted ones.
@@ -53,13 +54,15 @@ class Deletion:
             self._finish_deletions()
             if not wanted:
                 return []
-            doomed = f"{index.root}/{names.DOOMED}"
-            index.storage.write(doomed, run.encode_doomed(list(wanted)))
+            self.leases.doom([*wanted, *self.half])
             held = self.leases.held(index.entries())
             for name, number in wanted.items():
                 if name not in held and self._delete_step(name, asked_for=asked_for):
                     gone.append(number)
-            index.storage.delete(doomed)
+                elif name in self.half:
+                    index.forget(number)
+            self.half = self._finish(self.half)
+            self.leases.doom(self.half)
         except OSError as error:
             self._failed = True
             index.report(f"{index.root}: old steps cannot be deleted: {error}")
@@ -68,12 +71,31 @@ class Deletion:
         return gone
 
     def _finish_deletions(self) -> None:
-        failed, self._failed = self._failed, False
-        for entry in self.index.entries():
+        """Ends deletions that began earlier."""
+        failed, self._failed, self.half = self._failed, False, []
+        entries = self.index.entries()
+        for entry in entries:
             begun = names.is_deleting(entry) and names.ours_temporary(entry) is not None
             # A file that could not be written may have stayed behind.
             if begun or (failed and is_temporary_file(entry)):
                 self._remove_leftover(f"{self.index.root}/{entry}")
+        if names.DOOMED in entries:
+            self.half = self._finish(self.leases.doomed())
+            self.leases.doom(self.half)
+
+    def _finish(self, begun: Iterable[str]) -> list[str]:
+        """Removes what is left of steps where nothing can be renamed; returns those that stay."""
+        index, left = self.index, []
+        for name in begun if not index.storage.atomic_rename else ():
+            path = f"{index.root}/{name}"
+            try:
+                files = _removal.files_left(index.storage, path)
+                if files and not _removal.remove_left(index.storage, path, files):
+                    left.append(name)
+            except OSError as error:
+                index.report(f"{path} is left over and cannot be removed: {error}")
+                left.append(name)
+        return left
 
     def _remove_leftover(self, path: str) -> None:
         """Deletes what an earlier deletion left; one that fails must not stop all later ones."""
@@ -101,6 +123,7 @@ class Deletion:
                 storage.make_dir(self.folder)
                 _move(storage, path, self.folder)
         except OSError as error:
+            self.half.append(name)
             is_gone = storage.kind(path) is None
             if not (is_gone and isinstance(error, FileNotFoundError)):  # else somebody deleted it
                 again = "The next deletion tries again."

@@ -11,7 +11,7 @@ import contextlib
 import posixpath
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, final
 
 from jaxckpt._run.index import StepIndex
@@ -93,6 +93,14 @@ class Leases:
         """Returns whether a step exists and no writer is about to delete it."""
         path = f"{self.index.root}/{step}"
         return step not in self.doomed() and self.index.storage.kind(path) == "dir"
+
+    def doom(self, steps: Sequence[str]) -> None:
+        """Names the steps that are being deleted, to readers and to the next owner."""
+        file = f"{self.index.root}/{names.DOOMED}"
+        if steps:
+            self.index.storage.write(file, run.encode_doomed(list(steps)))
+        else:
+            self.index.storage.delete(file)
 
     def doomed(self) -> list[str]:
         """Returns the names of the steps that a writer deletes, or was deleting when it died."""

@@ -70,6 +70,7 @@ class Ownership:
         self._closed = False
         # What earlier jobs left in steps, by step. Empty where a step appears by a rename.
         self._left: dict[str, list[str]] = {}
+        self._half: list[str] = []  # those of them that were being deleted
         self._is_sure = True  # that no other job has saved since this one took the run over
 
     def open(self) -> Listing:
@@ -130,6 +131,8 @@ class Ownership:
         listing = self._index.listing()
         if not self._index.storage.atomic_rename:
             self._left = self._find_left(listing)
+            if self._half:  # the next owner is to know too, if this one dies before it is over
+                self._leases.doom(self._half)
         swept = [entry for entry in listing.entries if self._sweep(entry)]
         if (self._left and self._remove_left()) or swept:
             listing = self._index.listing()
@@ -224,6 +227,7 @@ class Ownership:
             files = None if stays else _removal.files_left(index.storage, path)
             if files is not None and (name in deleting or self._was_saving(path, files)):
                 found[name] = files
+        self._half = [name for name in deleting if name in found]
         return found
 
     def _is_spared(self, name: str) -> bool:
@@ -245,6 +249,9 @@ class Ownership:
             return False
         before = len(self._left)
         self._left = {n: files for n, files in self._left.items() if not self._is_done(n, files)}
+        if self._half and self._left.keys().isdisjoint(self._half):
+            self._half = []
+            self._index.storage.delete(f"{self._index.root}/{names.DOOMED}")
         return len(self._left) < before
 
     def _is_done(self, name: str, files: list[str]) -> bool:
@@ -255,12 +262,14 @@ class Ownership:
             return _removal.remove_left(self._index.storage, path, files)
         except OSError as error:
             self._index.report(f"{path} is left over and cannot be removed: {error}")
-            return True
+            return False
 
     def _is_forgotten(self, entry: str) -> bool:
         """Returns whether a file is an expired lease or a remnant of a killed job."""
-        if entry == names.DOOMED or is_temporary_file(entry):  # a reader writes its lease again
+        if is_temporary_file(entry):  # a reader writes its lease again
             return True
+        if entry == names.DOOMED:
+            return not self._half
         return names.is_lease(entry) and self._leases.read(entry) is None
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ class Root:
 
     def tidy(self) -> None:
         """Deletes the steps that the policy does not keep."""
-        if self.keep.has_rules:
+        if self.keep.has_rules or self.deletion.half:
             self.deletion.delete(self._what_goes())
 
     def _read_back(self, step: int) -> bool:

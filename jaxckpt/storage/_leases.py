@@ -113,12 +113,17 @@ def _renew_all() -> None:
             callers().submit(lease.keep)
 
 
-def forget(path: str) -> None:
-    """Ends the leases of this process on objects at or below a path, which are being deleted."""
+def forget(path: str) -> list[str]:
+    """Ends the leases of this process on objects at or below a path, which are being deleted.
+
+    Returns:
+        Those objects.
+    """
     with _changed:
         doomed = [lease for lease in _leases if f"{lease.path}/".startswith(f"{path}/")]
     for lease in doomed:
         lease.drop()
+    return [lease.path for lease in doomed]
 
 
 def _forget_all_in_child() -> None:

@@ -306,9 +306,10 @@ class ObjectStorage:
         return False
 
     def delete(self, path: str) -> None:
-        forget(path)
         below = [one["path"] for one in self._below(path)]
-        self._delete(path, below or [self._key(path)])
+        # What this process holds there is deleted too where a listing does not show it yet.
+        held = [self._key(one) for one in forget(path)]
+        self._delete(path, list(dict.fromkeys([*below, *held])) or [self._key(path)])
 
     def delete_files(self, paths: Sequence[str]) -> None:
         for path in paths:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import time
 
+import pytest
+
 import jaxckpt
 from jaxckpt._disk import transaction
+from jaxckpt.errors import StoreError
 from jaxckpt.format import names
 from jaxckpt.format.step import decode_record
 from jaxckpt.storage import locate
@@ -15,7 +20,7 @@ from tests.faults.conftest import zygote  # noqa: F401  # a fixture
 from tests.stores import children
 from tests.stores.children import LEASE_S, is_state, state
 from tests.stores.killing import end_leases, kill, wait_for
-from tests.stores.proxy import Hang
+from tests.stores.proxy import Answer, Hang
 
 TOKEN = "0123456789abcdef"
 
@@ -124,6 +129,38 @@ def test_what_a_killed_deletion_left_is_removed_at_the_next_opening(place, zygot
         jaxckpt.CheckpointManager(run).close()
         assert steps_with_files(run) == {"1", "3"}
     assert halves
+
+
+@pytest.mark.parametrize("then", ["the next deletion", "the next opening"])
+def test_what_a_refused_deletion_left_is_removed(place, trial, then):
+    """At each of its requests one 403, which is told; a lease that went on is waited for."""
+    url, _, proxy = place
+    for number in itertools.count():
+        run = f"{url}/{number}"
+        manager = jaxckpt.CheckpointManager(run)
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+        manager.wait_until_finished()
+        proxy.requests.clear()
+        refused = proxy.add(Answer(403), number=number)
+        with contextlib.suppress(ValueError, StoreError):
+            manager.delete(1)
+        proxy.heal()
+        end_leases(run)
+        with trial("36", f"403 at request {number} of a deletion, then {then}"):
+            if then == "the next deletion":
+                manager.delete(2)
+            manager.close()
+            if then == "the next opening":
+                jaxckpt.CheckpointManager(run).close()
+            steps = jaxckpt.CheckpointManager(run, mode="r").all_steps()
+            assert steps in ([1, 3], [3], [1, 2, 3], [2, 3])
+            assert (2 in steps) == (then == "the next opening")
+            assert steps_with_files(run) == set(map(str, steps))
+            assert names.DOOMED not in files_of(run)
+        if not refused.done:
+            break
+    assert number >= 10
 
 
 def copy(source, target):
