@@ -78,6 +78,10 @@ def test_a_manager_sets_a_step_without_its_record_aside(recordless):
     """And goes on with the step before."""
     with CheckpointManager(recordless) as manager:
         assert manager.all_steps() == [1]
+        with pytest.raises(
+            CheckpointNotFound, match=rf"incomplete: .*/2/{names.RECORD} is missing"
+        ):
+            manager.restore(step=2)
         assert manager.restore()["step"] == 1
         assert any(names.is_set_aside(path.name) for path in recordless.iterdir())
         assert manager.save(2, state(2)) is not None

@@ -297,12 +297,13 @@ def test_json(tmp_path):
     [
         (b"import orbax.checkpoint as ocp\nprint 'a'\n", "line 2"),
         (b"# coding: nothing\nimport orbax.checkpoint", "not Python"),
+        (b"# coding: rot13\nvzcbeg beonk.purpxcbvag\n", "rot13"),
         (b"import orbax.checkpoint\n\xff", "0xff"),
         (b"\x00", "null bytes"),
         (b"(" * 5000, "not Python"),
         (b"-" * 200_000 + b"1", ""),
     ],
-    ids=["python2", "coding", "bytes", "null", "brackets", "deep"],
+    ids=["python2", "coding", "no text", "bytes", "null", "brackets", "deep"],
 )
 def test_a_file_that_is_not_python(tmp_path, data, why):
     """It is named and left alone; exit code 2. With --partly the others are changed."""

@@ -350,6 +350,8 @@ class StepIndex:
             there = f"has {more}{', '.join(map(str, steps[-8:]))}" if steps else self.emptiness()
             inside = entries_of(self.storage, path)
             what = "" if inside is None else f" {path} is not one: it contains {shown([*inside])}."
+            if (file := self.missing_file(number)) is not None:
+                what = f" {path} is incomplete: {file} is missing."
             raise CheckpointNotFound(
                 f"{self.root} has no committed step {number}.{what} It {there}."
             )

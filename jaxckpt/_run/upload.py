@@ -71,7 +71,8 @@ def upload(
         StepExists: the target has another step of this number.
         SaveFailed: another process uploads the step, or took over.
     """
-    found = find(source.storage, source.check_step(step))
+    source.check_there(step)
+    found = find(source.storage, source.path(step))
     record = checked(found)
     if found.is_share:
         raise UnsupportedFormat(str(found.not_here("the others' parts")))

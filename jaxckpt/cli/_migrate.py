@@ -127,7 +127,11 @@ def _read_file(path: str, within: str, *, anyway: bool) -> _File:
         data = _read(path)
         source = parse(data)
     except SyntaxError as error:
-        why = f"not Python: line {error.lineno}: {error.msg}"
+        where = f"line {error.lineno}: " if error.lineno else ""
+        why = f"not Python: {where}{error.msg}"
+        return _File(path=path, state="error", why=[why], stays=b"orbax" in data)
+    except LookupError as error:  # a codec that is not of text, such as rot13
+        why = f"its encoding is unknown: {error}"
         return _File(path=path, state="error", why=[why], stays=b"orbax" in data)
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         why = getattr(error, "strerror", "") or str(error)
