@@ -40,6 +40,7 @@ _PERMISSIONS: Final[Mapping[str, Mapping[str, str]]] = {
         "s3": "s3:ListBucket (of the bucket itself)",
     },
     "create": _CREATE,
+    "list at once": _CREATE,
     # On Google Cloud Storage, to replace an object is to delete it.
     "compare-and-swap": {**_CREATE, "gs": "storage.objects.delete"},
     "read a range": _READ,
@@ -55,6 +56,11 @@ _CONDITIONS: Final = (
     "two jobs could both commit a step. Use a store with conditional writes; or, if only one job "
     "writes here at a time, set single_writer=True in StoreSettings or JAXCKPT_SINGLE_WRITER=1"
 )
+_LAGS: Final = (
+    "do not keep a run here: the next job may resume at an older step. Use a store whose listings "
+    "show at once what was written"
+)
+_LISTS: Final = 3
 _FILES: Final = ("marker", "data", "copy", "by TensorStore", "large")
 
 
@@ -93,6 +99,7 @@ class BucketPlace:
             Check(name="bucket", call=self._bucket, needs=there[:3]),
             Check(name="list", call=self._list, needs=there),
             Check(name="create", call=self._create, needs=there),
+            Check(name="list at once", call=self._list_at_once, needs=("list", "create")),
             Check(name="create again", call=self._create_again, needs=made),
             Check(name="compare-and-swap", call=self._swap, needs=made),
             Check(name="read a range", call=self._read_range, needs=made),
@@ -152,6 +159,14 @@ class BucketPlace:
         self._has_begun = True
         if not self._storage._create(self._marker, b"1"):
             raise self._unconditional("an object with a new, random name was said to exist")
+        return Finding()
+
+    def _list_at_once(self) -> Finding:
+        for size in range(1, _LISTS + 1):
+            self._storage.write(self._data, SMALL[:size])
+            found = self._storage.files(self._folder).get("data")
+            if found is None or found.size != size:
+                raise Problem("a listing did not show an object that had just been written", _LAGS)
         return Finding()
 
     def _create_again(self) -> Finding:

@@ -95,6 +95,17 @@ class Bucket:
         self._lock = threading.Lock()  # guards _objects and uploads
         self._objects: dict[str, Object] = {}
         self._uploads: dict[str, dict[int, bytes]] = {}
+        self._listed: dict[str, Object] | None = None  # what listings show, if they lag
+
+    def freeze_lists(self) -> None:
+        """Lets listings show what there is now until `thaw_lists`, as in a store that lags."""
+        with self._lock:
+            self._listed = dict(self._objects)
+
+    def thaw_lists(self) -> None:
+        """Lets listings show what there is at the time."""
+        with self._lock:
+            self._listed = None
 
     def get(self, name: str) -> Object:
         with self._lock:
@@ -141,7 +152,7 @@ class Bucket:
         A page is named by the last object or prefix of the page before it.
         """
         with self._lock:
-            objects = sorted(self._objects.items())
+            objects = sorted((self._objects if self._listed is None else self._listed).items())
         found: dict[str, Object | None] = {}
         for name, entry in objects:
             if not name.startswith(prefix) or name < start or name <= start_after:

@@ -17,8 +17,16 @@ from tests.stores.proxy import Answer, Delay
 from tests.stores.servers import ACCESS_KEY, SECRET_KEY
 
 CHECKS = [
-    *("obstore", "answers", "credentials", "bucket", "list", "create", "create again"),
-    *("compare-and-swap", "read a range", "copy", "both clients", "write 64 MiB", "read 64 MiB"),
+    *("obstore", "answers", "credentials", "bucket", "list", "create", "list at once"),
+    *(
+        "create again",
+        "compare-and-swap",
+        "read a range",
+        "copy",
+        "both clients",
+        "write 64 MiB",
+        "read 64 MiB",
+    ),
     *("small read", "clock", "delete"),
 ]
 ANY_SPEED = ("ok", "slow")
@@ -72,14 +80,14 @@ def test_the_table_has_a_line_for_each_check(moto_server, use_store):
     code, out, _ = cli("doctor", url_of(server))
     assert code == 0
     assert len(out.splitlines()) == len(CHECKS) + 2
-    assert out.splitlines()[-1] == f"{url_of(server)}: 16 checks, all is well"
+    assert out.splitlines()[-1] == f"{url_of(server)}: 17 checks, all is well"
 
     code, out, _ = cli("doctor", "s3://no-such-bucket/run")
     assert code == 1
     assert "there is no bucket s3://no-such-bucket. Make it" in out
     assert "\nbucket: " in out
     assert "NoSuchBucket" in out
-    assert out.splitlines()[-1] == "s3://no-such-bucket/run: 16 checks, 1 failed"
+    assert out.splitlines()[-1] == "s3://no-such-bucket/run: 17 checks, 1 failed"
 
 
 def test_a_bucket_that_is_not_there_is_not_made(seaweedfs_server, use_store):
@@ -198,6 +206,20 @@ def test_a_store_without_conditional_writes(rclone_server, use_store, monkeypatc
         assert "two jobs could both commit" in found[check]["advice"]
         assert "JAXCKPT_SINGLE_WRITER=1" in found[check]["advice"]
     assert "the whole object where a part was asked for" in found["read a range"]["advice"]
+    assert Obstore(server).names() == []
+
+
+def test_a_store_whose_listings_lag(gcs_server, use_store):
+    """The next job would resume at an older step."""
+    server = use_store(gcs_server)
+    bucket = server.running.bucket(server.bucket)
+    bucket.freeze_lists()
+
+    code, found = examined(url_of(server))
+
+    assert (code, found["list at once"]["state"]) == (1, "failed")
+    assert "resume at an older step" in found["list at once"]["advice"]
+    bucket.thaw_lists()
     assert Obstore(server).names() == []
 
 

@@ -163,6 +163,43 @@ def test_what_a_refused_deletion_left_is_removed(place, trial, then):
     assert number >= 10
 
 
+@pytest.fixture
+def lagging(gcs_server, use_store):
+    """A bucket whose listings can be stopped: `url, bucket`."""
+    server = use_store(gcs_server)
+    return f"gs://{server.bucket}/run", server.running.bucket(server.bucket)
+
+
+def test_a_deletion_leaves_nothing_where_listings_lag(lagging):
+    """The file that it writes itself, by which others see it, is deleted by name."""
+    run, bucket = lagging
+    with jaxckpt.CheckpointManager(run, keep=jaxckpt.KeepPolicy(last=1)) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step)).result()
+        manager.save(3, state(3)).result()
+        manager.wait_until_finished()
+        bucket.freeze_lists()
+        manager.save(4, state(4)).result()
+        manager.delete(3)
+    bucket.thaw_lists()
+
+    assert steps_with_files(run) == {"4"}
+
+
+def test_a_step_that_a_listing_does_not_show_yet_is_not_lost(lagging):
+    """A job that starts meanwhile resumes at an older one, which RELIABILITY.md says."""
+    run, bucket = lagging
+    with jaxckpt.CheckpointManager(run) as manager:
+        manager.save(1, state(1)).result()
+        bucket.freeze_lists()
+        manager.save(2, state(2)).result()
+
+    assert jaxckpt.CheckpointManager(run, mode="r").latest_step() == 1
+    bucket.thaw_lists()
+    assert jaxckpt.verify(f"{run}/2").ok
+    assert is_state(jaxckpt.restore(run), 2)
+
+
 def copy(source, target):
     storage, path = locate(source)
     for file in storage.files(path):
