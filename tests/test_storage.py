@@ -177,6 +177,18 @@ def test_a_url_names_a_bucket_and_what_is_in_it(given):
         locate(given)
 
 
+@pytest.mark.parametrize("name", ["a\tb", "a\nb", "a\x7f", "a\ud800"])
+def test_the_name_of_an_object_has_no_control_characters(name):
+    """The error says which name, and what to do; it is the same for files below."""
+    with pytest.raises(ValueError, match=r"run' must not.* control characters.*Choose another"):
+        locate(f"s3://bucket/{name}/run")
+    storage, path = locate("s3://bucket/run")
+    with pytest.raises(ValueError, match=r"'s3://bucket/run/a.*must not.* control characters"):
+        storage.read(f"{path}/{name}", max_bytes=1)
+    with pytest.raises(ValueError, match=r"'s3://bucket/run/a.*must not.* control characters"):
+        storage.create(f"{path}/{name}/f", b"1")
+
+
 def test_the_path_in_a_bucket_is_its_url():
     """So that every error names it in full."""
     storage, path = locate("S3://bucket/runs/vit/")

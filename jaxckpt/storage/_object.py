@@ -15,6 +15,7 @@ import errno
 import io
 import os
 import posixpath
+import re
 import secrets
 import threading
 import time
@@ -55,6 +56,7 @@ _MOST_GRPC_BYTES: Final = 256 << 20  # of a file: TensorStore takes it whole
 _PAGE: Final = 1000  # what stores list in one request
 _HELD: Final = "jaxckptheld"  # the attribute of an object that is a held lock; Azure allows no "-"
 _MAX_LOCK_BYTES: Final = 1 << 20
+_NOT_IN_NAMES: Final = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 _PROBES: Final = 3  # a writer that cleans up in the same place may delete one
 
 
@@ -482,6 +484,11 @@ class ObjectStorage:
         return kvstore_spec(self.scheme, self._bucket, self.settings, prefix)
 
     def _key(self, path: str) -> str:
+        if _NOT_IN_NAMES.search(path):
+            raise ValueError(
+                f"{path!r} must not have control characters or lone surrogates, which the names of "
+                "objects cannot have. Choose another name."
+            )
         return path.removeprefix(self.root).strip("/")
 
 
@@ -514,7 +521,8 @@ def object_storage(scheme: str, text: str) -> tuple[ObjectStorage, str]:
     """Returns the storage of a URL, and its path in it: the URL without a slash at its end.
 
     Raises:
-        ValueError: the URL has no valid bucket, or has empty, `.` or `..` parts.
+        ValueError: the URL has no valid bucket, or its path has empty, `.` or `..` parts or
+            control characters.
         UnsupportedFormat: obstore is not installed.
     """
     bucket, _, key = text.partition("://")[2].partition("/")
@@ -528,4 +536,6 @@ def object_storage(scheme: str, text: str) -> tuple[ObjectStorage, str]:
         if storage is None:
             storage = ObjectStorage(scheme, bucket, settings)
             _storages[scheme, bucket, settings] = storage
-    return storage, f"{storage.root}/{key}".rstrip("/")
+    path = f"{storage.root}/{key}".rstrip("/")
+    storage._key(path)  # raises if no object can have the name
+    return storage, path
