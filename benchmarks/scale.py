@@ -51,8 +51,8 @@ def measure_plans(counts: Sequence[int], *, leaves: int) -> dict[int, dict[str, 
 def measure_merges(counts: Sequence[int], *, keys: int, root: Path) -> dict[int, dict[str, float]]:
     """Returns the seconds to merge the databases of all processes, in total and per key."""
     from jaxckpt._disk.data_files import DataFiles
+    from jaxckpt._disk.writer import merge
     from jaxckpt.storage import LocalStorage
-    from jaxckpt.storage._arrays import Database, merge_databases
 
     samples = {}
     for count in counts:
@@ -65,14 +65,10 @@ def measure_merges(counts: Sequence[int], *, keys: int, root: Path) -> dict[int,
                     files.put(f"leaf_{key:05d}/c/{i}/0", bytes(_VALUE_BYTES))
                 (part / "manifest.ocdbt").write_bytes(files.write().manifest)
             start = time.perf_counter()
-            merge_databases(Database(_file(folder)), [part.name for part in parts])
+            merge(LocalStorage(), folder, [part.name for part in parts])
             seconds = time.perf_counter() - start
         samples[count] = {"merge": seconds, "each key": seconds / (count * keys)}
     return samples
-
-
-def _file(path: Path | str) -> dict[str, str]:
-    return {"driver": "file", "path": f"{path}/"}
 
 
 def _plan(count: int, leaves: int) -> dict[str, float]:

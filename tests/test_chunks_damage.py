@@ -14,7 +14,8 @@ from jaxckpt._disk.data_files import DataFiles
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import arrays, names, ocdbt
 from jaxckpt.format.tree import StoredArray
-from jaxckpt.storage import LocalStorage, _arrays, locate
+from jaxckpt.storage import LocalStorage, locate
+from jaxckpt.storage._values import find_values
 from jaxckpt.testing import FailingStorage
 from tests.strategies import random_bits, same
 from tests.test_bad_input import rewrite_record
@@ -33,7 +34,7 @@ def saved(ram_path, monkeypatch):
     tree = {name: random_bits((n,), np.dtype("f4"), ord(name[0])) for name, n in sizes.items()}
     jaxckpt.save(ram_path / "x", tree)
     storage, where = locate(ram_path / "x" / "state")
-    found = _arrays.extents(storage.kvstore(where), max_keys=100)
+    found = find_values(storage, where)
     return ram_path / "x", tree, {name: found[f"{name}/c/0"] for name in LEAVES}
 
 
@@ -168,10 +169,10 @@ def test_a_file_cut_short_costs_only_what_was_behind(ram_path, monkeypatch):
     tree = {f"{i:02}": random_bits((2000,), np.dtype("f4"), i) for i in range(20)}
     jaxckpt.save(ram_path / "x", tree)
     storage, where = locate(ram_path / "x" / "state")
-    found = _arrays.extents(storage.kvstore(where), max_keys=100)
-    extents = {name: found[f"{name}/c/0"] for name in tree}
-    file = extents["00"].file
-    inside = sorted((e.offset, name) for name, e in extents.items() if e.file == file)
+    found = find_values(storage, where)
+    places = {name: found[f"{name}/c/0"] for name in tree}
+    file = places["00"].file
+    inside = sorted((p.offset, name) for name, p in places.items() if p.file == file)
     bad = {name for _, name in inside[3:]}
     path = ram_path / "x" / "state" / file
     path.write_bytes(path.read_bytes()[: inside[3][0] + 5000])

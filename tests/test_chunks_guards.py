@@ -19,10 +19,11 @@ import pytest
 
 import jaxckpt
 from jaxckpt._core.plan import _plan_few, plan_chunks
+from jaxckpt._disk import damage, reader
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
 from jaxckpt.format import arrays
 from jaxckpt.format.tree import StoredArray
-from jaxckpt.storage import _arrays
+from jaxckpt.storage import _values
 from tests.test_chunks_damage import VALUES, hand_made, lying_tree
 
 
@@ -145,13 +146,14 @@ def test_verify_looks_through_the_database_a_few_times(tmp_path, monkeypatch):
     for i in range(60):
         data[i * 16_004] ^= 1
     file.write_bytes(data)
-    calls, extents = [], _arrays.extents
+    calls, find_values = [], _values.find_values
 
     def counted(*args, **options):
         calls.append(args)
-        return extents(*args, **options)
+        return find_values(*args, **options)
 
-    monkeypatch.setattr(_arrays, "extents", counted)
+    for module in (reader, damage):
+        monkeypatch.setattr(module, "find_values", counted)
 
     report = jaxckpt.verify(tmp_path / "x")
 

@@ -17,6 +17,7 @@ from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import arrays, names, tree
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
 from jaxckpt.storage import _arrays, locate
+from jaxckpt.storage._values import find_values
 from tests.commandline import cli, said_json
 from tests.strategies import random_bits, same
 
@@ -32,7 +33,7 @@ def size_of(path):
 
 def places_of(item):
     storage, where = locate(item)
-    return _arrays.extents(storage.kvstore(where), max_keys=10_000)
+    return find_values(storage, where)
 
 
 def metadata_of(item, leaf):

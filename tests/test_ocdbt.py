@@ -1,6 +1,7 @@
-"""The database that we encode is the one that TensorStore reads."""
+"""The database that we encode is the one that TensorStore reads, and that we decode."""
 
 import tempfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxckpt.format import ocdbt
-from jaxckpt.format.ocdbt import Place, encode_database
+from jaxckpt.format.ocdbt import Foreign, Place, decode_manifest, decode_node, encode_database
 
-FILES = [f"d/{n:032x}" for n in range(3)]
+# Of this database, and of others in directories inside its own.
+FILES = [
+    f"{folder}d/{n:032x}"
+    for n, folder in enumerate(["", "ocdbt.process_0/", f"ocdbt.process_12.{7:016x}/", ""])
+]
 NODES = "d/" + "e" * 32
 
 keys = st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1, max_size=12)
@@ -26,8 +31,8 @@ def read(database):
     data, manifest = encode_database(database, NODES)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        (path / "d").mkdir()
         for n, name in enumerate(FILES):
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / name).write_bytes(bytes(i * (n + 3) % 251 for i in range(1000)))
         (path / NODES).write_bytes(data)
         (path / "manifest.ocdbt").write_bytes(manifest)
@@ -76,3 +81,203 @@ def test_large_numbers_take_several_bytes():
         [version] = ts.ocdbt.dump(base).result()["versions"]
         [entry] = ts.ocdbt.dump(base, version["root"]["location"]).result()["entries"]
     assert entry["indirect_value"] == f"value::{FILES[0]}:{5 << 32}:300"
+
+
+# --- decoding --------------------------------------------------------------------------------
+
+
+def found_in(data, manifest, folder=""):
+    """Returns what is decoded."""
+    root = decode_manifest(manifest, folder)
+    nodes, found = [(root.place, b"", root.height)], {}
+    while nodes:
+        (file, offset, size), prefix, height = nodes.pop()
+        assert file == folder + NODES
+        node = decode_node(data[offset : offset + size], folder, prefix)
+        assert node.height == height
+        if height:
+            nodes += [(at, key, height - 1) for key, at in zip(node.keys, node.values, strict=True)]
+        else:
+            found |= {key.decode(): v for key, v in zip(node.keys, node.values, strict=True)}
+    assert len(found) == root.keys
+    return found
+
+
+@pytest.mark.parametrize("node_bytes", [60, 1_000_000])
+@settings(deadline=None, max_examples=60)
+@given(database=st.dictionaries(keys, values, min_size=1, max_size=40))
+def test_what_is_encoded_is_decoded(node_bytes, database):
+    """In one node, and in many on several levels; also from the directory above."""
+    before, ocdbt.MAX_NODE_BYTES = ocdbt.MAX_NODE_BYTES, node_bytes
+    try:
+        encoded = encode_database(database, NODES)
+    finally:
+        ocdbt.MAX_NODE_BYTES = before
+
+    assert found_in(*encoded) == database
+    if all(isinstance(v, bytes) or v.file.startswith("d/") for v in database.values()):
+        above = found_in(*encoded, "ocdbt.process_3/")
+        assert above == {
+            key: v if isinstance(v, bytes) else v._replace(file=f"ocdbt.process_3/{v.file}")
+            for key, v in database.items()
+        }
+
+
+# A node is given by its fields: numbers as varints, bytes as they are.
+FILE = FILES[0].encode()
+ONE_FILE = [1, len(FILE), 0, FILE]
+NONE = [0]
+
+
+def framed(fields, magic=ocdbt._NODE):
+    """Returns a node or a manifest with a fitting header and checksum."""
+    parts = [field if isinstance(field, bytes) else ocdbt._varints([field]) for field in fields]
+    return ocdbt._framed(magic, b"".join(parts))
+
+
+def leaf(*fields, files=NONE):
+    return framed([b"\0", *files, *fields])
+
+
+def above(*fields):
+    return framed([b"\1", *ONE_FILE, *fields])
+
+
+GOOD = {
+    "an inline value": leaf(1, 1, b"k", 2, b"\0", b"vv"),
+    "a value in a file": leaf(1, 1, b"k", 7, b"\1", 0, 5, files=ONE_FILE),
+    "two keys": leaf(2, 1, 2, 1, b"kab", 0, 1, b"\0\0", b"v"),
+    "two nodes below": above(2, 0, 1, 1, 1, 0, b"ab", 0, 0, 0, 90, 90, 80, 1, 1, 9, 9, 0, 0),
+}
+BAD = {
+    "nothing": b"",
+    "a header alone": ocdbt._framed(ocdbt._NODE, b""),
+    "a manifest": framed([b"\0", 0, 1, 1, b"k", 0, b"\0"], ocdbt._MANIFEST),
+    "another checksum": GOOD["two keys"][:-1] + b"\0",
+    "more than its length": GOOD["two keys"] + b"\0",
+    "no keys": leaf(0),
+    "a cut number": leaf(1, 1, b"k", b"\x80"),
+    "a number that never ends": leaf(1, 1, b"k", b"\x80" * 5000 + b"\0", b"\0"),
+    "a number of ten bytes": leaf(1, 1, b"k", b"\xff" * 9 + b"\1", b"\0"),
+    "many keys": leaf(1 << 59, 1, b"k", 2, b"\0", b"vv"),
+    "a long key": leaf(1, 1 << 59, b"k", 2, b"\0", b"vv"),
+    "long keys that wrap": leaf(3, 0, 0, *[(1 << 59) + 1] * 3, b"k", 0, 0, 0, b"\0\0\0"),
+    "a long value": leaf(1, 1, b"k", 1 << 59, b"\0", b"vv"),
+    "a huge value": leaf(1, 1, b"k", 1 << 61, b"\1", 0, 5, files=ONE_FILE),
+    "a huge offset": leaf(1, 1, b"k", 7, b"\1", 0, 1 << 61, files=ONE_FILE),
+    "a file that is not listed": leaf(1, 1, b"k", 7, b"\1", 1, 5, files=ONE_FILE),
+    "no file": leaf(1, 1, b"k", 7, b"\1", 0, 5),
+    "another kind of value": leaf(1, 1, b"k", 2, b"\2", b"vv"),
+    "more at the end": leaf(1, 1, b"k", 2, b"\0", b"vv", b"w"),
+    "less at the end": leaf(1, 1, b"k", 2, b"\0", b"v"),
+    "keys out of order": leaf(2, 0, 1, 1, b"ba", 0, 1, b"\0\0", b"v"),
+    "a key twice": leaf(2, 1, 1, 0, b"a", 0, 1, b"\0\0", b"v"),
+    "more shared than there is": leaf(2, 2, 1, 1, b"ab", 0, 1, b"\0\0", b"v"),
+    "more common than the key": above(1, 1, 2, b"a", 0, 0, 90, 1, 9, 0),
+    "keys of gigabytes": leaf(
+        60_001, *range(60_000), *[1] * 60_001, b"k" * 60_001, *[0] * 60_001, bytes(60_001)
+    ),
+    "a name of a file that is no text": leaf(1, 1, b"k", 2, b"\0", b"vv", files=[1, 1, 0, b"\xff"]),
+}
+FOREIGN = {
+    "a file elsewhere": [1, 37, 0, b"../" + FILE],
+    "a file at the root": [1, 35, 0, b"/" + FILE],
+    "a file of another name": [1, 3, 0, b"d/x"],
+    "a file in the wrong directory": [1, 34, 2, FILE],
+    "a directory that is none of ours": [1, 44, 10, b"ocdbt.mine/" + FILE[1:]],
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_good_nodes_are_decoded(name):
+    """A control of the tests below."""
+    node = decode_node(GOOD[name], "", b"p/")
+
+    assert all(key.startswith(b"p/") for key in node.keys)
+    assert len(node.keys) == len(node.values)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_nodes_are_refused(name):
+    """As damaged, in little memory."""
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"it|number|text|checksum|value|decode"):
+        decode_node(BAD[name], "", b"")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert peak < 100_000 + 200 * len(BAD[name])
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_names_that_are_not_ours_are_left_to_tensorstore(name):
+    with pytest.raises(Foreign):
+        decode_node(leaf(1, 1, b"k", 2, b"\0", b"vv", files=FOREIGN[name]), "", b"")
+
+
+@pytest.mark.parametrize("at", [16, 23])
+def test_other_manifests_are_left_to_tensorstore(at):
+    """Those of several files, and of nodes that are compressed in another way."""
+    _, manifest = encode_database({"a": b""}, NODES)
+    body = bytearray(manifest[ocdbt._HEAD.size : -4])
+    body[at] = 2
+
+    with pytest.raises(Foreign):
+        decode_manifest(ocdbt._framed(ocdbt._MANIFEST, bytes(body)), "")
+
+
+def test_a_manifest_that_is_cut_is_refused():
+    """Anywhere before the number of keys, with a fitting checksum."""
+    _, manifest = encode_database({"a": b""}, NODES)
+    body = manifest[ocdbt._HEAD.size : -4]
+
+    for n in range(len(body) - 12):
+        with pytest.raises(ValueError, match=r"it ends early|too large"):
+            decode_manifest(ocdbt._framed(ocdbt._MANIFEST, body[:n]), "")
+
+
+changes = st.lists(
+    st.tuples(st.integers(0, 400), st.integers(0, 3), st.binary(max_size=12)), max_size=4
+)
+
+
+def changed(body, edits):
+    for at, cut, new in edits:
+        body = body[:at] + new + body[at + cut :]
+    return body
+
+
+@pytest.mark.parametrize("height", [0, 1])
+@settings(deadline=None, max_examples=150)
+@given(database=st.dictionaries(keys, values, min_size=1, max_size=8), edits=changes)
+def test_a_changed_node_is_decoded_or_refused(height, database, edits):
+    """With a fitting checksum: by a typed error, or to as many keys as values, in order."""
+    data, manifest = encode_database(database, NODES)
+    if height:
+        data = b"".join(above_one(data))
+    node = ocdbt._framed(ocdbt._NODE, changed(data[ocdbt._HEAD.size : -4], edits))
+    described = ocdbt._framed(ocdbt._MANIFEST, changed(manifest[ocdbt._HEAD.size : -4], edits))
+
+    try:
+        root = decode_manifest(described, "")
+        assert root.place.file.endswith("d/" + root.place.file[-32:])
+    except (ValueError, Foreign):
+        pass
+    try:
+        decoded = decode_node(node, "", b"p")
+    except (ValueError, Foreign):
+        return
+    assert len(decoded.keys) == len(decoded.values) > 0
+    assert all(key.startswith(b"p") for key in decoded.keys)
+    for value in decoded.values:
+        if isinstance(value, Place):
+            assert ocdbt._FILE.fullmatch(value.file)
+            assert min(value.offset, value.size) >= 0
+
+
+def above_one(data):
+    """Yields a node above one that was encoded."""
+    below = ocdbt._Node(b"k", 0, len(data), 1, len(data), 0)
+    nodes = bytearray()
+    [_] = ocdbt._above([below], 1, NODES, 0, nodes)
+    yield bytes(nodes)

@@ -181,7 +181,7 @@ def test_any_spec_to_any_spec(data):
 def reads(monkeypatch):
     """Counts every chunk and every region that is read: (name of the array, what) -> times."""
     seen = Counter()
-    extents, read_into = _arrays.extents, _arrays.read_into
+    find_values, read_into = _reader.find_values, _arrays.read_into
 
     class Counted(dict):
         def get(self, key):
@@ -189,8 +189,8 @@ def reads(monkeypatch):
                 seen[key] += 1
             return super().get(key)
 
-    def counted_extents(spec, **options):
-        found = extents(spec, **options)
+    def counted_values(*args, **options):
+        found = find_values(*args, **options)
         return None if found is None else Counted(found)
 
     def counted_read_into(array, wheres, outs):
@@ -198,7 +198,7 @@ def reads(monkeypatch):
             seen[array.kvstore.path, tuple((s.start, s.stop) for s in where)] += 1
         return read_into(array, wheres, outs)
 
-    monkeypatch.setattr(_arrays, "extents", counted_extents)
+    monkeypatch.setattr(_reader, "find_values", counted_values)
     monkeypatch.setattr(_arrays, "read_into", counted_read_into)
     return seen
 

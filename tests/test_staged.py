@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxckpt
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import arrays
+from jaxckpt.format.ocdbt import Place
 from jaxckpt.storage import MemoryStorage, _staged, locate
 from jaxckpt.storage._arrays import Keys
 from jaxckpt.testing import simulate
@@ -122,8 +123,8 @@ def test_only_the_wanted_chunks_are_fetched(root, make_mesh, ocdbt):
 
 def test_a_database_that_claims_a_huge_value_is_damaged(root, monkeypatch):
     """Before memory is taken for it."""
-    huge = {"w/c/0": _staged.Extent("d/" + "0" * 32, 5, 1 << 60)}
-    monkeypatch.setattr(_staged, "extents", lambda *_, **__: huge)
+    huge = {"w/c/0": Place("d/" + "0" * 32, 5, 1 << 60)}
+    monkeypatch.setattr(_staged, "find_values", lambda *_, **__: huge)
     storage, path = locate(f"{root}/a")
     for file in ("manifest.ocdbt", "d/" + "0" * 32):
         storage.write(f"{path}/{file}", b"1234567890")

@@ -24,7 +24,8 @@ from jaxckpt.format import names
 from jaxckpt.format.arrays import chunk_key
 from jaxckpt.format.tree import StoredArray
 from jaxckpt.storage import locate
-from jaxckpt.storage._arrays import Keys, extents
+from jaxckpt.storage._arrays import Keys
+from jaxckpt.storage._values import find_values
 
 
 @st.composite
@@ -179,7 +180,7 @@ def test_a_damaged_table_is_named(saved, tmp_path):
 def test_the_table_says_what_the_chunks_end_with(saved):
     """For a leaf with one chunk in a data file, it is the last four bytes."""
     storage, where = locate(saved / "1" / "state")
-    found = extents(storage.kvstore(where), max_keys=10_000)
+    found = find_values(storage, where)
     extent = found["value/" + chunk_key((0,))]
     end = (saved / "1" / "state" / extent.file).read_bytes()[: extent.offset + extent.size][-4:]
 

@@ -9,7 +9,9 @@ from typing import Final
 from jaxckpt._disk.found import file_problem, pointer_problem
 from jaxckpt._disk.native import Item
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, is_io_failure
+from jaxckpt.format.ocdbt import Place
 from jaxckpt.format.tree import Leaf
+from jaxckpt.storage._values import find_values
 
 # At most this many keys are searched for the sake of a better message.
 _MOST_KEYS: Final = 1 << 20
@@ -54,18 +56,15 @@ def bad_file(item: Item) -> tuple[str, str] | None:
 
 def _damaged_file(item: Item, message: str) -> tuple[str, str] | None:
     """Returns the data file with the chunk that a TensorStore message names, and its problem."""
-    from jaxckpt.storage._arrays import Extent
-    from jaxckpt.storage._staged import find_values
-
     key = re.search(r'"([^"]*(?:/c(?:/\d+)*|[/.\d]+))"', message)
     if key is None or not item.database:
         return None
     try:
         found = find_values(item.found.storage, item.path, max_keys=_MOST_KEYS)
-        extent = (found or {}).get(key[1])
-        if not isinstance(extent, Extent):
+        place = (found or {}).get(key[1])
+        if not isinstance(place, Place):
             return None
-        file = f"{item.path}/{extent.file}"
+        file = f"{item.path}/{place.file}"
         return file, "is damaged" if item.found.storage.kind(file) else "is missing"
     except (ValueError, OSError):
         return None

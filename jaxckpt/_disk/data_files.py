@@ -141,8 +141,7 @@ class DataFiles:
         file.size += size
 
     def _new_file(self, *, compressed: bool = False) -> _File:
-        name = f"{names.OCDBT_DATA}/{os.urandom(16).hex()}"
-        self._files.append(_File(name, compressed=compressed))
+        self._files.append(_File(names.new_data_file(), compressed=compressed))
         return self._files[-1]
 
     def flush(self) -> None:

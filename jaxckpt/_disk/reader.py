@@ -9,7 +9,6 @@ safetensors files.
 from __future__ import annotations
 
 import math
-import sys
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -18,15 +17,17 @@ from itertools import islice
 from typing import Any, Final, TypeVar
 
 from jaxckpt._core.plan import ChunkRead, count_chunks, plan_chunks
+from jaxckpt._disk.checksums import starts_of
 from jaxckpt._disk.chunks import Buffers, Chunks, Failed, Landed, LeafRead, Values, nothing
 from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.regions import Regions, reader_of
 from jaxckpt._disk.tensors import Tensors
+from jaxckpt.errors import damaged
 from jaxckpt.format.arrays import MAX_UNIT_BYTES, chunk_key, least_stored
 from jaxckpt.format.names import OCDBT_MANIFEST
 from jaxckpt.format.tree import bad_leaf
-from jaxckpt.storage import held
+from jaxckpt.storage._values import find_values
 
 # How many arrays to open ahead of the one being read.
 _OPEN_AHEAD: Final = 64
@@ -130,21 +131,24 @@ def _key(read: LeafRead, chunk: ChunkRead) -> str:
     return read.leaf.prefix + chunk_key(chunk.index)
 
 
-def _size_of(place: Any) -> int:  # an `Extent`, or the value itself
+def _size_of(place: Any) -> int:  # a `Place`, or the value itself
     return len(place) if isinstance(place, bytes) else place.size
 
 
 def keys_here(item: Item) -> Mapping[str, Any]:
-    """Returns where the values in the database of a share lie, by key."""
-    from jaxckpt.storage._arrays import extents
-
-    spec = item.found.storage.kvstore(item.path)
-    if not item.database or spec is None:  # it has no arrays; or it was copied from a disk
+    """Returns the values in the database of a share, or where they lie, by key."""
+    if not item.database:  # it has no arrays
         return {}
+    arrays = [leaf.stored for leaf in item.tree.leaves if leaf.stored is not None]
+    most = len(arrays) + [*starts_of(arrays)][-1]  # their metadata, and their chunks or more
     try:
-        return extents(spec, max_keys=sys.maxsize) or {}
+        found = find_values(item.found.storage, item.path, max_keys=most)
     except (ValueError, OSError) as error:
         raise blame(item, None, error) from error
+    if found is None:
+        file = f"{item.path}/{OCDBT_MANIFEST}"
+        raise damaged(file, f"expected a database of up to {most} keys")
+    return found
 
 
 def _batches(
@@ -152,14 +156,14 @@ def _batches(
 ) -> Iterator[_Batch]:
     """Chooses the reader of each leaf, and opens arrays a little ahead of their use."""
     try:
-        extents, reader = _extents(item, reads), None
-        sums = None if extents is None else item.read_sums()
+        places, reader = _places(item, reads), None
+        sums = None if places is None else item.read_sums()
         ahead: deque[_Batch] = deque()
-        for group in _grouped(reads, min(_BATCH_BYTES, window_bytes), extents is not None):
+        for group in _grouped(reads, min(_BATCH_BYTES, window_bytes), places is not None):
             if item.tensors is not None:
                 ahead.append(Tensors(item, group[0], executor))
-            elif extents is not None and group[0].is_plain:
-                ahead.append(Chunks(item, group, extents, sums, executor))
+            elif places is not None and group[0].is_plain:
+                ahead.append(Chunks(item, group, places, sums, executor))
             else:
                 reader = reader or reader_of(item)
                 ahead.append(Regions(item, group[0], reader, window_bytes))
@@ -190,10 +194,8 @@ def _grouped(
         yield group
 
 
-def _extents(item: Item, reads: Sequence[LeafRead]) -> Mapping[str, Any] | None:
+def _places(item: Item, reads: Sequence[LeafRead]) -> Mapping[str, Any] | None:
     """Returns where the values of the database lie; None if it is foreign or too large to list."""
-    from jaxckpt.storage._arrays import extents
-
     if not (item.ours and item.database):
         return None
     wanted = sum(
@@ -202,13 +204,9 @@ def _extents(item: Item, reads: Sequence[LeafRead]) -> Mapping[str, Any] | None:
     if not wanted:
         return None
     storage, most = item.found.storage, int(wanted / _WORTH_LOOKING)
-    spec = storage.kvstore(item.path)
-    if spec is not None and held(storage, f"{item.path}/{OCDBT_MANIFEST}") is None:
-        return extents(spec, max_keys=most)
-    from jaxckpt.storage._staged import find_values
-
     # Without a driver, nothing else finds a few values of many.
-    return find_values(storage, item.path, max_keys=sys.maxsize if spec is None else most)
+    is_alone = storage.kvstore(item.path) is None
+    return find_values(storage, item.path, max_keys=None if is_alone else most)
 
 
 # --- streams of unknown length ---------------------------------------------------------------

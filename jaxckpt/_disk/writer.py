@@ -22,9 +22,11 @@ from jaxckpt.format.arrays import (
     encode_zarr3,
     metadata_key,
 )
+from jaxckpt.format.ocdbt import encode_database
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, StoredArray, Tree
 from jaxckpt.storage import Storage
+from jaxckpt.storage._values import find_values
 
 _MAX_DIRECT_BYTES: Final = 64 << 10
 _MAX_PLAIN_BYTES: Final = 256 << 10  # compressed, a chunk of this size would gain little
@@ -193,9 +195,6 @@ def merge(storage: Storage, item_path: str, databases: Sequence[str]) -> bytes:
     Returns:
         The manifest of the merged database, still to be stored.
     """
-    from jaxckpt.storage._arrays import merge_databases
-    from jaxckpt.storage._staged import Staging
-
     manifests = [f"{item_path}/{database}/{names.OCDBT_MANIFEST}" for database in databases]
     kinds = storage.together([partial(storage.kind, manifest) for manifest in manifests])
     unseen = [name for name, kind in zip(databases, kinds, strict=True) if kind is None]
@@ -204,6 +203,11 @@ def merge(storage: Storage, item_path: str, databases: Sequence[str]) -> bytes:
             f"{item_path}: process 0 does not see {', '.join(unseen)}, which other processes have "
             "written. The path must be on a file system that all hosts share."
         )
-    staging = Staging(storage, item_path)
-    staging.fetch(databases)
-    return merge_databases(staging.new_database(), databases)
+    values = find_values(storage, item_path, folders=[f"{name}/" for name in databases])
+    if values is None:
+        raise SaveFailed(f"{item_path}: other programs changed {', '.join(databases)}")
+    file = names.new_data_file()
+    nodes, manifest = encode_database(values, file)
+    storage.make_dir(f"{item_path}/{names.OCDBT_DATA}")
+    storage.write(f"{item_path}/{file}", nodes)
+    return manifest

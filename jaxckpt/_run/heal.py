@@ -17,7 +17,6 @@ a damaged file are taken from there one by one, and the share is verified by its
 from __future__ import annotations
 
 import posixpath
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -34,6 +33,7 @@ from jaxckpt.errors import CheckpointError, CorruptCheckpoint, SaveFailed, is_io
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.step import decode, digest, encode_record
 from jaxckpt.storage import Storage
+from jaxckpt.storage._values import find_values
 from jaxckpt.types import VerifyReport
 
 
@@ -215,14 +215,8 @@ def _put_chunks(ours: Found, theirs: Found, name: str) -> None:
 
 def _places(found: Found, item: str) -> Mapping[str, Any]:
     """Returns where the values of an item's database lie, by key."""
-    from jaxckpt.storage._arrays import extents
-    from jaxckpt.storage._staged import find_values
-
-    storage, path = found.storage, found.items[item]
-    spec = storage.kvstore(path)
+    path = found.items[item]
     try:
-        if spec is None:
-            return find_values(storage, path) or {}
-        return extents(spec, max_keys=sys.maxsize) or {}
+        return find_values(found.storage, path) or {}
     except ValueError as error:
         raise SaveFailed(f"{path}: it is not known where its chunks lie: {error}") from error

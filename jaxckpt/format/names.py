@@ -39,6 +39,7 @@ A step of a run lacks `orbax.checkpoint`, as in Orbax's managers, and may have m
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Final
 
@@ -237,6 +238,11 @@ _OF_ATTEMPT = re.compile(re.escape(OCDBT_PROCESS) + r"\d+\.[0-9a-f]{16}")
 def is_of_attempt(file: str) -> bool:
     """Returns whether a file is in a directory that `process_database` names with a token."""
     return any(map(_OF_ATTEMPT.fullmatch, file.split("/")[:-1]))
+
+
+def new_data_file() -> str:
+    """Returns the name of a file of a database that no other has."""
+    return f"{OCDBT_DATA}/{os.urandom(16).hex()}"
 
 
 def is_data_file(file: str) -> bool:

@@ -1,9 +1,11 @@
-"""Encodes an OCDBT database: a B+tree from keys to the places of their values.
+"""Encodes and decodes an OCDBT database: a B+tree from keys to the places of their values.
 
-The format is that of TensorStore's driver `ocdbt`, which reads the result. Numbers are varints
-(seven bits a byte, the lowest first) unless a width is given; `[n]` is a list of n, field by field.
+The format is that of TensorStore's driver `ocdbt`, which reads what is encoded here; what it writes
+is decoded here if its nodes are not compressed. Numbers are varints (seven bits a byte, the lowest
+first) unless a width is given; `[n]` is a list of n, field by field.
 
-    file        magic uint32be, length uint64le, version 0, compression 0, body, CRC-32C uint32le
+    file        magic uint32be, length uint64le, version 0, compression 0 (1: zstd), body,
+                CRC-32C uint32le
     manifest    uuid, kind 0, inline limit, node limit, arity uint8, compression of the nodes that
                 TensorStore would write (1: zstd, then its level int32le), files, versions
     versions    count, generation [n], height uint8 [n], place of the root [n], statistics [n],
@@ -12,20 +14,24 @@ The format is that of TensorStore's driver `ocdbt`, which reads the result. Numb
                 1 in a file), file [m], offset [m], inline bytes; above: place [n], statistics [n]
     keys        count, bytes shared with the key before [n - 1], further bytes [n], (above a leaf:
                 bytes that all keys below share [n],) the further bytes of all
-    files       as keys: shared [n - 1], further [n], of these bytes of the directory [n], the bytes
+    files       as keys: count, shared [n - 1], further [n], of these bytes of the directory [n],
+                the bytes; names in a node begin in the directory of the file that it lies in
     place       file [n], offset [n], size [n]
     statistics  keys [n], bytes of nodes [n], bytes of values in files [n], of all below
 """
 
 from __future__ import annotations
 
+import operator
+import re
 import struct
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 from awscrt.checksums import crc32c
 
 # Values up to this size are stored in the tree's nodes, under the node's checksum.
@@ -35,11 +41,23 @@ MAX_NODE_BYTES: Final = 1_000_000
 # Of a file of values, unless a single one is larger: a few files can be written or sent at once,
 # and TensorStore keeps so much of a transaction in memory.
 DATA_FILE_BYTES: Final = 64 << 20
-_NODE, _MANIFEST = 0x0CDB20DE, 0x0CDB3A2A
+_NODE, _MANIFEST = b"\x0c\xdb\x20\xde", b"\x0c\xdb\x3a\x2a"
+_HEAD: Final = struct.Struct("<4sQ2x")  # of a file that is not compressed
 _ARITY_LOG2: Final = 4
-# What TensorStore's databases have by default, with which ours are merged. It compresses its nodes;
-# each node says so itself, and ours do not.
+# The compression of nodes that TensorStore would add. Each node says what it has; ours have none.
 _ZSTD: Final = b"\x01" + struct.pack("<i", 0)
+# Our names of directories, and TensorStore's of files. Others are left to TensorStore.
+_FILE: Final = re.compile(
+    r"((?:ocdbt\.process_(?:\d{1,9}(?:\.[0-9a-f]{16})?|held)/)?)d/n?[0-9a-f]{32}"
+)
+_VARINT_BYTES: Final = 9  # 63 bits
+_MOST: Final = 1 << 60  # of an offset, a size or a count
+# The keys of a node take so many times its bytes at most, or this many: each can repeat most of the
+# one before it at the cost of a few bytes.
+_MOST_SHARED: Final = 256
+_SOME_SHARED: Final = 1 << 20
+
+_Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Place(NamedTuple):
@@ -152,15 +170,15 @@ def _ranges(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
     yield start, stop
 
 
-def _framed(magic: int, body: bytes) -> bytes:
-    size = struct.calcsize(">IQ") + 2 + len(body) + 4
-    data = struct.pack(">I", magic) + struct.pack("<Q", size) + b"\0\0" + body
+def _framed(magic: bytes, body: bytes) -> bytes:
+    data = _HEAD.pack(magic, _HEAD.size + len(body) + 4) + body
     return data + struct.pack("<I", crc32c(data))
 
 
 def _files(names: Sequence[str]) -> bytes:
     shared, further = _shortened([name.encode() for name in names])
-    lengths = [len(names), *shared, *map(len, further), *([0] * len(names))]
+    folders = [len(folder_of(name)) for name in names]
+    lengths = [len(names), *shared, *map(len, further), *folders]
     return b"".join([_varints(lengths), *further])
 
 
@@ -179,10 +197,190 @@ def _common(a: bytes, b: bytes) -> int:
 
 
 def _varints(numbers: Iterable[int]) -> bytes:
-    data = bytearray()
-    for number in numbers:
-        while number >= 0x80:
-            data.append(number & 0x7F | 0x80)
-            number >>= 7
-        data.append(number)
-    return bytes(data)
+    values = np.array([*numbers], np.int64)
+    groups = values[:, None] >> np.arange(0, max(1, int(values.max(initial=0)).bit_length()), 7)
+    more = groups >= 0x80
+    data = (groups & 0x7F | more << 7).astype(np.uint8)
+    stored = np.concatenate([np.ones((len(values), 1), bool), more[:, :-1]], axis=1)
+    return data[stored].tobytes()
+
+
+# --- decoding --------------------------------------------------------------------------------
+
+
+class Foreign(Exception):
+    """Only TensorStore can decode the database: it has forms that ours have not."""
+
+
+class Root(NamedTuple):
+    """The newest version of a database."""
+
+    place: Place  # of the root node
+    height: int
+    keys: int  # how many
+
+
+class Node(NamedTuple):
+    """A node that was decoded."""
+
+    height: int
+    keys: list[bytes]  # in full; above leaves, what all keys below each entry begin with
+    values: list[bytes | Place]  # values or their places; above leaves, the places of nodes
+
+
+def is_compressed(data: bytes) -> bool:
+    """Returns whether TensorStore has compressed a node or a manifest."""
+    return data[_HEAD.size - 1 : _HEAD.size] == b"\1"
+
+
+def folder_of(file: str) -> str:
+    """Returns the directory, with its slash, of the database that has written a file."""
+    return file[: file.rfind("d/")]
+
+
+def place_of(folder: str, name: str, offset: int, size: int) -> Place:
+    """Returns a place in a file of a database in `folder`; Foreign if we name no file so."""
+    match = _FILE.fullmatch(folder + name)
+    if match is None or match[1] != folder:
+        raise Foreign(f"a reference to {folder}{name}")
+    return Place(folder + name, offset, size)
+
+
+def decode_manifest(data: bytes, folder: str) -> Root:
+    """Decodes the newest version of a database in `folder`, unless it is compressed.
+
+    Raises:
+        ValueError: it is damaged.
+        Foreign: it has other forms than ours.
+    """
+    fields = _Fields(_body(data, _MANIFEST))
+    fields.text(16)  # uuid
+    if fields.numbers(1)[0]:
+        raise Foreign("its versions are in several files")
+    fields.numbers(2)  # limits
+    if (compression := fields.text(2)[1]) > 1:
+        raise Foreign("its nodes are neither plain nor compressed with zstd")
+    fields.text(4 * compression)  # level
+    files = fields.files(folder)
+    count = int(fields.numbers(1)[0])
+    if not count:
+        raise Foreign("it has no version")
+    fields.numbers(count)  # generations
+    height = fields.text(count)[-1]
+    root = fields.places(files, count)[-1]
+    return Root(root, height, int(fields.numbers(count)[-1]))
+
+
+def decode_node(data: bytes, folder: str, prefix: bytes) -> Node:
+    """Decodes a node, unless it is compressed.
+
+    Args:
+        folder: Of the database that wrote it, with a slash; its references begin there.
+        prefix: What all its keys begin with; it does not repeat that.
+
+    Raises:
+        ValueError: it is damaged.
+        Foreign: it refers to files that are not named as ours.
+    """
+    fields = _Fields(_body(data, _NODE))
+    height = fields.text(1)[0]
+    files = fields.files(folder)
+    texts, common = fields.strings(marked=height > 0)
+    if not texts or any(map(operator.ge, texts, texts[1:])):
+        raise ValueError("it has no keys, or not in order")
+    if height:
+        texts = [text[:size] for text, size in zip(texts, common, strict=True)]
+        values: list[bytes | Place] = [*fields.places(files, len(texts))]
+        fields.numbers(3 * len(texts))  # statistics
+    else:
+        values = fields.values(files, len(texts))
+    if fields.at < len(fields.body):
+        raise ValueError("it is longer than its fields")
+    return Node(height, [prefix + text for text in texts] if prefix else texts, values)
+
+
+def _body(data: bytes, magic: bytes) -> bytes:
+    if len(data) < _HEAD.size + 4 or data[: _HEAD.size] != _HEAD.pack(magic, len(data)):
+        raise ValueError("its header is wrong")
+    if (found := crc32c(data[:-4])) != (stored := int.from_bytes(data[-4:], "little")):
+        raise ValueError(f"checksum mismatch: stored {stored:#010x}, computed {found:#010x}")
+    return data[_HEAD.size : -4]
+
+
+class _Fields:
+    """Reads one field after the other; raises ValueError where they end early or are too large."""
+
+    def __init__(self, body: bytes) -> None:
+        self.body, self.at = body, 0
+        self._bytes = np.frombuffer(body, np.uint8)
+
+    def text(self, size: int) -> bytes:
+        start, self.at = self.at, self.at + size
+        if self.at > len(self.body):
+            raise ValueError("it ends early")
+        return self.body[start : self.at]
+
+    def numbers(self, count: int, most: int = _MOST) -> _Numbers:
+        part = self._bytes[self.at : self.at + _VARINT_BYTES * count]
+        ends = (part < 0x80).nonzero()[0][:count] + 1
+        if len(ends) < count:
+            raise ValueError("it ends early, or a number is too large")
+        size = int(ends[-1]) if count else 0
+        found = (part[:size] & 0x7F).astype(np.int64)
+        if size > count:
+            starts = np.concatenate([ends[:1] * 0, ends[:-1]])
+            place = np.arange(size) - np.repeat(starts, ends - starts)
+            if (place >= _VARINT_BYTES).any():
+                raise ValueError("a number is too large")
+            found = np.add.reduceat(found << 7 * place, starts)
+        if (found > most).any():
+            raise ValueError("a number is too large")
+        self.at += size
+        return found
+
+    def strings(self, *, marked: bool) -> tuple[list[bytes], list[int]]:
+        """Returns texts that share their beginnings, and the number that each has if marked."""
+        size = len(self.body)
+        if not (count := int(self.numbers(1)[0])):
+            return [], []
+        shared = np.concatenate([np.zeros(1, np.int64), self.numbers(count - 1, size)])
+        further = self.numbers(count, size)
+        marks = self.numbers(count) if marked else np.zeros(count, np.int64)
+        lengths = shared + further
+        if (shared[1:] > lengths[:-1]).any() or (marks > lengths).any():
+            raise ValueError("a text shares more than there is")
+        if lengths.sum() > max(_SOME_SHARED, _MOST_SHARED * size):
+            raise ValueError("its texts are too long")
+        text, last, start, found = self.text(int(further.sum())), b"", 0, []
+        for stop, common in zip(further.cumsum().tolist(), shared.tolist(), strict=True):
+            last = last[:common] + text[start:stop]
+            found.append(last)
+            start = stop
+        return found, marks.tolist()
+
+    def files(self, folder: str) -> list[str]:
+        """Returns the names of files of a database in `folder`."""
+        texts, sizes = self.strings(marked=True)
+        names = [
+            (folder + t[:n].decode(), t[n:].decode()) for t, n in zip(texts, sizes, strict=True)
+        ]
+        return [place_of(*name, 0, 0).file for name in names]
+
+    def places(
+        self, files: Sequence[str], count: int, sizes: _Numbers | None = None
+    ) -> list[Place]:
+        numbers, offsets = self.numbers(count, len(files) - 1), self.numbers(count)
+        sizes = self.numbers(count) if sizes is None else sizes
+        names: Iterable[str] = map(files.__getitem__, numbers.tolist())
+        return [*map(Place, names, offsets.tolist(), sizes.tolist())]
+
+    def values(self, files: Sequence[str], count: int) -> list[bytes | Place]:
+        """Returns the values of a leaf, or their places."""
+        sizes = self.numbers(count)
+        kinds = np.frombuffer(self.text(count), np.uint8)
+        if kinds.max() > 1:
+            raise ValueError("a value is neither in it nor in a file")
+        stored = kinds == 1
+        places = iter(self.places(files, int(stored.sum()), sizes[stored]))
+        both = zip(sizes.tolist(), stored.tolist(), strict=True)
+        return [next(places) if apart else self.text(size) for size, apart in both]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import unquote
 
 from jaxckpt.errors import StoreError, UnsupportedFormat
-from jaxckpt.storage._ahead import held, now
+from jaxckpt.storage._ahead import now
 from jaxckpt.storage._limit import LimitedStorage, ask
 from jaxckpt.storage._local import (
     LocalStorage,
@@ -43,7 +43,6 @@ __all__ = [
     "beside",
     "files_in",
     "free_bytes",
-    "held",
     "is_temporary_file",
     "listing",
     "locate",

@@ -70,11 +70,6 @@ def now(storage: Storage) -> Storage:
     return storage.inner if isinstance(storage, Ahead) else storage
 
 
-def held(storage: Storage, path: str) -> bytes | None:
-    """Returns a file that a view holds; None if it does not."""
-    return storage.data.get(path) if isinstance(storage, Ahead) else None
-
-
 @final
 class Ahead:
     """The view of `read_ahead`: a `Storage`."""

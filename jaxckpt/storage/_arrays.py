@@ -25,8 +25,8 @@ from jaxckpt.errors import (
     is_io_failure,
     os_code_in,
 )
-from jaxckpt.format import ocdbt
-from jaxckpt.format.names import OCDBT_MANIFEST
+from jaxckpt.format.names import OCDBT_DATA, OCDBT_MANIFEST
+from jaxckpt.format.ocdbt import Foreign, Node, Place, Root, place_of
 from jaxckpt.storage._local import usable_cores
 from jaxckpt.storage._settings import limit_s
 
@@ -183,33 +183,6 @@ class Pending(Protocol):
         ...
 
 
-class Database:
-    """An OCDBT database that is being written: data in a directory, the manifest in memory.
-
-    TensorStore gives each data file a new, random name. The manifest is the one file that it would
-    change, so its owner stores it, as it stores other files: once, and when all else is there.
-
-    Args:
-        spec: The kvstore spec of the directory.
-        upload: If given, stores what was written there, since the directory is in memory.
-    """
-
-    def __init__(
-        self, spec: Mapping[str, Any], *, upload: Callable[[], None] | None = None
-    ) -> None:
-        self.base = spec
-        self.upload = upload
-        self._manifest = {"driver": "memory", "path": f"manifest-{uuid.uuid4().hex}/"}
-        self.spec = {**_database(spec), "manifest": self._manifest}
-
-    def take_manifest(self) -> bytes:
-        """Returns the file of the manifest and forgets it; empty if nothing was written."""
-        keys = Keys(self._manifest)
-        data = keys.read(OCDBT_MANIFEST)
-        keys.delete_key(OCDBT_MANIFEST)
-        return data or b""
-
-
 def encode_array(metadata: Mapping[str, Any], key: str, values: np.ndarray[Any, Any]) -> bytes:
     """Returns the bytes that TensorStore stores for an array of one chunk.
 
@@ -233,47 +206,6 @@ def encode_array(metadata: Mapping[str, Any], key: str, values: np.ndarray[Any, 
         return keys.read(key) or b""
     finally:
         keys.delete("")
-
-
-def _database(spec: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "driver": "ocdbt",
-        "base": dict(spec),
-        "config": {
-            "max_inline_value_bytes": ocdbt.MAX_INLINE_BYTES,
-            "max_decoded_node_bytes": ocdbt.MAX_NODE_BYTES,
-            "manifest_kind": "single",
-        },
-        "assume_config": True,
-        "target_data_file_size": ocdbt.DATA_FILE_BYTES,
-    }
-
-
-def merge_databases(parent: Database, children: Sequence[str]) -> bytes:
-    """Merges the OCDBT databases of several processes into one, in one atomic transaction.
-
-    Values stay in place; the parent refers to them.
-
-    Args:
-        children: Their directories, in that of the parent.
-
-    Returns:
-        The parent's manifest, still to be stored.
-    """
-    transaction = ts.Transaction(atomic=True)
-    store = ts.KvStore.open(parent.spec, context=context()).result()
-    target = store.with_transaction(transaction)
-    copies = []
-    for child in children:
-        spec = {**parent.base, "path": f"{parent.base['path']}{child}/"}
-        source = ts.KvStore.open(_database(spec), context=context()).result()
-        copies.append(source.experimental_copy_range_to(target))
-    for copy in copies:
-        _wait(copy, str(parent.base["path"]))
-    _wait(transaction.commit_async(), str(parent.base["path"]))
-    if parent.upload:
-        parent.upload()
-    return parent.take_manifest()
 
 
 class Reader:
@@ -327,135 +259,54 @@ class Reader:
         return _Waited(array, self._place)
 
 
-class Extent(NamedTuple):
-    """The place of a database value: a file relative to the database, offset and size in bytes."""
-
-    file: str
-    offset: int
-    size: int
+# --- compressed nodes of databases -----------------------------------------------------------
 
 
-# TensorStore's text form of a reference: kind, directory of the database that wrote it, file,
-# offset, size. The pattern admits only our directory names and TensorStore's file names.
-_REFERENCE: Final = re.compile(
-    r"(value|btreenode):((?:ocdbt\.process_(?:\d{1,9}(?:\.[0-9a-f]{16})?|held)/)?)"
-    r":(d/n?[0-9a-f]{32}):(\d{1,18}):(\d{1,18})"
-)
-
-
-Fetch = Callable[[Sequence[Extent]], list[bytes]]  # reads parts of a database's files
-
-
-def extents(
-    spec: Mapping[str, Any],
-    *,
-    max_keys: int,
-    manifest: bytes | None = None,
-    fetch: Fetch | None = None,
-) -> dict[str, Extent | bytes] | None:
-    """Returns the place of each value of an OCDBT database by key, or a small value itself.
-
-    Args:
-        max_keys: The limit on keys.
-        manifest: The file of the manifest, if it was read before.
-        fetch: Reads the nodes; if None, TensorStore does.
-
-    Returns:
-        None if there are more keys, or if only TensorStore can find the values.
-
-    Raises:
-        ValueError, OSError: the tree is damaged.
-    """
-    dump = _Dump(spec, manifest, fetch)
-    described = dump.manifest()
+def dump_manifest(data: bytes, folder: str) -> Root:
+    """Decodes a manifest, like `ocdbt.decode_manifest`, that TensorStore compressed."""
+    described = _dump(OCDBT_MANIFEST, data)
     if not described.get("versions"):
-        return None
+        raise Foreign("it has no version")
     version = described["versions"][-1]
     root = version["root"]
-    if root["statistics"]["num_keys"] > max_keys or root["location"] is None:
-        return None
-    found: dict[str, Extent | bytes] = {}
-    nodes: list[tuple[str, bytes, int]] = [(root["location"], b"", version["root_height"])]
-    entries = 0
-    while nodes:
-        if any(_REFERENCE.fullmatch(location) is None for location, _, _ in nodes):
-            return None
-        if fetch is not None:
-            dump.prepare(fetch, [location for location, _, _ in nodes])
-        location, prefix, height = nodes.pop()
-        try:
-            node = dump.node(location)
-        except ValueError as error:  # does not name the file
-            raise ValueError(f"{spec['path']}{_place(location).file}: {error}") from error
-        entries += len(node["entries"])
-        if node["height"] != height or entries > 2 * max_keys:
-            raise ValueError(f"{location} is not a node of this tree")
-        for entry in node["entries"]:
-            if height:
-                below = prefix + entry["subtree_common_prefix"]
-                nodes.append((entry["location"], below, height - 1))
-                continue
-            key = (prefix + entry["key"]).decode()
-            if (data := entry.get("inline_value")) is not None:
-                found[key] = data
-                continue
-            if _REFERENCE.fullmatch(entry["indirect_value"]) is None:
-                return None
-            found[key] = _place(entry["indirect_value"])
-    return found
+    place = _place(folder, root["location"])
+    return Root(place, version["root_height"], root["statistics"]["num_keys"])
 
 
-class _Dump:
-    """Decodes the manifest and the nodes of a database, which may have been read before."""
-
-    def __init__(
-        self, spec: Mapping[str, Any], manifest: bytes | None, fetch: Fetch | None
-    ) -> None:
-        self._spec, self._manifest, self._fetch = spec, manifest, fetch
-        self._nodes: dict[str, bytes] = {}
-
-    def manifest(self) -> Any:
-        if self._manifest is None:
-            return _dump(self._spec)
-        return _dump_bytes(OCDBT_MANIFEST, self._manifest)
-
-    def prepare(self, fetch: Fetch, locations: Sequence[str]) -> None:
-        """Reads nodes, all at once."""
-        if new := [n for n in locations if n not in self._nodes]:
-            found = fetch([_place(location) for location in new])
-            self._nodes.update(zip(new, found, strict=True))
-
-    def node(self, location: str) -> Any:
-        if self._fetch is None:
-            return _dump(self._spec, location)
-        kind, folder, file, _, _ = _groups(location)
-        data = self._nodes.pop(location)
-        return _dump_bytes(folder + file, data, f"{kind}:{folder}:{file}:0:{len(data)}")
+def dump_node(data: bytes, folder: str, prefix: bytes) -> Node:
+    """Decodes a node, like `ocdbt.decode_node`, that TensorStore compressed."""
+    file = f"{OCDBT_DATA}/{'0' * 32}"
+    node = _dump(folder + file, data, f"btreenode:{folder}:{file}:0:{len(data)}")
+    height, entries = node["height"], node["entries"]
+    if height:
+        keys = [prefix + entry["subtree_common_prefix"] for entry in entries]
+        return Node(height, keys, [_place("", entry["location"]) for entry in entries])
+    keys = [prefix + entry["key"] for entry in entries]
+    inline = [entry.get("inline_value") for entry in entries]
+    values = [
+        _place("", entry["indirect_value"]) if value is None else value
+        for entry, value in zip(entries, inline, strict=True)
+    ]
+    entries.clear()  # TensorStore 0.1.86 never frees the values of a dict that it returns
+    return Node(height, keys, values)
 
 
-def _groups(location: str) -> tuple[str, str, str, str, str]:
-    reference = _REFERENCE.fullmatch(location)
-    assert reference is not None  # the caller has checked it
-    kind, folder, file, offset, size = reference.groups()
-    return kind, folder, file, offset, size
+def _place(within: str, location: str | None) -> Place:
+    """Returns the place that TensorStore's text means: kind, directory, file, offset, size."""
+    parts = (location or "").split(":")
+    if len(parts) != 5:
+        raise Foreign(f"a reference to {location}")
+    _, folder, file, offset, size = parts
+    return place_of(within + folder, file, int(offset), int(size))
 
 
-def _place(location: str) -> Extent:
-    _, folder, file, offset, size = _groups(location)
-    return Extent(folder + file, int(offset), int(size))
-
-
-def _dump(spec: Mapping[str, Any], *location: str) -> Any:
-    base = ts.KvStore.open(dict(spec), context=context()).result()
-    return _wait(ts.ocdbt.dump(base, *location, context=context()), str(spec["path"]))
-
-
-def _dump_bytes(name: str, data: bytes, *location: str) -> Any:
+def _dump(name: str, data: bytes, *location: str) -> Any:
     spec = {"driver": "memory", "path": f"nodes-{uuid.uuid4().hex}/"}
     keys = Keys(spec)
     keys.write(name, data)
     try:
-        return _dump(spec, *location)
+        base = ts.KvStore.open(spec, context=context()).result()
+        return _wait(ts.ocdbt.dump(base, *location, context=context()), name)
     finally:
         keys.delete("")
 

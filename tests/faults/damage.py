@@ -370,17 +370,19 @@ def orbax_flips(root, work, seed, count):
     """
     import orbax.checkpoint as ocp
 
-    from jaxckpt.storage import _arrays, locate
+    from jaxckpt.format.ocdbt import Place
+    from jaxckpt.storage import locate
+    from jaxckpt.storage._values import find_values
 
     state = Path(shutil.copytree(root, work), str(STEP), "state")
     storage, where = locate(state)
-    found = _arrays.extents(storage.kvstore(where), max_keys=1000).values()
-    extents = [extent for extent in found if isinstance(extent, _arrays.Extent)]
+    found = find_values(storage, where).values()
+    places = [place for place in found if isinstance(place, Place)]
     restore, dice = ocp.PyTreeCheckpointer().restore, random.Random(seed)
     good = bits(restore(state))
     for _ in range(count):
-        [extent] = dice.choices(extents, [extent.size for extent in extents])
-        offset, bit = extent.offset + dice.randrange(extent.size), dice.randrange(8)
+        [place] = dice.choices(places, [place.size for place in places])
+        offset, bit = place.offset + dice.randrange(place.size), dice.randrange(8)
 
         def check():
             try:
@@ -391,9 +393,9 @@ def orbax_flips(root, work, seed, count):
                 told = "another value, in silence"
             assert "Digest mismatch" in told, told
 
-        flip(state / extent.file, offset, bit)
-        attempt(f"Orbax, bit {bit} of byte {offset} of {extent.file}", check)
-        flip(state / extent.file, offset, bit)
+        flip(state / place.file, offset, bit)
+        attempt(f"Orbax, bit {bit} of byte {offset} of {place.file}", check)
+        flip(state / place.file, offset, bit)
     assert bits(restore(state)) == good
 
 
@@ -413,14 +415,16 @@ def _unread(root):
     """Returns the bytes that no reader reads: markers, and in the data of one of several processes
     everything but values, since the merged database does not use the nodes."""
     from jaxckpt.format import names
-    from jaxckpt.storage import _arrays, locate
+    from jaxckpt.format.ocdbt import Place
+    from jaxckpt.storage import locate
+    from jaxckpt.storage._values import find_values
 
     record = Path(root, str(STEP), names.RECORD)
     last = record.stat().st_size - 1  # the end of its last line
     state = Path(root, str(STEP), "state")
     storage, where = locate(state)
-    found = (_arrays.extents(storage.kvstore(where), max_keys=10_000) or {}).values()
-    values = [extent for extent in found if isinstance(extent, _arrays.Extent)]
+    found = (find_values(storage, where) or {}).values()
+    values = [place for place in found if isinstance(place, Place)]
 
     def is_value(name, offset):
         return any(

@@ -19,7 +19,17 @@ import atheris
 
 with atheris.instrument_imports(include=["jaxckpt.format"]):
     import jaxckpt
-    from jaxckpt.format import arrays, jsontext, msgpack, run, sharding, step, tree, typed_json
+    from jaxckpt.format import (
+        arrays,
+        jsontext,
+        msgpack,
+        ocdbt,
+        run,
+        sharding,
+        step,
+        tree,
+        typed_json,
+    )
 
 import numpy as np
 
@@ -40,6 +50,8 @@ PARSERS: list[tuple[str, Callable[[bytes], Any]]] = [
     ("_CHECKPOINT_DELETION", lambda data: step.decode_deletion(data, file=FILE)),
     ("key", lambda data: step.decode_key_facts(data, file=FILE)),
     ("value", lambda data: typed_json.decode(jsontext.loads(data, file=FILE), file=FILE)),
+    ("manifest.ocdbt", lambda data: of_database(ocdbt._MANIFEST, data)),
+    ("nodes", lambda data: of_database(ocdbt._NODE, data)),
 ]
 
 
@@ -47,6 +59,16 @@ def signed(data: bytes) -> bytes:
     """With the digest that the record would have: else nothing behind it would be reached."""
     body = data.partition(b"\n")[0]
     return body + b"\n" + step.digest(body).encode() + b"\n"
+
+
+def of_database(magic: bytes, data: bytes) -> None:
+    """With the header and the checksum of a file whose body it is."""
+    with contextlib.suppress(ValueError, ocdbt.Foreign):
+        framed = ocdbt._framed(magic, data[ocdbt._HEAD.size : -4])
+        if magic == ocdbt._MANIFEST:
+            ocdbt.decode_manifest(framed, "")
+        else:
+            ocdbt.decode_node(framed, "", b"")
 
 
 def described(data: bytes, version: int) -> None:
@@ -71,6 +93,9 @@ def seed(corpus: Path) -> None:
         files = [file for file in Path(folder).rglob("*") if file.is_file()]
         for n, (name, _) in enumerate(PARSERS):
             found = [file.read_bytes() for file in files if file.name.startswith(name)]
+            if name == "nodes":
+                values = {"a": b"1", "b": ocdbt.Place(f"d/{'0' * 32}", 5, 9)}
+                found = [ocdbt.encode_database(values, "d/")[0]]
             for i, data in enumerate([*found, b"{}"]):
                 (corpus / f"seed-{n}-{i}").write_bytes(bytes([n]) + data)
 

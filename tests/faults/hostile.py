@@ -19,6 +19,7 @@ from awscrt.checksums import crc32c
 
 from tests.faults.damage import STEP, Reader, attempt, bits
 from tests.faults.metadata import fit_record, limit_memory
+from tests.test_values import HARMFUL, fit, plant
 
 _MOST_GROWTH = 256 << 20
 _LARGE = (512 << 20) - 1  # as much as a file of JSON may have
@@ -155,6 +156,18 @@ def _change_record(file, change):
     change(record["files"])
     body = json.dumps(record).encode()
     file.write_bytes(body + b"\n" + step.digest(body).encode() + b"\n")
+
+
+def harmful_tree(case):
+    """The database of a share whose tree of nodes is not one."""
+
+    def change(here, outside):
+        path = here / str(STEP)
+        plant(path / "state", case, 4)
+        fit(path, share=[0, 2])
+
+    change.__name__ = f"a tree with {case.__name__.replace('_', ' ')}"
+    return change
 
 
 def sparse_record(here, outside):
@@ -337,6 +350,7 @@ SIZES = [
     *(sparse(name, fits) for name in ("state/_METADATA", "metrics/metrics") for fits in (0, 1)),
     sparse_record,
     sparse_of_others,
+    *(harmful_tree(case) for case in HARMFUL),
 ]
 NAMES = [
     *(item_name(name) for name in ("../../outside/good", "{outside}/good", "a\0b", "")),

@@ -1,0 +1,137 @@
+"""Finds the values of databases of chunks by their trees, with our own requests.
+
+A tree is read level by level, in as many round trips as it has levels. TensorStore only decodes
+nodes that it compressed: those of several processes' checkpoints by older releases.
+
+A damaged or malicious tree cannot take long, or much memory: its nodes lie apart from one another,
+so that none is read twice; it has as many keys as its manifest states; and `format.ocdbt` limits
+what a node can be decoded to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from jaxckpt.format import ocdbt
+from jaxckpt.format.names import OCDBT_MANIFEST
+from jaxckpt.format.ocdbt import Foreign, Place, Root
+from jaxckpt.storage._protocol import Storage
+
+_MOST_NODE_BYTES: Final = 64 << 20  # of one, and of those in memory at a time
+
+Values = dict[str, bytes | Place]  # by key
+
+
+class _Reference(NamedTuple):
+    """A node that is still to be read."""
+
+    place: Place
+    prefix: bytes  # of all keys below
+    height: int
+
+
+def find_values(
+    storage: Storage, path: str, *, folders: Sequence[str] = ("",), max_keys: int | None = None
+) -> Values | None:
+    """Returns the values of a database, or their places.
+
+    Args:
+        path: Of the directory to which places are relative.
+        folders: The directories of databases in it, each with a slash, to find the values of all.
+
+    Returns:
+        None if there are more keys than `max_keys`, or if only TensorStore can find the values.
+
+    Raises:
+        ValueError, OSError: the tree is damaged.
+    """
+    try:
+        roots = storage.together([partial(_read_root, storage, path, name) for name in folders])
+        most = sum(root.keys for root in roots)
+        if max_keys is not None and most > max_keys:
+            return None
+        found: Values = {}
+        read: list[Place] = []
+        level = [_Reference(root.place, b"", root.height) for root in roots]
+        while level:
+            read = sorted([*read, *(node.place for node in level)])
+            _check_apart(path, read)
+            batches = _batches(path, level)
+            level = [n for some in batches for n in _take(storage, path, some, found, most)]
+    except Foreign:
+        return None
+    if len(found) != most:
+        raise ValueError(f"{path}/{OCDBT_MANIFEST}: {len(found)} keys were found, not {most}")
+    return found
+
+
+def read_place(storage: Storage, path: str, place: Place) -> bytes:
+    """Returns the bytes at a place in a file of the database at a path."""
+    data = np.empty(place.size, np.uint8)
+    try:
+        storage.read_into(f"{path}/{place.file}", place.offset, [data])
+    except EOFError as error:
+        raise ValueError(str(error)) from error
+    return data.tobytes()
+
+
+def _read_root(storage: Storage, path: str, folder: str) -> Root:
+    file = f"{path}/{folder}{OCDBT_MANIFEST}"
+    data = storage.read(file, max_bytes=_MOST_NODE_BYTES)
+    try:
+        if ocdbt.is_compressed(data):
+            from jaxckpt.storage._arrays import dump_manifest
+
+            return dump_manifest(data, folder)
+        return ocdbt.decode_manifest(data, folder)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _check_apart(path: str, read: Sequence[Place]) -> None:
+    """Raises ValueError if sorted places of nodes overlap."""
+    for before, after in pairwise(read):
+        if before.file == after.file and before.offset + before.size > after.offset:
+            raise ValueError(f"{path}/{before.file}: nodes of its tree overlap")
+
+
+def _batches(path: str, level: Sequence[_Reference]) -> Iterator[list[_Reference]]:
+    some: list[_Reference] = []
+    total = 0
+    for node in level:
+        file, _, size = node.place
+        if size > _MOST_NODE_BYTES:
+            raise ValueError(f"{path}/{file}: a node of {size} bytes is too large")
+        if total + size > _MOST_NODE_BYTES:
+            yield some
+            some, total = [], 0
+        some.append(node)
+        total += size
+    yield some
+
+
+def _take(
+    storage: Storage, path: str, some: Sequence[_Reference], found: Values, most: int
+) -> Iterator[_Reference]:
+    """Adds the values in nodes, of which there are so many; yields the nodes below."""
+    calls = [partial(read_place, storage, path, node.place) for node in some]
+    for (place, prefix, height), data in zip(some, storage.together(calls), strict=True):
+        where = f"{path}/{place.file}: the node at {place.offset}"
+        decode = ocdbt.decode_node
+        if ocdbt.is_compressed(data):
+            from jaxckpt.storage._arrays import dump_node as decode
+        try:
+            decoded = decode(data, ocdbt.folder_of(place.file), prefix)
+            names = [] if height else [key.decode() for key in decoded.keys]
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        if decoded.height != height or len(found) + len(decoded.keys) > most:
+            raise ValueError(f"{where} does not belong to this tree")
+        found.update(zip(names, decoded.values, strict=False))
+        both = zip(decoded.keys, decoded.values, strict=True) if height else ()
+        yield from (_Reference(at, key, height - 1) for key, at in both if isinstance(at, Place))
