@@ -6,15 +6,14 @@ file has the tree, or its small values; still older items have only the names of
 
 from __future__ import annotations
 
-import contextlib
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
-from jaxckpt._disk.found import Found, array_names, key_folder, pointer_problem, zarr_version
+from jaxckpt._disk.found import Found, array_names, key_folder, zarr_version
 from jaxckpt._disk.native import (
     Item,
     check_data_files,
@@ -178,26 +177,13 @@ def _complete(item: Item) -> Item:
     return replace(item, tree=replace(saved, leaves=tuple(leaves)))
 
 
-@contextlib.contextmanager
-def _errors_about(found: Found, path: str) -> Iterator[None]:
-    from jaxckpt.storage._arrays import data_errors
-
-    try:
-        with data_errors(path, None):
-            yield
-    except CorruptCheckpoint as error:
-        file = error.file or path
-        if problem := pointer_problem(found.storage, file):
-            raise CorruptCheckpoint(f"{file} {problem}", file=file) from error
-        raise
-
-
 def _read_keys(
     found: Found, path: str, keys: Sequence[str], database: bool
 ) -> Sequence[bytes | None]:
+    from jaxckpt.storage._arrays import data_errors
     from jaxckpt.storage._staged import open_reader
 
-    with _errors_about(found, path):
+    with data_errors(path, None):
         reader = open_reader(found.storage, path, database=database)
         return reader.values([(key, None) for key in keys])
 
@@ -358,9 +344,10 @@ def _find_tree(found: Found, path: str, database: bool) -> Tree:
 def _array_names(found: Found, path: str, database: bool) -> list[str]:
     if not database:
         return array_names(found, path)
+    from jaxckpt.storage._arrays import data_errors
     from jaxckpt.storage._staged import open_reader
 
-    with _errors_about(found, path):
+    with data_errors(path, None):
         keys = open_reader(found.storage, path, database=True).keys()
     ends = (f"/{names.ZARR2}", f"/{names.ZARR3}")
     return [key.rpartition("/")[0] for key in keys if key.endswith(ends)]

@@ -350,7 +350,8 @@ def begin(
     if fence is not None and around is not None:
         _remove_empty(storage, path, around)
     foreign = check_target(storage, path, around, overwrite=overwrite)
-    _refuse_inside(storage, path)
+    if (storage.scheme, parent := posixpath.dirname(path)) not in _outside:
+        refuse_inside(storage, parent)
     if overwrite == "delete_first" and not storage.atomic_rename:
         _delete_first(storage, path, foreign, fence)
     if around is None:
@@ -437,16 +438,18 @@ def work_for(storage: Storage, path: str, token: str) -> Work:
     return Work(beside(path, names.temporary(posixpath.basename(path), token)), "")
 
 
-def checkpoint_around(storage: Storage, path: str) -> str | None:
-    """Returns the checkpoint that a path lies in, at any depth, if there is one."""
-    above, parent = [], posixpath.dirname(real(storage, path))
+def refuse_inside(storage: Storage, folder: str) -> None:
+    """Raises StepExists if a directory is in a checkpoint, at any depth: it would go with it."""
+    above, parent = [], posixpath.dirname(real(storage, folder))
     while parent != posixpath.dirname(parent):
         above.append(parent)
         parent = posixpath.dirname(parent)
     places = [(parent, mark) for parent in above for mark in _ABOUT]
     asked = [partial(_is_there, storage, posixpath.join(*place)) for place in places]
-    there = storage.together(asked) if asked else []
-    return next((place[0] for place, found in zip(places, there, strict=True) if found), None)
+    for (parent, _), found in zip(places, storage.together(asked), strict=True):
+        if found:
+            raise _lies_in(folder, parent)
+    _outside.add((storage.scheme, folder))
 
 
 def _is_there(storage: Storage, file: str) -> bool:
@@ -457,20 +460,10 @@ def _is_there(storage: Storage, file: str) -> bool:
     return True
 
 
-def _refuse_inside(storage: Storage, path: str) -> None:
-    """Raises StepExists if a path lies inside a checkpoint; asks once about each directory."""
-    parent = posixpath.dirname(path)
-    if (storage.scheme, parent) in _outside:
-        return
-    if around := checkpoint_around(storage, parent):
-        raise _would_lie_in(path, around)
-    _outside.add((storage.scheme, parent))
-
-
-def _would_lie_in(path: str, checkpoint: str) -> StepExists:
+def _lies_in(path: str, checkpoint: str) -> StepExists:
     return StepExists(
-        f"{path} would lie inside the checkpoint {checkpoint}, and be deleted with it. Save beside "
-        "it."
+        f"{path} lies inside the checkpoint {checkpoint}, and would be deleted with it. Save "
+        "elsewhere; what is there already can be moved."
     )
 
 
@@ -489,7 +482,7 @@ def check_target(
     if around is None:
         return []
     if not _MARKS.isdisjoint(around):
-        raise _would_lie_in(path, parent)
+        raise _lies_in(path, parent)
     if name not in around:
         return []
     if not storage.atomic_rename and files_left(storage, path) is not None:

@@ -112,7 +112,9 @@ class Deletion:
             if names.PINNED in inside:
                 return False
             if (other := _removal.nested(storage, path, inside)) is not None:
-                self.index.report(_not_alone(path, other))
+                self.index.report(
+                    f"{path} is not deleted: it contains {other}. Move that elsewhere."
+                )
                 return False
             if not asked_for and names.RECORD not in inside:
                 self.index.report(f"{path} was not written by jaxckpt, so no policy deletes it")
@@ -249,13 +251,6 @@ class Deletion:
     def is_pinned(self, number: int) -> bool:
         path = self.index.path(number)
         return self.index.storage.kind(f"{path}/{names.PINNED}") is not None
-
-
-def _not_alone(path: str, other: str) -> str:
-    return (
-        f"{path} is not deleted: it contains {other}, which is no part of it. Move that elsewhere; "
-        "only small files may be kept in a step, and go with it."
-    )
 
 
 def _move(storage: Storage, path: str, folder: str) -> None:

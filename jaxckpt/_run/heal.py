@@ -6,9 +6,8 @@
     verify     the mended copy; further bad files, which others hid, are replaced too
 
 A crash in the middle leaves each file either damaged or good. The record says which files belong
-to the step. If it is lost or damaged itself, it is taken from the good copy first, if both have the
-checksums of the same values and the time of the same save. Steps whose unchanged arrays share a bad
-file get a link to the mended one.
+to the step. If it is lost or damaged itself, it is taken from the good copy first, if both are of
+one save. Steps whose unchanged arrays share a bad file get a link to the mended one.
 
 The share of a process has other files than the step in the directory, but the same chunks: those of
 a damaged file are taken from there one by one, and the share is verified by its own record.
@@ -31,7 +30,7 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt._run.upload import pieces, same_bytes
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, SaveFailed, is_io_failure
 from jaxckpt.format import jsontext, names
-from jaxckpt.format.step import decode, digest, encode_record
+from jaxckpt.format.step import decode, encode_record
 from jaxckpt.storage import Storage
 from jaxckpt.storage._values import find_values
 from jaxckpt.types import VerifyReport
@@ -92,22 +91,13 @@ def _find(storage: Storage, path: str) -> Found | None:
 
 
 def _is_alike(storage: Storage, path: str, theirs: Found) -> bool:
-    """Returns whether a copy without a record has the values and the time of a good one."""
+    """Returns whether a copy without a record is of the same save, by when that began."""
     file = f"{path}/{names.CHECKPOINT_METADATA}"
-    sums = {n: facts for n, facts in theirs.recorded(theirs.path).items() if _has_sums(n)}
     try:
         about = decode(storage.read(file, max_bytes=jsontext.MAX_BYTES), file=file)
-        found = {n: storage.read(f"{path}/{n}", max_bytes=facts.size) for n, facts in sums.items()}
-    except (CheckpointError, FileNotFoundError) as error:
-        if is_io_failure(error):
-            raise
+    except (CorruptCheckpoint, FileNotFoundError):
         return False
-    is_same_time = about.init_ns is not None and about.init_ns == theirs.metadata.init_ns
-    return is_same_time and all(digest(data) == sums[n].sha256 for n, data in found.items())
-
-
-def _has_sums(name: str) -> bool:
-    return posixpath.basename(name) == names.CHUNK_SUMS
+    return about.init_ns is not None and about.init_ns == theirs.metadata.init_ns
 
 
 def _link_to_others(run: StepIndex, number: int, name: str) -> None:

@@ -31,7 +31,6 @@ from jaxckpt._disk.find import (
     read_record,
 )
 from jaxckpt._disk.found import Found, check_sizes
-from jaxckpt._disk.transaction import checkpoint_around
 from jaxckpt._save.handle import is_under_way
 from jaxckpt.errors import (
     CheckpointError,
@@ -530,15 +529,6 @@ def check_root(storage: Storage, root: str) -> dict[str, Entry] | None:
         hint = f" Did you mean {parent}?" if any(map(str.isdecimal, name)) else ""
         raise ValueError(f"{root} is a checkpoint, not a run. {_RUN_IS}{hint}")
     return inside
-
-
-def refuse_inside(storage: Storage, root: str) -> None:
-    """Raises ValueError if the root of a run to be written lies in a checkpoint, at any depth."""
-    if around := checkpoint_around(storage, root):
-        raise ValueError(
-            f"{root} lies inside the checkpoint {around}, and would be deleted with it. Keep the "
-            "run elsewhere; if it is there already, move it."
-        )
 
 
 def existing_root(root: str | os.PathLike[str]) -> tuple[Storage, str]:

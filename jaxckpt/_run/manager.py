@@ -155,6 +155,7 @@ class CheckpointManager:
 
         Raises:
             NotADirectoryError, PermissionError: `directory` or `local` cannot hold a run.
+            StepExists: `directory` or `local` lies inside a checkpoint.
             ProcessesDisagree: the directories or policies of the processes differ.
         """
         check_arguments(locals())
@@ -736,7 +737,8 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFound: no such step or item.
-            ValueError: the step is pinned, a reader holds it, or the item is the main one.
+            ValueError: the step is pinned, a reader holds it, another run or checkpoint is inside,
+                or the item is the main one.
         """
         self._begin_call(writes=True)
         step = as_step("delete", step)

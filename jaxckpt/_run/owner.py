@@ -20,8 +20,9 @@ from dataclasses import asdict
 from typing import Any, Final, Protocol, final
 
 from jaxckpt._disk import removal as _removal
+from jaxckpt._disk.transaction import refuse_inside
 from jaxckpt._run.deletion import Deletion, check_folder
-from jaxckpt._run.index import Listing, StepIndex, check_root, refuse_inside, write_run_metadata
+from jaxckpt._run.index import Listing, StepIndex, check_root, write_run_metadata
 from jaxckpt._run.leases import Leases
 from jaxckpt._save.handle import is_under_way
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed
