@@ -342,8 +342,9 @@ class Unfinished:
 def test_tensorstore_has_a_limit_too(set_limit, tmp_path):
     """It is for the time in which no file at all is read or written."""
     set_limit(0.1)
+    spec = {"driver": "file", "path": f"{tmp_path}/run"}
     keys = jaxckpt.storage._arrays.Keys({"driver": "file", "path": f"{tmp_path}/"})
 
     with pytest.raises(StoreError, match=r"/run: nothing was read or written for 0\.4 s"):
-        _wait(Unfinished(), "/run")
-    assert _wait(Unfinished(lambda: keys.write("a", b"x")), "/run") == "done"
+        _wait(Unfinished(), spec)
+    assert _wait(Unfinished(lambda: keys.write("a", b"x")), spec) == "done"

@@ -28,7 +28,7 @@ from jaxckpt.errors import (
 from jaxckpt.format.names import OCDBT_DATA, OCDBT_MANIFEST
 from jaxckpt.format.ocdbt import Foreign, Node, Place, Root, place_of
 from jaxckpt.storage._local import usable_cores
-from jaxckpt.storage._settings import limit_s
+from jaxckpt.storage._settings import limit_s, settings_of
 
 # TensorStore has no deadline for a request to a store unless libcurl is told of one, before the
 # first request: a connection that moves no byte for this long is given up, and tried again.
@@ -76,13 +76,14 @@ def context() -> ts.Context:
 # complete none of them for a while.
 _QUIET: Final = 4
 _SOON_S: Final = 1.0
+_SCHEMES: Final = {"s3": "s3", "gcs": "gs", "gcs_grpc": "gs"}  # by driver
 
 
-def _wait(pending: Any, place: str | ts.TensorStore) -> Any:
-    """Returns a result of TensorStore; StoreError if it completes no request to any store for long.
+def _wait(pending: Any, place: Mapping[str, Any] | ts.TensorStore) -> Any:
+    """Returns a result of TensorStore; StoreError if it completes no request for long.
 
     Args:
-        place: Of the data, for the error; or the array.
+        place: The spec of the data; or the array.
     """
     before, patience_s = None, _SOON_S
     while True:
@@ -90,23 +91,42 @@ def _wait(pending: Any, place: str | ts.TensorStore) -> Any:
             return pending.result(timeout=patience_s)
         if pending.done():  # in time, with an error of this class
             return pending.result()
-        now = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/")
+        base = place.spec().to_json()["kvstore"] if isinstance(place, ts.TensorStore) else place
+        while "base" in base:
+            base = base["base"]
+        now = _completed(base["driver"])
         if now == before:
-            text = place if isinstance(place, str) else place.spec().to_json()["kvstore"]
             raise StoreError(
-                f"{text}: nothing was read or written for {patience_s:g} s on "
+                f"{_url(base)}: nothing was read or written for {patience_s:g} s on "
                 f"{os.uname().nodename}: the store or file system does not answer. Repair it and "
-                "try again.",
+                "try again; if it is only slow, set a longer timeout_s with use_store.",
                 code=errno.ETIMEDOUT,
             )
-        before, patience_s = now, _QUIET * limit_s()
+        before, patience_s = now, _patience_s(base)
+
+
+def _completed(driver: str) -> list[Any]:
+    """Returns what tells whether a driver has completed a request since it was asked last."""
+    found = ts.experimental_collect_matching_metrics(f"/tensorstore/kvstore/{driver}/")
+    return [one for one in found if not one["name"].endswith("/retries")]
+
+
+def _patience_s(base: Mapping[str, Any]) -> float:
+    """Returns how long a place may complete no request, whatever tries are left."""
+    scheme = _SCHEMES.get(base["driver"])
+    return _QUIET * limit_s() if scheme is None else settings_of(scheme, base["bucket"]).timeout_s
+
+
+def _url(base: Mapping[str, Any]) -> str:
+    scheme = _SCHEMES.get(base["driver"])
+    return base["path"] if scheme is None else f"{scheme}://{base['bucket']}/{base['path']}"
 
 
 class _Waited(NamedTuple):
     """A result of TensorStore that is waited for with a limit."""
 
     pending: Any
-    place: str | ts.TensorStore
+    place: Mapping[str, Any] | ts.TensorStore
 
     def result(self) -> Any:
         return _wait(self.pending, self.place)
@@ -133,15 +153,15 @@ class Keys:
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self._store = ts.KvStore.open(dict(spec), context=context()).result()
-        self._place = str(spec.get("path", ""))
+        self._spec = spec
 
     def read(self, key: str) -> bytes | None:
         """Returns the value, or None if the key does not exist."""
-        got = self._store.read(key).result()
+        got = _wait(self._store.read(key), self._spec)
         return got.value if got.state == "value" else None
 
     def write(self, key: str, data: bytes) -> None:
-        _wait(self._store.write(key, data), self._place)
+        _wait(self._store.write(key, data), self._spec)
 
     def create(self, key: str, data: bytes) -> bool:
         """Creates a value unless the key exists; returns whether it did.
@@ -223,17 +243,16 @@ class Reader:
         self._base = "" if database else self._spec.get("path", "")
         limit = {"total_bytes_limit": _NODE_CACHE_BYTES}
         self._context = ts.Context({_NODES: limit} if database else {}, context())
-        self._place = str(spec["path"])
-        self._store = _wait(ts.KvStore.open(self._spec, context=self._context), self._place)
+        self._store = _wait(ts.KvStore.open(self._spec, context=self._context), self._spec)
 
     def values(self, wanted: Sequence[tuple[str, slice | None]]) -> list[bytes | None]:
         """Returns values by key, or parts of their bytes; None for a key that does not exist."""
         reads = [self._store.read(key, byte_range=part) for key, part in wanted]
-        found = [_wait(read, self._place) for read in reads]
+        found = [_wait(read, self._spec) for read in reads]
         return [one.value if one.state == "value" else None for one in found]
 
     def keys(self) -> list[str]:
-        return sorted(key.decode() for key in _wait(self._store.list(), self._place))
+        return sorted(key.decode() for key in _wait(self._store.list(), self._spec))
 
     def open(
         self,
@@ -256,7 +275,7 @@ class Reader:
             open=True,
             read=True,
         )
-        return _Waited(array, self._place)
+        return _Waited(array, self._spec)
 
 
 # --- compressed nodes of databases -----------------------------------------------------------
@@ -306,7 +325,7 @@ def _dump(name: str, data: bytes, *location: str) -> Any:
     keys.write(name, data)
     try:
         base = ts.KvStore.open(spec, context=context()).result()
-        return _wait(ts.ocdbt.dump(base, *location, context=context()), name)
+        return _wait(ts.ocdbt.dump(base, *location, context=context()), spec)
     finally:
         keys.delete("")
 

@@ -16,7 +16,7 @@ LEASE_S = 2.0
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "TENSORSTORE_GCS_HTTP_URL", "AZURE_STORAGE_ENDPOINT")
 
 
-def reach(url, env):
+def reach(url, env, timeout_s=8.0):
     """Reaches the store of a URL, with short leases and waits."""
     os.environ.update(env)
     settings = StoreSettings(
@@ -24,7 +24,7 @@ def reach(url, env):
         region="us-east-1",
         lease_s=LEASE_S,
         stall_s=1.0,
-        timeout_s=8.0,
+        timeout_s=timeout_s,
         tries=4,
     )
     scheme, _, path = url.partition("://")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 import jaxckpt
+from jaxckpt.errors import StoreError
 from jaxckpt.storage import locate
+from tests.stores.children import reach
 from tests.stores.orbax_on_gs import ITEMS, is_state, like, run_orbax, state
+from tests.stores.proxy import Hang
 
 pytest.importorskip("gcsfs")
 
@@ -93,6 +96,27 @@ def test_we_read_what_orbax_writes(written):
             assert manager.all_steps() == [1, 2, 3]
             assert is_state(manager.restore(like()), 3)
             assert not manager.problems
+
+
+@pytest.mark.parametrize("place", ["StandardCheckpointer", "v1"])
+def test_a_black_hole_is_an_error_within_the_deadline(orbax_server, proxied, trial, place):
+    """TensorStore reads it, and would try eight times for a minute each."""
+    server, proxy = proxied(orbax_server)
+    buckets = server.running
+    for entry in buckets.bucket(orbax_server.bucket).list().objects:
+        buckets.bucket(server.bucket).put(entry.name, entry.data)
+    url = f"gs://{server.bucket}/runs/{place}"
+    assert is_state(jaxckpt.restore(url, like()), 1)
+    reach(url, server.env, timeout_s=1.0)
+    hole = proxy.add(Hang(), path="/storage/v1/")  # which is TensorStore's protocol
+
+    with trial("37", f"no answer to TensorStore in a restore of Orbax's {place}"):
+        with pytest.raises(StoreError, match=r"nothing was read or written for 1 s"):
+            jaxckpt.restore(url, like())
+        assert hole.done
+        proxy.heal()
+        reach(url, server.env)
+        assert is_state(jaxckpt.restore(url, like()), 1)
 
 
 def test_we_continue_what_orbax_began(written):
