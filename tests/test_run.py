@@ -25,7 +25,7 @@ from jaxckpt._progress.meter import Meter
 from jaxckpt._run.deletion import Deletion, check_folder
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import LEASE_S, Leases
-from jaxckpt._run.owner import Ownership
+from jaxckpt._run.owner import Opening, Ownership
 from jaxckpt._save.handle import SaveHandle, SaveRequest
 from jaxckpt.format import jsontext, names, run, step, typed_json
 from jaxckpt.format.run import Lease, Owner, StepNames
@@ -776,6 +776,38 @@ def test_opening_clears_up_what_earlier_jobs_left(disk):
     assert disk.entries() == {*FOREIGN, "1", "6", names.lease("new")}
     assert found.index.steps() == [1, 6]
     assert all(disk.storage.read(f"{disk.root}/{e}/f", max_bytes=9) == b"1" for e in FOREIGN)
+
+
+def test_opening_removes_what_the_last_commit_left(disk):
+    """A job died, or the power failed, between the commit and the removal of its file."""
+    disk.add("1", "2")
+    disk.write(f"2/{names.WRITER}")
+
+    opened(disk)
+
+    assert names.WRITER not in disk.storage.names(f"{disk.root}/2")
+    assert disk.run().index.steps() == [1, 2]
+
+
+def test_opening_leaves_the_file_of_a_writer_that_lives(disk):
+    """It is about to remove the file itself; in a bucket it looks once more whether it is there."""
+    disk.add("1")
+    disk.write(f"1/{names.WRITER}")
+    held = disk.storage.hold(f"{disk.root}/1/{names.WRITER}")
+    assert held is not None
+
+    opened(disk)
+
+    assert names.WRITER in disk.storage.names(f"{disk.root}/1")
+    held.release()
+
+
+def opened(disk):
+    """Opens the run as a manager does."""
+    found = disk.run()
+    opening = Opening(found.owner, found.deletion, Single())
+    opening.open(None, timeout_s=30)
+    opening.end("the test is over")
 
 
 def test_opening_finishes_a_replacement_that_was_interrupted(disk):

@@ -202,6 +202,15 @@ def put_in_place(storage: Storage, path: str, replacement: str) -> str | None:
     return doomed
 
 
+def remove_writer(storage: Storage, path: str) -> None:
+    """Removes the writer's file from a committed checkpoint, where a crash left it."""
+    with contextlib.suppress(io.UnsupportedOperation):
+        # A writer that lives looks for it once more, and removes it itself.
+        if (hold := storage.hold(f"{path}/{names.WRITER}")) is not None:
+            storage.delete_files([f"{path}/{names.WRITER}"])
+            hold.release()
+
+
 def remove(storage: Storage, path: str, *, by_force: bool = True) -> None:
     """Deletes a checkpoint; after a crash in the middle no reader takes the rest for one.
 

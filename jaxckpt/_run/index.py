@@ -335,6 +335,12 @@ class StepIndex:
             return True
         return self.state(self.listing(), number) == "committed"
 
+    def has_writer(self, number: int) -> bool:
+        """Returns whether the writer's file is in a step, by its latest listing."""
+        path = self.path(number)
+        view = self._view(posixpath.basename(path))
+        return view.kind(f"{path}/{names.WRITER}") is not None
+
     def check_step(self, number: int) -> str:
         """Returns the directory of a committed step.
 

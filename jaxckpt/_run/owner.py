@@ -140,6 +140,16 @@ class Ownership:
         self._index.naming = listing.naming  # from now on only this job names steps
         return listing
 
+    def finish_commit(self, step: int) -> None:
+        """Removes the writer's file from the newest step, if this job owns the run."""
+        index = self._index
+        if not (index.owned and index.has_writer(step)):
+            return
+        try:
+            _removal.remove_writer(index.storage, index.path(step))
+        except OSError as error:
+            index.report(f"{index.path(step)}/{names.WRITER} cannot be removed: {error}")
+
     def _write(self) -> None:
         before = read_owner(self._index) if self._keep is None else None
         owner = Owner(
@@ -336,9 +346,11 @@ class Opening:
                     )
                     if metadata:
                         write_run_metadata(index, metadata)
+                    if (newest := index.newest(listing)) is not None:
+                        self._owner.finish_commit(newest)
                     led.value = {
                         "session": secrets.token_hex(8),
-                        "newest": index.newest(listing),
+                        "newest": newest,
                         "naming": None if index.naming is None else asdict(index.naming),
                     }
         except BaseException:

@@ -79,4 +79,5 @@ def check_run(root):
         assert after[-1] == new
         check_tree(manager.restore(as_numpy=True), new)
     left = set(os.listdir(root)) - {*map(str, after), names.OWNER, names.LOCK}
+    left |= {step for step in map(str, after) if names.WRITER in os.listdir(f"{root}/{step}")}
     say(steps=steps, newest=newest, left=sorted(left))
