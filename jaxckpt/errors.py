@@ -29,6 +29,11 @@ def is_io_failure(error: BaseException) -> bool:
     return number is not None and number not in _OF_WHAT_IS_STORED
 
 
+def is_full(error: BaseException) -> bool:
+    """Returns whether a write failed because the disk or a quota is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def os_code_in(text: str) -> int | None:
     """Returns the error number that TensorStore's text of an error ends with."""
     found = re.search(r"os_error_code='(\d+)'", text)

@@ -20,6 +20,7 @@ from jaxckpt import CheckpointManager, CheckpointNotFound, CorruptCheckpoint, Pr
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
+from jaxckpt._run.owner import Ownership
 from jaxckpt._save.snapshot import FileItem, Items, take_tree
 from jaxckpt.format import names
 from jaxckpt.storage import locate
@@ -296,7 +297,10 @@ def run_at(tmp_path, where, item="state"):
 
 def deletion(storage, root):
     index = StepIndex(storage, root)
-    return Deletion(index, Leases(index))
+    leases = Leases(index)
+    owner = Ownership(index, leases)
+    owner.take_over()
+    return Deletion(index, leases, owner)
 
 
 def check_the_rest(url):

@@ -1026,9 +1026,10 @@ def test_a_job_that_lost_the_run_cannot_commit(tmp_path, processes):
 def test_the_first_save_of_a_new_job_takes_the_run(tmp_path):
     """Merely opening a run takes nothing from a running job; saving there does."""
     with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1}).result()
         other = ownership(LocalStorage(), tmp_path)
         other.open()
-        manager.save(1, {"n": 1}).result()
+        manager.wait_until_finished()
         other.fence()
 
         with pytest.raises(SaveFailed, match=f"process {os.getpid()}"):
@@ -1037,6 +1038,63 @@ def test_the_first_save_of_a_new_job_takes_the_run(tmp_path):
         assert "open for writing in a running job" in other._index.problems[0]
         assert manager.all_steps() == [1]
         other.close()
+
+
+class Running:
+    """Another job that is running, and saves a step when asked to."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.owner = ownership(LocalStorage(), folder)
+        self.owner.open()
+
+    def save(self, step):
+        self.owner.fence()
+        shutil.copytree(self.folder / "1", self.folder / str(step))
+
+
+@as_processes
+def test_a_job_started_twice_leaves_the_first_one_alone(tmp_path, processes):
+    """Once that has saved a step, the second one saves nothing; its error names the first."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1})
+    other = in_first(processes, lambda: Running(tmp_path))
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.restore_or(lambda: {"n": 0})[1] == 1
+        in_first(processes, lambda: other.save(10))
+        settle(manager, processes)
+
+        for step in (10, 11, 10):
+            with pytest.raises(FAILURES, match=rf"process {os.getpid()} on .*, since .*step 10"):
+                manager.save(step, {"n": step}).result()
+        in_first(processes, lambda: other.save(20))
+
+        assert manager.all_steps() == [1, 10, 20]
+        assert manager.restore_or(lambda: {"n": 0})[1] == 20
+        manager.save(30, {"n": 30}).result()  # it knows what the other has saved
+        settle(manager, processes)
+        if other is not None:
+            with pytest.raises(SaveFailed, match="opened for writing by another job"):
+                other.owner.fence()
+            other.owner.close()
+
+
+@as_processes
+def test_a_job_that_was_running_has_ended_before_the_first_save(tmp_path, processes):
+    """Its later steps stay, and the new job saves the first step after them."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"n": 1})
+    other = in_first(processes, lambda: Running(tmp_path))
+    with CheckpointManager(tmp_path) as manager:
+        in_first(processes, lambda: (other.save(10), other.save(20), other.owner.close()))
+        settle(manager, processes)
+
+        assert [manager.save(step, {"n": step}) for step in (10, 15, 20)] == [None] * 3
+        assert manager.decision.reason == "step 20 is there already or being saved"
+        settle(manager, processes)
+        manager.save(25, {"n": 25}).result()
+
+        assert manager.all_steps() == [1, 10, 20, 25]
 
 
 def test_a_new_job_takes_over_what_a_dead_one_left(tmp_path):

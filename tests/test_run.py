@@ -28,7 +28,7 @@ from jaxckpt._run.leases import LEASE_S, Leases
 from jaxckpt._run.owner import Opening, Ownership
 from jaxckpt._save.handle import SaveHandle, SaveRequest
 from jaxckpt.format import jsontext, names, run, step, typed_json
-from jaxckpt.format.run import Lease, Owner, StepNames
+from jaxckpt.format.run import Doomed, Lease, Owner, StepNames
 from jaxckpt.format.step import Record
 from jaxckpt.multihost import Single
 from jaxckpt.storage import LocalStorage, MemoryStorage, listing
@@ -152,7 +152,7 @@ ints = st.integers(-(2**63), 2**63)
 @given(
     st.builds(Owner, token=texts, host=texts, pid=ints, opened_ns=ints),
     st.builds(Lease, step=texts, expires_ns=ints),
-    st.lists(texts, max_size=4),
+    st.builds(Doomed, steps=st.lists(texts, max_size=4), owner=texts, move_to=st.none() | texts),
 )
 def test_small_files_read_back(owner, lease, doomed):
     """Owner, lease and doomed."""
@@ -327,13 +327,14 @@ def test_a_state_that_nobody_wrote_is_corrupt(value):
 
 
 class Run:
-    """A run as one job has it."""
+    """A run as one job has it, which owns it if no other job does."""
 
     def __init__(self, storage, root, **fields):
         self.index = StepIndex(storage, root, **fields)
         self.leases = Leases(self.index)
-        self.deletion = Deletion(self.index, self.leases)
         self.owner = Ownership(self.index, self.leases)
+        self.owner.token = TOKEN
+        self.deletion = Deletion(self.index, self.leases, self.owner)
 
 
 class World:
@@ -764,7 +765,7 @@ def test_opening_clears_up_what_earlier_jobs_left(disk):
     for entry in OURS | FOREIGN:
         disk.write(f"{entry}/f")
     disk.add("6.jaxckpt-committed", "1")
-    disk.write(names.DOOMED, run.encode_doomed(["1"]))
+    disk.write(names.DOOMED, run.encode_doomed(Doomed(steps=["1"])))
     disk.write(names.lease("old"), run.encode_lease(Lease(step="1", expires_ns=1)))
     disk.write(names.lease("bad"), b"{")
     there = run.encode_lease(Lease(step="1", expires_ns=time.time_ns() + 10**12))
@@ -967,6 +968,7 @@ def test_a_crash_of_a_deletion_leaves_whole_steps_or_none(world, torn):
         again.owner.open()
         again.deletion.delete([1, 2])
         again.owner.close()
+        world.storage.delete(f"{world.root}/{names.OWNER}")
         left = {entry for entry in world.entries() if not entry.startswith(".jaxckpt-tmp-")}
         assert left <= ({"3"} if world.storage.atomic_rename else {"1", "2", "3"})
         assert world.run().index.steps() == [3]
@@ -1031,7 +1033,7 @@ def test_a_leftover_that_cannot_go_stops_no_deletion(disk):
 def moving(world, storage=None):
     """A job whose deletions move steps."""
     found = world.run(storage, naming=StepNames())
-    found.deletion = Deletion(found.index, found.leases, move_to="bin")
+    found.deletion = Deletion(found.index, found.leases, found.owner, move_to="bin")
     return found
 
 
@@ -1081,6 +1083,7 @@ def test_a_crash_of_a_move_leaves_each_step_whole(disk, torn):
         again.owner.open()
         again.deletion.delete([1, 2])
         again.owner.close()
+        disk.storage.delete(f"{disk.root}/{names.OWNER}")
         assert {e for e in disk.entries() if not e.startswith(".jaxckpt-tmp-")} == {"3", "bin"}
         for entry in disk.entries():
             disk.storage.delete(f"{disk.root}/{entry}")
@@ -1301,7 +1304,7 @@ def test_a_reader_that_holds_a_step_may_lease_it_again(disk):
     disk.add("1", "2")
     reader = disk.run()
     with reader.leases.hold(1) as there:
-        disk.write(names.DOOMED, run.encode_doomed(["1"]))
+        disk.write(names.DOOMED, run.encode_doomed(Doomed(steps=["1"])))
 
         with reader.leases.hold(1) as again, disk.run().leases.hold(1) as other:
             assert (there, again, other) == (True, True, False)
@@ -1387,7 +1390,7 @@ def test_where_nothing_can_be_written_readers_have_no_lease(disk):
 def test_a_step_that_is_about_to_go_is_not_found(world):
     """By a reader who could not hold it."""
     world.add("1")
-    world.write(names.DOOMED, run.encode_doomed(["1"]))
+    world.write(names.DOOMED, run.encode_doomed(Doomed(steps=["1"])))
     reader = world.run()
 
     with reader.leases.hold(1) as there:
@@ -1399,7 +1402,7 @@ def test_a_reader_restores_no_step_that_is_about_to_go(ram_path):
     with jaxckpt.CheckpointManager(ram_path / "run") as manager:
         manager.save(1, {"n": 1})
     doomed = ram_path / "run" / names.DOOMED
-    doomed.write_bytes(run.encode_doomed(["1"]))
+    doomed.write_bytes(run.encode_doomed(Doomed(steps=["1"])))
 
     with jaxckpt.CheckpointManager(ram_path / "run", mode="r") as reader:
         with pytest.raises(CheckpointNotFound, match="being deleted"):
@@ -1458,6 +1461,7 @@ def test_what_cannot_be_set_aside_is_reported_and_stays(world):
         owner = world.run().owner
         owner.open()
         owner.close()
+        world.storage.delete(f"{world.root}/{names.OWNER}")
         assert {entry for entry in world.entries() if not names.is_set_aside(entry)} == {"1"}
         world.add("2")
     assert number >= 1

@@ -3,6 +3,9 @@
 To delete: rename to `...-deleting-...`, then remove the files. A crash leaves a name that no reader
 takes for a checkpoint, and the next writer finishes the job.
 
+A `check` raises if another writer has taken over. It is called at the last moment: after a rename,
+which is undone then, or before the first request that deletes something.
+
 To delete one item of a checkpoint, in the files and the order of Orbax's v1:
 
     1. write `_CHECKPOINT_DELETION`                    a checkpoint without the item, for readers
@@ -211,21 +214,37 @@ def remove_writer(storage: Storage, path: str) -> None:
             hold.release()
 
 
-def remove(storage: Storage, path: str, *, by_force: bool = True) -> None:
+def _no_check() -> None:
+    """Lets a caller without a run delete."""
+
+
+def remove(
+    storage: Storage,
+    path: str,
+    *,
+    by_force: bool = True,
+    check: Callable[[], None] = _no_check,
+) -> None:
     """Deletes a checkpoint; after a crash in the middle no reader takes the rest for one.
 
     Args:
         by_force: Where all writers share a directory, also if another one has it.
+        check: See the module.
 
     Raises:
         SaveFailed: another writer has it.
     """
     if storage.atomic_rename:
-        discard(storage, path)
+        discard(storage, path, check=check)
         return
     with taken(storage, path, by_force=by_force) as is_ours:
         if not is_ours:
             raise SaveFailed(f"{path}: another writer is saving or deleting there; not changed")
+        try:
+            check()
+        except BaseException:
+            storage.delete_files([f"{path}/{names.WRITER}"])
+            raise
         storage.delete_files([f"{path}/{names.COMMIT_MARKER}"])
         delete(storage, path)
 
@@ -246,13 +265,28 @@ def nested(storage: Storage, path: str, files: Iterable[str]) -> str | None:
     return f"{path}/{min(found)}" if found else None
 
 
-def move_aside(storage: Storage, path: str, aside: str) -> None:
+def take_away(
+    storage: Storage, path: str, to: str, *, check: Callable[[], None] = _no_check
+) -> None:
+    """Renames a checkpoint; gives it its name back if `check` raises then."""
+    storage.rename(path, to)
+    try:
+        check()
+    except BaseException:
+        with contextlib.suppress(OSError):  # another writer removed it, or has saved there
+            storage.rename(to, path)
+        raise
+
+
+def move_aside(
+    storage: Storage, path: str, aside: str, *, check: Callable[[], None] = _no_check
+) -> None:
     """Gives a checkpoint a name under which nothing restores it.
 
     Without a rename, copies it and removes it once the copy is whole; an error leaves it there.
     """
     if storage.atomic_rename:
-        storage.rename(path, aside)
+        take_away(storage, path, aside, check=check)
         return
 
     def copy(file: str) -> None:
@@ -265,7 +299,11 @@ def move_aside(storage: Storage, path: str, aside: str) -> None:
         with contextlib.suppress(OSError):
             storage.delete(aside)
         raise
-    remove(storage, path)
+    try:
+        remove(storage, path, check=check)
+    except SaveFailed:  # nothing is removed
+        storage.delete(aside)
+        raise
 
 
 def remove_work(storage: Storage, path: str) -> None:
@@ -290,7 +328,14 @@ def discard_work(storage: Storage, work: str, mark: str) -> None:
         warn(work, f"the remains of a failed save cannot be removed: {error}")
 
 
-def remove_item(storage: Storage, path: str, record: Record, item: str) -> None:
+def remove_item(
+    storage: Storage,
+    path: str,
+    record: Record,
+    item: str,
+    *,
+    check: Callable[[], None] = _no_check,
+) -> None:
     """Deletes an item of a checkpoint, or finishes a deletion that was interrupted."""
     file = f"{path}/{names.CHECKPOINT_METADATA}"
     before = storage.read(file, max_bytes=jsontext.MAX_BYTES)
@@ -298,7 +343,13 @@ def remove_item(storage: Storage, path: str, record: Record, item: str) -> None:
     left = {name: facts for name, facts in record.files.items() if not name.startswith(f"{item}/")}
     left.pop(names.CHECKPOINT_METADATA, None)
     about = step.encode_deletion(item, token=secrets.token_hex(16), before=before, after=after)
-    storage.create(f"{path}/{names.DELETION_RECORD}", about)
+    is_new = storage.create(f"{path}/{names.DELETION_RECORD}", about)
+    try:
+        check()
+    except BaseException:
+        if is_new:
+            storage.delete(f"{path}/{names.DELETION_RECORD}")
+        raise
     storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
     storage.delete(f"{path}/{item}")
     storage.write(file, after)
@@ -307,10 +358,11 @@ def remove_item(storage: Storage, path: str, record: Record, item: str) -> None:
     storage.delete(f"{path}/{names.DELETION_RECORD}")
 
 
-def discard(storage: Storage, path: str) -> None:
-    if storage.atomic_rename and not names.is_deleting(posixpath.basename(path)):
+def discard(storage: Storage, path: str, *, check: Callable[[], None] = _no_check) -> None:
+    if storage.atomic_rename:
+        # Also what another writer is about to delete, which may undo its rename until then.
         doomed = beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
-        storage.rename(path, doomed)
+        take_away(storage, path, doomed, check=check)
         path = doomed
     delete(storage, path)
 

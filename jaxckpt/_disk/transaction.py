@@ -63,6 +63,7 @@ from jaxckpt.errors import (
     StepExists,
     StoreError,
     UnsupportedFormat,
+    is_full,
     os_code_in,
 )
 from jaxckpt.format import names, step
@@ -349,7 +350,7 @@ def begin(
         around = recover(storage, path, around, spare=spare, fence=fence)
     if fence is not None and around is not None:
         _remove_empty(storage, path, around)
-    foreign = check_target(storage, path, around, overwrite=overwrite)
+    foreign = check_target(storage, path, around, overwrite=overwrite, in_run=fence is not None)
     if (storage.scheme, parent := posixpath.dirname(path)) not in _outside:
         refuse_inside(storage, parent)
     if overwrite == "delete_first" and not storage.atomic_rename:
@@ -468,12 +469,18 @@ def _lies_in(path: str, checkpoint: str) -> StepExists:
 
 
 def check_target(
-    storage: Storage, path: str, around: Mapping[str, Entry] | None, *, overwrite: Overwrite
+    storage: Storage,
+    path: str,
+    around: Mapping[str, Entry] | None,
+    *,
+    overwrite: Overwrite,
+    in_run: bool = False,
 ) -> list[str]:
     """Returns the files of other programs at `path` that the checkpoint to put there must take on.
 
     Args:
         around: The listing of the parent.
+        in_run: Whether a manager saves, which replaces nothing.
 
     Raises:
         StepExists: a checkpoint may not be put at `path`.
@@ -499,7 +506,8 @@ def check_target(
             f"{path} is a directory but not a checkpoint, and is not replaced. It contains {found}"
         )
     if not overwrite:
-        instead = "set overwrite to replace it" if storage.atomic_rename else "delete it first"
+        may_replace = storage.atomic_rename and not in_run
+        instead = "set overwrite to replace it" if may_replace else "delete it first"
         half = storage.scheme == "gs" and names.COMMIT_MARKER not in inside
         what = f", not committed: it has no {names.COMMIT_MARKER}" if half else ""
         raise StepExists(f"{path} already exists{what}. Save elsewhere, or {instead}.")
@@ -565,7 +573,7 @@ def raise_save_error(path: str, error: BaseException, *, size_bytes: int = 0) ->
         cause = OSError(code, os.strerror(code), path)
         cause.__cause__ = error
     full = ""
-    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_full(cause):
         free = free_bytes(posixpath.dirname(path))
         full = (
             f" This process saves {size_text(size_bytes)}; free now: "

@@ -5,6 +5,17 @@ each step that is free and removes its files. A crash in the middle leaves compl
 that no reader mistakes for a step and that the next deletion removes. With `move_to` it renames the
 step instead, which a crash leaves either in the run or there. The deletion of one item leaves the
 rest of its step as it is; see `_disk.removal`.
+
+A writer that has lost the run deletes nothing, however long it stood still before:
+
+    writer    chooses the steps, names them in `doomed`, *then* reads the owner
+    new owner writes its name, *then* reads `doomed`: deletes what it names, then lists the steps
+
+So either the writer sees the new owner, or the new owner counts these steps as gone. The writer
+reads the owner once more for each step: after the rename, which it undoes if it has lost the run
+and the new owner has dealt with `doomed`; or, without renames, before the first file goes. What
+remains: without renames, a step that the new owner deleted and saved again under the same number,
+while the old writer stood still between two requests of its deletion of that number.
 """
 
 from __future__ import annotations
@@ -13,27 +24,43 @@ import contextlib
 import errno
 import posixpath
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import count
-from typing import Final, final
+from typing import Final, Protocol, final
 
 from jaxckpt._disk import removal as _removal
 from jaxckpt._disk.find import choose_item, find
 from jaxckpt._disk.found import Found
 from jaxckpt._run.index import StepIndex, is_ours
 from jaxckpt._run.leases import Leases
-from jaxckpt.errors import CheckpointNotFound
+from jaxckpt.errors import CheckpointNotFound, SaveFailed, is_full
 from jaxckpt.format import names, run
+from jaxckpt.format.run import Doomed
 from jaxckpt.storage import Storage, is_temporary_file
 
 _MOVE_TO: Final = "KeepPolicy.move_to"
 
 
+class Owner(Protocol):
+    """The right of this process to write to the run."""
+
+    token: str
+
+    def check(self) -> None:
+        """Raises SaveFailed unless this process owns the run."""
+        ...
+
+
 @final
 class Deletion:
-    def __init__(self, index: StepIndex, leases: Leases, *, move_to: str | None = None) -> None:
+    def __init__(
+        self, index: StepIndex, leases: Leases, owner: Owner, *, move_to: str | None = None
+    ) -> None:
         self.index = index
         self.leases = leases
+        self.owner = owner
         # Where steps go instead of being deleted.
         self.move_to = move_to
         self.folder = move_to and posixpath.normpath(posixpath.join(index.root, move_to))
@@ -49,41 +76,99 @@ class Deletion:
             asked_for: Whether the user named the steps, so that steps of other programs go too.
         """
         index, gone = self.index, []
-        try:
+        with self._reporting():
             wanted = {posixpath.basename(index.path(n)): n for n in numbers}
             self._finish_deletions()
             if not wanted:
                 return []
-            self.leases.doom([*wanted, *self.half])
+            self._doom([*wanted, *self.half])
             held = self.leases.held(index.entries())
             for name, number in wanted.items():
                 if name not in held and self._delete_step(name, asked_for=asked_for):
                     gone.append(number)
                 elif name in self.half:
                     index.forget(number)
-            self.half = self._finish(self.half)
+            self.half = self._remove_halves(self.half)
+            if index.storage.atomic_rename:  # else each look is a request
+                self.owner.check()
             self.leases.doom(self.half)
-        except OSError as error:
-            self._failed = True
-            index.report(f"{index.root}: old steps cannot be deleted: {error}")
         for number in gone:
             index.forget(number)
         return gone
 
+    def finish(self, steps: Iterable[str]) -> None:
+        """Deletes the steps that the owner before was deleting, by directory name."""
+        with self._reporting():
+            held = self.leases.held(self.index.entries())
+            for name in steps:
+                if name not in held:
+                    self._delete_step(name, asked_for=False)
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        root = self.index.root
+        try:
+            yield
+        except SaveFailed as error:
+            self.index.report(f"{root}: this job deletes no more steps: {error}")
+        except OSError as error:
+            self._failed = True
+            self.index.report(f"{root}: old steps cannot be deleted: {error}")
+            self._disown_doomed()
+
+    def _doom(self, steps: list[str]) -> None:
+        """Names the steps that go, unless another job owns the run."""
+        storage, file = self.index.storage, f"{self.index.root}/{names.DOOMED}"
+        doomed = Doomed(steps=steps, owner=self.owner.token, move_to=self.move_to)
+        data = run.encode_doomed(doomed)
+        try:
+            if not storage.create(file, data):
+                self.owner.check()  # then the file is of an owner before, or of a failed deletion
+                storage.write(file, data)
+        except OSError as error:
+            if not is_full(error):
+                raise
+        try:
+            self.owner.check()
+        except SaveFailed:
+            if self.leases.doomed().owner == self.owner.token:
+                storage.delete(file)
+            raise
+
+    def _disown_doomed(self) -> None:
+        """Lets no later owner finish a deletion that failed: the steps may be saved again."""
+        with contextlib.suppress(OSError):
+            doomed = self.leases.doomed()
+            if self.owner.token and doomed.owner == self.owner.token:
+                file = f"{self.index.root}/{names.DOOMED}"
+                self.index.storage.write(file, run.encode_doomed(replace(doomed, owner="")))
+
+    def _check_renamed(self, name: str) -> None:
+        """Raises SaveFailed if the new owner of the run may have listed a step just renamed."""
+        try:
+            self.owner.check()
+        except SaveFailed:
+            doomed = self.leases.doomed()
+            if doomed.owner != self.owner.token or name not in doomed.steps:
+                raise  # otherwise the new owner has not listed the steps yet
+
     def _finish_deletions(self) -> None:
         """Ends deletions that began earlier."""
         failed, self._failed, self.half = self._failed, False, []
+        if failed:
+            self._disown_doomed()
         entries = self.index.entries()
         for entry in entries:
             begun = names.is_deleting(entry) and names.ours_temporary(entry) is not None
             # A file that could not be written may have stayed behind.
             if begun or (failed and is_temporary_file(entry)):
                 self._remove_leftover(f"{self.index.root}/{entry}")
-        if names.DOOMED in entries:
-            self.half = self._finish(self.leases.doomed())
+        if names.DOOMED in entries and not self.index.storage.atomic_rename:
+            self.owner.check()
+            self.half = self._remove_halves(self.leases.doomed().steps)
             self.leases.doom(self.half)
 
-    def _finish(self, begun: Iterable[str]) -> list[str]:
+    def _remove_halves(self, begun: Iterable[str]) -> list[str]:
         """Removes what is left of steps where nothing can be renamed; returns those that stay."""
         index, left = self.index, []
         for name in begun if not index.storage.atomic_rename else ():
@@ -119,11 +204,15 @@ class Deletion:
             if not asked_for and names.RECORD not in inside:
                 self.index.report(f"{path} was not written by jaxckpt, so no policy deletes it")
                 return False
+            check = self.owner.check
+            if storage.atomic_rename:
+                check()
+                check = partial(self._check_renamed, name)
             if self.folder is None:
-                _removal.remove(storage, path)
+                _removal.remove(storage, path, check=check)
             else:
                 storage.make_dir(self.folder)
-                _move(storage, path, self.folder)
+                _move(storage, path, self.folder, check)
         except OSError as error:
             self.half.append(name)
             is_gone = storage.kind(path) is None
@@ -138,10 +227,13 @@ class Deletion:
 
         Raises:
             CheckpointNotFound, ValueError: the item cannot be deleted; nothing was changed.
+            SaveFailed: another job owns the run; nothing was changed.
         """
         found = self.check_item(number, item)
         assert found.record is not None  # checked
-        _removal.remove_item(self.index.storage, found.path, found.record, item)
+        check = self.owner.check
+        check()
+        _removal.remove_item(self.index.storage, found.path, found.record, item, check=check)
         self.index.forget(number)
 
     def check_item(self, number: int, item: str) -> Found:
@@ -188,6 +280,7 @@ class Deletion:
     def remove_unfinished(self, numbers: Iterable[int]) -> list[int]:
         """Removes what crashes left in these steps; returns those whose writer is not alive."""
         found = self.unfinished()
+        self.owner.check()
         return [
             number
             for number in numbers
@@ -219,8 +312,12 @@ class Deletion:
         index.forget(number)
         aside = f"{index.root}/{names.set_aside(posixpath.basename(path), secrets.token_hex(4))}"
         try:
+            self.owner.check()
             with self._named_as_doomed(posixpath.basename(path)):
-                _removal.move_aside(index.storage, path, aside)
+                _removal.move_aside(index.storage, path, aside, check=self.owner.check)
+        except SaveFailed as error:
+            index.report(f"step {number} is damaged and is skipped: {why}. It stays there: {error}")
+            return
         except OSError as error:
             index.report(f"step {number} is damaged and cannot be set aside ({error}): {why}")
             return
@@ -233,7 +330,8 @@ class Deletion:
             yield
             return
         doomed = f"{self.index.root}/{names.DOOMED}"
-        self.index.storage.write(doomed, run.encode_doomed([name]))
+        # Without an owner, since the next one must not delete a step whose copy is not whole.
+        self.index.storage.write(doomed, run.encode_doomed(Doomed(steps=[name])))
         yield
         self.index.storage.delete(doomed)
 
@@ -253,12 +351,12 @@ class Deletion:
         return self.index.storage.kind(f"{path}/{names.PINNED}") is not None
 
 
-def _move(storage: Storage, path: str, folder: str) -> None:
+def _move(storage: Storage, path: str, folder: str, check: Callable[[], None]) -> None:
     """Renames a directory into another one; `-1`, `-2`, ... are added if the name is taken."""
     target = f"{folder}/{posixpath.basename(path)}"
     for n in count():
         with contextlib.suppress(FileExistsError):
-            storage.rename(path, f"{target}-{n}" if n else target)
+            _removal.take_away(storage, path, f"{target}-{n}" if n else target, check=check)
             return
 
 

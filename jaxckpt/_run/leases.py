@@ -17,7 +17,7 @@ from typing import Final, final
 from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import names, run
-from jaxckpt.format.run import Lease
+from jaxckpt.format.run import Doomed, Lease
 
 LEASE_S: Final = 3600.0  # a dead reader's lease also lasts this long
 _CLOCKS_DIFFER_S: Final = 86_400.0
@@ -92,21 +92,21 @@ class Leases:
     def is_staying(self, step: str) -> bool:
         """Returns whether a step exists and no writer is about to delete it."""
         path = f"{self.index.root}/{step}"
-        return step not in self.doomed() and self.index.storage.kind(path) == "dir"
+        return step not in self.doomed().steps and self.index.storage.kind(path) == "dir"
 
     def doom(self, steps: Sequence[str]) -> None:
-        """Names the steps that are being deleted, to readers and to the next owner."""
+        """Names the steps of which files may be left, to the next owner; or no step."""
         file = f"{self.index.root}/{names.DOOMED}"
         if steps:
-            self.index.storage.write(file, run.encode_doomed(list(steps)))
+            self.index.storage.write(file, run.encode_doomed(Doomed(steps=list(steps))))
         else:
             self.index.storage.delete(file)
 
-    def doomed(self) -> list[str]:
-        """Returns the names of the steps that a writer deletes, or was deleting when it died."""
+    def doomed(self) -> Doomed:
+        """Returns the steps that a writer deletes, or was deleting when it died."""
         file = f"{self.index.root}/{names.DOOMED}"
         try:
             data = self.index.storage.read(file, max_bytes=run.MAX_BYTES)
             return run.decode_doomed(data, file=file)
         except (FileNotFoundError, CorruptCheckpoint):
-            return []
+            return Doomed()

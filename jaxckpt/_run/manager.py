@@ -123,8 +123,8 @@ class CheckpointManager:
             save: Decides which calls of `save` save.
             keep: Decides which steps stay after a save.
             mode: "w" to save, in one job at a time: opening takes the run over from a dead job, the
-                first save also from a running one. "r" to read, in any number of jobs; only leases
-                are written.
+                first save also from a running one, unless that has saved more steps by then. "r" to
+                read, in any number of jobs; only leases are written.
             budget_bytes: Host memory for the values of a save under way and of the next one; if
                 they exceed it, that waits. For restores, see `jaxckpt.restore`.
             timeout_s: Limit for each wait for another process or an earlier save.
@@ -205,7 +205,7 @@ class CheckpointManager:
                 if check_root(one.index.storage, one.index.root) is None:
                     where = one.index.root
                     one.index.warn(f"{where} does not exist yet; a job that saves there makes it")
-            opened = {"session": "", "newest": None, "local_only": None}
+            opened = {"session": "", "newest": None, "local_only": None, "owned": True}
         self._resume = Resume(
             roots=self._roots,
             processes=self._processes,
@@ -241,6 +241,7 @@ class CheckpointManager:
             zstd=zstd,
             incremental=incremental == "auto",
             newest=opened["newest"],
+            owned=opened["owned"],
         )
         if self._tiers is not None:
             self._opening.saves = self._tiers.uploads
@@ -491,6 +492,8 @@ class CheckpointManager:
         start_s: float,
     ) -> Any:  # any pytree, or items by name
         self.restored_step, state = found
+        for root in self._roots:
+            root.owner.seen = max(root.owner.seen, self.restored_step)
         reading.set_objects(state)
         if isinstance(reading, StateReading):
             self._timings.append(reading.meter.timing())

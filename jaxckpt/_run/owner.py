@@ -3,21 +3,24 @@
 A job that opens a run for writing writes its own token into `_jaxckpt.owner`, then removes every
 unfinished save of earlier jobs. Before each commit a job reads the owner again. So a process of an
 earlier job that wakes up finds its work gone or another token, and cannot commit; if it commits
-first, the new job lists its step. While the owner's lock shows a running job, opening the run does
-not take it over, but the first save does. In one process, the manager opened last may write.
+first, the new job lists its step; `deletion` has the same for deletions. While the owner's lock
+shows a running job, opening the run does not take it over, but the first save does, unless the
+other job has saved steps that this one does not know. In one process, the manager opened last may
+write.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, NoReturn, Protocol, final
 
 from jaxckpt._disk import removal as _removal
 from jaxckpt._disk.transaction import refuse_inside
@@ -25,9 +28,9 @@ from jaxckpt._run.deletion import Deletion, check_folder
 from jaxckpt._run.index import Listing, StepIndex, check_root, write_run_metadata
 from jaxckpt._run.leases import Leases
 from jaxckpt._save.handle import is_under_way
-from jaxckpt.errors import CorruptCheckpoint, SaveFailed
+from jaxckpt.errors import CorruptCheckpoint, SaveFailed, is_full
 from jaxckpt.format import names, run
-from jaxckpt.format.run import Owner, StepNames
+from jaxckpt.format.run import Doomed, Owner, StepNames
 from jaxckpt.multihost import Processes, leading
 from jaxckpt.storage import Hold, is_temporary_file
 
@@ -40,13 +43,23 @@ FORKED: Final = (
 def read_owner(index: StepIndex) -> Owner | None:
     """Reads which job may commit; None if there is no owner or the file is damaged."""
     file = f"{index.root}/{names.OWNER}"
-    try:
+
+    def read() -> Owner:
         return run.decode_owner(index.storage.read(file, max_bytes=run.MAX_BYTES), file=file)
+
+    try:
+        with contextlib.suppress(CorruptCheckpoint):  # it may be overwritten at this moment
+            return read()
+        return read()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except CorruptCheckpoint as error:
         index.report(f"{error}; the file is treated as missing")
         return None
+
+
+def _described(owner: Owner) -> str:
+    return f"process {owner.pid} on {owner.host}, since {time.ctime(owner.opened_ns / 1e9)}"
 
 
 @final
@@ -62,6 +75,8 @@ class Ownership:
             keep: The fields of the policy, to show to people. If None, keeps the last owner's.
         """
         self.token = ""  # unique to this opening; "" until this process owns the run
+        self.is_guest = False  # whether another job was running when this one opened the run
+        self.seen = -1  # the newest step that this job has found or restored
         self.spared: int | None = None  # a step of which an unfinished upload stays, to go on
         self.spared_work: list[str] = []  # the directories of such uploads
         self._index = index
@@ -82,7 +97,7 @@ class Ownership:
             CorruptCheckpoint: the lock is not a file.
         """
         storage, root = self._index.storage, self._index.root
-        self._closed = False
+        self._closed, self.token = False, ""
         try:
             entries = check_root(storage, root)
             refuse_inside(storage, root)
@@ -104,9 +119,12 @@ class Ownership:
             ) from error
         self._index.report(
             f"{root} is open for writing in a running job: {self.who()}. The first save of this "
-            "job takes the run over. To only read it, open it with mode='r'."
+            "job takes the run over, unless that job has saved more steps by then. To only read "
+            "it, open it with mode='r'."
         )
-        return self._index.listing()
+        listing = self._index.listing()
+        self.is_guest, self.seen = True, max(self.seen, self._newest(listing))
+        return listing
 
     def _lock(self) -> Hold | None:
         try:
@@ -117,25 +135,32 @@ class Ownership:
     def who(self) -> str:
         """Describes the job that owns the run."""
         owner = read_owner(self._index)
-        return "unknown" if owner is None else f"process {owner.pid} on {owner.host}"
+        return "unknown" if owner is None else _described(owner)
 
     def take_over(self) -> Listing:
         """Makes this job the owner, cleans up after earlier jobs and lists the run."""
+        before = read_owner(self._index)
         self.token = secrets.token_hex(8)
         try:
-            self._write()
+            self._write(before)
         except BaseException:
             self.token = ""
             raise
-        self._index.owned = True
-        # List only now: until it lost the run, an earlier job could begin a save.
+        self._index.owned, self.is_guest = True, False
+        # List only now: until it lost the run, an earlier job could begin a save or a deletion.
         listing = self._index.listing()
+        doomed = self._leases.doomed() if names.DOOMED in listing.entries else Doomed()
         if not self._index.storage.atomic_rename:
-            self._left = self._find_left(listing)
+            self._left = self._find_left(listing, doomed)
+        left = [entry for entry in listing.entries if self._is_left(entry)]
+        if (left or self._half) and self.owns():
+            if before is not None and doomed.owner == before.token:
+                self._finish(listing, doomed)
             if self._half:  # the next owner is to know too, if this one dies before it is over
                 self._leases.doom(self._half)
-        swept = [entry for entry in listing.entries if self._sweep(entry)]
-        if (self._left and self._remove_left()) or swept:
+            for entry in left:
+                self._sweep(entry)
+        if (self._left and self._remove_left()) or left:
             listing = self._index.listing()
         self._index.naming = listing.naming  # from now on only this job names steps
         return listing
@@ -150,8 +175,19 @@ class Ownership:
         except OSError as error:
             index.report(f"{index.path(step)}/{names.WRITER} cannot be removed: {error}")
 
-    def _write(self) -> None:
-        before = read_owner(self._index) if self._keep is None else None
+    def _finish(self, listing: Listing, doomed: Doomed) -> None:
+        """Deletes the steps that the owner before was deleting: it may go on at any moment."""
+        numbers = listing.directories()
+        steps = [
+            name
+            for name in doomed.steps
+            if name in numbers and self._index.state(listing, numbers[name]) == "committed"
+        ]
+        Deletion(self._index, self._leases, self, move_to=doomed.move_to).finish(steps)
+        for name in steps:
+            self._index.forget(numbers[name])
+
+    def _write(self, before: Owner | None = None) -> None:
         owner = Owner(
             token=self.token,
             host=socket.gethostname(),
@@ -159,7 +195,83 @@ class Ownership:
             opened_ns=time.time_ns(),
             keep=self._keep or (before.keep if before is not None else {}),
         )
-        self._index.storage.write(f"{self._index.root}/{names.OWNER}", run.encode_owner(owner))
+        file, data = f"{self._index.root}/{names.OWNER}", run.encode_owner(owner)
+        try:
+            self._index.storage.write(file, data)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self._write_in_place(file, data, error)
+
+    def _write_in_place(self, file: str, data: bytes, full: OSError) -> None:
+        """Overwrites the owner's file, which takes no room, so that steps can be deleted.
+
+        If there is none, there stays none: no other job has taken the run.
+        """
+        storage = self._index.storage
+        if storage.kind(file) is None:
+            return
+        with contextlib.suppress(io.UnsupportedOperation):
+            hold = storage.hold(file, data.ljust(storage.size(file)))
+            if hold is not None:
+                hold.release()
+                return
+        raise full
+
+    def owns(self) -> bool:
+        """Returns whether this job owns the run; no other has taken it over."""
+        owner = read_owner(self._index)
+        return bool(self.token) and (owner is None or owner.token == self.token)
+
+    def check(self) -> None:
+        """Raises SaveFailed unless this job owns the run, as `owns` returns."""
+        if not self.token:
+            raise SaveFailed(f"{self._index.root} belongs to a running job: {self.who()}")
+        owner = read_owner(self._index)
+        if owner is not None and owner.token != self.token:
+            self._refuse(owner)
+
+    def _refuse(self, owner: Owner) -> NoReturn:
+        when = time.ctime(owner.opened_ns / 1e9)
+        raise SaveFailed(
+            f"{self._index.root} was opened for writing by another job (process {owner.pid} on "
+            f"{owner.host}) at {when}, so this job can no longer save there. Only one job "
+            "may write to a run; to only read it, open it with mode='r'."
+        )
+
+    def join(self, step: int | None = None) -> None:
+        """Takes the run over from a job that was running when this one opened the run.
+
+        Args:
+            step: The step to save, if any.
+
+        Raises:
+            SaveFailed: that job still runs, and has saved steps that this one does not know;
+                nothing was changed.
+        """
+        if self._hold is None and not self._closed:
+            self._hold = self._lock()
+        if self._hold is None:
+            self._leave_alone_if_ahead(step)
+        self.take_over()
+
+    def _leave_alone_if_ahead(self, step: int | None) -> None:
+        listing = self._index.listing()
+        newest = self._newest(listing)
+        if newest <= self.seen and (step is None or self._index.state(listing, step) is None):
+            return
+        known = f"only up to step {self.seen}" if self.seen >= 0 else "without any step"
+        raise SaveFailed(
+            f"{self._index.root} is being written by another job ({self.who()}), which has saved "
+            f"step {newest}; this job knows the run {known}. This job has saved nothing, and the "
+            "other one continues. Stop one of the two jobs. A job that starts again resumes from "
+            "the newest step."
+        )
+
+    def _newest(self, listing: Listing) -> int:
+        """Returns the newest committed step, or -1; reports nothing, since a job may be saving."""
+        steps = reversed(listing.steps)
+        return next((n for n in steps if self._index.state(listing, n) == "committed"), -1)
 
     def fence(self, step: int | None = None) -> None:
         """Takes the run over if this job has not yet, and checks that it may commit.
@@ -171,19 +283,14 @@ class Ownership:
             SaveFailed: another job has taken the run over or saved a later step.
         """
         if not self.token:
-            self.take_over()
+            self.join(step)
             self._is_sure = False
         owner = read_owner(self._index)
         if owner is None:  # deleted or damaged; nobody else has taken the run
             self._write()
             self._is_sure = False
         elif owner.token != self.token:
-            when = time.ctime(owner.opened_ns / 1e9)
-            raise SaveFailed(
-                f"{self._index.root} was opened for writing by another job (process {owner.pid} on "
-                f"{owner.host}) at {when}, so this job can no longer save there. Only one job "
-                "may write to a run; to only read it, open it with mode='r'."
-            )
+            self._refuse(owner)
         # The job that held the lock may have ended: show that this job is running.
         if self._hold is None and not self._closed:
             self._hold = self._lock()
@@ -203,35 +310,34 @@ class Ownership:
                 "opened the run. Only one job may write to a run; restore before continuing."
             )
 
-    def _sweep(self, entry: str) -> bool:
-        """Finishes or removes work of an earlier job; returns whether the root changed."""
+    def _is_left(self, entry: str) -> bool:
+        """Returns whether an earlier job left an entry, as far as its name shows."""
+        is_step = names.replaced(entry) is not None or names.ours_temporary(entry) is not None
+        return is_step or self._is_forgotten(entry)
+
+    def _sweep(self, entry: str) -> None:
+        """Finishes or removes work of an earlier job."""
         index, path = self._index, f"{self._index.root}/{entry}"
         try:
             if (name := names.replaced(entry)) is not None:
                 _removal.recover(index.storage, f"{index.root}/{name}", index.entries())
-            elif (name := names.ours_temporary(entry)) is not None:
-                if is_under_way(f"{index.root}/{name}"):
-                    return False
-                if self._is_spared(name):
-                    self.spared_work.append(entry)
-                    return False
+            elif (name := names.ours_temporary(entry)) is None:
+                index.storage.delete(path)
+            elif is_under_way(f"{index.root}/{name}"):
+                return
+            elif self._is_spared(name):
+                self.spared_work.append(entry)
+            else:
                 if not names.is_deleting(entry):
                     index.warn(f"removing {path}, left by an interrupted save")
                 _removal.remove_work(index.storage, path)
-            elif self._is_forgotten(entry):
-                index.storage.delete(path)
-            else:
-                return False
         except OSError as error:
             index.report(f"{path} is left over and cannot be removed: {error}")
-            return False
-        return True
 
-    def _find_left(self, listing: Listing) -> dict[str, list[str]]:
+    def _find_left(self, listing: Listing, doomed: Doomed) -> dict[str, list[str]]:
         """Finds unfinished saves newer than the newest step, and unfinished deletions."""
         index, found = self._index, {}
-        doomed = self._leases.doomed() if names.DOOMED in listing.entries else []
-        deleting = [name for name in doomed if name in listing.directories()]
+        deleting = [name for name in doomed.steps if name in listing.directories()]
         for name in dict.fromkeys([*index.unfinished(listing), *deleting]):
             path = f"{index.root}/{name}"
             stays = is_under_way(path) or (self._is_spared(name) and name not in deleting)
@@ -339,18 +445,21 @@ class Opening:
             with leading(self._processes, name, place=root, timeout_s=timeout_s) as led:
                 if self._processes.index == 0:
                     listing = self._owner.open()
-                    if (folder := self._deletion.folder) is not None:
-                        check_folder(index, folder)
+                    with _unless_full(index):
+                        if (folder := self._deletion.folder) is not None:
+                            check_folder(index, folder)
                     index.note_strays(
                         listing, besides=[self._deletion.move_to, *self._owner.spared_work]
                     )
-                    if metadata:
-                        write_run_metadata(index, metadata)
+                    with _unless_full(index):
+                        if metadata:
+                            write_run_metadata(index, metadata)
                     if (newest := index.newest(listing)) is not None:
                         self._owner.finish_commit(newest)
                     led.value = {
                         "session": secrets.token_hex(8),
                         "newest": newest,
+                        "owned": not self._owner.is_guest,
                         "naming": None if index.naming is None else asdict(index.naming),
                     }
         except BaseException:
@@ -384,6 +493,17 @@ class Opening:
                         del _open[self._key]
         finally:
             self._ending.release()
+
+
+@contextlib.contextmanager
+def _unless_full(index: StepIndex) -> Iterator[None]:
+    """Reports a full disk: steps can be restored and deleted there."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        index.report(f"{index.root} is opened, though the disk is full: {error}")
 
 
 _open: dict[tuple[str, str, int], Opening] = {}  # those for writing

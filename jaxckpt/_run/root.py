@@ -61,8 +61,8 @@ class Root:
         storage, root = locate(directory)
         index = StepIndex(storage, root, naming=naming)
         leases = Leases(index)
-        deletion = Deletion(index, leases, move_to=keep.move_to)
         owner = Ownership(index, leases, keep=keep.fields())
+        deletion = Deletion(index, leases, owner, move_to=keep.move_to)
         return cls(
             tier=tier,
             index=index,
@@ -139,6 +139,7 @@ class Root:
 
         path = self.index.path(step)
         try:
+            self.owner.check()
             with self.leases.hold(step):  # against a deletion meanwhile
                 files = heal(self.index, good, step)
         except (CheckpointError, OSError) as error:
@@ -199,8 +200,9 @@ def open_roots(
 ) -> Any:  # JSON
     """Opens the roots of a run for writing; returns what all processes know then.
 
-    That is the "session" (see `Opening.open`), the "newest" step, and "local_only": that step, if
-    the directory does not have it.
+    That is the "session" (see `Opening.open`), the "newest" step, "local_only": that step, if the
+    directory does not have it, and "owned": False if another job is running, and keeps the run
+    until the first save.
 
     If only the directory cannot be reached, the run goes on with the local steps, if there are any:
     later saves are uploaded when it answers again.
@@ -224,6 +226,7 @@ def open_roots(
     is_behind = newest is not None and (there is None or there < newest)
     return {
         "session": opened[-1]["session"],
+        "owned": all(one.get("owned", True) for one in opened),
         "newest": newest if is_behind else there,
         "local_only": newest if is_behind else None,
     }

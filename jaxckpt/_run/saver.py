@@ -31,7 +31,7 @@ from jaxckpt._save.unchanged import Base
 from jaxckpt.errors import CheckpointTimeout, StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import MAX_STEP
-from jaxckpt.multihost import Processes, lead, leading, raise_first
+from jaxckpt.multihost import Json, Processes, lead, leading, raise_first
 from jaxckpt.types import Decision, OnProgress, StepInfo, Timing
 
 _logger = logging.getLogger("jaxckpt")
@@ -62,6 +62,7 @@ class Saver:
         zstd: int | None,  # the level at which each step is compressed
         incremental: bool,  # whether steps refer to the one before
         newest: int | None,  # on which all processes have agreed
+        owned: bool,  # whether no other job was running; agreed on too
     ) -> None:
         self.decision: Decision | None = None  # the latest
         schedule = Schedule(
@@ -76,6 +77,8 @@ class Saver:
             self._schedules.append(replace(schedule, policy=tiers.save))
         self.floor = newest  # the newest step known to be committed
         self.agreed = newest  # the newest good step when all processes last agreed
+        self._is_owned = owned or not writes
+        self._of_other = -1  # the newest step of the job that was running
         self.session = session  # begins the names of attempts; equal in all processes
         self.preemption = Preemption(
             processes, listens=writes and policy.on_preemption, notice=notice
@@ -133,8 +136,10 @@ class Saver:
         if not self._writes:
             reason = "the manager was opened with mode='r'"
             self.decision = Decision(step=step, save=False, reason=reason)
-        elif is_old and not force and self._is_there(step):
+        elif is_old and not force and (step < self._of_other or self._is_there(step)):
             reason = f"step {step} is there already or being saved"
+            if step < self._of_other:
+                reason = f"the job before has saved step {self._of_other}"
             self.decision = Decision(step=step, save=False, reason=reason)
         elif self.preemption.reached(step) and not self._is_saved_for_preemption():
             self.decision = Decision(step=step, save=True, reason=_PREEMPTION)
@@ -173,6 +178,25 @@ class Saver:
         name = f"manager {self.session}/there"
         return lead(self._processes, name, is_there, place=root, timeout_s=self._timeout_s)
 
+    def _join(self, step: int) -> None:
+        """Takes the run over from the job that was running when this one opened it.
+
+        If that job has ended meanwhile, its later steps stay, and this job saves those after them.
+        """
+
+        def join() -> Json:
+            for root in self._roots:
+                if root.owner.is_guest and not root.own:
+                    root.owner.join(step)
+            return newest_of(self._roots)
+
+        root = self._index.root
+        name = f"manager {self.session}/join"
+        newest = lead(self._processes, name, join, place=root, timeout_s=self._timeout_s)
+        self._is_owned = True
+        if newest is not None and newest > (-1 if self.floor is None else self.floor):
+            self.floor = self.agreed = self._of_other = newest
+
     def _is_saved_for_preemption(self) -> bool:
         """Waits for the save for preemption; all processes retry a failed one."""
         if self._for_preemption is None:
@@ -190,7 +214,7 @@ class Saver:
 
     def went_back(self, newest: int | None, *, good: int | None) -> None:
         """Records that later steps are gone, and which is the newest that every process trusts."""
-        self.floor, self.agreed = newest, good
+        self.floor, self.agreed, self._of_other = newest, good, -1
         self.share_nothing()
 
     def share_nothing(self) -> None:
@@ -212,6 +236,9 @@ class Saver:
     ) -> SaveHandle | None:
         entered_s = time.monotonic()
         decision = self.decide(step, force=force)
+        if decision.save and not self._is_owned:
+            self._join(step)
+            decision = self.decide(step, force=force)
         if not decision.save:
             raise_first(self.take_errors())
             return None

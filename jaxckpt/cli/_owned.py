@@ -19,8 +19,14 @@ from jaxckpt.storage import Hold, Storage
 
 def run_at(storage: Storage, root: str, *, keep: KeepPolicy | None = None) -> Deletion:
     """Returns a run as a command sees it; problems are recorded, and not logged."""
+    return _parts(storage, root, keep)[0]
+
+
+def _parts(storage: Storage, root: str, keep: KeepPolicy | None) -> tuple[Deletion, Ownership]:
     index = StepIndex(storage, root, quiet=True)
-    return Deletion(index, Leases(index), move_to=keep and keep.move_to)
+    leases = Leases(index)
+    owner = Ownership(index, leases)
+    return Deletion(index, leases, owner, move_to=keep and keep.move_to), owner
 
 
 @contextlib.contextmanager
@@ -42,8 +48,7 @@ def owned(
     """
     if not no_job and (hold := _lock(storage, root)) is not None:
         hold.release()
-    run = run_at(storage, root, keep=keep)
-    owner = Ownership(run.index, run.leases)
+    run, owner = _parts(storage, root, keep)
     owner.open()
     try:
         if not owner.token:
@@ -61,10 +66,10 @@ def locked(storage: Storage, root: str, *, no_job: bool = False) -> Iterator[Ste
     Raises:
         SaveFailed: a running job owns the run, or this is unknown; nothing was changed.
     """
-    run = run_at(storage, root)
+    run, owner = _parts(storage, root, None)
     hold = None if no_job else _lock(storage, root)
     if hold is None and not no_job:
-        _refuse(root, Ownership(run.index, run.leases))
+        _refuse(root, owner)
     try:
         yield run.index
     finally:

@@ -1,7 +1,7 @@
 """The root of a run: the names of its steps, and the small files beside them.
 
     _jaxckpt.owner          {"token", "host", "pid", "opened_ns", "keep": {"last": 3, ...}}
-    _jaxckpt.doomed         {"steps": [directory names]}
+    _jaxckpt.doomed         {"steps": [directory names], "owner": token, "move_to": directory}
     _jaxckpt.lease-<token>  {"step": directory name, "expires_ns"}
 
 All are JSON. Times are wall clock, ns since 1970.
@@ -17,6 +17,7 @@ from functools import cache
 from itertools import islice
 from typing import Any, Final
 
+from jaxckpt.errors import damaged
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.jsontext import expect
 
@@ -24,6 +25,7 @@ MAX_BYTES: Final = 1 << 20
 # A longer number is a date or a hash, not a step.
 _MAX_DIGITS: Final = 18
 MAX_STEP: Final = 10**_MAX_DIGITS - 1
+_LATEST_NS: Final = 1 << 63  # the year 2262; `time.ctime` raises far beyond
 _STEP: Final = re.compile(rf"(?:(.*)_)?(\d{{1,{_MAX_DIGITS}}})", re.DOTALL)
 
 
@@ -165,7 +167,7 @@ def decode_owner(data: bytes, *, file: str) -> Owner:
         token=expect(top.get("token"), str, "'token'", file=file),
         host=expect(top.get("host"), str, "'host'", file=file),
         pid=expect(top.get("pid"), int, "'pid'", file=file),
-        opened_ns=expect(top.get("opened_ns"), int, "'opened_ns'", file=file),
+        opened_ns=_time(top, "opened_ns", file=file),
         keep=expect(top.get("keep", {}), dict, "'keep'", file=file),
     )
 
@@ -182,14 +184,29 @@ def decode_metadata(data: bytes, *, file: str) -> dict[str, Any]:
     return expect(found, dict, "'custom_metadata'", file=file)
 
 
-def encode_doomed(steps: Sequence[str]) -> bytes:
-    return jsontext.dumps({"steps": list(steps)})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doomed:
+    """The steps that a writer is deleting, by directory name."""
+
+    steps: Sequence[str] = ()
+    owner: str = ""  # the token of the writer; "" if only it may finish the deletion
+    move_to: str | None = None  # where the steps go instead, as in `KeepPolicy`
 
 
-def decode_doomed(data: bytes, *, file: str) -> list[str]:
+def encode_doomed(doomed: Doomed) -> bytes:
+    top = {"steps": list(doomed.steps), "owner": doomed.owner, "move_to": doomed.move_to}
+    return jsontext.dumps({name: value for name, value in top.items() if value is not None})
+
+
+def decode_doomed(data: bytes, *, file: str) -> Doomed:
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     steps = expect(top.get("steps"), list, "'steps'", file=file)
-    return [expect(step, str, "a step", file=file) for step in steps]
+    move_to = top.get("move_to")
+    return Doomed(
+        steps=[expect(step, str, "a step", file=file) for step in steps],
+        owner=expect(top.get("owner", ""), str, "'owner'", file=file),
+        move_to=None if move_to is None else expect(move_to, str, "'move_to'", file=file),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,5 +225,12 @@ def decode_lease(data: bytes, *, file: str) -> Lease:
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     return Lease(
         step=expect(top.get("step"), str, "'step'", file=file),
-        expires_ns=expect(top.get("expires_ns"), int, "'expires_ns'", file=file),
+        expires_ns=_time(top, "expires_ns", file=file),
     )
+
+
+def _time(top: Mapping[str, Any], name: str, *, file: str) -> int:
+    found = expect(top.get(name), int, f"'{name}'", file=file)
+    if abs(found) > _LATEST_NS:
+        raise damaged(file, f"'{name}' is not a time")
+    return found

@@ -313,8 +313,8 @@ class LocalStorage:
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(fd), os.lstat(path)):
                         if data is not None:  # in place: the lock is that of this inode
-                            os.ftruncate(fd, 0)
-                            os.pwrite(fd, data, 0)
+                            os.pwrite(fd, data, 0)  # first: it may take no room on a full disk
+                            os.ftruncate(fd, len(data))
                         stack.pop_all()
                         _held.add(hold := _LocalHold(fd, path))
                         return hold

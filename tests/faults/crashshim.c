@@ -1,5 +1,5 @@
 // Preloaded into a process, counts its changes to files below a directory, or its reads too: it
-// writes the changes to a log, kills the process at the n-th event, or has it fail. Armed by
+// writes the changes to a log, kills or stops the process at the n-th event, or has it fail. Armed by
 // `shim_arm` and `shim_fault`, never by the environment, so that a process that has imported
 // everything may fork and arm only its child.
 //
@@ -24,7 +24,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { NEVER, KILL, TEAR, FAIL_ONCE, FAIL_FROM };  // TEAR: half a write, then kill
+// TEAR: half a write, then kill. STOP: SIGSTOP; after SIGCONT the event takes place.
+enum { NEVER, KILL, TEAR, FAIL_ONCE, FAIL_FROM, STOP };
 
 static char root[PATH_MAX];
 static int log_fd = -1, data_fd = -1;
@@ -107,6 +108,7 @@ static int event(void) {
   if (kind == TEAR) return 0;
   long n = atomic_fetch_add(&events, 1) + 1;
   if (kind == KILL && n == at) die();
+  if (kind == STOP && n == at) syscall(SYS_kill, syscall(SYS_getpid), SIGSTOP);
   if ((kind == FAIL_ONCE && n == at) || (kind == FAIL_FROM && n >= at)) {
     errno = error_number;
     return 1;

@@ -433,7 +433,7 @@ def in_root(root, work, seed, count):
     lease = run.Lease(step=str(STEP), expires_ns=time.time_ns() + 10**12)
     texts = {
         names.OWNER: run.encode_owner(owner),
-        names.DOOMED: run.encode_doomed(["4", "9"]),
+        names.DOOMED: run.encode_doomed(run.Doomed(steps=["4", "9"], owner="a", move_to="b")),
         names.lease("0" * 16): run.encode_lease(lease),
     }
     limit_memory()

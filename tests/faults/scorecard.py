@@ -250,6 +250,11 @@ ROWS = {
         count=6,
         target="faults-root",
     ),
+    "43": Row(
+        title="a job stands still at any file event from its commit to the end of its retention, "
+        "another takes the run over: no step goes that it has listed or acknowledged",
+        count=40,
+    ),
     "40": Row(
         title="kill -9 before and after the store acts on each request of a run with a local disk "
         "in front: as in row 39",

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from jaxckpt.format import names, run
-from jaxckpt.format.run import Lease
+from jaxckpt.format.run import Doomed, Lease
 from tests.faults import children
 from tests.faults.disk import Disk
 
@@ -120,7 +120,7 @@ def leave_much(zygote, original):
                 left.add(kind)
                 shutil.copytree(entry, original / entry.name)
     assert left == {"deleting", "writing"}
-    (original / names.DOOMED).write_bytes(run.encode_doomed(["2"]))
+    (original / names.DOOMED).write_bytes(run.encode_doomed(Doomed(steps=["2"])))
     lease = run.encode_lease(Lease(step="2", expires_ns=1))
     (original / names.lease("expired")).write_bytes(lease)
 

@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 
 SHIM = Path(__file__).with_name("crashshim.c")
-_KINDS = ("never", "kill", "tear", "fail_once", "fail_from")
+_KINDS = ("never", "kill", "tear", "fail_once", "fail_from", "stop")
 
 
 # --- the child's side ------------------------------------------------------------------------
@@ -36,7 +36,8 @@ def arm(root, fault=None, *, log=None, data=None):
     Args:
         fault: What happens when, as `[kind, n]` or `[kind, n, errno, reads]`: at the n-th change,
             the first being 1, "kill" kills the process and "tear" does so in the middle of the
-            n-th write; "fail_once" has it fail with that errno, "fail_from" it and all after it.
+            n-th write; "fail_once" has it fail with that errno, "fail_from" it and all after it;
+            "stop" stops the process before it, until SIGCONT.
             With `reads` true what reads counts too, not only what changes.
         log, data: Files that the changes, and the bytes of writes, are added to.
     """

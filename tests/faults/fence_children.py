@@ -1,0 +1,98 @@
+"""Jobs of a run: one stands still after a commit, another takes the run over meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from tests.faults.children import found, tree
+from tests.faults.zygote import arm, disarm, events, say
+
+
+def start(root, steps):
+    """A run of so many steps."""
+    import jaxckpt
+
+    with jaxckpt.CheckpointManager(root) as manager:
+        for step in range(1, steps + 1):
+            manager.save(step, tree(step))
+
+
+def save_and_stand_still(root, keep, *, act="save", at=0, reads=False):
+    """Saves the next step, or deletes one, and stops itself at the n-th event afterwards.
+
+    Reports when the commit is done, then how many events followed, the problems, and how the next
+    save went.
+
+    Args:
+        keep: The arguments of the policy.
+        act: "save", after which the policy deletes; "delete": the oldest step by hand.
+        at: The event after the commit; 0 for none.
+        reads: Whether reads count too.
+    """
+    import jaxckpt
+    from jaxckpt._run.deletion import Deletion
+    from jaxckpt._run.root import Root
+
+    def from_here(method):
+        def call(*args, **options):
+            if not armed:
+                say(committed=True)
+                armed.append(True)
+                arm(root, ["stop", at, 0, reads])
+            return method(*args, **options)
+
+        return call
+
+    armed = []
+    manager = jaxckpt.CheckpointManager(root, keep=jaxckpt.KeepPolicy(**keep))
+    step = manager.latest_step() + 1
+    if act == "save":
+        Root.committed = from_here(Root.committed)
+        manager.save(step, tree(step)).result()
+        manager.wait_until_finished()
+    else:
+        Deletion.delete = from_here(Deletion.delete)
+        with contextlib.suppress(ValueError, jaxckpt.SaveFailed):
+            manager.delete(manager.all_steps()[0])
+    count = events()
+    disarm()
+    error = None
+    try:
+        manager.save(step + 100, tree(step + 100)).result()
+    except jaxckpt.CheckpointError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    with contextlib.suppress(jaxckpt.CheckpointError):
+        manager.close()
+    say(events=count, problems=manager.problems, error=error)
+
+
+def take_over(root, keep, saves, back_to=None):
+    """Saves steps, each acknowledged; says which the run has then.
+
+    Args:
+        back_to: The newest step to go on from, if an earlier one; the later ones are deleted.
+    """
+    import jaxckpt
+
+    with jaxckpt.CheckpointManager(root, keep=jaxckpt.KeepPolicy(**keep)) as manager:
+        for step in reversed(manager.all_steps()):
+            if back_to is not None and step > back_to:
+                manager.delete(step)
+        for _ in range(saves):
+            step = manager.all_steps()[-1] + 1
+            manager.save(step, tree(step)).result()
+        manager.wait_until_finished()
+        say(steps=manager.all_steps(), problems=manager.problems)
+
+
+def look(root):
+    """Says which steps there are, each the right one; then saves, and says what is left over."""
+    from jaxckpt.format import names
+
+    steps = sorted(int(name) for name in os.listdir(root) if name.isdecimal())
+    assert [found(f"{root}/{step}") for step in steps] == steps
+    say(steps=steps)
+    take_over(root, {"last": 20}, 1)
+    ours = {*map(str, [*steps, steps[-1] + 1]), names.OWNER, names.LOCK, "old"}
+    say(left=sorted(set(os.listdir(root)) - ours))

@@ -1,0 +1,79 @@
+"""A job that stands still while another takes its run over deletes nothing when it wakes up."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults import fence_children as children
+from tests.faults.zygote import Zygote
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """A second zygote, whose children run beside those of the first."""
+    with Zygote(tmp_path_factory.mktemp("second")) as started:
+        yield started
+
+
+def stands_still(pid):
+    """Waits until a process has stopped itself; False if it has ended instead."""
+    while True:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        if state in "TZ":
+            return state == "T"
+        time.sleep(0.001)  # neither can be waited on
+
+
+def stop_points(zygote, original, keep, *, act="save", reads=False, every=1):
+    """Yields the number of each event, or every n-th, and a run whose job stands still there."""
+    for at in itertools.count(1, every):
+        root = original.with_name(f"run{at}")
+        shutil.copytree(original, root)
+        pid = zygote.start(children.save_and_stand_still, root, keep, act=act, at=at, reads=reads)
+        assert zygote.answer() == {"committed": True}
+        if not stands_still(pid):
+            zygote.answers()
+            break
+        yield at, root, pid
+        shutil.rmtree(root)
+    assert at > 8
+
+
+CASES = [
+    pytest.param("save", {"last": 2}, False, 1, id="policy"),
+    pytest.param("save", {"last": 2}, True, 1, id="policy, reads", marks=pytest.mark.slow),
+    pytest.param("save", {"last": 2, "move_to": "old"}, False, 3, id="move"),
+    pytest.param("save", {"last": 2, "move_to": "old"}, True, 1, id="all", marks=pytest.mark.slow),
+    pytest.param("delete", {}, False, 3, id="by hand"),
+    pytest.param("delete", {}, True, 1, id="by hand, reads", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("act", "keep", "reads", "every"), CASES)
+def test_a_job_that_stood_still_after_its_commit(
+    zygote, other, ram_path, trial, act, keep, reads, every
+):
+    """No step goes that the new owner has listed or acknowledged; the old job can save no more."""
+    original = ram_path / "original"
+    zygote.run(children.start, original, 4)
+    for at, root, pid in stop_points(zygote, original, keep, act=act, reads=reads, every=every):
+        with trial("43", f"{act} with {keep}, stopped at event {at}"):
+            theirs = other.run(children.take_over, root, {"last": 10}, 2)
+            os.kill(pid, signal.SIGCONT)
+            ours = zygote.answers()[0][-1]
+            other.start(children.look, root)
+            (found, _, after), _ = other.answers()
+            assert set(theirs["steps"]) <= set(found["steps"])
+            assert "SaveFailed" in ours["error"]
+            assert "opened for writing by another job" in ours["error"]
+            assert after["left"] == []
