@@ -62,7 +62,8 @@ def place_on_disk(
     try:
         storage.make_dir(root)
         file = f"{root}/{names.DISK}"
-        storage.create(file, secrets.token_hex(16).encode())
+        if storage.kind(file) is None:  # there may be no room for it
+            storage.create(file, secrets.token_hex(16).encode())
         found = storage.read(file, max_bytes=_MAX_ID_BYTES).decode("ascii", "replace")
     except Exception as error:  # reported to the others, then raised
         problem = error

@@ -6,6 +6,7 @@ The run is in the directory `run` of the disk, and keeps two steps.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import signal
@@ -158,6 +159,49 @@ def die_full(top, room, n):
     with contextlib.suppress(Exception):
         manager.save(step, tree(step)).result()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def make_room(top, real, how):
+    """Nothing fits on the disk, and steps are deleted; then saving works.
+
+    The last job left a half save there, and the run has metadata.
+
+    Args:
+        how: "gc" or "rm", the commands; "delete", by a manager; "move", to a directory; "owner", as
+            "delete" in a run without an owner's file.
+    """
+    import jaxckpt
+    from jaxckpt.cli import main
+    from jaxckpt.format import names
+
+    disk = Disk(top, real)
+    root, options = disk.root, {"run_metadata": {"a": 1}}
+    half = root / names.temporary("3", "0123456789abcdef")
+    half.mkdir()
+    (half / names.WRITER).write_text("0123456789abcdef")
+    if how == "owner":
+        (root / names.OWNER).unlink()
+    if how == "move":
+        options["keep"] = jaxckpt.KeepPolicy(last=1, move_to="old")
+    disk.leave(0)
+    if how in ("gc", "rm"):
+        command = {"gc": ["gc", root, "--last", "1"], "rm": ["rm", root, "1"]}[how]
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert main([*map(str, command), "--yes"]) == 0
+    else:
+        with jaxckpt.CheckpointManager(root, **options) as manager:
+            restored, step = manager.restore_or(lambda: tree(0))
+            assert (step, restored["seed"]) == (2, 2)
+            manager.delete(1)
+            problems = [one for one in manager.problems if "disk is full" not in one]
+            assert problems == []
+    assert committed(root) == [2]
+    assert not half.exists()
+    disk.free()
+    for name in ("metadata", "old"):
+        shutil.rmtree(root / name, ignore_errors=True)
+    check_run(root)
+    say(done=True)
 
 
 def keep_quiet(top, room):

@@ -255,6 +255,21 @@ ROWS = {
         "another takes the run over: no step goes that it has listed or acknowledged",
         count=40,
     ),
+    "44": Row(
+        title="a disk without one free byte: commands and managers delete steps, and a job restores",
+        count=5,
+    ),
+    "44r": Row(
+        title="as row 44, on a real tmpfs",
+        count=5,
+        target="faults-root",
+    ),
+    "45": Row(
+        title="a job stands still at any request of a store from its commit to the end of its "
+        "retention, as in row 43",
+        count=6,
+        target="stores",
+    ),
     "40": Row(
         title="kill -9 before and after the store acts on each request of a run with a local disk "
         "in front: as in row 39",

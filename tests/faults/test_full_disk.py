@@ -99,6 +99,26 @@ def test_a_process_that_dies_on_a_full_disk(zygote, ram_path, trial, room):
             assert len(said["steps"]) == 2
 
 
+WAYS = ["gc", "rm", "delete", "move", "owner"]
+
+
+def free(zygote, place, real, trial, row):
+    for how in WAYS:
+        with trial(row, f"{how} with no room at all"), a_run(zygote, place, real) as (top, _):
+            assert run(zygote, children.make_room, top, real, how) == [{"done": True}]
+
+
+def test_a_disk_without_any_room_can_be_cleared(zygote, ram_path, trial):
+    """Commands and a manager delete steps there, and a job that starts again restores."""
+    free(zygote, ram_path, False, trial, "44")
+
+
+@pytest.mark.faults_root
+def test_a_tmpfs_without_any_room_can_be_cleared(zygote, tmpfs, trial):
+    """The same on a file system of the kernel's."""
+    free(zygote, tmpfs, True, trial, "44r")
+
+
 def test_the_room_of_the_shim_is_what_it_says(zygote, ram_path):
     """A control: three blocks, of which what is deleted or replaced can be used again."""
     [said] = run(zygote, children.room_is_what_it_says, ram_path)

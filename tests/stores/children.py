@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 
@@ -117,3 +118,43 @@ def save_in_tiers(url, env, local, steps):
             handle.durable()
             say(durable=step)
     say(done=True)
+
+
+def retain_and_save(url, env, steps, keep):
+    """Saves steps; one more with a policy; and another one.
+
+    Reads "the-commit" and "the-end" before and after what follows that commit. Says how the last
+    save went, and the problems.
+    """
+    from jaxckpt._run.root import Root
+    from jaxckpt.storage import locate
+
+    def note(mark):
+        storage, root = locate(url)
+        with contextlib.suppress(FileNotFoundError):
+            storage.read(f"{root}/{mark}", max_bytes=1)
+
+    _begin(url, env)
+    with jaxckpt.CheckpointManager(url) as manager:
+        for step in steps:
+            manager.save(step, state(step))
+    committed = Root.committed
+
+    def from_here(root, info):
+        note("the-commit")
+        return committed(root, info)
+
+    Root.committed = from_here
+    error = ""
+    manager = jaxckpt.CheckpointManager(url, keep=jaxckpt.KeepPolicy(**keep))
+    manager.save(steps[-1] + 1, state(steps[-1] + 1)).result()
+    with contextlib.suppress(jaxckpt.errors.CheckpointError):
+        manager.wait_until_finished()
+    note("the-end")
+    try:
+        manager.save(steps[-1] + 100, state(0)).result()
+    except jaxckpt.errors.CheckpointError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    with contextlib.suppress(jaxckpt.errors.CheckpointError):
+        manager.close()
+    say(error=error, problems=manager.problems)

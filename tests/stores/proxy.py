@@ -81,7 +81,15 @@ class Hang:
     applied: bool = False
 
 
-Action = Answer | Reset | Truncate | Slow | Delay | Hang
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Waits for an event before the request is passed on; if `applied`, before its answer is."""
+
+    until: threading.Event
+    applied: bool = False
+
+
+Action = Answer | Reset | Truncate | Slow | Delay | Hang | Hold
 
 
 @dataclass(slots=True, kw_only=True)
@@ -263,6 +271,8 @@ class _Connection(socketserver.StreamRequestHandler):
                 return self._stop(request, action)
             case Delay(seconds=seconds):
                 time.sleep(seconds)
+            case Hold(until=until, applied=False):
+                until.wait(_LATEST_S)
         return self._pass(head, request, action)
 
     def _lose(self, head: _Head, *, applied: bool) -> None:
@@ -298,6 +308,8 @@ class _Connection(socketserver.StreamRequestHandler):
 
     def _pass(self, head: _Head, request: Request, action: Action | None) -> bool:
         answer, body = self._ask(head)
+        if isinstance(action, Hold):
+            action.until.wait(_LATEST_S)
         request.status = int(answer.first[1])
         self.wfile.write(answer.raw)
         started = time.monotonic()
