@@ -96,3 +96,68 @@ def look(root):
     take_over(root, {"last": 20}, 1)
     ours = {*map(str, [*steps, steps[-1] + 1]), names.OWNER, names.LOCK, "old"}
     say(left=sorted(set(os.listdir(root)) - ours))
+
+
+# --- jobs of two processes ---------------------------------------------------------------------
+
+
+def open_run(me, root, hosts, last=None):
+    """A manager whose processes have the disks of these hosts, if any."""
+    import jaxckpt
+
+    keep, options = jaxckpt.KeepPolicy(last=last), {}
+    if hosts:
+        options = {"local": f"{root}/host{hosts[me.index]}/local", "local_keep": keep}
+    return jaxckpt.CheckpointManager(f"{root}/run", keep=keep, timeout_s=20, **options)
+
+
+def stand_still(me, root, hosts, process, at):
+    """Saves three steps, and one with a policy; a process stops itself at an event after that.
+
+    Returns how the save after it went, and the problems.
+    """
+    import jaxckpt
+    from jaxckpt._run.root import Root
+    from tests.workers.manages import state_at
+
+    def from_here(method):
+        def call(*args):
+            if me.index == process and not armed:
+                me.reach("committed")
+                armed.append(True)
+                arm(f"{root}/host{hosts[process]}" if hosts else root, ["stop", at])
+            return method(*args)
+
+        return call
+
+    with open_run(me, root, hosts) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_at(step)).result()
+    armed, error = [], ""
+    Root.committed, Root.follow = from_here(Root.committed), from_here(Root.follow)
+    manager = open_run(me, root, hosts, last=1)
+    manager.save(4, state_at(4)).result()
+    with contextlib.suppress(jaxckpt.CheckpointError):
+        manager.wait_until_finished()
+    disarm()
+    me.reach("over")
+    try:
+        manager.save(104, state_at(104)).result()
+    except (jaxckpt.CheckpointError, OSError) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    with contextlib.suppress(jaxckpt.CheckpointError):
+        manager.close()
+    return {"error": error, "problems": manager.problems}
+
+
+def go_on(me, root, hosts):
+    """Resumes, saves two steps, and says which the run has then, and the disk of this process."""
+    from tests.workers.manages import check_state, make_init, state_at
+
+    with open_run(me, root, hosts) as manager:
+        state, start = manager.restore_or(make_init())
+        check_state(state, start)
+        for step in (start + 1, start + 2):
+            manager.save(step, state_at(step)).result()
+        manager.wait_until_finished()
+        return {"start": start, "tiers": manager.tiers}

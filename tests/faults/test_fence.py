@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import fence_children as children
+from tests.faults.jobs import started
 from tests.faults.zygote import Zygote
 
 
@@ -77,3 +78,52 @@ def test_a_job_that_stood_still_after_its_commit(
             assert "SaveFailed" in ours["error"]
             assert "opened for writing by another job" in ours["error"]
             assert after["left"] == []
+
+
+PLACES = [
+    pytest.param(None, 0, 17, id="one directory"),
+    pytest.param([0, 1], 0, 17, id="disks of hosts, process 0"),
+    pytest.param([0, 1], 1, 17, id="disks of hosts, process 1"),
+    pytest.param(None, 0, 3, id="one directory, more", marks=pytest.mark.slow),
+    pytest.param([0, 1], 0, 3, id="disks, process 0, more", marks=pytest.mark.slow),
+    pytest.param([0, 1], 1, 3, id="disks, process 1, more", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("hosts", "process", "every"), PLACES)
+def test_a_job_of_two_processes_stood_still(zygote, other, ram_path, trial, hosts, process, every):
+    """Nothing goes that the new job has, neither in the directory nor on the disk of a host."""
+    for at in itertools.count(2, every):
+        root = ram_path / str(at)
+        with started(zygote, children.stand_still, count=2, args=[root, hosts, process, at]) as job:
+            job.wait_for(process, "committed")
+            while not is_stopped(job.pids[process]) and not job.has_reached("over"):
+                time.sleep(0.001)
+            if job.has_reached("over"):
+                break
+            job.stop(1 - process)
+            with trial("43", f"two processes, {process} stopped at event {at}"):
+                with started(other, children.go_on, count=2, args=[root, hosts]) as again:
+                    theirs = [one.result for one in again.wait()]
+                job.resume(0)
+                job.resume(1)
+                ours = [one.result for one in job.wait()]
+                assert "opened for writing by another job" in str(ours[0]["error"])
+                assert all(one["error"] for one in ours)
+                for i, one in enumerate(theirs):
+                    assert set(one["tiers"]["durable"]) <= steps_in(root / "run")
+                    share = root / f"host{i}" / "local" / "share_0"
+                    assert set(one["tiers"]["local"]) <= steps_in(share)
+                    assert one["start"] == 4
+        shutil.rmtree(root)
+    assert at > 8
+
+
+def is_stopped(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def steps_in(folder):
+    if not folder.exists():
+        return set()
+    return {int(one.name) for one in folder.iterdir() if one.name.isdecimal()}
