@@ -256,7 +256,7 @@ ROWS = {
         count=40,
     ),
     "44": Row(
-        title="a disk without one free byte: commands and managers delete steps, and a job restores",
+        title="a disk without a free byte: commands and managers delete steps, and a job restores",
         count=5,
     ),
     "44r": Row(

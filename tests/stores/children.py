@@ -121,10 +121,20 @@ def save_in_tiers(url, env, local, steps):
 
 
 def retain_and_save(url, env, steps, keep):
+    """Says what `retained` returns."""
+    say(**retained(url, env, steps, keep))
+
+
+def retain_together(me, url, env, steps, keep):
+    """As `retain_and_save`, in each process of a job."""
+    return retained(url, env, steps, keep, leads=me.index == 0)
+
+
+def retained(url, env, steps, keep, *, leads=True):
     """Saves steps; one more with a policy; and another one.
 
-    Reads "the-commit" and "the-end" before and after what follows that commit. Says how the last
-    save went, and the problems.
+    The process that leads reads "the-commit" and "the-end" before and after what follows that
+    commit. Returns how the last save went, and the problems.
     """
     from jaxckpt._run.root import Root
     from jaxckpt.storage import locate
@@ -150,11 +160,12 @@ def retain_and_save(url, env, steps, keep):
     manager.save(steps[-1] + 1, state(steps[-1] + 1)).result()
     with contextlib.suppress(jaxckpt.errors.CheckpointError):
         manager.wait_until_finished()
-    note("the-end")
+    if leads:
+        note("the-end")
     try:
         manager.save(steps[-1] + 100, state(0)).result()
     except jaxckpt.errors.CheckpointError as raised:
         error = f"{type(raised).__name__}: {raised}"
     with contextlib.suppress(jaxckpt.errors.CheckpointError):
         manager.close()
-    say(error=error, problems=manager.problems)
+    return {"error": error, "problems": manager.problems}

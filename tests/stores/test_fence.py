@@ -14,6 +14,7 @@ import pytest
 import jaxckpt
 from jaxckpt.format import names
 from tests.faults.conftest import zygote  # noqa: F401  # a fixture
+from tests.faults.jobs import started
 from tests.stores import children
 from tests.stores.children import is_state, state
 from tests.stores.killing import wait_for
@@ -70,6 +71,38 @@ def test_a_job_that_stood_still_after_its_commit(place, zygote, trial, applied, 
             assert "opened for writing by another job" in said[0]["error"]
         proxy.heal()
     assert number > 10
+
+
+@pytest.mark.parametrize(
+    "numbers", [range(3, 28, 12), pytest.param(range(1, 29, 2), marks=pytest.mark.slow)]
+)
+def test_a_job_of_two_processes_stood_still(place, zygote, trial, numbers):  # noqa: F811
+    """As one process does, both stopped."""
+    url, server, proxy = place
+    for number in numbers:
+        run, until = f"{url}/run{number}", threading.Event()
+        when = between("the-commit", "the-end", number)
+        fault = proxy.add(Hold(until, applied=True), when=when, times=1)
+        args = [run, server.env, [1, 2, 3], {"last": 2}]
+        with started(zygote, children.retain_together, count=2, args=args) as job:
+            wait_for(fault, job.pids[0])
+            with trial("45", f"two processes, stopped after request {number}"):
+                assert fault.done
+                job.stop(0)
+                job.stop(1)
+                with jaxckpt.CheckpointManager(run, keep=jaxckpt.KeepPolicy(last=10)) as manager:
+                    for step in (5, 6):
+                        manager.save(step, state(step)).result()
+                    steps = manager.all_steps()
+                    until.set()
+                    job.resume(0)
+                    job.resume(1)
+                    said = [one.result for one in job.wait()]
+                    assert manager.all_steps() == steps
+                    assert all(is_state(manager.restore(step=step), step) for step in steps)
+                assert all("opened for writing by another job" in one["error"] for one in said)
+        until.set()
+        proxy.heal()
 
 
 @contextlib.contextmanager
