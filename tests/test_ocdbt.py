@@ -209,6 +209,16 @@ def test_bad_nodes_are_refused(name):
     assert peak < 100_000 + 200 * len(BAD[name])
 
 
+def test_a_long_prefix_counts_for_each_key():
+    """Nodes above could make one of megabytes, for thousands of keys."""
+    keys = [b"%04d" % n for n in range(2000)]
+    node = leaf(len(keys), *[0] * 1999, *[4] * 2000, b"".join(keys), *[0] * 2000, bytes(2000))
+    assert decode_node(node, "", b"p").keys[5] == b"p0005"
+
+    with pytest.raises(ValueError, match="too long"):
+        decode_node(node, "", b"p" * 10_000)
+
+
 @pytest.mark.parametrize("name", FOREIGN)
 def test_names_that_are_not_ours_are_left_to_tensorstore(name):
     with pytest.raises(Foreign):

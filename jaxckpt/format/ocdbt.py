@@ -1,8 +1,8 @@
 """Encodes and decodes an OCDBT database: a B+tree from keys to the places of their values.
 
-The format is that of TensorStore's driver `ocdbt`, which reads what is encoded here; what it writes
-is decoded here if its nodes are not compressed. Numbers are varints (seven bits a byte, the lowest
-first) unless a width is given; `[n]` is a list of n, field by field.
+The format is that of TensorStore's driver `ocdbt`, which reads the result. Nodes that TensorStore
+compressed are not decoded here. Numbers are varints (seven bits a byte, the lowest first) unless a
+width is given; `[n]` is a list of n, field by field.
 
     file        magic uint32be, length uint64le, version 0, compression 0 (1: zstd), body,
                 CRC-32C uint32le
@@ -15,7 +15,7 @@ first) unless a width is given; `[n]` is a list of n, field by field.
     keys        count, bytes shared with the key before [n - 1], further bytes [n], (above a leaf:
                 bytes that all keys below share [n],) the further bytes of all
     files       as keys: count, shared [n - 1], further [n], of these bytes of the directory [n],
-                the bytes; names in a node begin in the directory of the file that it lies in
+                the bytes; relative to the directory of the file with the node
     place       file [n], offset [n], size [n]
     statistics  keys [n], bytes of nodes [n], bytes of values in files [n], of all below
 """
@@ -46,14 +46,14 @@ _HEAD: Final = struct.Struct("<4sQ2x")  # of a file that is not compressed
 _ARITY_LOG2: Final = 4
 # The compression of nodes that TensorStore would add. Each node says what it has; ours have none.
 _ZSTD: Final = b"\x01" + struct.pack("<i", 0)
-# Our names of directories, and TensorStore's of files. Others are left to TensorStore.
+# Our names of directories, and TensorStore's of files. TensorStore reads databases with others.
 _FILE: Final = re.compile(
     r"((?:ocdbt\.process_(?:\d{1,9}(?:\.[0-9a-f]{16})?|held)/)?)d/n?[0-9a-f]{32}"
 )
 _VARINT_BYTES: Final = 9  # 63 bits
 _MOST: Final = 1 << 60  # of an offset, a size or a count
-# The keys of a node take so many times its bytes at most, or this many: each can repeat most of the
-# one before it at the cost of a few bytes.
+# The limit on the bytes of all keys of a node, as a multiple of its own, or in bytes if that is
+# more: a key can repeat the one before it at the cost of a few bytes.
 _MOST_SHARED: Final = 256
 _SOME_SHARED: Final = 1 << 20
 
@@ -209,7 +209,7 @@ def _varints(numbers: Iterable[int]) -> bytes:
 
 
 class Foreign(Exception):
-    """Only TensorStore can decode the database: it has forms that ours have not."""
+    """Only TensorStore can decode the database, since ours have other forms."""
 
 
 class Root(NamedTuple):
@@ -234,7 +234,7 @@ def is_compressed(data: bytes) -> bool:
 
 
 def folder_of(file: str) -> str:
-    """Returns the directory, with its slash, of the database that has written a file."""
+    """Returns the directory, with its slash, of the database with a file of nodes or values."""
     return file[: file.rfind("d/")]
 
 
@@ -275,8 +275,8 @@ def decode_node(data: bytes, folder: str, prefix: bytes) -> Node:
     """Decodes a node, unless it is compressed.
 
     Args:
-        folder: Of the database that wrote it, with a slash; its references begin there.
-        prefix: What all its keys begin with; it does not repeat that.
+        folder: The directory of its database, with a slash; its references are relative to that.
+        prefix: The beginning of all its keys, which the node above has.
 
     Raises:
         ValueError: it is damaged.
@@ -285,7 +285,7 @@ def decode_node(data: bytes, folder: str, prefix: bytes) -> Node:
     fields = _Fields(_body(data, _NODE))
     height = fields.text(1)[0]
     files = fields.files(folder)
-    texts, common = fields.strings(marked=height > 0)
+    texts, common = fields.strings(marked=height > 0, before=len(prefix))
     if not texts or any(map(operator.ge, texts, texts[1:])):
         raise ValueError("it has no keys, or not in order")
     if height:
@@ -338,8 +338,12 @@ class _Fields:
         self.at += size
         return found
 
-    def strings(self, *, marked: bool) -> tuple[list[bytes], list[int]]:
-        """Returns texts that share their beginnings, and the number that each has if marked."""
+    def strings(self, *, marked: bool, before: int = 0) -> tuple[list[bytes], list[int]]:
+        """Returns texts that share their beginnings, and the number that each has if marked.
+
+        Args:
+            before: Bytes that will be put before each text.
+        """
         size = len(self.body)
         if not (count := int(self.numbers(1)[0])):
             return [], []
@@ -349,7 +353,7 @@ class _Fields:
         lengths = shared + further
         if (shared[1:] > lengths[:-1]).any() or (marks > lengths).any():
             raise ValueError("a text shares more than there is")
-        if lengths.sum() > max(_SOME_SHARED, _MOST_SHARED * size):
+        if (lengths + before).sum() > max(_SOME_SHARED, _MOST_SHARED * size):
             raise ValueError("its texts are too long")
         text, last, start, found = self.text(int(further.sum())), b"", 0, []
         for stop, common in zip(further.cumsum().tolist(), shared.tolist(), strict=True):

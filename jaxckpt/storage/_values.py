@@ -1,11 +1,11 @@
 """Finds the values of databases of chunks by their trees, with our own requests.
 
 A tree is read level by level, in as many round trips as it has levels. TensorStore only decodes
-nodes that it compressed: those of several processes' checkpoints by older releases.
+nodes that it compressed: older releases let it merge the databases of several processes.
 
-A damaged or malicious tree cannot take long, or much memory: its nodes lie apart from one another,
-so that none is read twice; it has as many keys as its manifest states; and `format.ocdbt` limits
-what a node can be decoded to.
+A damaged or malicious tree takes neither long nor much memory. Its nodes must not overlap, so that
+none is read twice; it must have as many keys as its manifest states; and `format.ocdbt` limits the
+size of a decoded node.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def find_values(
     """Returns the values of a database, or their places.
 
     Args:
-        path: Of the directory to which places are relative.
-        folders: The directories of databases in it, each with a slash, to find the values of all.
+        path: The directory to which places are relative.
+        folders: Directories of databases in it, each with a slash; their values are united.
 
     Returns:
         None if there are more keys than `max_keys`, or if only TensorStore can find the values.
@@ -118,7 +118,7 @@ def _batches(path: str, level: Sequence[_Reference]) -> Iterator[list[_Reference
 def _take(
     storage: Storage, path: str, some: Sequence[_Reference], found: Values, most: int
 ) -> Iterator[_Reference]:
-    """Adds the values in nodes, of which there are so many; yields the nodes below."""
+    """Adds the values in nodes, up to `most` in all; yields references to the nodes below."""
     calls = [partial(read_place, storage, path, node.place) for node in some]
     for (place, prefix, height), data in zip(some, storage.together(calls), strict=True):
         where = f"{path}/{place.file}: the node at {place.offset}"
