@@ -112,7 +112,7 @@ class Timing:
         slowest = "" if self.slowest is None else f"; slowest was process {self.slowest}"
         return (
             f"{verb} {self.path}: {self.total_bytes} bytes here in {self.seconds:.2f} s, "
-            f"{self.gb_per_s:.2f} GB/s ({phases} s{slowest})"
+            f"{size_text(self.gb_per_s * 1e9)}/s ({phases} s{slowest})"
         )
 
 

@@ -174,7 +174,7 @@ def test_times_are_stacked_by_phase():
     assert bars == [(0.0, 0.5), (0.5, 1.0), (1.5, 0.25), (1.75, 0.25)]
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
     assert legend == ["snapshot", "write", "commit", "other"]
-    assert [text.get_text().strip() for text in ax.texts] == ["0.50 GB/s"]
+    assert [text.get_text().strip() for text in ax.texts] == ["500 MB/s"]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["step 7"]
     assert ax.get_xlabel() == "seconds"
 

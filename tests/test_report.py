@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -136,6 +137,36 @@ def test_a_report_says_how_fast_and_how_often_was_saved(run):
     assert facts["save interval"] == "100 steps, 1.5 min, median of the steps that are here"
     assert facts["rate"] == "1.5 GB/s, median of the saves"
     assert re.fullmatch(r"[\d.]+ [kMGT]?B, room for [\d,]+ steps? like the newest", facts["free"])
+
+
+def test_a_report_leaves_out_how_long_a_save_waited(run):
+    """Neither the rate nor the chart counts the time behind earlier saves."""
+    seen = overview(run)
+    phases = {"snapshot": 0.5, "wait": 98.0, "write": 1.5}
+    steps = tuple(replace(step, size_bytes=3 * 10**9, phases=phases) for step in seen.steps)
+
+    html = report_module._page(replace(seen, steps=steps), str(run), None, now_s=0.0)
+
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", html))
+    assert facts["rate"] == "1.5 GB/s, median of the saves"
+    legend = re.search(r"jc-key\">(.*?)</div>", sections(html)["Time and size of each save"])[1]
+    assert [text for text in Outline(legend).texts if text.strip()] == ["snapshot", "write"]
+
+
+def test_a_report_that_cannot_be_written_names_its_file(run, tmp_path):
+    """A full disk reports no file by itself; here it is the limit of a file's size."""
+    code = """
+import resource, sys
+from jaxckpt.integrations.report import report
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+report(sys.argv[1], sys.argv[2])
+"""
+    command = [sys.executable, "-c", code, str(run), str(tmp_path / "report.html")]
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.stderr.strip().endswith(f"File too large: '{tmp_path / 'report.html'}'")
+    assert not [path for path in tmp_path.iterdir() if "report.html" in path.name]
 
 
 def test_a_report_shows_values_and_json_items(tmp_path):

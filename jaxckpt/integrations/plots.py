@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from jaxckpt._core.text import size_text
 from jaxckpt._run.overview import overview
 from jaxckpt.errors import needing
 from jaxckpt.format.sharding import SavedSharding
@@ -167,7 +168,7 @@ def timings(timings: Sequence[Timing], ax: Axes | None = None) -> Axes:
     ax.margins(x=0.16)
     for i, one in enumerate(shown):
         end = left[i] + rest[i]
-        words = f" {one.gb_per_s:.2f} GB/s" if one.total_bytes else ""
+        words = f" {size_text(one.gb_per_s * 1e9)}/s" if one.total_bytes else ""
         ax.text(end, i, words, va="center", fontsize="small", color=_ink(ax))
     ax.set_xlabel("seconds")
     ax.set_xlim(left=0)

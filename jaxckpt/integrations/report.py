@@ -102,9 +102,11 @@ def report(
             # A file name may contain bytes that are not text.
             stream.write(page.encode("utf-8", "replace").decode())
         os.replace(part, file)
-    except BaseException:
+    except BaseException as error:
         if os.path.exists(part):
             os.remove(part)
+        if isinstance(error, OSError) and error.errno and error.filename is None:  # from `write`
+            raise OSError(error.errno, os.strerror(error.errno), file) from error
         raise
 
 
@@ -222,8 +224,13 @@ def _interval_text(whole: Sequence[StepOverview]) -> str:
 
 def _bytes_per_s(step: StepOverview) -> float | None:
     """Returns the rate of a save, or None if its phases are not recorded."""
-    seconds = sum(step.phases.values())
+    seconds = sum(_work(step).values())
     return step.size_bytes / seconds if seconds > 0 else None
+
+
+def _work(step: StepOverview) -> dict[str, float]:
+    """Returns the phases of a save without that in which it waited for earlier saves."""
+    return {name: seconds for name, seconds in step.phases.items() if name != "wait"}
 
 
 def _words(values: Mapping[str, object]) -> str:
@@ -309,7 +316,7 @@ def _extremes(values: Sequence[tuple[int, float]]) -> str:
 
 def _costs(steps: Sequence[StepOverview]) -> str:
     figures = []
-    times = [Bar(label=f"{step.step:,}", parts=step.phases) for step in steps if step.phases]
+    times = [Bar(label=f"{step.step:,}", parts=_work(step)) for step in steps if step.phases]
     if drawn := _svg.bar_chart(times, label="seconds of each save by phase"):
         colours = _palette.phase_colours(name for bar in times for name in bar.parts)
         legend = "".join(
