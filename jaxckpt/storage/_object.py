@@ -132,7 +132,7 @@ class ObjectStorage:
     def kind(self, path: str) -> EntryKind | None:
         if path == self.root:  # no object
             return "dir"
-        below = pool().submit(self._first_below, path)
+        below = pool().submit(partial(self._first_below, path))
         try:
             self._head(path)
         except FileNotFoundError:

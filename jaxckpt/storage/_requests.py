@@ -6,6 +6,7 @@ write is sent again only after an error; an earlier try may then have acted.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import os
@@ -15,8 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import lru_cache
+from queue import SimpleQueue
 from typing import Any, Final, Literal, TypeVar, final
 
 from jaxckpt.errors import StoreError
@@ -44,6 +46,7 @@ _HEDGE_FLOOR_S: Final = 0.01
 _HEDGE_BYTES: Final = 0.05  # of the bytes read
 _PEERS: Final = 64
 _LEAST_PEERS: Final = 4
+_LAST_S: Final = 2.0  # how long the end of the program waits for requests under way
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 _FINAL: Final = re.compile(r"status code: (?!408|409|425|429)4\d\d|NotImplemented|non-partial")
@@ -56,28 +59,88 @@ _CREDENTIALS: Final = re.compile(
 )
 
 
+@final
+class Threads:
+    """Threads that make calls, up to a number at once.
+
+    They are daemons: those of an executor hold the end of the program until a store that does not
+    answer is given up.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most, self._name = most, name
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._lock = threading.Lock()  # guards the two below
+        self._started = 0
+        self._under_way: set[Future[Any]] = set()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Lets a thread make a call."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._under_way.add(future)
+            starts = not self._idle.acquire(blocking=False) and self._started < self._most
+            self._started += starts
+        future.add_done_callback(self._forget)
+        if starts:
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter is ending, and starts no more threads
+                _make(future, call)
+                return future
+        self._calls.put((future, call))
+        return future
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._under_way.discard(future)
+
+    def _work(self) -> None:
+        while True:
+            future, call = self._calls.get()
+            _make(future, call)
+            del future, call  # refer to the result
+            self._idle.release()
+
+    def under_way(self) -> list[Future[Any]]:
+        """Returns the calls that have not ended."""
+        with self._lock:
+            return list(self._under_way)
+
+
+def _make(future: Future[T], call: Callable[[], T]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # raised where the result is awaited
+        future.set_exception(error)
+    finally:
+        del future  # refers to the error, whose traceback refers to this frame
+
+
 # Three kinds of threads, so that none waits for another of its kind.
 
 
 @lru_cache(maxsize=1)
-def pool() -> ThreadPoolExecutor:
+def pool() -> Threads:
     """Returns the threads that wait for answers."""
-    return ThreadPoolExecutor(2 * REQUESTS_AT_ONCE, thread_name_prefix="jaxckpt-store")
+    return Threads(2 * REQUESTS_AT_ONCE, "jaxckpt-store")
 
 
 @lru_cache(maxsize=1)
-def callers() -> ThreadPoolExecutor:
+def callers() -> Threads:
     """Returns the threads that send several requests of one call."""
-    return ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="jaxckpt-calls")
+    return Threads(REQUESTS_AT_ONCE, "jaxckpt-calls")
 
 
 @lru_cache(maxsize=1)
-def outer_callers() -> ThreadPoolExecutor:
+def outer_callers() -> Threads:
     """Returns the threads that make several calls."""
-    return ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="jaxckpt-together")
+    return Threads(REQUESTS_AT_ONCE, "jaxckpt-together")
 
 
-def all_of(threads: ThreadPoolExecutor, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+def all_of(threads: Threads, calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Makes calls at the same time; waits for all of them, also after an error."""
     if len(calls) == 1:
         return [calls[0]()]
@@ -100,8 +163,16 @@ def _check_not_forked(what: str, path: str) -> None:
         )
 
 
-for _threads in (pool, callers, outer_callers):
-    os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked child lacks them
+_KINDS: Final = (pool, callers, outer_callers)
+for _kind in _KINDS:
+    os.register_at_fork(after_in_child=_kind.cache_clear)  # a forked child lacks the threads
+
+
+@atexit.register
+def _end() -> None:
+    """Waits briefly: a request that returns to an ending interpreter can abort the process."""
+    known = [kind() for kind in _KINDS if kind.cache_info().currsize]
+    wait([call for threads in known for call in threads.under_way()], _LAST_S)
 
 
 @final
@@ -114,6 +185,7 @@ class Requests:
 
     def __init__(self, name: str, settings: StoreSettings) -> None:
         self.hedged = 0  # reads that were sent twice
+        self.heard_s = 0.0  # when the store answered last
         self._name = name
         self._settings = settings
         self._lock = threading.Lock()  # guards the three below, and `hedged`
@@ -158,13 +230,16 @@ class Requests:
         started_s = time.monotonic()
         for n in range(1, tries + 1):
             try:
-                return call()
+                answer = call()
             except Exception as error:
                 waited_s = time.monotonic() - started_s
                 pause_s = min(_FIRST_PAUSE_S * 2**n, _LONGEST_PAUSE_S) * random.uniform(0.5, 1)
                 is_last = n == tries or waited_s + pause_s >= self._settings.timeout_s
                 if is_last or not _may_pass(error):
                     raise self._explained(error, what, path, waited_s, n) from error
+            else:
+                self.heard_s = time.monotonic()
+                return answer
             time.sleep(pause_s)
         raise AssertionError
 
