@@ -201,8 +201,9 @@ def test_an_upload_is_given_up_after_its_time(tmp_path, local, store):
     with CheckpointManager(tmp_path / "run", local=local, durable_timeout_s=0.05) as manager:
         store.away = OSError(errno.EACCES, "no permission")
         handle = manager.save(1, state(1))
-        with pytest.raises(OSError, match="no permission"):
+        with pytest.raises(OSError, match="no permission") as caught:
             handle.durable(60)
+        assert f"jaxckpt upload {local} {tmp_path / 'run'}" in caught.value.__notes__[0]
         manager.save(2, state(2)).result()
         while manager._tiers.uploads.steps():
             threading.Event().wait(0.01)
@@ -421,6 +422,115 @@ def test_a_run_goes_on_while_its_directory_is_away(tmp_path, local, store):
         handle.durable()
         assert manager.tiers["durable"] == [1, 2]
         assert any("cannot be reached" in problem for problem in manager.problems)
+
+
+def test_a_start_does_not_wait_for_a_directory_that_does_not_answer(
+    tmp_path, local, store, monkeypatch
+):
+    """What is known comes at once; the first upload that gets through opens the run there."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+    monkeypatch.setattr("jaxckpt._run.root.AWAY_S", 0.2)
+    store.answers.clear()
+
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager._directory.reach.away_s = 60.0  # from now on nothing waits for it
+        assert manager.restore_or(lambda: state(0))[1] == 1
+        assert manager.tiers == {"local": [1], "durable": None, "waiting": [1]}
+        assert (manager.all_steps(), manager.latest_step()) == ([1], 1)
+        handle = manager.save(2, state(2))
+        handle.result(60)
+        assert manager.save(2, state(2)) is None
+        with pytest.raises(ValueError, match="older than step 2"):
+            manager.save(0, state(0), force=True)
+        assert not store.answers.is_set()
+        assert any("newer ones" in problem for problem in manager.problems)
+        store.answers.set()
+        handle.durable(60)
+        assert manager.tiers == {"local": [1, 2], "durable": [1, 2], "waiting": []}
+    with CheckpointManager(tmp_path / "run") as manager:
+        assert manager.problems == []
+
+
+def test_a_reader_does_not_wait_for_a_directory_that_does_not_answer(
+    tmp_path, local, store, monkeypatch
+):
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+    monkeypatch.setattr("jaxckpt._run.root.AWAY_S", 0.2)
+    store.answers.clear()
+
+    with CheckpointManager(tmp_path / "run", local=local, mode="r") as reader:
+        assert reader.restore()["step"] == 1
+        assert reader.tiers["durable"] is None
+
+
+def test_a_job_without_local_steps_waits_for_its_directory(tmp_path, local, store, monkeypatch):
+    """It would begin the run anew otherwise."""
+    monkeypatch.setattr("jaxckpt._run.root.AWAY_S", 0.0)
+    store.answers.clear()
+    threading.Timer(0.2, store.answers.set).start()
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        assert store.answers.is_set()
+        manager._directory.reach.away_s = 60.0
+        assert manager.all_steps() == []
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ENOTDIR, errno.ENOSPC])
+def test_a_directory_that_refuses_is_away_too(tmp_path, local, store, code):
+    """No permission, a file in its place or a full disk: the run goes on with its local steps."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+    store.away = OSError(code, os.strerror(code))
+    with pytest.raises(OSError, match=os.strerror(code)):
+        CheckpointManager(tmp_path / "run", local=tmp_path / "empty")
+
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        assert manager.restore()["step"] == 1
+        handle = manager.save(2, state(2))
+        handle.result(60)
+        store.away = None
+        handle.durable(60)
+        assert manager.tiers["durable"] == [1, 2]
+
+
+def test_an_upload_does_not_pass_newer_steps_of_another_job(tmp_path, local, store):
+    """They were saved elsewhere, and could not be seen when this job began."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+    with CheckpointManager(tmp_path / "run") as other:
+        other.save(10, state(10))
+    store.away = OSError(errno.EIO, "away")
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        handle = manager.save(2, state(2))
+        handle.result(60)
+        store.away = None
+        with pytest.raises(SaveFailed, match="another job has saved step 10"):
+            handle.durable(60)
+
+
+def test_closing_does_not_wait_for_a_lock_in_a_directory_that_does_not_answer(
+    tmp_path, local, store, monkeypatch
+):
+    """The thread that asks for it gives it back if it still gets it."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+    monkeypatch.setattr("jaxckpt._run.root.AWAY_S", 0.2)
+    store.answers.clear()
+    manager = CheckpointManager(tmp_path / "run", local=local, durable_timeout_s=0.1)
+    told = []
+    try:
+        manager.close()
+    except CheckpointTimeout as error:  # else the upload was given up before
+        told.append(str(error))
+    told += [one for one in manager.problems if "steps [1] are not uploaded" in one]
+    assert f"jaxckpt upload {local} {tmp_path / 'run'}" in told[0]
+    asking = [one for one in threading.enumerate() if one.name.startswith("jaxckpt-ask")]
+    assert len(asking) == 1
+    store.answers.set()
+    asking[0].join(60)
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        assert not any("running job" in problem for problem in manager.problems)
 
 
 def test_steps_are_pinned_and_deleted_in_both_places(tmp_path, local):
@@ -670,12 +780,33 @@ def test_the_newest_stay_in_the_queue(waiting, most):
 
 
 @pytest.mark.multihost
+def test_processes_learn_that_the_directory_does_not_answer(
+    run_processes, start_processes, tmp_path
+):
+    """Process 0 asks it; none waits for it again."""
+    run_processes("tiers:train", count=2, args=[tmp_path, 5])
+    job = start_processes("tiers:resume_away", count=2, args=[tmp_path])
+    for process in (0, 1):
+        job.wait_for(process, "saved")
+    job.release("answers")
+    done = [one.result for one in job.wait()]
+
+    away = {"local": [4, 5], "durable": None}
+    assert [one["step"] for one in done] == [5, 5]
+    assert [one["steps"] for one in done] == [[4, 5], [4, 5]]
+    assert [{**one["away"], **away} == one["away"] for one in done] == [True, True]
+    assert (done[0]["asked"] > 0, done[1]["asked"]) == (True, 0)
+    assert [one["tiers"]["durable"] for one in done] == [[2, 4, 5, 6]] * 2
+
+
+@pytest.mark.multihost
 def test_processes_share_a_local_directory(run_processes, tmp_path):
     """They agree on what is durable, on the newest step, and go on without the local disk."""
     first = run_processes("tiers:train", count=2, args=[tmp_path, 5])
     tiers = {"local": [4, 5], "durable": [2, 4], "waiting": []}
     assert [done.result for done in first] == [{"start": 0, "tiers": tiers}] * 2
-    assert CheckpointManager(tmp_path / "local").problems == []
+    with CheckpointManager(tmp_path / "local") as manager:
+        assert manager.problems == []
 
     damage(tmp_path / "local" / "5")
     again = [done.result for done in run_processes("tiers:resume", count=2, args=[tmp_path])]

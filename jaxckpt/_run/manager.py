@@ -40,7 +40,15 @@ from jaxckpt._run.index import StepIndex, check_root, run_metadata
 from jaxckpt._run.owner import FORKED
 from jaxckpt._run.resume import ItemsReading, Resume, StateReading, shapes_of, watch
 from jaxckpt._run.retention import KeepPolicy
-from jaxckpt._run.root import DURABLE, LOCAL, Root, check_local, newest_of, open_roots
+from jaxckpt._run.root import (
+    DURABLE,
+    LOCAL,
+    Root,
+    check_local,
+    newest_of,
+    open_roots,
+    reachable,
+)
 from jaxckpt._run.saver import Saver
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.scrub import scrub
@@ -201,10 +209,11 @@ class CheckpointManager:
                         self._roots = (share, self._directory)
             opened = open_roots(self._roots, self._processes, metadata, timeout_s=timeout_s)
         else:
-            for one in self._roots:
-                if check_root(one.index.storage, one.index.root) is None:
-                    where = one.index.root
-                    one.index.warn(f"{where} does not exist yet; a job that saves there makes it")
+            there = reachable(
+                self._roots, lambda one: check_root(one.index.storage, one.index.root)
+            )
+            for index in [self._roots[i].index for i, found in there.items() if found is None]:
+                index.warn(f"{index.root} does not exist yet; a job that saves there makes it")
             opened = {"session": "", "newest": None, "local_only": None, "owned": True}
         self._resume = Resume(
             roots=self._roots,
@@ -602,12 +611,15 @@ class CheckpointManager:
         return any(root.index.is_whole(step) for root in self._roots)
 
     @property
-    def tiers(self) -> dict[str, list[int]]:
+    def tiers(self) -> dict[str, list[int] | None]:
         """The steps in each place: "local" and "durable", and those "waiting" to be uploaded.
 
-        Without `local`, all steps are durable.
+        "durable" is None while the directory behind `local` is away. Without `local`, all steps are
+        durable.
         """
-        found = {root.tier: root.index.steps() for root in self._roots}
+        nearest, *others = self._roots
+        found = {nearest.tier: nearest.index.steps()}
+        found |= {root.tier: root.known_steps() for root in others}
         waiting = [] if self._tiers is None else self._tiers.uploads.steps()
         return {LOCAL: [], **found, "waiting": waiting}
 

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Final, NoReturn, Protocol, final
 
 from jaxckpt._disk import removal as _removal
@@ -27,6 +28,7 @@ from jaxckpt._disk.transaction import refuse_inside
 from jaxckpt._run.deletion import Deletion, check_folder
 from jaxckpt._run.index import Listing, StepIndex, check_root, write_run_metadata
 from jaxckpt._run.leases import Leases
+from jaxckpt._run.reach import Reach
 from jaxckpt._save.handle import is_under_way
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed, is_full
 from jaxckpt.format import names, run
@@ -302,9 +304,11 @@ class Ownership:
             self._is_sure = True
 
     def _refuse_older(self, step: int) -> None:
-        listing = self._index.listing()
-        newest = self._index.newest(listing)
-        if newest is not None and newest > step and step not in listing.steps:
+        index, listing = self._index, self._index.listing()
+        newest = index.newest(listing)
+        if newest is None or newest <= step:
+            return
+        if index.state(listing, step) != "committed":  # in a store, its files may be there
             raise SaveFailed(
                 f"{self._index.path(step)}: another job has saved step {newest} since this job "
                 "opened the run. Only one job may write to a run; restore before continuing."
@@ -389,12 +393,15 @@ class Ownership:
             return not self._half
         return names.is_lease(entry) and self._leases.read(entry) is None
 
+    def doubt(self) -> None:
+        """Lets the next commit look for later steps: the run was not listed when the job began."""
+        self._is_sure = False
+
     def close(self) -> None:
         """Releases the lock."""
-        if self._hold is not None:
-            self._hold.release()
-            self._hold = None
-        self._closed = True
+        hold, self._hold, self._closed = self._hold, None, True
+        if hold is not None:
+            hold.release()
 
 
 class _NoHold:
@@ -428,12 +435,25 @@ class Opening:
         self._processes = processes
         self._key = self._index.storage.scheme, self._index.root, processes.index
         self._ending = threading.RLock()  # held while it ends; a signal handler may end it too
+        self._reach: Reach | None = None  # of a place that the job can do without
+        self._beginning = threading.Lock()  # held while a thread opens the run
 
-    def open(self, metadata: Mapping[str, Any] | None, *, timeout_s: float) -> Any:  # JSON
+    def open(
+        self,
+        metadata: Mapping[str, Any] | None,
+        *,
+        timeout_s: float,
+        reach: Reach | None = None,
+    ) -> Any:  # JSON
         """Opens the run for writing in process 0; returns its newest step to all processes.
 
         First ends this process's earlier opening for writing, after its saves.
+
+        Args:
+            reach: Given if the job can do without the place. If it cannot be used, the result has
+                the reason as "away"; the first upload that gets through opens the run.
         """
+        self._reach = reach
         with _open_lock:
             earlier = _open.get(self._key)
             _open[self._key] = self
@@ -444,24 +464,8 @@ class Opening:
         try:
             with leading(self._processes, name, place=root, timeout_s=timeout_s) as led:
                 if self._processes.index == 0:
-                    listing = self._owner.open()
-                    with _unless_full(index):
-                        if (folder := self._deletion.folder) is not None:
-                            check_folder(index, folder)
-                    index.note_strays(
-                        listing, besides=[self._deletion.move_to, *self._owner.spared_work]
-                    )
-                    with _unless_full(index):
-                        if metadata:
-                            write_run_metadata(index, metadata)
-                    if (newest := index.newest(listing)) is not None:
-                        self._owner.finish_commit(newest)
-                    led.value = {
-                        "session": secrets.token_hex(8),
-                        "newest": newest,
-                        "owned": not self._owner.is_guest,
-                        "naming": None if index.naming is None else asdict(index.naming),
-                    }
+                    found = self._begin_or_go_on(metadata)
+                    led.value = {"session": secrets.token_hex(8), **found}
         except BaseException:
             self.ended = "it could not open the run"  # the next manager does not wait for it
             self._owner.close()
@@ -470,6 +474,47 @@ class Opening:
         if opened["naming"] is not None:
             index.naming = StepNames(**opened["naming"])
         return opened
+
+    def _begin_or_go_on(self, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+        if self._reach is None:
+            return self._begin(metadata)
+        try:
+            return self._reach.ask(partial(self._begin, metadata))
+        except CorruptCheckpoint:
+            raise
+        except OSError as error:
+            self._owner.doubt()
+            silent = bool(self._reach.away)
+            return {"newest": None, "naming": None, "away": str(error), "silent": silent}
+
+    def _begin(self, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+        index = self._index
+        with self._beginning:
+            listing = self._owner.open()
+        if self.ended:  # while the place did not answer
+            self._owner.close()
+            return {}
+        with _unless_full(index):
+            if (folder := self._deletion.folder) is not None:
+                check_folder(index, folder)
+        index.note_strays(listing, besides=[self._deletion.move_to, *self._owner.spared_work])
+        with _unless_full(index):
+            if metadata:
+                write_run_metadata(index, metadata)
+        if (newest := index.newest(listing)) is not None:
+            self._owner.finish_commit(newest)
+        naming = None if index.naming is None else asdict(index.naming)
+        return {"newest": newest, "naming": naming, "owned": not self._owner.is_guest}
+
+    def open_late(self, timeout_s: float) -> None:
+        """Opens a run that was away when the job began, unless that was done meanwhile."""
+        if not self._beginning.acquire(timeout=timeout_s):
+            raise TimeoutError(f"{self._index.root} has not answered for {timeout_s:g} s")
+        try:
+            if not self._owner.token:
+                self._owner.open()
+        finally:
+            self._beginning.release()
 
     def end(self, why: str) -> None:
         """Waits for the saves under way and releases the run, unless that was done before."""
@@ -487,7 +532,10 @@ class Opening:
                 if self.saves is not None:
                     self.saves.stop()
             finally:
-                self._owner.close()
+                if self._reach is None:
+                    self._owner.close()
+                else:
+                    self._reach.leave(self._owner.close)
                 with _open_lock:
                     if _open.get(self._key) is self:
                         del _open[self._key]

@@ -7,6 +7,7 @@ import posixpath
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from jaxckpt._run.copies import over_disks
@@ -14,13 +15,14 @@ from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.owner import Opening, Ownership
+from jaxckpt._run.reach import AWAY_S, Reach
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.scrub import look
 from jaxckpt._run.shares import steps_on_disk
-from jaxckpt.errors import CheckpointError, is_io_failure
+from jaxckpt.errors import CheckpointError
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Processes, Single, lead, meet
-from jaxckpt.storage import locate
+from jaxckpt.multihost import Processes, Single, meet
+from jaxckpt.storage import heard_s, locate
 from jaxckpt.types import StepInfo
 
 T = TypeVar("T")
@@ -40,6 +42,7 @@ class Root:
     deletion: Deletion
     owner: Ownership
     opening: Opening
+    reach: Reach
     keep: KeepPolicy
     own: bool  # whether each process has another, on a disk of its host
     # Steps that stay whatever the policy says, such as those on their way to another place.
@@ -70,6 +73,7 @@ class Root:
             deletion=deletion,
             owner=owner,
             opening=Opening(owner, deletion, Single() if own else processes),
+            reach=Reach(root, partial(heard_s, storage), away_s=AWAY_S),
             keep=keep,
             own=own,
         )
@@ -129,6 +133,20 @@ class Root:
         self.index.remember(info)
         self.deletion.delete([n for n in self.index.steps() if n not in stay])
 
+    def known_steps(self) -> list[int] | None:
+        """Returns the committed steps, in order; None if the place is away or refuses."""
+        try:
+            return self.reach.ask(self.index.steps)
+        except OSError:
+            return None
+
+    def report_away(self, error: OSError) -> None:
+        """Reports that the steps here are unknown."""
+        self.index.report(
+            f"{self.index.root} cannot be reached, so its steps are unknown, and newer ones may be "
+            f"there: {error}"
+        )
+
     def has(self, step: int) -> bool:
         """Returns whether a step is committed here."""
         return self.index.state(self.index.listing(), step) == "committed"
@@ -152,22 +170,38 @@ class Root:
 def reachable(roots: Sequence[Root], ask: Callable[[Root], T]) -> dict[int, T]:
     """Returns the answer of each root; one that cannot be reached is left out and reported.
 
+    Once a nearer root has an answer, one that does not answer is waited for briefly: see `Reach`.
+
     Raises:
         OSError: a root cannot be reached, and no other has steps: the run would look new.
     """
     answers: dict[int, T] = {}
     failures: dict[int, OSError] = {}
     for i, root in enumerate(roots):
+        is_new = all(answer is None or answer == [] for answer in answers.values())
         try:
-            answers[i] = ask(root)
+            answers[i] = ask(root) if is_new else root.reach.ask(partial(ask, root))
         except OSError as error:
             failures[i] = error
     if failures and all(answer is None or answer == [] for answer in answers.values()):
         raise next(iter(failures.values()))
     for i, error in failures.items():
-        index = roots[i].index
-        index.report(f"{index.root} cannot be reached, so its steps are unknown: {error}")
+        roots[i].report_away(error)
     return answers
+
+
+def is_in_any(roots: Sequence[Root], is_in: Callable[[Root], bool]) -> bool:
+    """Returns whether something is in a root that can be reached; asks the nearest first."""
+    nearest, *others = roots
+    if is_in(nearest):
+        return True
+    for root in others:
+        try:
+            if root.reach.ask(partial(is_in, root)):
+                return True
+        except OSError as error:
+            root.report_away(error)
+    return False
 
 
 def newest_of(roots: Sequence[Root]) -> int | None:
@@ -175,9 +209,9 @@ def newest_of(roots: Sequence[Root]) -> int | None:
 
     Not of those that each process has to itself: other processes may lack it.
     """
-    shared = [root for root in roots if not root.own]
-    found = reachable(shared, lambda root: root.index.newest()).values()
-    return max((step for step in found if step is not None), default=None)
+    found = reachable(roots, lambda root: root.index.newest())
+    shared = (step for i, step in found.items() if not roots[i].own)
+    return max((step for step in shared if step is not None), default=None)
 
 
 def check_local(local: Root, directory: Root) -> None:
@@ -204,25 +238,22 @@ def open_roots(
     directory does not have it, and "owned": False if another job is running, and keeps the run
     until the first save.
 
-    If only the directory cannot be reached, the run goes on with the local steps, if there are any:
+    If only the directory cannot be used, the run goes on with the local steps, if there are any:
     later saves are uploaded when it answers again.
     """
     opened = [_open_local(root, processes, metadata, timeout_s=timeout_s) for root in roots[:-1]]
     last, newest = roots[-1], opened[0]["newest"] if opened else None
     last.owner.spared = newest
-    try:
-        opened.append(last.opening.open(metadata, timeout_s=timeout_s))
-    except Exception as error:
-        is_away = newest is not None and is_io_failure(error)
-        name, place = f"manager {last.index.root}/away", last.index.root
-        if not lead(processes, name, lambda: is_away, place=place, timeout_s=timeout_s):
-            raise
+    reach = None if newest is None else last.reach
+    opened.append(last.opening.open(metadata, timeout_s=timeout_s, reach=reach))
+    if away := opened[-1].get("away"):
+        if opened[-1]["silent"]:  # to process 0; let no other wait for it
+            last.reach.away = away
         last.index.report(
-            f"{place} cannot be reached; the run continues with its local steps. If newer ones are "
-            f"there, stop this job: {error}"
+            f"{last.index.root} cannot be reached; the run continues with its local step {newest}. "
+            f"If newer ones are there, stop this job: {away}"
         )
-        last.opening.ended = ""  # it is opened by the first upload that gets through
-    there = opened[-1]["newest"] if len(opened) == len(roots) else None
+    there = opened[-1]["newest"]
     is_behind = newest is not None and (there is None or there < newest)
     return {
         "session": opened[-1]["session"],

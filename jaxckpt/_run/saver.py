@@ -18,7 +18,7 @@ from jaxckpt._disk.data_files import LinkFailed
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._run import items as _items
 from jaxckpt._run.preemption import Notice, Preemption
-from jaxckpt._run.root import Root, newest_of
+from jaxckpt._run.root import Root, is_in_any, newest_of
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
 from jaxckpt._run.tiers import Tiers
 from jaxckpt._run.uploads import Upload
@@ -172,7 +172,7 @@ class Saver:
         def is_there() -> bool:
             saving = [handle.step for handle in self.under_way() if not handle.refused]
             # Not from memory: another program may have deleted it.
-            return step in saving or any(root.has(step) for root in self._roots)
+            return step in saving or is_in_any(self._roots, lambda root: root.has(step))
 
         root = self._index.root
         name = f"manager {self.session}/there"
@@ -380,7 +380,7 @@ class Saver:
             floor = -1 if self.floor is None else self.floor
             if step > floor:
                 return
-        if step == floor or any(step in root.index.listing().steps for root in self._roots):
+        if step == floor or is_in_any(self._roots, lambda root: step in root.index.listing().steps):
             path = self._index.path(step)
             raise StepExists(f"{path} already exists or is being saved; it was not changed")
         raise ValueError(

@@ -29,7 +29,7 @@ from jaxckpt._run.upload import GaveWay, Pace, already_there, checked, copy_run_
 from jaxckpt._save import ending
 from jaxckpt._save.failure import Failure, hear
 from jaxckpt._save.handle import SaveHandle
-from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, SaveFailed, is_io_failure
+from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, CorruptCheckpoint, SaveFailed
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Json, Processes, lead
 from jaxckpt.types import StepInfo
@@ -78,6 +78,7 @@ class Uploads:
         self._waiting: list[Upload] = []
         self._current: Upload | None = None
         self._failures: list[Failure] = []
+        self._given_up: list[int] = []  # steps whose upload ended with an error
         self._pause_s = 0.0
         self._next_s = 0.0  # when the next upload may begin, of all processes together
         self._is_stopped = False
@@ -208,8 +209,7 @@ class Uploads:
         name, place = f"upload {one.path}/{one.number}", one.path
 
         def is_there() -> bool:
-            if not target.owner.token:  # the directory could not be reached before
-                target.owner.open()
+            self._open_late()
             if not target.index.is_committed(step):
                 return False
             found = find(source.index.storage, source.index.check_step(step))
@@ -304,14 +304,15 @@ class Uploads:
             )
             if not self.under_way():
                 return
+        raise CheckpointTimeout(self._left(self.steps(), f" after {limit_s:g} s"))
+
+    def _left(self, steps: Sequence[int], when: str = "") -> str:
+        """Returns which steps are not uploaded, and what to do about it."""
         source, target = self._source.index.root, self._target.index.root
         later = f"To upload them later: jaxckpt upload {source} {target}"
         if self._source.own:
             later = "The next job on the same hosts uploads the newest"
-        raise CheckpointTimeout(
-            f"{target}: steps {self.steps()} are not uploaded after {limit_s:g} s; they are in "
-            f"{source}. {later}"
-        )
+        return f"{target}: steps {steps} are not uploaded{when}; they are in {source}. {later}"
 
     def is_own_thread(self) -> bool:
         """Returns whether the uploading thread calls."""
@@ -329,6 +330,8 @@ class Uploads:
                 self.drive(lambda: False, self.timeout_s)
             if self.leads:
                 self.finish()
+                if left := [n for n in self._given_up if self.newest is None or n > self.newest]:
+                    self._source.index.report(self._left(left))
         finally:
             with self._changed:
                 self._is_stopped = True
@@ -350,6 +353,7 @@ class Uploads:
             self._again_or_end(one, error)
         else:
             self._pause_s = self._next_s = 0.0
+            self._target.reach.answered()
             self.note_committed(one)
 
     def _next(self) -> Upload | None:
@@ -367,8 +371,7 @@ class Uploads:
 
     def _send(self, one: Upload) -> None:
         source, target, step = self._source, self._target, one.step
-        if not target.owner.token:
-            target.owner.open()
+        self._open_late()
         start_s = time.monotonic()
         with source.leases.hold(step):
             fence = self._fence(one)
@@ -379,6 +382,11 @@ class Uploads:
         sent = f"sent {done.sent_bytes} bytes in {seconds:.2f} s, found {done.found_bytes}"
         _logger.info("uploaded %s: %s", done.path, sent)
         target.committed(StepInfo(step=step, saved_s=time.time(), metrics=one.metrics))
+
+    def _open_late(self) -> None:
+        """Opens the directory if it could not be reached when the job began."""
+        if not self._target.owner.token:
+            self._target.opening.open_late(self.timeout_s)
 
     def _fence(self, one: Upload) -> Callable[[], None]:
         def check() -> None:
@@ -415,8 +423,13 @@ class Uploads:
             is_current = one is self._current
             one.error = error
             was_deleted = isinstance(error, CheckpointNotFound)
+            left = ""
+            if error is not None and is_current and _may_pass(error):
+                left = self._left([one.step])
+                error.add_note(left)
+                self._given_up.append(one.step)
             if error is not None and (was_deleted or not one.is_ours):
-                self._source.index.report(f"{one.path} was not uploaded: {error}")
+                self._source.index.report(f"{one.path} was not uploaded: {error}. {left}".rstrip())
             elif error is not None and is_current:
                 one.failure = Failure(error, one.caller)
                 self._failures.append(one.failure)
@@ -429,4 +442,5 @@ class Uploads:
 def _may_pass(error: BaseException) -> bool:
     """Returns whether a later try may succeed: a storage failed, and nothing refused the step."""
     cause = error.__cause__ if isinstance(error, SaveFailed) and error.__cause__ else error
-    return isinstance(cause, TimeoutError) or is_io_failure(cause)
+    is_about_the_step = isinstance(cause, CorruptCheckpoint | FileNotFoundError | FileExistsError)
+    return isinstance(cause, OSError) and not is_about_the_step

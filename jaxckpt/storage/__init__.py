@@ -43,6 +43,7 @@ __all__ = [
     "beside",
     "files_in",
     "free_bytes",
+    "heard_s",
     "is_temporary_file",
     "listing",
     "locate",
@@ -162,6 +163,12 @@ def free_bytes(path: str) -> int | None:
         return ask()(shutil.disk_usage, path).free
     except OSError:
         return None
+
+
+def heard_s(storage: Storage) -> float:
+    """Returns when a bucket last answered, by `time.monotonic`; 0.0 for places without requests."""
+    requests = getattr(storage, "requests", None)
+    return 0.0 if requests is None else requests.heard_s
 
 
 def real(storage: Storage, path: str) -> str:

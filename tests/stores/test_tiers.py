@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import subprocess
+import sys
 import threading
 import time
 
@@ -11,7 +13,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy
-from jaxckpt.errors import StoreError
+from jaxckpt.errors import SaveFailed, StoreError
 from jaxckpt.storage import locate
 from tests.faults.conftest import zygote  # noqa: F401  # a fixture
 from tests.stores import children
@@ -106,6 +108,69 @@ def test_a_run_goes_on_while_its_bucket_is_away(place, tmp_path):
         threading.Timer(0.5, proxy.heal).start()
         handle.durable(60)
     assert is_state(jaxckpt.restore(url), 2)
+
+
+def test_a_start_does_not_wait_for_a_bucket_that_does_not_answer(place, tmp_path, monkeypatch):
+    """Nor do later calls; the first upload that gets through opens the run there."""
+    url, _, proxy = place
+    local = tmp_path / "local"
+    with CheckpointManager(url, local=local, **LAST) as manager:
+        manager.save(1, state(1)).durable()
+    monkeypatch.setattr("jaxckpt._run.root.AWAY_S", 0.2)
+    proxy.add(Hang())
+    with CheckpointManager(url, local=local, **LAST) as manager:
+        reach = manager._directory.reach
+        reach.away_s = 60.0  # from now on nothing waits for it
+        assert is_state(manager.restore(), 1)
+        assert (manager.all_steps(), manager.latest_step()) == ([1], 1)
+        assert manager.tiers == {"local": [1], "durable": None, "waiting": [1]}
+        handle = manager.save(2, state(2))
+        handle.result(60)
+        assert reach.away
+        proxy.heal()
+        handle.durable(60)
+        assert manager.tiers == {"local": [1, 2], "durable": [1, 2], "waiting": []}
+    assert is_state(jaxckpt.restore(url), 2)
+
+
+def test_an_upload_does_not_pass_newer_steps_of_another_job(place, tmp_path, monkeypatch):
+    """They were saved elsewhere, and could not be seen when this job began."""
+    url, _, proxy = place
+    local = tmp_path / "local"
+    with CheckpointManager(url, local=local, **LAST) as manager:
+        manager.save(1, state(1)).durable()
+    with CheckpointManager(url, keep=LAST["keep"]) as other:
+        other.save(10, state(10))
+    monkeypatch.setattr("jaxckpt._run.root.AWAY_S", 0.2)
+    proxy.add(Answer(503))
+    with CheckpointManager(url, local=local, **LAST) as manager:
+        handle = manager.save(2, state(2))
+        handle.result(60)
+        proxy.heal()
+        with pytest.raises(SaveFailed, match="another job has saved step 10"):
+            handle.durable(60)
+    assert is_state(jaxckpt.restore(url), 10)
+
+
+def test_a_program_ends_although_its_bucket_does_not_answer(place, tmp_path):
+    """Threads that wait for it do not hold the end, which names the steps not uploaded."""
+    url, _, proxy = place
+    local = tmp_path / "local"
+    with CheckpointManager(url, local=local, **LAST) as manager:
+        manager.save(1, state(1)).durable()
+    proxy.add(Hang())
+    code = """
+import sys, jaxckpt
+from jaxckpt._run import root
+root.AWAY_S = 0.2
+manager = jaxckpt.CheckpointManager(sys.argv[1], local=sys.argv[2], durable_timeout_s=3)
+assert manager.restored_step is None and manager.tiers["durable"] is None
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code, url, str(local)]
+    # One request alone would wait for 60 s.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=40, check=False)
+    assert "steps [1] are not uploaded" in done.stderr
+    assert f"jaxckpt upload {local} {url}" in done.stderr
 
 
 @pytest.mark.parametrize("applied", [False, True], ids=["before", "after"])

@@ -34,6 +34,36 @@ def resume(me, root):
         return {"step": step, "problems": manager.problems, "tiers": manager.tiers}
 
 
+def resume_away(me, root):
+    """Restores the newest step and saves one while the directory answers no process."""
+    from jaxckpt._run import root as _root
+
+    real, silent = _root.locate, Silent()
+
+    def locate(path):
+        storage, found = real(path)
+        return (silent if found.endswith("/run") else storage), found
+
+    _root.locate, _root.AWAY_S = locate, 0.2
+    with _open(root) as manager:
+        manager._directory.reach.away_s = 60.0  # from now on nothing waits for it
+        state, step = manager.restore_or(make_init())
+        check_state(state, step)
+        asked = silent.asked
+        told = {"step": step, "asked": asked, "away": manager.tiers, "steps": manager.all_steps()}
+        handle = manager.save(step + 1, state_at(step + 1))
+        handle.result()
+        me.reach("saved")
+        me.wait_for("answers")
+        silent.answers.set()
+        handle.durable()
+        manager.wait_until_finished()
+        for thread in threading.enumerate():  # what they asked
+            if thread.name.startswith("jaxckpt-ask"):
+                thread.join()
+        return {**told, "tiers": manager.tiers}
+
+
 # --- hosts with disks of their own -----------------------------------------------------------
 
 
@@ -199,6 +229,18 @@ class Dying(_Relay):
                 self.left -= 1
                 if self.left == 0:
                     self.me.die()
+
+
+class Silent(_Relay):
+    """A directory that does not answer until `answers` is set."""
+
+    def __init__(self):
+        super().__init__(LocalStorage())
+        self.answers, self.asked = threading.Event(), 0
+
+    def _before(self, verb, path, data=b""):
+        self.asked += 1
+        self.answers.wait()
 
 
 class Data:

@@ -1,0 +1,127 @@
+"""Asks a place that may not answer, such as the bucket behind a local disk.
+
+    ask     in a thread of its own, and wait until nothing was heard of the place for `away_s`
+    away    from then on: the call goes on in the background, and later ones fail at once
+    back    when that call has an answer, or a later one that also runs in the background
+
+A place that refuses at once is not away: each call gets its error, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, Final, TypeVar, final
+
+from jaxckpt.errors import StoreError
+
+T = TypeVar("T")
+
+AWAY_S: Final = 10.0
+_LAST_S: Final = 1.0  # how long the end waits for a place that is away
+
+
+@final
+class Reach:
+    """The way to a place, and whether it answers. Any thread may ask."""
+
+    def __init__(
+        self, place: str, heard_s: Callable[[], float] = lambda: 0.0, *, away_s: float = AWAY_S
+    ) -> None:
+        """Asks nothing yet.
+
+        Args:
+            heard_s: Returns when the place last answered any call, by `time.monotonic`.
+        """
+        self.place, self.away_s = place, away_s
+        self.away = ""  # why the place counts as away, or ""
+        self._heard_s = heard_s
+        self._lock = threading.Lock()  # guards `away` and the two below
+        self._late: Future[Any] | None = None  # the call in the background
+        self._calls: dict[Future[Any], threading.Thread] = {}
+
+    def ask(self, do: Callable[[], T]) -> T:
+        """Returns the answer of a call.
+
+        Raises:
+            StoreError: the place is away.
+            Any error of the call.
+        """
+        with self._lock:
+            self._look_at_late(do)
+            if self.away:
+                raise self._error()
+            call = self._start(do)
+        if not self._is_answered(call):
+            with self._lock:
+                self._late = call
+                self.away = (
+                    f"{self.place} has not answered for {self.away_s:g} s; it is asked again in "
+                    "the background"
+                )
+                raise self._error()
+        try:
+            return call.result()
+        finally:
+            del call  # refers to the error, whose traceback refers to this frame
+
+    def _look_at_late(self, do: Callable[[], Any]) -> None:
+        """Finds out whether the place is back; if nothing is asked, asks in the background."""
+        if not self.away or (self._late is not None and not self._late.done()):
+            return
+        if self._late is not None and self._late.exception() is None:
+            self.away = ""
+        else:
+            self._late = self._start(do)
+
+    def _error(self) -> StoreError:
+        return StoreError(self.away, code=errno.ETIMEDOUT)
+
+    def _start(self, do: Callable[[], T]) -> Future[T]:
+        call: Future[T] = Future()
+        # A daemon, so that the program can end while the place does not answer.
+        thread = threading.Thread(
+            target=self._make, args=(call, do), name=f"jaxckpt-ask {self.place}", daemon=True
+        )
+        self._calls[call] = thread
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is ending, and starts no more threads
+            self._make(call, do)
+        return call
+
+    def _make(self, call: Future[T], do: Callable[[], T]) -> None:
+        try:
+            call.set_result(do())
+        except BaseException as error:  # raised where the answer is awaited
+            call.set_exception(error)
+        finally:
+            self._calls.pop(call, None)
+            del call  # as in `ask`
+
+    def _is_answered(self, call: Future[Any]) -> bool:
+        started_s = time.monotonic()
+        while not call.done():
+            left_s = max(started_s, self._heard_s()) + self.away_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            wait([call], left_s)
+        return True
+
+    def answered(self) -> None:
+        """Notes that the place has answered somebody else."""
+        with self._lock:
+            self.away, self._late = "", None
+
+    def leave(self, do: Callable[[], object]) -> None:
+        """Does something last, and waits for it and all calls as long as the place answers."""
+        with self._lock:
+            call = self._start(do)
+        if not self.away:
+            self._is_answered(call)
+        deadline_s = time.monotonic() + _LAST_S
+        for thread in list(self._calls.values()):
+            thread.join(max(0.0, deadline_s - time.monotonic()))
