@@ -868,6 +868,19 @@ def test_what_cannot_be_cleared_up_is_said(disk):
     found.owner.fence()
 
 
+def test_an_owner_with_an_impossible_time_counts_as_damaged(world):
+    """Also that of another job: it named no job that could be found."""
+    world.write(
+        names.OWNER, b'{"token": "x", "host": "h", "pid": 1, "opened_ns": 1%s}' % (b"0" * 40)
+    )
+    found = world.run()
+
+    found.owner.open()
+    found.owner.fence()
+
+    assert "is not a time" in found.index.problems[0]
+
+
 parts = st.sampled_from(
     [
         "5",
@@ -1025,6 +1038,93 @@ def test_a_leftover_that_cannot_go_stops_no_deletion(disk):
     assert f"{stuck}/state/data" in said[0]
     assert disk.run().deletion.delete([]) == []
     assert disk.entries() == {"4"}
+
+
+# --- deletions of a job that has lost the run ----------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["delete", "move", "set aside"])
+def test_a_step_that_a_new_owner_saved_again_is_put_back(disk, how):
+    """It has the number of a step that the job before was about to rename."""
+
+    class Standing(LocalStorage):
+        def rename(self, src, dst):
+            if src.endswith("/2"):
+                again = disk.run()
+                again.owner.open()
+                again.owner.close()
+                again.deletion.delete([2])
+                disk.add("2")
+                disk.write("2/again")
+            super().rename(src, dst)
+
+    disk.add("1", "2", "3")
+    first = moving(disk, Standing()) if how == "move" else disk.run(Standing())
+    first.owner.open()
+    first.owner.close()
+
+    if how == "set aside":
+        first.deletion.set_aside(2, "why")
+    else:
+        assert first.deletion.delete([2, 1]) == []
+
+    assert disk.is_whole("2")
+    assert "again" in disk.storage.names(f"{disk.root}/2")
+    assert "opened for writing by another job" in first.index.problems[-1]
+
+
+def test_a_job_that_has_lost_the_run_changes_no_step(world):
+    """It neither sets one aside nor deletes an item; what it announced, a new owner has deleted."""
+    world.add("1", "2", "3")
+    first, second = world.run(), world.run()
+    first.owner.open()
+    first.owner.close()
+    world.write(names.DOOMED, run.encode_doomed(Doomed(steps=["1", "9"], owner=first.owner.token)))
+
+    second.owner.open()
+
+    assert second.index.steps() == [2, 3]
+    first.deletion.set_aside(2, "why")
+    assert "is damaged and is skipped: why. It stays there" in first.index.problems[-1]
+    assert first.deletion.delete([2]) == []
+    assert "deletes no more steps" in first.index.problems[-1]
+    for call in (first.owner.check, lambda: first.deletion.remove_unfinished([2])):
+        with pytest.raises(SaveFailed, match="opened for writing by another job"):
+            call()
+    assert world.entries() == {"2", "3"}
+
+
+def test_what_another_job_has_announced_is_not_deleted(world):
+    """Only what the owner before was deleting: a job that wakes up later announces in vain."""
+    world.add("1", "2", "3")
+    for doomed in (Doomed(steps=["1"], owner="0" * 16), Doomed(steps=["1"])):
+        world.write(names.DOOMED, run.encode_doomed(doomed))
+        found = world.run()
+        found.owner.open()
+        found.owner.close()
+
+        assert world.entries() == {"1", "2", "3"}
+
+
+def test_a_deletion_that_failed_is_not_finished_by_another_job(disk):
+    """Its step may have been saved again before that job takes the run over."""
+
+    class Stuck(LocalStorage):
+        def delete(self, path):
+            if path.endswith(names.DOOMED):
+                raise OSError(errno.EIO, "Input/output error", path)
+            super().delete(path)
+
+    disk.add("1", "2")
+    first = disk.run(Stuck())
+    first.owner.open()
+    first.owner.close()
+    assert first.deletion.delete([2]) == [2]
+    disk.add("2")
+
+    disk.run().owner.open()
+
+    assert disk.entries() == {"1", "2"}
 
 
 # --- moving instead ------------------------------------------------------------------------------

@@ -45,6 +45,8 @@ _logger = logging.getLogger("jaxckpt")
 _OURS = (names.RECORD, names.WRITER)
 # A directory with one of these is a checkpoint or a run, complete or not.
 _OF_OTHERS = frozenset({*_OURS, names.CHECKPOINT_METADATA, names.ORBAX_MARKER, names.OWNER})
+Check = Callable[[], object]  # see the module
+
 _LEFT_ALONE = "left alone: another writer is saving there"
 
 
@@ -215,7 +217,7 @@ def remove_writer(storage: Storage, path: str) -> None:
 
 
 def _no_check() -> None:
-    """Lets a caller without a run delete."""
+    """Lets a caller without a run change what is there."""
 
 
 def remove(
@@ -223,13 +225,12 @@ def remove(
     path: str,
     *,
     by_force: bool = True,
-    check: Callable[[], None] = _no_check,
+    check: Check = _no_check,
 ) -> None:
     """Deletes a checkpoint; after a crash in the middle no reader takes the rest for one.
 
     Args:
         by_force: Where all writers share a directory, also if another one has it.
-        check: See the module.
 
     Raises:
         SaveFailed: another writer has it.
@@ -265,9 +266,7 @@ def nested(storage: Storage, path: str, files: Iterable[str]) -> str | None:
     return f"{path}/{min(found)}" if found else None
 
 
-def take_away(
-    storage: Storage, path: str, to: str, *, check: Callable[[], None] = _no_check
-) -> None:
+def take_away(storage: Storage, path: str, to: str, *, check: Check = _no_check) -> None:
     """Renames a checkpoint; gives it its name back if `check` raises then."""
     storage.rename(path, to)
     try:
@@ -278,9 +277,7 @@ def take_away(
         raise
 
 
-def move_aside(
-    storage: Storage, path: str, aside: str, *, check: Callable[[], None] = _no_check
-) -> None:
+def move_aside(storage: Storage, path: str, aside: str, *, check: Check = _no_check) -> None:
     """Gives a checkpoint a name under which nothing restores it.
 
     Without a rename, copies it and removes it once the copy is whole; an error leaves it there.
@@ -334,7 +331,7 @@ def remove_item(
     record: Record,
     item: str,
     *,
-    check: Callable[[], None] = _no_check,
+    check: Check = _no_check,
 ) -> None:
     """Deletes an item of a checkpoint, or finishes a deletion that was interrupted."""
     file = f"{path}/{names.CHECKPOINT_METADATA}"
@@ -358,7 +355,7 @@ def remove_item(
     storage.delete(f"{path}/{names.DELETION_RECORD}")
 
 
-def discard(storage: Storage, path: str, *, check: Callable[[], None] = _no_check) -> None:
+def discard(storage: Storage, path: str, *, check: Check = _no_check) -> None:
     if storage.atomic_rename:
         # Also what another writer is about to delete, which may undo its rename until then.
         doomed = beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))

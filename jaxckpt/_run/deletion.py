@@ -48,8 +48,8 @@ class Owner(Protocol):
 
     token: str
 
-    def check(self) -> None:
-        """Raises SaveFailed unless this process owns the run."""
+    def check(self) -> object:
+        """Raises SaveFailed if another job owns the run."""
         ...
 
 
@@ -229,9 +229,8 @@ class Deletion:
             CheckpointNotFound, ValueError: the item cannot be deleted; nothing was changed.
             SaveFailed: another job owns the run; nothing was changed.
         """
-        found = self.check_item(number, item)
+        found, check = self.check_item(number, item), self.owner.check
         assert found.record is not None  # checked
-        check = self.owner.check
         check()
         _removal.remove_item(self.index.storage, found.path, found.record, item, check=check)
         self.index.forget(number)
@@ -351,7 +350,7 @@ class Deletion:
         return self.index.storage.kind(f"{path}/{names.PINNED}") is not None
 
 
-def _move(storage: Storage, path: str, folder: str, check: Callable[[], None]) -> None:
+def _move(storage: Storage, path: str, folder: str, check: Callable[[], object]) -> None:
     """Renames a directory into another one; `-1`, `-2`, ... are added if the name is taken."""
     target = f"{folder}/{posixpath.basename(path)}"
     for n in count():

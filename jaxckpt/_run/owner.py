@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Final, NoReturn, Protocol, final
+from typing import Any, Final, Protocol, final
 
 from jaxckpt._disk import removal as _removal
 from jaxckpt._disk.transaction import refuse_inside
@@ -155,7 +155,8 @@ class Ownership:
         if not self._index.storage.atomic_rename:
             self._left = self._find_left(listing, doomed)
         left = [entry for entry in listing.entries if self._is_left(entry)]
-        if (left or self._half) and self.owns():
+        if left or self._half:
+            self.check()
             if before is not None and doomed.owner == before.token:
                 self._finish(listing, doomed)
             if self._half:  # the next owner is to know too, if this one dies before it is over
@@ -220,20 +221,17 @@ class Ownership:
                 return
         raise full
 
-    def owns(self) -> bool:
-        """Returns whether this job owns the run; no other has taken it over."""
-        owner = read_owner(self._index)
-        return bool(self.token) and (owner is None or owner.token == self.token)
+    def check(self) -> Owner | None:
+        """Returns the owner, this job, or None if the file is gone or damaged.
 
-    def check(self) -> None:
-        """Raises SaveFailed unless this job owns the run, as `owns` returns."""
+        Raises:
+            SaveFailed: another job owns the run.
+        """
         if not self.token:
             raise SaveFailed(f"{self._index.root} belongs to a running job: {self.who()}")
         owner = read_owner(self._index)
-        if owner is not None and owner.token != self.token:
-            self._refuse(owner)
-
-    def _refuse(self, owner: Owner) -> NoReturn:
+        if owner is None or owner.token == self.token:
+            return owner
         when = time.ctime(owner.opened_ns / 1e9)
         raise SaveFailed(
             f"{self._index.root} was opened for writing by another job (process {owner.pid} on "
@@ -287,12 +285,9 @@ class Ownership:
         if not self.token:
             self.join(step)
             self._is_sure = False
-        owner = read_owner(self._index)
-        if owner is None:  # deleted or damaged; nobody else has taken the run
+        if self.check() is None:  # nobody else has taken the run
             self._write()
             self._is_sure = False
-        elif owner.token != self.token:
-            self._refuse(owner)
         # The job that held the lock may have ended: show that this job is running.
         if self._hold is None and not self._closed:
             self._hold = self._lock()

@@ -276,7 +276,7 @@ ROWS = {
         count=15,
         target="stores",
     ),
-    "45": Row(
+    "47": Row(
         title="kill -9 as soon as the save of step n has returned: step n-2 is committed, and n-1 "
         "if the drop-in saved it",
         count=24,

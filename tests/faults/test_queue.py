@@ -12,7 +12,7 @@ def test_a_kill_when_a_save_has_returned(zygote, ram_path, trial, kind, behind):
     """The step before the previous one is committed; through the drop-in, the previous one is."""
     for last in range(1, 9):
         root = ram_path / str(last)
-        with trial("45", f"{kind}, a kill after save({last})"):
+        with trial("47", f"{kind}, a kill after save({last})"):
             zygote.start(children.save_and_die, root, kind, last)
             assert zygote.answers() == ([], -9)
 
