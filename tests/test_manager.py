@@ -360,6 +360,80 @@ def test_a_wait_names_the_process_that_is_missing(tmp_path, timeout_s):
 
 
 @pytest.mark.multihost
+def test_a_save_in_process_0_only_is_explained(tmp_path, caplog):
+    """A warning names the step, the run and who is missing; the error, what was forgotten."""
+
+    def run(processes):
+        manager = CheckpointManager(tmp_path, timeout_s=1.0)
+        if processes.index == 0:
+            manager.save(7, {"n": 7})
+            with pytest.raises(CheckpointTimeout, match="did not make this call: every process"):
+                manager.close()
+        manager.close()
+
+    simulate(3, run, warn_after_s=0.1)
+
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(
+        f"saving {tmp_path}/7: process 0 of 3 has waited 0.1 s for 2 processes: 1, 2, which"
+    )
+
+
+class Recording(threading.Condition):
+    """Records the limits of its waits."""
+
+    def __init__(self):
+        super().__init__()
+        self.limits = []
+
+    def wait_for(self, predicate, timeout=None):
+        self.limits.append(timeout)
+        return super().wait_for(predicate, timeout)
+
+
+@pytest.mark.multihost
+def test_a_wait_for_a_save_ends_after_its_limit_once(tmp_path):
+    """Although the save waits for another process by then."""
+
+    def run(processes):
+        with CheckpointManager(tmp_path, timeout_s=1.0) as manager:
+            meet(processes)
+            if processes.index == 1:
+                return
+            manager._saver._changed = changed = Recording()
+            manager.save(1, {"n": 1})
+            manager._saver._timeout_s = 0.2  # of this wait, not of the save
+            with pytest.raises(CheckpointTimeout):
+                manager.wait_until_finished()
+            assert sum(changed.limits) <= 0.25
+            with contextlib.suppress(CheckpointTimeout):  # of the save, if only the wait has ended
+                manager.close()
+
+    simulate(2, run)
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("verb", ["restore", "restore_items"])
+def test_a_restore_in_one_process_ends_after_its_limit_once(tmp_path, verb):
+    """Processes whose meeting timed out do not meet again to say so."""
+
+    def run(processes):
+        with CheckpointManager(tmp_path, timeout_s=1.0) as manager:
+            manager.save(1, {"n": 1}).result()
+            meet(processes)
+            if processes.index == 0:
+                before = {*processes._rounds._uses}
+                with pytest.raises(CheckpointTimeout, match="did not make this call") as caught:
+                    getattr(manager, verb)()
+                assert caught.value.missing == (1,)
+                new = {*processes._rounds._uses} - before
+                assert len([key for key in new if "/gather/" in key]) == 1
+            meet(processes)
+
+    simulate(2, run)
+
+
+@pytest.mark.multihost
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -220,6 +220,68 @@ def test_a_service_that_hangs_does_not_hang_us():
     assert caught.value.missing == (0,)
 
 
+def test_a_call_works_while_the_interpreter_shuts_down():
+    """When it starts no threads any more, such as in a finalizer."""
+    program = """
+from jaxckpt.multihost import Distributed, _service
+
+class Client:
+    def key_value_set_bytes(self, key, value):
+        pass
+
+class Last:
+    us = Distributed(index=0, count=1, service=_service._Service(Client()))
+
+    def __del__(self):
+        print(self.us.gather("x", 7, timeout_s=5))
+
+last = Last()
+"""
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+    assert (done.stdout, done.stderr) == ("[7]\n", "")
+
+
+@pytest.mark.multihost
+def test_a_long_wait_names_the_process_that_did_not_make_the_call(caplog):
+    """In one warning before the time limit, and the error says what to look for."""
+
+    def meet_without(us):
+        if us.index == 1:
+            return None
+        with pytest.raises(CheckpointTimeout) as caught:
+            us.gather("x", us.index, timeout_s=1.0, place="saving /run/5")
+        return str(caught.value)
+
+    errors = simulate(3, meet_without, warn_after_s=0.1)
+
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert warning == (
+        "saving /run/5: process 0 of 3 has waited 0.1 s for process 1, which is slow, hangs, was "
+        "killed, or did not make this call: every process has to"
+    )
+    for error in (errors[0], errors[2]):
+        assert error.startswith("saving /run/5: process")
+        assert "missing process 1\n" in error
+        assert "or did not make this call: every process has to" in error
+
+
+@pytest.mark.multihost
+def test_a_long_wait_names_process_0(caplog):
+    """Each of the others logs that it is missing, and nobody does who has not come."""
+
+    def meet_without(us):
+        if us.index:
+            with pytest.raises(CheckpointTimeout):
+                us.gather("x", us.index, timeout_s=1.0)
+
+    simulate(3, meet_without, warn_after_s=0.1)
+
+    found = sorted(record.getMessage().partition(", which")[0] for record in caplog.records)
+    assert found == [f"x: process {n} of 3 has waited 0.1 s for process 0" for n in (1, 2)]
+
+
 @pytest.mark.multihost
 @pytest.mark.parametrize("rounds", [0, 1, 2])
 def test_simulated_death(rounds):

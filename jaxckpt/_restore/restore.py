@@ -317,7 +317,10 @@ def _attempt(
     facts = {"token": token, "seconds": meter.phases.get("read", 0.0)}
     try:
         with meter.phase("meet"):
-            met = meet(processes, "restore", facts, problem, timeout_s=timeout_s, mark=mark)
+            place = f"restoring {source.where}"
+            met = meet(
+                processes, "restore", facts, problem, timeout_s=timeout_s, mark=mark, place=place
+            )
         meter.note_slowest([one["seconds"] for one in met.values])
         try:
             _check_alike(met, problem, f"{source.where} was not restored")

@@ -29,6 +29,7 @@ from jaxckpt._run.shares import origin_in
 from jaxckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
+    CheckpointTimeout,
     CorruptCheckpoint,
     ProcessesDisagree,
     UnsupportedFormat,
@@ -212,11 +213,14 @@ class Resume:
             with nullcontext(True) if self.writes else root.leases.hold(step) as there:
                 # Checked inside, where the processes report to each other: all enter, or none.
                 value = read(partial(self._check, copy, there))
+        except CheckpointTimeout:  # of a meeting: alike in all, which do not meet again
+            raise
         except Exception as caught:  # reported to the others, then judged
             error = caught
         mark = next((m for m, kind in _DAMAGE.items() if isinstance(error, kind)), "")
         name = f"manager {self._name}/restored"
-        met = meet(self.processes, name, None, error, timeout_s=self.timeout_s, mark=mark)
+        place, timeout_s = f"restoring {root.index.path(step)}", self.timeout_s
+        met = meet(self.processes, name, None, error, timeout_s=timeout_s, mark=mark, place=place)
         if met.problems and not any(met.marks.values()):
             own = None if isinstance(error, ProcessesDisagree) else error
             met.check(own, f"step {step} of {root.index.root} was not restored")

@@ -37,6 +37,7 @@ from jaxckpt.types import Decision, OnProgress, StepInfo, Timing
 _logger = logging.getLogger("jaxckpt")
 
 _PREEMPTION: Final = "preemption"
+_LAST_WORDS_S: Final = 5.0  # of a meeting whose time is up
 
 
 @final
@@ -478,8 +479,8 @@ class Saver:
         """Waits until these saves have ended, including the work after their commits.
 
         Args:
-            timeout_s: If None, the manager's; twice that if the processes are meeting by then, as
-                the error of the meeting is the same in every process and is to come first.
+            timeout_s: If None, the manager's and a little more, so that the error of a meeting
+                comes first, which is the same in every process.
         """
         self._wait_until(lambda: not any(one in self._under_way for one in handles), timeout_s)
 
@@ -512,12 +513,10 @@ class Saver:
             if over():
                 return
             self.refuse_own_thread()
-            limit_s = self._timeout_s if timeout_s is None else timeout_s
+            if timeout_s is None:
+                timeout_s = self._timeout_s + min(_LAST_WORDS_S, self._timeout_s / 4)
             started_s = time.monotonic()
-            if self._changed.wait_for(over, limit_s):
-                return
-            meets = timeout_s is None and self._under_way[0].is_meeting
-            if meets and self._changed.wait_for(over, limit_s):
+            if self._changed.wait_for(over, timeout_s):
                 return
             waited_s = time.monotonic() - started_s
             raise_first([*self.take_errors(), self._too_late(waited_s, why)])

@@ -194,12 +194,6 @@ class SaveHandle:
             raise self._meter.error
 
     @property
-    def is_meeting(self) -> bool:
-        """Whether this process waits for others, which has a time limit of its own."""
-        follows = self._request.processes.index != 0
-        return self._meter.current == "meet" or (follows and self._meter.current == "commit")
-
-    @property
     def waits_for(self) -> tuple[int, ...]:
         """The processes that have not reported their work yet."""
         return self._meter.waiting_for()
@@ -357,6 +351,7 @@ class SaveHandle:
             self._problem,
             timeout_s=request.timeout_s,
             mark=mark,
+            place=f"saving {self.path}",
         )
         self._meter.note_slowest([one["seconds"] for one in met.values])
         self.skipped = bool(met.marks) and set(met.marks.values()) == {_SKIPS}
@@ -394,7 +389,9 @@ def _committing(request: SaveRequest) -> Iterator[None]:
     except Exception as error:  # reported to the others, then raised
         problem = error
     name, place = f"{request.name}/committed", f"{request.path} was not saved"
-    meet(request.processes, name, None, problem, timeout_s=request.timeout_s).check(problem, place)
+    timeout_s, path = request.timeout_s, f"saving {request.path}"
+    met = meet(request.processes, name, None, problem, timeout_s=timeout_s, place=path)
+    met.check(problem, place)
 
 
 def _leading(request: SaveRequest, what: str) -> AbstractContextManager[Lead]:

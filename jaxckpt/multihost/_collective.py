@@ -93,6 +93,7 @@ def meet(
     *,
     timeout_s: float,
     mark: str = "",
+    place: str = "",
 ) -> Meeting:
     """Waits for the reports of all processes.
 
@@ -100,11 +101,13 @@ def meet(
         name: The round; see `Processes`.
         problem: This process's error, if any; reported here, and raised by `check`.
         mark: One word about the problem, for the caller.
+        place: What the round is about, if `name` does not say so, for messages about missing
+            processes.
     """
     report: Any = {"problem": text_of(problem), "mark": mark, "value": value}
     reports = [report]
     if processes.count > 1:
-        reports: list[Any] = processes.gather(name, report, timeout_s=timeout_s)
+        reports: list[Any] = processes.gather(name, report, timeout_s=timeout_s, place=place)
     failed = {i: one for i, one in enumerate(reports) if one["problem"] is not None}
     return Meeting(
         values=[one["value"] for one in reports],

@@ -19,19 +19,26 @@ error, and hangs past its time limit if the coordinator hangs.
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, cast, final
 from urllib.parse import quote
 
 from jaxckpt.errors import CheckpointTimeout
 from jaxckpt.multihost._protocol import Device, Json, decode, encode
 
+_logger = logging.getLogger("jaxckpt")
+
 _PREFIX = "jaxckpt"
+_WARN_AFTER_S = 60.0
 # Extra time after the limit to publish or read the missing processes; never more than the limit.
 _LAST_WORDS_S = 5.0
+_CALL = "or did not make this call: every process has to"
 
 
 class KeyValues(Protocol):
@@ -54,14 +61,33 @@ class KeyValues(Protocol):
         ...
 
 
+@dataclass(slots=True, kw_only=True)
+class _Round:
+    """One round in which this process waits."""
+
+    key: str
+    place: str  # what it is about
+    timeout_s: float
+    deadline_s: float  # of the monotonic clock
+    warns_s: float  # when this process logs who is missing; infinite once it has
+
+    @property
+    def left_s(self) -> float:
+        return self.deadline_s - time.monotonic()
+
+
 @final
 class Distributed:
     """`Processes` over a key-value service. One per process and job; threads may share it."""
 
-    def __init__(self, *, index: int, count: int, service: KeyValues) -> None:
+    def __init__(
+        self, *, index: int, count: int, service: KeyValues, warn_after_s: float = _WARN_AFTER_S
+    ) -> None:
+        """Makes process `index`, which logs a warning when a gather takes `warn_after_s`."""
         self.index = index
         self.count = count
         self._service = service
+        self._warn_after_s = warn_after_s
         self._lock = threading.Lock()  # guards the three below
         self._uses: Counter[str] = Counter()  # about 100 bytes for each name ever used
         self._read: list[str] = []  # rounds whose outcome was read here, not yet reported
@@ -71,98 +97,131 @@ class Distributed:
         return device.process_index
 
     def barrier(self, name: str, *, timeout_s: float) -> None:
-        self._gather("barrier", name, None, timeout_s)
+        self._gather("barrier", name, None, timeout_s, "")
 
-    def gather(self, name: str, value: Json, *, timeout_s: float) -> list[Json]:
-        return self._gather("gather", name, value, timeout_s)
+    def gather(self, name: str, value: Json, *, timeout_s: float, place: str = "") -> list[Json]:
+        return self._gather("gather", name, value, timeout_s, place)
 
     def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:
         encoded = encode(value)  # everywhere, so that all processes reject an invalid value
-        round_ = self._round("agree", name)
+        round_ = self._round("agree", name, timeout_s)
         if self.index == 0:
             outcome = self._publish(round_, _pack([], encoded), timeout_s)
         else:
-            outcome = self._await_outcome(round_, timeout_s)
+            # Without a warning: process 0 may be at work, such as on a large deletion.
+            outcome = self._await_outcome(round_)
             if outcome is None:
                 outcome = self._publish(round_, _pack([0], b"null"), _last_words_s(timeout_s))
-        return self._conclude(round_, name, outcome, timeout_s)
+        return self._conclude(round_, outcome)
 
     def missing(self, name: str) -> list[int]:
         key = _key("gather", name)
         with self._lock:
             round_ = f"{key}/{self._uses[key]}"
         found = self._arrived(round_, _LAST_WORDS_S)
-        return [index for index in range(self.count) if index not in found]
+        return self._lacking(found)
 
-    def _gather(self, kind: str, name: str, value: Json, timeout_s: float) -> list[Json]:
-        deadline = time.monotonic() + timeout_s
+    def _gather(
+        self, kind: str, name: str, value: Json, timeout_s: float, place: str
+    ) -> list[Json]:
         encoded = encode(value)
-        round_ = self._round(kind, name)
+        round_ = self._round(kind, name, timeout_s, place)
         mine = _pack(self._take_read(), encoded)
-        self._service.put(_from(round_, self.index), mine, timeout_s=timeout_s)
+        self._service.put(_from(round_.key, self.index), mine, timeout_s=timeout_s)
         if self.index == 0:
-            outcome = self._decide(round_, mine, deadline, timeout_s)
+            outcome = self._decide(round_, mine)
         else:
-            outcome = self._await_outcome(round_, deadline - time.monotonic())
+            outcome = self._await_outcome(round_)
             if outcome is None:
-                outcome = self._give_up(round_, timeout_s)
-        return cast("list[Json]", self._conclude(round_, name, outcome, timeout_s))
+                outcome = self._give_up(round_)
+        return cast("list[Json]", self._conclude(round_, outcome))
 
-    def _round(self, kind: str, name: str) -> str:
-        """Returns a unique key for this round: its name and the number of its uses."""
-        key = _key(kind, name)
+    def _round(self, kind: str, name: str, timeout_s: float, place: str = "") -> _Round:
+        """Begins a round with a unique key: its name and the number of its uses."""
+        key, now_s = _key(kind, name), time.monotonic()
         with self._lock:
             self._uses[key] += 1
-            return f"{key}/{self._uses[key]}"
+            key = f"{key}/{self._uses[key]}"
+        return _Round(
+            key=key,
+            place=place or name,
+            timeout_s=timeout_s,
+            deadline_s=now_s + timeout_s,
+            warns_s=math.inf if kind == "agree" else now_s + self._warn_after_s,
+        )
 
-    def _decide(self, round_: str, mine: bytes, deadline: float, timeout_s: float) -> bytes:
+    def _decide(self, round_: _Round, mine: bytes) -> bytes:
         """Collects all values, publishes the outcome and deletes old rounds (process 0)."""
         found = {0: mine}
         for index in range(1, self.count):
-            value = self._service.wait(_from(round_, index), timeout_s=deadline - time.monotonic())
+            value = self._wait(round_, _from(round_.key, index))
             if value is None:
                 # Time is up. Processes not yet checked may have arrived.
-                found |= self._arrived(round_, timeout_s)
+                found |= self._arrived(round_.key, round_.timeout_s)
                 break
             found[index] = value
-        missing = [index for index in range(self.count) if index not in found]
+        missing = self._lacking(found)
         told = [_unpack(found[index]) for index in sorted(found)]
         values = b"null" if missing else b"[%b]" % b",".join(value for _, value in told)
-        patience_s = max(deadline - time.monotonic(), _last_words_s(timeout_s))
+        patience_s = max(round_.left_s, _last_words_s(round_.timeout_s))
         outcome = self._publish(round_, _pack(missing, values), patience_s)
         self._forget([old for read, _ in told for old in cast("list[str]", read)], patience_s)
         return outcome
 
-    def _await_outcome(self, round_: str, timeout_s: float) -> bytes | None:
+    def _await_outcome(self, round_: _Round) -> bytes | None:
         # Staggered, so that one process finds the missing ones and the rest read its outcome.
-        staggered_s = timeout_s + min(1.0, 0.001 * self.index)
-        return self._service.wait(f"{round_}/outcome", timeout_s=staggered_s)
+        round_.deadline_s += min(1.0, 0.001 * self.index)
+        return self._wait(round_, f"{round_.key}/outcome")
 
-    def _give_up(self, round_: str, timeout_s: float) -> bytes:
+    def _wait(self, round_: _Round, key: str) -> bytes | None:
+        """Waits for a value until the deadline; logs once who is missing if that takes long."""
+        if round_.warns_s < round_.deadline_s:
+            left_s = round_.warns_s - time.monotonic()
+            if (value := self._service.wait(key, timeout_s=left_s)) is not None:
+                return value
+            self._warn(round_)
+        return self._service.wait(key, timeout_s=round_.left_s)
+
+    def _warn(self, round_: _Round) -> None:
+        """Logs who is missing, in process 0, or in the others if that is process 0."""
+        round_.warns_s = math.inf
+        missing = [0]
+        if self.index == 0:
+            missing = self._lacking(self._arrived(round_.key, round_.timeout_s))
+        elif self._service.wait(_from(round_.key, 0), timeout_s=0.0) is not None:
+            return
+        text = "%s: process %d of %d has waited %g s for %s, which is slow, hangs, was killed, %s"
+        facts = round_.place, self.index, self.count, self._warn_after_s, _these(missing), _CALL
+        _logger.warning(text, *facts)
+
+    def _give_up(self, round_: _Round) -> bytes:
         """Ends a round that process 0 did not end in time."""
-        found = self._arrived(round_, timeout_s)
+        found = self._arrived(round_.key, round_.timeout_s)
         # If all have arrived, process 0 has not answered.
-        missing = [index for index in range(self.count) if index not in found] or [0]
-        return self._publish(round_, _pack(missing, b"null"), _last_words_s(timeout_s))
+        missing = self._lacking(found) or [0]
+        return self._publish(round_, _pack(missing, b"null"), _last_words_s(round_.timeout_s))
 
-    def _arrived(self, round_: str, timeout_s: float) -> dict[int, bytes]:
-        found = self._service.under(f"{round_}/from", timeout_s=_last_words_s(timeout_s))
-        return {int(key.rpartition("/")[2]): value for key, value in found.items()}
+    def _arrived(self, key: str, timeout_s: float) -> dict[int, bytes]:
+        found = self._service.under(f"{key}/from", timeout_s=_last_words_s(timeout_s))
+        return {int(name.rpartition("/")[2]): value for name, value in found.items()}
 
-    def _publish(self, round_: str, outcome: bytes, timeout_s: float) -> bytes:
+    def _lacking(self, found: Mapping[int, bytes]) -> list[int]:
+        return [index for index in range(self.count) if index not in found]
+
+    def _publish(self, round_: _Round, outcome: bytes, timeout_s: float) -> bytes:
         """Puts the outcome unless one exists; returns the valid outcome."""
-        key = f"{round_}/outcome"
+        key = f"{round_.key}/outcome"
         if self._service.put(key, outcome, timeout_s=timeout_s):
             return outcome
         first = self._service.wait(key, timeout_s=timeout_s)
         return outcome if first is None else first
 
-    def _conclude(self, round_: str, name: str, outcome: bytes, timeout_s: float) -> Json:
+    def _conclude(self, round_: _Round, outcome: bytes) -> Json:
         with self._lock:
-            self._read.append(round_)
+            self._read.append(round_.key)
         missing, value = _unpack(outcome)
         if missing:
-            raise _timed_out(name, cast("list[int]", missing), self.index, self.count, timeout_s)
+            raise _timed_out(round_, cast("list[int]", missing), self.index, self.count)
         return decode(value)
 
     def _take_read(self) -> list[str]:
@@ -204,18 +263,18 @@ def _unpack(data: bytes) -> tuple[Json, bytes]:
     return decode(head), body
 
 
-def _timed_out(
-    name: str, missing: Sequence[int], index: int, count: int, timeout_s: float
-) -> CheckpointTimeout:
+def _these(missing: Sequence[int]) -> str:
+    who = "process" if len(missing) == 1 else f"{len(missing)} processes:"
+    return f"{who} {', '.join(map(str, missing[:20]))}" + (", ..." if len(missing) > 20 else "")
+
+
+def _timed_out(round_: _Round, missing: Sequence[int], index: int, count: int) -> CheckpointTimeout:
+    what = f"timed out after {round_.timeout_s:g} s, missing {_these(missing)}"
     if index in missing:
-        what = f"process {index} of {count} arrived after the others had timed out"
-    else:
-        who = "process" if len(missing) == 1 else f"{len(missing)} processes:"
-        shown = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
-        what = f"process {index} of {count} timed out after {timeout_s:g} s, missing {who} {shown}"
+        what = "arrived after the others had timed out"
     return CheckpointTimeout(
-        f"{name}: {what}\n"
-        "A missing process failed, hangs or was killed: see its log. If it is only slow, raise "
-        "timeout_s.",
+        f"{round_.place}: process {index} of {count} {what}\n"
+        f"A missing process failed, hangs, was killed, {_CALL}. See its log; if it is only slow, "
+        "raise timeout_s.",
         missing=missing,
     )

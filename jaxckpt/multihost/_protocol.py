@@ -50,8 +50,11 @@ class Processes(Protocol):
         """Waits until every process arrives."""
         ...
 
-    def gather(self, name: str, value: Json, *, timeout_s: float) -> list[Json]:
-        """Returns every process's value, by index, to every process."""
+    def gather(self, name: str, value: Json, *, timeout_s: float, place: str = "") -> list[Json]:
+        """Returns every process's value, by index, to every process.
+
+        If it takes long, a warning names the missing processes, and `place` or else `name`.
+        """
         ...
 
     def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:

@@ -144,7 +144,8 @@ def _bounded(what: str, key: str, call: Callable[[], _T], timeout_s: float) -> _
     """Runs a call without a time limit of its own in a thread, and waits for at most `timeout_s`.
 
     If the service never answers, the daemon thread remains; JAX then ends the process after its
-    heartbeat timeout.
+    heartbeat timeout. An interpreter that shuts down starts no threads: then it runs the call here,
+    without a limit.
     """
     outcome: list[_T] = []
     errors: list[Exception] = []
@@ -156,8 +157,12 @@ def _bounded(what: str, key: str, call: Callable[[], _T], timeout_s: float) -> _
             errors.append(error)
 
     thread = threading.Thread(target=run, name=f"jaxckpt-{what}", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
+    try:
+        thread.start()
+    except RuntimeError:
+        run()
+    else:
+        thread.join(timeout_s)
     if outcome:
         return outcome[0]
     if not errors or _status(errors[0]) == "DEADLINE_EXCEEDED":

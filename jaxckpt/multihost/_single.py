@@ -22,8 +22,8 @@ class Single:
     def barrier(self, name: str, *, timeout_s: float) -> None:
         del name, timeout_s
 
-    def gather(self, name: str, value: Json, *, timeout_s: float) -> list[Json]:
-        del name, timeout_s
+    def gather(self, name: str, value: Json, *, timeout_s: float, place: str = "") -> list[Json]:
+        del name, timeout_s, place
         return [json.loads(json.dumps(value))]
 
     def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:

@@ -65,13 +65,21 @@ class SimulatedProcesses:
     """
 
     def __init__(
-        self, index: int, count: int, service: MemoryService, *, dies_after: int | None = None
+        self,
+        index: int,
+        count: int,
+        service: MemoryService,
+        *,
+        dies_after: int | None = None,
+        warn_after_s: float = 60.0,
     ) -> None:
         """Makes process `index`, which dies after `dies_after` rounds."""
         self.index = index
         self.count = count
         self.service = service
-        self._rounds = Distributed(index=index, count=count, service=service)
+        self._rounds = Distributed(
+            index=index, count=count, service=service, warn_after_s=warn_after_s
+        )
         self._lock = threading.Lock()  # guards _left
         self._left = dies_after
 
@@ -86,9 +94,9 @@ class SimulatedProcesses:
         self._arrive()
         self._rounds.barrier(name, timeout_s=timeout_s)
 
-    def gather(self, name: str, value: Json, *, timeout_s: float) -> list[Json]:
+    def gather(self, name: str, value: Json, *, timeout_s: float, place: str = "") -> list[Json]:
         self._arrive()
-        return self._rounds.gather(name, value, timeout_s=timeout_s)
+        return self._rounds.gather(name, value, timeout_s=timeout_s, place=place)
 
     def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:
         self._arrive()
@@ -117,6 +125,7 @@ def simulate(
     *,
     timeout_s: float = 30.0,
     kill: Mapping[int, int] | None = None,
+    warn_after_s: float = 60.0,
 ) -> list[_T | None]:
     """Runs `fn` as `count` processes at once, each a thread with its own `SimulatedProcesses`.
 
@@ -126,6 +135,7 @@ def simulate(
         timeout_s: For the whole run. A thread still running then is left behind, as a daemon.
         kill: Maps a process to the number of rounds (barrier, gather, agree) after which it dies.
             With 0, `fn` ends at its first round. The other processes notice by their time limits.
+        warn_after_s: After how long a process that waits for others logs who is missing.
 
     Returns:
         The result of each process, by index; None for a killed process.
@@ -153,7 +163,13 @@ def simulate(
 
     threads = []
     for index in range(count):
-        processes = SimulatedProcesses(index, count, service, dies_after=(kill or {}).get(index))
+        processes = SimulatedProcesses(
+            index,
+            count,
+            service,
+            dies_after=(kill or {}).get(index),
+            warn_after_s=warn_after_s,
+        )
         name = f"jaxckpt-process-{index}"
         threads.append(threading.Thread(target=run, args=(processes,), name=name, daemon=True))
     for thread in threads:
