@@ -928,15 +928,41 @@ def test_an_empty_place_of_a_target_asks_for_nothing_with_extra(tmp_path):
         jaxckpt.restore(tmp_path / "x", like)
 
 
-def test_a_layout_in_a_target_is_refused(plain):
-    """It would be ignored."""
+def test_a_layout_in_shardings_is_refused(plain):
+    """It would be ignored; a target may have one."""
     where = Format(Layout((0,)), SingleDeviceSharding(jax.devices()[0]))
-    like = {"params": {"w": jax.ShapeDtypeStruct((6,), np.float32, sharding=where)}}
 
-    with pytest.raises(TypeError, match="leaf params/w has a layout"):
-        jaxckpt.restore(plain, like, extra="ignore")
     with pytest.raises(TypeError, match="params/w"):
         jaxckpt.restore(plain, shardings={"params": {"w": where}})
+
+
+@pytest.mark.parametrize("target", ["live", "abstract", "of a jitted function"])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_the_layout_of_a_target_is_kept(tmp_path, mesh, is_sharded, target):
+    """Of live arrays and of shapes; `dtype` and an array without one mean the default."""
+    sharding = SingleDeviceSharding(jax.devices()[1])
+    if is_sharded:
+        sharding = NamedSharding(mesh, P("x", "y"))
+    where = Format(Layout((1, 0)), sharding)
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    jaxckpt.save(tmp_path / "x", {"turned": values, "plain": values})
+    init = jax.jit(
+        lambda: {"turned": jnp.zeros((8, 8)), "plain": jnp.zeros((8, 8))},
+        out_shardings={"turned": where, "plain": sharding},
+    )
+    like = jax.eval_shape(init) if target == "of a jitted function" else init()
+    if target == "abstract":
+        turned = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=where)
+        like = {"turned": turned, "plain": jax.ShapeDtypeStruct((8, 8), np.float32)}
+
+    got = jaxckpt.restore(tmp_path / "x", like)
+    cast = jaxckpt.restore(tmp_path / "x", like, dtype=jnp.bfloat16)
+
+    assert got["turned"].format.layout.major_to_minor == (1, 0)
+    assert got["turned"].sharding == sharding
+    assert {np.asarray(one).tobytes("C") for one in got.values()} == {values.tobytes()}
+    for array in (got["plain"], *cast.values()):
+        assert array.format.layout.major_to_minor == (0, 1)
 
 
 def test_a_run_of_flax_does_not_start_over(tmp_path):

@@ -190,6 +190,24 @@ def to_device(
     )
 
 
+def in_layout(value: jax.Array, layout: Any) -> jax.Array:
+    """Puts an array into a layout; each process its own shards, so that none waits for another."""
+    import jax
+    from jax.experimental.layout import Format
+
+    def put(shard: Any) -> jax.Array:  # a jax.Array
+        there = shard.format.layout
+        is_tiled_so = layout.tiling is None or there.tiling == layout.tiling
+        if there.major_to_minor == layout.major_to_minor and is_tiled_so:
+            return shard
+        return jax.device_put(shard, Format(layout, shard.sharding))
+
+    shards = [put(shard.data) for shard in value.addressable_shards]
+    return jax.make_array_from_single_device_arrays(
+        value.shape, value.sharding, shards, dtype=value.dtype
+    )
+
+
 def to_default_device(values: np.ndarray[Any, Any]) -> jax.Array:
     """Makes an uncommitted jax.Array, inside `placing`."""
     import jax

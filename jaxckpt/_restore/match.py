@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 import jax
 import numpy as np
 from jax import tree_util
+from jax.experimental.layout import Layout
 
 from jaxckpt._core.cast import kind_rank
 from jaxckpt._core.check import check_dtype, check_type
@@ -78,6 +79,7 @@ class Wanted(NamedTuple):  # of which there are many: dataclasses take three tim
     key_impl: str | None = None
     sharding: jax.sharding.Sharding | None = None  # of an array, if given
     uncommitted: bool = False  # the array may move between devices, as by jax's default
+    layout: Any = None  # jax's, of an array; None for the default
     value: Any = None  # the leaf itself, only if it may be returned in place of a saved leaf
 
     def __str__(self) -> str:
@@ -130,11 +132,6 @@ def flatten_like(like: object, *, keep_values: bool) -> tuple[list[Wanted], Any]
 
 def _want(value: object, path: Path) -> Wanted:
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
-        if isinstance(value, jax.ShapeDtypeStruct) and value.format.layout is not None:
-            raise TypeError(
-                "has a layout, in which restore does not make arrays. Give it a sharding alone, "
-                "and put the restored array into the layout with jax.device_put."
-            )
         sharding = value.sharding if isinstance(value.sharding, jax.sharding.Sharding) else None
         free = isinstance(value, jax.Array) and not getattr(value, "committed", True)
         where = {"sharding": None if free else sharding, "uncommitted": free}
@@ -142,7 +139,14 @@ def _want(value: object, path: Path) -> Wanted:
             impl = str(value.dtype._impl.name)  # pyright: ignore  # no public way from a dtype
             return Wanted(path=path, kind="key", shape=value.shape, key_impl=impl, **where)
         dtype = np.dtype(value.dtype)
-        return Wanted(path=path, kind="array", dtype=dtype, shape=value.shape, **where)
+        layout: Any = getattr(value.format, "layout", None)  # pyright: ignore
+        # Row-major without tiles is the default where arrays have no tiles, and costs nothing.
+        rows = tuple(range(value.ndim))
+        if not isinstance(layout, Layout) or (layout.tiling, layout.major_to_minor) == ((), rows):
+            layout = None
+        return Wanted(
+            path=path, kind="array", dtype=dtype, shape=value.shape, layout=layout, **where
+        )
     if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, (str, bytes)):
         kind = "numpy" if isinstance(value, np.ndarray) else "generic"
         return Wanted(path=path, kind=kind, dtype=value.dtype, shape=value.shape)

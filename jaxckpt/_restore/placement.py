@@ -43,6 +43,7 @@ class LeafPlan(NamedTuple):
     dtype: np.dtype[Any] | None  # of the returned array
     sharding: Sharding | None = None  # of a jax array; None for the default device, uncommitted
     boxes: tuple[Box, ...] = ()  # the parts of the stored array that this process needs
+    layout: Any = None  # jax's, of the returned array; None for the default
     resized: bool = False  # whether `boxes` are parts of an array of the wanted shape instead
 
     def stored_boxes(self) -> tuple[Box, ...]:
@@ -110,11 +111,15 @@ def _plan_leaf(
     try:
         sharding.shard_shape(shape)
         of_data = sharding if kind == "array" else key_data_sharding(sharding, len(shape))
-        return plan._replace(sharding=sharding, boxes=boxes_here(of_data, data_shape))
+        plan = plan._replace(sharding=sharding, boxes=boxes_here(of_data, data_shape))
     except (ValueError, IndexError):
         found = describe(saved.kind, saved.dtype, shape, saved.key_impl)
         why = _why_not(sharding, shape)
         return Difference(leaf=path_text(leaf.path), wanted=why, saved=found)
+    layout = None if wanted is None or (kind, out) != ("array", wanted.dtype) else wanted.layout
+    if wanted is not None and layout is not None and layout.tiling:
+        layout = layout if sharding is wanted.sharding else None  # its tiles are of those devices
+    return plan._replace(layout=layout)
 
 
 def _why_not(sharding: Sharding, shape: tuple[int, ...]) -> str:

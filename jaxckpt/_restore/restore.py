@@ -29,7 +29,14 @@ from jaxckpt._core.box import Box, whole
 from jaxckpt._core.cast import cast
 from jaxckpt._core.check import calling, explain_names
 from jaxckpt._core.text import counted
-from jaxckpt._core.transfer import Arriving, is_away, placing, to_default_device, to_device
+from jaxckpt._core.transfer import (
+    Arriving,
+    in_layout,
+    is_away,
+    placing,
+    to_default_device,
+    to_device,
+)
 from jaxckpt._disk.chunks import LeafRead
 from jaxckpt._disk.find import at_rest, open_item, read_step, steps_to_try, warn_skipped
 from jaxckpt._disk.found import Found, JsonItem
@@ -87,8 +94,8 @@ def restore(
             warning. Or `*.safetensors`, or `*.safetensors.index.json` with its files beside it;
             dots in the names of tensors make nested dicts.
         like: The target, a tree of arrays, `jax.ShapeDtypeStruct`s or Python values that give
-            structure, dtype and sharding, or what `jaxckpt.open` returns, for the same tree as in
-            that checkpoint. If None, the tree is restored as it was saved. A cast
+            structure, dtype, sharding and layout, or what `jaxckpt.open` returns, for the same tree
+            as in that checkpoint. If None, the tree is restored as it was saved. A cast
             never turns float into int, int into bool or signed into unsigned, and loses no value:
             integers stay the same number, finite values finite. It may round floats.
         item: Name of the item, if the checkpoint has several trees.
@@ -433,7 +440,8 @@ def _convert(plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]], place: str)
         if plan.resized and wanted is not None:
             shape = wanted.shape
         dtype = plan.dtype or dtype_of(saved.array.dtype)
-        return to_device(parts, plan.sharding, shape, dtype)
+        array = to_device(parts, plan.sharding, shape, dtype)
+        return array if plan.layout is None else in_layout(array, plan.layout)
     values = next(iter(parts.values()))
     if plan.kind == "numpy":
         return values
