@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -40,7 +41,7 @@ _PERMISSIONS: Final[Mapping[str, Mapping[str, str]]] = {
         "s3": "s3:ListBucket (of the bucket itself)",
     },
     "create": _CREATE,
-    "list at once": _CREATE,
+    "seen at once": {scheme: f"{_READ[scheme]} and {_CREATE[scheme]}" for scheme in _READ},
     # On Google Cloud Storage, to replace an object is to delete it.
     "compare-and-swap": {**_CREATE, "gs": "storage.objects.delete"},
     "read a range": _READ,
@@ -57,8 +58,8 @@ _CONDITIONS: Final = (
     "writes here at a time, set single_writer=True in StoreSettings or JAXCKPT_SINGLE_WRITER=1"
 )
 _LAGS: Final = (
-    "do not keep a run here: the next job may resume at an older step. Use a store whose listings "
-    "show at once what was written"
+    "do not keep a run here: the next job may resume at an older step, and one that lost the run "
+    "may not notice. Use a store that shows at once what was written"
 )
 _LISTS: Final = 3
 _FILES: Final = ("marker", "data", "copy", "by TensorStore", "large")
@@ -99,7 +100,7 @@ class BucketPlace:
             Check(name="bucket", call=self._bucket, needs=there[:3]),
             Check(name="list", call=self._list, needs=there),
             Check(name="create", call=self._create, needs=there),
-            Check(name="list at once", call=self._list_at_once, needs=("list", "create")),
+            Check(name="seen at once", call=self._seen_at_once, needs=("list", "create")),
             Check(name="create again", call=self._create_again, needs=made),
             Check(name="compare-and-swap", call=self._swap, needs=made),
             Check(name="read a range", call=self._read_range, needs=made),
@@ -161,12 +162,17 @@ class BucketPlace:
             raise self._unconditional("an object with a new, random name was said to exist")
         return Finding()
 
-    def _list_at_once(self) -> Finding:
+    def _seen_at_once(self) -> Finding:
         for size in range(1, _LISTS + 1):
             self._storage.write(self._data, SMALL[:size])
             found = self._storage.files(self._folder).get("data")
             if found is None or found.size != size:
                 raise Problem("a listing did not show an object that had just been written", _LAGS)
+            read = b""
+            with contextlib.suppress(FileNotFoundError):
+                read = self._read(self._data)
+            if read != SMALL[:size]:
+                raise Problem("a read did not find what had just been written", _LAGS)
         return Finding()
 
     def _create_again(self) -> Finding:

@@ -96,20 +96,23 @@ class Bucket:
         self._objects: dict[str, Object] = {}
         self._uploads: dict[str, dict[int, bytes]] = {}
         self._listed: dict[str, Object] | None = None  # what listings show, if they lag
+        self._read: dict[str, Object] | None = None  # what reads find, if they lag
 
-    def freeze_lists(self) -> None:
-        """Lets listings show what there is now until `thaw_lists`, as in a store that lags."""
+    def freeze(self, *, lists: bool = False, reads: bool = False) -> None:
+        """Lets listings, or reads, show what there is now until `thaw`, as where they lag."""
         with self._lock:
-            self._listed = dict(self._objects)
+            self._listed = dict(self._objects) if lists else None
+            self._read = dict(self._objects) if reads else None
 
-    def thaw_lists(self) -> None:
-        """Lets listings show what there is at the time."""
-        with self._lock:
-            self._listed = None
+    def thaw(self) -> None:
+        """Lets all show what there is at the time."""
+        self.freeze()
 
     def get(self, name: str) -> Object:
         with self._lock:
-            return self._find(name)
+            if self._read is None:
+                return self._find(name)
+            return self._find(name, self._read)
 
     def put(
         self,
@@ -216,10 +219,11 @@ class Bucket:
             next_page=next_page,
         )
 
-    def _find(self, name: str) -> Object:
-        if name not in self._objects:
+    def _find(self, name: str, objects: Mapping[str, Object] | None = None) -> Object:
+        found = (self._objects if objects is None else objects).get(name)
+        if found is None:
             raise Refused(404, "NoSuchKey", f"No such object: {self.name}/{name}")
-        return self._objects[name]
+        return found
 
     def _check(self, name: str, if_generation: str | None) -> None:
         """Compares a condition with the generation now; 0 stands for no object."""

@@ -17,7 +17,7 @@ from tests.stores.proxy import Answer, Delay
 from tests.stores.servers import ACCESS_KEY, SECRET_KEY
 
 CHECKS = [
-    *("obstore", "answers", "credentials", "bucket", "list", "create", "list at once"),
+    *("obstore", "answers", "credentials", "bucket", "list", "create", "seen at once"),
     *(
         "create again",
         "compare-and-swap",
@@ -209,18 +209,21 @@ def test_a_store_without_conditional_writes(rclone_server, use_store, monkeypatc
     assert Obstore(server).names() == []
 
 
-def test_a_store_whose_listings_lag(gcs_server, use_store):
+@pytest.mark.parametrize("what", ["lists", "reads"])
+def test_a_store_that_lags(gcs_server, use_store, what):
     """The next job would resume at an older step."""
     server = use_store(gcs_server)
     bucket = server.running.bucket(server.bucket)
-    bucket.freeze_lists()
+    for name in ("run", "x"):
+        Obstore(server).put(name, b"1")
+    bucket.freeze(**{what: True})
 
     code, found = examined(url_of(server))
 
-    assert (code, found["list at once"]["state"]) == (1, "failed")
-    assert "resume at an older step" in found["list at once"]["advice"]
-    bucket.thaw_lists()
-    assert Obstore(server).names() == []
+    assert (code, found["seen at once"]["state"]) == (1, "failed")
+    assert "resume at an older step" in found["seen at once"]["advice"]
+    bucket.thaw()
+    assert Obstore(server).names() == ["run", "x"]
 
 
 def test_an_endpoint_that_does_not_answer(use_store, moto_server, monkeypatch):

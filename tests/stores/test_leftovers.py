@@ -11,7 +11,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt._disk import transaction
-from jaxckpt.errors import StoreError
+from jaxckpt.errors import SaveFailed, StoreError
 from jaxckpt.format import names
 from jaxckpt.format.step import decode_record
 from jaxckpt.storage import locate
@@ -176,10 +176,10 @@ def test_a_deletion_leaves_nothing_where_listings_lag(lagging):
             manager.save(step, state(step)).result()
         manager.save(3, state(3)).result()
         manager.wait_until_finished()
-        bucket.freeze_lists()
+        bucket.freeze(lists=True)
         manager.save(4, state(4)).result()
         manager.delete(3)
-    bucket.thaw_lists()
+    bucket.thaw()
 
     assert steps_with_files(run) == {"4"}
 
@@ -189,13 +189,27 @@ def test_a_step_that_a_listing_does_not_show_yet_is_not_lost(lagging):
     run, bucket = lagging
     with jaxckpt.CheckpointManager(run) as manager:
         manager.save(1, state(1)).result()
-        bucket.freeze_lists()
+        bucket.freeze(lists=True)
         manager.save(2, state(2)).result()
 
     assert jaxckpt.CheckpointManager(run, mode="r").latest_step() == 1
-    bucket.thaw_lists()
+    bucket.thaw()
     assert jaxckpt.verify(f"{run}/2").ok
     assert is_state(jaxckpt.restore(run), 2)
+
+
+def test_where_reads_lag_a_save_fails_and_the_next_one_works(lagging):
+    """It cannot find its own file, so another writer may have taken over; nothing is lost."""
+    run, bucket = lagging
+    with jaxckpt.CheckpointManager(run) as manager:
+        manager.save(1, state(1)).result()
+        bucket.freeze(reads=True)
+        with pytest.raises(SaveFailed, match="another writer took over"):
+            manager.save(2, state(2)).result()
+        assert is_state(manager.restore(), 1)
+        bucket.thaw()
+        manager.save(3, state(3)).result()
+        assert manager.all_steps() == [1, 3]
 
 
 def copy(source, target):
