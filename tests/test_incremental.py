@@ -311,9 +311,11 @@ def test_saves_that_overlap_are_whole(ram_path):
         assert not manager.problems
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EACCES, errno.EIO])
+@pytest.mark.parametrize(
+    "code", [errno.EPERM, errno.EACCES, errno.EIO, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS]
+)
 def test_without_hard_links(ram_path, monkeypatch, code):
-    """The files are copied: more bytes, and still right."""
+    """The files are copied, also where one has too many links: more bytes, and still right."""
 
     def refuse(*args, **options):
         raise OSError(code, os.strerror(code))
@@ -325,7 +327,35 @@ def test_without_hard_links(ram_path, monkeypatch, code):
             manager.save(step, lora(step, kept)).result()
             manager.wait_until_finished()
 
+        assert not manager.problems
+    jaxckpt.fork(ram_path, ram_path / "fork")
+
     assert all(same(jaxckpt.restore(ram_path / str(n)), lora(n, kept)) for n in range(3))
+    assert same(jaxckpt.restore(ram_path / "fork"), lora(2, kept))
+    assert jaxckpt.verify(ram_path / "fork").ok
+
+
+@pytest.mark.slow
+def test_a_file_with_as_many_links_as_ext4_allows(tmp_path):
+    """65,000 of them: the save copies it."""
+    kept = frozen()
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(0, lora(0, kept)).result()
+        manager.save(1, lora(1, kept)).result()
+        manager.wait_until_finished()
+        [file] = [one for one in (tmp_path / "run/1").rglob("d/*") if one.stat().st_nlink > 1]
+        (tmp_path / "links").mkdir()
+        try:
+            for n in range(65_000):
+                os.link(file, tmp_path / "links" / str(n))
+        except OSError as error:
+            assert error.errno == errno.EMLINK
+        else:
+            pytest.skip("this file system allows more")
+        manager.save(2, lora(2, kept)).result()
+
+    assert same(jaxckpt.restore(tmp_path / "run/2"), lora(2, kept))
+    assert jaxckpt.verify(tmp_path / "run/2").ok
 
 
 def test_a_local_tier(ram_path, where, staged):

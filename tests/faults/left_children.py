@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import traceback
 from pathlib import Path
@@ -27,6 +28,22 @@ def log_shared_run(top, saves, log, data):
     log_run(top, saves, log, data, with_frozen)
     with open(log) as lines:
         assert any(line.startswith("link") and "/state/d/" in line for line in lines)
+
+
+def log_copied_run(top, saves, log, data):
+    """The same on a file system without hard links: the file is copied once, then written."""
+    copied = []
+
+    def refuse(*args, **options):
+        copied.append(args)
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    link, os.link = os.link, refuse
+    try:
+        log_run(top, saves, log, data, with_frozen)
+    finally:
+        os.link = link
+    assert copied
 
 
 def log_rich_run(top, saves, log, data):

@@ -87,7 +87,12 @@ def _key(node, names, data, path=""):
 
 @pytest.mark.parametrize(
     ("log", "saves"),
-    [(children.log_run, 4), (children.log_rich_run, 3), (children.log_shared_run, 4)],
+    [
+        (children.log_run, 4),
+        (children.log_rich_run, 3),
+        (children.log_shared_run, 4),
+        (children.log_copied_run, 3),
+    ],
 )
 def test_no_power_cut_loses_a_step_of_a_run(zygote, ram_path, trial, log, saves):
     """A run that keeps two: also while the oldest is deleted, and before there is any."""
