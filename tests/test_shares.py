@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import socket
+import subprocess
 import time
 
 import pytest
@@ -21,10 +24,12 @@ from jaxckpt.storage._limit import LimitedStorage
 from jaxckpt.storage._mounts import Mount
 from jaxckpt.testing import simulate
 from tests.commandline import cli
+from tests.test_identity import as_before
 from tests.test_plan import array_specs, held
 from tests.test_tiers import damage
 
 TWO = [0, 1]
+FILES = ("_jaxckpt.disk", "_jaxckpt.run")
 
 pytestmark = pytest.mark.multihost
 
@@ -55,7 +60,7 @@ def test_each_host_keeps_what_it_held(train, tmp_path):
         assert one["problems"] == []
         assert one["tiers"] == {"local": [4, 5], "durable": [2, 4], "waiting": []}
         root = tmp_path / f"host{i}" / "local"
-        assert {path.name for path in root.iterdir()} == {"_jaxckpt.disk", "share_0"}
+        assert {path.name for path in root.iterdir()} == {*FILES, "share_0"}
         assert jaxckpt.verify(root / "share_0" / "5").ok
     for step in ("2", "4"):
         assert jaxckpt.verify(tmp_path / "run" / step).ok
@@ -75,13 +80,20 @@ def test_the_same_hosts_restore_the_newest_step(train, tmp_path):
 
 
 def test_a_new_host_reads_the_newest_durable_step(train, tmp_path):
-    """The other one still reads what it has; its newer steps go when the run has a new one."""
+    """The other one still reads what it has; its newer steps go when the run has a new one.
+
+    All report which step is of no use, where and why; one logs it.
+    """
     train(5)
     shutil.rmtree(tmp_path / "host1")
 
     said = train(1)
 
     assert [one["start"] for one in said] == [4, 4]
+    why = f"step 5 on the local disks cannot be used: process 1 on {socket.gethostname()} lacks"
+    assert [[problem.startswith(why) for problem in one["problems"]] for one in said] == [
+        [True]
+    ] * 2
     assert places(said, tmp_path) == ["host0", "run"]
     assert [one["start"] for one in train(0)] == [5, 5]
 
@@ -103,6 +115,58 @@ def test_steps_of_an_earlier_life_go(train, tmp_path):
     said = train(0)
     assert [one["start"] for one in said] == [6, 6]
     assert places(said, tmp_path) == ["run", "host1"]
+
+
+def test_a_run_on_the_disks_of_another_begins_anew(train, tmp_path):
+    """Each has its own place on each disk; the steps of the other stay as they are."""
+    first, second = [["split"], False, True, str(tmp_path / "A")], [["split"], False, True]
+    train(3, args=first)
+
+    said = train(2, args=second)
+
+    assert [one["start"] for one in said] == [0, 0]
+    assert all("steps of another run" in one["problems"][0] for one in said)
+    assert [one["tiers"]["local"] for one in said] == [[1, 2]] * 2
+    assert [one["start"] for one in train(1, args=first)] == [3, 3]
+    assert [one["start"] for one in train(0, args=second)] == [2, 2]
+    assert sorted(path.name for path in (tmp_path / "run").glob("[0-9]*")) == ["2"]
+
+
+def test_disks_that_come_back_do_not_take_the_run_back(train, tmp_path):
+    """Both have a whole step with a higher number, of a life that the run did not go on from."""
+    train(7)
+    shutil.rmtree(tmp_path / "run" / "6")  # as if it had not been uploaded
+    assert [one["start"] for one in train(2, hosts=[2, 3])] == [4, 4]
+
+    said = train(1)
+
+    assert [one["start"] for one in said] == [6, 6]
+    assert places(said, tmp_path) == ["run", "run"]
+    assert all("steps [6, 7] are of an earlier life" in one["problems"][0] for one in said)
+    assert [one["tiers"]["local"] for one in said] == [[7], [7]]
+    assert [one["start"] for one in train(0)] == [7, 7]
+
+
+def test_disks_of_an_older_release_go_on(train, tmp_path):
+    train(5)
+    as_before(tmp_path)
+
+    said = train(1)
+
+    assert [one["start"] for one in said] == [5, 5]
+    assert places(said, tmp_path) == ["host0", "host1"]
+    assert [one["problems"] for one in said] == [[], []]
+    as_before(tmp_path)
+    for step in (4, 5, 6):  # now nothing shows whose disks these are
+        shutil.rmtree(tmp_path / "run" / str(step))
+    said = train(0)
+    assert [one["start"] for one in said] == [2, 2]
+    for one, host in zip(said, ("host0", "host1"), strict=True):
+        [command] = re.findall(
+            "If they are of this run, stop the job and: (.*)", one["problems"][0]
+        )
+        subprocess.run(command, shell=True, check=True, cwd=tmp_path / host)
+    assert [one["start"] for one in train(0)] == [6, 6]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +276,7 @@ def test_processes_of_a_host_share_its_disk(train, tmp_path):
     assert [one["tiers"]["local"] for one in said] == [[2, 3]] * 4
     for host in (0, 1):
         found = {path.name for path in (tmp_path / f"host{host}" / "local").iterdir()}
-        assert found == {"_jaxckpt.disk", "share_0", "share_1"}
+        assert found == {*FILES, "share_0", "share_1"}
     assert [one["start"] for one in train(0, hosts=[0, 0, 1, 1], devices_per_process=2)] == [3] * 4
 
 

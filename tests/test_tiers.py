@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -22,6 +23,7 @@ from jaxckpt._run import tiers, uploads
 from jaxckpt._run.copies import newest_first, over_bound
 from jaxckpt._run.upload import Sending
 from jaxckpt.errors import CheckpointTimeout, SaveFailed, StepExists
+from jaxckpt.format import step as step_format
 from jaxckpt.storage import LocalStorage, locate
 from jaxckpt.testing import CrashingStorage, SimulatedCrash
 from jaxckpt.testing._storage import _Relay
@@ -395,15 +397,21 @@ def test_what_is_damaged_in_both_places_is_set_aside(tmp_path, local):
 
 
 def test_another_step_of_the_same_number_mends_nothing(tmp_path, local):
+    """Two jobs of one run have saved it, each in its own place."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(0, state(0)).durable()
     for place, value in ((tmp_path / "run", 5), (local, 6)):
         with CheckpointManager(place) as manager:
             manager.save(1, state(value))
+        for file in place.glob("1/_jaxckpt.json"):  # as an older release wrote it
+            record = step_format.decode_record(file.read_bytes(), file=str(file))
+            file.write_bytes(step_format.encode_record(dataclasses.replace(record, life=None)))
     damage(local / "1")
 
     with CheckpointManager(tmp_path / "run", local=local) as manager:
         assert manager.restore()["w"][0] == 5
         assert any("different steps" in problem for problem in manager.problems)
-        assert manager.tiers["local"] == []
+        assert manager.tiers["local"] == [0]
 
 
 def test_a_run_goes_on_while_its_directory_is_away(tmp_path, local, store):

@@ -67,7 +67,7 @@ from jaxckpt.errors import (
     os_code_in,
 )
 from jaxckpt.format import names, step
-from jaxckpt.format.step import FileFacts, Record
+from jaxckpt.format.step import FileFacts, Life, Record
 from jaxckpt.storage import (
     Entry,
     Hold,
@@ -148,13 +148,14 @@ class Transaction:
         phases: Mapping[str, float] | None = None,
         item: str = names.STATE_ITEM,
         share: tuple[int, int] | None = None,
+        life: Life | None = None,
     ) -> None:
         """Makes the checkpoint durable and visible.
 
         Args:
             files: The metadata files, still to be written, by path inside the checkpoint.
             digests: SHA-256 of small files that are there, by path inside the checkpoint.
-            lineage, phases, item, share: For the record.
+            lineage, phases, item, share, life: For the record.
 
         Raises:
             SaveFailed: another writer took over.
@@ -169,6 +170,7 @@ class Transaction:
             phases=phases or {},
             item=item,
             share=share,
+            life=life,
         )
         written = {f"{self.work}/{names.RECORD}": step.encode_record(record)}
         self.storage.together([partial(self.storage.add, written), self._check])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
+
+from jaxckpt.format.step import Life, Starts
 
 
 class Copy(NamedTuple):
@@ -61,6 +63,96 @@ def over_disks(
         if step in directory:
             copies.append(Copy(step, 1))
     return copies
+
+
+def unusable(
+    disks: Sequence[Mapping[int, str]], copies: Sequence[Copy]
+) -> tuple[int, dict[int, str]] | None:
+    """Returns the newest step on the disks if it is newer than all copies, and what is wrong.
+
+    Args:
+        disks: As for `over_disks`.
+        copies: What that returned.
+
+    Returns:
+        The step, and by process why its disk is of no use; None if the newest step can be read.
+
+    Example:
+        >>> unusable([{10: "a", 20: "b"}, {10: "a"}], over_disks([{10: "a"}, {10: "a"}], {}))
+        (20, {1: 'lacks its part'})
+    """
+    step = max(set().union(*disks), default=-1)
+    if step < 0 or any(copy.step >= step for copy in copies):
+        return None
+    saves = [disk.get(step) for disk in disks]
+    first = next(save for save in saves if save is not None)
+    others = {i: save for i, save in enumerate(saves) if save != first}
+    return step, {
+        i: "lacks its part" if save is None else "has its part of another save"
+        for i, save in others.items()
+    }
+
+
+class Saved(NamedTuple):
+    """A step, and the starts of its run up to the one that saved it."""
+
+    step: int
+    starts: Starts = ()  # see `format.step.Life`; empty if an older release saved it
+    run: str = ""  # its id, if known
+
+    @classmethod
+    def of(cls, step: int, life: Life | None) -> Saved:
+        return cls(step) if life is None else cls(step, life.starts, life.run)
+
+    @property
+    def start(self) -> str | None:
+        """The start that saved it."""
+        return self.starts[-1][0] if self.starts else None
+
+    def led_to(self, later: Saved) -> bool:
+        """Returns whether the run got to `later` by way of this step, as far as is recorded.
+
+        It did if each start after that of this step went on from this step or a newer one. Nothing
+        is recorded of a step that an older release saved.
+
+        Example:
+            >>> first, second = (("a", None),), (("a", None), ("b", 5))
+            >>> [Saved(n, first).led_to(Saved(7, second)) for n in (5, 6)]
+            [True, False]
+        """
+        if not self.starts:
+            return True
+        names = [start for start, _ in later.starts]
+        after = names.index(self.start) + 1 if self.start in names else 0
+        return all(step is not None and self.step <= step for _, step in later.starts[after:])
+
+    def is_newer(self, other: Saved) -> bool:
+        """Returns whether the run was here after `other`; False if neither is known to be later."""
+        if self.start == other.start or not self.starts or not other.starts:
+            return self.step > other.step
+        return other.start in [start for start, _ in self.starts]
+
+
+def astray(local: Iterable[Saved], durable: Saved | None) -> list[int]:
+    """Returns the local steps from which the run did not go on: those of an earlier life.
+
+    Args:
+        durable: The newest step of the directory, if that has one. It wins over a local step if
+            nothing shows which of the two is later.
+
+    Example:
+        >>> before, since = (("a", None),), (("a", None), ("b", 4))
+        >>> astray([Saved(4, before), Saved(9, before)], Saved(6, since))
+        [9]
+        >>> astray([Saved(4, before), Saved(9, before)], Saved(6, before))
+        []
+    """
+    steps = sorted(local, key=lambda one: -one.step)
+    newest = durable or (steps[0] if steps else None)
+    for one in steps:
+        if newest is not None and one.is_newer(newest):
+            newest = one
+    return [one.step for one in reversed(steps) if newest and not one.led_to(newest)]
 
 
 def over_bound(waiting: Sequence[int], *, most: int) -> list[int]:

@@ -13,9 +13,11 @@ from jaxckpt._disk.find import find, open_item
 from jaxckpt._disk.found import Found, check_current
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.regions import refuse_swapped
+from jaxckpt._run.identity import ensure_id
 from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StepExists
 from jaxckpt.format import names, run
+from jaxckpt.format.step import Life
 from jaxckpt.storage import Storage, files_in, locate
 
 # Files about a checkpoint, as opposed to its data.
@@ -29,6 +31,7 @@ def fork(
     """Starts a run whose first step is a step of another run.
 
     The files are hard links, or copies on another file system, so either run may delete its step.
+    The new run has an id of its own, so it takes no steps of the other from a local disk.
     `jaxckpt.open(path).lineage` records the origin. Only one process of a job should call this.
 
     Args:
@@ -65,9 +68,11 @@ def fork(
     try:
         files = _link(storage, found, transaction.work)
         _check_whole(storage, found, transaction.work, files)
+        index = StepIndex(storage, root, quiet=True)
+        life = Life(run=ensure_id(index, index.entries()))
         item = names.STATE_ITEM if found.record is None else found.record.item
         lineage = _lineage("fork", found)
-        transaction.commit({}, digests=_digests(found), lineage=lineage, item=item)
+        transaction.commit({}, digests=_digests(found), lineage=lineage, item=item, life=life)
     except BaseException as error:
         transaction.abort()
         if isinstance(error, FileNotFoundError):

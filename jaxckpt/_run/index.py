@@ -4,6 +4,7 @@
     <root>/<step>.orbax-checkpoint-tmp-...   a step that is being written or deleted
     <root>/<step>.jaxckpt-bad-...            a damaged step that was set aside
     <root>/<KeepPolicy.move_to>              steps that were moved instead of deleted
+    <root>/_jaxckpt.run                      see `identity`
     <root>/_jaxckpt.owner, .lock             see `owner`
     <root>/_jaxckpt.doomed, .lease-...       see `leases` and `deletion`
 
@@ -31,6 +32,7 @@ from jaxckpt._disk.find import (
     read_record,
 )
 from jaxckpt._disk.found import Found, check_sizes
+from jaxckpt._run.copies import Saved, astray
 from jaxckpt._save.handle import is_under_way
 from jaxckpt.errors import (
     CheckpointError,
@@ -38,8 +40,9 @@ from jaxckpt.errors import (
     CorruptCheckpoint,
     is_io_failure,
 )
-from jaxckpt.format import jsontext, names, run
+from jaxckpt.format import jsontext, names, run, step
 from jaxckpt.format.run import StepNames, guess_names
+from jaxckpt.format.step import Life
 from jaxckpt.storage import Entry, Storage, is_temporary_file, locate
 from jaxckpt.storage import listing as entries_of
 from jaxckpt.types import StepInfo
@@ -52,7 +55,7 @@ _CHECKPOINT_FILES: Final = frozenset(
     {names.RECORD, names.CHECKPOINT_METADATA, names.TREE_METADATA, names.WRITER}
 )
 _ROOT_FILES: Final = frozenset(
-    {names.OWNER, names.DOOMED, names.LOCK, names.ROOT_METADATA, names.DISK}
+    {names.RUN, names.OWNER, names.DOOMED, names.LOCK, names.ROOT_METADATA, names.DISK}
 )
 
 _RUN_IS: Final = "A run is the directory that contains the steps."
@@ -94,7 +97,9 @@ class Listing:
 
 
 def _describe(name: str, listing: Listing) -> str | None:
-    if name in _ROOT_FILES or names.is_lease(name) or names.is_share(name):
+    if name in _ROOT_FILES or names.is_lease(name):
+        return None
+    if names.is_share(name) or names.is_guest(name):
         return None
     if names.is_set_aside(name):
         return "a damaged step that was set aside earlier"
@@ -125,6 +130,7 @@ class StepIndex:
     quiet: bool = False  # records problems without logging them
     problems: list[str] = field(default_factory=list)
     unknown: set[int] = field(default_factory=set)  # steps whose facts could not be read
+    astray: set[int] = field(default_factory=set)  # of an earlier life of the run; not listed
     _committed: set[str] = field(default_factory=set)
     _whole: set[str] = field(default_factory=set)
     _infos: dict[int, StepInfo] = field(default_factory=dict)
@@ -165,7 +171,8 @@ class StepIndex:
         naming = self.naming or self._guess(entries)
         numbered = ((naming.step(name), name) for name in entries)
         steps = sorted((number, name) for number, name in numbered if number is not None)
-        return Listing(entries=entries, naming=naming, steps=dict(steps))
+        there = {number: name for number, name in steps if number not in self.astray}
+        return Listing(entries=entries, naming=naming, steps=there)
 
     def learn_naming(self, entries: Mapping[str, Entry]) -> None:
         """Guesses the naming of new steps from the committed steps, and keeps it.
@@ -450,6 +457,27 @@ class StepIndex:
             self._infos[number] = info
         return info
 
+    def life(self, number: int) -> Life | None:
+        """Reads how the run got to a step; None if an older release or another program saved it."""
+        file = f"{self.path(number)}/{names.RECORD}"
+        try:
+            data = self.storage.read(file, max_bytes=step.MAX_RECORD_BYTES)
+        except FileNotFoundError:
+            return None
+        return step.decode_record(data, file=file).life
+
+    def saved(self, number: int) -> Saved:
+        """Reads what `life` does, for a comparison with other steps."""
+        return Saved.of(number, self.life(number))
+
+    def earlier_lives(self, newest: Saved | None) -> list[int]:
+        """Returns the steps from which the run did not go on; see `astray`."""
+        found = []
+        for number in self.steps():
+            with contextlib.suppress(CheckpointError, OSError):  # a restore shows what is wrong
+                found.append(self.saved(number))
+        return astray(found, newest)
+
     def remember(self, info: StepInfo) -> None:
         """Records a step that this process has committed."""
         self._infos[info.step] = info
@@ -510,6 +538,14 @@ def write_run_metadata(index: StepIndex, metadata: Mapping[str, Any]) -> None:
         index.storage.create(f"{folder}/{names.ROOT_METADATA_FILE}", data)
     if run_metadata(index) != metadata:
         index.report(f"{folder} has other run_metadata than this job, and stays as it is")
+
+
+def newest_saved(index: StepIndex) -> Saved | None:
+    """Returns the newest step whose record can be read."""
+    for number in index.newest_first():
+        with contextlib.suppress(CheckpointError):
+            return index.saved(number)
+    return None
 
 
 # --- the root --------------------------------------------------------------------------------

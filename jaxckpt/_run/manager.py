@@ -37,6 +37,7 @@ from jaxckpt._run.config import (
 from jaxckpt._run.copies import Copy
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex, check_root, run_metadata
+from jaxckpt._run.local import settle
 from jaxckpt._run.owner import FORKED
 from jaxckpt._run.resume import ItemsReading, Resume, StateReading, shapes_of, watch
 from jaxckpt._run.retention import KeepPolicy
@@ -52,7 +53,6 @@ from jaxckpt._run.root import (
 from jaxckpt._run.saver import Saver
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.scrub import scrub
-from jaxckpt._run.shares import machine, place_on_disk
 from jaxckpt._run.tiers import Tiers
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import check_metadata
@@ -184,37 +184,43 @@ class CheckpointManager:
         self._roots = (self._directory,)
         self.directory = root = self._directory.index.root
         if local is not None:
-            self._roots = (at(local, tier=LOCAL, keep=local_keep), self._directory)
-            check_local(self._roots[0], self._directory)
+            here = at(local, tier=LOCAL, keep=local_keep)
+            check_local(here, self._directory)
+            self._roots = (here, self._directory)
         self._index, self._opening = self._directory.index, self._directory.opening
+        if mode == "w" and self._processes.count > 1:
+            arguments = {"directory": root, "step_prefix": step_prefix}
+            arguments |= {"step_digits": step_digits, "save": save, "keep": keep}
+            arguments |= {"run_metadata": metadata, "item": item, "compression": zstd}
+            if local is not None:
+                arguments |= {"local_save": local_save, "local_keep": local_keep}
+            check_arguments_alike(self._processes, arguments, timeout_s=timeout_s)
+        self._directory.owner.run, settled = "", None
+        if local is not None:
+            settled = settle(
+                self._roots[0].index,
+                self._index,
+                self._processes if mode == "w" else Single(),
+                writes=mode == "w",
+                timeout_s=timeout_s,
+                reach=self._directory.reach,
+            )
+            here = at(settled.root, tier=LOCAL, keep=local_keep, own=settled.own)
+            here.index.astray.update(settled.astray)
+            for problem in settled.problems:
+                here.index.report(problem)
+            self._roots = (here, self._directory)
         if mode == "w":
-            if self._processes.count > 1:
-                arguments = {"directory": root, "step_prefix": step_prefix}
-                arguments |= {"step_digits": step_digits, "save": save, "keep": keep}
-                arguments |= {"run_metadata": metadata, "item": item, "compression": zstd}
-                if local is not None:
-                    arguments |= {"local_save": local_save, "local_keep": local_keep}
-                check_arguments_alike(self._processes, arguments, timeout_s=timeout_s)
-                if local is not None:
-                    index = self._roots[0].index
-                    place = place_on_disk(
-                        index.storage,
-                        index.root,
-                        self._processes,
-                        timeout_s=timeout_s,
-                        machine=machine(),
-                    )
-                    if place != index.root:
-                        share = at(place, tier=LOCAL, keep=local_keep, own=True)
-                        self._roots = (share, self._directory)
-            opened = open_roots(self._roots, self._processes, metadata, timeout_s=timeout_s)
+            opened = open_roots(
+                self._roots, self._processes, metadata, settled, timeout_s=timeout_s
+            )
         else:
             there = reachable(
                 self._roots, lambda one: check_root(one.index.storage, one.index.root)
             )
             for index in [self._roots[i].index for i, found in there.items() if found is None]:
                 index.warn(f"{index.root} does not exist yet; a job that saves there makes it")
-            opened = {"session": "", "newest": None, "local_only": None, "owned": True}
+            opened = {"session": "", "newest": None, "local_only": None, "owned": True, "run": ""}
         self._resume = Resume(
             roots=self._roots,
             processes=self._processes,
@@ -251,6 +257,7 @@ class CheckpointManager:
             incremental=incremental == "auto",
             newest=opened["newest"],
             owned=opened["owned"],
+            run=opened["run"],
         )
         if self._tiers is not None:
             self._opening.saves = self._tiers.uploads

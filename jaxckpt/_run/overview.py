@@ -16,13 +16,14 @@ from typing import Any, Final
 
 from jaxckpt._disk.find import find, read_found
 from jaxckpt._disk.found import Found
+from jaxckpt._run.identity import identities_in, read_identity, with_id
 from jaxckpt._run.index import Listing, StepIndex, existing_root, metrics_of, saved_s, shown
 from jaxckpt._run.owner import read_owner
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
 from jaxckpt.format import names
 from jaxckpt.format.run import guess_names
-from jaxckpt.storage import Storage, is_temporary_file, locate
+from jaxckpt.storage import Storage, is_temporary_file, locate, url_of
 from jaxckpt.types import StepInfo
 
 _AT_ONCE: Final = 8  # hides the latency of a network file system
@@ -99,18 +100,29 @@ def overview(root: str | os.PathLike[str]) -> RunOverview:
     )
 
 
-def local_roots(local: str | os.PathLike[str]) -> list[str]:
-    """Returns the places with steps in a local directory: itself, or the shares of processes."""
+def local_roots(local: str | os.PathLike[str], run: str | os.PathLike[str]) -> list[str]:
+    """Returns the places with steps of a run in a local directory: itself, or shares of processes.
+
+    Not those of another run; see `local`.
+    """
     storage, root = locate(local)
+    index, directory = StepIndex(storage, root, quiet=True), StepIndex(*locate(run), quiet=True)
+    identity, there = read_identity(directory), identities_in(index)
+    if identity is not None and there[root] is not None:
+        url = url_of(directory.storage, directory.root)
+        mine = with_id(there, replace(identity, directory=url))
+        if not mine:
+            return []
+        root = mine[0][0]
     shares = [name for name in sorted(storage.names(root)) if names.is_share(name)]
-    return [f"{root}/{name}" for name in shares] or [os.fspath(local)]
+    return [f"{root}/{name}" for name in shares] or [root]
 
 
 def with_local(
     found: RunOverview, local: str | os.PathLike[str]
 ) -> tuple[RunOverview, dict[int, list[str]]]:
     """Adds the local steps; returns also which places have each step complete."""
-    here = [overview(place) for place in local_roots(local)]
+    here = [overview(place) for place in local_roots(local, found.path)]
     places: dict[int, list[str]] = {}
     best: dict[int, StepOverview] = {}
     for name, run in (*(("local", one) for one in here), ("durable", found)):

@@ -26,6 +26,7 @@ from typing import Any, Final, Protocol, final
 from jaxckpt._disk import removal as _removal
 from jaxckpt._disk.transaction import refuse_inside
 from jaxckpt._run.deletion import Deletion, check_folder
+from jaxckpt._run.identity import check_id
 from jaxckpt._run.index import Listing, StepIndex, check_root, write_run_metadata
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.reach import Reach
@@ -79,6 +80,8 @@ class Ownership:
         self.token = ""  # unique to this opening; "" until this process owns the run
         self.is_guest = False  # whether another job was running when this one opened the run
         self.seen = -1  # the newest step that this job has found or restored
+        # The id that the root must have, "" for any; then that which it has. None: it is not asked.
+        self.run: str | None = None
         self.spared: int | None = None  # a step of which an unfinished upload stays, to go on
         self.spared_work: list[str] = []  # the directories of such uploads
         self._index = index
@@ -107,13 +110,15 @@ class Ownership:
                 storage.make_dir(root)
             elif self._index.naming is None:
                 self._index.learn_naming(entries)  # may raise, so before anything is written
+            if self.run is not None:
+                self.run = check_id(self._index, entries, self.run)
             self._hold = self._lock()
             if self._hold is not None:
                 return self.take_over()
         except IsADirectoryError as error:
             raise IsADirectoryError(
-                f"{root}/{names.OWNER} is a directory, but jaxckpt needs the name for a file; "
-                "remove what is there."
+                f"{error.filename} is a directory, but jaxckpt needs the name for a file; remove "
+                "what is there."
             ) from error
         except PermissionError as error:
             raise PermissionError(
@@ -499,7 +504,12 @@ class Opening:
         if (newest := index.newest(listing)) is not None:
             self._owner.finish_commit(newest)
         naming = None if index.naming is None else asdict(index.naming)
-        return {"newest": newest, "naming": naming, "owned": not self._owner.is_guest}
+        return {
+            "newest": newest,
+            "naming": naming,
+            "owned": not self._owner.is_guest,
+            "run": self._owner.run,
+        }
 
     def open_late(self, timeout_s: float) -> None:
         """Opens a run that was away when the job began, unless that was done meanwhile."""

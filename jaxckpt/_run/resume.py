@@ -20,7 +20,7 @@ from jaxckpt._progress.meter import Meter
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import Source, restore_from
 from jaxckpt._run import items as _items
-from jaxckpt._run.copies import Copy, newest_first, over_disks
+from jaxckpt._run.copies import Copy, newest_first, over_disks, unusable
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.retention import KeepPolicy
@@ -64,14 +64,33 @@ class Resume:
 
     def candidates(self, step: Any) -> list[Copy]:
         """Returns the copies to try, in order, for "latest", "best" or a number."""
-        step, disks = _chosen(step), None
+        step, disks, hosts = _chosen(step), None, []
         name = f"manager {self._name}/steps"
         if self.roots[0].own:
-            disks = gather_steps(self.roots[0], self.processes, timeout_s=self.timeout_s)
+            disks, hosts = gather_steps(self.roots[0], self.processes, timeout_s=self.timeout_s)
         with leading(self.processes, name, place=self._name, timeout_s=self.timeout_s) as led:
             if self.processes.index == 0:  # it lists the steps
                 led.value = self._copies(step, disks)
-        return [Copy(step, root, tuple(lacking)) for step, root, lacking in led.value]
+        copies = [Copy(step, root, tuple(lacking)) for step, root, lacking in led.value]
+        if disks is not None and step == "latest":
+            self._report_useless(unusable(disks, copies), hosts)
+        return copies
+
+    def _report_useless(
+        self, found: tuple[int, Mapping[int, str]] | None, hosts: Sequence[str]
+    ) -> None:
+        """Reports in all processes, and logs in one, a step that some of their disks lack."""
+        if found is None:
+            return
+        index, (step, why) = self.roots[0].index, found
+        who = "; ".join(f"process {i} on {hosts[i]} {what}" for i, what in why.items())
+        text = (
+            f"step {step} on the local disks cannot be used: {who}. {self._name} does not have it"
+        )
+        if self.processes.index == 0:
+            index.report(text)
+        elif text not in index.problems:
+            index.problems.append(text)
 
     def _copies(self, step: int | str, disks: Disks | None) -> list[Copy]:
         if step == "latest":

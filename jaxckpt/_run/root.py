@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import posixpath
+import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from jaxckpt._run.copies import over_disks
+from jaxckpt._run.copies import Saved, over_disks
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
+from jaxckpt._run.local import Local
 from jaxckpt._run.owner import Opening, Ownership
 from jaxckpt._run.reach import AWAY_S, Reach
 from jaxckpt._run.retention import KeepPolicy
@@ -21,6 +23,7 @@ from jaxckpt._run.scrub import look
 from jaxckpt._run.shares import steps_on_disk
 from jaxckpt.errors import CheckpointError
 from jaxckpt.format.run import StepNames
+from jaxckpt.format.step import Life
 from jaxckpt.multihost import Processes, Single, meet
 from jaxckpt.storage import heard_s, locate
 from jaxckpt.types import StepInfo
@@ -48,6 +51,7 @@ class Root:
     # Steps that stay whatever the policy says, such as those on their way to another place.
     needed: Callable[[], Collection[int]] = tuple
     _verified: set[int] = field(default_factory=set)  # steps read back without damage
+    _life: Life | None = None  # of the newest step that this job saved
 
     @classmethod
     def at(
@@ -78,18 +82,28 @@ class Root:
             own=own,
         )
 
-    def committed(self, info: StepInfo) -> bool:
+    def committed(self, info: StepInfo, life: Life | None = None) -> bool:
         """Records a step just committed, and deletes those that the policy does not keep.
+
+        Args:
+            life: How the run got to the step, if this is a local root.
 
         Returns:
             False if the step was read back and is damaged.
         """
         self.index.remember(info)
-        if self.own:  # of an earlier life: this one went on without what was on another disk
-            self.deletion.delete([n for n in self.index.steps() if n > info.step])
+        if life is not None and life != self._life:
+            self._life = life
+            self._leave_behind(Saved.of(info.step, life))
         is_good = not self.keep.verified or self._read_back(info.step)
         self.tidy()
         return is_good
+
+    def _leave_behind(self, newest: Saved) -> None:
+        """Deletes the steps of earlier lives, which the run can no longer need."""
+        index = self.index
+        index.astray.update(index.earlier_lives(newest))
+        index.astray.difference_update(self.deletion.delete(sorted(index.astray)))
 
     def tidy(self) -> None:
         """Deletes the steps that the policy does not keep."""
@@ -131,7 +145,8 @@ class Root:
     def follow(self, info: StepInfo, stay: Collection[int]) -> None:
         """Does what process 0 did after a commit, where each process has a root of its own."""
         self.index.remember(info)
-        self.deletion.delete([n for n in self.index.steps() if n not in stay])
+        there = {*self.index.steps(), *self.index.astray}
+        self.index.astray.difference_update(self.deletion.delete(sorted(there - {*stay})))
 
     def known_steps(self) -> list[int] | None:
         """Returns the committed steps, in order; None if the place is away or refuses."""
@@ -229,14 +244,15 @@ def open_roots(
     roots: Sequence[Root],
     processes: Processes,
     metadata: Mapping[str, Any] | None,
+    settled: Local | None,
     *,
     timeout_s: float,
 ) -> Any:  # JSON
     """Opens the roots of a run for writing; returns what all processes know then.
 
-    That is the "session" (see `Opening.open`), the "newest" step, "local_only": that step, if the
-    directory does not have it, and "owned": False if another job is running, and keeps the run
-    until the first save.
+    That is the id of the "run", the "session" (see `Opening.open`), the "newest" step,
+    "local_only": that step, if the directory does not have it, and "owned": False if another job is
+    running, and keeps the run until the first save.
 
     If only the directory cannot be used, the run goes on with the local steps, if there are any:
     later saves are uploaded when it answers again.
@@ -244,6 +260,8 @@ def open_roots(
     opened = [_open_local(root, processes, metadata, timeout_s=timeout_s) for root in roots[:-1]]
     last, newest = roots[-1], opened[0]["newest"] if opened else None
     last.owner.spared = newest
+    if settled is not None:  # its id is known, unless it is away
+        last.owner.run = settled.run if settled.away is not None else None
     reach = None if newest is None else last.reach
     opened.append(last.opening.open(metadata, timeout_s=timeout_s, reach=reach))
     if away := opened[-1].get("away"):
@@ -256,6 +274,7 @@ def open_roots(
     there = opened[-1]["newest"]
     is_behind = newest is not None and (there is None or there < newest)
     return {
+        "run": opened[-1]["run"] if settled is None else settled.run,
         "session": opened[-1]["session"],
         "owned": all(one.get("owned", True) for one in opened),
         "newest": newest if is_behind else there,
@@ -277,19 +296,23 @@ def _open_local(
     name = f"open the local disks of {processes.count} processes"
     met = meet(processes, name, opened.get("session"), problem, timeout_s=timeout_s)
     met.check(problem, "a local directory cannot be used")
-    disks = gather_steps(root, processes, timeout_s=timeout_s)
+    disks, _ = gather_steps(root, processes, timeout_s=timeout_s)
     newest = next((copy.step for copy in over_disks(disks, {})), None)
     return {"session": met.values[0], "newest": newest}
 
 
-def gather_steps(root: Root, processes: Processes, *, timeout_s: float) -> list[dict[int, str]]:
-    """Returns the steps on the disk of each process, with the save that each comes from."""
+def gather_steps(
+    root: Root, processes: Processes, *, timeout_s: float
+) -> tuple[list[dict[int, str]], list[str]]:
+    """Returns the steps on the disk of each process by the save they come from, and its host."""
     name, mine, problem = "steps on the local disks", [], None
     try:
         mine = [list(one) for one in steps_on_disk(root.index)]
     except OSError as error:
         problem = error
-    met = meet(processes, name, mine, problem, timeout_s=timeout_s)
+    value: Any = [mine, socket.gethostname()]
+    met = meet(processes, name, value, problem, timeout_s=timeout_s)
     for i, text in met.problems.items():
         root.index.report(f"the local disk of process {i} cannot be read: {text}")
-    return [{int(n): str(origin) for n, origin in one} for one in met.values]
+    disks = [{int(n): str(origin) for n, origin in one} for one, _ in met.values]
+    return disks, [str(host) for _, host in met.values]

@@ -8,8 +8,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, cast, final
 
 from jaxckpt._core import fingerprint
@@ -28,9 +29,10 @@ from jaxckpt._save.handle import SaveHandle, SaveRequest
 from jaxckpt._save.save import check_metadata
 from jaxckpt._save.snapshot import Items, SaveItem, TreeItem, take_tree
 from jaxckpt._save.unchanged import Base
-from jaxckpt.errors import CheckpointTimeout, StepExists
+from jaxckpt.errors import CheckpointError, CheckpointTimeout, StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import MAX_STEP
+from jaxckpt.format.step import Life
 from jaxckpt.multihost import Json, Processes, lead, leading, raise_first
 from jaxckpt.types import Decision, OnProgress, StepInfo, Timing
 
@@ -64,6 +66,7 @@ class Saver:
         incremental: bool,  # whether steps refer to the one before
         newest: int | None,  # on which all processes have agreed
         owned: bool,  # whether no other job was running; agreed on too
+        run: str,  # its id
     ) -> None:
         self.decision: Decision | None = None  # the latest
         schedule = Schedule(
@@ -80,6 +83,9 @@ class Saver:
         self.agreed = newest  # the newest good step when all processes last agreed
         self._is_owned = owned or not writes
         self._of_other = -1  # the newest step of the job that was running
+        self._run = run
+        # Reads how the run got here, for the records of steps; None until a step is saved.
+        self._life: Callable[[], Life] | None = None
         self.session = session  # begins the names of attempts; equal in all processes
         self.preemption = Preemption(
             processes, listens=writes and policy.on_preemption, notice=notice
@@ -101,8 +107,8 @@ class Saver:
         self._by_rules: Decision | None = None
         self._is_durable = True  # whether the step of the decision goes to the directory
         self._due = True  # the same by the rules
-        # Where steps being saved go, and how to the directory afterwards.
-        self._places: dict[int, tuple[Root, Upload | None]] = {}
+        # Where steps being saved go, how to the directory afterwards, and what reads their life.
+        self._places: dict[int, tuple[Root, Upload | None, Callable[[], Life]]] = {}
         self._trees: dict[int, list[TreeItem]] = {}  # by step, until the commit
         self._bases: dict[str, Base] = {}  # what the next step may refer to, by item
         self._base_step = 0  # which has it
@@ -215,6 +221,8 @@ class Saver:
 
     def went_back(self, newest: int | None, *, good: int | None) -> None:
         """Records that later steps are gone, and which is the newest that every process trusts."""
+        if good != self.floor:
+            self._life = None  # what follows does not come from the steps that are gone
         self.floor, self.agreed, self._of_other = newest, good, -1
         self.share_nothing()
 
@@ -277,7 +285,7 @@ class Saver:
             if root is not self._root:
                 self._tiers.uploads.newest_direct = step
             upload = self._tiers.uploads.expect(step) if self._is_durable else None
-        self._places[step] = root, upload
+        self._places[step] = root, upload, self._lives()
         if self._incremental:
             self._trees[step] = [item for item in held if isinstance(item, TreeItem)]
             if any(item.has_base for item in self._trees[step]):
@@ -294,7 +302,8 @@ class Saver:
             token=hashlib.sha256(name.encode()).hexdigest()[:16],
             fence=partial(root.owner.fence, None if root.own else step),
             own=root.own,
-            overwrite=root.own,  # one of an earlier life, on this disk only
+            overwrite=root.own or step in root.index.astray,  # of an earlier life
+            life=self._places[step][2],
             problem=problem,
             skips=bool(errors),
             timeout_s=self._timeout_s,
@@ -309,6 +318,24 @@ class Saver:
         if problem is not None:
             raise problem
         return handle
+
+    def _lives(self) -> Callable[[], Life]:
+        """Returns what reads how the run got to the steps that are being saved.
+
+        All steps have the same until the run goes back. It is read in the saving thread, once.
+        """
+        if self._life is None:
+            start = hashlib.sha256(f"{self.session}/{self._started}".encode()).hexdigest()[:12]
+            self._life = cache(partial(self._begin, start, self.agreed))
+        return self._life
+
+    def _begin(self, start: str, step: int | None) -> Life:
+        """Returns the life that goes on from a step, or anew."""
+        for index in [root.index for root in self._roots if step not in (None, *root.index.astray)]:
+            with suppress(CheckpointError, OSError):
+                if (life := index.life(step or 0)) is not None and life.run == self._run:
+                    return life.begun(start, step)
+        return Life(run=self._run).begun(start, step)
 
     def _lost_base(self, root: Root, held: Sequence[SaveItem]) -> bool:
         """Returns whether what a save refers to is elsewhere, or was deleted to make room."""
@@ -590,7 +617,8 @@ class Saver:
         trees = self._trees.pop(step, ())
         if any(item.written and item.written.copied for item in trees):
             self._incremental = False  # to copy files is no faster than to write them
-        root, _ = self._places[step]
+        root, *_ = self._places[step]
+        root.index.astray.discard(step)  # it has taken the place of such a step
         if root is not self._root:  # which the next step will not be
             trees = ()
         bases = {item.name: item.base(handle.path) for item in trees}
@@ -613,14 +641,15 @@ class Saver:
         self.floor = step
         self.record(save_s=timing.seconds)
         place, timeout_s = self._index.root, self._timeout_s
-        root, upload = self._places.pop(step)
+        root, upload, life = self._places.pop(step)
         info = StepInfo(step=step, saved_s=time.time(), metrics=self._metrics.pop(step, {}))
         name = f"{handle.name}/kept"
         with leading(self._processes, name, place=place, timeout_s=timeout_s) as led:
             if self._processes.index == 0:  # only it knows the metrics
                 if self._tiers is not None and upload is not None:
                     self._tiers.follow(root, upload, info)
-                is_good, turn = root.committed(info), None
+                is_local = self._tiers is not None and root is self._tiers.local
+                is_good, turn = root.committed(info, life() if is_local else None), None
                 if self._tiers is not None and self._root.own:
                     turn = self._tiers.turn()
                 led.value = [is_good, turn]

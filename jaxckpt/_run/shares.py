@@ -47,13 +47,13 @@ def machine() -> str:
         return socket.gethostname()
 
 
-def place_on_disk(
+def share_on_disk(
     storage: Storage, root: str, processes: Processes, *, timeout_s: float, machine: str
 ) -> str:
-    """Returns where this process saves in its local directory: there, or in a share of it.
+    """Returns the name of this process's share of a local directory.
 
-    All save there together if they see the same directory: its file is the same, which it also is
-    on disks of one image, and no disk is in two machines.
+    It is "" if all processes see the same directory: then they save there together. Its file is the
+    same then, which it also is on disks of one image, and no disk is in two machines.
 
     Args:
         machine: See `machine`.
@@ -71,10 +71,10 @@ def place_on_disk(
     met = meet(processes, f"local {names.DISK}", [found, here], problem, timeout_s=timeout_s)
     met.check(problem, f"the local directory {root} cannot be used")
     if all(value == met.values[0] for value in met.values):
-        return root
+        return ""
     # Whatever the machines are called: two processes must not have one share.
     before = [disk for disk, _ in met.values[: processes.index]]
-    return f"{root}/{names.share(before.count(found))}"
+    return names.share(before.count(found))
 
 
 def steps_on_disk(index: StepIndex) -> list[tuple[int, str]]:
@@ -134,6 +134,7 @@ def upload_request(
             custom_metadata=found.metadata.custom_metadata or {},
             started_ns=found.metadata.init_ns or 0,
             lineage=lineage_of(found),
+            life=lambda: record.life,
             token=upload_token(found),
         )
     except Exception as error:  # reported to the others, then raised

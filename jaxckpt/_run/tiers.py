@@ -113,7 +113,8 @@ class Tiers:
             return False
         self.uploads.give_way()
         stay = {*needed, *self.uploads.steps(), self._newest_unless_durable()}
-        self.local.deletion.delete([step for step in index.steps() if step not in stay])
+        there = {*index.steps(), *index.astray}
+        index.astray.difference_update(self.local.deletion.delete(sorted(there - stay)))
         if self._has_room(size_bytes):
             index.report(f"{index.root}: the disk is almost full, so fewer steps are kept there")
             return False

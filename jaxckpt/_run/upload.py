@@ -25,7 +25,7 @@ from jaxckpt._disk.data_files import COPIED_BYTES
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._inspect.verify import verify_in
-from jaxckpt._run.index import StepIndex, run_metadata, write_run_metadata
+from jaxckpt._run.index import StepIndex, newest_saved, run_metadata, write_run_metadata
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed, StepExists, UnsupportedFormat
 from jaxckpt.format import names
 from jaxckpt.format.step import Record
@@ -46,9 +46,13 @@ class Uploaded(NamedTuple):
 
 
 def missing_steps(source: StepIndex, target: StepIndex) -> list[int]:
-    """Returns the complete steps of a run that another place lacks, the newest first."""
-    there = {*target.steps()}
-    return [step for step in source.newest_first() if step not in there and source.is_whole(step)]
+    """Returns the complete steps of a run that another place lacks, the newest first.
+
+    Without those of an earlier life: the run went on without them.
+    """
+    besides = {*target.steps(), *source.earlier_lives(newest_saved(target))}
+    steps = (step for step in source.newest_first() if step not in besides)
+    return [step for step in steps if source.is_whole(step)]
 
 
 def upload(
@@ -90,7 +94,8 @@ def upload(
         sizes = {name: record.files[name].size for name in record.files.keys() - _NOT_COPIED}
         sending.send_all(sizes, first=record.item)  # the time may not suffice for all
         digests = {n: f.sha256 for n, f in record.files.items() if f.sha256 is not None}
-        work.commit({}, digests=digests, lineage=lineage_of(found), item=record.item)
+        lineage = lineage_of(found)
+        work.commit({}, digests=digests, lineage=lineage, item=record.item, life=record.life)
     except BaseException as error:
         work.release()  # what was sent stays for the next upload
         _transaction.raise_save_error(path, error)

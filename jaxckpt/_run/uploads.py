@@ -23,6 +23,7 @@ from typing import Any, Final, final
 
 from jaxckpt._disk.find import find
 from jaxckpt._run.copies import over_bound
+from jaxckpt._run.index import newest_saved
 from jaxckpt._run.root import Root
 from jaxckpt._run.shares import upload_request
 from jaxckpt._run.upload import GaveWay, Pace, already_there, checked, copy_run_metadata, upload
@@ -209,7 +210,7 @@ class Uploads:
         name, place = f"upload {one.path}/{one.number}", one.path
 
         def is_there() -> bool:
-            self._open_late()
+            self._open_target(step)
             if not target.index.is_committed(step):
                 return False
             found = find(source.index.storage, source.index.check_step(step))
@@ -371,7 +372,7 @@ class Uploads:
 
     def _send(self, one: Upload) -> None:
         source, target, step = self._source, self._target, one.step
-        self._open_late()
+        self._open_target(step)
         start_s = time.monotonic()
         with source.leases.hold(step):
             fence = self._fence(one)
@@ -383,10 +384,19 @@ class Uploads:
         _logger.info("uploaded %s: %s", done.path, sent)
         target.committed(StepInfo(step=step, saved_s=time.time(), metrics=one.metrics))
 
-    def _open_late(self) -> None:
-        """Opens the directory if it could not be reached when the job began."""
-        if not self._target.owner.token:
-            self._target.opening.open_late(self.timeout_s)
+    def _open_target(self, step: int) -> None:
+        """Opens a directory that could not be reached before, unless the run went on without us."""
+        source, target = self._source.index, self._target
+        if target.owner.token:
+            return
+        newest = newest_saved(target.index)
+        if newest is not None and not newest.led_to(source.saved(step)):
+            raise SaveFailed(
+                f"{target.index.root}: step {newest.step} there was saved by another job, while "
+                "this one could not reach the directory. Nothing was uploaded. Stop this job; its "
+                f"steps are in {source.root}."
+            )
+        target.opening.open_late(self.timeout_s)
 
     def _fence(self, one: Upload) -> Callable[[], None]:
         def check() -> None:

@@ -33,7 +33,7 @@ from jaxckpt._progress.meter import Meter
 from jaxckpt._save.failure import Failure
 from jaxckpt.errors import CheckpointTimeout, SaveFailed
 from jaxckpt.format import names, step
-from jaxckpt.format.step import StepMetadata
+from jaxckpt.format.step import Life, StepMetadata
 from jaxckpt.multihost import Processes, disagreement, leading, meet
 from jaxckpt.multihost._collective import Lead
 from jaxckpt.storage import Storage
@@ -65,6 +65,7 @@ class SaveRequest:
     overwrite: Overwrite = False
     own: bool = False  # whether each process saves what it holds on a disk of its own
     resumes: bool = False  # whether to go on where an attempt with this token ended
+    life: Callable[[], Life | None] = lambda: None  # of the run; called once all have written
     is_step: bool = False  # whether to lay it out like a step of an Orbax manager
     token: str | None = None  # of the attempt; if None, process 0 makes one
     fence: Callable[[], None] | None = None  # before the commit; raises if this job lost the run
@@ -263,6 +264,7 @@ class SaveHandle:
                         phases=self._meter.timing().phases,
                         item=request.items[0].name,
                         share=(processes.index, processes.count) if request.own else None,
+                        life=request.life(),
                     )
 
     @contextlib.contextmanager

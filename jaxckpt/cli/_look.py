@@ -307,7 +307,7 @@ def du(path: str, local: str | None, as_json: bool) -> None:
     """
     from jaxckpt.cli._space import space
 
-    found, *others = [space(place) for place in (path, *_options.local_places(local))]
+    found, *others = [space(place) for place in (path, *_options.local_places(local, path))]
     if as_json:
         facts = dataclasses.asdict(found)
         _output.print_json(facts if local is None else {**facts, "local": others})

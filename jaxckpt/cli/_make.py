@@ -151,9 +151,11 @@ def upload(
     """Copy the steps of a run that another place lacks, and go on where it was cut off.
 
     SRC and DST are roots of runs; DST may be in a bucket, and is made if missing. Copies the newest
-    step first, or only those given. Each is verified before it is sent.
+    step first, or only those given. Each is verified before it is sent. Refuses steps of another
+    run, and leaves out those that the run abandoned for an earlier step.
     """
     from jaxckpt._run.index import StepIndex, existing_root
+    from jaxckpt._run.local import check_same_run, join
     from jaxckpt._run.upload import Pace, missing_steps
     from jaxckpt._run.upload import upload as upload_step
     from jaxckpt.cli._owned import locked
@@ -162,6 +164,8 @@ def upload(
     source, (storage, root) = StepIndex(*existing_root(src), quiet=True), locate(dst)
     storage.make_dir(root)
     with locked(storage, root, no_job=no_job) as target:
+        check_same_run(source, target, asked_for=bool(steps))
+        join(target, source)
         done = []
         for step in steps or missing_steps(source, target):
             sent = upload_step(source, target, step, pace=Pace(max_rate))
@@ -188,11 +192,13 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
     """
     from jaxckpt._run.heal import heal as heal_step
     from jaxckpt._run.index import StepIndex, existing_root
+    from jaxckpt._run.local import check_same_run
     from jaxckpt._run.scrub import look
     from jaxckpt.cli._owned import owned
     from jaxckpt.errors import CheckpointError
 
     good, (storage, where) = StepIndex(*existing_root(other), quiet=True), existing_root(root)
+    check_same_run(good, StepIndex(storage, where, quiet=True), asked_for=True)
     mended: dict[int, list[str]] = {}
     failed: dict[int, str] = {}
     shared: dict[int, list[str]] = {}  # the bad files of those

@@ -48,11 +48,11 @@ overwrite = click.option("--overwrite", is_flag=True, help="Replace an existing 
 local = click.option("--local", type=PATH, help="Also what is in this run's local directory.")
 
 
-def local_places(directory: str | None) -> list[str]:
-    """Returns the places with steps in the local directory of a run, if one is given."""
+def local_places(directory: str | None, run: str) -> list[str]:
+    """Returns the places with steps of a run in a local directory, if one is given."""
     from jaxckpt._run.overview import local_roots
 
-    return [] if directory is None else local_roots(directory)
+    return [] if directory is None else local_roots(directory, run)
 
 
 class OnSteps(click.Command):

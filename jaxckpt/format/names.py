@@ -29,9 +29,11 @@ A step of a run lacks `orbax.checkpoint`, as in Orbax's managers, and may have m
       metrics/metrics             JSON
       _jaxckpt.pinned             ours: the step must not be deleted
       _CHECKPOINT_DELETION        JSON: the item whose deletion has begun, which is no longer read
+    <run>/_jaxckpt.run            ours: the id of the run
     <run>/_jaxckpt.owner          ours: the job that may commit here, the last to open the run
     <local>/_jaxckpt.disk         ours: tells the local disks of the hosts of a run apart
     <local>/share_<n>/            ours: the run of the n-th process on such a disk
+    <local>/run-<token>/          ours: the steps of a run, where <local> has those of another
     <run>/_jaxckpt.lock           ours: locked while that job lives
     <run>/_jaxckpt.doomed         ours: the steps that are being deleted
     <run>/_jaxckpt.lease-<token>  ours: a reader is reading a step, which must stay
@@ -70,6 +72,7 @@ PINNED: Final = "_jaxckpt.pinned"
 TOP_FILES: Final = (ORBAX_MARKER, CHECKPOINT_METADATA, COMMIT_MARKER, RECORD, WRITER, PINNED)
 
 # In the root of a run. Files, because a directory there could be mistaken for a step.
+RUN: Final = "_jaxckpt.run"
 OWNER: Final = "_jaxckpt.owner"
 LOCK: Final = "_jaxckpt.lock"
 DOOMED: Final = "_jaxckpt.doomed"
@@ -80,6 +83,7 @@ ROOT_METADATA_FILE: Final = "_ROOT_METADATA"
 OLD_ROOT_METADATA_FILE: Final = "metadata"  # until Orbax 0.9
 _LEASE: Final = "_jaxckpt.lease-"
 _SHARE: Final = "share_"
+_GUEST: Final = "run-"  # never the name of a step, whatever follows
 
 # Tried in this order by a restore that names no item.
 STATE_ITEM: Final = "state"
@@ -131,6 +135,15 @@ def share(rank: int) -> str:
 def is_share(name: str) -> bool:
     """Returns whether a directory of a local disk is that of one process."""
     return name.startswith(_SHARE) and name.removeprefix(_SHARE).isdigit()
+
+
+def guest(token: str) -> str:
+    """Returns the directory of a run in a local directory that has the steps of another."""
+    return f"{_GUEST}{token}"
+
+
+def is_guest(name: str) -> bool:
+    return name.startswith(_GUEST) and _TOKEN.fullmatch(name.removeprefix(_GUEST)) is not None
 
 
 def is_part_of_tree(name: str) -> bool:

@@ -1,5 +1,6 @@
 """The root of a run: the names of its steps, and the small files beside them.
 
+    _jaxckpt.run            {"version": 1, "id", "directory": URL}
     _jaxckpt.owner          {"token", "host", "pid", "opened_ns", "keep": {"last": 3, ...}}
     _jaxckpt.doomed         {"steps": [directory names], "owner": token, "move_to": directory}
     _jaxckpt.lease-<token>  {"step": directory name, "expires_ns"}
@@ -136,6 +137,27 @@ def _has_more(some: set[str], others: set[str], is_step: Callable[[str], bool]) 
     count = sum(map(is_step, others))
     more = islice(filter(is_step, sorted(some, reverse=True)), count, None)
     return next(more, None) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Which run a directory has the steps of."""
+
+    id: str  # random, made once with the run
+    directory: str = ""  # in a local directory of the run: the URL of the run's directory
+
+
+def encode_identity(identity: Identity) -> bytes:
+    behind = {"directory": identity.directory} if identity.directory else {}
+    return jsontext.dumps({"version": 1, "id": identity.id, **behind})
+
+
+def decode_identity(data: bytes, *, file: str) -> Identity:
+    top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
+    return Identity(
+        id=expect(top.get("id"), str, "'id'", file=file),
+        directory=expect(top.get("directory", ""), str, "'directory'", file=file),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

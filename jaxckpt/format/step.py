@@ -4,15 +4,15 @@ The record, `_jaxckpt.json`, has two lines. The first is JSON:
 
     {"version": 1, "writer": "jaxckpt 0.1.0", "token": ..., "name": "1000", "lineage": ...,
      "phases": {"snapshot": 0.01, "write": 1.2, ...}, "item": "model",
-     "share": [1, 4],
+     "share": [1, 4], "run": {"id": ..., "starts": [["5f0c...", null], ["a9d2...", 800]]},
      "files": {"state/_METADATA": {"bytes": 1234, "sha256": ...},
                "state/d/5c1f...": {"bytes": 99}}}
 
 The second is the SHA-256 of the first, in hex. The record lists every file of the checkpoint except
 itself and `commit_success.txt`; "item" is the main item, left out if it is "state". "share" is
-there if the checkpoint has only what one process of several held: its index and their number. Data
-files have no SHA-256: each chunk carries a checksum, and a file with a SHA-256 lists the checksums
-of all chunks.
+there if the checkpoint has only what one process of several held: its index and their number. "run"
+is there if it is a step of a run; see `Life`. Data files have no SHA-256: each chunk carries a
+checksum, and a file with a SHA-256 lists the checksums of all chunks.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from jaxckpt.format import jsontext, names
 from jaxckpt.format.jsontext import expect
 
 VERSION: Final = 1
+MAX_STARTS: Final = 32
 # The limit of `_jaxckpt.json`. Each process writes a few files, with about 120 bytes here for each.
 MAX_RECORD_BYTES: Final = 256 << 20
 
@@ -129,6 +130,24 @@ class FileFacts:
     sha256: str | None = None
 
 
+Starts = tuple[tuple[str, int | None], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """How a run got to a step: the starts of its jobs, each with the step that it went on from.
+
+    Names of parent steps would not do: retention deletes the links of the chain.
+    """
+
+    run: str  # the id of the run
+    starts: Starts = ()  # the one that saved the step last; without the oldest if there are many
+
+    def begun(self, start: str, step: int | None) -> Life:
+        """Returns the life that begins with a further start, from `step` or anew."""
+        return Life(run=self.run, starts=(*self.starts, (start, step))[-MAX_STARTS:])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """The contents of `_jaxckpt.json`."""
@@ -141,6 +160,7 @@ class Record:
     phases: Mapping[str, float] = field(default_factory=dict)  # see `jaxckpt.types.Timing`
     item: str = names.STATE_ITEM  # the one to restore if none is named; "" if the tree is flat
     share: tuple[int, int] | None = None  # the process whose shards it has, and their number
+    life: Life | None = None  # None if it is no step of a run, or an older release saved it
     digest: str = field(default="", compare=False)  # of the file, once read
 
 
@@ -155,6 +175,7 @@ def encode_record(record: Record) -> bytes:
             "phases": {name: round(seconds, 6) for name, seconds in record.phases.items()},
             **({} if record.item == names.STATE_ITEM else {"item": record.item}),
             **({} if record.share is None else {"share": record.share}),
+            **({} if record.life is None else {"run": _life_json(record.life)}),
             "files": {
                 path: {"bytes": facts.size} | ({"sha256": facts.sha256} if facts.sha256 else {})
                 for path, facts in record.files.items()
@@ -200,8 +221,24 @@ def decode_record(data: bytes, *, file: str) -> Record:
         },
         item=expect(top.get("item", names.STATE_ITEM), str, "'item'", file=file),
         share=(share[0], share[1]) if "share" in top else None,
+        life=_life(top["run"], file=file) if "run" in top else None,
         digest=digest(data),
     )
+
+
+def _life_json(life: Life) -> dict[str, Any]:
+    return {"id": life.run, "starts": life.starts}
+
+
+def _life(value: Any, *, file: str) -> Life:
+    top = expect(value, dict, "'run'", file=file)
+    starts = expect(top.get("starts"), list, "'starts'", file=file)
+    for one in starts:
+        is_pair = isinstance(one, list) and len(one) == 2 and isinstance(one[0], str)
+        if not is_pair or type(one[1]) not in (int, type(None)):
+            raise damaged(file, f"'starts' has {one!r}")
+    run = expect(top.get("id"), str, "'id'", file=file)
+    return Life(run=run, starts=tuple((start, step) for start, step in starts))
 
 
 def digest(data: bytes) -> str:

@@ -1,0 +1,105 @@
+"""Gives a run its id: `_jaxckpt.run`, made once, in its directory and in its local directories.
+
+The record of each step has the id too, so that the file can be made again from the newest step.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Final
+
+from jaxckpt._run.index import StepIndex, newest_saved
+from jaxckpt.errors import CorruptCheckpoint, SaveFailed
+from jaxckpt.format import names, run
+from jaxckpt.format.run import Identity, is_like_step
+from jaxckpt.storage import Entry
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+
+
+def read_identity(index: StepIndex) -> Identity | None:
+    """Reads whose steps a root has: in its file, or else in the record of its newest step."""
+    return _in_file(index) or _in_steps(index)
+
+
+def _in_file(index: StepIndex) -> Identity | None:
+    file = f"{index.root}/{names.RUN}"
+    try:
+        return run.decode_identity(index.storage.read(file, max_bytes=run.MAX_BYTES), file=file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except CorruptCheckpoint as error:
+        index.report(f"{error}; the file is treated as missing")
+        return None
+
+
+def _in_steps(index: StepIndex) -> Identity | None:
+    newest = newest_saved(index)
+    return Identity(id=newest.run) if newest is not None and newest.run else None
+
+
+def identities_in(local: StepIndex) -> dict[str, Identity | None]:
+    """Returns the places in a local directory that may have the steps of a run, and their ids."""
+    guests = [name for name in local.entries() if names.is_guest(name)]
+    roots = [local.root, *(f"{local.root}/{name}" for name in guests)]
+    return {root: read_identity(StepIndex(local.storage, root, quiet=True)) for root in roots}
+
+
+def with_id(there: Mapping[str, Identity | None], identity: Identity) -> list[tuple[str, Identity]]:
+    """Returns the places with the id of a run, first those that name its directory."""
+    mine = [(at, one) for at, one in there.items() if one is not None and one.id == identity.id]
+    return sorted(mine, key=lambda found: found[1].directory != identity.directory)
+
+
+def ensure_id(index: StepIndex, entries: Mapping[str, Entry] | None, wanted: str = "") -> str:
+    """Returns the id of the run in a directory, which gets one if it has none.
+
+    Args:
+        entries: What is in the directory; None if it does not exist.
+        wanted: The id that a directory without one gets; if "", a new one.
+    """
+    known = _in_file(index) if entries is not None and names.RUN in entries else None
+    if known is not None:
+        return known.id
+    known = None if is_new(entries) else _in_steps(index)
+    return put_identity(index, known or Identity(id=wanted or secrets.token_hex(16))).id
+
+
+def is_new(entries: Mapping[str, Entry] | None) -> bool:
+    """Returns whether a directory has no steps."""
+    return not any(
+        one.kind == "dir" and is_like_step(name) for name, one in (entries or {}).items()
+    )
+
+
+def put_identity(index: StepIndex, identity: Identity) -> Identity:
+    """Writes the id of a root unless it has another; returns what it has then."""
+    file, data = f"{index.root}/{names.RUN}", run.encode_identity(identity)
+    try:
+        if index.storage.create(file, data):
+            return identity
+        with suppress(CorruptCheckpoint):
+            there = run.decode_identity(
+                index.storage.read(file, max_bytes=run.MAX_BYTES), file=file
+            )
+            if there.id != identity.id or there == identity:
+                return there
+        index.storage.write(file, data)  # it is damaged, or the run was moved
+    except OSError as error:
+        if error.errno not in _FULL:  # the records of the steps have it too
+            raise
+    return identity
+
+
+def check_id(index: StepIndex, entries: Mapping[str, Entry] | None, wanted: str) -> str:
+    """As `ensure_id`; SaveFailed if the directory has another id than that which is wanted."""
+    found = ensure_id(index, entries, wanted)
+    if wanted and found != wanted:
+        raise SaveFailed(
+            f"{index.root} has steps of another run than the local directory of this job. It could "
+            "not be reached when this job began. Nothing was changed there; stop this job."
+        )
+    return found

@@ -1,0 +1,276 @@
+"""Decides where the local steps of a run are, and which steps on a disk are of other runs.
+
+The id of a run with a local directory is
+
+    that of its directory          if this has one, so a run may be moved or renamed
+    that of the local directory    if the directory is new or away, and the local one names its URL;
+                                   or is new, and the local one never had another
+    a new one                      otherwise
+
+A local directory belongs to the run if it has this id, or has no steps. One of an older release has
+steps and no id: it belongs to the run if one save is in both places. If the steps are of another
+run, nothing is done to them, and the run saves in `run-<token>` there.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from jaxckpt._run.copies import Saved
+from jaxckpt._run.identity import (
+    ensure_id,
+    identities_in,
+    is_new,
+    put_identity,
+    read_identity,
+    with_id,
+)
+from jaxckpt._run.index import StepIndex, check_root, newest_saved, shown
+from jaxckpt._run.reach import Reach
+from jaxckpt._run.shares import machine, origin_in, share_on_disk
+from jaxckpt.errors import SaveFailed
+from jaxckpt.format import names, run
+from jaxckpt.format.run import Identity
+from jaxckpt.multihost import Processes, leading, meet, text_of
+from jaxckpt.storage import locate, real, url_of
+
+_TRIES: Final = 3
+
+
+def check_same_run(source: StepIndex, target: StepIndex, *, asked_for: bool = False) -> None:
+    """Checks that the steps of two places are of one run, or that one has none yet.
+
+    Args:
+        asked_for: Whether the user named the steps, which is enough if a place has no id.
+
+    Raises:
+        SaveFailed: they are of different runs, or nothing shows that they are of one.
+    """
+    ours, theirs = read_identity(source), read_identity(target)
+    if theirs is None and is_new(target.entries()):
+        return
+    if ours is not None and theirs is not None and ours.id != theirs.id:
+        raise SaveFailed(
+            f"{source.root} has steps of another run than {target.root}. Nothing was changed."
+        )
+    if (ours is None or theirs is None) and not (asked_for or _share_a_save(source, target)):
+        raise SaveFailed(
+            f"Nothing shows that {source.root} and {target.root} have steps of one run: no save is "
+            "in both, and an older release wrote one of them. Nothing was changed. If they are of "
+            "one run, name the steps with --step."
+        )
+
+
+def join(target: StepIndex, source: StepIndex) -> None:
+    """Gives a place that has neither an id nor steps the id of the run that is copied there."""
+    ours, entries = read_identity(source), target.entries()
+    if ours is not None and is_new(entries):
+        ensure_id(target, entries, ours.id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local:
+    """Where a process has the local steps of its run."""
+
+    run: str  # the id of the run
+    root: str
+    own: bool = False  # whether each process has another root, on a disk of its host
+    away: OSError | None = None  # why the directory of the run cannot be reached
+    astray: Sequence[int] = ()  # steps from which the run did not go on
+    problems: Sequence[str] = ()
+
+
+def settle(
+    local: StepIndex,
+    directory: StepIndex,
+    processes: Processes,
+    *,
+    writes: bool,
+    timeout_s: float,
+    reach: Reach,
+) -> Local:
+    """Decides where the processes of a job have the local steps of their run.
+
+    Args:
+        writes: Whether to write the id into the directory and the local ones that have none.
+        reach: To the directory, which is not waited for if there are local steps.
+
+    Raises:
+        OSError: the directory cannot be reached, and there are no local steps of its run.
+    """
+    share, away, problem = "", None, None
+    if processes.count > 1:
+        share = share_on_disk(
+            local.storage, local.root, processes, timeout_s=timeout_s, machine=machine()
+        )
+    name = f"manager {directory.root}/run"
+    with leading(processes, name, place=directory.root, timeout_s=timeout_s) as led:
+        if processes.index == 0:
+            found, durable, away = _learn(local, directory, reach, writes=writes)
+            mine = _place(local, directory, found, share, durable, writes=writes)
+            if away is not None and not StepIndex(local.storage, mine["root"], quiet=True).steps():
+                raise away  # the run would look new
+            led.value = [found, durable, None if away is None else text_of(away), mine]
+    found, durable, text, mine = led.value
+    if share:
+        try:
+            if processes.index != 0:
+                newest = durable and Saved(durable[0], tuple(map(tuple, durable[1])))
+                mine = _place(local, directory, found, share, newest, writes=writes)
+        except Exception as error:  # reported to the others, then raised
+            problem = error
+        met = meet(processes, f"{name}/places", None, problem, timeout_s=timeout_s)
+        met.check(problem, f"the local directory {local.root} cannot be used")
+    if text is not None and away is None:
+        away = OSError(errno.EIO, text)
+    return Local(run=found, own=bool(share), away=away, **mine)
+
+
+def _learn(
+    local: StepIndex, directory: StepIndex, reach: Reach, *, writes: bool
+) -> tuple[str, Saved | None, OSError | None]:
+    """Returns the id of a run, the newest step of its directory, and why that is away."""
+    url, here = _url(directory), identities_in(local)
+    ours = {at: one.id for at, one in here.items() if one and one.directory == url}
+    named, root = next(iter(ours.values()), ""), here[local.root]
+    free = root.id if root is not None and not root.directory else ""
+    ask = partial(_learn_there, directory, named or free, writes=writes)
+    try:
+        has_steps = any(_steps_in(StepIndex(local.storage, at, quiet=True)) for at in ours)
+        return *(reach.ask(ask) if has_steps else ask()), None
+    except OSError as error:
+        if not named:
+            raise
+        return named, None, error
+
+
+def _learn_there(directory: StepIndex, wanted: str, *, writes: bool) -> tuple[str, Saved | None]:
+    """Returns the id of a directory, which gets the wanted one if it is new, and its newest step."""
+    entries = check_root(directory.storage, directory.root)
+    known = wanted if is_new(entries) else ""
+    if writes:
+        if entries is None:
+            directory.storage.make_dir(directory.root)
+        known = ensure_id(directory, entries, known)
+    elif (found := read_identity(directory)) is not None:
+        known = found.id
+    newest = newest_saved(directory)
+    if newest is not None and newest.run != known:  # copied there by hand
+        newest = Saved(newest.step)
+    return known, newest
+
+
+def _place(
+    local: StepIndex,
+    directory: StepIndex,
+    run_id: str,
+    share: str,
+    durable: Saved | None,
+    *,
+    writes: bool,
+) -> dict[str, Any]:
+    """Returns the root of the local steps of this process, as fields of `Local`."""
+    place, problems = _choose(local, directory, run_id), []
+    identity = Identity(id=run_id, directory=_url(directory))
+    for _ in range(_TRIES if writes else 0):
+        local.storage.make_dir(place)
+        if put_identity(StepIndex(local.storage, place, quiet=True), identity).id == run_id:
+            break
+        place = _choose(local, directory, run_id)  # another job was faster
+    if place != local.root and (text := _about_others(local, identity, place)):
+        problems.append(text)
+    index = StepIndex(local.storage, f"{place}/{share}".rstrip("/"), local.naming, quiet=True)
+    if gone := index.earlier_lives(durable):
+        since = f", which has step {durable.step} in {directory.root}" if durable else ""
+        problems.append(
+            f"{index.root}: steps {gone} are of an earlier life of this run{since}: it went on "
+            "without them. They are not restored, and deleted after the next save here. To keep "
+            f"one: jaxckpt fork {index.path(gone[-1])} NEW"
+        )
+    return {"root": index.root, "astray": gone, "problems": [*index.problems, *problems]}
+
+
+def _choose(local: StepIndex, directory: StepIndex, run_id: str) -> str:
+    """Returns the place in a local directory that has the steps of a run, or is to have them."""
+    url, here = _url(directory), identities_in(local)
+    for at, one in with_id(here, Identity(id=run_id, directory=url)):
+        if not _is_copy(one, directory):
+            return at
+    if here[local.root] is None and (
+        not _steps_in(local) or any(_share_a_save(one, directory) for one in _indexes(local))
+    ):
+        return local.root
+    token = hashlib.sha256(f"{run_id} {url}".encode()).hexdigest()[:16]
+    return f"{local.root}/{names.guest(token)}"
+
+
+def _url(directory: StepIndex) -> str:
+    return url_of(directory.storage, directory.root)
+
+
+def _indexes(local: StepIndex) -> list[StepIndex]:
+    """Returns the steps of a local directory: its own, and those in the shares of processes."""
+    shares = [f"{local.root}/{name}" for name in local.entries() if names.is_share(name)]
+    return [StepIndex(local.storage, root, quiet=True) for root in (local.root, *shares)]
+
+
+def _steps_in(local: StepIndex) -> dict[str, list[int]]:
+    """Returns the steps of a local directory by root, without roots that have none."""
+    found = {index.root: index.present() for index in _indexes(local)}
+    return {root: steps for root, steps in found.items() if steps}
+
+
+def _share_a_save(local: StepIndex, directory: StepIndex) -> bool:
+    """Returns whether one save is in both places."""
+    try:
+        both = local.listing().steps.keys() & directory.listing().steps.keys()
+        saves = ((origin_in(local, n), origin_in(directory, n)) for n in sorted(both, reverse=True))
+        return any(here is not None and here == there for here, there in saves)
+    except OSError:  # it is away
+        return False
+
+
+def _is_copy(identity: Identity, directory: StepIndex) -> bool:
+    """Returns whether a run is a copy of that whose local steps these are, as `cp -r` makes it.
+
+    Both have the same id. If the directory that the local steps name has it no more, the run was
+    moved; if that cannot be found out, nothing is taken from there.
+    """
+    if identity.directory in ("", _url(directory)):
+        return False
+    try:
+        storage, root = locate(identity.directory)
+        if real(storage, root) == real(directory.storage, directory.root):
+            return False
+        there = read_identity(StepIndex(storage, root, quiet=True))
+    except (OSError, ValueError):
+        return True
+    return there is not None and there.id == identity.id
+
+
+def _about_others(local: StepIndex, identity: Identity, place: str) -> str:
+    """Returns what is said about the steps of another run, if there are any."""
+    there, other = _steps_in(local), read_identity(local)
+    if not there:
+        return ""
+    listed = "; ".join(f"{root}: {shown([*map(str, steps)])}" for root, steps in there.items())
+    remove = "; ".join(f"jaxckpt rm {at} {' '.join(map(str, n))}" for at, n in there.items())
+    whose, more = "another run", ""
+    if other is None:
+        whose = "another run or an older release, none of which is in the directory of this run"
+        known = run.encode_identity(identity).decode()
+        more = (
+            " If they are of this run, stop the job and: "
+            f"rm -r {place} && echo '{known}' > {local.root}/{names.RUN}"
+        )
+    elif other.directory:
+        whose = f"another run, {other.directory}"
+    return (
+        f"{listed} are steps of {whose}. They are left alone; this run saves in {place}. If nobody "
+        f"needs them: {remove}.{more}"
+    )
