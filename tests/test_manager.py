@@ -1188,7 +1188,12 @@ def test_a_new_job_takes_over_what_a_dead_one_left(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "make"),
-    [(names.LOCK, os.mkdir), (names.LOCK, os.mkfifo), (names.OWNER, os.mkdir)],
+    [
+        (names.LOCK, os.mkdir),
+        (names.LOCK, os.mkfifo),
+        (names.OWNER, os.mkdir),
+        (names.RUN, os.mkdir),
+    ],
 )
 def test_what_is_in_the_way_of_a_file_of_the_run_is_named(tmp_path, name, make):
     """At once, and with what to do."""

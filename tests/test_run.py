@@ -366,7 +366,7 @@ class World:
             found = self.storage.names(self.root)
         except FileNotFoundError:
             found = []
-        return {name for name in found if name not in (names.OWNER, names.LOCK)}
+        return {name for name in found if name not in (names.RUN, names.OWNER, names.LOCK)}
 
     def is_whole(self, entry):
         return all(

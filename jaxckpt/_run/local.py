@@ -150,7 +150,7 @@ def _learn(
 
 
 def _learn_there(directory: StepIndex, wanted: str, *, writes: bool) -> tuple[str, Saved | None]:
-    """Returns the id of a directory, which gets the wanted one if it is new, and its newest step."""
+    """Returns the id of a directory, which if new gets the wanted one, and its newest step."""
     entries = check_root(directory.storage, directory.root)
     known = wanted if is_new(entries) else ""
     if writes:

@@ -1,7 +1,7 @@
 """The end of a run that the drop-in writes: its root then shows steps and nothing else, as Orbax's.
 
-Programs make numbers of all names there. While a run is open for writing, two files in the root say
-who writes it.
+Programs make numbers of all names there. While a run is open for writing, files in the root say
+who writes it, and which run it is.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def close_run(writer: CheckpointManager, index: StepIndex) -> None:
 def _remove_files(index: StepIndex) -> None:
     lock = f"{index.root}/{names.LOCK}"
     if index.storage.kind(lock) is not None and (hold := index.storage.hold(lock)) is not None:
-        index.storage.delete_files([f"{index.root}/{names.OWNER}", lock])
+        # The records of the steps have the id of the run too.
+        index.storage.delete_files([f"{index.root}/{n}" for n in (names.OWNER, names.RUN)])
+        index.storage.delete_files([lock])
         hold.release()
 
 

@@ -124,7 +124,7 @@ def keep_training(root, acks_early=False):
             under_way = saving
             if first:
                 manager.wait_until_finished()
-                known = {*map(str, manager.all_steps()), names.OWNER, names.LOCK}
+                known = {*map(str, manager.all_steps()), names.RUN, names.OWNER, names.LOCK}
                 say(kept=manager.all_steps(), left=sorted(set(os.listdir(root)) - known))
                 first = False
 
@@ -302,7 +302,7 @@ def check_managed(root):
         assert found(f"{root}/{new}") == new
         assert all(jaxckpt.verify(f"{root}/{step}").ok for step in manager.all_steps())
         after = manager.all_steps()
-    left = sorted(set(os.listdir(root)) - {*map(str, after), names.OWNER, names.LOCK})
+    left = sorted(set(os.listdir(root)) - {*map(str, after), names.RUN, names.OWNER, names.LOCK})
     say(
         before=before,
         steps=steps,

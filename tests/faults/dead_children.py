@@ -103,7 +103,13 @@ def go_on(root, wanted):
             manager.save(step, manages.state_at(step))
         manager.wait_until_finished()
         assert manager.all_steps() == [newest + 1, newest + 2]
-    left = set(os.listdir(root)) - {str(newest + 1), str(newest + 2), names.LOCK, names.OWNER}
+    left = set(os.listdir(root)) - {
+        str(newest + 1),
+        str(newest + 2),
+        names.RUN,
+        names.LOCK,
+        names.OWNER,
+    }
     say(steps=steps, newest=newest, problems=problems, left=sorted(left))
 
 

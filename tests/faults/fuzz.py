@@ -41,6 +41,7 @@ PARSERS: list[tuple[str, Callable[[bytes], Any]]] = [
     ("_sharding", lambda data: sharding.decode(data, file=FILE)),
     ("_strings.json", lambda data: step.decode_strings(data, file=FILE)),
     ("process_0", lambda data: step.decode_key_impls(data, file=FILE)),
+    ("_jaxckpt.run", lambda data: run.decode_identity(data, file=FILE)),
     ("_jaxckpt.owner", lambda data: run.decode_owner(data, file=FILE)),
     ("_jaxckpt.doomed", lambda data: run.decode_doomed(data, file=FILE)),
     ("_jaxckpt.lease", lambda data: run.decode_lease(data, file=FILE)),

@@ -317,6 +317,7 @@ _PLACES = (
     "{step}/data/process_0-of-1.json",
     "{step}/metrics/metrics",
     "{step}/_jaxckpt.pinned",
+    "_jaxckpt.run",
     "_jaxckpt.owner",
     "_jaxckpt.lock",
     "_jaxckpt.doomed",

@@ -432,6 +432,7 @@ def in_root(root, work, seed, count):
     owner = run.Owner(token="0" * 16, host="elsewhere", pid=1, opened_ns=time.time_ns())
     lease = run.Lease(step=str(STEP), expires_ns=time.time_ns() + 10**12)
     texts = {
+        names.RUN: run.encode_identity(run.Identity(id="0" * 32, directory="elsewhere")),
         names.OWNER: run.encode_owner(owner),
         names.DOOMED: run.encode_doomed(run.Doomed(steps=["4", "9"], owner="a", move_to="b")),
         names.lease("0" * 16): run.encode_lease(lease),

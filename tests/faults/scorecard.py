@@ -264,6 +264,11 @@ ROWS = {
         count=5,
         target="faults-root",
     ),
+    "46": Row(
+        title="kill -9 before every file change of a run that finds the steps of another run, or "
+        "its own without an id, on its local disk: each run restores its own newest step",
+        count=16,
+    ),
     "45": Row(
         title="a job stands still at any request of a store from its commit to the end of its "
         "retention, as in row 43",

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from tests.faults import tier_children
+from tests.test_identity import as_before
 
 STEPS = 2
 # The changes are divided: a test has a limit of time, and every fifth one shows the most.
@@ -36,3 +37,30 @@ def test_a_kill_at_any_change_loses_nothing_acknowledged(zygote, ram_path, trial
             break
     assert n > 60
     assert all({*steps} == {0, 1, 2} for steps in found.values())
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("run", ["A", "B"], ids=["an upgrade", "another run"])
+def test_a_kill_mixes_up_no_runs(zygote, ram_path, trial, run, part):
+    """Run A has steps in a local directory, there without an id; it goes on, or run B begins."""
+    before = ram_path / "before"
+    before.mkdir()
+    for _ in range(2):
+        zygote.run(tier_children.train_beside, before, "A")
+    as_before(before)
+    for n in itertools.count(1 + part, len(PARTS)):
+        here = ram_path / str(n)
+        shutil.copytree(before, here)
+        zygote.start(tier_children.train_beside, here, run, ["kill", n])
+        words, status = zygote.answers()
+        told = {key: value for word in words for key, value in word.items()}
+        least = {"A": 2, "B": 0} | {run: told.get("saved", {"A": 2, "B": 0}[run])}
+        with trial("46", f"run {run} killed at change {n} beside the steps of run A"):
+            for name in "AB":
+                again = zygote.run(tier_children.resume_beside, here, name)
+                assert again["found"] in (least[name], least[name] + 1)
+                assert again["problems"] == []
+        shutil.rmtree(here)
+        if status == 0:
+            break
+    assert n > 40

@@ -41,3 +41,36 @@ def resume(folder, local):
 
 
 _ARRAYS = ("large", "small")
+
+
+def train_beside(folder, run, fault=None):
+    """As `train`, one step of a run whose local directory may have the steps of another run."""
+    import jaxckpt
+
+    arm(folder, fault)
+    with jaxckpt.CheckpointManager(f"{folder}/{run}", local=f"{folder}/local") as manager:
+        step = 1 + max(manager.all_steps(), default=0)
+        handle = manager.save(step, tree(SEEDS[run] + step))
+        handle.result()
+        say(saved=step)
+        handle.durable()
+        say(durable=step)
+    disarm()
+
+
+def resume_beside(folder, run):
+    """Says which step of a run is restored, and goes on from it; its values are of this run."""
+    import jaxckpt
+
+    with jaxckpt.CheckpointManager(f"{folder}/{run}", local=f"{folder}/local") as manager:
+        steps = manager.all_steps()
+        found = manager.restore() if steps else {"seed": SEEDS[run]}
+        wanted = tree(found["seed"])
+        assert not steps or all(found[name].tobytes() == wanted[name].tobytes() for name in _ARRAYS)
+        step = found["seed"] - SEEDS[run]
+        manager.save(step + 1, tree(found["seed"] + 1)).durable()
+        problems = [one for one in manager.problems if "another run" not in one]
+    say(found=step, problems=problems)
+
+
+SEEDS = {"A": 0, "B": 500}
