@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -345,12 +346,10 @@ def test_a_file_with_as_many_links_as_ext4_allows(tmp_path):
         manager.wait_until_finished()
         [file] = [one for one in (tmp_path / "run/1").rglob("d/*") if one.stat().st_nlink > 1]
         (tmp_path / "links").mkdir()
-        try:
+        with contextlib.suppress(OSError):  # EMLINK
             for n in range(65_000):
                 os.link(file, tmp_path / "links" / str(n))
-        except OSError as error:
-            assert error.errno == errno.EMLINK
-        else:
+        if file.stat().st_nlink >= 65_002:
             pytest.skip("this file system allows more")
         manager.save(2, lora(2, kept)).result()
 

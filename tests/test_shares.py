@@ -16,7 +16,7 @@ import jaxckpt
 from jaxckpt._core.plan import plan_save
 from jaxckpt._disk import reader
 from jaxckpt._run.copies import over_disks
-from jaxckpt._run.shares import place_on_disk
+from jaxckpt._run.shares import share_on_disk
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage
@@ -355,11 +355,12 @@ def place(tmp_path, hosts, machines, storage=None):
     storage = storage or LocalStorage()
 
     def find(processes):
-        root = f"{tmp_path}/{hosts[processes.index]}"
-        machine = machines[processes.index]
-        return place_on_disk(storage, root, processes, timeout_s=30, machine=machine)
+        host, machine = hosts[processes.index], machines[processes.index]
+        root = f"{tmp_path}/{host}"
+        share = share_on_disk(storage, root, processes, timeout_s=30, machine=machine)
+        return f"{host}/{share}".rstrip("/")
 
-    return [path.removeprefix(f"{tmp_path}/") for path in simulate(len(hosts), find)]
+    return simulate(len(hosts), find)
 
 
 def test_disks_of_one_image_are_told_apart(tmp_path):

@@ -513,7 +513,7 @@ def test_an_upload_does_not_pass_newer_steps_of_another_job(tmp_path, local, sto
         handle = manager.save(2, state(2))
         handle.result(60)
         store.away = None
-        with pytest.raises(SaveFailed, match="another job has saved step 10"):
+        with pytest.raises(SaveFailed, match="step 10 there was saved by another job"):
             handle.durable(60)
 
 

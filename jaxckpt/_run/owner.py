@@ -516,8 +516,11 @@ class Opening:
         if not self._beginning.acquire(timeout=timeout_s):
             raise TimeoutError(f"{self._index.root} has not answered for {timeout_s:g} s")
         try:
-            if not self._owner.token:
+            if not self._owner.token and not self.ended:
                 self._owner.open()
+            if self.ended:  # while the place did not answer
+                self._owner.close()
+                raise SaveFailed(f"{self._index.root}: {self.ended}")
         finally:
             self._beginning.release()
 

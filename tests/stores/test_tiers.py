@@ -147,7 +147,7 @@ def test_an_upload_does_not_pass_newer_steps_of_another_job(place, tmp_path, mon
         handle = manager.save(2, state(2))
         handle.result(60)
         proxy.heal()
-        with pytest.raises(SaveFailed, match="another job has saved step 10"):
+        with pytest.raises(SaveFailed, match="step 10 there was saved by another job"):
             handle.durable(60)
     assert is_state(jaxckpt.restore(url), 10)
 
