@@ -173,3 +173,31 @@ def test_deleting_by_hand_names_the_other(outer):
         assert manager.restore(step=1)["step"] == 1
     assert f"it contains {place}" in cli("rm", root, "1", "--yes")[2]
     assert jaxckpt.restore(place)["step"] == 5
+
+
+def test_a_step_of_an_early_orbax_is_deleted(tmp_path):
+    """Each of its items is a checkpoint, and belongs to it; a run of ours in it does not."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    for step in (1, 2, 3):
+        path = tmp_path / "run" / str(step)
+        ocp.PyTreeCheckpointer().save(path / "state", state(step))
+        (path / names.CHECKPOINT_METADATA).write_text("{}")
+    saved(tmp_path / "other", 5)
+    (tmp_path / "other").rename(tmp_path / "run" / "2" / "x")
+
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.delete(1)
+        with pytest.raises(ValueError, match="it contains"):
+            manager.delete(2)
+        assert manager.all_steps() == [2, 3]
+
+
+def test_a_step_that_somebody_else_deletes_is_no_problem(tmp_path):
+    """The deletion finds nothing to do."""
+    saved(tmp_path / "run", 1, 2)
+    index = StepIndex(*locate(tmp_path / "run"))
+    index.listing()
+    index.storage.delete(f"{tmp_path}/run/1")
+
+    assert Deletion(index, Leases(index)).delete([1]) == [1]
+    assert index.problems == []

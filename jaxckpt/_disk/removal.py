@@ -44,7 +44,7 @@ _logger = logging.getLogger("jaxckpt")
 # writer recognizes the remains of a deletion, which deletes them last, in this order.
 _OURS = (names.RECORD, names.WRITER)
 # A directory with one of these is a checkpoint or a run, complete or not.
-_OF_OTHERS = frozenset({*_OURS, names.CHECKPOINT_METADATA, names.ORBAX_MARKER, names.OWNER})
+_OF_OTHERS = frozenset({*_OURS, names.OWNER, names.CHECKPOINT_METADATA, names.ORBAX_MARKER})
 Check = Callable[[], object]  # see the module
 
 _LEFT_ALONE = "left alone: another writer is saving there"
@@ -256,13 +256,21 @@ def nested(storage: Storage, path: str, files: Iterable[str]) -> str | None:
     Args:
         files: All files below the checkpoint, by path in it.
     """
-    split = map(posixpath.split, files)
+    split = [posixpath.split(file) for file in files]
     found = {folder for folder, name in split if folder and name in _OF_OTHERS}
-    if found:  # a program's own handler may write such files into its item
+    if (
+        found and ("", names.RECORD) in split
+    ):  # whose items may have such files, from other handlers
         with contextlib.suppress(FileNotFoundError, CorruptCheckpoint):
             file = f"{path}/{names.RECORD}"
             data = storage.read(file, max_bytes=step.MAX_RECORD_BYTES)
             found -= {posixpath.dirname(one) for one in step.decode_record(data, file=file).files}
+    elif found:  # in early steps of Orbax, each item is a checkpoint
+        found -= {
+            f
+            for f in found
+            if "/" not in f and {(f, n) for n in (*_OURS, names.OWNER)}.isdisjoint(split)
+        }
     return f"{path}/{min(found)}" if found else None
 
 

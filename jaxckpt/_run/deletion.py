@@ -194,6 +194,8 @@ class Deletion:
         storage, path = self.index.storage, f"{self.index.root}/{name}"
         try:
             inside = storage.files(path)
+            if not inside and storage.kind(path) is None:  # somebody deleted it
+                return True
             if names.PINNED in inside:
                 return False
             if (other := _removal.nested(storage, path, inside)) is not None:
@@ -247,14 +249,15 @@ class Deletion:
         found = find(self.index.storage, path)
         if item != found.deleting and item not in found.removed:
             choose_item(found, item)  # checks that it is there
-        problem, files = None, self.index.storage.files(f"{path}/{item}")
+        problem, files = None, self.index.storage.files(path)
+        of_item = [file for file in files if file.startswith((f"{item}/", names.RECORD))]
         if found.record is None:
             problem = "another program wrote it. Delete the item there, or convert the step"
         elif choose_item(found, None) == item:
             problem = "it is the main item. To delete the step, name no item"
         elif found.deleting not in (None, item):
             problem = f"the deletion of item {found.deleting!r} has not ended. Delete that again"
-        elif other := _removal.nested(self.index.storage, f"{path}/{item}", files):
+        elif other := _removal.nested(self.index.storage, path, of_item):
             problem = f"it contains {other}. Move that elsewhere"
         elif posixpath.basename(path) in self.leases.held(self.index.entries()):
             problem = "a reader holds the step. Try again later"
