@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
-from jaxckpt.format import arrays, jsontext, names, sharding, step, tree
+from jaxckpt.format import arrays, jsontext, names, run, sharding, step, tree
 from jaxckpt.format.arrays import STORABLE_DTYPES, dtype_of
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.step import FileFacts, Record, StepMetadata
@@ -135,6 +135,33 @@ def test_a_record_reads_back_and_guards_itself(files):
     for i in range(0, len(data) - 1, 7):
         with pytest.raises(CorruptCheckpoint):
             step.decode_record(data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :], file="f")
+
+
+starts = st.tuples(texts, st.none() | st.integers(0, 2**59))
+
+
+@LAWS
+@given(texts, st.lists(starts, max_size=step.MAX_STARTS + 2), texts)
+def test_a_life_reads_back(name, begun, url):
+    """In a record, and the id of the run in its own file; the oldest starts are left out."""
+    life = step.Life(run=name)
+    for start, before in begun:
+        life = life.begun(start, before)
+    record = Record(writer="jaxckpt 1", token="t", files={}, life=life)
+    identity = run.Identity(id=name, directory=url)
+
+    assert life.starts == tuple(begun)[-step.MAX_STARTS :]
+    assert step.decode_record(step.encode_record(record), file="f") == record
+    assert run.decode_identity(run.encode_identity(identity), file="f") == identity
+
+
+@pytest.mark.parametrize("bad", [[], {"id": 3}, {"id": "x", "starts": [["a"]]}, {"starts": []}])
+def test_a_life_of_another_shape_is_refused(bad):
+    body = jsontext.dumps(
+        {"version": 1, "writer": "w", "token": "t", "lineage": {}, "files": {}, "run": bad}
+    )
+    with pytest.raises(CorruptCheckpoint):
+        step.decode_record(body + b"\n" + step.digest(body).encode(), file="f")
 
 
 @LAWS

@@ -216,6 +216,8 @@ def test_a_damaged_share_that_only_one_disk_has_is_set_aside(train, tmp_path):
     assert [one["start"] for one in said] == [4, 4]
     assert places(said, tmp_path) == ["host0", "host1"]
     assert any("5" in problem and "damaged" in problem for problem in said[1]["problems"])
+    why = f"step 5 cannot be restored and is skipped: process 1 on {socket.gethostname()}: "
+    assert any(problem.startswith(why) for problem in said[0]["problems"])
     assert not (shares[1] / "5").exists()
     assert [*shares[1].glob("5.jaxckpt-bad*")]
     assert jaxckpt.verify(shares[0] / "5").ok

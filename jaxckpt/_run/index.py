@@ -42,7 +42,6 @@ from jaxckpt.errors import (
 )
 from jaxckpt.format import jsontext, names, run, step
 from jaxckpt.format.run import StepNames, guess_names
-from jaxckpt.format.step import Life
 from jaxckpt.storage import Entry, Storage, is_temporary_file, locate
 from jaxckpt.storage import listing as entries_of
 from jaxckpt.types import StepInfo
@@ -457,18 +456,14 @@ class StepIndex:
             self._infos[number] = info
         return info
 
-    def life(self, number: int) -> Life | None:
-        """Reads how the run got to a step; None if an older release or another program saved it."""
+    def saved(self, number: int) -> Saved:
+        """Reads how the run got to a step, from its record if it has one."""
         file = f"{self.path(number)}/{names.RECORD}"
         try:
             data = self.storage.read(file, max_bytes=step.MAX_RECORD_BYTES)
         except FileNotFoundError:
-            return None
-        return step.decode_record(data, file=file).life
-
-    def saved(self, number: int) -> Saved:
-        """Reads what `life` does, for a comparison with other steps."""
-        return Saved.of(number, self.life(number))
+            return Saved(number)
+        return Saved.of(number, step.decode_record(data, file=file).life)
 
     def earlier_lives(self, newest: Saved | None) -> list[int]:
         """Returns the steps from which the run did not go on; see `astray`."""

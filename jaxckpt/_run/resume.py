@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -239,11 +240,16 @@ class Resume:
         mark = next((m for m, kind in _DAMAGE.items() if isinstance(error, kind)), "")
         name = f"manager {self._name}/restored"
         place, timeout_s = f"restoring {root.index.path(step)}", self.timeout_s
-        met = meet(self.processes, name, None, error, timeout_s=timeout_s, mark=mark, place=place)
+        host = socket.gethostname()
+        met = meet(self.processes, name, host, error, timeout_s=timeout_s, mark=mark, place=place)
         if met.problems and not any(met.marks.values()):
             own = None if isinstance(error, ProcessesDisagree) else error
             met.check(own, f"step {step} of {root.index.root} was not restored")
-        problem = next((met.problems[i] for i, found in met.marks.items() if found), None)
+        who, problem = next(
+            ((i, met.problems[i]) for i, found in met.marks.items() if found), (0, None)
+        )
+        if problem is not None and self.roots[0].own:
+            problem = f"process {who} on {met.values[who]}: {problem}"
         is_corrupt = "corrupt" in met.marks.values()
         if problem is not None and not mark:
             error = self._other_failed(copy, problem) if is_corrupt else None

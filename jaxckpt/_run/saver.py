@@ -331,11 +331,13 @@ class Saver:
 
     def _begin(self, start: str, step: int | None) -> Life:
         """Returns the life that goes on from a step, or anew."""
+        before = Life(run=self._run)
         for index in [root.index for root in self._roots if step not in (None, *root.index.astray)]:
             with suppress(CheckpointError, OSError):
-                if (life := index.life(step or 0)) is not None and life.run == self._run:
-                    return life.begun(start, step)
-        return Life(run=self._run).begun(start, step)
+                if (saved := index.saved(step or 0)).run == self._run:
+                    before = Life(run=self._run, starts=saved.starts)
+                    break
+        return before.begun(start, step)
 
     def _lost_base(self, root: Root, held: Sequence[SaveItem]) -> bool:
         """Returns whether what a save refers to is elsewhere, or was deleted to make room."""
