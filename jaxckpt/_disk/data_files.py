@@ -19,13 +19,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from jaxckpt._disk.checksums import units_of
-from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names, ocdbt
 from jaxckpt.format.arrays import (
     CRC_BYTES,
@@ -53,10 +51,6 @@ _NICENESS: Final = 10  # against 0, the weight of a thread is a tenth: setpriori
 Values = np.ndarray[Any, Any]
 
 
-class LinkFailed(SaveFailed):
-    """A store did not copy the files of the step before."""
-
-
 class Written(NamedTuple):
     """A database that was written."""
 
@@ -65,7 +59,6 @@ class Written(NamedTuple):
     # Each value or its place, and the size in bytes of each file.
     places: Mapping[str, bytes | Place] = {}
     sizes: Mapping[str, int] = {}
-    copied: bool = False  # whether there are no hard links, so that files to keep were copied
 
 
 class Chunk(NamedTuple):
@@ -103,14 +96,12 @@ class DataFiles:
         self._files: list[_File] = []  # not written yet
         self._open: dict[tuple[bool, bool], _File] = {}  # to which values are added
         self._sizes: dict[str, int] = {}  # of written and linked files, by name
-        self._linked: list[str] = []
 
     def keep(self, key: str, written: Written) -> None:
-        """Adds a value of another database, whose file is to be linked."""
+        """Adds a value of another database, whose file is linked here."""
         place = self._places[key] = written.places[key]
-        if isinstance(place, Place) and place.file not in self._sizes:
+        if isinstance(place, Place):
             self._sizes[place.file] = written.sizes[place.file]
-            self._linked.append(place.file)
 
     def put(self, key: str, data: bytes, *, apart: bool = False) -> None:
         """Adds a value, like `put_chunk`."""
@@ -150,34 +141,8 @@ class DataFiles:
         self._open.clear()
         self._write(files)
 
-    def write(self, *, links_from: str = "") -> Written:
-        """Writes everything durably.
-
-        Args:
-            links_from: The directory of the database that has the values to keep.
-
-        Raises:
-            SaveFailed: that database was deleted in the meantime.
-            LinkFailed: a store did not copy its files.
-        """
-        pairs = [(f"{links_from}/{file}", f"{self._folder}/{file}") for file in self._linked]
-        if pairs:
-            self._storage.make_dir(f"{self._folder}/{names.OCDBT_DATA}")
-        links = [partial(self._storage.link, *pair) for pair in pairs]
-        try:
-            linked = self._storage.together(links) if links else []
-        except FileNotFoundError as error:
-            raise SaveFailed(
-                f"{links_from} was deleted while a step that shares its files was being saved "
-                f"({error}). Save again: the next step is written as a whole."
-            ) from error
-        except OSError as error:
-            if self._storage.scheme == "file":
-                raise
-            raise LinkFailed(
-                f"{self._folder}: the store did not copy files of {links_from}: {error}. Save "
-                "again: from now on, all is sent."
-            ) from error
+    def write(self) -> Written:
+        """Writes everything durably."""
         self._write([file for file in self._files if file.compressed])
         self._files = [file for file in self._files if not file.compressed]
         # Apart from the chunks, so that losing those does not lose what they were.
@@ -188,9 +153,7 @@ class DataFiles:
         last.parts.append(nodes)
         last.size += len(nodes)
         self._write(self._files)
-        # A store copies by itself.
-        copied = self._storage.scheme == "file" and not all(linked)
-        return Written(self._sums, manifest, self._places, self._sizes, copied=copied)
+        return Written(self._sums, manifest, self._places, self._sizes)
 
     def _write(self, files: Sequence[_File]) -> None:
         for folder in {posixpath.dirname(file.name) for file in files}:
@@ -206,7 +169,7 @@ class DataFiles:
             thread_name_prefix="jaxckpt-write",
             # The main thread may be training now, unless it is this one. But threads of TensorStore
             # that begin now, to compress, would be slow for ever.
-            initializer=None if compressed or here is threading.main_thread() else _give_way,
+            initializer=None if compressed or here is threading.main_thread() else give_way,
         ) as pool:
             under_way = [_submit(pool, write) for write in writes]
             try:
@@ -297,7 +260,8 @@ def _unit_sizes(stored: StoredArray) -> list[int]:
     return [size] * (math.prod(stored.chunk_shape) // unit)
 
 
-def _give_way() -> None:
+def give_way() -> None:
+    """Lets other threads run before this one, for as long as it lives."""
     if sys.platform == "linux":  # elsewhere, all threads of the process have the same niceness
         with contextlib.suppress(OSError):
             os.nice(_NICENESS)

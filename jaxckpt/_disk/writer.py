@@ -73,12 +73,11 @@ class WritePlan:
 
 
 class Kept(NamedTuple):
-    """Shards that the database of an earlier step has, so that they need not be written."""
+    """Shards in files of an earlier step that this one has too, so that they are not written."""
 
     sources: Container[int] = ()
     apart: Container[int] = ()  # to be written all the same, for the next step, into other files
-    written: Written = Written([])
-    folder: str = ""  # of that database
+    written: Written = Written([])  # of the earlier step
 
 
 NOTHING_KEPT: Final = Kept()
@@ -161,7 +160,7 @@ def write_arrays(
         folder: Directory of the database; made if there is anything to write.
         snapshot: The values of each shard.
         describe: Whether to write the arrays' metadata too; only one process does.
-        kept: What is linked instead, in a directory of files.
+        kept: What is linked there instead, in a directory of files.
 
     Returns:
         What was written, with the checksum of each of `writes.units`.
@@ -186,7 +185,7 @@ def write_arrays(
             files.put(key, data, apart=apart)
         else:
             files.put_chunk(Chunk(key, stored, values, at.start), apart=apart)
-    return files.write(links_from=kept.folder)
+    return files.write()
 
 
 def merge(storage: Storage, item_path: str, databases: Sequence[str]) -> bytes:

@@ -90,6 +90,11 @@ class KeepPolicy:
         return any(rule is not None for rule in (*rules, self.newer_than_s, self.when))
 
     @property
+    def keeps_two(self) -> bool:
+        """Whether the two newest steps always stay."""
+        return not self.has_rules or (self.last or 0) >= 2
+
+    @property
     def needs_facts(self) -> bool:
         """Whether a rule depends on more than the number of a step."""
         rules = (self.every_seconds, self.best, self.newer_than_s, self.when)

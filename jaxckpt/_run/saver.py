@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import logging
 import threading
 import time
@@ -15,7 +17,8 @@ from typing import Any, Final, cast, final
 
 from jaxckpt._core import fingerprint
 from jaxckpt._core.check import calling
-from jaxckpt._disk.data_files import LinkFailed
+from jaxckpt._disk.data_files import give_way
+from jaxckpt._disk.transaction import Work, work_for
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._run import items as _items
 from jaxckpt._run.preemption import Notice, Preemption
@@ -28,7 +31,7 @@ from jaxckpt._save.failure import Failure, hear
 from jaxckpt._save.handle import SaveHandle, SaveRequest
 from jaxckpt._save.save import check_metadata
 from jaxckpt._save.snapshot import Items, SaveItem, TreeItem, take_tree
-from jaxckpt._save.unchanged import Base
+from jaxckpt._save.unchanged import Base, LinkFailed
 from jaxckpt.errors import CheckpointError, CheckpointTimeout, StepExists
 from jaxckpt.format import names
 from jaxckpt.format.run import MAX_STEP
@@ -63,7 +66,7 @@ class Saver:
         session: str,
         item: str,  # of the state
         zstd: int | None,  # the level at which each step is compressed
-        incremental: bool,  # whether steps refer to the one before
+        incremental: bool,  # whether steps refer to earlier ones
         newest: int | None,  # on which all processes have agreed
         owned: bool,  # whether no other job was running; agreed on too
         run: str,  # its id
@@ -98,7 +101,9 @@ class Saver:
         self._writes = writes
         self._item = item
         self._zstd = zstd
-        self._incremental = incremental
+        is_store, storage = self._index.storage.scheme != "file", self._index.storage
+        links = storage.atomic_rename and self._root.keep.keeps_two
+        self._incremental = incremental and (is_store or links)
         self._budget_bytes = budget_bytes
         self._timeout_s = timeout_s
         self._on_progress = on_progress
@@ -110,9 +115,11 @@ class Saver:
         # Where steps being saved go, how to the directory afterwards, and what reads their life.
         self._places: dict[int, tuple[Root, Upload | None, Callable[[], Life]]] = {}
         self._trees: dict[int, list[TreeItem]] = {}  # by step, until the commit
-        self._bases: dict[str, Base] = {}  # what the next step may refer to, by item
-        self._base_step = 0  # which has it
-        self._referred: dict[int, int] = {}  # by step being saved, the one that it refers to
+        # The latest steps, by item. The next step may refer to the first of them if there are
+        # `_most_bases`: on a file system, the two newest steps share no file.
+        self._bases: list[dict[str, Base]] = []
+        self._most_bases = 1 if is_store else 2
+        self._reading: object | None = None  # of what the next step may refer to
         self._explained = False
         self._started = 0
         self._latest: SaveHandle | None = None
@@ -228,7 +235,7 @@ class Saver:
 
     def share_nothing(self) -> None:
         """Lets the next step be whole, since the last one may be damaged."""
-        self._bases = {}
+        self._bases = []
 
     # --- in the caller's thread ------------------------------------------------------------------
 
@@ -278,28 +285,28 @@ class Saver:
         if self._tiers is not None:
             under_way = sum(handle.size_bytes for handle in self.under_way())
             size = sum(item.size_bytes for item in held) + under_way
-            root = self._tiers.place(size, name, self._referred.values())
-            if problem is None and self._lost_base(root, held):
-                self._bases = {}
-                held = self._take(state, items, metrics, step, meter, dtype)
+            root = self._tiers.place(size, name)
             if root is not self._root:
                 self._tiers.uploads.newest_direct = step
             upload = self._tiers.uploads.expect(step) if self._is_durable else None
         self._places[step] = root, upload, self._lives()
+        storage, path = root.index.storage, root.index.path(step)
+        token = hashlib.sha256(name.encode()).hexdigest()[:16]
+        work = work_for(storage, path, token)._replace(own=root.own)
+        if problem is None and not self._link(held, root, work):
+            held = self._take(state, items, metrics, step, meter, dtype)
         if self._incremental:
             self._trees[step] = [item for item in held if isinstance(item, TreeItem)]
-            if any(item.has_base for item in self._trees[step]):
-                self._referred[step] = self._base_step
         request = SaveRequest(
-            storage=root.index.storage,
-            path=root.index.path(step),
+            storage=storage,
+            path=path,
             items=held,
             processes=self._processes,
             name=name,
             meter=meter,
             custom_metadata=metadata,
             is_step=True,
-            token=hashlib.sha256(name.encode()).hexdigest()[:16],
+            token=token,
             fence=partial(root.owner.fence, None if root.own else step),
             own=root.own,
             overwrite=root.own or step in root.index.astray,  # of an earlier life
@@ -339,11 +346,27 @@ class Saver:
                     break
         return before.begun(start, step)
 
-    def _lost_base(self, root: Root, held: Sequence[SaveItem]) -> bool:
-        """Returns whether what a save refers to is elsewhere, or was deleted to make room."""
-        based = [one for one in held if isinstance(one, TreeItem) and one.has_base]
+    def _link(self, held: Sequence[SaveItem], root: Root, work: Work) -> bool:
+        """Links what has not changed while its values are still there; returns whether it could.
+
+        If not, nothing is linked, and the next steps are whole.
+        """
+        based = [item for item in held if isinstance(item, TreeItem) and item.has_base]
         storage = root.index.storage
-        return any(root is not self._root or not one.is_complete(storage) for one in based)
+        try:
+            if based and root is not self._root:  # in the directory: the disk is full
+                raise FileNotFoundError
+            for item in based:
+                item.link(storage, work, self._processes)
+        except (OSError, CheckpointError) as error:
+            self._bases = []
+            if isinstance(error, io.UnsupportedOperation):  # there are no hard links
+                self._incremental = False
+            for item in based:
+                with contextlib.suppress(OSError, CheckpointError):
+                    storage.delete(item.folder(work, self._processes))
+            return False
+        return True
 
     def _explain_what_fits(self, step: int, size_bytes: int) -> None:
         """Logs the time that is left after a notice, beside what this run has measured.
@@ -436,8 +459,7 @@ class Saver:
             how: dict[str, Any] = {"zstd": self._zstd, "holds": self._root.own}
             if self._incremental:
                 how["storage"] = self._index.storage
-            # While a save is under way, its successor may delete what is the newest step now.
-            bases = {} if self.under_way() else self._bases
+            bases = self._bases_now()
             held: list[SaveItem] = []
             if isinstance(state, Items):
                 held += state.taken(processes)
@@ -456,6 +478,14 @@ class Saver:
             found = partial(self._metrics.__setitem__, step)
             held.append(_items.take_metrics(metrics, found))
         return held
+
+    def _bases_now(self) -> Mapping[str, Base]:
+        """Returns what a step may refer to, by item; files that are not read back are left out."""
+        with self._changed:
+            self._reading = None
+            # While a save is under way, it is open which will be the two newest steps.
+            is_known = not self._under_way and len(self._bases) == self._most_bases
+            return self._bases[0] if is_known else {}
 
     def _check_metric(self, step: int, metrics: Mapping[str, Any], wanted: str) -> None:
         """Reports the first step that lacks the metric of the policy."""
@@ -565,16 +595,28 @@ class Saver:
         self.wait(self.under_way(), 0.0 if self._is_stopped else None)
 
     def wait_for_all(self, timeout_s: float | None = None) -> None:
-        """Waits until all saves have ended; raises their errors in every thread that waits."""
+        """Waits until all saves have ended and what the next may refer to is read back.
+
+        Raises their errors in every thread that waits.
+        """
         handles = self.under_way()
         self.wait(handles, timeout_s)
+        self._wait_for_reading(timeout_s)
         raise_first(self.take_errors(handles))
+
+    def _wait_for_reading(self, timeout_s: float | None) -> None:
+        """Waits while files are read back; if it takes too long, the next step is whole."""
+        if not self.is_own_thread():
+            limit_s = self._timeout_s if timeout_s is None else timeout_s
+            with self._changed:
+                self._changed.wait_for(lambda: self._reading is None, limit_s)
 
     def stop(self) -> None:
         """Waits until all saves have ended, for the last time."""
         try:
             self.finish()
         finally:
+            self._reading = None
             self._is_stopped = True  # the end of the program does not wait again
             self.preemption.close()
         if not self._failures:
@@ -590,9 +632,10 @@ class Saver:
             ending.start(self, self._work, f"jaxckpt-manager {self._index.root}")
 
     def _work(self) -> None:
-        """Runs the saves under way until there are none."""
+        """Runs the saves under way until there are none; then prepares the next one."""
         self._thread = threading.current_thread()
         handle: SaveHandle | None = self._under_way[0]
+        reading = None
         while handle is not None:
             try:
                 if handle.attempt():
@@ -608,31 +651,53 @@ class Saver:
                     self._failures.append(handle.failure)
                 self._under_way.remove(handle)
                 handle = next(iter(self._under_way), None)
+                if handle is None:
+                    reading = self._reading = object()
                 self._changed.notify_all()
+        self._read_back(reading)
+
+    def _read_back(self, reading: object) -> None:
+        """Reads what the next step may refer to back from the disk, until that step begins."""
+
+        def goes_on() -> bool:
+            return self._reading is reading and not ending.is_ending()
+
+        bases = self._bases
+        try:
+            if len(bases) == self._most_bases and goes_on():
+                give_way()
+                for item, base in bases[0].items():
+                    for text in base.read_back(bases[-1].get(item), self._index.storage, goes_on):
+                        self._index.report(text)
+        finally:
+            with self._changed:
+                if self._reading is reading:
+                    self._reading = None
+                    self._changed.notify_all()
 
     def _remember(self, handle: SaveHandle) -> None:
-        """Lets the next step refer to the one that is committed."""
+        """Lets a later step refer to the one that is committed; mends what it was found to lack."""
         step = handle.step
         assert step is not None
-        self._base_step = step
-        self._referred.pop(step, None)
-        trees = self._trees.pop(step, ())
-        if any(item.written and item.written.copied for item in trees):
-            self._incremental = False  # to copy files is no faster than to write them
-        root, *_ = self._places[step]
+        trees, (root, *_) = self._trees.pop(step, ()), self._places[step]
         root.index.astray.discard(step)  # it has taken the place of such a step
         if root is not self._root:  # which the next step will not be
-            trees = ()
-        bases = {item.name: item.base(handle.path) for item in trees}
-        self._bases = {name: base for name, base in bases.items() if base is not None}
+            self._bases = []
+            return
+        bases = {}
+        for item in trees:
+            for text in item.mended(root.index.storage, handle.path):
+                self._index.report(text)
+            if (base := item.base(handle.path)) is not None:
+                bases[item.name] = base
+        self._bases = [*self._bases, bases][-self._most_bases :]
 
     def _forget(self, handle: SaveHandle) -> None:
         """Lets the next step be whole after a failed one."""
         self._trees.pop(handle.step or 0, ())
-        self._referred.pop(handle.step or 0, None)
         if isinstance(handle.error, LinkFailed):
             self._incremental = False  # the store does not copy
-        self._bases = {}
+        self._bases = []
 
     def _follow(self, handle: SaveHandle) -> None:
         """Records a commit, deletes steps and calls `on_commit`."""

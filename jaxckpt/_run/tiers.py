@@ -7,7 +7,7 @@ finish    waits for all uploads
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -79,19 +79,18 @@ class Tiers:
             self.uploads.drive(lambda: False, limit_s)
         lead(self.processes, f"uploads {place}", wait, place=place, timeout_s=limit_s + 60)
 
-    def place(self, size_bytes: int, name: str, needed: Collection[int]) -> Root:
+    def place(self, size_bytes: int, name: str) -> Root:
         """Returns where to save, alike in all processes: locally, while the disk has room.
 
         Args:
             size_bytes: Of this process's share.
             name: Of the save.
-            needed: Steps that are not deleted to make room.
         """
         where, timeout_s = self.local.index.root, self.timeout_s
         if self.local.own:
             full, problem = False, None
             try:
-                full = self._is_full(size_bytes, needed)
+                full = self._is_full(size_bytes)
             except OSError as error:
                 problem = error
             met = meet(self.processes, f"{name}/place", full, problem, timeout_s=timeout_s)
@@ -100,19 +99,19 @@ class Tiers:
         is_full = lead(
             self.processes,
             f"{name}/place",
-            partial(self._is_full, size_bytes * self.processes.count, needed),
+            partial(self._is_full, size_bytes * self.processes.count),
             place=where,
             timeout_s=timeout_s,
         )
         return self.directory if is_full else self.local
 
-    def _is_full(self, size_bytes: int, needed: Collection[int]) -> bool:
+    def _is_full(self, size_bytes: int) -> bool:
         """Returns whether the disk is full although older local steps were deleted."""
         index = self.local.index
         if self._has_room(size_bytes):
             return False
         self.uploads.give_way()
-        stay = {*needed, *self.uploads.steps(), self._newest_unless_durable()}
+        stay = {*self.uploads.steps(), self._newest_unless_durable()}
         there = {*index.steps(), *index.astray}
         index.astray.difference_update(self.local.deletion.delete(sorted(there - stay)))
         if self._has_room(size_bytes):

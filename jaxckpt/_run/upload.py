@@ -2,9 +2,12 @@
 
 The copy of a step is a save there like any other (see `_disk.transaction`), but for its token,
 which is made of the token of the step: the next upload of the step takes the work of a dead one
-over. A file that is there already is compared byte for byte, and sent again if it differs. A file
-of values that the newest step there has too is linked, or copied by the store, but not read: damage
-to it there is damage to both steps.
+over. A file that is there already is compared byte for byte, and sent again if it differs.
+
+A file of values that an earlier step there has too is linked, or copied by the store, by the rules
+of `_save.unchanged`: neighbouring steps share no file on a file system, and a file is compared with
+that to send before its first reference and each tenth. One that differs is sent, and replaced in
+the older steps that have it.
 """
 
 from __future__ import annotations
@@ -24,12 +27,13 @@ from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.data_files import COPIED_BYTES
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
+from jaxckpt._disk.read_back import MOST_BYTES, TRUSTED, put_instead
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.index import StepIndex, newest_saved, run_metadata, write_run_metadata
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed, StepExists, UnsupportedFormat
 from jaxckpt.format import names
 from jaxckpt.format.step import Record
-from jaxckpt.storage import Entry, Storage
+from jaxckpt.storage import Entry, Storage, drop_cached
 
 _PIECE_BYTES: Final = 8 << 20
 # The copy has its own.
@@ -62,11 +66,14 @@ def upload(
     *,
     fence: Callable[[], None] | None = None,
     pace: Pace | None = None,
+    trusted: dict[str, int] | None = None,
 ) -> Uploaded:
     """Copies a step that jaxckpt wrote, and checks it before.
 
     Args:
         fence: Raises if this process may not commit in the target.
+        trusted: How many steps may refer to each file there before it is read again, kept between
+            uploads. If None, all is sent.
 
     Raises:
         CheckpointNotFound: no such step.
@@ -84,12 +91,20 @@ def upload(
     if target.is_committed(step):
         return already_there(found, record, target, step)
     token = upload_token(found)
-    committed = (n for n in reversed(target.listing().steps) if target.is_committed(n))
-    before = next(map(target.path, committed), "")
+    before, beside = ("", "") if trusted is None else _earlier(target, step)
     work = _transaction.begin(
         target.storage, path, overwrite=False, token=token, fence=fence, resumes=True
     )
-    sending = Sending(found.storage, found.path, work.storage, work.work, pace or Pace(), before)
+    sending = Sending(
+        source=found.storage,
+        source_folder=found.path,
+        target=work.storage,
+        folder=work.work,
+        pace=pace or Pace(),
+        before=before,
+        beside=beside,
+        trusted=trusted or {},
+    )
     try:
         sizes = {name: record.files[name].size for name in record.files.keys() - _NOT_COPIED}
         sending.send_all(sizes, first=record.item)  # the time may not suffice for all
@@ -99,8 +114,46 @@ def upload(
     except BaseException as error:
         work.release()  # what was sent stays for the next upload
         _transaction.raise_save_error(path, error)
+    if trusted is not None:
+        _remember(trusted, sending, path)
+    _mend(target, path, sending)
     copy_run_metadata(source, target)
     return Uploaded(step, path, sending.sent_bytes, sending.found_bytes)
+
+
+def _earlier(target: StepIndex, step: int) -> tuple[str, str]:
+    """Returns the step that may share files with a new one, and one that must not; or ""."""
+    if target.storage.scheme != "file":  # each step has its own objects
+        committed = (n for n in reversed(target.listing().steps) if target.is_committed(n))
+        return next(map(target.path, committed), ""), ""
+    steps = target.steps()
+    below, above = [n for n in steps if n < step], [n for n in steps if n > step]
+    if len(below) > 1:
+        return target.path(below[-2]), target.path(above[0]) if above else ""
+    return ("", "") if below or len(above) < 2 else (target.path(above[1]), "")
+
+
+def _remember(trusted: dict[str, int], sending: Sending, path: str) -> None:
+    """Notes what may be referred to from now on: the files of the new step."""
+    for file in [file for file in trusted if file.startswith(f"{sending.before}/")]:
+        del trusted[file]
+    trusted.update({f"{path}/{name}": left for name, left in sending.linked.items()})
+
+
+def _mend(target: StepIndex, path: str, sending: Sending) -> None:
+    """Replaces files that were found damaged in older steps, now that they are sent again."""
+    storage = target.storage
+    for name in sending.bad:
+        target.report(f"{sending.before}/{name} is damaged, so it was sent again with {path}")
+        for other in map(target.path, target.steps()):
+            try:
+                size = storage.size(f"{path}/{name}")
+                is_there = storage.kind(f"{other}/{name}") == "file"
+                if is_there and not same_bytes(storage, path, storage, other, name, size):
+                    put_instead(storage, f"{path}/{name}", f"{other}/{name}")
+                    target.report(f"{other}/{name} is mended")
+            except (OSError, EOFError) as error:
+                target.report(f"{other}/{name} cannot be mended: {error}")
 
 
 def checked(found: Found) -> Record:
@@ -174,6 +227,11 @@ class Sending:
     folder: str
     pace: Pace
     before: str = ""  # a step in the target that may have files of the same names
+    beside: str = ""  # one that must not share them
+    trusted: Mapping[str, int] = field(default_factory=dict)  # as in `upload`
+    linked: dict[str, int] = field(default_factory=dict)  # how many further steps may refer to it
+    bad: list[str] = field(default_factory=list)  # files that differ from that to send
+    _unread: set[str] = field(default_factory=set)  # linked without reading: there are too many
     sent_bytes: int = 0
     found_bytes: int = 0
 
@@ -185,6 +243,9 @@ class Sending:
         """
         there = self.target.files(self.folder)
         shared = self.target.files(self.before) if self.before else {}
+        for name in self.target.files(self.beside) if self.beside else ():
+            shared.pop(name, None)
+        self._limit_reads({name: sizes[name] for name in sizes if name in shared})
         stray = there.keys() - sizes - {names.WRITER}  # of an upload that died in its commit
         self.target.delete_files([f"{self.folder}/{name}" for name in stray])
         sends = [
@@ -205,6 +266,19 @@ class Sending:
         self._send(name, size, replace=there is not None)
         return True, size
 
+    def _limit_reads(self, sizes: Mapping[str, int]) -> None:
+        """Chooses what a store need not be asked for: its bytes cost money."""
+        left = MOST_BYTES
+        for name, size in sizes.items() if self.target.scheme != "file" else ():
+            left -= size if not self._left(name) else 0
+            if left < 0:
+                self._unread.add(name)
+
+    def _left(self, name: str) -> int:
+        """Returns how many steps may refer to a file of the step before without reading it."""
+        new = 0 if self.target.scheme == "file" else TRUSTED
+        return self.trusted.get(f"{self.before}/{name}", new)
+
     def _is_linked(self, name: str, size: int) -> bool:
         """Links a file of values of the step before; no other file has its name."""
         storage, path = self.target, f"{self.folder}/{name}"
@@ -212,10 +286,19 @@ class Sending:
         if not (names.is_data_file(name) and is_worth_it):
             return False
         try:
+            left = self._left(name) or (1 if name in self._unread else 0)
+            if not left:
+                left = TRUSTED
+                drop_cached(storage, f"{self.before}/{name}")
+                here = self.source, self.source_folder
+                if not same_bytes(storage, self.before, *here, name, size):
+                    self.bad.append(name)
+                    return False
             storage.make_dir(posixpath.dirname(path))
             storage.link(f"{self.before}/{name}", path)  # durable with the commit
-        except OSError:  # then it is sent
+        except (OSError, EOFError):  # then it is sent
             return False
+        self.linked[name] = left - 1
         return True
 
     def _is_same(self, name: str, size: int) -> bool:

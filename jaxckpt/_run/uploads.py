@@ -73,6 +73,8 @@ class Uploads:
     ) -> None:
         self._source, self._target, self._processes = source, target, processes
         self._pace = Pace(max_bytes_per_s)
+        shares = target.index.storage.scheme != "file" or target.keep.keeps_two
+        self._trusted: dict[str, int] | None = {} if shares else None
         self.timeout_s = timeout_s
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()  # guards all below
@@ -376,7 +378,14 @@ class Uploads:
         start_s = time.monotonic()
         with source.leases.hold(step):
             fence = self._fence(one)
-            done = upload(source.index, target.index, step, fence=fence, pace=self._pace)
+            done = upload(
+                source.index,
+                target.index,
+                step,
+                fence=fence,
+                pace=self._pace,
+                trusted=self._trusted,
+            )
         seconds = time.monotonic() - start_s
         if done.sent_bytes:
             self._bytes_per_s = done.sent_bytes / max(seconds, 1e-9)

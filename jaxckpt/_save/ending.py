@@ -57,6 +57,11 @@ def start(saves: Saves, work: Callable[[], None], name: str) -> None:
         work()
 
 
+def is_ending() -> bool:
+    """Returns whether the program is ending."""
+    return _is_ending
+
+
 def forget(saves: Saves) -> None:
     """Lets the program end without looking at these saves again."""
     _known.discard(saves)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol
@@ -118,10 +118,10 @@ class TreeItem:
         """Returns whether it may refer to an earlier step."""
         return self.changes is not None and self.changes.base is not None
 
-    def is_complete(self, storage: Storage) -> bool:
-        """Returns whether what it may refer to is still there."""
-        base = self.changes and self.changes.base
-        return base is None or base.is_there(storage)
+    def link(self, storage: Storage, work: Work, processes: Processes) -> None:
+        """Links what is to be taken from an earlier step, before its values are let go."""
+        if self.changes is not None:
+            self.changes.link(storage, self.folder(work, processes))
 
     def folder(self, work: Work, processes: Processes) -> str:
         """Returns the directory of the database that this process writes."""
@@ -144,7 +144,9 @@ class TreeItem:
         folder = self.folder(work, processes)
         snapshot, self.snapshot = self.snapshot, None
         writes, leads = self.tree.writes, processes.index == 0
-        kept = NOTHING_KEPT if self.changes is None else self.changes.kept(snapshot)
+        kept = NOTHING_KEPT
+        if self.changes is not None:
+            kept = self.changes.kept(snapshot, storage, folder)
         written = write_arrays(storage, folder, writes, snapshot, describe=leads, kept=kept)
         manifest, share = written.manifest, encode_share(writes.units, written.sums)
         if self.changes is not None:
@@ -183,6 +185,11 @@ class TreeItem:
         if self.changes is None or self.written is None:
             return None
         return self.changes.base_of_next(path + self.within, self.written)
+
+    def mended(self, storage: Storage, path: str) -> Iterator[str]:
+        """Mends what was found damaged in earlier steps, once this one is committed at a path."""
+        if self.changes is not None and self.written is not None:
+            yield from self.changes.mended(storage, path + self.within, self.written)
 
     def said(self) -> Json:
         """Returns the facts that the processes compare."""

@@ -1,17 +1,22 @@
-"""Finds what did not change since the step before, which a step then refers to.
+"""Finds what did not change since an earlier step, to whose files a step then refers.
 
 The files of values are never changed, so a step may have hard links to those of an earlier one, or
 copies that a store makes, and its database has the places in them: the step is complete by itself,
 whatever is deleted. It pays for whole leaves (frozen weights, a reference model). What did not
 change is
 
-    the same `jax.Array` as in the step before, which is immutable: nothing is computed;
+    the same `jax.Array` as in the earlier step, which is immutable: nothing is computed;
     a shard with the same fingerprint: on an accelerator it is taken before anything is copied to
     the host, in host memory while the save is written.
 
-A shard that changed is asked again only after the next step that is written as a whole, which one
-in `_WHOLE_EVERY` is: so states that change everywhere pay little, and damage to a file is not
-carried on for ever.
+A shard that changed is asked again only at each tenth step, so states that change everywhere pay
+little.
+
+On a file system the earlier step is not the newest one but the one before: the two newest steps
+never share a file, so damage to one leaves the other. A file is read back before a step refers to
+it for the first time, and before each tenth reference (`read_back`, between two saves). What is
+damaged, or is not read yet, is written again. In a store, where each step has objects of its own, a
+step refers to the newest one, and the first nine references are made unread.
 """
 
 from __future__ import annotations
@@ -19,58 +24,112 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import jax
 
 from jaxckpt._core import fingerprint
 from jaxckpt._disk.data_files import COPIED_BYTES, Written
-from jaxckpt._disk.writer import NOTHING_KEPT, Kept
+from jaxckpt._disk.read_back import MOST_BYTES, TRUSTED, Goes, damaged_chunks, mend, put_instead
+from jaxckpt._disk.writer import NOTHING_KEPT, ChunkWrite, Kept
 from jaxckpt._save.tree_plan import Array, TreePlan
-from jaxckpt.errors import CheckpointError
+from jaxckpt.errors import CheckpointError, SaveFailed
 from jaxckpt.format.ocdbt import Place
 from jaxckpt.storage import Storage
 
-_WHOLE_EVERY: Final = 20
+# At each so manieth step, shards that changed get fingerprints again.
+_ASKED_EVERY: Final = 10
 # A file of which less is still in use is not linked: the rest would stay on the disk for nothing.
 _LEAST_USED: Final = 0.5
 # Each fingerprint on a device is a computation to start, which costs more than to write a few KB.
 _MOST_ON_DEVICES: Final = 1000
 
 
+class LinkFailed(SaveFailed):
+    """A store did not copy the files of the step before."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """Describes what this process wrote of a tree in the latest committed step."""
+    """Describes what this process wrote of a tree in a committed step."""
 
     tree: TreePlan
-    folder: str  # of its database
+    folders: tuple[str, ...]  # of its database, then of those of the steps that it shares with
     written: Written
     arrays: Sequence[weakref.ref[jax.Array] | None]
     prints: Sequence[bytes | None]  # of the source shards; None if not to be asked
-    same: Sequence[bool]  # whether the source shards had not changed
     later: Collection[int]  # source shards whose fingerprints can be taken from now on
-    age: int  # steps since all was written
+    age: int  # steps since all shards were asked
+    trusted: dict[str, int]  # by file: how many steps may refer to it before it is read back
+    bad: dict[str, list[ChunkWrite]] = field(default_factory=dict)  # what is damaged, by file
 
-    def is_there(self, storage: Storage) -> bool:
-        """Returns whether all its files are, with their sizes; in a store, copying them tells."""
-        if storage.scheme != "file":
-            return True
+    def read_back(self, newer: Base | None, storage: Storage, goes_on: Goes) -> Iterator[str]:
+        """Reads the files that the next step may refer to, if they are due; yields problems.
+
+        Args:
+            newer: Of the newest step, which shows what has not changed for two steps.
+        """
+        if newer is None or newer.tree is not self.tree:
+            return
+        pairs = zip(self.prints, newer.prints, strict=True)
+        same = [
+            self._is_alive(newer, source.array) or (one is not None and one == other)
+            for source, (one, other) in zip(self.tree.sources, pairs, strict=True)
+        ]
+        copies, left = storage.scheme != "file", MOST_BYTES
+        worth = _worth_linking(self, same, copies=copies, unread=True)
+        for file in [file for file in _files_of(self, worth) if not self.trusted[file]]:
+            if copies:
+                self.trusted[file], left = 1, left - self.written.sizes[file]
+                if left < 0:
+                    continue  # with a later step
+            if not goes_on():
+                return
+            if problem := self._read(file, storage, goes_on):
+                yield problem
+
+    def _is_alive(self, newer: Base, array: int) -> bool:
+        ref, other = self.arrays[array], newer.arrays[array]
+        value = None if ref is None or other is None else ref()
+        return value is not None and other is not None and other() is value
+
+    def _read(self, file: str, storage: Storage, goes_on: Goes) -> str:
+        """Reads a file; returns what is wrong with it."""
+        path, chunks = f"{self.folders[0]}/{file}", _chunks_in(self, file)
         try:
-            sizes = self.written.sizes.items()
-            return all(storage.size(f"{self.folder}/{file}") == size for file, size in sizes)
-        except (OSError, CheckpointError):
-            return False
+            bad = damaged_chunks(
+                storage, self.folders[0], file, self.written, chunks, goes_on=goes_on
+            )
+        except FileNotFoundError:  # somebody deleted the step
+            return ""
+        except (OSError, CheckpointError) as error:
+            return (
+                f"{path}, which steps share, cannot be read back, so it is written again: {error}"
+            )
+        if bad is None:
+            return ""
+        self.trusted[file] = 0 if bad else TRUSTED
+        if not bad:
+            return ""
+        self.bad[file] = bad
+        leaves = [leaf.text for leaf in self.tree.tree.leaves if leaf.has_array]
+        names = dict.fromkeys(leaves[self.tree.sources[chunk.source].array] for chunk in bad)
+        return (
+            f"{path}, which steps share, is damaged in leaf {', '.join([*names][:8])}. The next "
+            "step writes it again, and mends this one if the values are still the same."
+        )
 
 
 @dataclass(slots=True, kw_only=True)
 class Changes:
-    """Holds the changes since the step before, as far as a save knows them."""
+    """Holds the changes since an earlier step, as far as a save knows them."""
 
     tree: TreePlan
     base: Base | None
-    is_whole: bool  # whether all is to be written
+    asks: bool  # whether all shards get fingerprints
     copies: bool  # whether files are copied by a store, instead of linked
     arrays: Sequence[weakref.ref[jax.Array] | None]
     same: list[bool]  # by source
@@ -78,50 +137,133 @@ class Changes:
     later: Collection[int]  # source shards whose fingerprints cannot be taken yet
     linked: set[int] = field(default_factory=set)  # unchanged sources, in files worth linking
     left: set[int] = field(default_factory=set)  # those of them whose values are not needed
+    files: dict[str, int] = field(default_factory=dict)  # linked, with their sizes
     prints: list[bytes | None] = field(default_factory=list)
 
-    def kept(self, snapshot: Sequence[Any]) -> Kept:
-        """Compares what is in host memory; returns what need not be written."""
+    def link(self, storage: Storage, folder: str) -> None:
+        """Links the files of what did not change into a new directory of a database.
+
+        Afterwards the values are not needed, and the earlier step may be deleted.
+
+        Raises:
+            OSError, CheckpointError: the links cannot be made, and none is left.
+        """
+        if self.base is None or self.copies:
+            return
+        files = _files_of(self.base, self.linked)
+        new = {file: self.base.written.sizes[file] for file in files if file not in self.files}
+        if new:
+            storage.link_all(self.base.folders[0], folder, new)
+        self.files |= new
+
+    def kept(self, snapshot: Sequence[Any], storage: Storage, folder: str) -> Kept:
+        """Compares what is in host memory; returns what is linked and need not be written.
+
+        Raises:
+            SaveFailed: what is linked, or was to be copied by a store, is gone.
+            LinkFailed: a store did not copy files.
+        """
         base, sources = self.base, self.tree.sources
         known = [None] * len(sources) if base is None else base.prints
         found = dict(zip(self.sent, fingerprint.arrived([*self.sent.values()]), strict=True))
-        if self.is_whole:
-            for i, source in enumerate(sources):
-                is_host = source.is_host_memory
-                self.prints.append(fingerprint.of_host(snapshot[i]) if is_host else found.get(i))
-        if base is None:
-            return NOTHING_KEPT
-        if self.is_whole:
-            return Kept((), _true(base.same), base.written, base.folder)
         more = False
         for i, source in enumerate(sources):
             one = known[i]
-            if source.is_host_memory and not self.same[i] and one is not None:
-                self.same[i] = fingerprint.is_of(one, snapshot[i])
+            if source.is_host_memory and not self.same[i]:
+                self.same[i] = one is not None and fingerprint.is_of(one, snapshot[i])
                 more = more or self.same[i]
+                if self.asks and not self.same[i]:
+                    found[i] = fingerprint.of_host(snapshot[i])
         pairs = zip(known, self.same, strict=True)
         self.prints = [one if same else found.get(i) for i, (one, same) in enumerate(pairs)]
-        if not any(self.same):
+        if base is None or not any(self.same):
             return NOTHING_KEPT
+        before = self.linked
         if more:  # what was worth it before still is
             self.linked = _worth_linking(base, self.same, copies=self.copies)
-        apart = _true(self.same) - self.linked
-        return Kept(self.linked, apart, base.written, base.folder)
+        if self.copies:
+            self._copy(base, storage, folder)
+        else:
+            self._check_links(storage, folder)
+            try:
+                self.link(storage, folder)
+            except (OSError, CheckpointError):  # the values are here
+                self.linked = before
+        return Kept(self.linked, _true(self.same) - self.linked, base.written)
+
+    def _check_links(self, storage: Storage, folder: str) -> None:
+        """Raises SaveFailed unless the links are there: no other process may clear them up."""
+        if not self.files:
+            return
+        there = storage.files(folder)
+        gone = [
+            name
+            for name, size in self.files.items()
+            if name not in there or there[name].size != size
+        ]
+        if gone:
+            raise SaveFailed(
+                f"{folder}/{gone[0]}, which was linked there for this save, was changed or "
+                "deleted. Let only one job save here."
+            )
+
+    def _copy(self, base: Base, storage: Storage, folder: str) -> None:
+        """Lets the store copy the files."""
+        self.files = {file: base.written.sizes[file] for file in _files_of(base, self.linked)}
+        where = base.folders[0]
+        try:
+            storage.together(
+                [
+                    partial(storage.link, f"{where}/{file}", f"{folder}/{file}")
+                    for file in self.files
+                ]
+            )
+        except FileNotFoundError as error:
+            raise SaveFailed(
+                f"{where} was deleted while a step that shares its files was being saved "
+                f"({error}). Save again: the next step is written as a whole."
+            ) from error
+        except OSError as error:
+            raise LinkFailed(
+                f"{folder}: the store did not copy files of {where}: {error}. Save again: from now "
+                "on, all is sent."
+            ) from error
+
+    def mended(self, storage: Storage, folder: str, written: Written) -> Iterator[str]:
+        """Mends the damage that was found, once this step is committed; yields reports."""
+        for file, bad in (self.base.bad if self.base is not None else {}).items():
+            assert self.base is not None
+            first, *others = self.base.folders
+            good, done = f"{first}/{file}", [first]
+            try:
+                if not mend(storage, file, bad, (first, self.base.written), (folder, written)):
+                    continue
+                for other in others:
+                    if storage.kind(path := f"{other}/{file}") == "file":
+                        put_instead(storage, good, path)
+                        done.append(other)
+            except (OSError, EOFError, CheckpointError) as error:
+                yield f"{good} cannot be mended: {error}"
+            else:
+                yield f"{file} is mended in {', '.join(done)}"
 
     def base_of_next(self, folder: str, written: Written) -> Base | None:
-        """Returns the base of the next save, once this one is committed."""
+        """Returns the base of a later save, once this one is committed."""
         if not written.sizes:  # this process had nothing to write
             return None
-        was_same = self.base.same if self.base is not None else self.same
+        old = self.base
+        trusted = dict.fromkeys(written.sizes, TRUSTED if self.copies else 0)
+        if old is not None:
+            trusted |= {file: max(0, old.trusted[file] - 1) for file in self.files}
         return Base(
             tree=self.tree,
-            folder=folder,
+            folders=(folder, *(old.folders if old is not None else ())),
             written=written,
             arrays=self.arrays,
             prints=self.prints,
-            same=was_same if self.is_whole else self.same,
             later=self.later,
-            age=0 if self.is_whole or self.base is None else self.base.age + 1,
+            age=0 if self.asks or old is None else old.age + 1,
+            trusted=trusted,
         )
 
 
@@ -131,44 +273,40 @@ def changes_since(
     """Finds what costs nothing to find, and compares what is on accelerators, waiting for it.
 
     Args:
-        base: Of the latest committed step, if there is one to refer to.
+        base: Of the committed step to refer to, if there is one.
         values: Of the arrays.
     """
     if base is not None and base.tree is not tree:
         base = None
-    known = [False] * len(values)
+    asks = base is None or base.age + 1 >= _ASKED_EVERY
+    same = [False] * len(tree.sources)
     if base is not None:
         pairs = zip(base.arrays, values, strict=True)
         known = [ref is not None and ref() is value for ref, value in pairs]
-    is_whole = base is None or base.age + 1 >= _WHOLE_EVERY
-    if base is not None and (any(known) or any(base.prints)):
-        is_whole = is_whole or not base.is_there(storage)
-    away = [i for i, source in enumerate(tree.sources) if not source.is_host_memory]
-    waiting: Sequence[int] = ()  # for a program, but not changed either
-    if base is None or is_whole:
-        same = [False] * len(tree.sources)
-        compared = []
-        taken = sorted(away, key=lambda i: _size(tree, i), reverse=True)[:_MOST_ON_DEVICES]
-    else:
         same = [known[source.array] for source in tree.sources]
-        compared = [i for i in away if not same[i] and base.prints[i] is not None]
-        taken = [i for i in base.later if not same[i]]
-        waiting = [i for i in base.later if same[i]]
+    away = [i for i, source in enumerate(tree.sources) if not source.is_host_memory and not same[i]]
+    compared = [i for i in away if base is not None and base.prints[i] is not None]
+    later = () if base is None else base.later
+    taken = [i for i in later if not same[i]]
+    if asks:
+        rest = sorted({*away} - {*compared}, key=lambda i: _size(tree, i), reverse=True)
+        taken = rest[:_MOST_ON_DEVICES]
     asked = [*compared, *taken]
     places: Any = [(values[tree.sources[i].array], tree.sources[i].position) for i in asked]
     shards = [value.addressable_data(position) for value, position in places]
     sent = dict(zip(asked, fingerprint.send(shards), strict=True))
+    waiting = [i for i in later if same[i]]  # for a program, but not changed either
     changes = Changes(
         tree=tree,
         base=base,
-        is_whole=is_whole,
+        asks=asks,
         copies=storage.scheme != "file",
         arrays=[weakref.ref(v) if isinstance(v, jax.Array) else None for v in values],
         same=same,
-        sent={i: sent[i] for i in taken},
+        sent=sent if asks else {i: sent[i] for i in taken},
         later=[*waiting, *(i for i in taken if sent[i] is fingerprint.LATER)],
     )
-    if base is not None and not is_whole:
+    if base is not None:
         for i, one in zip(compared, fingerprint.arrived([sent[i] for i in compared]), strict=True):
             same[i] = one is not None and one == base.prints[i]
         if any(same):
@@ -178,8 +316,14 @@ def changes_since(
     return changes
 
 
-def _worth_linking(base: Base, same: Sequence[bool], *, copies: bool) -> set[int]:
-    """Returns the unchanged sources in files that are used enough to be linked."""
+def _worth_linking(
+    base: Base, same: Sequence[bool], *, copies: bool, unread: bool = False
+) -> set[int]:
+    """Returns the unchanged sources in files that are trusted and used enough to be linked.
+
+    Args:
+        unread: Whether the files may still have to be read back.
+    """
     places, sizes = base.written.places, base.written.sizes
     chunks = [(places[chunk.key], chunk.source) for chunk in base.tree.writes.chunks]
     in_files = [(place, source) for place, source in chunks if isinstance(place, Place)]
@@ -191,12 +335,29 @@ def _worth_linking(base: Base, same: Sequence[bool], *, copies: bool) -> set[int
         idle = {
             file
             for file, size in used.items()
-            if size < _LEAST_USED * sizes[file] or (copies and sizes[file] not in COPIED_BYTES)
+            if size < _LEAST_USED * sizes[file]
+            or (copies and sizes[file] not in COPIED_BYTES)
+            or not (unread or base.trusted[file])
         }
         bad = {source for place, source in in_files if place.file in idle} & found
         if not bad:
             return found
         found -= bad
+
+
+def _chunks_in(base: Base, file: str) -> list[ChunkWrite]:
+    places = base.written.places
+    return [
+        chunk
+        for chunk in base.tree.writes.chunks
+        if isinstance(place := places[chunk.key], Place) and place.file == file
+    ]
+
+
+def _files_of(base: Base, sources: Collection[int]) -> list[str]:
+    """Returns the files that have values of these sources."""
+    places = [base.written.places[c.key] for c in base.tree.writes.chunks if c.source in sources]
+    return sorted({place.file for place in places if isinstance(place, Place)})
 
 
 def _true(those: Sequence[bool]) -> set[int]:

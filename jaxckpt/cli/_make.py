@@ -166,9 +166,9 @@ def upload(
     with locked(storage, root, no_job=no_job) as target:
         check_same_run(source, target, asked_for=bool(steps))
         join(target, source)
-        done = []
+        done, trusted = [], dict[str, int]()
         for step in steps or missing_steps(source, target):
-            sent = upload_step(source, target, step, pace=Pace(max_rate))
+            sent = upload_step(source, target, step, pace=Pace(max_rate), trusted=trusted)
             done.append(sent)
             if not as_json:
                 kept = f", {size_text(sent.found_bytes)} were there" if sent.found_bytes else ""

@@ -6,6 +6,7 @@ TensorStore is imported only for memory stores, or with `jaxckpt.storage._arrays
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import posixpath
@@ -41,6 +42,7 @@ __all__ = [
     "Storage",
     "StoreSettings",
     "beside",
+    "drop_cached",
     "files_in",
     "free_bytes",
     "heard_s",
@@ -155,6 +157,24 @@ def _storage_on(device: int) -> Storage:
 def url_of(storage: Storage, path: str) -> str:
     """Returns what `locate` takes for this path again."""
     return f"memory:/{path}" if storage.scheme == "memory" else path
+
+
+def drop_cached(storage: Storage, path: str) -> None:
+    """Lets the next read of a file come from its disk, where the system can drop cached pages.
+
+    The caches of a file server or of the disk itself stay, as do pages not yet written.
+    """
+    if storage.scheme == "file" and hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):
+            ask()(_drop_pages, path)
+
+
+def _drop_pages(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
 
 
 def free_bytes(path: str) -> int | None:

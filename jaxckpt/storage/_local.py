@@ -263,6 +263,27 @@ class LocalStorage:
                 return False
             return True
 
+    def link_all(self, src: str, dst: str, sizes: Mapping[str, int]) -> None:
+        made: list[str] = []
+        try:
+            for folder in {os.path.dirname(f"{dst}/{name}") for name in sizes}:
+                with _about(folder):  # no sync: a caller may be waiting for this
+                    os.makedirs(folder, exist_ok=True)
+            for name, size in sizes.items():
+                source, target = f"{src}/{name}", f"{dst}/{name}"
+                with _about(source, target):
+                    status = os.lstat(source)
+                    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+                        raise FileNotFoundError(errno.ENOENT, f"no file of {size} bytes", source)
+                    os.link(source, target, follow_symlinks=False)
+                    made.append(target)
+        except OSError as error:
+            for target in made:
+                os.unlink(target)
+            if error.errno in _NO_LINKS:
+                raise io.UnsupportedOperation(error.errno, "no hard links", src) from error
+            raise
+
     def exchange(self, a: str, b: str) -> bool:
         with _about(a, b):
             done = self.atomic_rename and _renameat2(a, b, _RENAME_EXCHANGE)
@@ -568,6 +589,7 @@ def _sync(path: str, flags: int) -> None:
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+_NO_LINKS = (errno.EPERM, errno.EACCES, errno.EXDEV, *_UNSUPPORTED)
 _LIBC_RENAMEAT2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
 
 

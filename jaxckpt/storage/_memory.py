@@ -96,6 +96,9 @@ class MemoryStorage:
             raise _os_error(errno.EEXIST, dst)
         return False
 
+    def link_all(self, src: str, dst: str, sizes: Mapping[str, int]) -> None:
+        raise io.UnsupportedOperation(errno.ENOTSUP, "a memory store has no links", src, None, dst)
+
     def exchange(self, a: str, b: str) -> bool:
         return False
 

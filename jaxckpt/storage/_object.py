@@ -304,6 +304,9 @@ class ObjectStorage:
         )
         return False
 
+    def link_all(self, src: str, dst: str, sizes: Mapping[str, int]) -> None:
+        raise io.UnsupportedOperation(errno.ENOTSUP, "an object store has no links", src, None, dst)
+
     def exchange(self, a: str, b: str) -> bool:
         return False
 

@@ -122,6 +122,20 @@ class Storage(Protocol):
         """
         ...
 
+    def link_all(self, src: str, dst: str, sizes: Mapping[str, int]) -> None:
+        """Links files of the directory `src`, by path in it, into the new directory `dst`.
+
+        Either all or, after an error, none. Durable once `dst` and its parents are synced.
+
+        Args:
+            sizes: The size that each file must have.
+
+        Raises:
+            FileNotFoundError: a file is missing or has another size.
+            io.UnsupportedOperation: there are no hard links (an OSError).
+        """
+        ...
+
     def exchange(self, a: str, b: str) -> bool:
         """Swaps two names atomically and durably; returns False without a change if impossible."""
         ...

@@ -15,8 +15,8 @@ from jaxckpt.storage import Entry, EntryKind, Hold, Storage
 from jaxckpt.storage._local import claim, files_in, listing, temporary_sibling
 
 MUTATING_VERBS = frozenset(
-    "write create add claim make_dir make_new_dir sync link rename exchange delete delete_files "
-    "delete_empty".split()
+    "write create add claim make_dir make_new_dir sync link link_all rename exchange delete "
+    "delete_files delete_empty".split()
 )
 
 
@@ -97,6 +97,10 @@ class _Relay:
     def link(self, src: str, dst: str) -> bool:
         self._before("link", dst)
         return self.inner.link(src, dst)
+
+    def link_all(self, src: str, dst: str, sizes: Mapping[str, int]) -> None:
+        self._before("link_all", dst)
+        self.inner.link_all(src, dst, sizes)
 
     def exchange(self, a: str, b: str) -> bool:
         self._before("exchange", a)
