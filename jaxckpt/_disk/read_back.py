@@ -64,7 +64,7 @@ class _Stopped(Exception):
     """There is no time to read on."""
 
 
-@dataclass(slots=True, kw_only=False)
+@dataclass(slots=True)
 class _Reading:
     """A file that is read once, from front to back."""
 
@@ -122,7 +122,7 @@ def mend(
     bad: Sequence[ChunkWrite],
     old: tuple[str, Written],
     new: tuple[str, Written],
-) -> bool:
+) -> list[ChunkWrite]:
     """Writes a damaged file again, with its bad chunks as a newer step has them.
 
     Args:
@@ -130,23 +130,27 @@ def mend(
         old, new: The directories of the databases, and what was written there.
 
     Returns:
-        False, without a change, if the newer step has other values.
+        The chunks that are still bad, since the newer step has other values.
     """
     (folder, was), (newer, now) = old, new
     path, at = f"{folder}/{file}", 0
     parts: list[tuple[str, int, int]] = []
+    mended = []
     for chunk in bad:
         there, here = was.places[chunk.key], now.places[chunk.key]
         assert isinstance(there, Place)  # it is in the file
         is_same = was.sums[chunk.sums] == now.sums[chunk.sums]
-        if not (is_same and isinstance(here, Place) and here.size == there.size):
-            return False
-        parts.append((path, at, there.offset - at))
-        parts.append((f"{newer}/{here.file}", here.offset, here.size))
-        at = there.offset + there.size
+        if is_same and isinstance(here, Place) and here.size == there.size:
+            parts.append((path, at, there.offset - at))
+            parts.append((f"{newer}/{here.file}", here.offset, here.size))
+            at = there.offset + there.size
+            mended.append(chunk)
+    if not mended:
+        return [*bad]
     parts.append((path, at, was.sizes[file] - at))
     storage.write_parts(path, lambda: chain.from_iterable(_bytes(storage, *one) for one in parts))
-    return not damaged_chunks(storage, folder, file, was, bad)
+    failed = damaged_chunks(storage, folder, file, was, mended) or ()
+    return [chunk for chunk in bad if chunk not in mended or chunk in failed]
 
 
 def put_instead(storage: Storage, good: str, path: str) -> None:
@@ -162,7 +166,10 @@ def put_instead(storage: Storage, good: str, path: str) -> None:
 
 
 def _bytes(storage: Storage, path: str, offset: int, size: int) -> Iterator[bytes]:
-    for start in range(offset, offset + size, _PIECE_BYTES):
-        piece: Any = np.empty(min(_PIECE_BYTES, offset + size - start), np.uint8)
+    """Yields a part of a file, and zeros for what lies beyond its end."""
+    there = max(0, min(size, storage.size(path) - offset))
+    for start in range(offset, offset + there, _PIECE_BYTES):
+        piece: Any = np.empty(min(_PIECE_BYTES, offset + there - start), np.uint8)
         storage.read_into(path, start, [piece])
         yield piece.tobytes()
+    yield bytes(size - there)

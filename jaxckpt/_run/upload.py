@@ -16,9 +16,10 @@ import hashlib
 import posixpath
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -30,7 +31,13 @@ from jaxckpt._disk.found import Found
 from jaxckpt._disk.read_back import MOST_BYTES, TRUSTED, put_instead
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.index import StepIndex, newest_saved, run_metadata, write_run_metadata
-from jaxckpt.errors import CorruptCheckpoint, SaveFailed, StepExists, UnsupportedFormat
+from jaxckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    SaveFailed,
+    StepExists,
+    UnsupportedFormat,
+)
 from jaxckpt.format import names
 from jaxckpt.format.step import Record
 from jaxckpt.storage import Entry, Storage, drop_cached
@@ -91,7 +98,7 @@ def upload(
     if target.is_committed(step):
         return already_there(found, record, target, step)
     token = upload_token(found)
-    before, beside = ("", "") if trusted is None else _earlier(target, step)
+    before, beside = ([], []) if trusted is None else _earlier(target, step)
     work = _transaction.begin(
         target.storage, path, overwrite=False, token=token, fence=fence, resumes=True
     )
@@ -103,7 +110,7 @@ def upload(
         pace=pace or Pace(),
         before=before,
         beside=beside,
-        trusted=trusted or {},
+        trusted={} if trusted is None else trusted,
     )
     try:
         sizes = {name: record.files[name].size for name in record.files.keys() - _NOT_COPIED}
@@ -114,45 +121,37 @@ def upload(
     except BaseException as error:
         work.release()  # what was sent stays for the next upload
         _transaction.raise_save_error(path, error)
-    if trusted is not None:
-        _remember(trusted, sending, path)
-    _mend(target, path, sending)
+    sending.trusted.update({f"{path}/{name}": left for name, left in sending.linked.items()})
+    _mend(target, path, sending.bad)
     copy_run_metadata(source, target)
     return Uploaded(step, path, sending.sent_bytes, sending.found_bytes)
 
 
-def _earlier(target: StepIndex, step: int) -> tuple[str, str]:
-    """Returns the step that may share files with a new one, and one that must not; or ""."""
+def _earlier(target: StepIndex, step: int) -> tuple[list[str], list[str]]:
+    """Returns the steps whose files a new one may have, the newest first; and those it must not."""
     if target.storage.scheme != "file":  # each step has its own objects
         committed = (n for n in reversed(target.listing().steps) if target.is_committed(n))
-        return next(map(target.path, committed), ""), ""
+        return [target.path(n) for n in islice(committed, 2)], []
     steps = target.steps()
     below, above = [n for n in steps if n < step], [n for n in steps if n > step]
     if len(below) > 1:
-        return target.path(below[-2]), target.path(above[0]) if above else ""
-    return ("", "") if below or len(above) < 2 else (target.path(above[1]), "")
+        return [target.path(below[-2])], [target.path(n) for n in above[:1]]
+    return [target.path(n) for n in above[1:2] if not below], []
 
 
-def _remember(trusted: dict[str, int], sending: Sending, path: str) -> None:
-    """Notes what may be referred to from now on: the files of the new step."""
-    for file in [file for file in trusted if file.startswith(f"{sending.before}/")]:
-        del trusted[file]
-    trusted.update({f"{path}/{name}": left for name, left in sending.linked.items()})
-
-
-def _mend(target: StepIndex, path: str, sending: Sending) -> None:
+def _mend(target: StepIndex, path: str, bad: Mapping[str, str]) -> None:
     """Replaces files that were found damaged in older steps, now that they are sent again."""
     storage = target.storage
-    for name in sending.bad:
-        target.report(f"{sending.before}/{name} is damaged, so it was sent again with {path}")
-        for other in map(target.path, target.steps()):
+    for name, folder in bad.items():
+        target.report(f"{folder}/{name} is damaged, so it was sent again with {path}")
+        for other in [other for other in map(target.path, target.steps()) if other != path]:
             try:
                 size = storage.size(f"{path}/{name}")
                 is_there = storage.kind(f"{other}/{name}") == "file"
                 if is_there and not same_bytes(storage, path, storage, other, name, size):
                     put_instead(storage, f"{path}/{name}", f"{other}/{name}")
                     target.report(f"{other}/{name} is mended")
-            except (OSError, EOFError) as error:
+            except (CheckpointError, OSError, EOFError) as error:
                 target.report(f"{other}/{name} cannot be mended: {error}")
 
 
@@ -226,11 +225,12 @@ class Sending:
     target: Storage
     folder: str
     pace: Pace
-    before: str = ""  # a step in the target that may have files of the same names
-    beside: str = ""  # one that must not share them
-    trusted: Mapping[str, int] = field(default_factory=dict)  # as in `upload`
+    before: Sequence[str] = ()  # steps in the target that may have files of the same names
+    beside: Sequence[str] = ()  # those that must not share them
+    trusted: dict[str, int] = field(default_factory=dict)  # as in `upload`
     linked: dict[str, int] = field(default_factory=dict)  # how many further steps may refer to it
-    bad: list[str] = field(default_factory=list)  # files that differ from that to send
+    bad: dict[str, str] = field(default_factory=dict)  # files that differ, and in which step
+    _shared: dict[str, str] = field(default_factory=dict)  # files to link, and of which step
     _unread: set[str] = field(default_factory=set)  # linked without reading: there are too many
     sent_bytes: int = 0
     found_bytes: int = 0
@@ -242,62 +242,64 @@ class Sending:
             first: The item to begin with.
         """
         there = self.target.files(self.folder)
-        shared = self.target.files(self.before) if self.before else {}
-        for name in self.target.files(self.beside) if self.beside else ():
-            shared.pop(name, None)
-        self._limit_reads({name: sizes[name] for name in sizes if name in shared})
+        self._find_shared(sizes)
         stray = there.keys() - sizes - {names.WRITER}  # of an upload that died in its commit
         self.target.delete_files([f"{self.folder}/{name}" for name in stray])
         sends = [
-            partial(self._send_if_missing, name, sizes[name], there.get(name), shared.get(name))
+            partial(self._send_if_missing, name, sizes[name], there.get(name))
             for name in sorted(sizes, key=lambda name: (not name.startswith(f"{first}/"), name))
         ]
         for sent, size in self.target.together(sends):
             self.sent_bytes += size if sent else 0
             self.found_bytes += 0 if sent else size
 
-    def _send_if_missing(
-        self, name: str, size: int, there: Entry | None, shared: Entry | None
-    ) -> tuple[bool, int]:
+    def _find_shared(self, sizes: Mapping[str, int]) -> None:
+        """Finds the files of values that earlier steps have too; no other file has their names."""
+        beside = {name for step in self.beside for name in self.target.files(step)}
+        is_store, left = self.target.scheme != "file", MOST_BYTES
+        for step in self.before:
+            for name, entry in self.target.files(step).items():
+                size = sizes.get(name, -1)
+                is_worth_it = not is_store or size in COPIED_BYTES
+                if entry == Entry("file", size) and names.is_data_file(name) and is_worth_it:
+                    self._shared.setdefault(name, step)
+        for name in beside:
+            self._shared.pop(name, None)
+        for name in self._shared if is_store else ():
+            left -= 0 if self._left(name) else sizes[name]
+            if left < 0:  # its bytes cost money: this is read another time
+                self._unread.add(name)
+
+    def _left(self, name: str) -> int:
+        """Returns how many steps may refer to a shared file without reading it."""
+        new = 0 if self.target.scheme == "file" else TRUSTED
+        return self.trusted.get(f"{self._shared[name]}/{name}", new)
+
+    def _send_if_missing(self, name: str, size: int, there: Entry | None) -> tuple[bool, int]:
         if there is not None and there.size == size and self._is_same(name, size):
             return False, size
-        if there is None and shared == Entry("file", size) and self._is_linked(name, size):
+        if there is None and name in self._shared and self._is_linked(name, size):
             return False, size
         self._send(name, size, replace=there is not None)
         return True, size
 
-    def _limit_reads(self, sizes: Mapping[str, int]) -> None:
-        """Chooses what a store need not be asked for: its bytes cost money."""
-        left = MOST_BYTES
-        for name, size in sizes.items() if self.target.scheme != "file" else ():
-            left -= size if not self._left(name) else 0
-            if left < 0:
-                self._unread.add(name)
-
-    def _left(self, name: str) -> int:
-        """Returns how many steps may refer to a file of the step before without reading it."""
-        new = 0 if self.target.scheme == "file" else TRUSTED
-        return self.trusted.get(f"{self.before}/{name}", new)
-
     def _is_linked(self, name: str, size: int) -> bool:
-        """Links a file of values of the step before; no other file has its name."""
-        storage, path = self.target, f"{self.folder}/{name}"
-        is_worth_it = storage.scheme == "file" or size in COPIED_BYTES
-        if not (names.is_data_file(name) and is_worth_it):
-            return False
+        """Links a file of an earlier step, which is read back before if that is due."""
+        storage, path, step = self.target, f"{self.folder}/{name}", self._shared[name]
         try:
             left = self._left(name) or (1 if name in self._unread else 0)
             if not left:
                 left = TRUSTED
-                drop_cached(storage, f"{self.before}/{name}")
+                drop_cached(storage, f"{step}/{name}")
                 here = self.source, self.source_folder
-                if not same_bytes(storage, self.before, *here, name, size):
-                    self.bad.append(name)
+                if not same_bytes(storage, step, *here, name, size):
+                    self.bad[name] = step
                     return False
             storage.make_dir(posixpath.dirname(path))
-            storage.link(f"{self.before}/{name}", path)  # durable with the commit
+            storage.link(f"{step}/{name}", path)  # durable with the commit
         except (OSError, EOFError):  # then it is sent
             return False
+        self.trusted.pop(f"{step}/{name}", None)
         self.linked[name] = left - 1
         return True
 

@@ -236,7 +236,9 @@ class Changes:
             first, *others = self.base.folders
             good, done = f"{first}/{file}", [first]
             try:
-                if not mend(storage, file, bad, (first, self.base.written), (folder, written)):
+                old = first, self.base.written
+                left = mend(storage, file, bad, old, (folder, written))
+                if len(left) == len(bad):
                     continue
                 for other in others:
                     if storage.kind(path := f"{other}/{file}") == "file":
@@ -245,7 +247,8 @@ class Changes:
             except (OSError, EOFError, CheckpointError) as error:
                 yield f"{good} cannot be mended: {error}"
             else:
-                yield f"{file} is mended in {', '.join(done)}"
+                but = ", but for values that have changed since" if left else ""
+                yield f"{file} is mended in {', '.join(done)}{but}"
 
     def base_of_next(self, folder: str, written: Written) -> Base | None:
         """Returns the base of a later save, once this one is committed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +19,18 @@ def tree(seed):
     return {"large": large, "small": rng.integers(0, 9, 99), "text": f"seed {seed}", "seed": seed}
 
 
+@cache
+def the_same():
+    """A `jax.Array` that no step need compare."""
+    import jax
+
+    return jax.device_put(np.arange(70_000, dtype=np.int32))
+
+
 def with_frozen(seed):
-    """An array that changes, and one that never does."""
-    return {"large": tree(seed)["large"], "frozen": np.arange(70_000), "seed": seed}
+    """An array that changes, and two that never do."""
+    frozen = {"frozen": np.arange(70_000), "same": the_same()}
+    return {"large": tree(seed)["large"], **frozen, "seed": seed}
 
 
 def found(path):
@@ -244,9 +254,9 @@ def manage(root, what, fault=None, log=None):
     """Does one thing with a run that keeps its two newest steps, and says when it is done.
 
     what: "save": the next step; "rich": the same with further items and metrics; "shared": the
-    step after it, which shares a file with it; "first": the first step of a run that is not there;
-    "open": nothing but to open the run; "restore": the newest step, whose damaged ones are set
-    aside; "pin", "delete": the oldest step.
+    second step after it, which shares files with it; "first": the first step of a run that is not
+    there; "open": nothing but to open the run; "restore": the newest step, whose damaged ones are
+    set aside; "pin", "delete": the oldest step.
     """
     import jaxckpt
 
@@ -259,10 +269,13 @@ def manage(root, what, fault=None, log=None):
     manager = open_run()
     step = (manager.latest_step() or 0) + 1
     value = tree(step)
+    shared = set()
     if what == "shared":
-        manager.save(step, with_frozen(step)).result()
-        manager.wait_until_finished()
-        step, value = step + 1, with_frozen(step + 1)
+        for new in (step, step + 1):
+            manager.save(new, with_frozen(new)).result()
+            manager.wait_until_finished()
+        shared = {entry.inode() for entry in os.scandir(f"{root}/{step}/state/d")}
+        step, value = step + 2, with_frozen(step + 2)
     rich = {"items": {"notes": {"a": 1}, "more": tree(9)}, "metrics": {"loss": 1.5}}
     if not opens:
         arm(root, fault, log=log)
@@ -270,8 +283,8 @@ def manage(root, what, fault=None, log=None):
         manager.save(step, value, **(rich if what == "rich" else {})).result()
         say(saved=step)
         manager.wait_until_finished()
-        files = [entry.stat() for entry in os.scandir(f"{root}/{step}/state/d")]
-        assert (what == "shared") == any(one.st_nlink > 1 for one in files)
+        files = {entry.inode() for entry in os.scandir(f"{root}/{step}/state/d")}
+        assert (what == "shared") == bool(files & shared)
     elif what == "restore":
         say(restored=manager.restore()["seed"])
     elif what == "pin":
@@ -283,6 +296,47 @@ def manage(root, what, fault=None, log=None):
     say(events=events())
     disarm()
     manager.close()
+
+
+def mend(root, fault=None, log=None):
+    """Saves a step for which a damaged file is written again, and mended in two older steps."""
+    import jaxckpt
+    from jaxckpt._save import unchanged
+
+    unchanged.TRUSTED = 1  # a file is read before each reference but the second
+    with jaxckpt.CheckpointManager(root) as manager:
+        for step in range(1, 5):
+            if step == 4:  # after it, what 3 and 1 share is read
+                damage_frozen(root)
+            manager.save(step, with_frozen(step))
+            manager.wait_until_finished()
+        arm(root, fault, log=log)
+        manager.save(5, with_frozen(5)).result()
+        say(saved=5)
+        manager.wait_until_finished()
+        say(events=events(), problems=manager.problems)
+        disarm()
+
+
+def damage_frozen(root):
+    """Flips a bit of what 3 and 1 share."""
+    [file] = [one for one in os.scandir(f"{root}/3/state/d") if one.stat().st_nlink == 2]
+    with open(file, "r+b") as data:
+        data.seek(400_000)
+        data.write(bytes([data.read(1)[0] ^ 1]))
+
+
+def check_mended(root):
+    """Says which steps there are and which are bad; saves another one, which must be whole."""
+    import jaxckpt
+
+    with jaxckpt.CheckpointManager(root) as manager:
+        steps = manager.all_steps()
+        bad = [step for step in steps if not jaxckpt.verify(f"{root}/{step}").ok]
+        assert all(found(f"{root}/{step}") == step for step in steps if step not in bad)
+        manager.save(9, with_frozen(9)).result()
+        assert found(f"{root}/9") == 9
+    say(steps=steps, bad=bad, left=[n for n in os.listdir(root) if "tmp" in n])
 
 
 def check_managed(root):

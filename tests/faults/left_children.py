@@ -24,7 +24,7 @@ def log_run(top, saves, log, data, state=tree):
 
 
 def log_shared_run(top, saves, log, data):
-    """The same; each step shares a file with the one before."""
+    """The same; each step shares a file with the last but one."""
     log_run(top, saves, log, data, with_frozen)
     with open(log) as lines:
         assert any(line.startswith("link") and "/state/d/" in line for line in lines)

@@ -286,6 +286,12 @@ ROWS = {
         "if the drop-in saved it",
         count=24,
     ),
+    "48": Row(
+        title="a flipped bit in any file of a run whose steps share files, also in front of or "
+        "behind a local disk, and of two processes: one of the two newest steps restores, and no "
+        "value is wrong",
+        count=60,
+    ),
 }
 
 

@@ -58,7 +58,7 @@ def killed(zygote, original, what, ending="kill"):
 @pytest.mark.parametrize("what", ["save", "rich", "shared"])
 def test_a_kill_while_a_manager_saves_and_deletes(zygote, make_run, trial, what, row, ending):
     """The steps of before, or with the new one, and the oldest is there or not: all are whole."""
-    seen, new = set(), 5 if what == "shared" else 4
+    seen, new = set(), 6 if what == "shared" else 4
     before, with_new, after = (new - 2, new - 1), (new - 2, new - 1, new), (new - 1, new)
     for n, words, found in killed(zygote, make_run(3), what, ending):
         with trial(row, f"a manager's {what}, {ending} at {n}"):

@@ -102,15 +102,16 @@ def test_an_upload_from_a_local_tier(store, kept, tmp_path, copies):
     if not copies:
         proxy.add(Answer(403), when=lambda request: request.is_copy)
     with jaxckpt.CheckpointManager(root, local=tmp_path / "local") as manager:
-        for step in range(1, 4):
+        for step in range(1, 6):
             proxy.requests.clear()
             manager.save(step, state(step, kept)).durable()
             sent.append(sent_bytes(proxy))
+            manager.wait_until_finished()
         assert not manager.problems
 
-    assert all(found > FROZEN for found in (sent[:1] if copies else sent))
-    assert not copies or all(found < 100_000 for found in sent[1:])
-    for step in range(1, 4):
+    assert all(found > FROZEN for found in (sent[:2] if copies else sent))
+    assert not copies or all(found < 100_000 for found in sent[2:])
+    for step in range(1, 6):
         assert same(jaxckpt.restore(f"{root}/{step}"), state(step, kept))
         assert jaxckpt.verify(f"{root}/{step}").ok
 
