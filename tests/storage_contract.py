@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import posixpath
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -262,6 +264,27 @@ class StorageContract:
         storage.delete(f"{root}/a")
         assert storage.read(f"{root}/b", max_bytes=_LIMIT) == b"1"
         assert storage.names(root) == ["b"]
+
+    def test_links_are_made_of_all_files_or_of_none(self, storage: Storage, root: str) -> None:
+        """With the sizes that they must have; where there are no links, an error says so."""
+        for name in ("a", "d/b"):
+            storage.make_dir(posixpath.dirname(f"{root}/from/{name}"))
+            storage.write(f"{root}/from/{name}", b"12")
+        try:
+            storage.link_all(f"{root}/from", f"{root}/to/new", {"a": 2, "d/b": 2})
+        except io.UnsupportedOperation:
+            assert storage.kind(f"{root}/to") is None
+            return
+        storage.delete(f"{root}/from/d")
+
+        for bad in ({"a": 2, "d/b": 2}, {"d/x": 1, "a": 2}, {"a": 2, "d": 0}):
+            with pytest.raises(FileNotFoundError):
+                storage.link_all(f"{root}/from", f"{root}/none", bad)
+        with pytest.raises(FileNotFoundError):
+            storage.link_all(f"{root}/from", f"{root}/none", {"a": 3})
+        assert storage.files(f"{root}/none") == {}
+        assert storage.read(f"{root}/to/new/d/b", max_bytes=_LIMIT) == b"12"
+        assert [*storage.files(f"{root}/to/new")] == ["a", "d/b"]
 
     def test_delete_takes_a_tree_and_nothing_else(self, storage: Storage, root: str) -> None:
         """A deleted directory is gone with all in it; a sibling whose name it begins stays."""

@@ -389,6 +389,27 @@ def test_a_file_with_as_many_links_as_ext4_allows(tmp_path):
     assert jaxckpt.verify(tmp_path / "run/4").ok
 
 
+def test_a_file_with_too_many_links_is_written_again(ram_path, monkeypatch):
+    """Then steps share the new one."""
+    kept, link = frozen(), os.link
+
+    def links(source, target, **options):
+        if os.stat(source).st_nlink == 3:
+            raise OSError(errno.EMLINK, os.strerror(errno.EMLINK), source)
+        link(source, target, **options)
+
+    monkeypatch.setattr(os, "link", links)
+    with CheckpointManager(ram_path) as manager:
+        for step in range(1, 12):
+            manager.save(step, lora(step, kept)).result()
+            manager.wait_until_finished()
+        assert not manager.problems
+
+    links = [max(path.stat().st_nlink for path in (ram_path / str(n)).rglob("d/*")) for n in (1, 7)]
+    assert links == [3, 3]
+    assert all(same(jaxckpt.restore(ram_path / str(n)), lora(n, kept)) for n in range(1, 12))
+
+
 def test_a_local_tier(ram_path, where, staged):
     """The steps of each place share files, and are complete by themselves."""
     kept, sizes = frozen(), []

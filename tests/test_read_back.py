@@ -210,10 +210,10 @@ def test_a_step_that_begins_before_the_files_are_read_is_whole(ram_path, monkeyp
     with CheckpointManager(ram_path) as manager:
         go_on(manager, (1, 2), kept, ram_path)
 
-        def begins(*args, goes_on, **options):
+        def begins(*args):
             reads.append(args)
             manager.save(4, state(4, kept)).result()
-            assert not goes_on()
+            raise OSError
 
         with monkeypatch.context() as patch:
             patch.setattr(unchanged, "damaged_chunks", begins)
@@ -225,6 +225,28 @@ def test_a_step_that_begins_before_the_files_are_read_is_whole(ram_path, monkeyp
     assert len(reads) == 1
     assert links == [2, 1, 2, 1]
     assert same(jaxckpt.restore(ram_path / "4"), state(4, kept))
+
+
+def test_a_run_whose_steps_share_one_file_is_gone_on_with(ram_path):
+    """As releases wrote it that linked each step to the one before: the next steps are whole."""
+    kept = on_device()
+    with CheckpointManager(ram_path) as manager:
+        go_on(manager, (1, 2), kept, ram_path)
+        go_on(manager, (3,), kept, ram_path)
+    shutil.rmtree(ram_path / "2")
+    shutil.copytree(ram_path / "3", ram_path / "4", copy_function=os.link)  # 1, 3 and 4 share
+    file = largest(ram_path / "4")
+    assert file.stat().st_nlink == 3
+    flip(file)
+
+    with CheckpointManager(ram_path) as manager:
+        for step in (5, 6, 7):
+            manager.save(step, state(step, kept)).result()
+            manager.wait_until_finished()
+
+    assert file.stat().st_nlink == 3
+    assert bad_steps(ram_path) == [1, 3, 4]
+    assert all(same(jaxckpt.restore(ram_path / str(n)), state(n, kept)) for n in (5, 6, 7))
 
 
 def test_dense_training_reads_nothing(ram_path, monkeypatch):

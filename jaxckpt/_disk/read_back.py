@@ -6,9 +6,7 @@ are still known: the next step writes them again, and the older steps take them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -27,18 +25,11 @@ TRUSTED: Final = 9
 MOST_BYTES: Final = 256 << 20
 _PIECE_BYTES: Final = 8 << 20
 
-Goes = Callable[[], bool]  # whether to go on
-
 
 def damaged_chunks(
-    storage: Storage,
-    folder: str,
-    file: str,
-    written: Written,
-    chunks: Sequence[ChunkWrite],
-    goes_on: Goes = lambda: True,
-) -> list[ChunkWrite] | None:
-    """Returns the chunks of a file that are not as they were written; None if it was stopped.
+    storage: Storage, folder: str, file: str, written: Written, chunks: Sequence[ChunkWrite]
+) -> list[ChunkWrite]:
+    """Returns the chunks of a file that are not as they were written, in their order in it.
 
     Args:
         folder: The directory of the database.
@@ -47,72 +38,48 @@ def damaged_chunks(
     Raises:
         OSError, CheckpointError: the file cannot be read.
     """
-    reading = _Reading(storage, f"{folder}/{file}", written.sizes[file], goes_on)
-    drop_cached(storage, reading.path)
+    path, size, places = f"{folder}/{file}", written.sizes[file], written.places
+    buffer: Any = np.empty(min(size, _PIECE_BYTES), np.uint8)
+    read = range(0)  # what is in the buffer
+    drop_cached(storage, path)
+
+    def crc_of(at: int, count: int) -> int:
+        nonlocal read
+        crc, stop = 0, at + count
+        while at < stop:
+            if at not in read:
+                piece, read = range(at, min(at + buffer.size, size)), range(0)
+                storage.read_into(path, at, [buffer[: len(piece)]])
+                read = piece
+            end = min(stop, read.stop)
+            crc = checksum(buffer[at - read.start : end - read.start], crc)
+            at = end
+        return crc
+
+    def is_good(chunk: ChunkWrite, place: Any) -> bool:
+        units = [(0, place.size)]
+        if chunk.stored.inner_shape is not None:
+            index = np.empty(index_bytes(chunk.stored), np.uint8)
+            storage.read_into(path, place.offset + place.size - index.size, [index])
+            units = decode_index(index, place.size - index.size)
+        return all(
+            crc_of(place.offset + at, count - CRC_BYTES) == crc
+            and crc_of(place.offset + at + count - CRC_BYTES, CRC_BYTES) == _crc_of_crc(crc)
+            for (at, count), crc in zip(units, written.sums[chunk.sums], strict=True)
+        )
+
     bad = []
-    places: Any = written.places
-    for chunk in sorted(chunks, key=lambda chunk: places[chunk.key].offset):
+    for place, chunk in sorted(((places[c.key], c) for c in chunks), key=lambda one: one[0][1]):
         try:
-            if not reading.has(chunk, places[chunk.key], written.sums[chunk.sums]):
-                bad.append(chunk)
-        except _Stopped:
-            return None
+            if is_good(chunk, place):
+                continue
+        except (ValueError, EOFError):  # a bad index, or the file is too short
+            pass
+        bad.append(chunk)
     return bad
 
 
-class _Stopped(Exception):
-    """There is no time to read on."""
-
-
-@dataclass(slots=True)
-class _Reading:
-    """A file that is read once, from front to back."""
-
-    storage: Storage
-    path: str
-    size: int
-    goes_on: Goes
-    _buffer: Any = field(default_factory=lambda: np.empty(_PIECE_BYTES, np.uint8))
-    _start: int = 0  # of what is in the buffer
-    _stop: int = 0
-
-    def has(self, chunk: ChunkWrite, place: Place, sums: Sequence[int]) -> bool:
-        """Returns whether a chunk has these checksums, computed and stored."""
-        try:
-            units = [(0, place.size)]
-            if chunk.stored.inner_shape is not None:
-                index = np.empty(index_bytes(chunk.stored), np.uint8)
-                end = place.size - index.size
-                self.storage.read_into(self.path, place.offset + end, [index])
-                units = decode_index(index, end)
-            return all(
-                self._crc(place.offset + at, size - CRC_BYTES) == crc
-                and self._crc(place.offset + at + size - CRC_BYTES, CRC_BYTES) == _of_sum(crc)
-                for (at, size), crc in zip(units, sums, strict=True)
-            )
-        except (ValueError, EOFError):  # a bad index, or the file is too short
-            return False
-
-    def _crc(self, start: int, size: int) -> int:
-        crc, stop = 0, start + size
-        while start < stop:
-            if not self._start <= start < self._stop:
-                self._load(start)
-            end = min(stop, self._stop)
-            crc = checksum(self._buffer[start - self._start : end - self._start], crc)
-            start = end
-        return crc
-
-    def _load(self, start: int) -> None:
-        if not self.goes_on():
-            raise _Stopped
-        self._stop = self._start = start
-        size = min(_PIECE_BYTES, self.size - start)
-        self.storage.read_into(self.path, start, [self._buffer[:size]])
-        self._stop = start + size
-
-
-def _of_sum(crc: int) -> int:
+def _crc_of_crc(crc: int) -> int:
     return checksum(crc.to_bytes(CRC_BYTES, "little"))
 
 
@@ -135,22 +102,19 @@ def mend(
     (folder, was), (newer, now) = old, new
     path, at = f"{folder}/{file}", 0
     parts: list[tuple[str, int, int]] = []
-    mended = []
-    for chunk in bad:
+    known = [chunk for chunk in bad if was.sums[chunk.sums] == now.sums[chunk.sums]]
+    for chunk in known:
         there, here = was.places[chunk.key], now.places[chunk.key]
-        assert isinstance(there, Place)  # it is in the file
-        is_same = was.sums[chunk.sums] == now.sums[chunk.sums]
-        if is_same and isinstance(here, Place) and here.size == there.size:
-            parts.append((path, at, there.offset - at))
-            parts.append((f"{newer}/{here.file}", here.offset, here.size))
-            at = there.offset + there.size
-            mended.append(chunk)
-    if not mended:
+        assert isinstance(there, Place)  # these values are
+        assert isinstance(here, Place)  # too large for a node
+        parts += [(path, at, there.offset - at), (f"{newer}/{here.file}", here.offset, here.size)]
+        at = there.offset + there.size
+    if not known:
         return [*bad]
     parts.append((path, at, was.sizes[file] - at))
     storage.write_parts(path, lambda: chain.from_iterable(_bytes(storage, *one) for one in parts))
-    failed = damaged_chunks(storage, folder, file, was, mended) or ()
-    return [chunk for chunk in bad if chunk not in mended or chunk in failed]
+    failed = damaged_chunks(storage, folder, file, was, known)
+    return [chunk for chunk in bad if chunk not in known or chunk in failed]
 
 
 def put_instead(storage: Storage, good: str, path: str) -> None:
@@ -162,7 +126,7 @@ def put_instead(storage: Storage, good: str, path: str) -> None:
                 return
         finally:
             storage.delete_files([spare])
-    storage.write_parts(path, partial(_bytes, storage, good, 0, storage.size(good)))
+    storage.write_parts(path, lambda: _bytes(storage, good, 0, storage.size(good)))
 
 
 def _bytes(storage: Storage, path: str, offset: int, size: int) -> Iterator[bytes]:

@@ -148,8 +148,10 @@ class CheckpointManager:
             compression: "zstd", or "zstd:3" for level 3, compresses the arrays of each step; see
                 `jaxckpt.save`.
             incremental: "auto" makes a step share the files of arrays that have not changed since
-                the step before, by hard links; in a bucket, the store copies them. If False, each
-                step is written as a whole.
+                the last step but one, by hard links, if `keep` always keeps two steps; in a bucket,
+                the store copies those of the last step. Each file is read back before its first and
+                each tenth reference; in a bucket, only before each tenth, and at most 256 MiB after
+                a save. If False, each step is written as a whole.
             local: A directory on a disk of each host, such as an NVMe or RAM disk. Steps are saved
                 there first, and uploaded to `directory` in the background.
             local_save: Decides which further steps are saved only locally.
@@ -383,7 +385,7 @@ class CheckpointManager:
     def wait_until_finished(self, timeout_s: float | None = None) -> None:
         """Waits until all saves have ended and the steps not kept are deleted, in every process.
 
-        With `local`, also waits for the uploads.
+        Also waits until what the next step may share is read back and, with `local`, for uploads.
 
         Args:
             timeout_s: If None, the manager's, for each round of the processes.

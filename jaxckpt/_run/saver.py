@@ -347,26 +347,25 @@ class Saver:
         return before.begun(start, step)
 
     def _link(self, held: Sequence[SaveItem], root: Root, work: Work) -> bool:
-        """Links what has not changed while its values are still there; returns whether it could.
+        """Links what has not changed while its values are there; returns whether that worked.
 
         If not, nothing is linked, and the next steps are whole.
         """
         based = [item for item in held if isinstance(item, TreeItem) and item.has_base]
-        storage = root.index.storage
+        storage, is_linked = root.index.storage, root is self._root or not based
         try:
-            if based and root is not self._root:  # in the directory: the disk is full
-                raise FileNotFoundError
-            for item in based:
+            for item in based if is_linked else ():
                 item.link(storage, work, self._processes)
         except (OSError, CheckpointError) as error:
-            self._bases = []
+            is_linked = False
             if isinstance(error, io.UnsupportedOperation):  # there are no hard links
                 self._incremental = False
             for item in based:
                 with contextlib.suppress(OSError, CheckpointError):
                     storage.delete(item.folder(work, self._processes))
-            return False
-        return True
+        if not is_linked:
+            self._bases = []
+        return is_linked
 
     def _explain_what_fits(self, step: int, size_bytes: int) -> None:
         """Logs the time that is left after a notice, beside what this run has measured.

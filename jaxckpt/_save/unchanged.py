@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -33,12 +33,12 @@ import jax
 
 from jaxckpt._core import fingerprint
 from jaxckpt._disk.data_files import COPIED_BYTES, Written
-from jaxckpt._disk.read_back import MOST_BYTES, TRUSTED, Goes, damaged_chunks, mend, put_instead
+from jaxckpt._disk.read_back import MOST_BYTES, TRUSTED, damaged_chunks, mend, put_instead
 from jaxckpt._disk.writer import NOTHING_KEPT, ChunkWrite, Kept
 from jaxckpt._save.tree_plan import Array, TreePlan
 from jaxckpt.errors import CheckpointError, SaveFailed
 from jaxckpt.format.ocdbt import Place
-from jaxckpt.storage import Storage
+from jaxckpt.storage import Entry, Storage
 
 # At each so manieth step, shards that changed get fingerprints again.
 _ASKED_EVERY: Final = 10
@@ -66,7 +66,9 @@ class Base:
     trusted: dict[str, int]  # by file: how many steps may refer to it before it is read back
     bad: dict[str, list[ChunkWrite]] = field(default_factory=dict)  # what is damaged, by file
 
-    def read_back(self, newer: Base | None, storage: Storage, goes_on: Goes) -> Iterator[str]:
+    def read_back(
+        self, newer: Base | None, storage: Storage, goes_on: Callable[[], bool]
+    ) -> Iterator[str]:
         """Reads the files that the next step may refer to, if they are due; yields problems.
 
         Args:
@@ -74,53 +76,40 @@ class Base:
         """
         if newer is None or newer.tree is not self.tree:
             return
-        pairs = zip(self.prints, newer.prints, strict=True)
+        refs = zip(self.arrays, newer.arrays, strict=True)
+        alive = [a is not None and b is not None and a() is b() is not None for a, b in refs]
+        prints = zip(self.prints, newer.prints, strict=True)
         same = [
-            self._is_alive(newer, source.array) or (one is not None and one == other)
-            for source, (one, other) in zip(self.tree.sources, pairs, strict=True)
+            alive[source.array] or (one is not None and one == other)
+            for source, (one, other) in zip(self.tree.sources, prints, strict=True)
         ]
         copies, left = storage.scheme != "file", MOST_BYTES
         worth = _worth_linking(self, same, copies=copies, unread=True)
         for file in [file for file in _files_of(self, worth) if not self.trusted[file]]:
-            if copies:
+            if copies:  # what is not read now is read after a later step
                 self.trusted[file], left = 1, left - self.written.sizes[file]
-                if left < 0:
-                    continue  # with a later step
-            if not goes_on():
-                return
-            if problem := self._read(file, storage, goes_on):
-                yield problem
+            if left >= 0 and goes_on():
+                yield from self._read(file, storage)
 
-    def _is_alive(self, newer: Base, array: int) -> bool:
-        ref, other = self.arrays[array], newer.arrays[array]
-        value = None if ref is None or other is None else ref()
-        return value is not None and other is not None and other() is value
-
-    def _read(self, file: str, storage: Storage, goes_on: Goes) -> str:
-        """Reads a file; returns what is wrong with it."""
-        path, chunks = f"{self.folders[0]}/{file}", _chunks_in(self, file)
+    def _read(self, file: str, storage: Storage) -> Iterator[str]:
+        folder, chunks = self.folders[0], _by_file(self)[file]
+        shared = f"{folder}/{file}, which steps share,"
         try:
-            bad = damaged_chunks(
-                storage, self.folders[0], file, self.written, chunks, goes_on=goes_on
-            )
+            bad = damaged_chunks(storage, folder, file, self.written, chunks)
         except FileNotFoundError:  # somebody deleted the step
-            return ""
+            return
         except (OSError, CheckpointError) as error:
-            return (
-                f"{path}, which steps share, cannot be read back, so it is written again: {error}"
-            )
-        if bad is None:
-            return ""
+            yield f"{shared} cannot be read back, so it is written again: {error}"
+            return
         self.trusted[file] = 0 if bad else TRUSTED
-        if not bad:
-            return ""
-        self.bad[file] = bad
-        leaves = [leaf.text for leaf in self.tree.tree.leaves if leaf.has_array]
-        names = dict.fromkeys(leaves[self.tree.sources[chunk.source].array] for chunk in bad)
-        return (
-            f"{path}, which steps share, is damaged in leaf {', '.join([*names][:8])}. The next "
-            "step writes it again, and mends this one if the values are still the same."
-        )
+        if bad:
+            self.bad[file] = bad
+            leaves = [leaf.text for leaf in self.tree.tree.leaves if leaf.has_array]
+            which = dict.fromkeys(leaves[self.tree.sources[chunk.source].array] for chunk in bad)
+            yield (
+                f"{shared} is damaged in leaf {', '.join([*which][:8])}. The next step writes it "
+                "again, and mends this one if the values are still the same."
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -192,32 +181,21 @@ class Changes:
         return Kept(self.linked, _true(self.same) - self.linked, base.written)
 
     def _check_links(self, storage: Storage, folder: str) -> None:
-        """Raises SaveFailed unless the links are there: no other process may clear them up."""
-        if not self.files:
-            return
-        there = storage.files(folder)
-        gone = [
-            name
-            for name, size in self.files.items()
-            if name not in there or there[name].size != size
-        ]
-        if gone:
-            raise SaveFailed(
-                f"{folder}/{gone[0]}, which was linked there for this save, was changed or "
-                "deleted. Let only one job save here."
-            )
+        """Raises SaveFailed if another process has cleared up the links, as the next job does."""
+        there = storage.files(folder) if self.files else {}
+        for name, size in self.files.items():
+            if there.get(name) != Entry("file", size):
+                raise SaveFailed(
+                    f"{folder}/{name}, which was linked there for this save, was changed or "
+                    "deleted. Let only one job save here."
+                )
 
     def _copy(self, base: Base, storage: Storage, folder: str) -> None:
         """Lets the store copy the files."""
         self.files = {file: base.written.sizes[file] for file in _files_of(base, self.linked)}
-        where = base.folders[0]
+        where, pairs = base.folders[0], [(f"/{file}", f"{folder}/{file}") for file in self.files]
         try:
-            storage.together(
-                [
-                    partial(storage.link, f"{where}/{file}", f"{folder}/{file}")
-                    for file in self.files
-                ]
-            )
+            storage.together([partial(storage.link, where + name, to) for name, to in pairs])
         except FileNotFoundError as error:
             raise SaveFailed(
                 f"{where} was deleted while a step that shares its files was being saved "
@@ -231,13 +209,13 @@ class Changes:
 
     def mended(self, storage: Storage, folder: str, written: Written) -> Iterator[str]:
         """Mends the damage that was found, once this step is committed; yields reports."""
-        for file, bad in (self.base.bad if self.base is not None else {}).items():
-            assert self.base is not None
-            first, *others = self.base.folders
+        if self.base is None:
+            return
+        first, *others = self.base.folders
+        for file, bad in self.base.bad.items():
             good, done = f"{first}/{file}", [first]
             try:
-                old = first, self.base.written
-                left = mend(storage, file, bad, old, (folder, written))
+                left = mend(storage, file, bad, (first, self.base.written), (folder, written))
                 if len(left) == len(bad):
                     continue
                 for other in others:
@@ -327,40 +305,37 @@ def _worth_linking(
     Args:
         unread: Whether the files may still have to be read back.
     """
-    places, sizes = base.written.places, base.written.sizes
-    chunks = [(places[chunk.key], chunk.source) for chunk in base.tree.writes.chunks]
-    in_files = [(place, source) for place, source in chunks if isinstance(place, Place)]
-    found = _true(same)
+    places: Any = base.written.places
+    sizes, found = base.written.sizes, _true(same)
+    files = _by_file(base).items()
     while True:
-        used: Counter[str] = Counter()
-        for place, source in in_files:
-            used[place.file] += place.size if source in found else 0
         idle = {
-            file
-            for file, size in used.items()
-            if size < _LEAST_USED * sizes[file]
+            chunk.source
+            for file, chunks in files
+            if sum(places[chunk.key].size for chunk in chunks if chunk.source in found)
+            < _LEAST_USED * sizes[file]
             or (copies and sizes[file] not in COPIED_BYTES)
             or not (unread or base.trusted[file])
+            for chunk in chunks
         }
-        bad = {source for place, source in in_files if place.file in idle} & found
-        if not bad:
+        if not idle & found:
             return found
-        found -= bad
+        found -= idle
 
 
-def _chunks_in(base: Base, file: str) -> list[ChunkWrite]:
-    places = base.written.places
-    return [
-        chunk
-        for chunk in base.tree.writes.chunks
-        if isinstance(place := places[chunk.key], Place) and place.file == file
-    ]
+def _by_file(base: Base) -> Mapping[str, list[ChunkWrite]]:
+    """Returns the chunks in each file; small ones are in none."""
+    found: defaultdict[str, list[ChunkWrite]] = defaultdict(list)
+    for chunk in base.tree.writes.chunks:
+        if isinstance(place := base.written.places[chunk.key], Place):
+            found[place.file].append(chunk)
+    return found
 
 
 def _files_of(base: Base, sources: Collection[int]) -> list[str]:
     """Returns the files that have values of these sources."""
-    places = [base.written.places[c.key] for c in base.tree.writes.chunks if c.source in sources]
-    return sorted({place.file for place in places if isinstance(place, Place)})
+    files = _by_file(base).items()
+    return [file for file, chunks in files if any(chunk.source in sources for chunk in chunks)]
 
 
 def _true(those: Sequence[bool]) -> set[int]:
