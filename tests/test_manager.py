@@ -2093,7 +2093,8 @@ def test_each_step_is_read_back_once(tmp_path):
 
     class Counting(LocalStorage):
         def read_into(self, path, offset, buffers):
-            reads.append(path)
+            if sum(buffer.size for buffer in buffers) >= 8000:  # not the nodes of the database
+                reads.append(path)
             super().read_into(path, offset, buffers)
 
     for verified, wanted in ((True, ["1", "2", "3"]), (False, [])):

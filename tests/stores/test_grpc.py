@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxckpt
-from jaxckpt.errors import SaveFailed, StoreError
+from jaxckpt.errors import SaveFailed
 from jaxckpt.storage import locate
 from tests.stores import gcs_grpc
 
@@ -84,13 +84,10 @@ def test_a_store_that_does_not_answer_fails_the_save(gcs_server, use_store, monk
         yield from ()
 
     monkeypatch.setattr(gcs_grpc.Methods, "BidiWriteObject", hang)
-    # The real number of tries takes minutes; a context keeps the number that it was made with.
-    monkeypatch.setattr("jaxckpt.storage._arrays._RETRIES", {"max_retries": 1})
-    monkeypatch.setattr("jaxckpt.storage._arrays._context", None)
     server = use_store(gcs_server)
     with gcs_grpc.serving(server.running) as (target, _):
         reach(server, target)
-        with pytest.raises((SaveFailed, StoreError), match="Deadline Exceeded"):
+        with pytest.raises(SaveFailed, match="nothing was read or written for 1 s"):
             jaxckpt.save(f"gs://{server.bucket}/a", TREE)
         over.set()
 
