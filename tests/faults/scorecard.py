@@ -267,7 +267,7 @@ ROWS = {
     "46": Row(
         title="kill -9 before every file change of a run that finds the steps of another run, or "
         "its own without an id, on its local disk: each run restores its own newest step",
-        count=16,
+        count=40,
     ),
     "45": Row(
         title="a job stands still at any request of a store from its commit to the end of its "
