@@ -38,8 +38,7 @@ def _remove_files(index: StepIndex) -> None:
     lock = f"{index.root}/{names.LOCK}"
     if index.storage.kind(lock) is not None and (hold := index.storage.hold(lock)) is not None:
         # The records of the steps have the id of the run too.
-        index.storage.delete_files([f"{index.root}/{n}" for n in (names.OWNER, names.RUN)])
-        index.storage.delete_files([lock])
+        index.storage.delete_files([f"{index.root}/{n}" for n in (names.RUN, names.OWNER)] + [lock])
         hold.release()
 
 
