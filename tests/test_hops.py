@@ -134,12 +134,12 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Functions, modules, depth, storage calls.
 CEILINGS = {
-    "save again": (125, 20, 11, 12),
-    "manager open + save": (225, 36, 12, 19),
-    "restore(path, like)": (128, 25, 12, 9),
-    "manager.restore(like)": (175, 34, 16, 10),  # a step may be in two places, or on many disks
-    "open": (64, 12, 9, 8),
-    "verify": (108, 20, 12, 17),
+    "save again": (129, 21, 11, 12),
+    "manager open + save": (252, 38, 14, 21),  # whose run it is, and whether another job is ahead
+    "restore(path, like)": (145, 25, 15, 10),  # our own decoder, whose reads are counted
+    "manager.restore(like)": (194, 34, 19, 12),  # a step may be in two places, or on many disks
+    "open": (64, 13, 10, 8),
+    "verify": (127, 21, 16, 18),
 }
 
 
@@ -200,15 +200,20 @@ def code_lines(source: str) -> int:
 
 
 def test_the_package_stays_small():
-    """Lines in all, and of code, without what is in `APART`."""
-    assert sum(source.count("\n") for source in sources()) <= 24_810
-    assert sum(map(code_lines, sources())) <= 17_010
+    """Lines in all, and of code, without what is in `APART`.
+
+    Raised once, by 2,800 and 2,020, for what guards the commit: fenced deletions, the id and the
+    lives of a run, shared files that are read back, places that do not answer, a decoder of ours,
+    runs inside steps. One table of places for writing, reading, uploading and mending is to pay.
+    """
+    assert sum(source.count("\n") for source in sources()) <= 27_610
+    assert sum(map(code_lines, sources())) <= 19_030
 
 
 def test_the_drop_in_stays_small():
-    """`jaxckpt.orbax` has at most 3,681 lines of code."""
+    """`jaxckpt.orbax` has at most 3,686 lines of code."""
     found = [path.read_text("utf-8") for path in (PACKAGE / "orbax").rglob("*.py")]
-    assert sum(map(code_lines, found)) <= 3681
+    assert sum(map(code_lines, found)) <= 3686
 
 
 def test_functions_stay_short():
