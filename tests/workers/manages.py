@@ -249,7 +249,7 @@ def phase_of(verb, path, index):
         return "written"
     if verb == "rename" and names.is_temporary(name):
         return "renaming"
-    if verb == "write" and name == names.DOOMED:
+    if verb == "create" and name == names.DOOMED:
         return "committed"
     if verb == "delete" and names.is_deleting(name):
         return "deleting"
