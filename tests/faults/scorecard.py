@@ -253,7 +253,7 @@ ROWS = {
     "43": Row(
         title="a job stands still at any file event from its commit to the end of its retention, "
         "another takes the run over: no step goes that it has listed or acknowledged",
-        count=40,
+        count=80,
     ),
     "44": Row(
         title="a disk without a free byte: commands and managers delete steps, and a job restores",
@@ -272,7 +272,7 @@ ROWS = {
     "45": Row(
         title="a job stands still at any request of a store from its commit to the end of its "
         "retention, as in row 43",
-        count=6,
+        count=12,
         target="stores",
     ),
     "40": Row(
