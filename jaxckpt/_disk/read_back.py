@@ -6,7 +6,7 @@ are still known: the next step writes them again, and the older steps take them 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -26,8 +26,17 @@ MOST_BYTES: Final = 256 << 20
 _PIECE_BYTES: Final = 8 << 20
 
 
+class StoppedReading(Exception):
+    """The next save has begun."""
+
+
 def damaged_chunks(
-    storage: Storage, folder: str, file: str, written: Written, chunks: Sequence[ChunkWrite]
+    storage: Storage,
+    folder: str,
+    file: str,
+    written: Written,
+    chunks: Sequence[ChunkWrite],
+    goes_on: Callable[[], bool] = lambda: True,
 ) -> list[ChunkWrite]:
     """Returns the chunks of a file that are not as they were written, in their order in it.
 
@@ -36,6 +45,7 @@ def damaged_chunks(
         chunks: Those in the file.
 
     Raises:
+        StoppedReading: `goes_on` returned False.
         OSError, CheckpointError: the file cannot be read.
     """
     path, size, places = f"{folder}/{file}", written.sizes[file], written.places
@@ -48,6 +58,8 @@ def damaged_chunks(
         crc, stop = 0, at + count
         while at < stop:
             if at not in read:
+                if not goes_on():
+                    raise StoppedReading
                 piece, read = range(at, min(at + buffer.size, size)), range(0)
                 storage.read_into(path, at, [buffer[: len(piece)]])
                 read = piece

@@ -119,7 +119,7 @@ class Saver:
         # `_most_bases`: on a file system, the two newest steps share no file.
         self._bases: list[dict[str, Base]] = []
         self._most_bases = 1 if is_store else 2
-        self._reading: object | None = None  # of what the next step may refer to
+        self._reading: object | None = None  # of what the next step may refer to; ends with it
         self._explained = False
         self._started = 0
         self._latest: SaveHandle | None = None
@@ -127,8 +127,9 @@ class Saver:
         self._lacked_metric = False  # whether a step did, which is reported once
         self._metrics: dict[int, dict[str, Any]] = {}  # by step, until the commit
         self._thread: threading.Thread | None = None  # the latest that saved
-        self._changed = threading.Condition()  # guards `_schedules` and the two below
+        self._changed = threading.Condition()  # guards `_schedules` and the three below
         self._under_way: list[SaveHandle] = []
+        self._readers = 0  # threads that read, or are about to
         self._failures: list[Failure] = []
         self._is_stopped = False
 
@@ -608,7 +609,7 @@ class Saver:
         if not self.is_own_thread():
             limit_s = self._timeout_s if timeout_s is None else timeout_s
             with self._changed:
-                self._changed.wait_for(lambda: self._reading is None, limit_s)
+                self._changed.wait_for(lambda: not self._readers, limit_s)
 
     def stop(self) -> None:
         """Waits until all saves have ended, for the last time."""
@@ -616,6 +617,7 @@ class Saver:
             self.finish()
         finally:
             self._reading = None
+            self._wait_for_reading(None)  # so that nothing is open any more
             self._is_stopped = True  # the end of the program does not wait again
             self.preemption.close()
         if not self._failures:
@@ -652,6 +654,7 @@ class Saver:
                 handle = next(iter(self._under_way), None)
                 if handle is None:
                     reading = self._reading = object()
+                    self._readers += 1
                 self._changed.notify_all()
         self._read_back(reading)
 
@@ -670,9 +673,8 @@ class Saver:
                         self._index.report(text)
         finally:
             with self._changed:
-                if self._reading is reading:
-                    self._reading = None
-                    self._changed.notify_all()
+                self._readers -= 1
+                self._changed.notify_all()
 
     def _remember(self, handle: SaveHandle) -> None:
         """Lets a later step refer to the one that is committed; mends what it was found to lack."""

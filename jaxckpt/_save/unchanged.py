@@ -33,7 +33,14 @@ import jax
 
 from jaxckpt._core import fingerprint
 from jaxckpt._disk.data_files import COPIED_BYTES, Written
-from jaxckpt._disk.read_back import MOST_BYTES, TRUSTED, damaged_chunks, mend, put_instead
+from jaxckpt._disk.read_back import (
+    MOST_BYTES,
+    TRUSTED,
+    StoppedReading,
+    damaged_chunks,
+    mend,
+    put_instead,
+)
 from jaxckpt._disk.writer import NOTHING_KEPT, ChunkWrite, Kept
 from jaxckpt._save.tree_plan import Array, TreePlan
 from jaxckpt.errors import CheckpointError, SaveFailed
@@ -89,14 +96,14 @@ class Base:
             if copies:  # what is not read now is read after a later step
                 self.trusted[file], left = 1, left - self.written.sizes[file]
             if left >= 0 and goes_on():
-                yield from self._read(file, storage)
+                yield from self._read(file, storage, goes_on)
 
-    def _read(self, file: str, storage: Storage) -> Iterator[str]:
+    def _read(self, file: str, storage: Storage, goes_on: Callable[[], bool]) -> Iterator[str]:
         folder, chunks = self.folders[0], _by_file(self)[file]
         shared = f"{folder}/{file}, which steps share,"
         try:
-            bad = damaged_chunks(storage, folder, file, self.written, chunks)
-        except FileNotFoundError:  # somebody deleted the step
+            bad = damaged_chunks(storage, folder, file, self.written, chunks, goes_on)
+        except (StoppedReading, FileNotFoundError):  # somebody deleted the step
             return
         except (OSError, CheckpointError) as error:
             yield f"{shared} cannot be read back, so it is written again: {error}"
