@@ -2099,7 +2099,8 @@ def test_each_step_is_read_back_once(tmp_path):
 
     for verified, wanted in ((True, ["1", "2", "3"]), (False, [])):
         root = tmp_path / str(verified)
-        with CheckpointManager(root, keep=KeepPolicy(last=3, verified=verified)) as manager:
+        keep = KeepPolicy(last=3, verified=verified)
+        with CheckpointManager(root, keep=keep, incremental=False) as manager:
             manager._index.storage = Counting()
             for step in (1, 2, 3):
                 manager.save(step, {"w": np.arange(1000)})

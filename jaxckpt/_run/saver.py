@@ -613,6 +613,7 @@ class Saver:
 
     def stop(self) -> None:
         """Waits until all saves have ended, for the last time."""
+        self._incremental = False  # there is no next step to read for
         try:
             self.finish()
         finally:
@@ -666,7 +667,7 @@ class Saver:
 
         bases = self._bases
         try:
-            if len(bases) == self._most_bases and goes_on():
+            if len(bases) == self._most_bases and self._incremental and goes_on():
                 give_way()
                 for item, base in bases[0].items():
                     for text in base.read_back(bases[-1].get(item), self._index.storage, goes_on):
