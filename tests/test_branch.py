@@ -120,7 +120,7 @@ def test_a_run_that_has_steps_is_not_forked_into(base, tmp_path):
     jaxckpt.fork(base / "5", tmp_path / "tuned")
     with pytest.raises(StepExists, match="already has steps"):
         jaxckpt.fork(base / "7", tmp_path / "tuned")
-    assert os.listdir(tmp_path / "tuned") == ["5"]
+    assert sorted(os.listdir(tmp_path / "tuned")) == ["5", names.RUN]
 
 
 @pytest.mark.parametrize("damage", ["gone", "shorter", "other"])

@@ -135,7 +135,7 @@ def verbs(ram_path, mesh, monkeypatch):
 # Functions, modules, depth, storage calls.
 CEILINGS = {
     "save again": (129, 21, 11, 12),
-    "manager open + save": (252, 38, 14, 21),  # whose run it is, and whether another job is ahead
+    "manager open + save": (254, 38, 14, 21),  # whose run it is, and whether another job is ahead
     "restore(path, like)": (145, 25, 15, 10),  # our own decoder, whose reads are counted
     "manager.restore(like)": (194, 34, 19, 12),  # a step may be in two places, or on many disks
     "open": (64, 13, 10, 8),
@@ -206,7 +206,7 @@ def test_the_package_stays_small():
     lives of a run, shared files that are read back, places that do not answer, a decoder of ours,
     runs inside steps. One table of places for writing, reading, uploading and mending is to pay.
     """
-    assert sum(source.count("\n") for source in sources()) <= 27_610
+    assert sum(source.count("\n") for source in sources()) <= 27_620
     assert sum(map(code_lines, sources())) <= 19_030
 
 

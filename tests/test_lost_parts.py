@@ -142,6 +142,8 @@ def test_heal_takes_the_record_from_the_copy(tmp_path, lost):
 def test_heal_takes_no_record_from_another_save_of_the_step(tmp_path):
     """Even of the same values."""
     saved(tmp_path / "a", 1)
+    (tmp_path / "b").mkdir()
+    shutil.copy(tmp_path / "a" / names.RUN, tmp_path / "b")
     saved(tmp_path / "b", 1)
     (tmp_path / "a" / "1" / names.RECORD).unlink()
 

@@ -12,6 +12,7 @@ from jaxckpt import CheckpointManager, KeepPolicy, StepExists
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
+from jaxckpt._run.owner import Ownership
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, locate
 from tests.commandline import cli
@@ -27,6 +28,14 @@ def saved(place, *steps, **options):
             manager.save(step, state(step), items={"data": {"at": step}})
         manager.wait_until_finished()
         return manager.problems
+
+
+def deletion(index):
+    """What deletes steps of a run, for a job that owns it."""
+    leases = Leases(index)
+    owner = Ownership(index, leases)
+    owner.take_over()
+    return Deletion(index, leases, owner)
 
 
 # --- making one ------------------------------------------------------------------------------
@@ -131,7 +140,7 @@ def test_a_bucket_leaves_such_a_step_whole(outer, tmp_path, kind, below):
     index = StepIndex(storage, path)
     before = storage.files(f"{path}/1")
 
-    gone = Deletion(index, Leases(index)).delete([1, 2])
+    gone = deletion(index).delete([1, 2])
 
     assert gone == [2]
     assert index.steps() == [1]
@@ -199,5 +208,5 @@ def test_a_step_that_somebody_else_deletes_is_no_problem(tmp_path):
     index.listing()
     index.storage.delete(f"{tmp_path}/run/1")
 
-    assert Deletion(index, Leases(index)).delete([1]) == [1]
+    assert deletion(index).delete([1]) == [1]
     assert index.problems == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -330,10 +331,10 @@ def test_a_flip_with_a_local_tier(ram_path, where):
             handle = manager.save(step, state(step, kept))
             try:
                 handle.durable()
-                manager.wait_until_finished()
             except jaxckpt.CorruptCheckpoint as error:  # its local copy is not uploaded
                 errors.append(error)
-                manager._saver.take_errors()
+            with contextlib.suppress(jaxckpt.CorruptCheckpoint):
+                manager.wait_until_finished()
             found.append(bad_steps(ram_path / where))
             assert not {step, step - 1} <= {*found[-1]}
             if step == 4:
