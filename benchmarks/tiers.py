@@ -243,7 +243,7 @@ def away(seconds: float) -> Iterator[str]:
                 step, found[name] = _train_for(manager, step, lasts_s)
             tell("answer")
             start_s = time.perf_counter()
-            while step not in manager.tiers["durable"]:
+            while step not in (manager.tiers["durable"] or ()):
                 time.sleep(0.05)
             caught_up_s = time.perf_counter() - start_s
     yield "| | s a step (median) | longest step, s | longest save call, s |"

@@ -120,7 +120,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
         lambda s: RESTORE("one", s["params"]),
         ("To restore only the part 'params'", "jaxckpt.open(path)['params'].restore(like)"),
     ),
-    "only misspelt": (lambda s: RESTORE("one", only="parms"), ("Did you mean 'params'?",)),
+    "only misspelt": (lambda s: RESTORE("one", only="paramz"), ("Did you mean 'params'?",)),
     "only with a part as target": (
         lambda s: RESTORE("one", s["params"], only="params"),
         ("`only` takes whole paths", "jaxckpt.open(path)['params']"),
