@@ -292,6 +292,24 @@ ROWS = {
         "value is wrong",
         count=60,
     ),
+    "49": Row(
+        title="restores of 2,000 leaves, of one process's checkpoint and of two processes': less "
+        "than 100 kB a round stay behind",
+        count=1,
+    ),
+    "50": Row(
+        title="a job that is started twice: the first goes on, and the second saves nothing and "
+        "names it",
+        count=16,
+    ),
+    "51": Row(
+        title="a step without its record: damaged to every call and command; a copy mends it",
+        count=13,
+    ),
+    "52": Row(
+        title="a run or checkpoint inside a step: refused, or kept with the step around it",
+        count=24,
+    ),
 }
 
 
