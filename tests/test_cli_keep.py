@@ -344,6 +344,7 @@ def test_gc_with_nothing_to_delete_asks_nothing(root):
         ["--last", "0"],
         ["--newer-than", "soon"],
         ["--last", "1", "--mode", "good"],
+        ["--last", "1", "--mode", "max"],
     ],
     ids=" ".join,
 )

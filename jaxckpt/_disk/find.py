@@ -120,7 +120,7 @@ def _read_earlier(
         except (CorruptCheckpoint, CheckpointNotFound) as problem:
             problems.append(f"{posixpath.basename(path)}: {problem}")
             continue
-        warn_skipped(root, problems)
+        warn_skipped(root, problems, posixpath.basename(path))
         return result
     try:
         raise error
@@ -436,16 +436,16 @@ def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Found:
                 raise
             problems.append(f"{name}: {error}")
             continue
-        warn_skipped(path, problems)
+        warn_skipped(path, problems, name)
         return found
     raise CheckpointNotFound(
         f"{path}: none of its {len(steps)} steps can be read:\n  " + "\n  ".join(problems[:10])
     )
 
 
-def warn_skipped(root: str, problems: Sequence[str]) -> None:
+def warn_skipped(root: str, problems: Sequence[str], good: str) -> None:
     for problem in problems:
-        _logger.warning("skipped a step of %s: %s", root, problem)
+        _logger.warning("skipped a step of %s and took %s: %s", root, good, problem)
 
 
 def neighbours(storage: Storage, path: str) -> str:

@@ -288,7 +288,7 @@ def _read_together(
         for path in lead(processes, name, source.steps, place=source.where, timeout_s=timeout_s):
             result = attempt(partial(step, path), None)
             if not isinstance(result, CheckpointError):
-                warn_skipped(source.where, problems)
+                warn_skipped(source.where, problems, posixpath.basename(path))
                 return result
             problems.append(f"{posixpath.basename(path)}: {result}")
     try:

@@ -325,6 +325,8 @@ def gc(
 
     if best is not None and metric is None:
         raise click.UsageError("--best needs --metric, the name of the metric to rank by.")
+    if mode == "max" and best is None:
+        raise click.UsageError("--mode needs --best and --metric: it says which metric is best.")
     policy = KeepPolicy(
         last=last,
         every_steps=every_steps,
