@@ -9,6 +9,7 @@ run during a call.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -157,12 +158,15 @@ def _bounded(what: str, key: str, call: Callable[[], _T], timeout_s: float) -> _
             errors.append(error)
 
     thread = threading.Thread(target=run, name=f"jaxckpt-{what}", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:
-        run()
-    else:
+    is_started = False
+    if not sys.is_finalizing():  # before Python 3.12 the start would not fail, but never return
+        with contextlib.suppress(RuntimeError):
+            thread.start()
+            is_started = True
+    if is_started:
         thread.join(timeout_s)
+    else:
+        run()
     if outcome:
         return outcome[0]
     if not errors or _status(errors[0]) == "DEADLINE_EXCEEDED":
