@@ -241,7 +241,15 @@ class Runs(RuleBasedStateMachine):
             self.steps[step] = saved
         assert step in there or not acknowledged
         self.adopt_what_was_deleted()
+        self.open_after_a_crash(keep)
+
+    def open_after_a_crash(self, keep):
+        """Opens the run, which may finish a deletion that the one before had announced."""
+        stay = self.retained()
         self.open(keep)
+        there = set(self.reader.all_steps())
+        assert stay <= there
+        self.forget(set(self.steps) - there)
         self.check_tidy()
 
     @rule(keep=keeps, after=st.integers(0, 6), torn=st.booleans())
@@ -253,8 +261,7 @@ class Runs(RuleBasedStateMachine):
             owner.open()
         owner.close()
 
-        self.open(keep)
-        self.check_tidy()
+        self.open_after_a_crash(keep)
 
     # --- restoring -------------------------------------------------------------------------------
 

@@ -150,9 +150,9 @@ def retained(url, env, steps, keep, *, leads=True):
             manager.save(step, state(step))
     committed = Root.committed
 
-    def from_here(root, info):
+    def from_here(root, *about):
         note("the-commit")
-        return committed(root, info)
+        return committed(root, *about)
 
     Root.committed = from_here
     error = ""
