@@ -206,8 +206,8 @@ def test_the_package_stays_small():
     lives of a run, shared files that are read back, places that do not answer, a decoder of ours,
     runs inside steps. One table of places for writing, reading, uploading and mending is to pay.
     """
-    assert sum(source.count("\n") for source in sources()) <= 27_620
-    assert sum(map(code_lines, sources())) <= 19_030
+    assert sum(source.count("\n") for source in sources()) <= 27_630
+    assert sum(map(code_lines, sources())) <= 19_040
 
 
 def test_the_drop_in_stays_small():
