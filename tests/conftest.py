@@ -19,7 +19,7 @@ from tests.faults.scorecard import (  # noqa: F401  # hooks and a fixture
     pytest_sessionfinish,
     trial,
 )
-from tests.golden.fixture import golden  # noqa: F401  # a fixture
+from tests.golden.fixture import golden, golden_folder  # noqa: F401  # fixtures
 
 
 def pytest_collection_modifyitems(items):

@@ -1,4 +1,4 @@
-"""Checkpoints written by Orbax and Flax releases, and their expected contents.
+"""Checkpoints written by releases of Orbax, Flax and jaxckpt, and their expected contents.
 
     from tests.golden.fixture import Golden, golden_names
 
@@ -8,7 +8,8 @@
         tree = read(sample.path)             # sample.expected[("params", "w")] is an array
 
 The samples of one archive are unpacked together, once per session and process, when the first one
-is requested. They are shared: a test that writes into a sample copies it first.
+is requested. They are shared: a test that writes into a sample copies it first. The samples of
+jaxckpt have another `expected.json`, see `ours.py`; `golden_folder(name)` gives their folders.
 """
 
 from __future__ import annotations
@@ -75,14 +76,14 @@ def _index() -> dict[str, str]:
     return {name: archive for archive, names in archives.items() for name in names}
 
 
-def golden_names(contains: str = "") -> list[str]:
-    """Returns the names of all samples that contain `contains`, for `parametrize`."""
-    return sorted(name for name in _index() if contains in name)
+def golden_names(contains: str = "", *, of: str = "orbax") -> list[str]:
+    """Returns the names of the samples of a library that contain `contains`, for `parametrize`."""
+    return sorted(name for name in _index() if contains in name and name.startswith(f"{of}-"))
 
 
 @pytest.fixture(scope="session")
-def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
-    """Gives a sample by its name."""
+def golden_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the folder of a sample by its name."""
 
     @cache
     def unpacked(archive: str) -> Path:
@@ -91,11 +92,13 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
             tar.extractall(into, filter="data")
         return into
 
-    @cache
-    def sample(name: str) -> Sample:
-        return load_sample(unpacked(_index()[name]) / name)
+    return lambda name: unpacked(_index()[name]) / name
 
-    return sample
+
+@pytest.fixture(scope="session")
+def golden(golden_folder: Callable[[str], Path]) -> Golden:
+    """Gives a sample of Orbax or Flax by its name."""
+    return cache(lambda name: load_sample(golden_folder(name)))
 
 
 def load_sample(root: Path) -> Sample:

@@ -20,8 +20,11 @@ FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}
 
 
 def tar(samples: Path) -> bytes:
-    """All files below, and empty directories, in order of name; no owners, no times, no modes."""
-    buffer = io.BytesIO()
+    """All files below, and empty directories, in order of name; no owners, no times, no modes.
+
+    Hard links stay links.
+    """
+    buffer, names = io.BytesIO(), dict[int, str]()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as out:
         for path in sorted(samples.rglob("*")):
             info = tarfile.TarInfo(path.relative_to(samples).as_posix())
@@ -29,6 +32,10 @@ def tar(samples: Path) -> bytes:
                 if not any(path.iterdir()):
                     info.type, info.mode = tarfile.DIRTYPE, 0o755
                     out.addfile(info)
+                continue
+            if (first := names.setdefault(path.stat().st_ino, info.name)) != info.name:
+                info.type, info.linkname = tarfile.LNKTYPE, first
+                out.addfile(info)
                 continue
             content = path.read_bytes()
             info.size = len(content)

@@ -1,0 +1,93 @@
+"""This version reads what each release of jaxckpt wrote, as docs/compatibility.md promises."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import jaxckpt
+from tests.golden.fixture import golden_names
+from tests.golden.ours import SAMPLES, described, run_facts
+
+ROOT = Path(__file__).parents[1]
+NAMES = golden_names(of="jaxckpt")
+
+
+@pytest.fixture
+def sample(golden_folder):
+    """Gives the folder of a sample and what is expected of it."""
+
+    def find(name):
+        folder = golden_folder(name)
+        return folder / "ckpt", json.loads((folder / "expected.json").read_text())
+
+    return find
+
+
+def missing(version):
+    """Returns the layouts of which a version has no golden checkpoint."""
+    return {f"jaxckpt-{version}-{what}" for what in SAMPLES} - {*NAMES}
+
+
+def test_this_version_has_golden_checkpoints():
+    """A new version cannot be released without; docs/releasing.md has the command."""
+    assert missing(jaxckpt.__version__) == set(), "run python -m tests.golden.ours"
+    assert len(missing("99.0.0")) == len(SAMPLES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_of_a_release_restores(sample, name):
+    """Values, types, dtypes, key types, containers and shardings; every checksum is right."""
+    ckpt, expected = sample(name)
+
+    for read in expected["reads"]:
+        path = ckpt / read["path"]
+        assert described(jaxckpt.restore(path, **read["options"])) == read["tree"], read["path"]
+        assert read.get("unverified") or jaxckpt.verify(path).ok
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name.endswith(("-run", "-files", "-disk"))]
+)
+def test_a_run_of_a_release_goes_on(sample, name, tmp_path):
+    """A manager finds its steps, metrics, items and metadata, and saves the next step."""
+    ckpt, expected = sample(name)
+    root = shutil.copytree(ckpt, tmp_path / "copy")
+    facts = expected["run"]
+    local = facts.pop("local", None)
+    keep = jaxckpt.KeepPolicy(best=2, metric="loss") if facts["best"] else None
+
+    with jaxckpt.CheckpointManager(
+        root / facts.pop("path"), local=local and root / local, keep=keep or jaxckpt.KeepPolicy()
+    ) as manager:
+        assert json.loads(json.dumps(run_facts(manager))) == facts
+        assert manager.problems == []
+        manager.save(facts["steps"][-1] + 1, manager.restore()).result()
+        manager.wait_until_finished()
+        assert manager.all_steps() == [*facts["steps"], facts["steps"][-1] + 1]
+
+
+@pytest.mark.multihost
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("-two-hosts")])
+def test_the_disks_of_two_hosts_of_a_release_restore(sample, name, tmp_path, run_processes):
+    """Each process reads its own disk, which has a newer step than the directory."""
+    root = shutil.copytree(sample(name)[0], tmp_path / "copy")
+
+    done = run_processes("golden:resume_apart", args=[root])
+
+    for process in done:
+        assert process.result["step"] == 3
+        assert process.result["same"]
+        assert f"host{process.index}/local" in process.result["from"]
+
+
+def test_every_release_has_a_row_in_the_docs():
+    """And no other has."""
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    versions = {re.match(r"jaxckpt-([\d.]+)-", name)[1] for name in NAMES}
+
+    assert set(re.findall(r"^\| jaxckpt (\d[\d.]*) \|", page, re.MULTILINE)) == versions
