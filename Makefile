@@ -123,10 +123,17 @@ clean:
 	rm -rf .venv .venv-ci-* .pytest_cache .ruff_cache .hypothesis build dist
 	find jaxckpt tests benchmarks docs examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
-# One stamp file per extra: it is installed again only when pyproject.toml changes.
+# One stamp file per dependency group: it is installed again only when pyproject.toml changes. The pip
+# of Python 3.11 to 3.13 is too old to know groups.
 $(VENV)/.installed-%: pyproject.toml | $(python)
-	@echo "Installing jaxckpt[$*] into $(VENV)"
-	@$(pip) install --editable '.[$*]'
+	@echo "Installing jaxckpt and the group $* into $(VENV)"
+	@$(pip) install 'pip>=25.1'
+	@$(pip) install --editable . --group $*
+	@touch $@
+
+$(VENV)/.installed-cuda12: pyproject.toml | $(python)
+	@echo "Installing jaxckpt[cuda12] into $(VENV)"
+	@$(pip) install --editable '.[cuda12]'
 	@touch $@
 
 $(python):

@@ -3,8 +3,9 @@
     python -m benchmarks.gpu                       4 GiB in 64 leaves, on the first accelerator
     python -m benchmarks.gpu --gib 0.1 --repeats 2
 
-Needs the extras cuda12 and bench. In each round every peer does the same, in alternating order; the
-first round is a warm-up, in which XLA allocates its pinned memory. All figures are medians.
+Needs the extra cuda12 and the group bench. In each round every peer does the same, in alternating
+order; the first round is a warm-up, in which XLA allocates its pinned memory. All figures are
+medians.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measures checkpoints in object stores on this machine: requests, throughput, slow answers.
 
-    python -m benchmarks.stores              needs the extras cloud and test
+    python -m benchmarks.stores              needs the group test
     python -m benchmarks.stores --quick
 
 Times are those of servers that share the machine's cores: only ratios within one run mean much.

@@ -1,6 +1,6 @@
 """Measures runs with a local disk in front of a bucket, beside local ones and direct ones.
 
-    python -m benchmarks.tiers               needs the extras cloud and test
+    python -m benchmarks.tiers               needs the group test
     python -m benchmarks.tiers --quick
     python -m benchmarks.tiers --away-s 300  only training while the store is away for so long
     python -m benchmarks.tiers --hosts 2     only training of several hosts with disks of their own

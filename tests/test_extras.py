@@ -1,7 +1,8 @@
-"""A call that needs a package which is not installed names the package; README lists the extras."""
+"""A call names the package that it misses; README lists the extras, and the Makefile the groups."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-FOR_DEVELOPERS = {"demo", "bench", "test", "docs", "fuzz", "release", "dev"}
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PYPROJECT["project"]["optional-dependencies"]
+GROUPS = PYPROJECT["dependency-groups"]
 
 # The call that needs each extra, and the text of its error.
 NEEDS = {
@@ -82,10 +84,18 @@ def test_a_missing_package_is_named(said, extra):
 
 def test_every_extra_is_in_the_table_and_in_the_readme():
     """And `all` has each of them but the one for GPUs."""
-    public = EXTRAS.keys() - FOR_DEVELOPERS - {"all", "cuda12"}
+    public = EXTRAS.keys() - {"all", "cuda12"}
     [everything] = EXTRAS["all"]
     readme = (ROOT / "README.md").read_text()
 
     assert public == NEEDS.keys()
     assert set(everything.removeprefix("jaxckpt[").removesuffix("]").split(",")) == public
     assert [one for one in (*public, "all", "cuda12") if f"`{one}`" not in readme] == []
+
+
+def test_what_only_a_checkout_needs_is_in_groups():
+    """The Makefile installs each group, and cuda12, the only extra that no group has."""
+    stamps = re.findall(r"/\.installed-([\w-]+)", (ROOT / "Makefile").read_text())
+
+    assert set(stamps) == {*GROUPS, "cuda12"}
+    assert EXTRAS.keys() & GROUPS.keys() == set()

@@ -157,7 +157,7 @@ print(json.dumps(told))
 """
 
 
-# Not in the extra `test`: a gigabyte for one test; the reference implementation is in it.
+# Not in the group `test`: a gigabyte for one test; the reference implementation is in it.
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not here")
 def test_torch_reads_an_export(saved, tmp_path):
     """With views of the mapped file, which must be aligned; in a process of its own."""
