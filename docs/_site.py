@@ -87,6 +87,8 @@ def _relink(text: str, folder: Path, files: Files, config: MkDocsConfig, depth: 
         if re.match(r"[a-z]+:", target) or not (folder / target).exists():
             return found[0]  # a link to another site, or a mistake, which mkdocs reports
         path = (folder / target).resolve().relative_to(ROOT).as_posix()
+        if image and "</text>" in (svg := (ROOT / path).read_text("utf-8", "replace")):
+            return f'<div class="drawing">{svg.strip()}</div>'  # a reader can select its text
         if image:
             if files.get_file_from_path(path) is None:
                 files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import jaxckpt
+from benchmarks import chart
 from jaxckpt._run import leases
 from jaxckpt.format import run, tree
 from tests.faults.scorecard import ROWS
@@ -93,6 +94,26 @@ def run_command(command: str, cwd: Path) -> int:
         check=False,
     )
     return done.returncode
+
+
+def test_the_chart_of_the_readme_is_drawn_from_the_results() -> None:
+    """`python -m benchmarks.chart` draws the committed file; its text can be selected."""
+    drawn = chart.chart(*chart.read_results())
+
+    assert chart.CHART.read_text("utf-8") == drawn
+    assert f"]({chart.CHART.relative_to(ROOT)})" in README
+    assert {"jaxckpt", "Orbax v1", "Orbax v0"} <= set(
+        re.findall(r"<text [^>]*>(.*?)</text>", drawn)
+    )
+    assert drawn.count('class="ours"') == 6
+
+
+@pytest.mark.parametrize("page", ["README.md", "notebooks/quickstart.ipynb"])
+def test_the_first_pages_open_with_code(page: str) -> None:
+    """What to type comes before how to install it."""
+    text = (ROOT / page).read_text("utf-8")
+
+    assert 0 < text.index("```python") < text.index("install")
 
 
 @pytest.mark.parametrize("name", ["slurm.sh", "kubernetes.yaml"])
