@@ -233,6 +233,33 @@ def test_the_search_works_in_pages_opened_from_the_disk(tmp_path: Path, page: st
     assert "runs.html?h=preemption#preemption" in dom
 
 
+# What a user types, and the section that answers it.
+QUESTIONS = {
+    "pytorch": "howto.html#read-the-weights-with-pytorch-or-hugging-face",
+    "hugging face weights tree": "howto.html#restore-hugging-face-weights-into-my-tree",
+    "wandb": "howto.html#log-the-times-of-saves-to-wandb",
+    "keras": "howto.html#save-a-keras-3-model",
+    "macos windows": "howto.html#use-it-on-macos-or-windows",
+    "which version reads": "compatibility.html",
+    "no progress bar": "howto.html#save-without-a-progress-bar",
+}
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_one_search_answers_a_question(tmp_path: Path, question: str) -> None:
+    """The section is the first that is found, below the title of its page at most."""
+    file = ROOT / "build" / "site" / "index.html"
+    query = f"?q={question.replace(' ', '%20')}"
+
+    dom = browse(file, tmp_path, "--virtual-time-budget=8000", query=query).dom
+
+    links = re.findall(r'<a href="[^"]*/site/([^"]*)" class="md-search-result__link"', dom)
+    first, second = (re.sub(r"\?h=[^#]*", "", link) for link in links[:2])
+    page = QUESTIONS[question].partition("#")[0]
+    assert first == QUESTIONS[question] or (first, second) == (page, QUESTIONS[question])
+
+
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_committed_as_it_ran(notebook: Path) -> None:
     """Small, run from top to bottom, with nothing of the machine that it ran on."""
