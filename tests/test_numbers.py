@@ -220,6 +220,10 @@ FROM_CODE = {
         f"`StoreError` after {TIMEOUT:.0f} s",
         f"continues with its local steps after {reach.AWAY_S:.0f} s",
     ],
+    "docs/checkpoints.md": [
+        f"Every wait has a limit of {MINUTES:.0f} minutes",
+        f"It uses at most {data_files._MOST_COMPRESSING} cores",
+    ],
     "docs/runs.md": [
         f"each process reads at most {read_back.MOST_BYTES // MIB} MiB",
         f"two system calls for each file of {FILE} MiB or larger array",
