@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import jaxckpt
+from jaxckpt.format import step, tree
 from tests.golden.fixture import golden_names
 from tests.golden.ours import SAMPLES, described, run_facts
 
@@ -91,3 +92,13 @@ def test_every_release_has_a_row_in_the_docs():
     versions = {re.match(r"jaxckpt-([\d.]+)-", name)[1] for name in NAMES}
 
     assert set(re.findall(r"^\| jaxckpt (\d[\d.]*) \|", page, re.MULTILINE)) == versions
+
+
+def test_the_docs_have_the_versions_of_the_files():
+    """Those that this release writes, and the releases of Orbax whose checkpoints are here."""
+    page = " ".join((ROOT / "docs" / "compatibility.md").read_text().split())
+    releases = {re.match(r"orbax-([\d.]+)-", name)[1] for name in golden_names()}
+
+    assert f"| `_jaxckpt.json` | {step.VERSION} |" in page
+    assert f"| `_METADATA` | {tree.VERSION} |" in page
+    assert [release for release in releases if release not in page] == []
