@@ -102,3 +102,20 @@ def test_the_docs_have_the_versions_of_the_files():
     assert f"| `_jaxckpt.json` | {step.VERSION} |" in page
     assert f"| `_METADATA` | {tree.VERSION} |" in page
     assert [release for release in releases if release not in page] == []
+
+
+def test_a_newer_record_is_refused_and_nothing_happens(sample, tmp_path):
+    """As docs/compatibility.md says: no older step instead, and nothing set aside."""
+    [name] = [name for name in NAMES if name == f"jaxckpt-{jaxckpt.__version__}-shared-files"]
+    root = shutil.copytree(sample(name)[0], tmp_path / "run")
+    record = root / "4" / "_jaxckpt.json"
+    newer = record.read_text().partition("\n")[0].replace('"version":1,', '"version":99,')
+    record.write_text(f"{newer}\n{step.digest(newer.encode())}\n")
+
+    with (
+        jaxckpt.CheckpointManager(root) as manager,
+        pytest.raises(jaxckpt.UnsupportedFormat, match=rf"{record}: written by a newer jaxckpt"),
+    ):
+        manager.restore()
+
+    assert {path.name for path in root.iterdir() if path.is_dir()} == {"1", "2", "3", "4"}
