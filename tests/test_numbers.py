@@ -196,6 +196,18 @@ def test_the_faults_of_the_readme_are_those_of_the_scorecard() -> None:
         assert set(re.findall(r"(?<!ext)\b[\d.]*\d", orbax)) <= set(theirs), title
 
 
+def test_rows_that_are_mentioned_exist() -> None:
+    """A trial that a page counts as "N of M ... row R" is one of that row."""
+    text = " ".join(page(name) for name in PAGES)
+
+    mentioned = re.findall(r"\brows? (\d+r?)(?: and (\d+r?))?", text)
+    trials = re.findall(r"(\d+ of \d+)[^|]{,60}, row (\d+)", text)
+
+    assert {row for rows in mentioned for row in rows if row} <= scorecard().keys()
+    assert trials
+    assert [count for count, row in trials if count not in ROWS[row].orbax] == []
+
+
 # --- from the code -----------------------------------------------------------------------------
 
 WORDS = {2: "two", 9: "nine"}
