@@ -143,11 +143,18 @@ class StoreError(CheckpointError, OSError):
     """An object store refused a request, or it or a file system did not answer in time.
 
     The message says what to do. In a save, it is the cause of the `SaveFailed`.
+
+    Attributes:
+        client_error: The error of the store's client, or None. No traceback shows it: the message
+            has its text, and the rest is a dump of the client's internals.
     """
 
-    def __init__(self, message: str, *, code: int = errno.EIO) -> None:
+    def __init__(
+        self, message: str, *, code: int = errno.EIO, client_error: Exception | None = None
+    ) -> None:
         super().__init__(message)
         self.errno = code
+        self.client_error = client_error
 
 
 class SaveFailed(CheckpointError, RuntimeError):

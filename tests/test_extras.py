@@ -15,10 +15,24 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PYPROJECT["project"]["optional-dependencies"]
 GROUPS = PYPROJECT["dependency-groups"]
 
+# Asks for credentials as obstore does, which is hidden too.
+ASKED = (
+    "from jaxckpt.storage._credentials import source_of; "
+    "(lambda *a: source_of(*a).options['credential_provider']())"
+)
 # The call that needs each extra, and the text of its error.
 NEEDS = {
+    "aws": (f"{ASKED}('s3', 'default', {{'AWS_PROFILE': 'x'}})", "pip install boto3"),
+    "azure": (
+        f"{ASKED}('az', 'default', {{'AZURE_CLIENT_CERTIFICATE_PATH': 'x'}})",
+        "pip install azure-identity",
+    ),
     "cli": ("from jaxckpt.cli import main; print(main(['ls', '.']))", "pip install click rich"),
     "cloud": ("import jaxckpt; jaxckpt.open('s3://bucket/x')", "pip install obstore"),
+    "gcloud": (
+        f"{ASKED}('gs', 'default', {{'GOOGLE_APPLICATION_CREDENTIALS': 'adc.json'}})",
+        "pip install 'google-auth[requests]'",
+    ),
     "flax": ("import flax", "No module named"),  # nothing of jaxckpt imports it
     "gin": ("import jaxckpt.integrations.gin", "pip install gin-config"),
     "legacy": ("import jaxckpt; jaxckpt.open('old.msgpack')", "pip install msgpack"),
@@ -38,8 +52,8 @@ NEEDS = {
     ),
 }
 HIDDEN = (
-    *("click", "etils", "flax", "gin", "matplotlib", "ml_collections", "msgpack", "obstore"),
-    *("opentelemetry", "prometheus_client", "rich"),
+    *("azure", "botocore", "click", "etils", "flax", "gin", "google", "matplotlib"),
+    *("ml_collections", "msgpack", "obstore", "opentelemetry", "prometheus_client", "rich"),
 )
 
 # Runs each call where these packages are not installed, and prints its error.
@@ -69,6 +83,7 @@ def said(tmp_path_factory):
     """What each call prints without the packages, by extra."""
     folder = tmp_path_factory.mktemp("packages")
     (folder / "old.msgpack").write_bytes(b"\x81\xa1a\x01")
+    (folder / "adc.json").write_text('{"type": "external_account"}')
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=folder, capture_output=True, text=True, check=True
     )

@@ -205,9 +205,10 @@ def test_the_package_stays_small():
     Raised once, by 2,800 and 2,020, for what guards the commit: fenced deletions, the id and the
     lives of a run, shared files that are read back, places that do not answer, a decoder of ours,
     runs inside steps. One table of places for writing, reading, uploading and mending is to pay.
+    Then by 360 and 250, for the credentials of three clouds, and errors about them.
     """
-    assert sum(source.count("\n") for source in sources()) <= 27_630
-    assert sum(map(code_lines, sources())) <= 19_040
+    assert sum(source.count("\n") for source in sources()) <= 27_990
+    assert sum(map(code_lines, sources())) <= 19_290
 
 
 def test_the_drop_in_stays_small():

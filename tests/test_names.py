@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,10 @@ SPELLED = {
 
 
 def misspelled(source: str) -> set[str]:
-    """The on-disk names that stand in string literals of a module, docstrings aside."""
+    """The on-disk names that stand in string literals of a module, docstrings aside.
+
+    In a longer word, as in the variable AWS_METADATA_ENDPOINT, one is no name on disk.
+    """
     module = ast.parse(source)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {
@@ -36,7 +40,12 @@ def misspelled(source: str) -> set[str]:
         and isinstance(node.value, str)
         and id(node) not in docstrings
     ]
-    return {name for name in SPELLED for text in texts if name in text}
+    return {
+        name
+        for name in SPELLED
+        for text in texts
+        if re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}", text)
+    }
 
 
 @pytest.mark.parametrize(
@@ -52,6 +61,8 @@ def test_no_other_module_spells_a_name_on_disk(module: Path) -> None:
 def test_a_planted_name_is_found() -> None:
     """The check above can fail."""
     assert misspelled('path = folder + "/_METADATA"') == {"_METADATA"}
+    assert misspelled('path = f"{step}_METADATA"') == {"_METADATA"}
+    assert misspelled('variable = "AWS_METADATA_ENDPOINT"') == set()
 
 
 def test_all_is_what_is_public() -> None:

@@ -26,7 +26,7 @@ from jaxckpt.storage._checks import (
 )
 from jaxckpt.storage._local import temporary_sibling
 from jaxckpt.storage._object import ObjectStorage, object_storage
-from jaxckpt.storage._requests import Reason, advice_of, reason_of
+from jaxckpt.storage._requests import Reason, reason_of
 
 # A check is no job: it soon says that something does not answer.
 _TIMEOUT_S: Final = 60.0
@@ -119,7 +119,7 @@ class BucketPlace:
         if reason == "permission" and check in _PERMISSIONS:
             advice = f"grant {_PERMISSIONS[check][self._storage.scheme]} to these credentials"
         else:
-            advice = advice_of(reason, self._storage.root)
+            advice = self._storage.requests.advice(reason)
         return advice if check != "delete" else f"{advice}; delete {self._folder}"
 
     def clean(self) -> None:
@@ -134,12 +134,12 @@ class BucketPlace:
             self._storage._first_below(self._path)
         except StoreError as error:
             self._refusal = error
-        self._raise_if("silence", "load", "region", "addressing", "clock")
-        return Finding(text=self._storage.settings.endpoint or "the provider's endpoint")
+        self._raise_if("silence", "unreachable", "load", "region", "addressing", "clock")
+        return Finding(text=self._storage.requests.endpoint)
 
     def _credentials(self) -> Finding:
-        self._raise_if("credentials")
-        return Finding(text=self._storage.settings.credentials)
+        self._raise_if("credentials", "package")
+        return Finding(text=self._storage.source.name)
 
     def _bucket(self) -> Finding:
         self._raise_if("bucket")
@@ -211,7 +211,8 @@ class BucketPlace:
 
         spec = self._storage.kvstore(self._folder)
         if spec is None:
-            return Finding(text="obstore alone: TensorStore has no driver for this store")
+            why = "no driver for" if self._storage.scheme == "az" else "no credentials at"
+            return Finding(text=f"obstore alone: TensorStore has {why} this store")
         keys = Keys(spec)
         self._storage.write(self._data, SMALL)
         if keys.read("data") != SMALL:

@@ -124,7 +124,7 @@ def _tried(place: Place, check: Check, found: Mapping[str, Finding]) -> Finding:
     except EOFError as error:
         return Problem(str(error), _UNFIT).finding
     except (CheckpointError, OSError, ValueError) as error:
-        text = said(error.__cause__ or error)
+        text = said(error)
         return Finding(state="failed", advice=place.advice(check.name, error), error=text)
 
 

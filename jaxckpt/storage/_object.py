@@ -28,6 +28,7 @@ import numpy as np
 
 from jaxckpt.errors import CorruptCheckpoint, StoreError
 from jaxckpt.storage._ahead import read_ahead
+from jaxckpt.storage._credentials import Source, source_of
 from jaxckpt.storage._leases import Lease, Version, forget
 from jaxckpt.storage._local import is_temporary_file
 from jaxckpt.storage._protocol import Entry, EntryKind, Storage
@@ -71,9 +72,10 @@ class ObjectStorage:
         self.scheme = scheme
         self.root = f"{scheme}://{bucket}"
         self.settings = settings
+        self.source = source_of(scheme, settings.credentials)
         self._bucket = bucket
-        self._store = open_store(scheme, bucket, settings)
-        self.requests = Requests(self.root, settings)
+        self._store = open_store(scheme, bucket, settings, self.source)
+        self.requests = Requests(scheme, bucket, settings, self.source)
         # The store's time minus that of the monotonic clock, once it is known. This machine's time
         # may jump, and a live lock would seem old.
         self._clock: float | None = None
@@ -204,7 +206,9 @@ class ObjectStorage:
             (self._write_by_grpc if by_grpc else self.write)(path, b"".join(first))
             return
         # The client itself sends a part again; we could only begin anew.
-        store = open_store(self.scheme, self._bucket, self.settings, tries=self.settings.tries)
+        store = open_store(
+            self.scheme, self._bucket, self.settings, self.source, tries=self.settings.tries
+        )
         how = {"use_multipart": True, "chunk_size": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE}
 
         def put() -> None:
@@ -484,7 +488,7 @@ class ObjectStorage:
 
     def kvstore(self, path: str) -> dict[str, Any] | None:
         prefix = f"{self._key(path)}/" if path != self.root else ""
-        return kvstore_spec(self.scheme, self._bucket, self.settings, prefix)
+        return kvstore_spec(self.scheme, self._bucket, self.settings, self.source, prefix)
 
     def _key(self, path: str) -> str:
         if _NOT_IN_NAMES.search(path):
@@ -516,7 +520,7 @@ def _scatter(answers: Sequence[memoryview], buffers: Sequence[Any]) -> None:
             out, part = out[count:], part[count:]
 
 
-_storages: dict[tuple[str, str, StoreSettings], ObjectStorage] = {}
+_storages: dict[tuple[str, str, StoreSettings, Source], ObjectStorage] = {}
 _storages_lock = threading.Lock()  # guards _storages
 
 
@@ -528,17 +532,16 @@ def object_storage(scheme: str, text: str) -> tuple[ObjectStorage, str]:
             control characters.
         UnsupportedFormat: obstore is not installed.
     """
-    bucket, _, key = text.partition("://")[2].partition("/")
+    bucket, _, name = text.partition("://")[2].partition("/")
     check_bucket(scheme, bucket, text)
-    key = key.rstrip("/")
-    if any(part in ("", ".", "..") for part in key.split("/")) and key:
+    name = name.rstrip("/")
+    if any(part in ("", ".", "..") for part in name.split("/")) and name:
         raise ValueError(f"{text!r} must not have empty, '.' or '..' parts in its path")
     settings = settings_of(scheme, bucket)
+    place = scheme, bucket, settings
+    key = *place, source_of(scheme, settings.credentials)
     with _storages_lock:
-        storage = _storages.get((scheme, bucket, settings))
-        if storage is None:
-            storage = ObjectStorage(scheme, bucket, settings)
-            _storages[scheme, bucket, settings] = storage
-    path = f"{storage.root}/{key}".rstrip("/")
+        storage = _storages[key] = _storages.get(key) or ObjectStorage(*place)
+    path = f"{storage.root}/{name}".rstrip("/")
     storage._key(path)  # raises if no object can have the name
     return storage, path

@@ -22,7 +22,8 @@ from queue import SimpleQueue
 from typing import Any, Final, Literal, TypeVar, final
 
 from jaxckpt.errors import StoreError
-from jaxckpt.storage._settings import StoreSettings
+from jaxckpt.storage._credentials import SIGN_IN, Source
+from jaxckpt.storage._settings import StoreSettings, endpoint_of
 
 T = TypeVar("T")
 # Why a store refused.
@@ -32,9 +33,11 @@ Reason = Literal[
     "region",
     "addressing",
     "credentials",
+    "package",
     "permission",
     "ranges",
     "load",
+    "unreachable",
     "silence",
 ]
 
@@ -49,12 +52,31 @@ _LEAST_PEERS: Final = 4
 _LAST_S: Final = 2.0  # how long the end of the program waits for requests under way
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
-_FINAL: Final = re.compile(r"status code: (?!408|409|425|429)4\d\d|NotImplemented|non-partial")
+_MOST_SAID: Final = 300
+# In the dump of a client's internals only: nothing took the connection, and why.
+_NOT_CONNECTED: Final = re.compile(r'kind: Connect,.*?(?:message|error): "([^"]*)"', re.S)
+# What obstore puts around the words of a store, or of what has the credentials.
+_AROUND: Final = (
+    (re.compile(r"^.*? credential provider: \w+: |^.*?\bError performing (?=[A-Z]+ )"), ""),
+    (re.compile(r" in [\d.]+\w+(, after .*?)? - (Server .*? code: |HTTP error: )?"), ": "),
+    (
+        re.compile(
+            r"(?<=: )<.*?<Code>(.*?)</Code>(?:.*?<Message>(.*?)( RequestId:.*)?</Message>)?.*"
+        ),
+        r"\1 \2",
+    ),
+)
+_FINAL: Final = re.compile(
+    r"status code: (?!408|409|425|429)4\d\d|NotImplemented|non-partial|redirect without"
+)
 _NO_BUCKET: Final = re.compile("NoSuchBucket|bucket does not exist|ContainerNotFound")
+_REGION: Final = re.compile(
+    "PermanentRedirect|AuthorizationHeaderMalformed|code: 301|incorrectly configured region"
+)
 # The last are those of a machine's own service, which is asked when nothing else is set.
 _CREDENTIALS: Final = re.compile(
-    "credential|InvalidAccessKey|SignatureDoesNotMatch|failed to authenticate|token request"
-    "|/latest/api/token|computeMetadata",
+    "credential|InvalidAccessKey|ExpiredToken|SignatureDoesNotMatch|failed to authenticate"
+    "|status code: 401|az account get-access-token|token request|/latest/api/token|computeMetadata",
     re.I,
 )
 
@@ -180,14 +202,14 @@ class Requests:
     """The requests of this process to one bucket.
 
     Args:
-        name: Of the bucket, as a URL.
+        source: Of its credentials.
     """
 
-    def __init__(self, name: str, settings: StoreSettings) -> None:
+    def __init__(self, scheme: str, bucket: str, settings: StoreSettings, source: Source) -> None:
         self.hedged = 0  # reads that were sent twice
         self.heard_s = 0.0  # when the store answered last
-        self._name = name
-        self._settings = settings
+        self._scheme, self._bucket, self._name = scheme, bucket, f"{scheme}://{bucket}"
+        self._settings, self._source = settings, source
         self._lock = threading.Lock()  # guards the three below, and `hedged`
         self._peers: dict[int, deque[float]] = {}  # seconds, by the magnitude of the size
         self._read_bytes = 0
@@ -236,7 +258,8 @@ class Requests:
                 pause_s = min(_FIRST_PAUSE_S * 2**n, _LONGEST_PAUSE_S) * random.uniform(0.5, 1)
                 is_last = n == tries or waited_s + pause_s >= self._settings.timeout_s
                 if is_last or not _may_pass(error):
-                    raise self._explained(error, what, path, waited_s, n) from error
+                    # Its text is in ours, and the rest is a dump of the client's internals.
+                    raise self._explained(error, what, path, waited_s, n) from None
             else:
                 self.heard_s = time.monotonic()
                 return answer
@@ -294,18 +317,33 @@ class Requests:
         if isinstance(error, FileNotFoundError) and not _NO_BUCKET.search(text):
             return FileNotFoundError(errno.ENOENT, "no such object", path)
         reason = reason_of(error)
-        advice = advice_of(reason, self._name)
+        speaker = self._source.name if "credential provider" in _text(error) else self._name
         tried = f"{tries} {'try' if tries == 1 else 'tries'}"
         return StoreError(
-            f"{path}: cannot {what}: {advice} ({waited_s:.1f} s, {tried}). {self._name} said: "
-            f"{text}",
+            f"{path}: cannot {what}: {self.advice(reason)} ({waited_s:.1f} s, {tried}). "
+            f"{speaker} said: {text}",
             code=errno.EACCES if reason in ("permission", "credentials") else errno.EIO,
+            client_error=error,
         )
+
+    def advice(self, reason: Reason) -> str:
+        """Returns what is wrong, and what to do about it."""
+        return _ADVICE[reason].format(
+            bucket=self._name,
+            endpoint=self.endpoint,
+            source=self._source.name,
+            sign_in=SIGN_IN[self._scheme],
+        )
+
+    @property
+    def endpoint(self) -> str:
+        """The endpoint, and what has set it."""
+        return endpoint_of(self._scheme, self._bucket, self._settings)
 
 
 def _may_pass(error: Exception) -> bool:
     """Returns whether sending a request again may help."""
-    return type(error).__name__ == "GenericError" and not _FINAL.search(said(error))
+    return type(error).__name__ == "GenericError" and not _FINAL.search(_text(error))
 
 
 def is_condition(error: Exception) -> bool:
@@ -316,38 +354,50 @@ def is_condition(error: Exception) -> bool:
 def is_beyond_the_end(error: StoreError) -> bool:
     """Returns whether a store refused a read because the object ends before it."""
     # Only the client's words: an object's name may contain anything.
-    return "non-2xx status code: 416" in said(error.__cause__ or error)
+    return "non-2xx status code: 416" in str(error.client_error)
 
 
 def said(error: BaseException) -> str:
     """Returns what the store or the client said, on one line, without a dump of its internals."""
-    return " ".join(str(error).partition("\n\nDebug source")[0].split())[:500]
+    text = " ".join(_text(error).split())
+    for pattern, words in _AROUND:
+        text = pattern.sub(words, text, count=1)
+    if found := _NOT_CONNECTED.search(str(_behind(error))):
+        text = f"{text}: {found[1]}"
+    return text.strip()[:_MOST_SAID]
+
+
+def _text(error: BaseException) -> str:
+    return str(_behind(error)).partition("\n\nDebug source")[0]
+
+
+def _behind(error: BaseException) -> BaseException:
+    """Returns the error of the client, which has all that the store said."""
+    return getattr(error, "client_error", None) or error.__cause__ or error
 
 
 def reason_of(error: BaseException) -> Reason:
     """Returns why a store refused a request, from what it or a client said."""
-    error = error.__cause__ or error
-    name, text = type(error).__name__, said(error)
+    name, text = type(_behind(error)).__name__, _text(error)
     if _NO_BUCKET.search(text):
         return "bucket"
     if "RequestTimeTooSkewed" in text:
         return "clock"
-    if "PermanentRedirect" in text or "AuthorizationHeaderMalformed" in text or "code: 301" in text:
+    if _REGION.search(text):
         return "region"
     if "PathStyle" in text or "path-style" in text.lower():
         return "addressing"
+    if "needs the package" in text:
+        return "package"
     if name == "UnauthenticatedError" or _CREDENTIALS.search(text):
         return "credentials"
     if name == "PermissionDeniedError" or "status code: 403" in text or "PERMISSION_DENIED" in text:
         return "permission"
     if "non-partial" in text:
         return "ranges"
-    return "load" if re.search("status code: (429|503)", text) else "silence"
-
-
-def advice_of(reason: Reason, bucket: str) -> str:
-    """Returns what is wrong, and what to do about it."""
-    return _ADVICE[reason].format(bucket=bucket)
+    if re.search("status code: (429|503)", text):
+        return "load"
+    return "unreachable" if _NOT_CONNECTED.search(str(_behind(error))) else "silence"
 
 
 _ADVICE: Final[Mapping[Reason, str]] = {
@@ -356,11 +406,12 @@ _ADVICE: Final[Mapping[Reason, str]] = {
     "region": "the bucket is in another region. Set AWS_REGION, or `region` in StoreSettings",
     "addressing": "the store wants the bucket in the host's name. Set virtual_hosted=True in "
     "StoreSettings, or AWS_VIRTUAL_HOSTED_STYLE_REQUEST=true",
-    "credentials": "the credentials are missing or not accepted. Set those of the store's own "
-    "chain, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (profiles in ~/.aws are not read), "
-    "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_KEY",
+    "credentials": "the credentials of {source} are missing or not accepted. {sign_in}",
+    "package": "a package that reads {source} is missing. Install it",
     "permission": "no permission. `jaxckpt doctor URL` shows which one is missing",
     "ranges": "the store gives the whole object where a part was asked for. Use another store",
     "load": "the store is overloaded or limits the rate of requests",
+    "unreachable": "nothing answers at {endpoint}. Correct it or start the store; if it is right, "
+    "see whether this machine has to use a proxy (HTTPS_PROXY)",
     "silence": "the store did not answer in time, or not as a store does",
 }

@@ -7,11 +7,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from jaxckpt.errors import StoreError, UnsupportedFormat
-
-Credentials = Literal["default", "environment", "anonymous"]
+from jaxckpt.storage._credentials import Credentials, Source, is_true, source_of
 
 SCHEMES: Final = ("az", "gs", "s3")
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
@@ -34,8 +33,8 @@ class StoreSettings:
         region: Of an S3 bucket.
         account: The storage account of an Azure container. If None, that of the environment.
         virtual_hosted: Whether an S3 bucket's name is part of the host's name instead of the path.
-        credentials: `"default"`: the store's own chain (environment, files, the machine's role);
-            `"environment"`: environment variables only; `"anonymous"`: none. Never stored.
+        credentials: `"default"`: the first that there are of variables, a sign-in and the machine's
+            role; `"environment"`: environment variables only; `"anonymous"`: none. Never stored.
         single_writer: Whether you guarantee that only one job writes to these buckets at a time. A
             store whose conditional writes do not work is refused without it.
         timeout_s: Seconds after which a request has failed, all tries included, or a call to a
@@ -94,6 +93,8 @@ def use_store(url: str, settings: StoreSettings) -> None:
     is_place = scheme in SCHEMES or (scheme == "file" and not bucket)
     if not is_place or "/" in bucket.rstrip("/"):
         raise ValueError(f"url must be such as 's3://bucket', 's3://' or 'file://', got {url!r}")
+    if bucket and scheme != "file":
+        check_bucket(scheme, bucket.rstrip("/"), url)
     if scheme != "gs" and settings.grpc_endpoint is not None:
         raise ValueError(f"grpc_endpoint is for gs:// only, got {url!r}")
     if scheme != "az" and "/" in (settings.endpoint or "").partition("://")[2].rstrip("/"):
@@ -103,10 +104,11 @@ def use_store(url: str, settings: StoreSettings) -> None:
 
 def settings_of(scheme: str, bucket: str) -> StoreSettings:
     """Returns the settings of a bucket: those given, else those of the environment."""
-    for name in (f"{scheme}://{bucket}", f"{scheme}://"):
-        if name in _given:
-            return _given[name]
-    return _from_environment(scheme, os.environ)
+    return _given_for(scheme, bucket) or _from_environment(scheme, os.environ)
+
+
+def _given_for(scheme: str, bucket: str) -> StoreSettings | None:
+    return _given.get(f"{scheme}://{bucket}") or _given.get(f"{scheme}://")
 
 
 _default: Final = StoreSettings()
@@ -117,39 +119,55 @@ def limit_s() -> float:
     return _given.get("file://", _default).timeout_s
 
 
+# The variables for another endpoint; the first that is set counts.
+_ENDPOINTS: Final = {
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    "gs": ("TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST"),
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+}
+
+
 def _from_environment(scheme: str, env: Mapping[str, str]) -> StoreSettings:
-    settings = StoreSettings(single_writer=_is_true(env, "JAXCKPT_SINGLE_WRITER"))
+    endpoint = next(filter(None, map(env.get, _ENDPOINTS[scheme])), None)
+    settings = StoreSettings(single_writer=is_true(env, "JAXCKPT_SINGLE_WRITER"), endpoint=endpoint)
     if scheme == "gs":
-        endpoint = env.get("TENSORSTORE_GCS_HTTP_URL") or env.get("STORAGE_EMULATOR_HOST")
         if endpoint and "://" not in endpoint:
             endpoint = f"http://{endpoint}"
         return replace(settings, endpoint=endpoint)
     if scheme == "az":
-        return replace(
-            settings,
-            endpoint=env.get("AZURE_STORAGE_ENDPOINT") or env.get("AZURE_ENDPOINT") or None,
-            account=_azure_account(env),
-        )
+        return replace(settings, account=_azure_account(env))
+    source = source_of("s3", "default", env)
     return replace(
         settings,
-        endpoint=env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or None,
-        region=env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or None,
-        virtual_hosted=_is_true(env, "AWS_VIRTUAL_HOSTED_STYLE_REQUEST"),
+        endpoint=endpoint or source.endpoint,
+        region=env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or source.region,
+        virtual_hosted=is_true(env, "AWS_VIRTUAL_HOSTED_STYLE_REQUEST"),
     )
+
+
+def endpoint_of(scheme: str, bucket: str, settings: StoreSettings) -> str:
+    """Returns the endpoint of a bucket, and what has set it, as messages have them."""
+    if settings.endpoint is None:
+        return "the provider's endpoint"
+    if _given_for(scheme, bucket) is not None:
+        return f"{settings.endpoint} (from StoreSettings)"
+    names = [name for name in _ENDPOINTS[scheme] if os.environ.get(name)]
+    return f"{settings.endpoint} (from {names[0] if names else 'the AWS profile'})"
 
 
 def _azure_account(env: Mapping[str, str]) -> str | None:
     return env.get("AZURE_STORAGE_ACCOUNT_NAME") or env.get("AZURE_STORAGE_ACCOUNT") or None
 
 
-def _is_true(env: Mapping[str, str], name: str) -> bool:
-    return env.get(name, "").lower() in ("1", "true", "yes")
-
-
 def check_bucket(scheme: str, bucket: str, url: str) -> None:
     """Raises ValueError if a URL has no valid bucket."""
     if not _BUCKET.fullmatch(bucket):
-        raise ValueError(f"{url!r} must have the form {scheme}://bucket/..., got bucket {bucket!r}")
+        meant = bucket.lower()
+        raise ValueError(
+            f"{url!r} must have the form {scheme}://bucket/..., got bucket {bucket!r}. The name of "
+            "a bucket has 3 or more of a-z and 0-9, and in the middle also '.', '_' and '-'."
+            + (f" Did you mean {scheme}://{meant}?" if _BUCKET.fullmatch(meant) else "")
+        )
 
 
 # --- obstore ---------------------------------------------------------------------------------
@@ -162,7 +180,9 @@ _VARIABLE: Final = {
 }
 
 
-def open_store(scheme: str, bucket: str, settings: StoreSettings, *, tries: int = 1) -> Any:
+def open_store(
+    scheme: str, bucket: str, settings: StoreSettings, source: Source, *, tries: int = 1
+) -> Any:
     """Returns obstore's client of a bucket; it sends nothing yet.
 
     Args:
@@ -175,21 +195,21 @@ def open_store(scheme: str, bucket: str, settings: StoreSettings, *, tries: int 
     """
     try:
         from obstore.exceptions import BaseError
-    except ImportError as error:
+    except ImportError:
         raise UnsupportedFormat(
             f"{scheme}://{bucket} needs the package obstore: pip install obstore"
-        ) from error
+        ) from None
     try:
-        return _client(scheme, bucket, settings, tries)
+        return _client(scheme, bucket, settings, source, tries)
     except BaseError as error:
         text = str(error).partition("\n\nDebug source")[0]
         raise StoreError(
             f"{scheme}://{bucket}: {text}. Correct StoreSettings, or the variables of the "
             f"environment such as {_VARIABLE[scheme]}"
-        ) from error
+        ) from None
 
 
-def _client(scheme: str, bucket: str, settings: StoreSettings, tries: int) -> Any:
+def _client(scheme: str, bucket: str, settings: StoreSettings, source: Source, tries: int) -> Any:
     from obstore.store import AzureStore, GCSStore, S3Store
 
     options: dict[str, Any] = {
@@ -203,14 +223,11 @@ def _client(scheme: str, bucket: str, settings: StoreSettings, tries: int) -> An
             "max_retries": tries - 1,
             "retry_timeout": timedelta(seconds=settings.timeout_s),
         },
+        **source.options,
     }
-    if settings.credentials == "anonymous":
-        options["skip_signature"] = True
     if scheme == "gs":
         if settings.endpoint:
             options["base_url"] = settings.endpoint.rstrip("/")
-        if token := os.environ.get("GOOGLE_AUTH_TOKEN_FOR_TESTING"):
-            options["bearer_token"] = token
         return GCSStore(bucket, **options)
     if scheme == "az":
         if settings.endpoint:
@@ -237,37 +254,35 @@ def _s3_endpoint(bucket: str, settings: StoreSettings) -> str:
 
 
 def kvstore_spec(
-    scheme: str, bucket: str, settings: StoreSettings, path: str
+    scheme: str, bucket: str, settings: StoreSettings, source: Source, path: str
 ) -> dict[str, Any] | None:
-    """Returns TensorStore's spec of a directory of a bucket; None on Azure: it has no driver."""
-    if scheme == "az":
+    """Returns TensorStore's spec of a directory of a bucket.
+
+    Returns:
+        None if TensorStore cannot read it: it has no driver for Azure, and does not know how to
+        use every kind of credentials.
+    """
+    place = {"bucket": bucket, "path": path}
+    if (target := settings.grpc_endpoint) is not None:
+        timeout = f"{settings.timeout_s:g}s"  # of each try
+        return {"driver": "gcs_grpc", **place, "endpoint": target, "timeout": timeout}
+    if source.tensorstore is None:
         return None
     if scheme == "gs":
-        place = {"bucket": bucket, "path": path}
-        if (target := settings.grpc_endpoint) is not None:
-            timeout = f"{settings.timeout_s:g}s"  # of each try
-            return {"driver": "gcs_grpc", **place, "endpoint": target, "timeout": timeout}
         _set_gcs_endpoint(settings)
         return {"driver": "gcs", **place}
     spec: dict[str, Any] = {
         "driver": "s3",
-        "bucket": bucket,
-        "path": path,
+        **place,
         "aws_region": settings.region or "us-east-1",
-        "aws_credentials": {"type": _s3_credentials(settings)},
+        # Its chain would look for others first, and log what is missing.
+        "aws_credentials": {"type": source.tensorstore},
     }
     if settings.endpoint:
         spec["endpoint"] = _s3_endpoint(bucket, settings)
         if settings.virtual_hosted:
             spec["bucket"] = ""
     return spec
-
-
-def _s3_credentials(settings: StoreSettings) -> str:
-    # TensorStore's chain would look for files and ask the machine first, and log what is missing.
-    if settings.credentials == "default" and "AWS_ACCESS_KEY_ID" in os.environ:
-        return "environment"
-    return settings.credentials
 
 
 def _set_gcs_endpoint(settings: StoreSettings) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxckpt
-from jaxckpt.errors import StoreError
+from jaxckpt.errors import SaveFailed, StoreError
 from jaxckpt.storage import StoreSettings, locate, use_store
 from tests.commandline import cli
 from tests.stores.proxy import Answer
@@ -38,9 +38,10 @@ def shared_signature(container, permissions):
 
 
 def error_of(call):
-    """The text of a StoreError with all its causes."""
-    with pytest.raises(StoreError) as caught:
+    """The text of an error with all its causes, of which a StoreError is the first."""
+    with pytest.raises((StoreError, SaveFailed)) as caught:
         call()
+    assert isinstance(caught.value.__cause__ or caught.value, StoreError)
     return "".join(traceback.format_exception(caught.value))
 
 

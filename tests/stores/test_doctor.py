@@ -304,6 +304,10 @@ def test_a_wrong_url_is_wrong_usage(url):
         ("status code: 403: <Code>AuthorizationPermissionMismatch</Code>", "permission"),
         ("status code: 404 Not Found: <Code>ContainerNotFound</Code>", "bucket"),
         ("status code: 301 Moved Permanently", "region"),
+        ("redirect without LOCATION, normally an incorrectly configured region", "region"),
+        ("status code: 401 Unauthorized", "credentials"),
+        ("status code: 400 Bad Request: <Code>ExpiredToken</Code>", "credentials"),
+        ("'az account get-access-token' command failed", "credentials"),
         ("error sending request in 301.2ms", "silence"),
     ],
 )

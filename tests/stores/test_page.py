@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxckpt
+from jaxckpt.storage import _credentials as credentials_module
 from jaxckpt.storage import _requests as requests_module
 from jaxckpt.storage._bucket_checks import _PERMISSIONS
 from tests.commandline import cli
@@ -113,6 +114,18 @@ def test_readers_need_no_permission_to_write(request, proxied, name):
     assert [cli(verb, run)[0] for verb in ("ls", "show", "du")] == [0, 0, 0]
     with jaxckpt.CheckpointManager(run, mode="r") as reader:
         assert reader.restore(TREE)["step"] == 1
+
+
+def test_the_page_lists_how_to_sign_in():
+    """And each variable about asking the machine, whose last ones are other names of the first."""
+    variables = [names[0] for names in credentials_module._ADDRESSES.values()]
+    variables += credentials_module._NO_MACHINE.values()
+    variables += [f"{prefix}_SKIP_SIGNATURE" for prefix in credentials_module._PREFIXES.values()]
+    ways = [re.findall(r"`(.+?)`|([A-Z_]{9,})", way) for way in credentials_module.SIGN_IN.values()]
+
+    wanted = {*variables, *("".join(found) for way in ways for found in way)}
+    assert len(wanted) == 18
+    assert {one for one in wanted if f"`{one}" not in PAGE} == set()
 
 
 def test_the_page_lists_the_permissions_of_the_doctor():
