@@ -235,8 +235,8 @@ def test_the_search_works_in_pages_opened_from_the_disk(tmp_path: Path, page: st
 
 # What a user types, and the section that answers it.
 QUESTIONS = {
-    "aws profile": "howto.html#sign-in-to-a-cloud",
-    "gcloud": "howto.html#sign-in-to-a-cloud",
+    "aws profile": "howto.html#sign-in-to-a-cloud-with-an-aws-profile-sso-or-gcloud",
+    "gcloud": "howto.html#sign-in-to-a-cloud-with-an-aws-profile-sso-or-gcloud",
     "pytorch": "howto.html#read-the-weights-with-pytorch-or-hugging-face",
     "hugging face weights tree": "howto.html#restore-hugging-face-weights-into-my-tree",
     "wandb": "howto.html#log-the-times-of-saves-to-wandb",
