@@ -382,6 +382,24 @@ def test_nnx_state_comes_back(trip):
         assert np.array_equal(again(x), nnx.merge(graph, state)(x))
 
 
+def test_an_nnx_graph_that_comes_back_as_none_is_reported(tmp_path, caplog):
+    """A checkpoint cannot hold it; with a target, it is that of the target."""
+    graph, state = nnx.split(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    jaxckpt.save(tmp_path / "a", {"graph": graph, "state": state, "nothing": None})
+
+    got = jaxckpt.restore(tmp_path / "a")
+    (warning,) = [one.message for one in caplog.records if one.levelname == "WARNING"]
+    again = jaxckpt.restore(tmp_path / "a", {"graph": graph, "state": state, "nothing": None})
+
+    assert (got["graph"], got["nothing"]) == (None, None)
+    assert warning == (
+        f"{tmp_path}/a: graph is None, because a {type(graph).__module__}.GraphDef cannot be "
+        "restored from a checkpoint; pass `like`"
+    )
+    assert again["graph"] is graph
+    assert len([one for one in caplog.records if one.levelname == "WARNING"]) == 1
+
+
 def test_nnx_pure_dicts_and_frozen_dicts(trip):
     """Plain dicts with int keys, and Flax's FrozenDict."""
     model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))

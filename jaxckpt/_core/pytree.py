@@ -4,7 +4,6 @@
 containers as data. `rebuild` puts it together again without a target.
 
 A container class is rebuilt only if it belongs to a library on the list below. The library is
-import math
 imported by its name in the list; the class name in the file is then looked up among existing
 classes, and the class must be a namedtuple or a registered pytree node. Nothing else is run.
 """

@@ -260,10 +260,14 @@ def _read(
         _logger.warning(
             "%s: %d arrays cannot be split as they were saved, and are replicated along some axes "
             "of this mesh, for example %s",
-            source.where,
-            len(chooser.replicated),
-            next(iter(chooser.replicated)),
+            *(source.where, len(chooser.replicated), next(iter(chooser.replicated))),
         )
+    for leaf in matched.leaves:
+        if leaf.saved.container is not None and values[leaf.path] is None:
+            _logger.warning(
+                "%s: %s is None, because a %s cannot be restored from a checkpoint; pass `like`",
+                *(source.where, path_text(leaf.path), ".".join(leaf.saved.container.cls or ())),
+            )
     resized = tuple(path_text(plan.path) for plan in plans if plan.resized)
     report = replace(matched.report, cast=_casts(plans), resized=resized)
     return _Read(opened=item, values=values, report=report)
