@@ -41,10 +41,10 @@ __all__ = [
 
 Operation = Literal["save", "restore"]
 PHASES: Final = ("snapshot", "wait", "find", "read", "place", "copy", "write", "meet", "commit")
-_MAX_LINES: Final = 200
+MAX_LINES: Final = 200
 _ROOT: Final = "(the tree itself)"
 _NUMBERS: Final = ("differ", "at most", "relative", "NaN")
-_DIFF_HEAD: Final = ("leaf", "type", *_NUMBERS)
+DIFF_HEAD: Final = ("leaf", "type", *_NUMBERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +76,9 @@ class Progress:
 OnProgress = Callable[[Progress], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Timing:
-    """The time that a save or a restore took in this process.
+    """The time that a save or a restore took in this process; as text, a sentence.
 
     Attributes:
         kind: "save" or "restore".
@@ -106,7 +106,7 @@ class Timing:
         seconds = self.seconds - self.phases.get("wait", 0.0)
         return self.total_bytes / 1e9 / seconds if seconds > 0 else 0.0
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         verb = "saved" if self.kind == "save" else "restored"
         phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.phases.items())
         slowest = "" if self.slowest is None else f"; slowest was process {self.slowest}"
@@ -341,7 +341,7 @@ class LeafDiff:
         return self.a if self.a == self.b else f"{self.a} -> {self.b}"
 
     def _cells(self) -> list[str]:
-        """Returns the columns of `_DIFF_HEAD`."""
+        """Returns the columns of `DIFF_HEAD`."""
         values = "" if self.differing is None else f"{self.differing} of {self.size}"
         cells = [printable(self.path) or _ROOT, self._what, values]
         if self.max_abs is None:
@@ -389,12 +389,12 @@ class DiffReport:
         title = f"{self.a} -> {self.b}: {result}, {counted(self.same, 'leaf')} the same"
         if self.equal:
             return title
-        columns = zip(["", *_DIFF_HEAD], *self._rows(), strict=True)
+        columns = zip(["", *DIFF_HEAD], *self._rows(), strict=True)
         used = [column for column in columns if any(column[1:])]
         lines = aligned(list(zip(*used, strict=True)), right=[c[0] in _NUMBERS for c in used])
         head, *rows = lines
-        if len(rows) > _MAX_LINES:
-            rows[_MAX_LINES:] = [f"... and {len(rows) - _MAX_LINES} more"]
+        if len(rows) > MAX_LINES:
+            rows[MAX_LINES:] = [f"... and {len(rows) - MAX_LINES} more"]
         return "\n".join([title, head, *rows])
 
     def _rows(self) -> Iterator[list[str]]:

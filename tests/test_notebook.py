@@ -341,6 +341,22 @@ def test_a_manager_is_its_steps_and_why_they_are_kept(tmp_path):
     assert html.count('<svg class="jc-timeline"') == 1
 
 
+def test_a_reader_shows_what_the_policy_of_the_job_keeps(tmp_path):
+    """As the report does; a policy of the reader's own comes first."""
+    losses = {1: 0.5, 2: 0.1, 3: 0.4, 4: 0.3}
+    keep = KeepPolicy(last=2, best=1, metric="loss")
+    with trained(tmp_path, keep, {n: {"loss": x} for n, x in losses.items()}):
+        pass
+
+    def tags(**options):
+        with jaxckpt.CheckpointManager(tmp_path, mode="r", **options) as manager:
+            return re.findall(r"jc-tag( jc-best)?\">(.*?)<", manager._repr_html_())
+
+    last, best = ("", "last 2"), (" jc-best", "best 1 by loss")
+    assert tags() == [("", "newest"), last, last, best]
+    assert ("", "last 1") in tags(keep=KeepPolicy(last=1))
+
+
 def test_a_manager_shows_what_is_under_way(tmp_path):
     """A save that has not ended is a mark of its own, and no row."""
     gate, here = threading.Event(), threading.current_thread()

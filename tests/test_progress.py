@@ -394,6 +394,18 @@ def test_waiting_is_left_out_of_the_rate():
     assert TIMING.gb_per_s == 0.5
 
 
+def test_a_timing_is_a_sentence():
+    """As the last value of a notebook's cell, too."""
+    assert (
+        repr(TIMING)
+        == str(TIMING)
+        == (
+            "saved /run/7: 2000000000 bytes here in 5.00 s, 500 MB/s "
+            "(snapshot 0.50, wait 1.00, write 3.50 s)"
+        )
+    )
+
+
 def test_tensorboard_gets_every_number(tmp_path):
     """Real event files hold them, under the step."""
     from tensorboardX import SummaryWriter
