@@ -9,20 +9,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from click.shell_completion import BashComplete
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt import CheckpointManager
 from jaxckpt.cli._app import app
-from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage
 from tests.commandline import TIMEOUT_S, cli, on_terminal, process, said_json
 from tests.golden.fixture import golden_names
+
+COMMANDS = {
+    name: app.get_command(click.Context(app), name)
+    for name in app.list_commands(click.Context(app))
+}
 
 
 def tree(mesh, scale=1.0):
@@ -132,8 +138,9 @@ def test_metrics_that_json_has_no_word_for_are_texts(ram_path):
     assert found["steps"][0]["metrics"] == {"a": "NaN", "b": "Infinity", "c": "-Infinity"}
 
 
-def test_ls_of_a_place_without_steps_says_so(ram_path):
-    """An empty directory is a run without steps; strays are counted once they are many."""
+def test_ls_of_a_run_without_steps_says_so(ram_path):
+    """As when its job has just started; strays are counted once they are many."""
+    CheckpointManager(ram_path).close()
     for i in range(30):
         (ram_path / f"notes-{i:02}").mkdir()
 
@@ -174,7 +181,8 @@ def test_show_draws_the_tree(root):
     assert f"{root}/300 item 'state': 4 leaves" in out
     assert "other items: config, metrics" in out
     row = next(line for line in out.splitlines() if "─ w " in line)
-    assert row.split() == "│ └─ w float32[8,4] P('x', 'y') on (x=4, y=2) 128 B".split()
+    assert row.split() == "│ └─ w float32[8,4] P('x', 'y') 128 B".split()
+    assert "\nmesh: x=4, y=2\n" in out
     assert "├─ name" in out
 
 
@@ -377,6 +385,39 @@ def test_verify_says_good_or_bad(root):
     assert found["problems"][0]["message"] in said
 
 
+def truncated(folder):
+    """Cuts the largest file in two; returns it, and how large it was."""
+    file = max(folder.rglob("*"), key=lambda path: path.stat().st_size)
+    size = file.stat().st_size
+    os.truncate(file, size // 2)
+    return file, size
+
+
+@pytest.fixture
+def many(ram_path):
+    """A run of two steps of twenty leaves."""
+    root = ram_path / "run"
+    with CheckpointManager(root) as manager:
+        for step in (1, 2):
+            manager.save(step, {f"w{i:02}": np.full(9000, i + step) for i in range(20)})
+    return root
+
+
+def test_verify_tells_the_problem_of_a_file_once(many):
+    """With all leaves that it concerns."""
+    file, size = truncated(many / "2" / "state")
+
+    _, said, _ = cli("verify", many, 2)
+    _, found = said_json("verify", many, 2)
+
+    leaves = [problem["leaf"] for problem in found["problems"][1:]]
+    assert len(leaves) > 5
+    assert said.splitlines()[1:] == [
+        f"  bad: {file} has {size // 2} bytes, expected {size}",
+        f"    of {len(leaves)} leaves: {', '.join(leaves)}",
+    ]
+
+
 def test_a_pin_is_no_stray_file_of_a_step(root):
     """Verify knows what it is."""
     _, found = said_json("verify", root / "200")
@@ -551,6 +592,9 @@ def test_a_number_is_only_a_step_after_a_run(root, tmp_path, monkeypatch):
         ("rm nowhere 1", ["{cwd}/nowhere: no such", "{cwd} contains "]),
         ("ls file", ["{cwd}/file is a file, not a directory", "the directory that contains the"]),
         ("ls weights", ["{cwd}/weights is a checkpoint, not a run"]),
+        ("ls empty", ["{cwd}/empty is not a run: it has no steps. It contains nothing"]),
+        ("scrub empty", ["{cwd}/empty is not a run: it has no steps"]),
+        ("report notes", ["{cwd}/notes is not a run: it has no steps. It contains a"]),
         ("report run/300", ["is a checkpoint, not a run", "Did you mean {cwd}/run?"]),
         ("show run/300 prams", ["error: 'prams' matches no leaf. Did you mean 'params'?"]),
         ("show run 9", ["error: '9' matches no leaf", "The run has no step 9 either"]),
@@ -577,12 +621,15 @@ def test_a_number_is_only_a_step_after_a_run(root, tmp_path, monkeypatch):
         ("rm weights", ["Name the steps", "{cwd}/weights is not a run, nor a step of one"]),
         ("unpin run/9", ["{cwd}/run has no committed step 9. It has 100, 200, 300"]),
         ("gc run --best 1", ["--best needs --metric"]),
+        ("gc notes --last 1", ["{cwd}/notes is not a run: it has no steps. It contains a"]),
     ],
 )
 def test_a_mistake_is_answered_with_the_place_and_what_to_do(root, command, parts, monkeypatch):
     """What was wanted, what is there, and the option that helps; nothing is changed."""
     monkeypatch.chdir(root.parent)
     Path("file").write_text("hello")
+    Path("empty").mkdir()
+    Path("notes/a").mkdir(parents=True)
     for name in ("m.safetensors", "m.npz"):
         Path(name).write_bytes(b"12345678")
     jaxckpt.save("weights", {"w": 1})
@@ -699,15 +746,36 @@ def test_a_terminal_without_the_signs_gets_all_lines(root):
 
 
 def test_version_and_help():
-    """The program and each command have them."""
+    """The program and each command have them; no line is wider than the terminal."""
     assert cli("--version")[:2] == (0, f"jaxckpt, version {jaxckpt.__version__}\n")
-    code, out, _ = cli("--help")
-    assert code == 0
-    commands = out.partition("Commands:")[2].partition("Exit codes")[0]
-    names = [line.split()[0] for line in commands.splitlines() if line.strip()]
-    assert len(names) == 20
-    for name in names:
+    assert cli("--help")[0] == 0
+    for name, command in COMMANDS.items():
+        for columns in (60, 80):
+            text = command.get_help(click.Context(command, info_name=name, terminal_width=columns))
+            assert max(map(len, text.splitlines())) <= columns
         assert cli(name, "--help")[0] == 0
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_the_help_has_the_commands_in_groups(columns):
+    """Those of `docs/cli.md`, with a line for each command where 80 columns are available."""
+    text = app.get_help(click.Context(app, info_name="jaxckpt", terminal_width=columns))
+
+    sections = re.findall(r"^(\S.*):\n((?:  .*\n)+)", text, re.MULTILINE)
+    found = {
+        title: re.findall(r"^  ([a-z]+) ", body, re.MULTILINE)
+        for title, body in sections
+        if title != "Options"
+    }
+    table = re.findall(r"^\| (\[`.*?) \| (.*?) \|$", PAGE, re.MULTILINE)
+    assert found == {
+        what[0].upper() + what[1:].replace("`", ""): re.findall(r"`([a-z]+)`", names)
+        for names, what in table
+    }
+    assert "..." not in text.replace("[ARGS]...", "")
+    lines = [line for _, body in sections[1:] for line in body.splitlines()]
+    assert max(map(len, lines)) <= columns
+    assert (len(lines) == len(COMMANDS) == 20) == (columns == 80)
 
 
 def test_a_warning_is_told_on_stderr(root):
@@ -758,19 +826,74 @@ def test_rows_about_steps_fit_a_narrow_terminal(root, columns):
     assert [len(re.findall(rf"^{n} ", used, re.M)) for n in (100, 200, 12345678)] == [1, 1, 1]
 
 
+def rows_on(columns, *argv):
+    """The rows of the table that a command shows on a terminal of this width."""
+    _, seen = on_terminal(*argv, COLUMNS=str(columns), NO_COLOR="1")
+    lines = re.sub(r"\x1b\[[0-9;]*[mK]", "", seen).splitlines()
+    start = next(i for i, line in enumerate(lines) if set(line) == {"─"})
+    assert len(lines[start]) <= columns
+    return [line.rstrip() for line in lines[start - 1 :]]
+
+
 def test_a_narrow_terminal_folds_prose_and_nothing_else(root):
     """Numbers and names stay in one piece, however many columns there are."""
-    tree = root / "300" / "state" / names.TREE_METADATA
-    tree.write_bytes(tree.read_bytes()[::-1])
+    program = root.parent / "p.py"
+    program.write_text("from orbax.checkpoint import CheckpointManager, logging, nothing\n")
 
-    _, read = on_terminal("scrub", root, "-n", COLUMNS="60", NO_COLOR="1")
-    _, shown = on_terminal("show", root, "--stats", COLUMNS="40", NO_COLOR="1")
+    head, _, *rows = rows_on(110, "migrate", program)
 
-    lines = read.splitlines()
-    (first,) = [i for i, line in enumerate(lines) if re.search(r"300 .*BAD", line)]
-    assert "is damaged" not in lines[first]
-    assert "is damaged" in " ".join(" ".join(lines[first + 1 :]).split())
-    assert re.search(r"─ w +float32\[8,4\] +128 B +200 +200 +200 ", shown)
+    assert head.split() == ["place", "name", "drop-in", "why"]
+    assert len(rows) > 4
+
+
+@pytest.mark.parametrize(
+    ("columns", "spared"), [(85, "std"), (72, "std norm zeros"), (50, "std norm zeros bytes type")]
+)
+def test_the_numbers_of_leaves_fit_a_narrow_terminal(root, columns, spared):
+    """The standard deviation, the norm and the zeros leave first, then size and type."""
+    everything = "leaf type bytes min max mean std norm nan inf zeros".split()
+
+    head, _, *rows = rows_on(columns, "show", root, "--stats")
+
+    assert head.split() == [name for name in everything if name not in spared.split()]
+    assert re.search(r"─ w .* 300 +300 +300 ", "\n".join(rows))
+
+
+def test_the_shardings_of_leaves_fit_a_narrow_terminal(root):
+    """They leave the table; types and sizes stay."""
+    assert rows_on(60, "show", root)[0].split() == ["leaf", "type", "sharding", "bytes"]
+    assert rows_on(40, "show", root)[0].split() == ["leaf", "type", "bytes"]
+
+
+def test_differences_fit_a_narrow_terminal(root):
+    """The names and how much differs stay; a pipe gets everything."""
+    argv = ("diff", root, 100, 300)
+    everything = ["leaf", "type", "differ", "at", "most", "relative"]
+
+    assert rows_on(50, *argv)[0].split() == ["leaf", "differ", "at", "most"]
+    assert rows_on(80, *argv)[0].split() == everything
+    assert cli(*argv)[1].splitlines()[1].split() == everything
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_scrub_has_a_line_for_each_step_and_says_what_to_do(many, columns):
+    """A truncated file has many problems: file, first leaf, and how many more."""
+    truncated(many / "2" / "state")
+
+    head, _, *rows = rows_on(columns, "scrub", many, "-n")
+    _, piped, _ = cli("scrub", many, "--dry-run")
+
+    more = len(said_json("verify", many, 2)[1]["problems"]) - 2
+    assert head.split() == ["step", "state", "read", "what"]
+    assert re.fullmatch(r" *1   good .*", rows[0])
+    assert re.fullmatch(rf" *2   BAD .* state/d/[0-9a-f]{{8}}…, leaf w\d\d, \+{more}", rows[1])
+    assert rows[2].startswith(f"{many}: 2 steps read, 1 damaged"[:columns])
+    assert re.search(rf"state/d/[0-9a-f]{{8}}…, leaf w\d\d, \+{more}\n", piped)
+    assert piped.splitlines()[-3:] == [
+        f"All problems of a step:  jaxckpt verify {many} 2",
+        f"Mend from a copy:        jaxckpt heal {many} OTHER",
+        f"Set damaged steps aside: jaxckpt scrub {many}",
+    ]
 
 
 def test_colors_can_be_turned_off(root):
@@ -837,6 +960,33 @@ def test_quick_commands_import_neither_jax_nor_tensorstore(root, command):
     assert (done.returncode, done.stderr) == (0, "set()\n")
 
 
+def test_help_and_version_import_only_what_they_need():
+    """No array library, and of our commands only the one that is asked for."""
+    code = """
+import sys
+from jaxckpt.cli import main
+heavy = {"jax", "numpy", "tensorstore", "obstore", "rich"}
+main(["--version"])
+main(["ls", "--help"])
+ours = {name for name in sys.modules if name.startswith("jaxckpt.cli.")}
+for name in sys.argv[1:]:
+    main([name, "--help"])
+main(["--help"])
+print(sorted(ours), heavy & {*sys.modules}, file=sys.stderr)
+"""
+
+    done = subprocess.run(
+        [sys.executable, "-c", code, *COMMANDS],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
+    )
+
+    ours = [f"jaxckpt.cli.{name}" for name in ("_app", "_look", "_options", "_output")]
+    assert done.stderr == f"{ours} set()\n"
+
+
 def test_without_its_extra_it_says_what_to_install(root):
     """One line and exit code 2."""
     code = "import sys; sys.modules['click'] = None; import jaxckpt.cli as c; sys.exit(c.main())"
@@ -891,6 +1041,42 @@ def test_a_shell_completes_the_line(root, words, wanted):
     assert done.stderr == ""
 
 
+# What stands before the step in the line.
+STEP_AFTER = {
+    **dict.fromkeys(("ls", "show", "du", "verify", "diff", "convert", "cp", "export"), "{root}"),
+    **dict.fromkeys(("fork", "pin", "unpin", "rm"), "{root}"),
+    "upload": "{root} elsewhere --step",
+}
+WITHOUT_STEPS = {"report", "scrub", "doctor", "import", "heal", "gc", "migrate"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_steps_of_every_command_complete(root, name):
+    """After the path of the run; nothing after a path that is no run."""
+
+    def completed(line, incomplete):
+        line = line.format(root=root).split()
+        found = BashComplete(app, {}, "jaxckpt", "_").get_completions([name, *line], incomplete)
+        return [item.value for item in found if item.type == "plain"]
+
+    line = STEP_AFTER.get(name, "{root}")
+    wanted = [] if name in WITHOUT_STEPS else ["100"]
+
+    assert completed(line, "1") == wanted
+    assert completed(line.replace("{root}", "{root}-nowhere"), "1") == []
+
+
+def test_the_second_step_of_diff_completes(root):
+    """It is a step of the same run; a number before it that is no step is not an error."""
+
+    def completed(*line):
+        found = BashComplete(app, {}, "jaxckpt", "_").get_completions([*map(str, line)], "")
+        return [item.value for item in found if item.type == "plain"]
+
+    assert completed("diff", root, 100) == ["100", "200", "300"]
+    assert completed("ls", root, 150) == ["100", "200", "300"]
+
+
 def test_bash_takes_the_completion_script():
     """It defines what bash then calls."""
     script = process(_JAXCKPT_COMPLETE="bash_source").stdout
@@ -916,14 +1102,14 @@ SECTIONS = {
 WITHOUT_SECTION = {"cp": "convert", "unpin": "pin"}
 
 
-@pytest.mark.parametrize("name", sorted(app.commands))
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_documented(name):
     """Each option is in the section of its command; `unpin` and `cp` share a section."""
     section = SECTIONS[WITHOUT_SECTION.get(name, name)]
 
     options = [
         option
-        for parameter in app.commands[name].params
+        for parameter in COMMANDS[name].params
         if parameter.param_type_name == "option"
         for option in (*parameter.opts, *parameter.secondary_opts)
         if option.startswith("--")

@@ -57,6 +57,7 @@ _ROOT_FILES: Final = frozenset(
     {names.RUN, names.OWNER, names.DOOMED, names.LOCK, names.ROOT_METADATA, names.DISK}
 )
 
+STRAY: Final = "not part of the run; left alone"
 _RUN_IS: Final = "A run is the directory that contains the steps."
 
 State = Literal["committed", "torn", "unreadable"]
@@ -111,7 +112,7 @@ def _describe(name: str, listing: Listing) -> str | None:
     if is_temporary_file(name):
         return "a small file being written, or left by a writer that died"
     if listing.naming.step(name) is None:
-        return "not part of the run; left alone"
+        return STRAY
     if listing.entries[name].kind != "dir":
         return "named like a step, but not a directory"
     return None

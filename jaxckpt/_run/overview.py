@@ -42,9 +42,7 @@ class StepOverview:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     pinned: bool = False
     problem: str | None = None  # why the step cannot be restored; None if it is complete
-    unreadable: bool = (
-        False  # whether that is an error of reading, which says nothing about the step
-    )
+    unreadable: bool = False  # whether only reading failed, so that the step may be good
     writer: str = ""  # program and version, as far as known
     lineage: Mapping[str, Any] = field(default_factory=dict)  # the checkpoint that it came from
     custom_metadata: Mapping[str, Any] = field(default_factory=dict)

@@ -3,24 +3,69 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import click
 
 from jaxckpt._version import __version__
-from jaxckpt.cli import _check, _doctor, _keep, _look, _make, _migrate, _output
+from jaxckpt.cli import _output
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint
 
 _NAME = "jaxckpt"
 _PIPE_CLOSED = 128 + 13  # SIGPIPE: the reader has exited, as `head` does
 _STOPPED = 128 + 2  # SIGINT
 
+# The commands by group, as in docs/cli.md, with the module of each.
+_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
+    "Show what there is, without changing anything": {"_look": "ls show du report"},
+    "Check checkpoints, and places for them": {"_check": "verify diff scrub", "_doctor": "doctor"},
+    "Copy checkpoints": {"_make": "convert cp export import fork upload"},
+    "Mend, keep or delete steps": {"_make": "heal", "_keep": "pin unpin rm gc"},
+    "Change programs from Orbax to jaxckpt.orbax": {"_migrate": "migrate"},
+}
+_HOMES: Final = {
+    name: module
+    for group in _GROUPS.values()
+    for module, names in group.items()
+    for name in names.split()
+}
+_FUNCTIONS: Final = {"cp": "convert", "import": "import_"}  # where that is not the name
+
+
+class _Commands(click.Group):
+    """The commands. Each is imported when it is used, so that all start quickly."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*_HOMES]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _HOMES:
+            return None
+        module = importlib.import_module(f"jaxckpt.cli.{_HOMES[cmd_name]}")
+        return getattr(module, _FUNCTIONS.get(cmd_name, cmd_name))
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        widest = max(map(len, _HOMES))  # so that the groups have the same columns
+        for title, group in _GROUPS.items():
+            names = " ".join(group.values()).split()
+            with formatter.section(title):
+                formatter.write_dl([(f"{n:<{widest}}", self._summary(ctx, n)) for n in names])
+
+    def _summary(self, ctx: click.Context, name: str) -> str:
+        command = self.get_command(ctx, name)
+        if command is None or command.name != name:
+            return f"Another name of {command and command.name}."
+        return command.get_short_help_str(1000)  # a longer one wraps, and is not cut off
+
 
 @click.group(
+    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 success; 1 damage or a difference; 2 usage error, failure or declined.",
 )
@@ -30,16 +75,6 @@ _STOPPED = 128 + 2  # SIGINT
 def app(context: click.Context, debug: bool) -> None:
     """Inspect, check, convert and clean up checkpoints of JAX programs, jaxckpt's and Orbax's."""
     context.obj = debug
-
-
-for _command in (
-    *(_look.ls, _look.show, _look.du, _look.report),
-    *(_check.verify, _check.diff, _check.scrub, _doctor.doctor),
-    *(_make.convert, _make.export, _make.import_, _make.fork, _make.upload, _make.heal),
-    *(_keep.pin, _keep.unpin, _keep.rm, _keep.gc, _migrate.migrate),
-):
-    app.add_command(_command)
-app.add_command(_make.convert, "cp")
 
 
 class _Warning(logging.Formatter):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from jaxckpt._core.text import counted, size_text
 from jaxckpt.cli import _options, _output
-from jaxckpt.cli._output import Styled
+from jaxckpt.cli._output import Cell, Parts, Styled
 
 if TYPE_CHECKING:
     from jaxckpt._run.deletion import Deletion
-    from jaxckpt.types import DiffReport, VerifyReport
+    from jaxckpt.types import DiffReport, Problem, VerifyReport
+
+_HASH: Final = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{24}\b")
 
 
 @click.command(cls=_options.OnSteps)
@@ -45,9 +48,18 @@ def _print_report(found: VerifyReport) -> None:
         f". Read {counted(found.files, 'file')} and {counted(found.leaves, 'leaf')}, "
         f"{size_text(found.size_bytes)}.",
     )
+    files: dict[str | None, list[Problem]] = {}
     for problem in found.problems:
-        what = "unreadable" if problem.unreadable else "bad"
-        _output.echo(f"  {what}: {problem.message}")
+        files.setdefault(problem.file, []).append(problem)
+    for file, problems in files.items():
+        told = problems if file is None else problems[:1]
+        for problem in told:
+            what = "unreadable" if problem.unreadable else "bad"
+            _output.echo(f"  {what}: {problem.message}")
+        leaves = [problem.leaf for problem in problems[len(told) :] if problem.leaf]
+        if leaves:
+            also = "and " if told[0].leaf else ""
+            _output.echo(f"    of {also}{counted(len(leaves), 'leaf')}: {', '.join(leaves)}")
     for what in found.unchecked:
         _output.echo(f"  unchecked: {what}")
 
@@ -96,9 +108,25 @@ def diff(
     )
     if as_json:
         _output.print_json(_differences(found))
-    else:
+    elif found.equal or not sys.stdout.isatty():
         _output.echo(str(found))
+    else:
+        _print_differences(found)
     return 0 if found.equal else 1
+
+
+def _print_differences(found: DiffReport) -> None:
+    """Prints differences as their text does, but fits them to a terminal."""
+    from jaxckpt.types import DIFF_HEAD, MAX_LINES
+
+    head, rows = ["", *DIFF_HEAD], [*found._rows()]  # private, but of this package
+    for name in DIFF_HEAD:
+        if not any(row[head.index(name)] for row in rows):
+            head, rows = _output.without(head, rows, name)
+    _output.echo(str(found).partition("\n")[0])
+    _output.print_table(head, rows[:MAX_LINES], right=head[3:], spare=("relative", "type", "NaN"))
+    if len(rows) > MAX_LINES:
+        _output.echo(f"... and {len(rows) - MAX_LINES} more")
 
 
 def _differences(found: DiffReport) -> dict[str, object]:
@@ -121,15 +149,15 @@ def scrub(root: str, dry_run: bool, yes: bool, no_job: bool, as_json: bool) -> i
     Setting aside renames a step so that nothing restores it; nothing is deleted. Damaged steps
     written by other programs are only reported. Refused while a running job writes the run.
     """
-    from jaxckpt._run.index import existing_root
-    from jaxckpt.cli._owned import run_at
+    from jaxckpt.cli._owned import existing_run, run_at
 
-    storage, where = existing_root(root)
+    storage, where = existing_run(root)
     run = run_at(storage, where)
     reports = read_steps(run, run.index.present())
     damaged = [number for number, report in reports.items() if report.damaged]
     if not as_json:
         _print_reports(where, reports)
+        _print_next(where, reports, aside=dry_run)
     aside: list[int] = []
     if damaged and any(report.ok for report in reports.values()) and not dry_run:
         names = ", ".join(map(str, damaged))
@@ -148,29 +176,54 @@ def read_steps(run: Deletion, numbers: Sequence[int]) -> dict[int, VerifyReport]
     from jaxckpt._run import scrub as _scrub
 
     reports: dict[int, VerifyReport] = {}
-    for i, number in enumerate(numbers, 1):
-        if sys.stderr.isatty():
-            _output.note(f"reading step {number} ({i} of {len(numbers)})")
-        report = _scrub.look(run.leases, number)
-        if report is not None:  # None if the step was deleted meanwhile
-            reports[number] = report
+    try:
+        for i, number in enumerate(numbers, 1):
+            _output.progress(f"reading step {number} ({i} of {len(numbers)})")
+            report = _scrub.look(run.leases, number)
+            if report is not None:  # None if the step was deleted meanwhile
+                reports[number] = report
+    finally:
+        _output.progress("")
     return reports
 
 
 def _print_reports(root: str, reports: dict[int, VerifyReport]) -> None:
-    rows: list[list[str | Styled]] = []
+    rows: list[list[Cell]] = []
     for number, found in reports.items():
         state = Styled("good", "green") if found.ok else Styled(_bad(found), "bold red")
-        what = "; ".join(problem.message for problem in found.problems[:3])
-        more = f"; and {len(found.problems) - 3} more" if len(found.problems) > 3 else ""
+        what = summary(found)
         if found.ok and found.unchecked:
-            what = f"{len(found.unchecked)} unchecked: {found.unchecked[0]}"
-        rows.append([str(number), state, size_text(found.size_bytes), what + more])
+            first = found.unchecked[0].replace(f"{found.path}/", "")
+            what = Parts((f"{len(found.unchecked)} unchecked: {first}",))
+        rows.append([str(number), state, size_text(found.size_bytes), what])
     if rows:
-        _output.print_table(
-            ["step", "state", "read", "what"], rows, right=("step", "read"), fold="what"
-        )
-    _output.echo(f"{root}: {counted(len(reports), 'step')} read")
+        _output.print_table(["step", "state", "read", "what"], rows, right=("step", "read"))
+    damaged = sum(report.damaged for report in reports.values())
+    more = f", {damaged} damaged" if damaged else ""
+    _output.echo(f"{root}: {counted(len(reports), 'step')} read{more}")
+
+
+def summary(report: VerifyReport) -> Parts:
+    """Returns the problems of a step for one line: a file, its first leaf, how many more."""
+    if report.ok:
+        return Parts(())
+    bad = next((one for one in report.problems if one.leaf is not None), report.problems[0])
+    where = bad.message if bad.leaf is None else bad.file or bad.message
+    where = " ".join(where.replace(f"{report.path}/", "").split())
+    texts = (_HASH.sub(r"\1…", where), *([] if bad.leaf is None else [f"leaf {bad.leaf}"]))
+    same = sum(one.file == bad.file and one.leaf in (None, bad.leaf) for one in report.problems)
+    return Parts(texts, more=len(report.problems) - same)
+
+
+def _print_next(root: str, reports: dict[int, VerifyReport], *, aside: bool) -> None:
+    """Prints what to run if steps are not good."""
+    bad = [number for number, report in reports.items() if not report.ok]
+    if bad:
+        _output.echo(f"All problems of a step:  jaxckpt verify {root} {bad[0]}")
+    if any(report.damaged for report in reports.values()):
+        _output.echo(f"Mend from a copy:        jaxckpt heal {root} OTHER")
+        if aside:
+            _output.echo(f"Set damaged steps aside: jaxckpt scrub {root}")
 
 
 def _set_aside(run: Deletion, numbers: list[int], *, no_job: bool, say: bool) -> list[int]:

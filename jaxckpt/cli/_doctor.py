@@ -21,10 +21,10 @@ _STYLES: Final = {"ok": "green", "failed": "bold red", "skipped": ""}
 @click.argument("path", type=_options.PATH)
 @_options.as_json
 def doctor(path: str, as_json: bool) -> int:
-    """Try out a bucket or directory for checkpoints, and say what to do about each failure.
+    """Try out a bucket or directory for checkpoints.
 
-    PATH is the root of a run, or where one is to be. The checks write up to 64 MiB below a
-    temporary name there and delete it.
+    Says what to do about each failure. PATH is the root of a run, or where one is to be. The checks
+    write up to 64 MiB below a temporary name there and delete it.
     """
     from jaxckpt.storage._doctor import examine
 

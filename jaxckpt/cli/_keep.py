@@ -27,24 +27,12 @@ if TYPE_CHECKING:
     from jaxckpt._run.retention import KeepPolicy
 
 
-def _complete_steps(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    """Returns the steps of the run named before, for shell completion."""
-    from jaxckpt.cli._owned import run_at
-    from jaxckpt.storage import locate
-
-    try:
-        numbers = run_at(*locate(context.params["path"])).index.listing().steps
-    except (KeyError, OSError, ValueError):
-        return []  # an error would be printed into the line being typed
-    return [str(number) for number in numbers if str(number).startswith(incomplete)]
-
-
 _steps = click.argument(
     "steps",
     nargs=-1,
     type=click.IntRange(min=0),
     metavar="[STEP]...",
-    shell_complete=_complete_steps,
+    shell_complete=_options.complete_steps,
 )
 
 
@@ -318,10 +306,9 @@ def gc(
     ones go; if one is damaged, deletes nothing. Moves steps instead if the run was opened with
     KeepPolicy(move_to=...). Refused while a running job writes the run.
     """
-    from jaxckpt._run.index import existing_root
     from jaxckpt._run.overview import overview
     from jaxckpt._run.retention import KeepPolicy
-    from jaxckpt.cli._owned import owned, run_at
+    from jaxckpt.cli._owned import existing_run, owned, run_at
 
     if best is not None and metric is None:
         raise click.UsageError("--best needs --metric, the name of the metric to rank by.")
@@ -337,7 +324,7 @@ def gc(
     )
     if not policy.has_rules:
         raise click.UsageError("Pass at least one rule for the steps to keep, such as --last 3.")
-    storage, where = existing_root(root)
+    storage, where = existing_run(root)
     found = overview(where)
     seen = run_at(storage, where, keep=found.keep)
     _check_metric(found, policy)
@@ -384,7 +371,7 @@ def _verify_kept(found: RunOverview, planned: Plan) -> None:
         ValueError: one is damaged or cannot be read.
     """
     from jaxckpt._run.index import existing_root
-    from jaxckpt.cli._check import read_steps
+    from jaxckpt.cli._check import read_steps, summary
     from jaxckpt.cli._owned import run_at
 
     oldest = min(planned.delete)
@@ -392,15 +379,16 @@ def _verify_kept(found: RunOverview, planned: Plan) -> None:
     run = run_at(*existing_root(found.path))
     reports = read_steps(run, [number for number in stay if number in planned.keep])
     bad = [
-        f"step {n}: {report.problems[0].message}"
-        for n, report in reports.items()
-        if report.problems
+        f"  step {number}: {_output.joined(summary(report))}"
+        for number, report in reports.items()
+        if not report.ok
     ]
     if bad:
+        lines = "\n".join(bad)
         raise ValueError(
-            f"{found.path}: nothing was deleted, because steps that would stay are damaged or "
-            f"cannot be read: {'; '.join(bad)}. To set damaged steps aside, run: jaxckpt scrub "
-            f"{found.path}. To delete without this check, pass --no-verify."
+            f"{found.path}: nothing was deleted, because steps that would stay are not good:\n"
+            f"{lines}\nSet damaged steps aside: jaxckpt scrub {found.path}\n"
+            "Delete without this check: pass --no-verify"
         )
 
 

@@ -37,6 +37,7 @@ def ls(path: str, local: str | None, as_json: bool) -> None:
     committed and every file has its size.
     """
     from jaxckpt._run.overview import RunOverview, overview, step_overview, with_local
+    from jaxckpt.cli._owned import existing_run
 
     step = step_overview(path)
     if step is None:
@@ -46,6 +47,8 @@ def ls(path: str, local: str | None, as_json: bool) -> None:
     places: dict[int, list[str]] = {}
     if local is not None:
         found, places = with_local(found, local)
+    if not found.steps:
+        existing_run(path)  # else an error says what is there
     if as_json:
         facts = run_facts(found)
         for fact in facts["steps"] if places else ():
@@ -84,7 +87,8 @@ def print_steps(
     for step in steps:
         if step.problem is not None:
             what = "cannot be read" if step.unreadable else "is incomplete"
-            _output.echo(f"step {step.step} {what}: {step.problem}")
+            problem = step.problem.replace(f"{step.path}/", "")
+            _output.echo(f"step {step.step} {what}: {problem}")
 
 
 STEP_HEAD = ("step", "state", "age", "size", "metrics")
@@ -126,7 +130,7 @@ def run_facts(found: RunOverview) -> dict[str, Any]:
 
 @click.command(cls=_options.OnSteps, globs=True)
 @click.argument("path", type=_options.PATH)
-@click.argument("globs", nargs=-1, metavar="[GLOB]...")
+@click.argument("globs", nargs=-1, metavar="[GLOB]...", shell_complete=_options.complete_steps)
 @_options.item
 @click.option("--depth", type=click.IntRange(min=1), help="Collapse deeper levels of the tree.")
 @click.option("--stats", is_flag=True, help="Read the data: min, max, mean, std, norm, NaNs.")
@@ -161,6 +165,8 @@ def show(
     others = [name for name in ckpt.items if name != ckpt.item]
     if others:
         _output.echo(f"other items: {', '.join(others)}")
+    if mesh := _common_mesh(leaves):
+        _output.echo(f"mesh: {mesh}")
     for name, value in (("custom metadata", ckpt.custom_metadata), ("lineage", ckpt.lineage)):
         if value:
             _output.print_entries({name: value})
@@ -168,11 +174,18 @@ def show(
         _output.print_json(value)
         return 0
     head = ["leaf", "type", "sharding", "bytes", *(_STATISTICS if statistics else ())]
-    rows = list(_tree_rows(leaves, depth, statistics))
+    rows = list(_tree_rows(leaves, depth, statistics, f" on ({mesh})"))
     if statistics or not any(row[2] for row in rows):  # beside the numbers there is no room
-        head, rows = _without(head, rows, 2)
-    _output.print_table(head, rows, right=("bytes", *_STATISTICS))
+        head, rows = _output.without(head, rows, "sharding")
+    _output.print_table(head, rows, right=("bytes", *_STATISTICS), spare=_SPARE)
     return 0
+
+
+def _common_mesh(leaves: Mapping[str, LeafInfo]) -> str:
+    """Returns the mesh of all leaves, as its axes in words; "" if there is none, or several."""
+    shardings = [leaf.sharding or "" for leaf in leaves.values()]
+    meshes = {text.rpartition(" on (")[2][:-1] for text in shardings if " on (" in text}
+    return meshes.pop() if len(meshes) == 1 else ""
 
 
 def _show_items(path: str, problem: str, *, as_json: bool) -> int:
@@ -202,6 +215,7 @@ def _show_items(path: str, problem: str, *, as_json: bool) -> int:
 
 
 _STATISTICS = ("min", "max", "mean", "std", "norm", "nan", "inf", "zeros")
+_SPARE: Final = ("std", "norm", "zeros", "sharding", "bytes", "type")
 
 
 def _selected(ckpt: Checkpoint, globs: Sequence[str]) -> dict[str, LeafInfo]:
@@ -260,7 +274,7 @@ def _checkpoint_facts(
 
 
 def _tree_rows(
-    leaves: Mapping[str, LeafInfo], depth: int | None, statistics: Mapping[str, Any]
+    leaves: Mapping[str, LeafInfo], depth: int | None, statistics: Mapping[str, Any], mesh: str
 ) -> Iterator[Row]:
     from jaxckpt._inspect.tree_text import Branch, lines, nested
 
@@ -270,7 +284,7 @@ def _tree_rows(
         if not isinstance(node, Branch):
             numbers = _numbers(statistics[node.path]) if node.path in statistics else blank
             kind = f"{node.type_text} {node.compression or ''}".rstrip()
-            yield [label, kind, node.sharding or "", size, *numbers]
+            yield [label, kind, (node.sharding or "").removesuffix(mesh), size, *numbers]
         elif is_folded:
             yield [label, f"({counted(node.leaf_count, 'leaf')})", "", size, *blank]
         else:
@@ -287,11 +301,6 @@ def _numbers(statistics: Any) -> Row:  # LeafStatistics
     return cells
 
 
-def _without(head: list[str], rows: list[Row], column: int) -> tuple[list[str], list[Row]]:
-    cut = [[*row[:column], *row[column + 1 :]] for row in rows]
-    return [*head[:column], *head[column + 1 :]], cut
-
-
 # --- du -------------------------------------------------------------------------------------
 
 
@@ -300,10 +309,11 @@ def _without(head: list[str], rows: list[Row], column: int) -> tuple[list[str], 
 @_options.local
 @_options.as_json
 def du(path: str, local: str | None, as_json: bool) -> None:
-    """Show disk usage by step, item and branch of the tree, of a run or a checkpoint.
+    """Show disk usage by step, item and branch of the tree.
 
-    Sizes of steps and items are file sizes; a file shared by several steps (after `fork`) counts
-    once. Sizes of branches are those of the values, before compression.
+    PATH is a run's root, a step or another checkpoint. Sizes of steps and items are file sizes; a
+    file shared by several steps (after `fork`) counts once. Sizes of branches are those of the
+    values, before compression.
     """
     from jaxckpt.cli._space import space
 
@@ -366,9 +376,11 @@ def _part_rows(part: Part | Space) -> list[Row]:
 @_options.local
 @_options.as_json
 def report(root: str, output: str, local: str | None, as_json: bool) -> None:
-    """Write an HTML report: steps, metrics, times and newest tree of a run."""
+    """Write an HTML page about a run: steps, metrics, times, newest tree."""
+    from jaxckpt.cli._owned import existing_run
     from jaxckpt.integrations.report import report as write_report
 
+    existing_run(root)
     write_report(root, output, local=local)
     path = os.path.abspath(output)
     if as_json:

@@ -141,18 +141,26 @@ def fork(src: str, root: str, step: int | None, as_json: bool) -> None:
 @click.command()
 @click.argument("src", type=_options.PATH)
 @click.argument("dst", type=_options.PATH)
-@click.option("--step", "steps", type=click.IntRange(min=0), multiple=True, help="Repeatable.")
+@click.option(
+    "--step",
+    "steps",
+    type=click.IntRange(min=0),
+    multiple=True,
+    help="Only this step. Repeatable.",
+    shell_complete=_options.complete_steps,
+)
 @click.option("--max-rate", type=_options.SIZE, help="Send at most SIZE a second, such as 50MB.")
 @click.option("--no-job", is_flag=True, help="Assume no job at DST (file system without locks).")
 @_options.as_json
 def upload(
     src: str, dst: str, steps: tuple[int, ...], max_rate: int | None, no_job: bool, as_json: bool
 ) -> None:
-    """Copy the steps of a run that another place lacks, and go on where it was cut off.
+    """Copy the steps of a run that another place lacks.
 
     SRC and DST are roots of runs; DST may be in a bucket, and is made if missing. Copies the newest
-    step first, or only those given. Each is verified before it is sent. Refuses steps of another
-    run, and leaves out those that the run abandoned for an earlier step.
+    step first, or only those given, and goes on where an earlier upload was cut off. Each is
+    verified before it is sent. Refuses steps of another run, and leaves out those that the run
+    abandoned for an earlier step.
     """
     from jaxckpt._run.index import StepIndex, existing_root
     from jaxckpt._run.local import check_same_run, join
@@ -185,7 +193,7 @@ def upload(
 @click.option("--no-job", is_flag=True, help="Assume no job at ROOT (file system without locks).")
 @_options.as_json
 def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
-    """Mend the damaged steps of a run from their copies in another place.
+    """Mend damaged steps of a run from their copies in another place.
 
     ROOT and OTHER are roots of runs, one of which was uploaded to the other. Reads every step of
     ROOT; replaces the bad files of a damaged one by those of its verified copy in OTHER.

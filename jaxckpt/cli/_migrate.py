@@ -61,7 +61,7 @@ class _File:
 @click.option("--partly", is_flag=True, help="Also if other files of PATH keep Orbax.")
 @_options.as_json
 def migrate(paths: tuple[str, ...], write: bool, anyway: bool, partly: bool, as_json: bool) -> int:
-    """Show which names of Orbax programs use, and import the drop-in instead with --write.
+    """Show what programs use of Orbax; --write changes their imports.
 
     PATH is a Python file, or a directory whose Python files are read. None of them is run. If one
     of them has to be changed by hand, such as for a name lacking from `jaxckpt.orbax`, none below

@@ -4,15 +4,54 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
 from jaxckpt._core.text import seconds_of, size_of
 
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
 F = TypeVar("F", bound=Callable[..., Any])
 
-PATH: Final = click.Path(path_type=str)
+
+def complete_steps(
+    ctx: click.Context, param: click.Parameter | None, incomplete: str
+) -> list[CompletionItem]:
+    """Returns the steps of the run that was named before, for shell completion."""
+    from click.shell_completion import CompletionItem
+
+    from jaxckpt.cli._owned import run_at
+    from jaxckpt.storage import locate
+
+    arguments = [one for one in ctx.command.params if isinstance(one, click.Argument)]
+    values = [ctx.params.get(one.name or "") for one in arguments]
+    # Nothing is parsed if an option comes last that lacks its value.
+    paths = [value for value in values if isinstance(value, str)] or ctx.args
+    run = paths[0 if isinstance(param, click.Option) else -1] if paths else ""
+    pair = isinstance(ctx.command, OnSteps) and ctx.command.pair
+    try:
+        for path in (run, posixpath.dirname(run))[: 1 + pair]:
+            if steps := run_at(*locate(path)).index.listing().steps:
+                return [CompletionItem(str(n)) for n in steps if str(n).startswith(incomplete)]
+    except (OSError, ValueError):
+        pass  # an error would be printed into the line being typed
+    return []
+
+
+class _Path(click.Path):
+    """A path; where a step may follow the run, the steps complete it too."""
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        found = super().shell_complete(ctx, param, incomplete)
+        takes_steps = isinstance(ctx.command, OnSteps) and isinstance(param, click.Argument)
+        return [*found, *complete_steps(ctx, param, incomplete)] if takes_steps else found
+
+
+PATH: Final = _Path(path_type=str)
 
 
 class _Quantity(click.ParamType):
@@ -65,37 +104,46 @@ class OnSteps(click.Command):
 
     def __init__(self, *args: Any, pair: bool = False, globs: bool = False, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._pair, self._globs = pair, globs
+        self.pair, self._globs = pair, globs
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         joined: list[str] = []
         run = ""
         for arg in args:
             if arg.isdecimal() and joined:
-                if (step := self._step(joined[-1], int(arg))) is not None:
+                maybe = self._globs or ctx.resilient_parsing  # perhaps not meant as a step
+                if (step := _step(joined[-1], int(arg), maybe=maybe)) is not None:
                     run, arg = joined.pop(), step
-                elif self._pair and run:
-                    arg = self._step(run, int(arg)) or arg
+                elif self.pair and run:
+                    arg = _step(run, int(arg), maybe=maybe) or arg
             joined.append(arg)
         return super().parse_args(ctx, joined)
 
-    def _step(self, root: str, number: int) -> str | None:
-        """Returns the path of a step; None if `root` is not a run, or perhaps not meant as one.
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        steps = complete_steps(ctx, None, incomplete)
+        return [*steps, *super().shell_complete(ctx, incomplete)]
 
-        Raises:
-            CheckpointNotFound: the run has no such step.
-        """
-        from jaxckpt.cli._owned import run_at
-        from jaxckpt.storage import locate
 
-        try:
-            index = run_at(*locate(root)).index
-            steps = index.listing().steps
-        except (OSError, ValueError):
-            return None
-        if number not in steps and (self._globs or not steps):
-            return None
-        return f"{root}/{posixpath.basename(index.check_step(number))}"
+def _step(root: str, number: int, *, maybe: bool) -> str | None:
+    """Returns the path of a step; None if `root` is not a run.
+
+    Args:
+        maybe: Whether to return None for a step that is not there, too.
+
+    Raises:
+        CheckpointNotFound: the run has no such step.
+    """
+    from jaxckpt.cli._owned import run_at
+    from jaxckpt.storage import locate
+
+    try:
+        index = run_at(*locate(root)).index
+        steps = index.listing().steps
+    except (OSError, ValueError):
+        return None
+    if number not in steps and (maybe or not steps):
+        return None
+    return f"{root}/{posixpath.basename(index.check_step(number))}"
 
 
 def selection(command: F) -> F:

@@ -35,6 +35,7 @@ class Parts(NamedTuple):
     """A cell of several short texts, of which a narrow terminal shows the first."""
 
     texts: tuple[str, ...]
+    more: int = 0  # further ones, which are only counted
 
 
 Cell = str | Styled | Parts
@@ -58,6 +59,12 @@ def echo(*parts: str | Styled) -> None:
 def note(text: str) -> None:
     """Prints a line to stderr, which scripts do not parse."""
     click.echo(harmless(text), err=True, color=_color())
+
+
+def progress(text: str) -> None:
+    """Shows what is under way on a terminal, in place of what it showed before; "" clears it."""
+    if sys.stderr.isatty():
+        click.echo(f"\r\x1b[K{harmless(text)}", err=True, nl=False, color=True)
 
 
 def harmless(text: str) -> str:
@@ -117,6 +124,7 @@ def print_table(
     *,
     right: Collection[str] = (),
     fold: str | None = None,
+    spare: Sequence[str] = (),
 ) -> None:
     """Prints rows below the names of their columns.
 
@@ -125,8 +133,14 @@ def print_table(
         fold: The column of prose, which wraps on a narrow terminal. Numbers and names never wrap: a
             table without prose is as wide as necessary. `Parts`, which are for the last column, are
             left out until the row fits.
+        spare: Columns that a narrow terminal leaves out until the row fits, in this order.
     """
-    room = _room(head, rows) if sys.stdout.isatty() else None
+    room = None
+    if sys.stdout.isatty():
+        for name in spare:
+            if name in head and sum(_widths(head, rows)) - _GAP > _columns():
+                head, rows = without(head, rows, name)
+        room = max(_columns() - sum(_widths(head, rows)[:-1]), _LEAST)
     cells = [[_styled(cell, room) for cell in row] for row in rows]
     if room is not None:
         _print_rich(head, cells, right, fold)
@@ -136,40 +150,52 @@ def print_table(
         click.echo(line)
 
 
-def _room(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> int:
-    """Returns the columns of the terminal that the last column of a table has."""
-    from rich.cells import cell_len
+def without(
+    head: Sequence[str], rows: Sequence[Sequence[Cell]], name: str
+) -> tuple[list[str], list[list[Cell]]]:
+    """Returns a table without one of its columns."""
+    at = head.index(name)
+    return [*head[:at], *head[at + 1 :]], [[*row[:at], *row[at + 1 :]] for row in rows]
+
+
+def _columns() -> int:
     from rich.console import Console
 
-    names = [head[:-1], *([_styled(cell, None).text for cell in row[:-1]] for row in rows)]
-    widths = [max(map(cell_len, column)) + _GAP for column in zip(*names, strict=True)]
-    return max(Console().width - sum(widths), _LEAST)
+    return Console().width
+
+
+def _widths(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[int]:
+    """Returns the width of each column of a table, with the gap after it."""
+    from rich.cells import cell_len
+
+    texts = [head, *([_styled(cell, None).text for cell in row] for row in rows)]
+    return [max(map(cell_len, column)) + _GAP for column in zip(*texts, strict=True)]
 
 
 def _styled(cell: Cell, room: int | None) -> Styled:
     if isinstance(cell, Parts):
-        return Styled(_fitting([harmless(text) for text in cell.texts], room), "")
+        safe = cell._replace(texts=tuple(map(harmless, cell.texts)))
+        return Styled(joined(safe, room), "")
     text, style = cell if isinstance(cell, Styled) else (cell, "")
     return Styled(harmless(text), style)
 
 
-def _fitting(parts: Sequence[str], room: int | None) -> str:
+def joined(parts: Parts, room: int | None = None) -> str:
     """Joins as many parts as there is room for, and counts the others."""
-    text = ", ".join(parts)
-    if room is None or len(text) <= room:
-        return text
-    for count in range(len(parts) - 1, 0, -1):
-        text = f"{', '.join(parts[:count])}, +{len(parts) - count}"
-        if len(text) <= room:
-            return text
-    return f"{text[: room - 1]}…"
+    for count in range(len(parts.texts), 0, -1):
+        text, left = ", ".join(parts.texts[:count]), len(parts.texts) - count + parts.more
+        tail = f", +{left}" if left else ""
+        if room is None or len(text + tail) <= room:
+            return text + tail
+        if count == 1:
+            return f"{text[: max(room - len(tail) - 1, 1)]}…{tail}"
+    return ""
 
 
 def _print_rich(
     head: Sequence[str], rows: Sequence[Sequence[Styled]], right: Collection[str], fold: str | None
 ) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -185,12 +211,11 @@ def _print_rich(
     for row in rows:
         # As `Text`, because a path may contain rich's markup.
         table.add_row(*(Text(text, style=style) for text, style in row))
-    console = Console(file=sys.stdout)
-    texts = [[text for text, _ in row] for row in rows]
-    widths = [max(map(cell_len, column)) for column in zip(head, *texts, strict=True)]
+    widths = _widths(head, rows)
     if fold is not None:
-        widths[head.index(fold)] = min(_FOLDED, widths[head.index(fold)])
-    console.width = max(console.width, sum(widths) + _GAP * (len(head) - 1))
+        widths[head.index(fold)] = min(_FOLDED + _GAP, widths[head.index(fold)])
+    console = Console(file=sys.stdout)
+    console.width = max(console.width, sum(widths) - _GAP)
     console.print(table)
 
 

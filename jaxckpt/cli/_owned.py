@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Iterator
 from typing import NoReturn
 
 from jaxckpt._run.deletion import Deletion
-from jaxckpt._run.index import StepIndex
+from jaxckpt._run.index import STRAY, StepIndex, existing_root, shown
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.owner import Ownership
 from jaxckpt._run.retention import KeepPolicy
-from jaxckpt.errors import SaveFailed
+from jaxckpt.errors import CheckpointNotFound, SaveFailed
 from jaxckpt.format import names
 from jaxckpt.storage import Hold, Storage
 
@@ -27,6 +28,23 @@ def _parts(storage: Storage, root: str, keep: KeepPolicy | None) -> tuple[Deleti
     leases = Leases(index)
     owner = Ownership(index, leases)
     return Deletion(index, leases, owner, move_to=keep and keep.move_to), owner
+
+
+def existing_run(root: str | os.PathLike[str]) -> tuple[Storage, str]:
+    """Returns the storage and path of a root with steps, or with a file of a run that has none yet.
+
+    Raises:
+        CheckpointNotFound: no such directory, or it has nothing of a run.
+        NotADirectoryError, ValueError: the path is not a directory, or it is a checkpoint.
+    """
+    storage, where = existing_root(root)
+    listing = StepIndex(storage, where, quiet=True).listing()
+    strays = listing.strays()
+    if not listing.flax_files() and all(strays.get(name) == STRAY for name in listing.entries):
+        raise CheckpointNotFound(
+            f"{where} is not a run: it has no steps. It contains {shown([*listing.entries])}"
+        )
+    return storage, where
 
 
 @contextlib.contextmanager
