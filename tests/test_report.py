@@ -17,10 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxckpt
 from jaxckpt import KeepPolicy
@@ -375,12 +377,16 @@ let loaded = 0, failed = 0;
 document.addEventListener("load", e => { if (e.target.src) loaded++ }, true);
 addEventListener("error", () => failed++, true);
 addEventListener("load", () => {
+const dim = e => e ? getComputedStyle(e).opacity * dim(e.parentElement) : 1;
 const found = {
   width: innerWidth, reached: document.documentElement.scrollWidth,
   failed, loaded,
   background: getComputedStyle(document.body).backgroundColor,
   wide: [...document.querySelectorAll("body *")].filter(
     e => !e.closest("svg") && e.getBoundingClientRect().right > innerWidth + 1).length,
+  faint: [...document.querySelectorAll("body *")].filter(
+    e => e.textContent.trim() && dim(e) * getComputedStyle(e, "::before").opacity < 0.59).length,
+  broken: [...document.querySelectorAll(".jc-type")].filter(e => e.offsetHeight > 30).length,
   folds: [...document.querySelectorAll("details:not([open])")].filter(
     e => !e.parentElement.closest("details:not([open])")).slice(0, 3).map(e => {
       const before = e.offsetHeight; e.querySelector("summary").click();
@@ -436,29 +442,36 @@ def test_a_browser_shows_the_report(page, tmp_path):
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("width", [1280, 420])
+@pytest.mark.parametrize("width", [1280, 390])
 def test_a_report_fits_into_its_window(page, tmp_path, width):
     """Nothing is wider, nothing is loaded; what is folded opens and closes."""
     found = probe(page, tmp_path, width=width)
 
     assert (found.width, found.reached, found.wide) == (width, width, 0)
-    assert (found.loaded, found.failed) == (0, 0)
+    assert (found.loaded, found.failed, found.faint) == (0, 0, 0)
     assert found.folds == [[True, True]] * 3
     assert found.console == []
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("width", [1280, 420])
-def test_what_a_notebook_shows_fits_too(run, tmp_path, width):
-    """A checkpoint and a manager, as the output of cells."""
+@pytest.mark.parametrize("width", [1280, 390])
+def test_what_a_notebook_shows_fits_too(run, make_mesh, tmp_path, width):
+    """Checkpoints and a manager, as the output of cells; types stay in one piece."""
+    sharding = NamedSharding(make_mesh(data=4, model=2), PartitionSpec("data", "model"))
+    w = jax.device_put(np.ones((64, 64)), sharding)
+    jaxckpt.save(
+        tmp_path / "deep", {"params": {"layers": {"0": {"attention": {"query": {"w": w}}}}}}
+    )
     with jaxckpt.CheckpointManager(run, mode="r", keep=KEEP) as manager:
         cells = [jaxckpt.open(run / "3000")._repr_html_(), manager._repr_html_()]
+    cells.append(jaxckpt.open(tmp_path / "deep")._repr_html_())
     notebook = tmp_path / "notebook.html"
     notebook.write_text(f"<html><head></head><body>{''.join(cells)}</body></html>", "utf-8")
 
     found = probe(notebook, tmp_path, width=width)
 
     assert (found.width, found.reached, found.wide, found.failed) == (width, width, 0, 0)
+    assert (found.faint, found.broken) == (0, 0)
     assert found.folds == [[True, True]] * 3
     assert found.console == []
 

@@ -24,9 +24,10 @@ color:inherit;container-type:inline-size;width:100%;max-width:72rem;text-align:l
 "Liberation Mono",monospace;background:none;color:inherit;padding:0;overflow-wrap:anywhere}}
 .jaxckpt .jc-head{{margin:0 0 .5em;overflow-wrap:anywhere}}
 .jaxckpt .jc-head b{{font-size:14px;font-weight:600}}
-.jaxckpt .jc-faint,.jaxckpt .jc-facts span+span::before{{opacity:.65}}
-.jaxckpt .jc-facts span{{white-space:normal}}
-.jaxckpt .jc-facts span+span::before{{content:" · "}}
+.jaxckpt .jc-faint,.jaxckpt .jc-facts>span+span::before{{opacity:.65}}
+.jaxckpt .jc-facts>span{{white-space:normal}}
+.jaxckpt .jc-facts>span+span::before{{content:" · "}}
+.jaxckpt .jc-whole{{white-space:nowrap}}
 .jaxckpt .jc-bad{{color:color-mix(in srgb,{_palette.BAD} 72%,currentColor)}}
 .jaxckpt details{{margin:0}}
 .jaxckpt.jaxckpt pre{{margin:.2em 0 .8em;white-space:pre-wrap;background:none;border:0}}
@@ -76,12 +77,13 @@ padding:0 .45em;margin:0 .35em .1em 0;font-size:12px;line-height:1.45}}
 .jaxckpt .jc-tag.jc-bad{{border-color:{_palette.BAD}}}
 .jaxckpt ul{{margin:.2em 0 .6em;padding-left:1.3em;overflow-wrap:anywhere}}
 @container (max-width:620px){{
-.jaxckpt .jc-row{{grid-template-columns:1fr auto;row-gap:0}}
+.jaxckpt .jc-row{{display:flex;flex-wrap:wrap}}
 .jaxckpt .jc-row.jc-top{{display:none}}
-.jaxckpt .jc-row>.jc-type{{grid-column:1;grid-row:2;opacity:.75;
+.jaxckpt .jc-row>.jc-name{{flex:1 0 calc(100% - 7em)}}
+.jaxckpt .jc-row>.jc-type{{order:1;overflow-wrap:break-word;
 padding-left:calc(var(--d,0)*1.15em + 1.1em)}}
-.jaxckpt .jc-row>.jc-num{{grid-column:2;grid-row:1}}
-.jaxckpt .jc-row>.jc-layouts{{grid-column:2;grid-row:2;justify-content:flex-end}}
+.jaxckpt .jc-row>.jc-layouts{{order:2;margin-left:auto}}
+.jaxckpt .jc-row>.jc-wide{{order:3;flex-basis:100%}}
 .jaxckpt.jaxckpt :is(table,tbody){{display:block}}
 .jaxckpt.jaxckpt thead{{display:none}}
 .jaxckpt.jaxckpt tr{{display:flex;flex-wrap:wrap;gap:0 1em;padding:4px;
@@ -89,7 +91,8 @@ border-bottom:1px solid rgb(128 128 128/.22)}}
 .jaxckpt.jaxckpt td,.jaxckpt.jaxckpt td:not(.jc-full){{border:0;padding:0;white-space:normal;
 overflow-wrap:anywhere;text-align:left}}
 .jaxckpt.jaxckpt td:empty{{display:none}}
-.jaxckpt.jaxckpt td[data-label]::before{{content:attr(data-label) " ";opacity:.65;font-size:12px}}
+.jaxckpt.jaxckpt td[data-label]::before{{content:attr(data-label) " ";font-size:12px}}
+.jaxckpt.jaxckpt td:not(.jc-faint)::before{{opacity:.65}}
 .jaxckpt.jaxckpt td.jc-full{{flex-basis:100%}}
 }}
 """

@@ -21,6 +21,7 @@ _MAX_BARS: Final = 60
 _MAX_DOTS: Final = 90
 # In an icon of 26 by 16 pixels.
 _MAX_LINES: Final = 8
+_INSET: Final = 8  # of the first and last mark, so that a ring does not cover a number
 # The difference of two larger floats may overflow.
 _HUGE: Final = 1e300
 
@@ -215,7 +216,7 @@ def line_chart(marks: Sequence[Mark], *, label: str) -> str:
 
     def x_of(step: float) -> float:
         across = (step - first) / (last - first) if last > first else 0.5
-        return _LEFT + across * (_WIDTH - _LEFT - _RIGHT)
+        return _LEFT + _INSET + across * (_WIDTH - _LEFT - _RIGHT - 2 * _INSET)
 
     def y_of(height: float) -> float:
         return _TOP + (high - height) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)

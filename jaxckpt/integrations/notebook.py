@@ -162,8 +162,8 @@ def tree_head(ckpt: inspection.Checkpoint) -> str:
     others = [name for name in ckpt.items if name != ckpt.item]
     meshes = _meshes(ckpt)
     told = [
-        count(len(ckpt.leaves), "leaf"),
-        size_text(ckpt.size_bytes),
+        count(len(ckpt.leaves), "leaf") if ckpt._tree is not None else "JSON",
+        size_text(ckpt.size_bytes) if ckpt._tree is not None else "",
         f"mesh {_mesh_key(next(iter(meshes)))}" if len(meshes) == 1 else "",
         f"{len(meshes)} meshes" if len(meshes) > 1 else "",
         f"other items: {escape(', '.join(others))}" if others else "",
@@ -190,9 +190,11 @@ def _meshes(ckpt: inspection.Checkpoint) -> set[tuple[tuple[str, int], ...]]:
 
 def _mesh_key(axes: Sequence[tuple[str, int]]) -> str:
     """Renders a mesh, each axis with the colour of its cuts in the drawings of shardings."""
-    return ", ".join(
+    words = [
         f"{_svg.swatch(axis_hue(i))} {escape(name)}={size}" for i, (name, size) in enumerate(axes)
-    )
+    ]
+    between = ',</span> <span class="jc-whole">'
+    return f'<span class="jc-whole">{between.join(words)}</span>'
 
 
 # --- the tree --------------------------------------------------------------------------------
