@@ -87,7 +87,7 @@ def test_the_best_by_one_metric_is_not_marked_in_another(tmp_path):
     assert ax.get_legend() is None
 
 
-def test_a_metric_of_a_root(tmp_path):
+def test_a_metric_of_a_root_or_reader(tmp_path):
     """By the policy that its last job recorded, if it has one; into axes that are there."""
     for name, keep in {"a": KeepPolicy(), "b": KeepPolicy(best=1, metric="loss")}.items():
         with jaxckpt.CheckpointManager(tmp_path / name, keep=keep) as manager:
@@ -96,7 +96,9 @@ def test_a_metric_of_a_root(tmp_path):
 
     assert plots.metric(tmp_path / "a", "loss", ax=ax) is ax
     assert marked(ax) == {"complete": [(1, 1.5)]}
-    assert marked(plots.metric(tmp_path / "b")) == {"kept": [(1, 1.5)], "best": [(1, 1.5)]}
+    with jaxckpt.CheckpointManager(tmp_path / "b", mode="r") as reader:
+        for run in (tmp_path / "b", reader):
+            assert marked(plots.metric(run)) == {"kept": [(1, 1.5)], "best": [(1, 1.5)]}
 
 
 def test_what_is_no_number_is_not_drawn(tmp_path):

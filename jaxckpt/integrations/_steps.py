@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from jaxckpt._core.text import size_text
 from jaxckpt._run.overview import StepOverview
@@ -13,6 +13,9 @@ from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.integrations import _svg
 from jaxckpt.integrations._html import count, escape, moment
 from jaxckpt.integrations._svg import Mark
+
+if TYPE_CHECKING:  # showing steps does not need jax
+    from jaxckpt._run.manager import CheckpointManager
 
 _MAX_COLUMNS: Final = 4
 _MAX_NAME: Final = 24
@@ -66,6 +69,12 @@ def story(
         under_way=under_way,
         metric=keep.metric_name,
     )
+
+
+def policy(manager: CheckpointManager, recorded: KeepPolicy | None) -> KeepPolicy:
+    """Returns the policy that decides: for a reader without one, that of the run's last job."""
+    is_own = manager.mode == "w" or manager.keep != KeepPolicy()
+    return manager.keep if is_own or recorded is None else recorded
 
 
 def marks(told: Story, metric: str | None = None) -> list[Mark]:

@@ -20,7 +20,6 @@ from jaxckpt._core.text import size_text
 from jaxckpt._inspect import open as inspection
 from jaxckpt._inspect.tree_text import Branch, nested
 from jaxckpt._run.overview import RunOverview, overview
-from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.errors import CheckpointError, CheckpointNotFound
 from jaxckpt.format.tree import path_text
 from jaxckpt.integrations import _steps, _svg
@@ -103,12 +102,9 @@ def manager_html(manager: CheckpointManager) -> str:
         run = overview(url_of(manager._index.storage, manager.directory))
     except CheckpointNotFound:
         run = RunOverview(path=manager.directory, steps=(), strays=())
-    keep = manager.keep
-    if manager.mode == "r" and keep == KeepPolicy():  # the policy of the job that writes decides
-        keep = run.keep or keep
     told = _steps.story(
         run.steps,
-        keep=keep,
+        keep=_steps.policy(manager, run.keep),
         now_s=time.time(),
         under_way=[one.step for one in pending if one.step is not None and not one.done()],
         committed=set(manager._index.steps()),

@@ -66,7 +66,8 @@ def metric(
 
     is_root = isinstance(run, (str, os.PathLike))
     found = overview(run if is_root else url_of(run._index.storage, run.directory))
-    told = _steps.story(found.steps, keep=found.keep if is_root else run.keep, now_s=time.time())
+    keep = found.keep if is_root else _steps.policy(run, found.keep)
+    told = _steps.story(found.steps, keep=keep, now_s=time.time())
     names = _steps.metric_names(found.steps, told.metric)
     name = name or told.metric or next(iter(names), None)
     valued = [mark for mark in _steps.marks(told, name) if mark.value is not None]
