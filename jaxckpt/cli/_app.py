@@ -13,6 +13,7 @@ from typing import Final
 
 import click
 
+from jaxckpt._core.text import nearest
 from jaxckpt._version import __version__
 from jaxckpt.cli import _output
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint
@@ -49,6 +50,13 @@ class _Commands(click.Group):
             return None
         module = importlib.import_module(f"jaxckpt.cli.{_HOMES[cmd_name]}")
         return getattr(module, _FUNCTIONS.get(cmd_name, cmd_name))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in _HOMES and not args[0].startswith("-") and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {args[0]!r}. {nearest(args[0], self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         widest = max(map(len, _HOMES))  # so that the groups have the same columns
