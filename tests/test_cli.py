@@ -587,7 +587,7 @@ def test_a_number_is_only_a_step_after_a_run(root, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("command", "parts"),
     [
-        ("shwo run", ["No such command 'shwo'. Did you mean 'show'?"]),
+        ("sow run", ["No such command 'sow'. Did you mean 'show'?"]),
         ("list run", ["No such command 'list'. Did you mean 'ls'?"]),
         ("ls nowhere", ["{cwd}/nowhere: no such file or directory. {cwd} contains ", "run"]),
         ("scrub nowhere", ["{cwd}/nowhere: no such", "{cwd} contains "]),

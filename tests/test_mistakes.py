@@ -127,9 +127,16 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     ),
     "a step by position": (
         lambda s: RESTORE("run", 20),
-        ("`like` is a single value", "restore('run/20')"),
+        ("`like` is a single value", "restore('run', step=20)"),
     ),
-    "restore(step=)": (lambda s: RESTORE("run", step=20), ("no argument 'step'", "'run/20'")),
+    "restore(step=) of no step": (
+        lambda s: RESTORE("run", step=25),
+        ("run/25: no such file", "contains 10, 20, 30"),
+    ),
+    "restore(step='best')": (
+        lambda s: RESTORE("run", step="best"),
+        ("restore: step must be an int, got 'best'",),
+    ),
     "restore(target=)": (lambda s: RESTORE("run", target=s), ("no argument 'target'", "'like'")),
     "restore(sharding=)": (lambda s: RESTORE("one", sharding=1), ("Did you mean 'shardings'?",)),
     "a third argument": (

@@ -841,6 +841,20 @@ def test_a_checkpoint_of_another_program_is_resized(tmp_path):
     assert np.array_equal(got["w"], [1, 1, 1, 0, 0, 0])
 
 
+# --- the steps of a run ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("naming", [{}, {"step_prefix": "s", "step_digits": 5}])
+def test_a_step_of_a_run_is_restored_by_its_number(tmp_path, naming):
+    """However its directory is named."""
+    with jaxckpt.CheckpointManager(tmp_path, **naming) as manager:
+        for step in (7, 17, 70):
+            manager.save(step, {"w": step})
+
+    assert jaxckpt.restore(tmp_path, step=7) == {"w": 7}
+    assert jaxckpt.restore(tmp_path, {"w": 0}, step=np.int64(17)) == {"w": 17}
+
+
 # --- the newest good step of a run -----------------------------------------------------------
 
 

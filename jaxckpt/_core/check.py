@@ -24,7 +24,6 @@ R = TypeVar("R")
 _HABITS: Final = {
     "restore": {
         **dict.fromkeys(("target", "template", "state", "abstract_state", "args"), "like"),
-        "step": "A step of a run is a path, such as restore('run/20').",
     },
     "save": {
         "state": "tree",

@@ -144,6 +144,12 @@ def _steps_from(storage: Storage, root: str, newest: Found) -> list[str]:
     return [f"{root}/{step}" for step in steps[steps.index(name) :]] if name in steps else []
 
 
+def step_path(storage: Storage, root: str, number: int) -> str:
+    """Returns the path of a step of a run; a plain one if the run does not have it."""
+    found = ((name, _STEP.fullmatch(name)) for name in _steps(listing(storage, root) or {}))
+    return f"{root}/{next((name for name, n in found if n and int(n[1]) == number), number)}"
+
+
 def read_step(storage: Storage, path: str, read: Callable[[Found], T]) -> T:
     """Reads a step of a run; CheckpointNotFound if it is no step, but a run itself."""
 

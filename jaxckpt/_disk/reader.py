@@ -16,7 +16,7 @@ from contextlib import closing
 from itertools import islice
 from typing import Any, Final, TypeVar
 
-from jaxckpt._core.plan import ChunkRead, count_chunks, plan_chunks
+from jaxckpt._core.plan import count_chunks, plan_chunks
 from jaxckpt._disk.checksums import starts_of
 from jaxckpt._disk.chunks import Buffers, Chunks, Failed, Landed, LeafRead, Values, nothing
 from jaxckpt._disk.damage import blame
@@ -118,17 +118,13 @@ def check_here(item: Item, reads: Sequence[LeafRead]) -> None:
         stored = read.leaf.array
         least_bytes = least_stored(stored, math.prod(stored.chunk_shape))
         for plan in plan_chunks(stored.chunk_shape, read.boxes):
-            if (key := _key(read, plan)) not in there:
+            if (key := read.leaf.prefix + chunk_key(plan.index)) not in there:
                 lacking.append(key)
             elif (size := _size_of(there[key])) < least_bytes:
                 what = f'chunk "{key}" has {size} bytes, expected {least_bytes:.0f} or more'
                 raise bad_leaf(read.leaf, item.path, what)
     if lacking:
         raise item.found.not_here(f'{len(lacking)} chunks, such as "{lacking[0]}"')
-
-
-def _key(read: LeafRead, chunk: ChunkRead) -> str:
-    return read.leaf.prefix + chunk_key(chunk.index)
 
 
 def _size_of(place: Any) -> int:  # a `Place`, or the value itself

@@ -32,14 +32,6 @@ _MAX_DIRECT_BYTES: Final = 64 << 10
 _MAX_PLAIN_BYTES: Final = 256 << 10  # compressed, a chunk of this size would gain little
 
 
-def _is_direct(stored: StoredArray) -> bool:
-    """Returns whether the bytes of a chunk are made at once, not while it is written.
-
-    That takes less time for each chunk, but copies it, so it pays for small ones.
-    """
-    return stored.inner_shape is None and _chunk_bytes(stored) <= _MAX_DIRECT_BYTES
-
-
 def compressed(stored: StoredArray, level: int | None) -> StoredArray:
     """Returns the layout of an array with compressed chunks, if they are large enough to pay."""
     small = stored.inner_shape is None and _chunk_bytes(stored) <= _MAX_PLAIN_BYTES
@@ -96,7 +88,8 @@ def plan_writes(
         (prefix + metadata_key(3), encode_zarr3(stored))
         for prefix, stored in zip(prefixes, plan.stored, strict=True)
     ]
-    direct = [_is_direct(stored) for stored in plan.stored]
+    # The bytes of a small chunk are made at once, not while it is written: a copy takes less time.
+    direct = [s.inner_shape is None and _chunk_bytes(s) <= _MAX_DIRECT_BYTES for s in plan.stored]
     starts = list(starts_of(plan.stored))
     chunks: list[ChunkWrite] = []
     units: list[int] = []

@@ -35,7 +35,7 @@ def text(differences: Sequence[Difference], place: str, *, only: Globs = None) -
         rename = f"Were names changed? rename={ {pattern: replacement}!r} lets {fits} fit."
         lines.append(_of(part) if part else rename)
     if any(d.leaf == "" and d.wanted in _SCALARS for d in differences):
-        lines.append("`like` is a single value. A step of a run is a path: restore('run/20').")
+        lines.append("`like` is a single value. A step of a run: restore('run', step=20).")
     lines.append(f"Change the target, or restore around them: {', '.join(_ways(differences))}.")
     return "\n".join(lines)
 

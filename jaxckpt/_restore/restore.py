@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from jaxckpt._core import pytree
 from jaxckpt._core.box import Box, whole
 from jaxckpt._core.cast import cast
-from jaxckpt._core.check import calling, explain_names
+from jaxckpt._core.check import as_step, calling, explain_names
 from jaxckpt._core.text import counted
 from jaxckpt._core.transfer import (
     Arriving,
@@ -38,7 +38,7 @@ from jaxckpt._core.transfer import (
     to_device,
 )
 from jaxckpt._disk.chunks import LeafRead
-from jaxckpt._disk.find import at_rest, open_item, read_step, steps_to_try, warn_skipped
+from jaxckpt._disk.find import at_rest, open_item, read_step, step_path, steps_to_try, warn_skipped
 from jaxckpt._disk.found import Found, JsonItem
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import check_here, read_leaves
@@ -68,6 +68,7 @@ def restore(
     path: str | os.PathLike[str],
     like: Any = None,  # any pytree
     *,
+    step: int | None = None,
     item: str | None = None,
     mesh: Mesh | None = None,
     shardings: Any = None,  # a tree of shardings, or a function
@@ -98,6 +99,7 @@ def restore(
             as in that checkpoint. If None, the tree is restored as it was saved. A cast
             never turns float into int, int into bool or signed into unsigned, and loses no value:
             integers stay the same number, finite values finite. It may round floats.
+        step: A step of the run at `path`, as in `restore("run/20")` for plain names.
         item: Name of the item, if the checkpoint has several trees.
         mesh: Puts the saved PartitionSpecs on this mesh.
         shardings: A sharding for each leaf, as a tree (an entry may cover a container) or as
@@ -137,6 +139,8 @@ def restore(
     if unknown:
         explain_names("restore", unknown, restore)
     storage, where = locate(path)
+    if step is not None:
+        where = step_path(storage, where, as_step("restore", step))
     alone = as_numpy or current().count == 1
     source = Source(
         where=where,

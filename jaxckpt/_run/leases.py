@@ -24,11 +24,6 @@ _CLOCKS_DIFFER_S: Final = 86_400.0
 _STARTED_NS: Final = time.time_ns() - time.monotonic_ns()
 
 
-def _steady_ns() -> int:
-    """Returns the time as if nobody had set this machine's clock since the start."""
-    return _STARTED_NS + time.monotonic_ns()
-
-
 @final
 class Leases:
     """The leases in the root of a run."""
@@ -54,7 +49,8 @@ class Leases:
             self.index.report(f"{error}; it is ignored as not a lease")
             return None
         # A lease that expires much later comes from a wrong clock. Ours may have jumped since then.
-        lefts_s = [(lease.expires_ns - now_ns) / 1e9 for now_ns in (time.time_ns(), _steady_ns())]
+        steady_ns = _STARTED_NS + time.monotonic_ns()  # as if nobody had set the clock
+        lefts_s = [(lease.expires_ns - now_ns) / 1e9 for now_ns in (time.time_ns(), steady_ns)]
         goes_on = any(0 < left_s <= LEASE_S + _CLOCKS_DIFFER_S for left_s in lefts_s)
         return lease if goes_on else None
 

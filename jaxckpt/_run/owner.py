@@ -61,10 +61,6 @@ def read_owner(index: StepIndex) -> Owner | None:
         return None
 
 
-def _described(owner: Owner) -> str:
-    return f"process {owner.pid} on {owner.host}, since {time.ctime(owner.opened_ns / 1e9)}"
-
-
 @final
 class Ownership:
     """The right of this process to write to a run."""
@@ -142,7 +138,9 @@ class Ownership:
     def who(self) -> str:
         """Describes the job that owns the run."""
         owner = read_owner(self._index)
-        return "unknown" if owner is None else _described(owner)
+        if owner is None:
+            return "unknown"
+        return f"process {owner.pid} on {owner.host}, since {time.ctime(owner.opened_ns / 1e9)}"
 
     def take_over(self) -> Listing:
         """Makes this job the owner, cleans up after earlier jobs and lists the run."""
