@@ -16,7 +16,7 @@ import pytest
 import jaxckpt
 from jaxckpt.storage import _credentials as credentials_module
 from jaxckpt.storage import _requests as requests_module
-from jaxckpt.storage._bucket_checks import _PERMISSIONS
+from jaxckpt.cli._bucket_checks import _PERMISSIONS
 from tests.commandline import cli
 from tests.stores.proxy import Answer
 

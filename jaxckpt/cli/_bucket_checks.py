@@ -13,7 +13,7 @@ from typing import Final, final
 import numpy as np
 
 from jaxckpt.errors import StoreError
-from jaxckpt.storage._checks import (
+from jaxckpt.cli._checks import (
     SMALL,
     Check,
     Finding,
