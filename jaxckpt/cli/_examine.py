@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 
+from jaxckpt.cli._checks import Finding, Place, try_out
 from jaxckpt.errors import StoreError, UnsupportedFormat
 from jaxckpt.storage import locate
-from jaxckpt.cli._checks import Finding, Place, try_out
 from jaxckpt.storage._settings import SCHEMES
 
 
