@@ -20,9 +20,9 @@ from typing import Any, Final
 LEAVES: Final = 10_000
 COUNTS: Final = (8, 64, 512, 4096)
 MERGED: Final = (8, 64, 512)
-# Keys of each process when databases are merged; a value is too large to be inlined in a node.
+# Keys of each process when tables are united.
 KEYS: Final = 200
-_VALUE_BYTES: Final = 5_000
+_BYTES: Final = 5_000  # of a value
 _TIMEOUT_S: Final = 300.0
 
 
@@ -49,25 +49,36 @@ def measure_plans(counts: Sequence[int], *, leaves: int) -> dict[int, dict[str, 
 
 
 def measure_merges(counts: Sequence[int], *, keys: int, root: Path) -> dict[int, dict[str, float]]:
-    """Returns the seconds to merge the databases of all processes, in total and per key."""
-    from jaxckpt._disk.data_files import DataFiles
-    from jaxckpt._disk.writer import merge
+    """Returns the seconds to unite the tables of all processes, in total and per key."""
+    from jaxckpt._disk.places import Table, decode_table, encode_table, sums_of, unite
+    from jaxckpt._disk.transaction import Work
+    from jaxckpt.format import names
+    from jaxckpt.format.ocdbt import Place
+    from jaxckpt.format.tree import StoredArray
     from jaxckpt.storage import LocalStorage
 
     samples = {}
     for count in counts:
+        one = StoredArray(shape=(count, _BYTES), dtype="int8", chunk_shape=(1, _BYTES))
+        described = {f"leaf_{key:05d}/zarr.json": b"{}" for key in range(keys)}
+        tables = []
+        for i in range(count):  # each process writes one chunk of each array
+            file = names.new_data_file()
+            places = {f"leaf_{n:05d}/c/{i}/0": Place(file, n, _BYTES) for n in range(keys)}
+            both = described | places if i == 0 else places
+            units = [n * count + i for n in range(keys)]
+            tables.append(encode_table(Table(both, units, units)))
         with tempfile.TemporaryDirectory(dir=root, prefix="bench-") as folder:
-            parts = [Path(folder, f"ocdbt.process_{i}") for i in range(count)]
-            for i, part in enumerate(parts):
-                part.mkdir()
-                files = DataFiles(LocalStorage(), str(part), [])
-                for key in range(keys):  # each process writes one chunk of each array
-                    files.put(f"leaf_{key:05d}/c/{i}/0", bytes(_VALUE_BYTES))
-                (part / "manifest.ocdbt").write_bytes(files.write().manifest)
             start = time.perf_counter()
-            merge(LocalStorage(), folder, [part.name for part in parts])
+            decoded = [decode_table(table) for table in tables]
+            sums_of(decoded, [one] * keys)
+            unite(LocalStorage(), folder, decoded, [one] * keys, Work(folder, ""))
             seconds = time.perf_counter() - start
-        samples[count] = {"merge": seconds, "each key": seconds / (count * keys)}
+        samples[count] = {
+            "merge": seconds,
+            "each key": seconds / (count * keys),
+            "bytes": sum(map(len, tables)) / (count * keys),
+        }
     return samples
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxckpt.cli._checks import clock
+from jaxckpt.cli._folder_checks import FolderPlace
 from jaxckpt.storage import LocalStorage
-from jaxckpt.storage._checks import clock
-from jaxckpt.storage._folder_checks import FolderPlace
 from jaxckpt.storage._mounts import find_mounts, mounts
 from tests.commandline import TIMEOUT_S, cli, said_json
 

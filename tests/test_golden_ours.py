@@ -89,7 +89,8 @@ def test_the_disks_of_two_hosts_of_a_release_restore(sample, name, tmp_path, run
 def test_every_release_has_a_row_in_the_docs():
     """And no other has."""
     page = (ROOT / "docs" / "compatibility.md").read_text()
-    versions = {re.match(r"jaxckpt-([\d.]+)-", name)[1] for name in NAMES}
+    released = [name for name in NAMES if ".dev" not in name]
+    versions = {re.match(r"jaxckpt-([\d.]+)-", name)[1] for name in released}
 
     assert set(re.findall(r"^\| jaxckpt (\d[\d.]*) \|", page, re.MULTILINE)) == versions
 

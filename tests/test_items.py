@@ -104,7 +104,7 @@ def test_the_files_are_those_of_orbax(tmp_path, tree):
 
     theirs, ours = ({f.name for f in (tmp_path / n).iterdir()} for n in ("orbax", "ours"))
     assert ours - theirs == {names.RECORD, names.CHUNK_SUMS}
-    assert theirs - ours == {"ocdbt.process_0"}  # one process needs no database of its own
+    assert theirs - ours == {"ocdbt.process_0"}  # all processes write into one database
 
 
 def test_the_record_of_the_usual_name_is_as_it_was(tmp_path):

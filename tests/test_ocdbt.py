@@ -88,8 +88,9 @@ def test_large_numbers_take_several_bytes():
 
 def found_in(data, manifest, folder=""):
     """Returns what is decoded."""
-    root = decode_manifest(manifest, folder)
-    nodes, found = [(root.place, b"", root.height)], {}
+    root = decode_manifest(manifest)
+    place = root.place._replace(file=folder + root.place.file)
+    nodes, found = [(place, b"", root.height)], {}
     while nodes:
         (file, offset, size), prefix, height = nodes.pop()
         assert file == folder + NODES
@@ -233,7 +234,7 @@ def test_other_manifests_are_left_to_tensorstore(at):
     body[at] = 2
 
     with pytest.raises(Foreign):
-        decode_manifest(ocdbt._framed(ocdbt._MANIFEST, bytes(body)), "")
+        decode_manifest(ocdbt._framed(ocdbt._MANIFEST, bytes(body)))
 
 
 def test_a_manifest_that_is_cut_is_refused():
@@ -243,7 +244,7 @@ def test_a_manifest_that_is_cut_is_refused():
 
     for n in range(len(body) - 12):
         with pytest.raises(ValueError, match=r"it ends early|too large"):
-            decode_manifest(ocdbt._framed(ocdbt._MANIFEST, body[:n]), "")
+            decode_manifest(ocdbt._framed(ocdbt._MANIFEST, body[:n]))
 
 
 changes = st.lists(
@@ -269,7 +270,7 @@ def test_a_changed_node_is_decoded_or_refused(height, database, edits):
     described = ocdbt._framed(ocdbt._MANIFEST, changed(manifest[ocdbt._HEAD.size : -4], edits))
 
     try:
-        root = decode_manifest(described, "")
+        root = decode_manifest(described)
         assert root.place.file.endswith("d/" + root.place.file[-32:])
     except (ValueError, Foreign):
         pass

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._core import box as _box
@@ -26,7 +28,8 @@ from jaxckpt._disk.find import find, open_tree
 from jaxckpt._disk.reader import read_leaves
 from jaxckpt._progress import bar as _bar
 from jaxckpt._progress.meter import Meter, display
-from jaxckpt._save.handle import is_under_way
+from jaxckpt._save.handle import SaveHandle, is_under_way
+from jaxckpt._save.save import prepare
 from jaxckpt.errors import SaveFailed
 from jaxckpt.integrations import metrics
 from jaxckpt.storage import locate
@@ -217,15 +220,18 @@ def test_the_snapshot_is_told_of_too(tmp_path):
     assert [ended for _, ended in seen] == [True]
 
 
-def test_bytes_of_a_save_never_go_back():
-    """Files are renamed while they are counted."""
-    meter, sizes = Meter("save", "a"), iter([5, 3, 7])
-    meter.total_bytes, meter.measure = 10, lambda: next(sizes)
+def test_each_process_counts_the_bytes_that_it_writes(ram_path, mesh):
+    """All write into one directory."""
+    values = jax.device_put(np.zeros((512, 64), np.float32), NamedSharding(mesh, P("x", "y")))
 
-    with meter.phase("write"):
-        counts = [meter.progress().done_bytes for _ in range(3)]
+    def save(_):
+        request = prepare(ram_path / "a", {"w": values}, False, None, copy=False)
+        SaveHandle(request).run()
+        return request.meter.done_bytes, request.meter.total_bytes
 
-    assert counts == [5, 5, 7]
+    for done, total in simulate(2, save):
+        assert total == values.nbytes // 2
+        assert total <= done < 1.1 * total
 
 
 # --- Timing --------------------------------------------------------------------------------------

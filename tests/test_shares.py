@@ -172,7 +172,7 @@ def test_disks_of_an_older_release_go_on(train, tmp_path):
 @pytest.mark.parametrize(
     "part",
     [
-        "ocdbt.process_1",
+        "d",
         *(
             pytest.param(part, marks=pytest.mark.slow)
             for part in ("ocdbt.process_held", "_METADATA", "gone")
@@ -184,11 +184,11 @@ def test_a_damaged_share_is_mended(train, tmp_path, part):
     train(4)
     share = tmp_path / "host1" / "local" / "share_0" / "4"
     if part == "gone":
-        max((share / "state" / "ocdbt.process_1" / "d").iterdir(), key=size_of).unlink()
+        max((share / "state" / "d").iterdir(), key=size_of).unlink()
     elif part == "_METADATA":
         (share / "state" / part).write_bytes(b"{}")
     else:
-        damage(share / "state" / part / "d")
+        damage(share / "state" / part)
     assert not jaxckpt.verify(share).ok
 
     said = train(0)

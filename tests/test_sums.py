@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 import jaxckpt
 from jaxckpt._disk.checksums import (
     decode,
-    encode_share,
     grid_of,
-    merge_shares,
     starts_of,
     units_in,
 )
@@ -69,14 +67,6 @@ def test_units_are_in_c_order_of_the_array():
 
     assert grid_of(stored) == (4, 2)
     assert units_in(stored, (1, 0)) == [4, 5, 6, 7]
-
-
-def test_shares_make_the_table():
-    """The processes may come in any order; a chunk without a checksum is noticed."""
-    shares = [encode_share([3, 0], [33, 30]), b"", encode_share([2, 1], [32, 31])]
-
-    assert np.frombuffer(merge_shares(shares, 4), "<u4").tolist() == [30, 31, 32, 33]
-    assert merge_shares(shares[:2], 4) is None
 
 
 def test_a_table_of_another_size_is_refused():

@@ -10,14 +10,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import tensorstore as ts
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._disk.data_files import DataFiles
-from jaxckpt._disk.writer import merge
-from jaxckpt.errors import CheckpointError, CorruptCheckpoint, SaveFailed
+from jaxckpt.errors import CheckpointError, CorruptCheckpoint
 from jaxckpt.format import names, ocdbt, step
 from jaxckpt.storage import LocalStorage
 from jaxckpt.storage._values import find_values, read_place
@@ -82,19 +84,6 @@ def children(ram_path):
     return ram_path, values[0] | values[1]
 
 
-def test_databases_of_processes_are_merged_as_before(children):
-    """TensorStore finds all values in the result, and so do we, and neither is compressed."""
-    folder, values = children
-
-    manifest = merge(STORAGE, str(folder), DATABASES)
-
-    (folder / names.OCDBT_MANIFEST).write_bytes(manifest)
-    [nodes] = (folder / "d").iterdir()
-    assert not ocdbt.is_compressed(manifest)
-    assert not ocdbt.is_compressed(nodes.read_bytes())
-    assert read(folder) == read_by_tensorstore(folder) == values
-
-
 def test_a_merge_of_older_releases_is_read(children):
     """TensorStore made and compressed it, on two levels."""
     folder, values = children
@@ -105,14 +94,33 @@ def test_a_merge_of_older_releases_is_read(children):
     assert read(folder) == values
 
 
-def test_a_checkpoint_of_an_older_release_is_restored_and_verified(ram_path):
-    """Of two processes."""
-    tree = {f"leaf_{n:03}": RNG.random(30 + 900 * (n % 2)) for n in range(60)}
-    simulate(2, lambda _: jaxckpt.save(ram_path / "a", tree), timeout_s=60)
-    item = ram_path / "a" / "state"
+def divide_as_older_releases(item, count):
+    """Gives each process of a checkpoint the database that it had in older releases."""
+    places = find_values(STORAGE, str(item))
+    inline = {key: value for key, value in places.items() if isinstance(value, bytes)}
+    files = sorted({value.file for value in places.values() if not isinstance(value, bytes)})
+    for n in range(count):
+        folder = item / f"ocdbt.process_{n}"
+        (folder / "d").mkdir(parents=True)
+        mine = {k: v for k, v in places.items() if k not in inline and v.file in files[n::count]}
+        nodes, manifest = ocdbt.encode_database(mine | (inline if n == 0 else {}), FILE)
+        (folder / FILE).write_bytes(nodes)
+        (folder / names.OCDBT_MANIFEST).write_bytes(manifest)
+        for file in files[n::count]:
+            (item / file).rename(folder / file)
     for file in [*(item / "d").iterdir(), item / names.OCDBT_MANIFEST]:
         file.unlink()
-    merge_as_older_releases(item, [path.name for path in item.glob("ocdbt.process_*")])
+    return [f"ocdbt.process_{n}" for n in range(count)]
+
+
+def test_a_checkpoint_of_an_older_release_is_restored_and_verified(ram_path, mesh):
+    """Of two processes."""
+    tree = {f"leaf_{n:03}": RNG.random(30 + 900 * (n % 2)) for n in range(60)}
+    shards = jax.device_put(RNG.random((512, 64), np.float32), NamedSharding(mesh, P("x", "y")))
+    tree["shards"] = shards
+    simulate(2, lambda _: jaxckpt.save(ram_path / "a", tree), timeout_s=60)
+    item = ram_path / "a" / "state"
+    merge_as_older_releases(item, divide_as_older_releases(item, 2))
     fit(ram_path / "a")
 
     got = jaxckpt.restore(ram_path / "a", as_numpy=True)
@@ -144,24 +152,6 @@ def test_too_many_keys_are_not_looked_through(children):
 
     assert find_values(STORAGE, path, max_keys=299) is None
     assert len(find_values(STORAGE, path, max_keys=300)) == 300
-
-
-def test_a_key_of_two_processes_is_refused(ram_path):
-    """No plan lets two processes write a chunk."""
-    for name in DATABASES:
-        write(ram_path / name, {"a": b"1", name: b"2"})
-
-    with pytest.raises(ValueError, match="3 keys were found, not 4"):
-        merge(STORAGE, str(ram_path), DATABASES)
-
-
-def test_a_database_that_refers_elsewhere_is_not_merged(ram_path):
-    (ram_path / "ocdbt.process_0").mkdir()
-    _, manifest = ocdbt.encode_database({"a": b""}, "nodes")
-    (ram_path / "ocdbt.process_0" / names.OCDBT_MANIFEST).write_bytes(manifest)
-
-    with pytest.raises(SaveFailed, match=r"ocdbt\.process_0"):
-        merge(STORAGE, str(ram_path), ["ocdbt.process_0"])
 
 
 # --- trees that are made to harm -------------------------------------------------------------

@@ -28,7 +28,7 @@ from jaxckpt._disk.transaction import begin, raise_save_error
 from jaxckpt._disk.writer import compressed, metadata_files
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, names, step, tree
-from jaxckpt.format.step import StepMetadata
+from jaxckpt.format.step import FileFacts, StepMetadata
 from jaxckpt.format.tree import Leaf, StoredArray, Tree, bad_leaf
 from jaxckpt.storage import Storage
 
@@ -85,8 +85,8 @@ def write_checkpoint(
             for name, data in (_tree_files(goal, source, ocdbt=ocdbt) | writer.files()).items()
         }
         _add_metadata(storage, transaction.work, files, source, started_ns)
-        digests = {} if ocdbt else _digests(storage, transaction.work)
-        transaction.commit(files, digests=digests, lineage=source.lineage)
+        known = {} if ocdbt else _facts(storage, transaction.work)
+        transaction.commit(files, known=known, lineage=source.lineage)
     except BaseException as error:
         if transaction is not None:
             transaction.abort()
@@ -321,12 +321,14 @@ def _as_orbax_has_it(leaf: Leaf) -> Leaf:
     return replace(leaf, kind=kind, dtype=leaf.array.dtype, stored=None)
 
 
-def _digests(storage: Storage, work: str) -> dict[str, str]:
-    """Returns the digests of all files, since plain arrays have no checksums."""
+def _facts(storage: Storage, work: str) -> dict[str, FileFacts]:
+    """Returns the facts about all files with their digests: plain arrays have no checksums."""
     return {
-        name: step.digest(storage.read(f"{work}/{name}", max_bytes=entry.size))
-        for name, entry in storage.files(work).items()
-        if entry.size <= _MOST_FILE_BYTES
+        name: FileFacts(
+            size=size, sha256=step.digest(storage.read(f"{work}/{name}", max_bytes=size))
+        )
+        for name, (_, size) in storage.files(work).items()
+        if size <= _MOST_FILE_BYTES
     }
 
 

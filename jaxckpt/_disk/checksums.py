@@ -3,9 +3,6 @@
 A chunk ends with its own CRC-32C, so it passes wherever a chunk of its size is expected. The file
 shows whether it was written in that place, and not elsewhere or by another process or save. It has
 a little-endian uint32 for each chunk (or inner chunk): leaves in order, and each leaf in C order.
-
-Each of several processes leaves its share in its own database's directory, under the same name;
-process 0 merges the shares.
 """
 
 from __future__ import annotations
@@ -55,11 +52,6 @@ def units_in(stored: StoredArray, index: Sequence[int]) -> list[int]:
 # --- saving ----------------------------------------------------------------------------------
 
 
-def encode_share(units: Sequence[int], sums: Sequence[int]) -> bytes:
-    """Encodes the numbers of one process's chunks, then their checksums, for process 0."""
-    return np.array([units, sums], _SUM).tobytes()
-
-
 def units_of(
     stored: StoredArray, values: np.ndarray[Any, Any]
 ) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
@@ -76,18 +68,6 @@ def units_of(
             whole[tuple(map(slice, part.shape))] = part
             part = whole
         yield np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-
-
-def merge_shares(shares: Iterable[bytes], count: int, *, partial: bool = False) -> bytes | None:
-    """Returns the bytes of the file for `count` chunks.
-
-    If the shares lack some: None, or if `partial`, zeros in their place.
-    """
-    table, known = np.zeros(count, _SUM), np.zeros(count, bool)
-    for share in filter(None, shares):
-        units, sums = np.frombuffer(share, _SUM).reshape(2, -1)
-        table[units], known[units] = sums, True
-    return table.tobytes() if partial or known.all() else None
 
 
 # --- reading ---------------------------------------------------------------------------------

@@ -52,13 +52,13 @@ Values = np.ndarray[Any, Any]
 
 
 class Written(NamedTuple):
-    """A database that was written."""
+    """What a process wrote, or the whole database."""
 
     sums: list[int]  # the checksums of chunks
-    manifest: bytes = b""  # still to be stored; empty if there was nothing to write
     # Each value or its place, and the size in bytes of each file.
     places: Mapping[str, bytes | Place] = {}
     sizes: Mapping[str, int] = {}
+    manifest: bytes = b""  # still to be stored; empty if the database was not written
 
 
 class Chunk(NamedTuple):
@@ -83,15 +83,25 @@ class _File:
 
 
 class DataFiles:
-    """The values of one database.
+    """The values of one database, or those that one process writes.
 
     Args:
         storage, folder: Where its directory is.
         sums: Takes the checksums of chunks.
+        name: Makes the names of files.
+        landed: Takes a number of bytes written, in any thread.
     """
 
-    def __init__(self, storage: Storage, folder: str, sums: list[int]) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        folder: str,
+        sums: list[int],
+        name: Callable[[], str] = names.new_data_file,
+        landed: Callable[[int], object] = int,
+    ) -> None:
         self._storage, self._folder, self._sums = storage, folder, sums
+        self._name, self._landed = name, landed
         self._places: dict[str, bytes | Place] = {}
         self._files: list[_File] = []  # not written yet
         self._open: dict[tuple[bool, bool], _File] = {}  # to which values are added
@@ -132,7 +142,7 @@ class DataFiles:
         file.size += size
 
     def _new_file(self, *, compressed: bool = False) -> _File:
-        self._files.append(_File(names.new_data_file(), compressed=compressed))
+        self._files.append(_File(self._name(), compressed=compressed))
         return self._files[-1]
 
     def flush(self) -> None:
@@ -141,8 +151,11 @@ class DataFiles:
         self._open.clear()
         self._write(files)
 
-    def write(self) -> Written:
-        """Writes everything durably."""
+    def write(self, *, is_whole: bool = True) -> Written:
+        """Writes everything durably, with the nodes of the database if that is whole."""
+        if not is_whole:
+            self.flush()
+            return Written(self._sums, self._places, self._sizes)
         self._write([file for file in self._files if file.compressed])
         self._files = [file for file in self._files if not file.compressed]
         # Apart from the chunks, so that losing those does not lose what they were.
@@ -153,7 +166,7 @@ class DataFiles:
         last.parts.append(nodes)
         last.size += len(nodes)
         self._write(self._files)
-        return Written(self._sums, manifest, self._places, self._sizes)
+        return Written(self._sums, self._places, self._sizes, manifest)
 
     def _write(self, files: Sequence[_File]) -> None:
         for folder in {posixpath.dirname(file.name) for file in files}:
@@ -181,7 +194,12 @@ class DataFiles:
 
     def _writing(self, file: _File) -> Callable[[], None]:
         path = f"{self._folder}/{file.name}"
-        return lambda: self._storage.write_parts(path, lambda: self._bytes_of(file))
+        return lambda: self._storage.write_parts(path, lambda: self._counted(file))
+
+    def _counted(self, file: _File) -> Iterator[Any]:
+        for part in self._bytes_of(file):
+            yield part
+            self._landed(memoryview(part).nbytes)
 
     def _bytes_of(self, file: _File) -> Iterator[Any]:
         if file.compressed:

@@ -325,7 +325,7 @@ def discard_work(storage: Storage, work: str, mark: str) -> None:
     """
     try:
         if mark:
-            written = [f"{work}/{file}" for file in storage.files(work) if f".{mark}/" in file]
+            written = [f"{work}/{file}" for file in storage.files(work) if mark in file]
             storage.delete_files(written)
         else:
             storage.delete(work)

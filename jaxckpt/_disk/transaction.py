@@ -100,16 +100,17 @@ class Work(NamedTuple):
     """Where an attempt writes a checkpoint."""
 
     path: str
-    # The token of the attempt, if attempts share the directory: it is then part of the path of
-    # whatever a process writes before process 0 has begun. Otherwise "".
+    # The token of the attempt, if attempts share the directory: it is then in the name of whatever
+    # a process writes before process 0 has begun. Otherwise "".
     mark: str
     # Whether each process writes what it holds into a checkpoint of its own, on its own disk.
     own: bool = False
+    landed: Callable[[int], object] = int  # takes a number of bytes written
 
     @property
     def spare(self) -> str:
         """What the paths of all that its processes write begin with, or contain."""
-        return f".{self.mark}/" if self.mark else self.path
+        return self.mark or self.path
 
 
 @dataclass(slots=True)
@@ -143,7 +144,7 @@ class Transaction:
         self,
         files: Mapping[str, bytes],
         *,
-        digests: Mapping[str, str] | None = None,
+        known: Mapping[str, FileFacts] | None = None,
         lineage: Mapping[str, Any],
         phases: Mapping[str, float] | None = None,
         item: str = names.STATE_ITEM,
@@ -154,7 +155,7 @@ class Transaction:
 
         Args:
             files: The metadata files, still to be written, by path inside the checkpoint.
-            digests: SHA-256 of small files that are there, by path inside the checkpoint.
+            known: Of files that are there, by path inside the checkpoint; the size at least.
             lineage, phases, item, share, life: For the record.
 
         Raises:
@@ -164,7 +165,7 @@ class Transaction:
         record = Record(
             writer=f"jaxckpt {__version__}",
             token=self.token,
-            files=self._add(files, digests or {}),
+            files=self._add(files, known or {}),
             name=posixpath.basename(self.path),
             lineage=lineage,
             phases=phases or {},
@@ -266,7 +267,9 @@ class Transaction:
         if self.fence is not None:
             self.fence()
 
-    def _add(self, files: Mapping[str, bytes], digests: Mapping[str, str]) -> dict[str, FileFacts]:
+    def _add(
+        self, files: Mapping[str, bytes], known: Mapping[str, FileFacts]
+    ) -> dict[str, FileFacts]:
         """Writes metadata files, and returns the facts about all files."""
         storage, added = self.storage, {f"{self.work}/{f}": data for f, data in files.items()}
         _, there = storage.together(
@@ -275,15 +278,23 @@ class Transaction:
         for path, entry in there.items():
             if entry.kind != "file":
                 storage.size(f"{self.work}/{path}")  # raises an error that names it
-        facts = {
-            path: FileFacts(size=entry.size, sha256=digests.get(path))
-            for path, entry in there.items()
-        }
+        facts = {path: FileFacts(size=entry.size) for path, entry in there.items()}
+        for path, (least, sha256) in ((path, (f.size, f.sha256)) for path, f in known.items()):
+            size = facts[path].size if path in facts else 0
+            size = self._size_of(path, least) if size < least else size
+            facts[path] = FileFacts(size=size, sha256=sha256)
         # The listing may have been made before they were written.
         for path, data in files.items():
             facts[path] = FileFacts(size=len(data), sha256=step.digest(data))
         facts.pop(names.WRITER, None)
         return dict(sorted(facts.items()))
+
+    def _size_of(self, path: str, least: int) -> int:
+        """Returns the size of a file that a listing, which may be old, does not show whole."""
+        with contextlib.suppress(FileNotFoundError):
+            if (size := self.storage.size(f"{self.work}/{path}")) >= least:
+                return size
+        raise unseen(self.path, path)
 
     def _check_still_ours(self) -> None:
         owner = self._read(names.WRITER)
@@ -317,6 +328,14 @@ class Transaction:
         replacement = beside(self.path, names.replacement(posixpath.basename(self.path)))
         self.storage.rename(self.work, replacement)
         return put_in_place(self.storage, self.path, replacement)
+
+
+def unseen(path: str, file: str) -> SaveFailed:
+    """Returns the error if process 0 lacks what another process has written."""
+    return SaveFailed(
+        f"{path}: process 0 does not see {file}, which another process has written. The path must "
+        "be on a file system that all hosts share."
+    )
 
 
 def begin(
@@ -546,19 +565,6 @@ def _foreign(storage: Storage, path: str, inside: set[str]) -> set[str]:
         known = {*names.TOP_FILES, *(items if len(items) == 1 else ())}
         known |= {name for name in inside if names.is_part_of_tree(name)}
     return {name for name in inside - known if not is_temporary_file(name)}
-
-
-def bytes_below(storage: Storage, root: str) -> int:
-    """Returns the size of all files below `root`, unfinished ones included; for a display."""
-    total, folders = 0, [root]
-    while folders:
-        folder = folders.pop()
-        with contextlib.suppress(OSError):  # the folder is being made or deleted
-            for name, entry in storage.entries(folder).items():
-                total += entry.size
-                if entry.kind == "dir":
-                    folders.append(f"{folder}/{name}")
-    return total
 
 
 def raise_save_error(path: str, error: BaseException, *, size_bytes: int = 0) -> NoReturn:

@@ -1,18 +1,17 @@
-"""Writes one process's share of a tree's arrays into its database."""
+"""Writes one process's share of a tree's arrays."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 from jaxckpt._core.box import Box
 from jaxckpt._core.plan import SavePlan
 from jaxckpt._disk.checksums import starts_of, units_in
 from jaxckpt._disk.data_files import Chunk, DataFiles, Written
-from jaxckpt.errors import SaveFailed, UnsupportedLeaf
+from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import names, sharding, step, tree
 from jaxckpt.format.arrays import (
     CRC_BYTES,
@@ -22,11 +21,9 @@ from jaxckpt.format.arrays import (
     encode_zarr3,
     metadata_key,
 )
-from jaxckpt.format.ocdbt import encode_database
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.format.tree import Leaf, StoredArray, Tree
 from jaxckpt.storage import Storage
-from jaxckpt.storage._values import find_values
 
 _MAX_DIRECT_BYTES: Final = 64 << 10
 _MAX_PLAIN_BYTES: Final = 256 << 10  # compressed, a chunk of this size would gain little
@@ -55,7 +52,7 @@ class ChunkWrite(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritePlan:
-    """The writes of one process to its database, without the values."""
+    """The writes of one process to a database, without the values."""
 
     # Key and bytes of the metadata of each array.
     described: tuple[tuple[str, bytes], ...]
@@ -78,7 +75,7 @@ NOTHING_KEPT: Final = Kept()
 def plan_writes(
     prefixes: Sequence[str], plan: SavePlan, sources: Mapping[tuple[int, Box], int]
 ) -> WritePlan:
-    """Works out the writes of this process to its database.
+    """Works out the writes of this process to the database.
 
     Args:
         prefixes: The prefix of each array's keys.
@@ -144,6 +141,9 @@ def write_arrays(
     *,
     describe: bool,
     kept: Kept = NOTHING_KEPT,
+    is_whole: bool = True,
+    name: Callable[[], str] = names.new_data_file,
+    landed: Callable[[int], object] = int,
 ) -> Written:
     """Writes this process's chunks; they are on disk when it returns.
 
@@ -154,6 +154,8 @@ def write_arrays(
         snapshot: The values of each shard.
         describe: Whether to write the arrays' metadata too; only one process does.
         kept: What is linked there instead, in a directory of files.
+        is_whole: Whether no other process writes there, so that the nodes can be written too.
+        name, landed: See `DataFiles`.
 
     Returns:
         What was written, with the checksum of each of `writes.units`.
@@ -162,7 +164,7 @@ def write_arrays(
     if not (writes.chunks or described):
         return Written([])
     sums = [0] * len(writes.units)
-    files = DataFiles(storage, folder, sums)
+    files = DataFiles(storage, folder, sums, name, landed)
     for key, data in described:
         files.put(key, data)
     for key, stored, direct, source, part, at in writes.chunks:
@@ -178,28 +180,4 @@ def write_arrays(
             files.put(key, data, apart=apart)
         else:
             files.put_chunk(Chunk(key, stored, values, at.start), apart=apart)
-    return files.write()
-
-
-def merge(storage: Storage, item_path: str, databases: Sequence[str]) -> bytes:
-    """Merges the databases of processes, without moving values; SaveFailed if one is missing.
-
-    Returns:
-        The manifest of the merged database, still to be stored.
-    """
-    manifests = [f"{item_path}/{database}/{names.OCDBT_MANIFEST}" for database in databases]
-    kinds = storage.together([partial(storage.kind, manifest) for manifest in manifests])
-    unseen = [name for name, kind in zip(databases, kinds, strict=True) if kind is None]
-    if unseen:
-        raise SaveFailed(
-            f"{item_path}: process 0 does not see {', '.join(unseen)}, which other processes have "
-            "written. The path must be on a file system that all hosts share."
-        )
-    values = find_values(storage, item_path, folders=[f"{name}/" for name in databases])
-    if values is None:
-        raise SaveFailed(f"{item_path}: other programs changed {', '.join(databases)}")
-    file = names.new_data_file()
-    nodes, manifest = encode_database(values, file)
-    storage.make_dir(f"{item_path}/{names.OCDBT_DATA}")
-    storage.write(f"{item_path}/{file}", nodes)
-    return manifest
+    return files.write(is_whole=is_whole)

@@ -25,7 +25,6 @@ class Meter:
         self.phases: defaultdict[str, float] = defaultdict(float)  # seconds
         self.total_bytes = 0  # to be written or read by this process
         self.done_bytes = 0
-        self.measure: Callable[[], int] | None = None  # returns `done_bytes` if nobody counts them
         self.missing: Callable[[], Sequence[int]] | None = None  # processes not in "meet" yet
         self.slowest: int | None = None  # see `Timing`
         self.step = step
@@ -36,6 +35,7 @@ class Meter:
         self.current = ""  # phase, or the one before if none is under way
         self._on_progress: OnProgress | None = None
         self._ended = threading.Event()
+        self._lock = threading.Lock()  # guards `done_bytes`
         self._thread: threading.Thread | None = None
 
     def watch(self, on_progress: OnProgress | None) -> None:
@@ -97,7 +97,9 @@ class Meter:
             self.slowest = max(range(len(seconds)), key=seconds.__getitem__)
 
     def landed(self, size_bytes: int) -> None:
-        self.done_bytes += size_bytes
+        """Counts bytes that were written or read, in any thread."""
+        with self._lock:
+            self.done_bytes += size_bytes
 
     def timing(self) -> Timing:
         """Returns the time taken so far."""
@@ -122,10 +124,7 @@ class Meter:
     def progress(self, *, ended: bool = False) -> Progress:
         """Returns the current progress."""
         phase, done_bytes = self.current, self.done_bytes
-        if self.measure is not None and phase == "write":
-            # Renames during the measurement can make it too small.
-            done_bytes = self.done_bytes = max(self.done_bytes, self.measure())
-        elif self._kind == "save" and phase in ("meet", "commit"):
+        if self._kind == "save" and phase in ("meet", "commit"):
             done_bytes = self.total_bytes
         waiting_for = () if ended else self.waiting_for()
         return Progress(

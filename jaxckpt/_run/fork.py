@@ -72,7 +72,8 @@ def fork(
         life = Life(run=ensure_id(index, index.entries()))
         item = names.STATE_ITEM if found.record is None else found.record.item
         lineage = _lineage("fork", found)
-        transaction.commit({}, digests=_digests(found), lineage=lineage, item=item, life=life)
+        known = {name: f for name, f in found.recorded(found.path).items() if name in files}
+        transaction.commit({}, known=known, lineage=lineage, item=item, life=life)
     except BaseException as error:
         transaction.abort()
         if isinstance(error, FileNotFoundError):
@@ -119,11 +120,6 @@ def _check_whole(storage: Storage, found: Found, work: str, files: Sequence[str]
         if isinstance(item, Item):
             refuse_swapped(item)
     check_current(found)
-
-
-def _digests(found: Found) -> dict[str, str]:
-    files = found.record.files if found.record is not None else {}
-    return {name: facts.sha256 for name, facts in files.items() if facts.sha256 is not None}
 
 
 def _lineage(how: str, found: Found) -> dict[str, Any]:

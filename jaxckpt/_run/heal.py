@@ -111,8 +111,7 @@ def _link_to_others(run: StepIndex, number: int, name: str) -> None:
         file = f"{path}/{name}"
         if other == number or storage.kind(file) != "file":
             continue
-        both = storage, run.path(number), storage, path
-        if storage.size(file) != size or not same_bytes(*both, name, size):
+        if storage.size(file) != size or not same_bytes(storage, mended, storage, file, size):
             storage.delete_files([file])
             storage.link(mended, file)
             storage.sync(posixpath.dirname(file))
@@ -147,7 +146,8 @@ def _is_same(ours: Found, theirs: Found, name: str) -> bool:
     assert theirs.record is not None
     size = theirs.record.files[name].size
     try:
-        return same_bytes(ours.storage, ours.path, theirs.storage, theirs.path, name, size)
+        here, there = f"{ours.path}/{name}", f"{theirs.path}/{name}"
+        return same_bytes(ours.storage, here, theirs.storage, there, size)
     except (CheckpointError, OSError, EOFError) as error:
         if is_io_failure(error):
             raise
@@ -165,7 +165,7 @@ def _replace(ours: Found, theirs: Found, name: str) -> None:
     if kind not in (None, "file"):
         raise SaveFailed(f"{path} is a {kind}, and is not replaced")
     ours.storage.make_dir(posixpath.dirname(path))
-    ours.storage.write_parts(path, partial(pieces, theirs.storage, theirs.path, name, size))
+    ours.storage.write_parts(path, partial(pieces, theirs.storage, f"{theirs.path}/{name}", size))
 
 
 def _bad_parts(ours: Found, theirs: Found, report: VerifyReport, besides: list[str]) -> list[str]:

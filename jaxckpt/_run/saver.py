@@ -356,14 +356,14 @@ class Saver:
         storage, is_linked = root.index.storage, root is self._root or not based
         try:
             for item in based if is_linked else ():
-                item.link(storage, work, self._processes)
+                item.link(storage, work)
         except (OSError, CheckpointError) as error:
             is_linked = False
             if isinstance(error, io.UnsupportedOperation):  # there are no hard links
                 self._incremental = False
             for item in based:
                 with contextlib.suppress(OSError, CheckpointError):
-                    storage.delete(item.folder(work, self._processes))
+                    item.unlink(storage, work)
         if not is_linked:
             self._bases = []
         return is_linked

@@ -3,7 +3,7 @@
     disk      each has a file that tells it from the others
     share     a checkpoint of what one process held: its part of the step, as in the directory of
               the run, and the other chunks of its shards; see `_save.snapshot`
-    upload    all processes send their parts, in one save there; process 0 merges them
+    upload    all processes send their parts, in one save there; process 0 unites the tables
 
 A share has every chunk that its process needs to restore the step as it was, and nothing more.
 """
@@ -13,29 +13,33 @@ from __future__ import annotations
 import posixpath
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, final
 
-from jaxckpt._disk.checksums import merge_shares
-from jaxckpt._disk.find import find
+import numpy as np
+
+from jaxckpt._disk.find import find, open_item
 from jaxckpt._disk.found import Found
+from jaxckpt._disk.native import Item
+from jaxckpt._disk.places import Table, decode_table, encode_table, sums_of, unite
 from jaxckpt._disk.transaction import Work
-from jaxckpt._disk.writer import merge
 from jaxckpt._progress.meter import Meter
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.upload import Pace, Sending, checked, lineage_of, upload_token
 from jaxckpt._save.handle import SaveRequest
-from jaxckpt._save.snapshot import FileItem, SaveItem, databases_of, read_back
-from jaxckpt.errors import CheckpointError, CheckpointNotFound, SaveFailed
+from jaxckpt._save.snapshot import FileItem, Finished, SaveItem, folder_of
+from jaxckpt.errors import CheckpointError, CheckpointNotFound
 from jaxckpt.format import names, step
-from jaxckpt.format.arrays import CRC_BYTES
-from jaxckpt.format.step import Record
+from jaxckpt.format.ocdbt import Place
+from jaxckpt.format.step import FileFacts, Record
 from jaxckpt.multihost import Json, Processes, meet
 from jaxckpt.storage import LocalStorage, Storage
+from jaxckpt.storage._values import find_values
 
 _MAX_ID_BYTES: Final = 64
+_NOTHING: Final = Table({})
 
 
 def machine() -> str:
@@ -171,7 +175,7 @@ def _item(found: Found, name: str, pace: Pace, processes: Processes) -> SaveItem
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class SentTree:
     """A pytree whose part of this process lies on its disk, as it is to lie in the directory."""
 
@@ -179,51 +183,71 @@ class SentTree:
     found: Found
     pace: Pace
     handler: str
+    sent: Table = _NOTHING  # where the values lie in the directory
 
     @property
     def size_bytes(self) -> int:
         """The size of the files to send."""
-        return sum(self._sizes(self._process).values())
-
-    @property
-    def _process(self) -> int:
-        record = self.found.record
-        return record.share[0] if record is not None and record.share is not None else 0
+        return sum(self._files().values())
 
     @property
     def _path(self) -> str:
         return self.found.items[self.name]
 
-    def _sizes(self, process: int) -> dict[str, int]:
-        folder = f"{self._path}/{names.process_database(process)}"
-        return {name: facts.size for name, facts in self.found.recorded(folder).items()}
+    @cached_property
+    def _table(self) -> Table:
+        """Where the values of this process's part lie on its disk, with the checksums."""
+        if names.OCDBT_MANIFEST not in self._recorded:
+            return _NOTHING
+        places = find_values(self.found.storage, self._path) or {}
+        mine = {
+            key: place
+            for key, place in places.items()
+            if isinstance(place, bytes) or not place.file.startswith(names.OCDBT_HELD)
+        }
+        sums = np.frombuffer(self._read(names.CHUNK_SUMS), "<u4")
+        units = sums.nonzero()[0]  # of the others it has 0
+        return Table(mine, units.tolist(), sums[units].tolist())
 
-    def _item(self, work: Work) -> str:
-        return f"{work.path}/{self.name}" if self.name else work.path
+    @property
+    def _recorded(self) -> Mapping[str, FileFacts]:
+        return self.found.recorded(self._path)
 
-    def folder(self, work: Work, processes: Processes) -> str:
-        """Returns the directory of the database that this process writes."""
-        return f"{self._item(work)}/{names.process_database(processes.index, work.mark)}"
+    def _files(self) -> dict[str, int]:
+        """Returns the files of this process's part, with their sizes."""
+        places = self._table.places.values()
+        files = {place.file for place in places if isinstance(place, Place)}
+        return {file: self._recorded[file].size for file in sorted(files)}
 
     def arrive(self) -> None:
         """Waits for nothing: the values are on the disk."""
 
     def write(self, storage: Storage, work: Work, processes: Processes) -> None:
         """Sends this process's part, but not the files that are there already."""
-        sizes = self._sizes(processes.index)
-        if not sizes:
-            return
-        folder = self.folder(work, processes)
-        source = f"{self._path}/{names.process_database(processes.index)}"
-        storage.make_dir(folder)
-        sending = Sending(self.found.storage, source, storage, folder, self.pace)
-        sending.send_all(sizes)
-        storage.sync(folder)
+        del processes
+        names_there = {file: names.data_file_of(file, work.mark) for file in self._files()}
+        Sending(
+            source=self.found.storage,
+            source_folder=self._path,
+            target=storage,
+            folder=folder_of(self, work),
+            pace=self.pace,
+            sources={name: file for file, name in names_there.items()},
+            is_alone=False,
+        ).send_all({names_there[file]: size for file, size in self._files().items()})
+        places = {
+            key: place if isinstance(place, bytes) else place._replace(file=names_there[place.file])
+            for key, place in self._table.places.items()
+        }
+        self.sent = self._table._replace(places=places)
+
+    def part(self) -> bytes | None:
+        """Returns where the values lie in the directory."""
+        return encode_table(self.sent) if self.sent.places else None
 
     def said(self) -> Json:
         """Returns the facts that the processes compare."""
-        has_part = names.OCDBT_MANIFEST in self._sizes(self._process)
-        return {"item": "tree", "tree": self.found.origin, "bytes": int(has_part)}
+        return {"item": "tree", "tree": self.found.origin}
 
     def disagreement(self, said: Sequence[Any]) -> dict[int, str]:
         """Returns which processes have the part of another save than process 0."""
@@ -231,25 +255,22 @@ class SentTree:
         return dict.fromkeys(others, "has the part of another save than process 0")
 
     def finish(
-        self, storage: Storage, work: Work, processes: Processes, said: Sequence[Any]
-    ) -> tuple[dict[str, bytes], dict[str, bytes]]:
-        """Merges the databases; returns small files to add and already written, by name."""
+        self, storage: Storage, work: Work, processes: Processes, parts: Mapping[int, bytes]
+    ) -> Finished:
+        """Completes the database with what the other processes sent."""
         del processes
-        item, path = self._item(work), self._path
         files = {name: self._read(name) for name in self._metadata()}
         for folder in {posixpath.dirname(name) for name in files}:
-            storage.make_dir(posixpath.join(item, folder).rstrip("/"))
-        if names.OCDBT_MANIFEST not in self.found.recorded(path):
+            storage.make_dir(posixpath.join(folder_of(self, work), folder).rstrip("/"))
+        if names.OCDBT_MANIFEST not in self._recorded:
             return files, {}
-        databases = databases_of(work, said)
-        manifest = merge(storage, item, databases)
-        there = read_back(storage, item, databases)
-        sums = [data for name, data in there.items() if name.endswith(names.CHUNK_SUMS)]
-        count = len(self._read(names.CHUNK_SUMS)) // CRC_BYTES
-        table = merge_shares(sums, count)
-        if table is None:
-            raise SaveFailed(f"{item}: no process has sent some of the {count} chunks")
-        return {**files, names.CHUNK_SUMS: table, names.OCDBT_MANIFEST: manifest}, there
+        opened = open_item(self.found, self.name)
+        assert isinstance(opened, Item)
+        stored = [leaf.array for leaf in opened.tree.leaves if leaf.has_array]
+        tables = [self.sent, *map(decode_table, parts.values())]
+        files[names.CHUNK_SUMS] = sums_of(tables, stored)
+        manifest, sizes = unite(storage, folder_of(self, work), tables, stored, work)
+        return {**files, names.OCDBT_MANIFEST: manifest}, sizes
 
     def _metadata(self) -> list[str]:
         merged = (names.CHUNK_SUMS, names.OCDBT_MANIFEST, names.COMMIT_MARKER)

@@ -115,9 +115,9 @@ def upload(
     try:
         sizes = {name: record.files[name].size for name in record.files.keys() - _NOT_COPIED}
         sending.send_all(sizes, first=record.item)  # the time may not suffice for all
-        digests = {n: f.sha256 for n, f in record.files.items() if f.sha256 is not None}
+        known = {name: record.files[name] for name in sizes}
         lineage = lineage_of(found)
-        work.commit({}, digests=digests, lineage=lineage, item=record.item, life=record.life)
+        work.commit({}, known=known, lineage=lineage, item=record.item, life=record.life)
     except BaseException as error:
         work.release()  # what was sent stays for the next upload
         _transaction.raise_save_error(path, error)
@@ -148,7 +148,8 @@ def _mend(target: StepIndex, path: str, bad: Mapping[str, str]) -> None:
             try:
                 size = storage.size(f"{path}/{name}")
                 is_there = storage.kind(f"{other}/{name}") == "file"
-                if is_there and not same_bytes(storage, path, storage, other, name, size):
+                both = storage, f"{path}/{name}", storage, f"{other}/{name}"
+                if is_there and not same_bytes(*both, size):
                     put_instead(storage, f"{path}/{name}", f"{other}/{name}")
                     target.report(f"{other}/{name} is mended")
             except (CheckpointError, OSError, EOFError) as error:
@@ -230,6 +231,8 @@ class Sending:
     trusted: dict[str, int] = field(default_factory=dict)  # as in `upload`
     linked: dict[str, int] = field(default_factory=dict)  # how many further steps may refer to it
     bad: dict[str, str] = field(default_factory=dict)  # files that differ, and in which step
+    sources: Mapping[str, str] = field(default_factory=dict)  # other names in the source
+    is_alone: bool = True  # whether nobody else sends to the directory
     _shared: dict[str, str] = field(default_factory=dict)  # files to link, and of which step
     _unread: set[str] = field(default_factory=set)  # linked without reading: there are too many
     sent_bytes: int = 0
@@ -243,8 +246,9 @@ class Sending:
         """
         there = self.target.files(self.folder)
         self._find_shared(sizes)
-        stray = there.keys() - sizes - {names.WRITER}  # of an upload that died in its commit
-        self.target.delete_files([f"{self.folder}/{name}" for name in stray])
+        if self.is_alone:
+            stray = there.keys() - sizes - {names.WRITER}  # of an upload that died in its commit
+            self.target.delete_files([f"{self.folder}/{name}" for name in stray])
         sends = [
             partial(self._send_if_missing, name, sizes[name], there.get(name))
             for name in sorted(sizes, key=lambda name: (not name.startswith(f"{first}/"), name))
@@ -291,8 +295,7 @@ class Sending:
             if not left:
                 left = TRUSTED
                 drop_cached(storage, f"{step}/{name}")
-                here = self.source, self.source_folder
-                if not same_bytes(storage, step, *here, name, size):
+                if not same_bytes(storage, f"{step}/{name}", *self._source_of(name), size):
                     self.bad[name] = step
                     return False
             storage.make_dir(posixpath.dirname(path))
@@ -303,9 +306,11 @@ class Sending:
         self.linked[name] = left - 1
         return True
 
+    def _source_of(self, name: str) -> tuple[Storage, str]:
+        return self.source, f"{self.source_folder}/{self.sources.get(name, name)}"
+
     def _is_same(self, name: str, size: int) -> bool:
-        here = self.source, self.source_folder
-        return same_bytes(self.target, self.folder, *here, name, size)
+        return same_bytes(self.target, f"{self.folder}/{name}", *self._source_of(name), size)
 
     def _send(self, name: str, size: int, *, replace: bool) -> None:
         storage, path = self.target, f"{self.folder}/{name}"
@@ -318,20 +323,20 @@ class Sending:
         storage.add({path: b"".join(self._paced(name, size))})
 
     def _paced(self, name: str, size: int) -> Iterator[bytes]:
-        for piece in pieces(self.source, self.source_folder, name, size):
+        for piece in pieces(*self._source_of(name), size):
             self.pace.wait(len(piece))
             yield piece
 
 
-def pieces(storage: Storage, folder: str, name: str, size: int) -> Iterator[bytes]:
+def pieces(storage: Storage, path: str, size: int) -> Iterator[bytes]:
     """Yields a file in pieces."""
     for start in range(0, size, _PIECE_BYTES):
         piece: Any = np.empty(min(_PIECE_BYTES, size - start), np.uint8)
-        storage.read_into(f"{folder}/{name}", start, [piece])
+        storage.read_into(path, start, [piece])
         yield piece.tobytes()
 
 
-def same_bytes(a: Storage, folder_a: str, b: Storage, folder_b: str, name: str, size: int) -> bool:
+def same_bytes(a: Storage, path_a: str, b: Storage, path_b: str, size: int) -> bool:
     """Returns whether two files of this size have the same bytes."""
-    both = zip(pieces(a, folder_a, name, size), pieces(b, folder_b, name, size), strict=True)
+    both = zip(pieces(a, path_a, size), pieces(b, path_b, size), strict=True)
     return all(x == y for x, y in both)

@@ -1,9 +1,10 @@
 """One save from host memory to the commit, and where the processes meet.
 
     begin       process 0 makes the directory and reports its name, unless agreed before
-    write       every process writes its share of each item
+    write       every process writes its share of each item, and leaves a part: what process 0
+                has to know of it, such as where the values lie
     `written`   they meet: each reports its work or its error
-    commit      process 0 merges the shares, writes the metadata and publishes
+    commit      process 0 reads the parts, writes the metadata and publishes
     `committed` process 0 reports the outcome
 
 Either every process returns or every process raises; a process with an error of its own raises that
@@ -33,7 +34,7 @@ from jaxckpt._progress.meter import Meter
 from jaxckpt._save.failure import Failure
 from jaxckpt.errors import CheckpointTimeout, SaveFailed
 from jaxckpt.format import names, step
-from jaxckpt.format.step import Life, StepMetadata
+from jaxckpt.format.step import FileFacts, Life, StepMetadata
 from jaxckpt.multihost import Processes, disagreement, leading, meet
 from jaxckpt.multihost._collective import Lead
 from jaxckpt.storage import Storage
@@ -45,6 +46,7 @@ if TYPE_CHECKING:  # which needs jax
 _logger = logging.getLogger("jaxckpt")
 
 DEFAULT_TIMEOUT_S: Final = 1200.0
+_MAX_PART_BYTES: Final = 1 << 30
 _HINT: Final = "All processes must save the same tree of global arrays to the same path."
 _SKIPS: Final = "skips"  # marks a process that skips this save because an earlier one failed
 
@@ -117,6 +119,7 @@ class SaveHandle:
         self._meter.total_bytes = self.size_bytes
         self._problem = request.problem
         self._transaction: Transaction | None = None  # in process 0
+        self._parts: list[str] = []  # the items of which this process left a part
         self._is_cancelled = False
         self._ended = threading.Event()
         self._on_end: list[Callable[[SaveHandle], object]] | None = []  # None once they are called
@@ -246,20 +249,18 @@ class SaveHandle:
                         fence=request.fence,
                         resumes=request.resumes,
                     )
-                    led.value = _transaction.work_for(
-                        request.storage, self.path, self._transaction.token
-                    )
-            work = Work(*led.value)._replace(own=request.own)
+                    led.value = self._place_of(self._transaction.token)
+            work = Work(*led.value, own=request.own, landed=self._meter.landed)
             self._write(work)
             with self._meter.phase("meet"):
                 written = self._meet()
             with self._meter.phase("commit"), _committing(request), _explaining(request):
                 if self._transaction is not None:
-                    files, digests = _describe(request, work, written)
+                    files, known = _describe(request, work, written)
                     processes = request.processes
                     self._transaction.commit(
                         files,
-                        digests=digests,
+                        known=known,
                         lineage=request.lineage,
                         phases=self._meter.timing().phases,
                         item=request.items[0].name,
@@ -309,17 +310,17 @@ class SaveHandle:
                 yield led
             return
         try:
-            yield Lead(_transaction.work_for(request.storage, self.path, self._token))
+            yield Lead(self._place_of(self._token))
         except Exception as error:  # reported at `written`, then raised
             self._problem = error
+
+    def _place_of(self, token: str) -> tuple[str, str]:
+        """Returns path and mark of the `Work` of an attempt."""
+        return _transaction.work_for(self._request.storage, self.path, token)[:2]
 
     def _write(self, work: Work) -> None:
         request = self._request
         if self._problem is None and not self._is_cancelled:
-            folders = [item.folder(work, request.processes) for item in request.items]
-            if request.storage.atomic_rename:  # in a store, files appear when they are complete
-                measure = partial(_transaction.bytes_below, request.storage)
-                self._meter.measure = lambda: sum(map(measure, folders))
             try:
                 with self._meter.phase("copy"):
                     for item in request.items:
@@ -327,11 +328,22 @@ class SaveHandle:
                 with self._meter.phase("write"), _explaining(request):
                     for item in request.items:
                         item.write(request.storage, work, request.processes)
+                        self._leave_part(item, work)
             except Exception as error:  # reported at `written`, then raised
                 self._problem = error
 
-    def _meet(self) -> list[Any]:
-        """Waits until all have written; returns the reports on the items, if several processes."""
+    def _leave_part(self, item: SaveItem, work: Work) -> None:
+        """Leaves for process 0 what it has to know of what this process wrote."""
+        request, index = self._request, self._request.processes.index
+        if index == 0 or request.own or (part := item.part()) is None:
+            return
+        folder = posixpath.join(work.path, item.name).rstrip("/")
+        request.storage.make_dir(folder)
+        request.storage.write(f"{folder}/{names.part(index, work.mark)}", part)
+        self._parts.append(item.name)
+
+    def _meet(self) -> list[list[str]]:
+        """Waits until all have written; returns the items of which each process left a part."""
         request = self._request
         if self._is_cancelled and self._problem is None:
             self._problem = SaveFailed(f"{self.path}: the save was cancelled before its commit")
@@ -343,6 +355,7 @@ class SaveHandle:
             "seconds": self._meter.phases.get("write", 0.0),
             "path": "" if request.own else self.path,
             "items": {item.name: item.said() for item in request.items},
+            "parts": self._parts,
         }
         name, mark = f"{request.name}/written", _SKIPS if request.skips else ""
         self._meter.missing = partial(request.processes.missing, name)
@@ -360,7 +373,7 @@ class SaveHandle:
         met.check(self._problem, f"{self.path} was not saved", _HINT)
         if failures := _differences(request.items, met.values):
             raise disagreement(f"{self.path} was not saved", failures, _HINT)
-        return [one["items"] for one in met.values]
+        return [] if request.own else [one["parts"] for one in met.values]
 
 
 @contextlib.contextmanager
@@ -422,19 +435,19 @@ def _differences(items: list[SaveItem], reports: list[Any]) -> dict[int, str]:
 
 
 def _describe(
-    request: SaveRequest, work: Work, written: list[Any]
-) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Completes the items; returns the metadata files, and the digests of small files there."""
-    files, found = {}, {}
+    request: SaveRequest, work: Work, written: list[list[str]]
+) -> tuple[dict[str, bytes], dict[str, FileFacts]]:
+    """Completes the items; returns the metadata files, and facts about others' files."""
+    files, known = {}, {}
     for item in request.items:
-        reports = [one[item.name] for one in written]
-        added, there = item.finish(request.storage, work, request.processes, reports)
+        parts = _take_parts(request, work, item.name, written)
+        added, there = item.finish(request.storage, work, request.processes, parts)
         # Orbax looks for it in each item of a step, and of anything on gs://.
         if request.is_step or (item.name and not request.storage.atomic_rename):
             marker = f"Checkpoint commit was successful to {request.path}".encode()
             added = {**added, names.COMMIT_MARKER: marker}
         files |= {posixpath.join(item.name, name): data for name, data in added.items()}
-        found |= {posixpath.join(item.name, name): data for name, data in there.items()}
+        known |= {posixpath.join(item.name, n): FileFacts(size=size) for n, size in there.items()}
     files[names.CHECKPOINT_METADATA] = step.encode(
         StepMetadata(
             handlers={x.name: x.handler for x in request.items if "/" not in x.name},
@@ -445,4 +458,22 @@ def _describe(
     )
     if not request.is_step and request.items[0].name:
         files[names.ORBAX_MARKER] = b""
-    return files, {path: step.digest(data) for path, data in found.items()}
+    return files, known
+
+
+def _take_parts(
+    request: SaveRequest, work: Work, name: str, written: list[list[str]]
+) -> dict[int, bytes]:
+    """Reads and removes what the other processes left for process 0 of an item."""
+    storage, folder = request.storage, posixpath.join(work.path, name).rstrip("/")
+    writers = [i for i, parts in enumerate(written) if name in parts]
+    if not writers:
+        return {}
+    files = {i: f"{folder}/{names.part(i, work.mark)}" for i in writers}
+    try:
+        reads = [partial(storage.read, file, max_bytes=_MAX_PART_BYTES) for file in files.values()]
+        parts = dict(zip(files, storage.together(reads), strict=True))
+    except FileNotFoundError as error:
+        raise _transaction.unseen(request.path, str(error.filename)) from error
+    storage.delete_files([*files.values()])
+    return parts

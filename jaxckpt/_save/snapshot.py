@@ -12,23 +12,19 @@ import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Protocol
-
-import numpy as np
+from typing import Any, Protocol
 
 from jaxckpt._core.transfer import arrived, stage
-from jaxckpt._disk.checksums import encode_share, merge_shares
 from jaxckpt._disk.data_files import Written
+from jaxckpt._disk.places import Table, decode_table, encode_table, sums_of, unite
 from jaxckpt._disk.transaction import Work
-from jaxckpt._disk.writer import NOTHING_KEPT, merge, write_arrays
+from jaxckpt._disk.writer import NOTHING_KEPT, write_arrays
 from jaxckpt._save.tree_plan import TreePlan, plan_tree
 from jaxckpt._save.unchanged import Base, Changes, changes_since
-from jaxckpt.errors import SaveFailed, TreeMismatch, UnsupportedLeaf
-from jaxckpt.format import arrays, jsontext, names, step
+from jaxckpt.errors import TreeMismatch, UnsupportedLeaf
+from jaxckpt.format import arrays, names, step
 from jaxckpt.multihost import Json, Processes
 from jaxckpt.storage import Storage
-
-_MAX_SHARE_BYTES: Final = 1 << 30  # of the file that one process leaves for process 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,25 +42,15 @@ class FileItem:
         """The approximate size of the values in memory."""
         return sum(map(len, self.mine.values()))
 
-    def folder(self, work: Work, processes: Processes) -> str:
-        """Returns the directory that this process writes."""
-        return self._folder(work, processes.index)
-
-    def _folder(self, work: Work, process: int) -> str:
-        item = posixpath.join(work.path, self.name).rstrip("/")
-        return f"{item}/{names.process_database(process, work.mark)}" if work.mark else item
-
     def arrive(self) -> None:
         """Waits for nothing: files are on the host."""
 
     def write(self, storage: Storage, work: Work, processes: Processes) -> None:
-        """Writes this process's files below the directory of the checkpoint."""
-        folder = self.folder(work, processes)
-        if self.mine:
-            storage.make_dir(folder)
-        # In a shared directory only process 0 gives files their final names.
-        if not (work.mark and processes.index == 0):
-            storage.add({f"{folder}/{file}": data for file, data in self.mine.items()})
+        """Writes nothing: process 0 writes all files."""
+
+    def part(self) -> bytes | None:
+        """Returns what process 0 writes of this process's."""
+        return next(iter(self.mine.values()), None)
 
     def said(self) -> Json:
         """Returns the facts that the processes compare."""
@@ -75,22 +61,14 @@ class FileItem:
         return {}
 
     def finish(
-        self, storage: Storage, work: Work, processes: Processes, said: Sequence[Any]
-    ) -> tuple[dict[str, bytes], dict[str, bytes]]:
-        """Returns the files to add and those already written, by name in the item."""
-        del said
-        if not self.mine:
-            files = dict(self.shared())
-            for folder in sorted({"", *map(posixpath.dirname, files)}):
-                storage.make_dir(posixpath.join(work.path, self.name, folder).rstrip("/"))
-            return files, {}
-        files = dict(self.mine) if work.mark else {}
-        others = range(1 if work.mark else 0, processes.count)
-        for i in [processes.index] if work.own else others:
-            file = names.process_file(i, processes.count)
-            place = f"{self._folder(work, i)}/{file}"
-            files[file] = storage.read(place, max_bytes=jsontext.MAX_BYTES)
-        return (dict(self.shared()) | files, {}) if work.mark else (dict(self.shared()), files)
+        self, storage: Storage, work: Work, processes: Processes, parts: Mapping[int, bytes]
+    ) -> Finished:
+        """Returns the files of all processes."""
+        others = {names.process_file(i, processes.count): data for i, data in parts.items()}
+        files = {**self.shared(), **self.mine, **others}
+        for folder in sorted({"", *map(posixpath.dirname, files)}):
+            storage.make_dir(posixpath.join(work.path, self.name, folder).rstrip("/"))
+        return files, {}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,12 +78,10 @@ class TreeItem:
     name: str  # "" if its directory is that of the checkpoint
     tree: TreePlan
     snapshot: Sequence[Any] | None  # what `stage` took of `tree.sources`, until written
-    share: bytes = b""  # the checksums of process 0's chunks
-    held: bytes = b""  # the checksums of the chunks that this process only holds
     manifest: bytes = b""  # of the database, if one process writes it
+    tables: Sequence[Table] = ()  # what was written; the second, in a share, is only held
     changes: Changes | None = None  # since the step before; None if it does not matter
     written: Written | None = None  # until the next save knows of it
-    within: str = ""  # where that is in the checkpoint, with a slash before it
     handler: str = step.PYTREE_HANDLER
 
     @property
@@ -118,20 +94,16 @@ class TreeItem:
         """Returns whether it may refer to an earlier step."""
         return self.changes is not None and self.changes.base is not None
 
-    def link(self, storage: Storage, work: Work, processes: Processes) -> None:
+    def link(self, storage: Storage, work: Work) -> None:
         """Links what is to be taken from an earlier step, before its values are let go."""
         if self.changes is not None:
-            self.changes.link(storage, self.folder(work, processes))
+            self.changes.link(storage, folder_of(self, work))
 
-    def folder(self, work: Work, processes: Processes) -> str:
-        """Returns the directory of the database that this process writes."""
-        item = self._item(work)
-        if processes.count == 1:
-            return item
-        return f"{item}/{names.process_database(processes.index, work.mark)}"
-
-    def _item(self, work: Work) -> str:
-        return f"{work.path}/{self.name}" if self.name else work.path
+    def unlink(self, storage: Storage, work: Work) -> None:
+        """Removes the links."""
+        if self.changes is not None:
+            folder = folder_of(self, work)
+            storage.delete_files([f"{folder}/{file}" for file in self.changes.files])
 
     def arrive(self) -> None:
         """Waits until the values are on the host; raises if a copy failed."""
@@ -141,55 +113,40 @@ class TreeItem:
     def write(self, storage: Storage, work: Work, processes: Processes) -> None:
         """Writes this process's share and releases its memory."""
         assert self.snapshot is not None  # a save is run once
-        folder = self.folder(work, processes)
+        folder, writes, leads = folder_of(self, work), self.tree.writes, processes.index == 0
         snapshot, self.snapshot = self.snapshot, None
-        writes, leads = self.tree.writes, processes.index == 0
-        kept = NOTHING_KEPT
+        is_whole = processes.count == 1
+        mark, kept = "" if is_whole else work.mark, NOTHING_KEPT
         if self.changes is not None:
-            kept = self.changes.kept(snapshot, storage, folder)
-        written = write_arrays(storage, folder, writes, snapshot, describe=leads, kept=kept)
-        manifest, share = written.manifest, encode_share(writes.units, written.sums)
+            kept = self.changes.kept(snapshot, storage, folder, mark)
+        how = {"snapshot": snapshot, "is_whole": is_whole, "landed": work.landed}
+        write = partial(write_arrays, storage, folder, **how)
+        name = partial(names.new_data_file, mark)
+        written = write(writes=writes, describe=leads, kept=kept, name=name)
         if self.changes is not None:
             self.written = written
-            self.within = folder.removeprefix(work.path)
-        if leads:
-            self.share = share
-        if processes.count == 1:
-            self.manifest = manifest
-            return
-        is_known = leads and not work.own  # to the process that merges the shares
-        files = {names.OCDBT_MANIFEST: manifest, names.CHUNK_SUMS: b"" if is_known else share}
-        storage.add({f"{folder}/{name}": data for name, data in files.items() if data})
-        if not leads and manifest:
-            storage.sync(folder)
-        if work.own:
-            self._write_held(storage, work, snapshot, describe=not leads)
+        self.manifest = written.manifest
+        self.tables = [Table(written.places, writes.units, written.sums)]
+        if work.own:  # beside its part for the directory, what another process writes there
+            writes = self.tree.held
+            held = write(writes=writes, describe=not leads, name=names.new_held_file)
+            self.tables = [*self.tables, Table(held.places, writes.units, held.sums)]
 
-    def _write_held(
-        self,
-        storage: Storage,
-        work: Work,
-        snapshot: Sequence[np.ndarray[Any, Any]],
-        *,
-        describe: bool,
-    ) -> None:
-        """Writes what another process writes too, beside this one's part for the directory."""
-        folder, writes = f"{self._item(work)}/{names.OCDBT_HELD}", self.tree.held
-        written = write_arrays(storage, folder, writes, snapshot, describe=describe)
-        self.held = encode_share(writes.units, written.sums)
-        if written.manifest:
-            storage.add({f"{folder}/{names.OCDBT_MANIFEST}": written.manifest})
+    def part(self) -> bytes | None:
+        """Returns what process 0 has to know of what was written."""
+        return encode_table(self.tables[0]) if self.tables and self.tables[0].places else None
 
     def base(self, path: str) -> Base | None:
         """Returns what the next save may refer to, once this one is committed at a path."""
         if self.changes is None or self.written is None:
             return None
-        return self.changes.base_of_next(path + self.within, self.written)
+        return self.changes.base_of_next(posixpath.join(path, self.name), self.written)
 
     def mended(self, storage: Storage, path: str) -> Iterator[str]:
         """Mends what was found damaged in earlier steps, once this one is committed at a path."""
         if self.changes is not None and self.written is not None:
-            yield from self.changes.mended(storage, path + self.within, self.written)
+            where = posixpath.join(path, self.name).rstrip("/")
+            yield from self.changes.mended(storage, where, self.written)
 
     def said(self) -> Json:
         """Returns the facts that the processes compare."""
@@ -213,56 +170,22 @@ class TreeItem:
         return failures
 
     def finish(
-        self, storage: Storage, work: Work, processes: Processes, said: Sequence[Any]
-    ) -> tuple[dict[str, bytes], dict[str, bytes]]:
-        """Merges the databases; returns small files to add and already written, by name."""
-        item, files = self._item(work), dict(self.tree.files)
+        self, storage: Storage, work: Work, processes: Processes, parts: Mapping[int, bytes]
+    ) -> Finished:
+        """Completes the database with what the other processes wrote."""
+        item, files, stored = folder_of(self, work), dict(self.tree.files), self.tree.plan.stored
         if any("/" in name for name in files):
             storage.make_dir(f"{item}/{names.ARRAY_METADATAS}")
-        elif not self.tree.plan.stored:  # nobody wrote there
+        elif not stored:  # nobody wrote there
             storage.make_dir(item)
-        if not self.tree.plan.stored:
+        if not stored:
             return files, {}
-        manifest, there = self.manifest, {}
+        tables = [*self.tables, *map(decode_table, parts.values())]
+        files[names.CHUNK_SUMS] = sums_of(tables, stored)
+        files[names.OCDBT_MANIFEST], sizes = self.manifest, {}
         if processes.count > 1:
-            databases = databases_of(work, said)
-            if work.own:
-                databases = self._own_databases(storage, work, processes)
-            manifest = merge(storage, item, databases)
-            there = read_back(storage, item, databases)
-        shares = [data for name, data in there.items() if name.endswith(names.CHUNK_SUMS)]
-        count = self.tree.writes.unit_count
-        table = merge_shares([self.share, self.held, *shares], count, partial=work.own)
-        if table is None:
-            raise SaveFailed(f"{item}: no process wrote some of the {count} chunks")
-        return {**files, names.CHUNK_SUMS: table, names.OCDBT_MANIFEST: manifest}, there
-
-    def _own_databases(self, storage: Storage, work: Work, processes: Processes) -> list[str]:
-        there = [names.process_database(processes.index), names.OCDBT_HELD]
-        manifests = [f"{self._item(work)}/{name}/{names.OCDBT_MANIFEST}" for name in there]
-        return [n for n, file in zip(there, manifests, strict=True) if storage.kind(file)]
-
-
-def databases_of(work: Work, said: Sequence[Any]) -> list[str]:
-    """Returns the databases that the processes wrote, from what they said."""
-    writers = [i for i, one in enumerate(said) if one["bytes"] or i == 0]
-    return [names.process_database(i, work.mark) for i in writers]
-
-
-def read_back(storage: Storage, item: str, folders: Sequence[str]) -> dict[str, bytes]:
-    """Reads the small files that the processes wrote, all at once; by name in the item."""
-    small = (names.OCDBT_MANIFEST, names.CHUNK_SUMS)
-    files = [f"{folder}/{name}" for folder in folders for name in small]
-    reads = [partial(_read_if_there, storage, f"{item}/{file}") for file in files]
-    found = zip(files, storage.together(reads), strict=True)
-    return {file: data for file, data in found if data is not None}
-
-
-def _read_if_there(storage: Storage, path: str) -> bytes | None:
-    try:
-        return storage.read(path, max_bytes=_MAX_SHARE_BYTES)
-    except FileNotFoundError:
-        return None
+            files[names.OCDBT_MANIFEST], sizes = unite(storage, item, tables, stored, work)
+        return files, sizes
 
 
 class SaveItem(Protocol):
@@ -274,14 +197,23 @@ class SaveItem(Protocol):
     def handler(self) -> str: ...
     @property
     def size_bytes(self) -> int: ...
-    def folder(self, work: Work, processes: Processes) -> str: ...
     def arrive(self) -> None: ...
     def write(self, storage: Storage, work: Work, processes: Processes) -> None: ...
+    def part(self) -> bytes | None: ...
     def said(self) -> Json: ...
     def disagreement(self, said: Sequence[Any]) -> dict[int, str]: ...
     def finish(
-        self, storage: Storage, work: Work, processes: Processes, said: Sequence[Any]
-    ) -> tuple[dict[str, bytes], dict[str, bytes]]: ...
+        self, storage: Storage, work: Work, processes: Processes, parts: Mapping[int, bytes]
+    ) -> Finished: ...
+
+
+# The files to write, by name in the item; and the least size of others that are there.
+Finished = tuple[dict[str, bytes], dict[str, int]]
+
+
+def folder_of(item: SaveItem, work: Work) -> str:
+    """Returns the directory of an item."""
+    return posixpath.join(work.path, item.name).rstrip("/")
 
 
 @dataclass(frozen=True, slots=True)

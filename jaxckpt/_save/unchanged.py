@@ -44,8 +44,9 @@ from jaxckpt._disk.read_back import (
 from jaxckpt._disk.writer import NOTHING_KEPT, ChunkWrite, Kept
 from jaxckpt._save.tree_plan import Array, TreePlan
 from jaxckpt.errors import CheckpointError, SaveFailed
+from jaxckpt.format import names
 from jaxckpt.format.ocdbt import Place
-from jaxckpt.storage import Entry, Storage
+from jaxckpt.storage import Storage
 
 # At each so manieth step, shards that changed get fingerprints again.
 _ASKED_EVERY: Final = 10
@@ -133,7 +134,9 @@ class Changes:
     later: Collection[int]  # source shards whose fingerprints cannot be taken yet
     linked: set[int] = field(default_factory=set)  # unchanged sources, in files worth linking
     left: set[int] = field(default_factory=set)  # those of them whose values are not needed
-    files: dict[str, int] = field(default_factory=dict)  # linked, with their sizes
+    # What is linked or copied, by its name in the earlier step, with the size.
+    files: dict[str, int] = field(default_factory=dict)
+    mark: str = ""  # as in `names.part`: copies have it in their names
     prints: list[bytes | None] = field(default_factory=list)
 
     def link(self, storage: Storage, folder: str) -> None:
@@ -152,14 +155,17 @@ class Changes:
             storage.link_all(self.base.folders[0], folder, new)
         self.files |= new
 
-    def kept(self, snapshot: Sequence[Any], storage: Storage, folder: str) -> Kept:
+    def kept(self, snapshot: Sequence[Any], storage: Storage, folder: str, mark: str) -> Kept:
         """Compares what is in host memory; returns what is linked and need not be written.
+
+        Args:
+            mark: As in `names.part`.
 
         Raises:
             SaveFailed: what is linked, or was to be copied by a store, is gone.
             LinkFailed: a store did not copy files.
         """
-        base, sources = self.base, self.tree.sources
+        base, sources, self.mark = self.base, self.tree.sources, mark
         known = [None] * len(sources) if base is None else base.prints
         found = dict(zip(self.sent, fingerprint.arrived([*self.sent.values()]), strict=True))
         more = False
@@ -185,13 +191,29 @@ class Changes:
                 self.link(storage, folder)
             except (OSError, CheckpointError):  # the values are here
                 self.linked = before
-        return Kept(self.linked, _true(self.same) - self.linked, base.written)
+        return Kept(self.linked, _true(self.same) - self.linked, self._renamed(base.written))
+
+    def _renamed(self, written: Written) -> Written:
+        """Returns what was written in the earlier step, under the names of the copies."""
+        if not self.mark:
+            return written
+        places = {
+            key: place._replace(file=names.data_file_of(place.file, self.mark))
+            if isinstance(place, Place)
+            else place
+            for key, place in written.places.items()
+        }
+        sizes = {names.data_file_of(file, self.mark): size for file, size in written.sizes.items()}
+        return written._replace(places=places, sizes=sizes)
 
     def _check_links(self, storage: Storage, folder: str) -> None:
         """Raises SaveFailed if another process has cleared up the links, as the next job does."""
-        there = storage.files(folder) if self.files else {}
         for name, size in self.files.items():
-            if there.get(name) != Entry("file", size):
+            try:
+                found = storage.size(f"{folder}/{name}")
+            except (FileNotFoundError, CheckpointError):
+                found = None
+            if found != size:
                 raise SaveFailed(
                     f"{folder}/{name}, which was linked there for this save, was changed or "
                     "deleted. Let only one job save here."
@@ -200,9 +222,10 @@ class Changes:
     def _copy(self, base: Base, storage: Storage, folder: str) -> None:
         """Lets the store copy the files."""
         self.files = {file: base.written.sizes[file] for file in _files_of(base, self.linked)}
-        where, pairs = base.folders[0], [(f"/{file}", f"{folder}/{file}") for file in self.files]
+        where = base.folders[0]
+        copied = [(f"{where}/{file}", names.data_file_of(file, self.mark)) for file in self.files]
         try:
-            storage.together([partial(storage.link, where + name, to) for name, to in pairs])
+            storage.together([partial(storage.link, a, f"{folder}/{b}") for a, b in copied])
         except FileNotFoundError as error:
             raise SaveFailed(
                 f"{where} was deleted while a step that shares its files was being saved "
@@ -242,7 +265,10 @@ class Changes:
         old = self.base
         trusted = dict.fromkeys(written.sizes, TRUSTED if self.copies else 0)
         if old is not None:
-            trusted |= {file: max(0, old.trusted[file] - 1) for file in self.files}
+            trusted |= {
+                names.data_file_of(file, self.mark): max(0, old.trusted[file] - 1)
+                for file in self.files
+            }
         return Base(
             tree=self.tree,
             folders=(folder, *(old.folders if old is not None else ())),

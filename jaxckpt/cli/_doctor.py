@@ -12,7 +12,7 @@ from jaxckpt.cli import _options, _output
 from jaxckpt.cli._output import Cell, Styled
 
 if TYPE_CHECKING:
-    from jaxckpt.storage._checks import Finding
+    from jaxckpt.cli._checks import Finding
 
 _STYLES: Final = {"ok": "green", "failed": "bold red", "skipped": ""}
 
@@ -26,7 +26,7 @@ def doctor(path: str, as_json: bool) -> int:
     Says what to do about each failure. PATH is the root of a run, or where one is to be. The checks
     write up to 64 MiB below a temporary name there and delete it.
     """
-    from jaxckpt.storage._doctor import examine
+    from jaxckpt.cli._examine import examine
 
     if sys.stderr.isatty():
         _output.note(f"trying out {path}: this takes a few seconds, or longer if it is slow")

@@ -15,8 +15,9 @@ other's checkpoints.
         array_metadatas/process_0 JSON: which leaves are PRNG keys
         _jaxckpt.sums             ours: the checksum of each chunk
         manifest.ocdbt  d/        the database
-        ocdbt.process_<i>/        the part written by process i (only with several processes)
         ocdbt.process_held/       shards of other processes' parts (only in a share, see `step`)
+        ocdbt.process_<i>/        written by Orbax, and by earlier releases: the files of process i
+        _jaxckpt.part_<i>         ours, until the commit: what process 0 has to know of process i
 
 On request, the files of the one item are in <checkpoint> itself, which then lacks
 `orbax.checkpoint`, as where Orbax's v0 saves one tree. Its name is "".
@@ -82,6 +83,7 @@ ROOT_METADATA: Final = "metadata"
 ROOT_METADATA_FILE: Final = "_ROOT_METADATA"
 OLD_ROOT_METADATA_FILE: Final = "metadata"  # until Orbax 0.9
 _LEASE: Final = "_jaxckpt.lease-"
+_PART: Final = "_jaxckpt.part_"
 _SHARE: Final = "share_"
 _GUEST: Final = "run-"  # never the name of a step, whatever follows
 
@@ -236,26 +238,44 @@ def replacement(name: str) -> str:
     return name + _REPLACEMENT
 
 
-def process_database(index: int, token: str = "") -> str:
-    """Returns the directory of the database that process `index` writes.
+def part(index: int, mark: str = "") -> str:
+    """Returns the file in an item that process `index` leaves for process 0.
 
     Args:
-        token: Of the attempt, where the attempts to write a checkpoint share its directory.
+        mark: The token of the attempt, where attempts to write a checkpoint share its directory.
     """
-    return f"{OCDBT_PROCESS}{index}" + (f".{token}" if token else "")
+    return f"{_PART}{index}" + (f".{mark}" if mark else "")
 
 
-_OF_ATTEMPT = re.compile(re.escape(OCDBT_PROCESS) + r"\d+\.[0-9a-f]{16}")
+def is_part(name: str) -> bool:
+    return name.startswith(_PART)
+
+
+def new_data_file(mark: str = "") -> str:
+    """Returns the name of a file of a database that no other has; see `part`."""
+    return data_file_of(os.urandom(16).hex(), mark)
+
+
+def new_held_file() -> str:
+    """Returns such a name for values that are another process's part."""
+    return f"{OCDBT_HELD}/{new_data_file()}"
+
+
+def data_file_of(file: str, mark: str) -> str:
+    """Returns the name of a data file in an attempt to copy it; see `part`."""
+    name = file.rpartition("/")[2]
+    return f"{OCDBT_DATA}/n{mark}{name[-len(mark) :]}" if mark else f"{OCDBT_DATA}/{name}"
+
+
+_OF_ATTEMPT = re.compile(
+    rf"(.*/)?({re.escape(OCDBT_PROCESS)}\d+\.[0-9a-f]{{16}}/.*|{OCDBT_DATA}/n[0-9a-f]{{32}}"
+    rf"|{re.escape(_PART)}\d+\.[0-9a-f]{{16}})"
+)
 
 
 def is_of_attempt(file: str) -> bool:
-    """Returns whether a file is in a directory that `process_database` names with a token."""
-    return any(map(_OF_ATTEMPT.fullmatch, file.split("/")[:-1]))
-
-
-def new_data_file() -> str:
-    """Returns the name of a file of a database that no other has."""
-    return f"{OCDBT_DATA}/{os.urandom(16).hex()}"
+    """Returns whether a file has a name with the token of an attempt, now or in older releases."""
+    return _OF_ATTEMPT.fullmatch(file) is not None
 
 
 def is_data_file(file: str) -> bool:

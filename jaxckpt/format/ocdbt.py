@@ -104,6 +104,14 @@ def encode_database(
     return bytes(data), _framed(_MANIFEST, body)
 
 
+def encode_leaves(values: Mapping[str, bytes | Place]) -> bytes:
+    """Returns the leaves alone, one after the other, for `decode_leaves`."""
+    data = bytearray()
+    for _ in _leaves(sorted((key.encode(), value) for key, value in values.items()), data):
+        pass
+    return bytes(data)
+
+
 def _leaves(entries: Sequence[tuple[bytes, bytes | Place]], data: bytearray) -> Iterator[_Node]:
     sizes = (len(key) + (len(v) if isinstance(v, bytes) else 0) + 16 for key, v in entries)
     for start, stop in _ranges(sizes):
@@ -246,8 +254,8 @@ def place_of(folder: str, name: str, offset: int, size: int) -> Place:
     return Place(folder + name, offset, size)
 
 
-def decode_manifest(data: bytes, folder: str) -> Root:
-    """Decodes the newest version of a database in `folder`, unless it is compressed.
+def decode_manifest(data: bytes) -> Root:
+    """Decodes the newest version of a database, unless it is compressed.
 
     Raises:
         ValueError: it is damaged.
@@ -261,7 +269,7 @@ def decode_manifest(data: bytes, folder: str) -> Root:
     if (compression := fields.text(2)[1]) > 1:
         raise Foreign("its nodes are neither plain nor compressed with zstd")
     fields.text(4 * compression)  # level
-    files = fields.files(folder)
+    files = fields.files("")
     count = int(fields.numbers(1)[0])
     if not count:
         raise Foreign("it has no version")
@@ -269,6 +277,17 @@ def decode_manifest(data: bytes, folder: str) -> Root:
     height = fields.text(count)[-1]
     root = fields.places(files, count)[-1]
     return Root(root, height, int(fields.numbers(count)[-1]))
+
+
+def decode_leaves(data: bytes) -> dict[str, bytes | Place]:
+    """Returns the values of `encode_leaves`, or their places; ValueError if they are damaged."""
+    found: dict[str, bytes | Place] = {}
+    while data:
+        size = int.from_bytes(data[4:12], "little")
+        node = decode_node(data[:size], "", b"")
+        found.update(zip([key.decode() for key in node.keys], node.values, strict=True))
+        data = data[size:]
+    return found
 
 
 def decode_node(data: bytes, folder: str, prefix: bytes) -> Node:

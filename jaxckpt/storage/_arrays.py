@@ -281,14 +281,14 @@ class Reader:
 # --- compressed nodes of databases -----------------------------------------------------------
 
 
-def dump_manifest(data: bytes, folder: str) -> Root:
+def dump_manifest(data: bytes) -> Root:
     """Decodes a manifest, like `ocdbt.decode_manifest`, that TensorStore compressed."""
     described = _dump(OCDBT_MANIFEST, data)
     if not described.get("versions"):
         raise Foreign("it has no version")
     version = described["versions"][-1]
     root = version["root"]
-    place = _place(folder, root["location"])
+    place = _place(root["location"])
     return Root(place, version["root_height"], root["statistics"]["num_keys"])
 
 
@@ -299,24 +299,24 @@ def dump_node(data: bytes, folder: str, prefix: bytes) -> Node:
     height, entries = node["height"], node["entries"]
     if height:
         keys = [prefix + entry["subtree_common_prefix"] for entry in entries]
-        return Node(height, keys, [_place("", entry["location"]) for entry in entries])
+        return Node(height, keys, [_place(entry["location"]) for entry in entries])
     keys = [prefix + entry["key"] for entry in entries]
     inline = [entry.get("inline_value") for entry in entries]
     values = [
-        _place("", entry["indirect_value"]) if value is None else value
+        _place(entry["indirect_value"]) if value is None else value
         for entry, value in zip(entries, inline, strict=True)
     ]
     entries.clear()  # TensorStore 0.1.86 never frees the values of a dict that it returns
     return Node(height, keys, values)
 
 
-def _place(within: str, location: str | None) -> Place:
+def _place(location: str | None) -> Place:
     """Returns the place that TensorStore's text means: kind, directory, file, offset, size."""
     parts = (location or "").split(":")
     if len(parts) != 5:
         raise Foreign(f"a reference to {location}")
     _, folder, file, offset, size = parts
-    return place_of(within + folder, file, int(offset), int(size))
+    return place_of(folder, file, int(offset), int(size))
 
 
 def _dump(name: str, data: bytes, *location: str) -> Any:

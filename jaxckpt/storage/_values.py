@@ -1,4 +1,4 @@
-"""Finds the values of databases of chunks by their trees, with our own requests.
+"""Finds the values of a database of chunks by its tree, with our own requests.
 
 A tree is read level by level, in as many round trips as it has levels. TensorStore only decodes
 nodes that it compressed: older releases let it merge the databases of several processes.
@@ -35,14 +35,8 @@ class _Reference(NamedTuple):
     height: int
 
 
-def find_values(
-    storage: Storage, path: str, *, folders: Sequence[str] = ("",), max_keys: int | None = None
-) -> Values | None:
-    """Returns the values of a database, or their places.
-
-    Args:
-        path: The directory to which places are relative.
-        folders: Directories of databases in it, each with a slash; their values are united.
+def find_values(storage: Storage, path: str, *, max_keys: int | None = None) -> Values | None:
+    """Returns the values of the database in a directory, or their places.
 
     Returns:
         None if there are more keys than `max_keys`, or if only TensorStore can find the values.
@@ -51,13 +45,13 @@ def find_values(
         ValueError, OSError: the tree is damaged.
     """
     try:
-        roots = storage.together([partial(_read_root, storage, path, name) for name in folders])
-        most = sum(root.keys for root in roots)
+        root = _read_root(storage, path)
+        most = root.keys
         if max_keys is not None and most > max_keys:
             return None
         found: Values = {}
         read: list[Place] = []
-        level = [_Reference(root.place, b"", root.height) for root in roots]
+        level = [_Reference(root.place, b"", root.height)]
         while level:
             read = sorted([*read, *(node.place for node in level)])
             _check_apart(path, read)
@@ -80,15 +74,15 @@ def read_place(storage: Storage, path: str, place: Place) -> bytes:
     return data.tobytes()
 
 
-def _read_root(storage: Storage, path: str, folder: str) -> Root:
-    file = f"{path}/{folder}{OCDBT_MANIFEST}"
+def _read_root(storage: Storage, path: str) -> Root:
+    file = f"{path}/{OCDBT_MANIFEST}"
     data = storage.read(file, max_bytes=_MOST_NODE_BYTES)
     try:
         if ocdbt.is_compressed(data):
             from jaxckpt.storage._arrays import dump_manifest
 
-            return dump_manifest(data, folder)
-        return ocdbt.decode_manifest(data, folder)
+            return dump_manifest(data)
+        return ocdbt.decode_manifest(data)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 

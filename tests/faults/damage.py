@@ -415,26 +415,11 @@ def _unread(root):
     """Returns the bytes that no reader reads: markers, and in the data of one of several processes
     everything but values, since the merged database does not use the nodes."""
     from jaxckpt.format import names
-    from jaxckpt.format.ocdbt import Place
-    from jaxckpt.storage import locate
-    from jaxckpt.storage._values import find_values
 
     record = Path(root, str(STEP), names.RECORD)
     last = record.stat().st_size - 1  # the end of its last line
-    state = Path(root, str(STEP), "state")
-    storage, where = locate(state)
-    found = (find_values(storage, where) or {}).values()
-    values = [place for place in found if isinstance(place, Place)]
-
-    def is_value(name, offset):
-        return any(
-            name == f"{STEP}/state/{value.file}" and 0 <= offset - value.offset < value.size
-            for value in values
-        )
 
     def unread(name, offset):
-        if name.startswith(f"{STEP}/state/ocdbt.process_") and "/d/" in name:
-            return not is_value(name, offset)
         return name.endswith(f"/{_MARKER}") or (
             name == str(record.relative_to(root)) and offset == last
         )

@@ -130,7 +130,8 @@ class Disk:
 
     def _gone(self, path):
         names, name = self._place(path)
-        del names[name]
+        if name in names or not self.shared:
+            del names[name]
 
     def _link(self, path, other):
         names, name = self._place(other)

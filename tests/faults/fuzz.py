@@ -67,7 +67,7 @@ def of_database(magic: bytes, data: bytes) -> None:
     with contextlib.suppress(ValueError, ocdbt.Foreign):
         framed = ocdbt._framed(magic, data[ocdbt._HEAD.size : -4])
         if magic == ocdbt._MANIFEST:
-            ocdbt.decode_manifest(framed, "")
+            ocdbt.decode_manifest(framed)
         else:
             ocdbt.decode_node(framed, "", b"")
 

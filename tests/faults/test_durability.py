@@ -79,4 +79,4 @@ def test_a_save_of_two_processes_is_durable_when_it_returns(run_processes, zygot
         disk.root = str(tmp_path / "top")
         with trial("6", f"a save of two processes, {name}"):
             assert disk.play(tmp_path / name).unsynced() == (set(), set())
-    assert "ocdbt.process_1/d/" in (tmp_path / "1.log").read_text()
+    assert "state/d/" in (tmp_path / "1.log").read_text()

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import jaxckpt
+from jaxckpt.cli._bucket_checks import _PERMISSIONS
 from jaxckpt.storage import _credentials as credentials_module
 from jaxckpt.storage import _requests as requests_module
-from jaxckpt.storage._bucket_checks import _PERMISSIONS
 from tests.commandline import cli
 from tests.stores.proxy import Answer
 

@@ -241,9 +241,9 @@ def phase_of(verb, path, index):
     name = os.path.basename(path)
     if verb == "read" and name == names.OWNER:
         return "begin"
-    if verb == "make_dir" and index and f"/{names.process_database(index)}" in path:
+    if verb == "make_dir" and index and names.TEMPORARY in path:
         return "begin"
-    if verb == "write" and names.process_count(name) is not None:
+    if verb == "write" and (names.is_part(name) or names.process_count(name) is not None):
         return "writing"  # the arrays are written by then
     if verb == "write" and name == names.RECORD:
         return "written"

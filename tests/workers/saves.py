@@ -189,7 +189,7 @@ def restore_sixteen(me, paths):
 
 
 class Elsewhere:
-    """A storage that writes databases to another place, or does something before that."""
+    """A storage that writes data to another place, or does something before that."""
 
     def __init__(self, inner, before=lambda: None, there=lambda path: path):
         self._inner, self._before, self._there = inner, before, there
@@ -201,8 +201,8 @@ class Elsewhere:
         self._before()
         self._inner.write_parts(self._moved(path), parts)
 
-    def add(self, files):
-        self._inner.add({self._moved(path): data for path, data in files.items()})
+    def write(self, path, data):
+        self.write_parts(path, lambda: iter([data]))
 
     def _moved(self, path):
         folder, _, name = path.rpartition("/")
@@ -305,6 +305,7 @@ def leave_without_waiting(me, path):
 def lose_them(me, path, rounds):
     """In each round one process is lost while it writes; the others say what they heard."""
     results = []
+    value = small_tree(2) | {"large": put(np.zeros(1 << 13), mesh_of(x=4), ("x",))}
     for name, loser in rounds:
 
         def pause(name=name):
@@ -316,7 +317,7 @@ def lose_them(me, path, rounds):
         results.append(
             said(
                 lambda storage=storage: save_with(
-                    path, small_tree(2), storage=storage, timeout_s=TIMEOUT_S, overwrite=True
+                    path, value, storage=storage, timeout_s=TIMEOUT_S, overwrite=True
                 )
             )
         )
@@ -328,7 +329,7 @@ def save_logged(me, path, logs):
     """Saves with the shim's log on, up to the moment of the acknowledgement."""
     from tests.faults.zygote import arm, disarm
 
-    value = small_tree(1)
+    value = small_tree(1) | {"large": put(np.zeros(1 << 13), mesh_of(x=4), ("x",))}
     arm(os.path.dirname(os.path.dirname(path)), log=f"{logs}/{me.index}.log")
     save_with(path, value)
     disarm()

@@ -12,8 +12,7 @@ from typing import Final, final
 
 import numpy as np
 
-from jaxckpt.errors import StoreError
-from jaxckpt.storage._checks import (
+from jaxckpt.cli._checks import (
     SMALL,
     Check,
     Finding,
@@ -24,6 +23,7 @@ from jaxckpt.storage._checks import (
     read_large,
     write_large,
 )
+from jaxckpt.errors import StoreError
 from jaxckpt.storage._local import temporary_sibling
 from jaxckpt.storage._object import ObjectStorage, object_storage
 from jaxckpt.storage._requests import Reason, reason_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 
+from jaxckpt.cli._checks import Finding, Place, try_out
 from jaxckpt.errors import StoreError, UnsupportedFormat
 from jaxckpt.storage import locate
-from jaxckpt.storage._checks import Finding, Place, try_out
 from jaxckpt.storage._settings import SCHEMES
 
 
@@ -35,10 +35,10 @@ def examine(path: str) -> list[Finding]:
 
 def _place(path: str, scheme: str) -> Place:
     if scheme in SCHEMES:
-        from jaxckpt.storage._bucket_checks import BucketPlace
+        from jaxckpt.cli._bucket_checks import BucketPlace
 
         return BucketPlace(scheme, path)
-    from jaxckpt.storage._folder_checks import FolderPlace
+    from jaxckpt.cli._folder_checks import FolderPlace
 
     storage, where = locate(path)
     if storage.scheme != "file":

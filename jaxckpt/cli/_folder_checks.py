@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final, final
 
-from jaxckpt.storage._checks import (
+from jaxckpt.cli._checks import (
     LARGE_BYTES,
     SMALL,
     Check,

@@ -1,0 +1,98 @@
+"""The table of places: where the values lie that a process wrote of a database.
+
+    each process    writes data files, and leaves a table
+    process 0       unites the tables, and writes the nodes of the one database
+
+A table says where each key's value lies, and the checksums of the chunks. On its way it has the
+form of the leaves of a database, with the checksums as one more value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from jaxckpt._disk.checksums import starts_of
+from jaxckpt._disk.transaction import Work
+from jaxckpt.errors import SaveFailed
+from jaxckpt.format import names
+from jaxckpt.format.ocdbt import Place, decode_leaves, encode_database, encode_leaves
+from jaxckpt.format.tree import StoredArray
+from jaxckpt.storage import Storage
+
+_SUMS: Final = ""  # never the key of a value
+_NUMBER: Final = np.dtype("<u4")
+
+
+class Table(NamedTuple):
+    """What one process wrote of a database."""
+
+    places: Mapping[str, bytes | Place]  # each value or its place, by key
+    units: Sequence[int] = ()  # the numbers of chunks and inner chunks; see `checksums`
+    sums: Sequence[int] = ()  # their checksums
+
+
+def encode_table(table: Table) -> bytes:
+    sums = np.array([table.units, table.sums], _NUMBER).tobytes()
+    return encode_leaves({_SUMS: sums, **table.places})
+
+
+def decode_table(data: bytes) -> Table:
+    """Decodes a table; ValueError if it is damaged."""
+    places = decode_leaves(data)
+    sums = places.pop(_SUMS, b"")
+    if isinstance(sums, Place):
+        raise ValueError("its checksums are elsewhere")
+    units, found = np.frombuffer(sums, _NUMBER).reshape(2, -1).tolist()
+    return Table(places, units, found)
+
+
+def sums_of(tables: Sequence[Table], stored: Sequence[StoredArray]) -> bytes:
+    """Returns the file of checksums: that of a chunk which no table has is 0."""
+    sums = np.zeros([*starts_of(stored)][-1], _NUMBER)
+    for table in tables:
+        sums[np.array(table.units, np.int64)] = table.sums
+    return sums.tobytes()
+
+
+def unite(
+    storage: Storage,
+    item: str,
+    tables: Sequence[Table],
+    stored: Sequence[StoredArray],
+    work: Work,
+) -> tuple[bytes, dict[str, int]]:
+    """Writes the nodes of the database of all tables.
+
+    Args:
+        item: Its directory.
+        stored: All arrays.
+
+    Returns:
+        The manifest, still to be stored, and the least size of each file that has values.
+
+    Raises:
+        SaveFailed: a value is in no table.
+    """
+    places = {key: place for table in tables for key, place in table.places.items()}
+    wanted = len(stored) + sum(map(_chunks_of, stored))
+    if len(places) != wanted and not work.own:
+        raise SaveFailed(f"{item}: no process wrote {wanted - len(places)} of the {wanted} values")
+    sizes: dict[str, int] = {}
+    for place in places.values():
+        if isinstance(place, Place):
+            file, offset, size = place
+            sizes[file] = max(sizes.get(file, 0), offset + size)
+    file = names.new_data_file(work.mark)
+    nodes, manifest = encode_database(places, file)
+    storage.make_dir(f"{item}/{names.OCDBT_DATA}")
+    storage.write(f"{item}/{file}", nodes)
+    return manifest, sizes
+
+
+def _chunks_of(stored: StoredArray) -> int:
+    sides = zip(stored.shape, stored.chunk_shape, strict=True)
+    return math.prod(-(-size // max(1, chunk)) for size, chunk in sides)
