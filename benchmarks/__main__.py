@@ -171,6 +171,13 @@ def _scale(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterat
         each = f"{found['each key'] * 1e6:.2f} us"
         rows.append([f"{count:,} of {scale.KEYS} keys", seconds(found["merge"]), each])
     yield Section(title="The merge by process 0", rows=rows, samples=merges, key="merge")
+    meetings = scale.measure_meetings(counts if args.quick else scale.MEETING)
+    rows = [["processes that meet", "process 0", "for each process", "bytes", "for each process"]]
+    for count, found in meetings.items():
+        each = f"{found['process 0'] / count * 1e6:.1f} us", f"{found['bytes'] / count:.0f} B"
+        own, moved = seconds(found["process 0"]), amount(found["bytes"])
+        rows.append([f"{count:,}", own, each[0], moved, each[1]])
+    yield Section(title="A meeting", rows=rows, samples=meetings, key="meetings")
 
 
 STUDIES: Final[

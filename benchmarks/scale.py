@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
+
+from jaxckpt.multihost import Distributed, first_of, meet, slowest_of
 
 LEAVES: Final = 10_000
 COUNTS: Final = (8, 64, 512, 4096)
 MERGED: Final = (8, 64, 512)
+MEETING: Final = (8, 64, 512, 4096, 24_576)
 # Keys of each process when tables are united.
 KEYS: Final = 200
 _BYTES: Final = 5_000  # of a value
@@ -80,6 +86,88 @@ def measure_merges(counts: Sequence[int], *, keys: int, root: Path) -> dict[int,
             "bytes": sum(map(len, tables)) / (count * keys),
         }
     return samples
+
+
+def measure_meetings(counts: Sequence[int]) -> dict[int, dict[str, float]]:
+    """Returns what a meeting after writing costs over JAX's coordination service.
+
+    Process 0 is real, and so is the service. The others are threads that put their reports and get
+    the outcome, each for many processes. All reports are there when process 0 begins, as after
+    equally long writes; its seconds do not include those of the others.
+    """
+    return {count: _meeting(count) for count in counts}
+
+
+def _meeting(count: int) -> dict[str, float]:
+    service, key = _CountedService(_coordination_service()), "jaxckpt/gather/a/1"
+    report = {"seconds": 1.25, "path": "/runs/a/1", "parts": ["state"]}
+    report["items"] = {"state": {"item": "tree", "tree": "0" * 64, "bytes": 1 << 30}}
+    value = json.dumps({"problem": None, "mark": "", "value": report}).encode()
+
+    def put(index: int) -> None:
+        service.put(f"{key}/from/{index}", b"[]\n" + value, timeout_s=60)
+
+    def get(_: int) -> None:
+        assert service.wait(f"{key}/outcome", timeout_s=60)
+
+    with ThreadPoolExecutor(16) as pool:
+        start = time.perf_counter()
+        list(pool.map(put, range(1, count)))
+        rounds = Distributed(index=0, count=count, service=service)
+        began = time.perf_counter()
+        meet(rounds, "a", report, None, _judged, timeout_s=60)
+        own = time.perf_counter() - began
+        list(pool.map(get, range(1, count)))
+        whole = time.perf_counter() - start
+    return {"whole": whole, "process 0": own, "bytes": service.bytes}
+
+
+def _judged(reports: list[Any]) -> dict[str, Any]:
+    """Judges as a save does."""
+    others = [i for i, one in enumerate(reports) if one["path"] != reports[0]["path"]]
+    return {**first_of(dict.fromkeys(others, "another path")), "slowest": slowest_of(reports)}
+
+
+class _CountedService:
+    """Counts the bytes of values that pass a service, there and back."""
+
+    def __init__(self, service: Any) -> None:
+        self._service, self.bytes = service, 0
+
+    def put(self, key: str, value: bytes, *, timeout_s: float) -> bool:
+        self.bytes += len(value)
+        return self._service.put(key, value, timeout_s=timeout_s)
+
+    def wait(self, key: str, *, timeout_s: float) -> bytes | None:
+        found = self._service.wait(key, timeout_s=timeout_s)
+        self.bytes += len(found or b"")
+        return found
+
+    def under(self, directory: str, *, timeout_s: float) -> dict[str, bytes]:
+        found = self._service.under(directory, timeout_s=timeout_s)
+        self.bytes += sum(map(len, found.values()))
+        return found
+
+    def delete(self, directory: str, *, timeout_s: float) -> None:
+        self._service.delete(directory, timeout_s=timeout_s)
+
+
+def _coordination_service() -> Any:
+    """Starts a service of JAX for a job of one process, and connects to it."""
+    from jaxckpt.multihost._service import _Service
+
+    _jax = import_module("jax._src.lib")._jax
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    service = _jax.get_distributed_runtime_service(address, 1)
+    client = _jax.get_distributed_runtime_client(address, 0)
+    client.connect()
+    _running.append((service, client))
+    return _Service(client)
+
+
+_running: list[Any] = []  # services end with the program
 
 
 def _plan(count: int, leaves: int) -> dict[str, float]:

@@ -79,10 +79,12 @@ def test_the_scale_of_a_job(tmp_path):
     """Plans of many processes, and the merge of their databases."""
     plans = scale.measure_plans([16], leaves=8)
     merges = scale.measure_merges([2], keys=3, root=tmp_path)
+    meetings = scale.measure_meetings([2])
 
     assert plans[16]["chunks"] > 0
     assert plans[16]["metadata bytes"] > 0
     assert set(merges) == {2}
+    assert meetings[2]["bytes"] > 0
     assert not list(tmp_path.iterdir())
 
 

@@ -8,10 +8,21 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
+import jaxckpt
 from jaxckpt.errors import CheckpointTimeout, ProcessesDisagree, StepExists
-from jaxckpt.multihost import Distributed, Processes, Single, _service, current, lead, meet
+from jaxckpt.multihost import (
+    Distributed,
+    Processes,
+    Single,
+    _service,
+    current,
+    lead,
+    meet,
+    playing,
+)
 from jaxckpt.testing import MemoryService, ProcessKilled, simulate
 from tests.multiprocess import JobFailed
 from tests.workers import multihost as worker
@@ -60,7 +71,7 @@ def test_where_process_0_leads_all_raise_if_it_fails(error, others):
 
 @pytest.mark.multihost
 def test_a_meeting_names_all_that_failed():
-    """The values of all are there; one that failed raises its own error, the others who and why."""
+    """One that failed raises its own error, the others who and why; its value is there."""
 
     def report(us):
         problem = KeyError(us.index) if us.index else None
@@ -71,7 +82,7 @@ def test_a_meeting_names_all_that_failed():
 
     first, *failed = simulate(3, report)
 
-    assert first[:3] == ([0, 10, 20], {1: "", 2: "odd"}, "ProcessesDisagree")
+    assert first[:3] == ({1: 10, 2: 20}, {1: "", 2: "odd"}, "ProcessesDisagree")
     assert first[3].splitlines() == [
         "/run/1:",
         "  process 1: KeyError: 1",
@@ -163,27 +174,112 @@ def test_no_process_succeeds_where_another_fails(seed):
     assert outcomes == [outcomes[0]] * count
 
 
+class Counting:
+    """A service that counts calls, and the bytes that each process sends and is sent."""
+
+    def __init__(self, service, count):
+        self.service, self.calls, self.moved = service, [], [0] * count
+
+    def of(self, index):
+        """Returns the service as one process sees it."""
+        return CountedBy(self, index)
+
+
+class CountedBy:
+    def __init__(self, counting, index):
+        self._counting, self._index = counting, index
+
+    def __getattr__(self, verb):
+        def call(*args, **kwargs):
+            found = getattr(self._counting.service, verb)(*args, **kwargs)
+            sent = [arg for arg in args if isinstance(arg, bytes)]
+            got = found.values() if isinstance(found, dict) else [found]
+            sizes = [len(data) for data in (*sent, *got) if isinstance(data, bytes)]
+            self._counting.calls.append(verb)
+            self._counting.moved[self._index] += sum(sizes)
+            return found
+
+        return call
+
+
+def counted(count, act):
+    """Runs simulated processes; returns what their service counted."""
+    counting = Counting(MemoryService(), count)
+
+    def run(us):
+        mine = Distributed(index=us.index, count=count, service=counting.of(us.index))
+        with playing(mine):
+            return act(mine)
+
+    simulate(count, run, timeout_s=120)
+    return counting
+
+
 @pytest.mark.multihost
 def test_gather_costs_few_messages():
     """Calls to the service grow with the number of processes, not with its square."""
-    calls = []
+    calls = counted(32, lambda us: us.gather("x", us.index, timeout_s=30)).calls
 
-    class Counting:
-        def __init__(self, service):
-            self._service = service
+    # Each process puts its value and reads the outcome. Process 0 puts that, and reads the values:
+    # those that have come all at once.
+    assert calls.count("put") == 32 + 1
+    assert 31 + 1 <= calls.count("wait") <= 31 + 31
+    assert calls.count("under") <= 5
 
-        def __getattr__(self, name):
-            calls.append(name)
-            return getattr(self._service, name)
 
-    def meet(us):
-        mine = Distributed(index=us.index, count=us.count, service=Counting(us.service))
-        return mine.gather("x", us.index, timeout_s=30)
+@pytest.mark.multihost
+def test_process_0_asks_for_few_values_if_all_are_there():
+    """One, and then a listing; the rest is not waited for one by one."""
+    service = MemoryService()
+    waits = Counting(service, 200)
+    for index in range(1, 200):
+        service.put(f"jaxckpt/gather/x/1/from/{index}", b"[]\n7", timeout_s=1)
 
-    simulate(32, meet)
+    values = Distributed(index=0, count=200, service=waits.of(0)).gather("x", 7, timeout_s=5)
 
-    # Each process puts its value; 0 reads those of the 31 others, puts the outcome, they read it.
-    assert len(calls) == 32 + 31 + 1 + 31
+    assert values == [7] * 200
+    assert waits.calls == ["put", "wait", "under", "put"]
+
+
+def run_once(root):
+    """Saves and restores by functions and a manager."""
+
+    def act(us):
+        jaxckpt.save(f"{root}/a", {"w": np.arange(4), "n": 1})
+        jaxckpt.restore(f"{root}/a")
+        with jaxckpt.CheckpointManager(f"{root}/run") as manager:
+            manager.save(1, {"w": np.arange(4)})
+            manager.wait_until_finished()
+            manager.restore()
+
+    return act
+
+
+@pytest.mark.multihost
+def test_bytes_of_a_process_do_not_grow_with_the_processes(tmp_path):
+    """Each sends its report and hears a verdict; only process 0 hears all."""
+    found = {n: counted(n, run_once(tmp_path / str(n))).moved for n in (2, 4, 8, 16)}
+
+    for n, (first, *others) in found.items():
+        assert max(others) < 1.05 * found[2][1]
+        assert first < 3 * sum(others) + found[2][0], n
+
+
+@pytest.mark.multihost
+def test_a_few_of_many_failed_processes_are_named():
+    """The message goes to all; it says how many more there are."""
+
+    def fail(us):
+        problem = ValueError("x" * 100) if us.index else None
+        met = meet(us, "name", None, problem, timeout_s=60)
+        with pytest.raises(ProcessesDisagree) as caught:
+            met.check(None, "/run/1")
+        return caught.value
+
+    errors = simulate(40, fail)
+
+    assert {len(error.failures) for error in errors} == {8}
+    assert {str(error).splitlines()[-1] for error in errors} == {"  and 31 more processes"}
 
 
 def test_a_service_that_is_gone_says_what_to_do():

@@ -91,11 +91,6 @@ class Meter:
         self.phases["wait"] += now_s - self._last_s
         self._last_s = now_s
 
-    def note_slowest(self, seconds: Sequence[float]) -> None:
-        """Records the slowest process, given the seconds of each."""
-        if len(seconds) > 1:
-            self.slowest = max(range(len(seconds)), key=seconds.__getitem__)
-
     def landed(self, size_bytes: int) -> None:
         """Counts bytes that were written or read, in any thread."""
         with self._lock:

@@ -53,7 +53,16 @@ from jaxckpt.errors import (
 )
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.tree import MAX_DIGITS, Leaf, Path, path_text
-from jaxckpt.multihost import Meeting, Processes, current, disagreement, lead, meet
+from jaxckpt.multihost import (
+    Json,
+    Processes,
+    current,
+    first_of,
+    lead,
+    meet,
+    raise_if_any,
+    slowest_of,
+)
 from jaxckpt.storage import locate
 from jaxckpt.types import OnProgress, RestoreReport
 
@@ -333,12 +342,14 @@ def _attempt(
     try:
         with meter.phase("meet"):
             place = f"restoring {source.where}"
-            met = meet(
-                processes, "restore", facts, problem, timeout_s=timeout_s, mark=mark, place=place
-            )
-        meter.note_slowest([one["seconds"] for one in met.values])
+            how: Any = {"timeout_s": timeout_s, "mark": mark, "place": place}
+            met = meet(processes, "restore", facts, problem, _judge, **how)
         try:
-            _check_alike(met, problem, f"{source.where} was not restored")
+            place = f"{source.where} was not restored"
+            met.check(problem, place)
+            raise_if_any(met.verdict, place)
+            if processes.count > 1:
+                meter.slowest = met.verdict["slowest"]
         except CheckpointError as error:
             if all(met.marks.values()):
                 return error
@@ -350,12 +361,10 @@ def _attempt(
         del problem, read, item, found
 
 
-def _check_alike(met: Meeting, problem: Exception | None, place: str) -> None:
-    met.check(problem, place)
-    others = [i for i, one in enumerate(met.values) if one["token"] != met.values[0]["token"]]
-    if others:
-        replaced = "read a different checkpoint than process 0: it was replaced in the meantime"
-        raise disagreement(place, dict.fromkeys(others, replaced))
+def _judge(given: list[Any]) -> Json:
+    others = [i for i, one in enumerate(given) if one["token"] != given[0]["token"]]
+    replaced = "read a different checkpoint than process 0: it was replaced in the meantime"
+    return {**first_of(dict.fromkeys(others, replaced)), "slowest": slowest_of(given)}
 
 
 # --- the value of each leaf ------------------------------------------------------------------

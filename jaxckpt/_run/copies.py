@@ -37,17 +37,19 @@ def newest_first(steps: Mapping[int, Collection[int]]) -> list[Copy]:
     return sorted(copies, key=lambda copy: (-copy.step, copy.root))
 
 
-def over_disks(
-    disks: Sequence[Mapping[int, str]], directory: Mapping[int, str | None]
-) -> list[Copy]:
+# For each process, the token of the save that each step on its disk comes from.
+Disks = Sequence[Mapping[int, str]]
+
+
+def over_disks(disks: Disks, directory: Mapping[int, str | None]) -> list[Copy]:
     """Returns the copies to try, in order, where each process has what it held on its own disk.
 
     A step is there only if the directory has it, or every process has its part of one save. Parts
     of the save that the directory has are read from the disks that have them.
 
     Args:
-        disks: For each process, the token of the save that each step on its disk comes from.
-        directory: The same for the steps in the directory; None if no step like it is on a disk.
+        directory: The same as in `disks` for the steps in the directory; None if no step like it is
+            on a disk.
 
     Example:
         >>> [copy[:3] for copy in over_disks([{10: "a", 20: "b"}, {20: "b", 30: "c"}], {10: "a"})]
@@ -65,14 +67,11 @@ def over_disks(
     return copies
 
 
-def unusable(
-    disks: Sequence[Mapping[int, str]], copies: Sequence[Copy]
-) -> tuple[int, dict[int, str]] | None:
+def unusable(disks: Disks, copies: Sequence[Copy]) -> tuple[int, dict[int, str]] | None:
     """Returns the newest step on the disks if it is newer than all copies, and what is wrong.
 
     Args:
-        disks: As for `over_disks`.
-        copies: What that returned.
+        copies: What `over_disks` returned.
 
     Returns:
         The step, and by process why its disk is of no use; None if the newest step can be read.

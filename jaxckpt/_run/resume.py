@@ -21,11 +21,11 @@ from jaxckpt._progress.meter import Meter
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import Source, restore_from
 from jaxckpt._run import items as _items
-from jaxckpt._run.copies import Copy, newest_first, over_disks, unusable
+from jaxckpt._run.copies import Copy, Disks, newest_first, over_disks, unusable
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.retention import KeepPolicy
-from jaxckpt._run.root import Root, gather_steps, reachable
+from jaxckpt._run.root import Root, judge_steps, reachable
 from jaxckpt._run.shares import origin_in
 from jaxckpt.errors import (
     CheckpointError,
@@ -40,7 +40,6 @@ from jaxckpt.types import StepInfo
 
 T = TypeVar("T")
 Check = Callable[[], None]
-Disks = Sequence[Mapping[int, str]]
 
 _POLL_S: Final = 0.5
 _NAMED: Final = ("latest", "best")
@@ -65,29 +64,32 @@ class Resume:
 
     def candidates(self, step: Any) -> list[Copy]:
         """Returns the copies to try, in order, for "latest", "best" or a number."""
-        step, disks, hosts = _chosen(step), None, []
+        step, known = _chosen(step), []
         name = f"manager {self._name}/steps"
-        if self.roots[0].own:
-            disks, hosts = gather_steps(self.roots[0], self.processes, timeout_s=self.timeout_s)
+        if self.roots[0].own:  # only process 0 needs to know what the disks have
+            root, timeout_s = self.roots[0], self.timeout_s
+            judge_steps(root, self.processes, lambda *x: known.extend(x), timeout_s=timeout_s)
         with leading(self.processes, name, place=self._name, timeout_s=self.timeout_s) as led:
             if self.processes.index == 0:  # it lists the steps
-                led.value = self._copies(step, disks)
-        copies = [Copy(step, root, tuple(lacking)) for step, root, lacking in led.value]
-        if disks is not None and step == "latest":
-            self._report_useless(unusable(disks, copies), hosts)
-        return copies
+                copies = self._copies(step, known[0] if known else None)
+                is_latest = known and step == "latest"
+                led.value = [copies, self._useless(copies, *known) if is_latest else None]
+        if (useless := led.value[1]) is not None:
+            self._report_useless(useless)
+        return [Copy(step, root, tuple(lacking)) for step, root, lacking in led.value[0]]
 
-    def _report_useless(
-        self, found: tuple[int, Mapping[int, str]] | None, hosts: Sequence[str]
-    ) -> None:
-        """Reports in all processes, and logs in one, a step that some of their disks lack."""
-        if found is None:
-            return
-        index, (step, why) = self.roots[0].index, found
+    def _useless(self, copies: list[Copy], disks: Disks, hosts: Sequence[str]) -> str | None:
+        """Describes a step that some of the disks lack, if it is newer than all copies."""
+        if (found := unusable(disks, copies)) is None:
+            return None
+        step, why = found
         who = "; ".join(f"process {i} on {hosts[i]} {what}" for i, what in why.items())
-        text = (
-            f"step {step} on the local disks cannot be used: {who}. {self._name} does not have it"
-        )
+        lacks = f"{self._name} does not have it"
+        return f"step {step} on the local disks cannot be used: {who}. {lacks}"
+
+    def _report_useless(self, text: str) -> None:
+        """Reports a step in all processes, and logs it in one."""
+        index = self.roots[0].index
         if self.processes.index == 0:
             index.report(text)
         elif text not in index.problems:

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import Any, Final, TypeVar
 
-from jaxckpt._run.copies import Saved, over_disks
+from jaxckpt._run.copies import Disks, Saved, over_disks
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
@@ -24,7 +25,7 @@ from jaxckpt._run.shares import steps_on_disk
 from jaxckpt.errors import CheckpointError
 from jaxckpt.format.run import StepNames
 from jaxckpt.format.step import Life
-from jaxckpt.multihost import Processes, Single, meet
+from jaxckpt.multihost import Json, Processes, Single, first_of, meet, text_of
 from jaxckpt.storage import heard_s, locate
 from jaxckpt.types import StepInfo
 
@@ -294,25 +295,45 @@ def _open_local(
     except Exception as error:  # reported to the others, then raised
         problem = error
     name = f"open the local disks of {processes.count} processes"
-    met = meet(processes, name, opened.get("session"), problem, timeout_s=timeout_s)
+    mine, first = opened.get("session"), itemgetter(0)
+    met = meet(processes, name, mine, problem, first, timeout_s=timeout_s)
     met.check(problem, "a local directory cannot be used")
-    disks, _ = gather_steps(root, processes, timeout_s=timeout_s)
-    newest = next((copy.step for copy in over_disks(disks, {})), None)
-    return {"session": met.values[0], "newest": newest}
+
+    def newest(disks: Disks, _: list[str]) -> int | None:
+        return next((copy.step for copy in over_disks(disks, {})), None)
+
+    return {
+        "session": met.verdict,
+        "newest": judge_steps(root, processes, newest, timeout_s=timeout_s),
+    }
 
 
-def gather_steps(
-    root: Root, processes: Processes, *, timeout_s: float
-) -> tuple[list[dict[int, str]], list[str]]:
-    """Returns the steps on the disk of each process by the save they come from, and its host."""
-    name, mine, problem = "steps on the local disks", [], None
+def judge_steps(
+    root: Root,
+    processes: Processes,
+    judge: Callable[[Disks, list[str]], Json],
+    *,
+    timeout_s: float,
+) -> Any:  # JSON
+    """Returns to every process what process 0 makes of the steps on the disks of all.
+
+    Args:
+        judge: Takes the steps on the disk of each process by the save they come from, and its host.
+    """
+    mine, problem = [], ""
     try:
         mine = [list(one) for one in steps_on_disk(root.index)]
     except OSError as error:
-        problem = error
-    value: Any = [mine, socket.gethostname()]
-    met = meet(processes, name, value, problem, timeout_s=timeout_s)
-    for i, text in met.problems.items():
+        problem = text_of(error) or ""
+
+    def judge_all(given: list[Any]) -> Json:
+        disks = [{int(n): str(origin) for n, origin in steps} for steps, _, _ in given]
+        hosts = [str(host) for _, host, _ in given]
+        bad = {i: text for i, (_, _, text) in enumerate(given) if text}
+        return {"verdict": judge(disks, hosts), **first_of(bad)}
+
+    value = [mine, socket.gethostname(), problem]
+    heard = processes.gather("steps on the local disks", value, judge_all, timeout_s=timeout_s)
+    for i, text in heard["told"]:
         root.index.report(f"the local disk of process {i} cannot be read: {text}")
-    disks = [{int(n): str(origin) for n, origin in one} for one, _ in met.values]
-    return disks, [str(host) for _, host in met.values]
+    return heard["verdict"]

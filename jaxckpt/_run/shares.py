@@ -13,6 +13,7 @@ from __future__ import annotations
 import posixpath
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -72,13 +73,33 @@ def share_on_disk(
     except Exception as error:  # reported to the others, then raised
         problem = error
     here = machine if isinstance(storage, LocalStorage) else ""  # else it may have a server
-    met = meet(processes, f"local {names.DISK}", [found, here], problem, timeout_s=timeout_s)
+    name, mine = f"local {names.DISK}", [found, here]
+    met = meet(processes, name, mine, problem, _ranks, timeout_s=timeout_s)
     met.check(problem, f"the local directory {root} cannot be used")
-    if all(value == met.values[0] for value in met.values):
-        return ""
+    ranks = met.verdict
+    return names.share(ranks[processes.index % len(ranks)]) if ranks else ""
+
+
+def _ranks(disks: Sequence[Any]) -> list[int]:
+    """Returns the number of each process among those of its disk; empty if all have one disk.
+
+    If the numbers repeat, as they do where all hosts have equally many processes, only once.
+
+    Example:
+        >>> _ranks([["a", "host0"], ["a", "host0"], ["b", "host1"], ["b", "host1"]])
+        [0, 1]
+    """
+    if all(one == disks[0] for one in disks):
+        return []
     # Whatever the machines are called: two processes must not have one share.
-    before = [disk for disk, _ in met.values[: processes.index]]
-    return names.share(before.count(found))
+    there: Counter[str] = Counter()
+    ranks = []
+    for disk, _ in disks:
+        ranks.append(there[disk])
+        there[disk] += 1
+    period = ranks.index(0, 1) if 0 in ranks[1:] else len(ranks)
+    is_periodic = all(rank == i % period for i, rank in enumerate(ranks))
+    return ranks[:period] if is_periodic else ranks
 
 
 def steps_on_disk(index: StepIndex) -> list[tuple[int, str]]:

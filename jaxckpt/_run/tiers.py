@@ -93,9 +93,9 @@ class Tiers:
                 full = self._is_full(size_bytes)
             except OSError as error:
                 problem = error
-            met = meet(self.processes, f"{name}/place", full, problem, timeout_s=timeout_s)
+            met = meet(self.processes, f"{name}/place", full, problem, any, timeout_s=timeout_s)
             met.check(problem, f"{name}: the local disks")
-            return self.directory if any(met.values) else self.local
+            return self.directory if met.verdict else self.local
         is_full = lead(
             self.processes,
             f"{name}/place",

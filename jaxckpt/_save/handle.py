@@ -35,7 +35,15 @@ from jaxckpt._save.failure import Failure
 from jaxckpt.errors import CheckpointTimeout, SaveFailed
 from jaxckpt.format import names, step
 from jaxckpt.format.step import FileFacts, Life, StepMetadata
-from jaxckpt.multihost import Processes, disagreement, leading, meet
+from jaxckpt.multihost import (
+    Json,
+    Processes,
+    first_of,
+    leading,
+    meet,
+    raise_if_any,
+    slowest_of,
+)
 from jaxckpt.multihost._collective import Lead
 from jaxckpt.storage import Storage
 from jaxckpt.types import Timing
@@ -343,7 +351,7 @@ class SaveHandle:
         self._parts.append(item.name)
 
     def _meet(self) -> list[list[str]]:
-        """Waits until all have written; returns the items of which each process left a part."""
+        """Waits until all have written; tells process 0 of which items each left a part."""
         request = self._request
         if self._is_cancelled and self._problem is None:
             self._problem = SaveFailed(f"{self.path}: the save was cancelled before its commit")
@@ -357,6 +365,13 @@ class SaveHandle:
             "items": {item.name: item.said() for item in request.items},
             "parts": self._parts,
         }
+        written: list[Any] = []  # in process 0
+
+        def judge(reports: list[Any]) -> Json:
+            written.extend(one["parts"] for one in reports)
+            differences = _differences(request.items, reports)
+            return {**first_of(differences), "slowest": slowest_of(reports)}
+
         name, mark = f"{request.name}/written", _SKIPS if request.skips else ""
         self._meter.missing = partial(request.processes.missing, name)
         met = meet(
@@ -364,16 +379,16 @@ class SaveHandle:
             name,
             report,
             self._problem,
+            judge,
             timeout_s=request.timeout_s,
             mark=mark,
             place=f"saving {self.path}",
         )
-        self._meter.note_slowest([one["seconds"] for one in met.values])
         self.skipped = bool(met.marks) and set(met.marks.values()) == {_SKIPS}
         met.check(self._problem, f"{self.path} was not saved", _HINT)
-        if failures := _differences(request.items, met.values):
-            raise disagreement(f"{self.path} was not saved", failures, _HINT)
-        return [] if request.own else [one["parts"] for one in met.values]
+        raise_if_any(met.verdict, f"{self.path} was not saved", _HINT)
+        self._meter.slowest = met.verdict["slowest"]
+        return [] if request.own else written
 
 
 @contextlib.contextmanager

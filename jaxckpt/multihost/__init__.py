@@ -3,11 +3,13 @@
 from jaxckpt.multihost._collective import (
     Meeting,
     check_alike,
-    disagreement,
+    first_of,
     lead,
     leading,
     meet,
     raise_first,
+    raise_if_any,
+    slowest_of,
     text_of,
 )
 from jaxckpt.multihost._distributed import Distributed
@@ -24,11 +26,13 @@ __all__ = [
     "Single",
     "check_alike",
     "current",
-    "disagreement",
+    "first_of",
     "lead",
     "leading",
     "meet",
     "playing",
     "raise_first",
+    "raise_if_any",
+    "slowest_of",
     "text_of",
 ]

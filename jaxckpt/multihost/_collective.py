@@ -13,22 +13,31 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
 from typing import Any, Final
 
 from jaxckpt.errors import CheckpointError, ProcessesDisagree, StepExists, UnsupportedFormat
 from jaxckpt.multihost._protocol import Json, Processes
 
+# How many failed processes a process tells of: the outcome goes to all, of perhaps thousands.
+_MOST_TOLD: Final = 8
 # Every process would find the same on the disk, so all raise the class that process 0 raises.
 _SEEN_BY_ALL: Final = {error.__name__: error for error in (StepExists, UnsupportedFormat)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """The reports of all processes."""
+    """What every process knows of the reports of all.
 
-    values: list[Any]  # JSON, by process
+    The failed processes are the first few of each mark.
+    """
+
+    verdict: Any  # JSON that process 0 made of the values; None if a process failed
+    failed: int  # how many processes
     problems: dict[int, str]  # of failed processes: class and message of the error
     marks: dict[int, str]  # of failed processes
+    values: dict[int, Any]  # JSON, of failed processes
 
     def check(self, problem: BaseException | None, place: str, hint: str = "") -> None:
         """Raises this process's `problem`, or an error with all problems from `place` to `hint`."""
@@ -37,7 +46,7 @@ class Meeting:
         if list(self.problems) == [0]:
             raise _failure_of_process_0(place, self.problems[0])
         if self.problems:
-            raise disagreement(place, self.problems, hint)
+            raise disagreement(place, self.problems, hint, count=self.failed)
 
 
 @dataclass(slots=True)
@@ -90,6 +99,7 @@ def meet(
     name: str,
     value: Json,
     problem: BaseException | None,
+    judge: Callable[[list[Any]], Json] = lambda values: None,
     *,
     timeout_s: float,
     mark: str = "",
@@ -100,19 +110,32 @@ def meet(
     Args:
         name: The round; see `Processes`.
         problem: This process's error, if any; reported here, and raised by `check`.
+        judge: Makes the verdict of all values, in process 0, if no process failed.
         mark: One word about the problem, for the caller.
         place: What the round is about, if `name` does not say so, for messages about missing
             processes.
     """
-    report: Any = {"problem": text_of(problem), "mark": mark, "value": value}
-    reports = [report]
+
+    def judge_all(reports: list[Any]) -> Json:
+        bad = [(i, one) for i, one in enumerate(reports) if one["problem"] is not None]
+        told: list[Any] = []
+        for mark in {one["mark"] for _, one in bad}:
+            told += [[i, one] for i, one in bad if one["mark"] == mark][:_MOST_TOLD]
+        verdict = None if bad else judge([one["value"] for one in reports])
+        return {"verdict": verdict, "failed": len(bad), "told": sorted(told, key=itemgetter(0))}
+
+    report = {"problem": text_of(problem), "mark": mark, "value": value}
     if processes.count > 1:
-        reports: list[Any] = processes.gather(name, report, timeout_s=timeout_s, place=place)
-    failed = {i: one for i, one in enumerate(reports) if one["problem"] is not None}
+        heard = processes.gather(name, report, judge_all, timeout_s=timeout_s, place=place)
+    else:
+        heard: Any = judge_all([report])
+    told = heard["told"]
     return Meeting(
-        values=[one["value"] for one in reports],
-        problems={i: one["problem"] for i, one in failed.items()},
-        marks={i: one["mark"] for i, one in failed.items()},
+        verdict=heard["verdict"],
+        failed=heard["failed"],
+        problems={i: one["problem"] for i, one in told},
+        marks={i: one["mark"] for i, one in told},
+        values={i: one["value"] for i, one in told},
     )
 
 
@@ -124,21 +147,43 @@ def check_alike(
     Raises:
         ProcessesDisagree: lists the processes that differ from process 0, and in which fields.
     """
-    given: list[Any] = processes.gather(name, fields, timeout_s=timeout_s)
-    problems = {}
-    for i, theirs in enumerate(given):
-        differ = [field for field in given[0] if theirs[field] != given[0][field]]
-        texts = [f"{f}={theirs[f]!r}, process 0 has {f}={given[0][f]!r}" for f in differ]
-        if texts:
-            problems[i] = "; ".join(texts)
-    if problems:
-        raise disagreement(name, problems, hint)
+
+    def judge(given: list[Any]) -> Json:
+        problems = {}
+        for i, theirs in enumerate(given):
+            differ = [field for field in given[0] if theirs[field] != given[0][field]]
+            texts = [f"{f}={theirs[f]!r}, process 0 has {f}={given[0][f]!r}" for f in differ]
+            if texts:
+                problems[i] = "; ".join(texts)
+        return first_of(problems)
+
+    raise_if_any(processes.gather(name, fields, judge, timeout_s=timeout_s), name, hint)
 
 
-def disagreement(place: str, problems: Mapping[int, str], hint: str = "") -> ProcessesDisagree:
-    """Returns an error that lists the problem of each process."""
-    listed = [f"  process {i}: {text}" for i, text in problems.items()]
-    return ProcessesDisagree("\n".join([f"{place}:", *listed, *([hint] if hint else [])]), problems)
+def first_of(problems: Mapping[int, str]) -> dict[str, Any]:  # JSON
+    """Returns the first few problems of processes and how many there are, for a verdict."""
+    return {"told": [*islice(problems.items(), _MOST_TOLD)], "count": len(problems)}
+
+
+def slowest_of(given: list[Any]) -> int:
+    """Returns which process reports the most `seconds`."""
+    return max(range(len(given)), key=lambda i: given[i]["seconds"])
+
+
+def raise_if_any(said: Any, place: str, hint: str = "") -> None:  # said: JSON
+    """Raises the problems of `first_of` in every process, if there are any."""
+    if said["told"]:
+        raise disagreement(place, dict(said["told"]), hint, count=said["count"])
+
+
+def disagreement(
+    place: str, problems: Mapping[int, str], hint: str = "", *, count: int
+) -> ProcessesDisagree:
+    """Returns an error that lists problems of processes, and how many others have one."""
+    lines = [f"{place}:", *(f"  process {i}: {text}" for i, text in problems.items())]
+    if count > len(problems):
+        lines.append(f"  and {count - len(problems)} more processes")
+    return ProcessesDisagree("\n".join([*lines, *([hint] if hint else [])]), problems)
 
 
 def text_of(error: BaseException | None) -> str | None:

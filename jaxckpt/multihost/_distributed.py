@@ -3,8 +3,9 @@
 A gather, in O(processes) messages:
 
 1. Every process puts its value under `from/<index>`.
-2. Process 0 waits for each value until the time limit.
-3. Process 0 puts the outcome: all values, or the missing processes.
+2. Process 0 waits for all values until the time limit. It lists what is there, and waits for single
+   values in between, twice as many each time: a few requests if they come at about the same time.
+3. Process 0 puts the outcome: what it makes of the values, or the missing processes.
 4. The others wait for the outcome. A process that times out first puts the outcome "missing".
 5. The outcome is put with create-if-absent: the first wins, and every process, including process 0
    and late ones, returns or raises accordingly. No process can succeed where another failed.
@@ -24,9 +25,9 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast, final
+from typing import Any, Protocol, cast, final
 from urllib.parse import quote
 
 from jaxckpt.errors import CheckpointTimeout
@@ -97,10 +98,18 @@ class Distributed:
         return device.process_index
 
     def barrier(self, name: str, *, timeout_s: float) -> None:
-        self._gather("barrier", name, None, timeout_s, "")
+        self._gather("barrier", name, None, lambda _: None, timeout_s, "")
 
-    def gather(self, name: str, value: Json, *, timeout_s: float, place: str = "") -> list[Json]:
-        return self._gather("gather", name, value, timeout_s, place)
+    def gather(
+        self,
+        name: str,
+        value: Json,
+        judge: Callable[[list[Any]], Json] = list,
+        *,
+        timeout_s: float,
+        place: str = "",
+    ) -> Any:  # JSON
+        return self._gather("gather", name, value, judge, timeout_s, place)
 
     def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:
         encoded = encode(value)  # everywhere, so that all processes reject an invalid value
@@ -122,19 +131,25 @@ class Distributed:
         return self._lacking(found)
 
     def _gather(
-        self, kind: str, name: str, value: Json, timeout_s: float, place: str
-    ) -> list[Json]:
+        self,
+        kind: str,
+        name: str,
+        value: Json,
+        judge: Callable[[list[Any]], Json],
+        timeout_s: float,
+        place: str,
+    ) -> Json:
         encoded = encode(value)
         round_ = self._round(kind, name, timeout_s, place)
         mine = _pack(self._take_read(), encoded)
         self._service.put(_from(round_.key, self.index), mine, timeout_s=timeout_s)
         if self.index == 0:
-            outcome = self._decide(round_, mine)
+            outcome = self._decide(round_, mine, judge)
         else:
             outcome = self._await_outcome(round_)
             if outcome is None:
                 outcome = self._give_up(round_)
-        return cast("list[Json]", self._conclude(round_, outcome))
+        return self._conclude(round_, outcome)
 
     def _round(self, kind: str, name: str, timeout_s: float, place: str = "") -> _Round:
         """Begins a round with a unique key: its name and the number of its uses."""
@@ -150,23 +165,30 @@ class Distributed:
             warns_s=math.inf if kind == "agree" else now_s + self._warn_after_s,
         )
 
-    def _decide(self, round_: _Round, mine: bytes) -> bytes:
+    def _decide(self, round_: _Round, mine: bytes, judge: Callable[[list[Any]], Json]) -> bytes:
         """Collects all values, publishes the outcome and deletes old rounds (process 0)."""
-        found = {0: mine}
-        for index in range(1, self.count):
-            value = self._wait(round_, _from(round_.key, index))
-            if value is None:
-                # Time is up. Processes not yet checked may have arrived.
-                found |= self._arrived(round_.key, round_.timeout_s)
-                break
-            found[index] = value
+        found = self._collect(round_, mine)
         missing = self._lacking(found)
         told = [_unpack(found[index]) for index in sorted(found)]
-        values = b"null" if missing else b"[%b]" % b",".join(value for _, value in told)
+        verdict = None if missing else judge([decode(value) for _, value in told])
         patience_s = max(round_.left_s, _last_words_s(round_.timeout_s))
-        outcome = self._publish(round_, _pack(missing, values), patience_s)
+        outcome = self._publish(round_, _pack(missing, encode(verdict)), patience_s)
         self._forget([old for read, _ in told for old in cast("list[str]", read)], patience_s)
         return outcome
+
+    def _collect(self, round_: _Round, mine: bytes) -> dict[int, bytes]:
+        """Returns the values that have come, all of them or those of which time is up."""
+        found, at_once = {0: mine}, 1
+        while missing := self._lacking(found):
+            for index in missing[:at_once]:
+                value = self._wait(round_, _from(round_.key, index))
+                if value is None:
+                    return found | self._arrived(round_.key, round_.timeout_s)
+                found[index] = value
+            if len(missing) > at_once:  # others may have come meanwhile
+                found |= self._arrived(round_.key, round_.timeout_s)
+            at_once *= 2
+        return found
 
     def _await_outcome(self, round_: _Round) -> bytes | None:
         # Staggered, so that one process finds the missing ones and the rest read its outcome.
@@ -254,7 +276,7 @@ def _last_words_s(timeout_s: float) -> float:
 
 
 def _pack(head: Sequence[str | int], body: bytes) -> bytes:
-    """Returns one line of head, then the body, which process 0 copies without parsing."""
+    """Returns one line of head, then the body."""
     return encode(head) + b"\n" + body
 
 

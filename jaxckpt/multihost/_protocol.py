@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
 
@@ -50,10 +50,23 @@ class Processes(Protocol):
         """Waits until every process arrives."""
         ...
 
-    def gather(self, name: str, value: Json, *, timeout_s: float, place: str = "") -> list[Json]:
-        """Returns every process's value, by index, to every process.
+    def gather(
+        self,
+        name: str,
+        value: Json,
+        judge: Callable[[list[Any]], Json] = list,
+        *,
+        timeout_s: float,
+        place: str = "",
+    ) -> Any:  # JSON
+        """Returns to every process what process 0 makes of all values.
 
         If it takes long, a warning names the missing processes, and `place` or else `name`.
+
+        Args:
+            judge: Called in process 0 with every process's value, by index. It must not raise. What
+                it returns goes to every process, so it should not grow with their number. By
+                default it returns all values, which takes bytes by the square of the processes.
         """
         ...
 

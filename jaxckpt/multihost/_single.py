@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import final
+from collections.abc import Callable
+from typing import Any, final
 
 from jaxckpt.multihost._protocol import Device, Json
 
@@ -22,9 +23,17 @@ class Single:
     def barrier(self, name: str, *, timeout_s: float) -> None:
         del name, timeout_s
 
-    def gather(self, name: str, value: Json, *, timeout_s: float, place: str = "") -> list[Json]:
+    def gather(
+        self,
+        name: str,
+        value: Json,
+        judge: Callable[[list[Any]], Json] = list,
+        *,
+        timeout_s: float,
+        place: str = "",
+    ) -> Any:  # JSON
         del name, timeout_s, place
-        return [json.loads(json.dumps(value))]
+        return json.loads(json.dumps(judge([json.loads(json.dumps(value))])))
 
     def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:
         del name, timeout_s

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn, TypeVar, final
+from typing import Any, NoReturn, TypeVar, final
 
 from jaxckpt.multihost import Device, Distributed, Json, playing
 
@@ -94,9 +94,17 @@ class SimulatedProcesses:
         self._arrive()
         self._rounds.barrier(name, timeout_s=timeout_s)
 
-    def gather(self, name: str, value: Json, *, timeout_s: float, place: str = "") -> list[Json]:
+    def gather(
+        self,
+        name: str,
+        value: Json,
+        judge: Callable[[list[Any]], Json] = list,
+        *,
+        timeout_s: float,
+        place: str = "",
+    ) -> Any:  # JSON
         self._arrive()
-        return self._rounds.gather(name, value, timeout_s=timeout_s, place=place)
+        return self._rounds.gather(name, value, judge, timeout_s=timeout_s, place=place)
 
     def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:
         self._arrive()
