@@ -30,7 +30,7 @@ def run(ram_path):
     with CheckpointManager(ram_path / "run") as manager:
         for step in STEPS:
             manager.save(step, lora(step, frozen())).result()
-        manager.wait_until_finished()
+            manager.wait_until_finished()  # until what the next step may share is read back
     files = [file.stat().st_nlink for file in (ram_path / "run").rglob("d/*")]
     assert max(files) > 1
     return ram_path / "run"

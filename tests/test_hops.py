@@ -132,11 +132,11 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1769, 11, 11),
-    "manager open + save": (3539, 14, 21),
-    "open + save, local": (6060, 18, 92),  # its threads may do a little more or less
+    "save again": (1776, 11, 11),
+    "manager open + save": (3546, 14, 21),
+    "open + save, local": (6057, 18, 90),  # its threads may do a little more or less
     "restore(path, like)": (2151, 14, 10),
-    "manager.restore(like)": (2559, 18, 12),
+    "manager.restore(like)": (2583, 18, 12),
     "open": (938, 10, 7),
     "verify": (1678, 15, 18),
 }
@@ -177,17 +177,17 @@ FOLDERS = {
     "_core": (2102, 1374),
     "_disk": (4289, 3053),
     "_inspect": (1140, 784),
-    "_progress": (218, 163),
-    "_restore": (1315, 1013),
-    "_run": (7695, 5429),
-    "_save": (1851, 1292),
+    "_progress": (213, 160),
+    "_restore": (1324, 1022),
+    "_run": (7738, 5450),
+    "_save": (1866, 1305),
     "cli": (3620, 2598),
     "format": (3067, 2031),
     "integrations": (2373, 1616),
-    "multihost": (781, 501),
+    "multihost": (874, 569),
     "orbax": (5610, 3685),
     "storage": (4108, 2760),
-    "testing": (530, 356),
+    "testing": (538, 364),
 }
 
 

@@ -19,8 +19,9 @@ from jaxckpt._core import pinned, plan
 from jaxckpt._disk import data_files, read_back
 from jaxckpt._run import reach, uploads
 from jaxckpt._save import handle
+from jaxckpt.cli import _checks
 from jaxckpt.format import ocdbt, sharding, tree
-from jaxckpt.storage import _checks, _object, _requests
+from jaxckpt.storage import _object, _requests
 from tests.faults.scorecard import ROWS
 
 ROOT = Path(__file__).parents[1]
