@@ -89,7 +89,8 @@ bench: $(VENV)/.installed-bench
 	$(python) -m benchmarks large gpt2 small integrity \
 	  --dir $(BENCH_DISK) --out benchmarks/results --name disk $(BENCH_ARGS)
 
-bench-quick: $(VENV)/.installed-bench
+bench-quick: $(VENV)/.installed-test
+	$(python) -m pytest -m bench $(PYTEST_ARGS)
 	$(python) -m benchmarks large gpt2 small second interference imports \
 	  --quick --dir $(BENCH_TMPFS) $(BENCH_ARGS)
 

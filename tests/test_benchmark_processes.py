@@ -12,6 +12,8 @@ from benchmarks.processes import Study, measure_processes, samples, slowest, sta
 from benchmarks.worker import FIGURES, RESTORES, check
 from benchmarks.workloads import abstract, build, make_mesh
 
+pytestmark = pytest.mark.bench
+
 TIMEOUT_S = 60.0
 
 

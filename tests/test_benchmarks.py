@@ -16,6 +16,8 @@ from benchmarks.__main__ import STUDIES, main
 from benchmarks.timing import FIGURES, paired
 from benchmarks.workloads import WORKLOADS
 
+pytestmark = pytest.mark.bench
+
 TINY = "--quick --scale 0.0003 --repeats 1".split()
 
 

@@ -56,6 +56,13 @@ def left_in_memory():
     return Keys({"driver": "memory", "path": "staged-"}).list()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_stays_in_memory():
+    """Looks once for all tests: collecting the garbage takes half a second."""
+    yield
+    assert left_in_memory() == []
+
+
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_a_checkpoint_is_saved_and_restored(root, mesh, make_mesh, monkeypatch, compression):
     """With inner chunks; nothing of it stays in memory."""
@@ -98,7 +105,6 @@ def test_a_checkpoint_of_orbax_is_restored(root, golden, name):
 
     assert compare.problems(sample, tree) == []
     assert jaxckpt.verify(root).ok
-    assert left_in_memory() == []
 
 
 @pytest.mark.parametrize("ocdbt", [True, False])
