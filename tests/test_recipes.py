@@ -22,7 +22,7 @@ SCRIPT = ROOT / "examples" / "preemptible.py"
 SLURM = ROOT / "examples" / "slurm.sh"
 KUBERNETES = ROOT / "examples" / "kubernetes.yaml"
 STEPS = 1200
-STEPS_OF_TWO = 600  # each waits for the other; a notice takes both some tenths of a second
+STEPS_OF_TWO = 300  # each waits for the other; a notice takes both some tenths of a second
 SAVE_EVERY = 500
 
 # Starts a process for each task, hands signals on, and ends with the worst status, as srun does.
