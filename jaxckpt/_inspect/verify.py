@@ -27,6 +27,7 @@ from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.arrays import chunk_key, dtype_of
 from jaxckpt.format.step import FileFacts
 from jaxckpt.storage import Storage, files_in, locate
+from jaxckpt.storage._large import pieces
 from jaxckpt.types import Problem, VerifyReport
 
 _BUDGET_BYTES: Final = 256 << 20
@@ -112,7 +113,7 @@ def _check_files(found: Found, problems: list[Problem], unchecked: list[str]) ->
     for name, facts in present_files(found).items():
         try:
             message = _file_problem(found, name, facts)
-        except OSError as error:
+        except (OSError, EOFError) as error:
             problems.append(_problem(error))
         else:
             if message is not None:
@@ -154,7 +155,9 @@ def _file_problem(found: Found, name: str, facts: FileFacts) -> str | None:
     if problem := file_problem(found, name, facts):
         return f"{file} {problem}"
     if facts.sha256 is not None:
-        data = found.storage.read(file, max_bytes=jsontext.MAX_BYTES)
+        storage, most = found.storage, jsontext.MAX_BYTES
+        is_small = facts.size <= most
+        data = storage.read(file, max_bytes=most) if is_small else pieces(storage, file, facts.size)
         if step.digest(data) != facts.sha256:
             return f"{file} is damaged: its SHA-256 differs"
     return None

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -241,8 +241,12 @@ def _life(value: Any, *, file: str) -> Life:
     return Life(run=run, starts=tuple((start, step) for start, step in starts))
 
 
-def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def digest(data: bytes | Iterable[bytes]) -> str:
+    """Returns the digest of a file, which is given whole or in pieces."""
+    digest = hashlib.sha256()
+    for piece in [data] if isinstance(data, bytes) else data:
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 # --- _strings.json and array_metadatas -------------------------------------------------------
