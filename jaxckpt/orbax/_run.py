@@ -29,7 +29,11 @@ from jaxckpt.types import StepInfo
 
 
 class Run(Closing):
-    """A run, whose steps are listed when it is opened, and then counted."""
+    """A run, whose steps are listed when it is opened, and then counted.
+
+    Attributes:
+        directory: The root of the run.
+    """
 
     def __init__(self, directory: str | os.PathLike[str], options: Any, **given: Any) -> None:
         """Lists the steps.
@@ -38,17 +42,15 @@ class Run(Closing):
             options: See `CheckpointManagerOptions`.
             given: Further arguments of `jaxckpt.CheckpointManager`.
         """
-        self._directory, self._options, self._given = epath.Path(directory), options, given
+        self.directory, self._options, self._given = epath.Path(directory), options, given
         background = options.async_options or AsyncOptions()
         called = background.post_finalization_callback
         given["on_commit"] = None if called is None else lambda _: called()
         given["timeout_s"] = background.timeout_secs
-        named = {
-            "step_prefix": options.step_prefix,
-            "step_digits": options.step_format_fixed_length,
-        }
+        prefix, digits = options.step_prefix, options.step_format_fixed_length
+        named = {"step_prefix": prefix, "step_digits": digits}
         self._naming: dict[str, Any] = naming(options.step_name_format) or named
-        move_to, self._saves_when = options.todelete_subdir, options.saves()
+        move_to, self._when = options.todelete_subdir, options.saves()
         self._keep = policies.keep_policy(options.keeps(), self._infos, move_to=move_to)
         self._mode = options.file_options.path_permission_mode
         self._index = index_of(directory, **self._naming)
@@ -65,9 +67,7 @@ class Run(Closing):
         if writer is None or self._is_closed():
             self._writer = writer = CheckpointManager(
                 url_of(self._index.storage, self._index.root),
-                save=policies.save_policy(
-                    self._saves_when, self._infos, self.is_saving_in_progress
-                ),
+                save=policies.save_policy(self._when, self._infos, self.is_saving_in_progress),
                 keep=self._keep,
                 **self._given,
                 **self._naming,
@@ -77,11 +77,6 @@ class Run(Closing):
 
     def _is_closed(self) -> bool:
         return self._writer is None or bool(self._writer._opening.ended)
-
-    @property
-    def directory(self) -> epath.Path:
-        """The root of the run."""
-        return self._directory
 
     # --- the steps ---------------------------------------------------------------------------
 

@@ -147,21 +147,18 @@ def restore_pytree(
     found = open_checkpoint(path)
     abstract = plain(found.abstract())
     saved, args = by_name(abstract), by_name(restore_args)
+    containers = _above(saved)
     resize = any(getattr(arg, "strict", True) is False for arg in args.values())
 
     def wanted(names: Names, leaf: Any) -> Any:
         if leaf is not PLACEHOLDER and names in saved:
             return wanted_leaf(saved[names], args.get(names))
-        if leaf is PLACEHOLDER and not partial and _is_above(names, saved):
+        if leaf is PLACEHOLDER and not partial and names in containers:
             raise ValueError(f"{_DIFFER}: PLACEHOLDER stands for a leaf, not for all of {names}")
         return leaf
 
     like = map_named(wanted, abstract if target is None else target)
     return restore_like(found, like, resize=resize, partial=partial)
-
-
-def _is_above(names: Names, saved: Mapping[Names, Any]) -> bool:
-    return any(key[: len(names)] == names for key in saved)
 
 
 def restore_like(
@@ -257,6 +254,11 @@ def _restore_onto(
     return found.restore(like, resize=resize, skip=skipped or None)
 
 
+def _above(saved: Mapping[Names, Any]) -> set[Names]:
+    """Returns the names of the containers of leaves."""
+    return {names[:i] for names in saved for i in range(len(names))}
+
+
 def _unsaved(like: Any, saved: Mapping[Names, Any]) -> dict[Names, Any]:
     """Returns the leaves of a target that were not saved, by name.
 
@@ -264,7 +266,7 @@ def _unsaved(like: Any, saved: Mapping[Names, Any]) -> dict[Names, Any]:
         TypeError: one is a container there, or is in what is a leaf there.
         ValueError: one is beyond the end of a sequence.
     """
-    containers = {(), *(names[:i] for names in saved for i in range(len(names)))}
+    containers = _above(saved) | {()}
     unsaved: dict[Names, Any] = {}
     for keys, leaf in tree_util.tree_leaves_with_path(like):
         if (names := names_of(keys)) not in saved:

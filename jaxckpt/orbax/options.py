@@ -128,6 +128,14 @@ def check(**given: Any) -> None:
             raise TypeError(f"unexpected argument {name!r}")
 
 
+# The options of a manager that only reads.
+_FOR_READERS: dict[str, Any] = dict.fromkeys(
+    "max_to_keep keep_time_interval keep_period save_on_steps todelete_subdir todelete_full_path "
+    "should_save_fn".split()
+)
+_FOR_READERS |= {"save_interval_steps": 0, "create": False, "cleanup_tmp_directories": False}
+
+
 @dataclass
 class CheckpointManagerOptions:
     """When a manager saves, what it keeps and how it names steps.
@@ -212,7 +220,8 @@ class CheckpointManagerOptions:
         named, name = self.step_name_format, "single_host_load_and_broadcast"
         if named is not None and getattr(named, name, False) != getattr(self, name):
             raise ValueError(f"{name} of the options and of step_name_format differ")
-        self.create = self.create and not self.read_only
+        for name, value in _FOR_READERS.items() if self.read_only else ():
+            setattr(self, name, value)
         self.save_on_steps = frozenset(self.save_on_steps or ())
 
     def saves(self) -> Any:

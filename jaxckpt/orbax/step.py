@@ -199,6 +199,11 @@ def checkpoint_steps(checkpoint_dir: str | os.PathLike[str]) -> list[int]:
     return sorted(found.step for found in _committed(checkpoint_dir, _number))
 
 
+def any_checkpoint_step(checkpoint_dir: str | os.PathLike[str]) -> int | None:
+    """Returns a committed step in a directory, or None."""
+    return max(checkpoint_steps(checkpoint_dir), default=None)
+
+
 def step_from_checkpoint_name(name: str) -> int:
     """Returns the number at the end of the name of a step, also of one being written."""
     if (number := _number(name)) is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar, final, runtime_checkable
 
@@ -99,9 +99,7 @@ def is_abstract(leaf: Any) -> bool:
 class _Builtin:
     """A handler that tells jaxckpt what to store; another handler may save with it below itself."""
 
-    def take(self, value: Any) -> Stored:
-        """Returns what to store."""
-        raise NotImplementedError
+    take: Callable[[Any], Stored]  # returns what to store
 
     async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
         """Saves below the files of another handler."""
