@@ -29,11 +29,7 @@ from jaxckpt.types import StepInfo
 
 
 class Run(Closing):
-    """A run, whose steps are listed when it is opened, and then counted.
-
-    Attributes:
-        directory: The root of the run.
-    """
+    """A run, whose steps are listed when it is opened, and then counted."""
 
     def __init__(self, directory: str | os.PathLike[str], options: Any, **given: Any) -> None:
         """Lists the steps.
@@ -42,7 +38,7 @@ class Run(Closing):
             options: See `CheckpointManagerOptions`.
             given: Further arguments of `jaxckpt.CheckpointManager`.
         """
-        self.directory, self._options, self._given = epath.Path(directory), options, given
+        self._directory, self._options, self._given = epath.Path(directory), options, given
         background = options.async_options or AsyncOptions()
         called = background.post_finalization_callback
         given["on_commit"] = None if called is None else lambda _: called()
@@ -77,6 +73,11 @@ class Run(Closing):
 
     def _is_closed(self) -> bool:
         return self._writer is None or bool(self._writer._opening.ended)
+
+    @property
+    def directory(self) -> epath.Path:  # of the class: programs mock it
+        """The root of the run."""
+        return self._directory
 
     # --- the steps ---------------------------------------------------------------------------
 

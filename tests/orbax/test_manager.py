@@ -290,6 +290,12 @@ def test_a_class_below_the_manager_reads_its_steps(tmp_path):
     read_each(lambda ocp, path: program(ocp, path)[:-1], read, tmp_path)
 
 
+def test_a_mock_of_a_manager_has_what_one_has():
+    """As MaxText's tests make it."""
+    for name in (name for name in dir(theirs.CheckpointManager) if not name.startswith("_")):
+        assert hasattr(ours.CheckpointManager, name), name
+
+
 def test_names_of_a_commit_are_taken(tmp_path):
     """Those of `path.atomicity`, which jaxckpt does not need."""
 
