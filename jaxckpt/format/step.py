@@ -241,10 +241,13 @@ def _life(value: Any, *, file: str) -> Life:
     return Life(run=run, starts=tuple((start, step) for start, step in starts))
 
 
-def digest(data: bytes | Iterable[bytes]) -> str:
-    """Returns the digest of a file, which is given whole or in pieces."""
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def digest_of(pieces: Iterable[bytes]) -> str:
     digest = hashlib.sha256()
-    for piece in [data] if isinstance(data, bytes) else data:
+    for piece in pieces:
         digest.update(piece)
     return digest.hexdigest()
 

@@ -94,7 +94,7 @@ def _copy(path: Path, storage: Storage, place: str) -> step.FileFacts:
         storage.write_parts(place, read)
     else:  # another writer may be writing there, too
         storage.add({place: path.read_bytes()})
-    return step.FileFacts(size=size, sha256=step.digest(read()))
+    return step.FileFacts(size=size, sha256=step.digest_of(read()))
 
 
 class _Private:
