@@ -134,7 +134,7 @@ def verbs(ram_path, mesh, monkeypatch):
 CEILINGS = {
     "save again": (1776, 11, 11),
     "manager open + save": (3546, 14, 21),
-    "open + save, local": (6057, 18, 90),  # its threads may do a little more or less
+    "open + save, local": (6060, 18, 92),  # its threads may do a little more or less
     "restore(path, like)": (2151, 14, 10),
     "manager.restore(like)": (2583, 18, 12),
     "open": (938, 10, 7),
@@ -175,18 +175,18 @@ FOLDERS = {
     ".": (840, 452),
     "_convert": (1193, 811),
     "_core": (2102, 1374),
-    "_disk": (4289, 3053),
-    "_inspect": (1140, 784),
+    "_disk": (4288, 3052),
+    "_inspect": (1143, 785),
     "_progress": (213, 160),
     "_restore": (1324, 1022),
-    "_run": (7738, 5450),
+    "_run": (7730, 5446),
     "_save": (1866, 1305),
-    "cli": (3620, 2598),
-    "format": (3067, 2031),
+    "cli": (3635, 2612),
+    "format": (3074, 2036),
     "integrations": (2373, 1616),
     "multihost": (874, 569),
-    "orbax": (5610, 3685),
-    "storage": (4108, 2760),
+    "orbax": (5995, 3685),
+    "storage": (4113, 2763),
     "testing": (538, 364),
 }
 

@@ -74,6 +74,16 @@ def names_in(text):
         ("import orbax.checkpoint.experimental.v1 as o", "import jaxckpt.orbax.v1 as o", "o"),
         ("import orbax.checkpoint.args as o", "import jaxckpt.orbax.args as o", "o"),
         (
+            "from orbax.checkpoint._src.checkpoint_managers import preservation_policy as o",
+            "from jaxckpt.orbax.checkpoint_managers import preservation_policy as o",
+            "o",
+        ),
+        (
+            "import orbax.checkpoint._src.checkpoint_managers.save_decision_policy as o",
+            "import jaxckpt.orbax.policies as o",
+            "o",
+        ),
+        (
             "from orbax.checkpoint import (\n  args as o, # why\n)",
             "from jaxckpt.orbax import (\n  args as o, # why\n)",
             "o",

@@ -17,6 +17,7 @@ from jaxckpt._disk.writer import ChunkWrite
 from jaxckpt.format.arrays import CRC_BYTES, checksum, decode_index, index_bytes
 from jaxckpt.format.ocdbt import Place
 from jaxckpt.storage import Storage, drop_cached
+from jaxckpt.storage._large import pieces
 from jaxckpt.storage._local import temporary_sibling
 
 # How many steps may refer to a file before it is read again: each tenth reference is checked.
@@ -144,8 +145,5 @@ def put_instead(storage: Storage, good: str, path: str) -> None:
 def _bytes(storage: Storage, path: str, offset: int, size: int) -> Iterator[bytes]:
     """Yields a part of a file, and zeros for what lies beyond its end."""
     there = max(0, min(size, storage.size(path) - offset))
-    for start in range(offset, offset + there, _PIECE_BYTES):
-        piece: Any = np.empty(min(_PIECE_BYTES, offset + there - start), np.uint8)
-        storage.read_into(path, start, [piece])
-        yield piece.tobytes()
+    yield from pieces(storage, path, there, offset)
     yield bytes(size - there)

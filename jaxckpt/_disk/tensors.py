@@ -92,11 +92,12 @@ def read_item(found: Found, name: str) -> Item:
     headers = read_headers(found.storage, found.items[name])
     places = {t.name: (file, t) for file, header in headers.items() for t in header.tensors}
     leaves = tuple(_leaf(tensor) for _, tensor in places.values())
+    said = {key: text for header in headers.values() for key, text in header.metadata.items()}
     return Item(
         found=found,
         name=name,
         path=found.items[name],
-        tree=Tree(leaves=leaves, uses_ocdbt=False),
+        tree=Tree(leaves=leaves, uses_ocdbt=False, custom_metadata=said),
         read_shardings=dict,
         read_sums=lambda: None,
         database=False,

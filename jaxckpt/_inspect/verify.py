@@ -27,6 +27,7 @@ from jaxckpt.format import jsontext, names, step
 from jaxckpt.format.arrays import chunk_key, dtype_of
 from jaxckpt.format.step import FileFacts
 from jaxckpt.storage import Storage, files_in, locate
+from jaxckpt.storage._large import pieces
 from jaxckpt.types import Problem, VerifyReport
 
 _BUDGET_BYTES: Final = 256 << 20
@@ -112,7 +113,7 @@ def _check_files(found: Found, problems: list[Problem], unchecked: list[str]) ->
     for name, facts in present_files(found).items():
         try:
             message = _file_problem(found, name, facts)
-        except OSError as error:
+        except (OSError, EOFError) as error:
             problems.append(_problem(error))
         else:
             if message is not None:
@@ -148,16 +149,18 @@ def _file_problem(found: Found, name: str, facts: FileFacts) -> str | None:
     # A link in place of a directory is bad, though it may lead to the same file.
     for folder in list(accumulate(name.split("/"), "{}/{}".format))[:-1]:
         parent, _, base = f"{found.path}/{folder}".rpartition("/")
-        entry = found.entries(parent).get(base)
-        if entry is None or entry.kind != "dir":
+        if getattr(found.entries(parent).get(base), "kind", "") != "dir":
             return f"{found.path}/{folder} is not the directory that was written there"
     if problem := file_problem(found, name, facts):
         return f"{file} {problem}"
-    if facts.sha256 is not None:
-        data = found.storage.read(file, max_bytes=jsontext.MAX_BYTES)
-        if step.digest(data) != facts.sha256:
-            return f"{file} is damaged: its SHA-256 differs"
-    return None
+    is_bad = facts.sha256 not in (None, facts.sha256 and _digest(found.storage, file, facts.size))
+    return f"{file} is damaged: its SHA-256 differs" if is_bad else None
+
+
+def _digest(storage: Storage, file: str, size: int) -> str:
+    if size > jsontext.MAX_BYTES:
+        return step.digest_of(pieces(storage, file, size))
+    return step.digest(storage.read(file, max_bytes=jsontext.MAX_BYTES))
 
 
 def _read_all(item: Item, problems: list[Problem]) -> int:

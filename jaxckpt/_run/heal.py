@@ -27,11 +27,12 @@ from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.index import StepIndex
-from jaxckpt._run.upload import pieces, same_bytes
+from jaxckpt._run.upload import same_bytes
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, SaveFailed, is_io_failure
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.step import decode, encode_record
 from jaxckpt.storage import Storage
+from jaxckpt.storage._large import pieces
 from jaxckpt.storage._values import find_values
 from jaxckpt.types import VerifyReport
 

@@ -291,7 +291,8 @@ class SentTree:
         tables = [self.sent, *map(decode_table, parts.values())]
         files[names.CHUNK_SUMS] = sums_of(tables, stored)
         manifest, sizes = unite(storage, folder_of(self, work), tables, stored, work)
-        return {**files, names.OCDBT_MANIFEST: manifest}, sizes
+        known = {name: FileFacts(size=size) for name, size in sizes.items()}
+        return {**files, names.OCDBT_MANIFEST: manifest}, known
 
     def _metadata(self) -> list[str]:
         merged = (names.CHUNK_SUMS, names.OCDBT_MANIFEST, names.COMMIT_MARKER)

@@ -20,9 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Final, NamedTuple
-
-import numpy as np
+from typing import Final, NamedTuple
 
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.data_files import COPIED_BYTES
@@ -41,8 +39,8 @@ from jaxckpt.errors import (
 from jaxckpt.format import names
 from jaxckpt.format.step import Record
 from jaxckpt.storage import Entry, Storage, drop_cached
+from jaxckpt.storage._large import pieces
 
-_PIECE_BYTES: Final = 8 << 20
 # The copy has its own.
 _NOT_COPIED: Final = frozenset({names.RECORD, names.COMMIT_MARKER, names.WRITER, names.PINNED})
 
@@ -326,14 +324,6 @@ class Sending:
         for piece in pieces(*self._source_of(name), size):
             self.pace.wait(len(piece))
             yield piece
-
-
-def pieces(storage: Storage, path: str, size: int) -> Iterator[bytes]:
-    """Yields a file in pieces."""
-    for start in range(0, size, _PIECE_BYTES):
-        piece: Any = np.empty(min(_PIECE_BYTES, size - start), np.uint8)
-        storage.read_into(path, start, [piece])
-        yield piece.tobytes()
 
 
 def same_bytes(a: Storage, path_a: str, b: Storage, path_b: str, size: int) -> bool:

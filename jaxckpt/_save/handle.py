@@ -462,7 +462,7 @@ def _describe(
             marker = f"Checkpoint commit was successful to {request.path}".encode()
             added = {**added, names.COMMIT_MARKER: marker}
         files |= {posixpath.join(item.name, name): data for name, data in added.items()}
-        known |= {posixpath.join(item.name, n): FileFacts(size=size) for n, size in there.items()}
+        known |= {posixpath.join(item.name, name): facts for name, facts in there.items()}
     files[names.CHECKPOINT_METADATA] = step.encode(
         StepMetadata(
             handlers={x.name: x.handler for x in request.items if "/" not in x.name},

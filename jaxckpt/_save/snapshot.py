@@ -185,7 +185,7 @@ class TreeItem:
         files[names.OCDBT_MANIFEST], sizes = self.manifest, {}
         if processes.count > 1:
             files[names.OCDBT_MANIFEST], sizes = unite(storage, item, tables, stored, work)
-        return files, sizes
+        return files, {name: step.FileFacts(size=size) for name, size in sizes.items()}
 
 
 class SaveItem(Protocol):
@@ -207,8 +207,8 @@ class SaveItem(Protocol):
     ) -> Finished: ...
 
 
-# The files to write, by name in the item; and the least size of others that are there.
-Finished = tuple[dict[str, bytes], dict[str, int]]
+# The files to write, by name in the item; and facts about others that are there.
+Finished = tuple[dict[str, bytes], dict[str, step.FileFacts]]
 
 
 def folder_of(item: SaveItem, work: Work) -> str:

@@ -24,8 +24,23 @@ from typing import Final
 DROP_IN: Final = "jaxckpt.orbax"
 _ORBAX: Final = "orbax"
 _EXPERIMENTAL: Final = "orbax.checkpoint.experimental"
-# Where the modules of Orbax are in the drop-in; the longest name comes first.
-_HOMES: Final = ((f"{_EXPERIMENTAL}.v1", f"{DROP_IN}.v1"), ("orbax.checkpoint", DROP_IN))
+# Where the modules of Orbax are in the drop-in; the longest name comes first. Programs import from
+# private ones, too.
+_PRIVATE: Final = "orbax.checkpoint._src"
+_HOMES: Final = (
+    (f"{_PRIVATE}.checkpoint_managers.preservation_policy", f"{DROP_IN}.policies"),
+    (f"{_PRIVATE}.checkpoint_managers.save_decision_policy", f"{DROP_IN}.policies"),
+    (f"{_PRIVATE}.checkpoint_managers.policy_checkpoint_info", f"{DROP_IN}.checkpoint_managers"),
+    (f"{_PRIVATE}.checkpoint_managers", f"{DROP_IN}.checkpoint_managers"),
+    (f"{_PRIVATE}.checkpointers", f"{DROP_IN}.checkpointers"),
+    (f"{_PRIVATE}.metadata.checkpoint_info", f"{DROP_IN}.checkpoint_manager"),
+    (f"{_PRIVATE}.path.atomicity", f"{DROP_IN}.atomicity"),
+    (f"{_PRIVATE}.path.step", f"{DROP_IN}.step"),
+    (f"{_PRIVATE}.path", f"{DROP_IN}.path"),
+    (f"{_PRIVATE}.serialization", DROP_IN),
+    (f"{_EXPERIMENTAL}.v1", f"{DROP_IN}.v1"),
+    ("orbax.checkpoint", DROP_IN),
+)
 _FLAX: Final = "flax.training.orbax_utils"
 
 _NAME: Final = re.compile(r"orbax\.checkpoint(\.\w+)*")

@@ -15,47 +15,34 @@ if find_spec("etils") is None:
 
 __version__ = "0.12.8"  # of the Orbax whose names these are, for programs that compare it
 
-# The modules, and the names that each defines. They are imported when they are used.
+# The names by the module that defines them, and the other modules; imported when they are used.
 _NAMES = {
-    "_policies": "",
     "_trees": "PLACEHOLDER",
-    "arrays": "",
     "args": "ArrayRestoreArgs RestoreArgs SaveArgs SingleReplicaArrayRestoreArgs",
-    "checkpoint_args": "",
     "checkpoint_manager": "AbstractCheckpointManager CheckpointManager",
-    "checkpoint_managers": "",
-    "checkpoint_utils": "",
     "checkpointers": "AbstractCheckpointer AsyncCheckpointer Checkpointer PyTreeCheckpointer "
     "StandardCheckpointer",
     "handlers": "ArrayCheckpointHandler AsyncCheckpointHandler BasePyTreeCheckpointHandler "
     "CheckpointHandler CheckpointHandlerRegistry CompositeCheckpointHandler Future "
     "DefaultCheckpointHandlerRegistry JaxRandomKeyCheckpointHandler JsonCheckpointHandler "
-    "NumpyRandomKeyCheckpointHandler ProtoCheckpointHandler PyTreeCheckpointHandler "
-    "StandardCheckpointHandler",
-    "future": "",
-    "logging": "",
-    "metadata": "",
-    "multihost": "",
-    "options": "AsyncOptions CheckpointManagerOptions CompositeOptions",
-    "path": "",
-    "pathways": "",
-    "step": "",
-    "test_utils": "",
-    "transform_utils": "RestoreTransform Transform apply_transformations merge_trees",
-    "tree": "",
-    "type_handlers": "",
-    "utils": "",
-    "v1": "",
+    "PyTreeCheckpointHandler StandardCheckpointHandler",
+    "options": "AsyncOptions CheckpointManagerOptions",
+    "transform_utils": "Transform apply_transformations",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MODULES = {
+    *(name for name in _NAMES if not name.startswith("_")),
+    *"arrays checkpoint_args checkpoint_managers checkpoint_utils future logging metadata".split(),
+    *"multihost path pathways policies step test_utils tree type_handlers utils v1".split(),
+}
 
 
 def __getattr__(name: str) -> Any:
     # `from jaxckpt import orbax` for `import orbax.checkpoint`; v1 was in `experimental` there.
     if name in ("checkpoint", "experimental"):
         return sys.modules[__name__]
-    home = _HOME.get(name, name)
-    if home not in _NAMES:
+    home = name if name in _MODULES else _HOME.get(name)
+    if home is None:
         raise AttributeError(f"jaxckpt.orbax lacks {name!r}; see docs/orbax.md")
     module = importlib.import_module(f"{__name__}.{home}")
     globals()[name] = value = getattr(module, name) if name in _HOME else module
@@ -63,4 +50,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted((*_HOME, *(name for name in _NAMES if not name.startswith("_"))))
+    return sorted((*_HOME, *_MODULES))

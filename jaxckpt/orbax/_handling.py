@@ -11,10 +11,13 @@ import asyncio
 import contextlib
 import contextvars
 import os
+import posixpath
+import stat
 import tempfile
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,11 +25,13 @@ import jax
 from etils import epath
 
 from jaxckpt import SaveFailed, StepExists, save
-from jaxckpt._save.snapshot import FileItem, SaveItem, take_tree
+from jaxckpt._save.snapshot import FileItem, Finished, SaveItem, take_tree
 from jaxckpt._save.snapshot import Items as Several
-from jaxckpt.format import names
+from jaxckpt.format import names, step
 from jaxckpt.multihost import Processes
 from jaxckpt.orbax import args
+from jaxckpt.storage import LocalStorage, Storage
+from jaxckpt.storage._large import pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,27 +39,101 @@ class Stored:
     """An item to store, as a tree or as files by their paths in the item."""
 
     tree: Any = None
-    files: Mapping[str, bytes] | Callable[[], Mapping[str, bytes]] | None = None
+    custom_metadata: Any = None  # JSON to store with the tree
+    files: Mapping[str, bytes] | None = None
     handler: str  # the name in the checkpoint
 
     def __call__(self, name: str, processes: Processes) -> SaveItem:
         """Copies this process's share to the host."""
-        if self.files is None:
-            item = take_tree(name, self.tree, processes, copy=True)
-            item.handler = self.handler
-            return item
-        if callable(self.files) and processes.count == 1:
-            return FileItem(name=name, shared=self.files, handler=self.handler)
-        files = self.files() if callable(self.files) else self.files
+        if (files := self.files) is not None:
+            return FileItem(name=name, shared=lambda: files, handler=self.handler)
+        item = take_tree(name, self.tree, processes, copy=True)
+        item.handler = self.handler
+        if self.custom_metadata is not None:
+            plan = item.tree  # which other saves share
+            tree = replace(plan.tree, custom_metadata=self.custom_metadata)
+            item.tree = replace(plan, tree=tree)
+        return item
+
+
+@dataclass(slots=True, kw_only=True)
+class FolderItem(FileItem):
+    """An item whose files a handler has written to a temporary directory: those of process 0, and
+    one named after each process. They are copied in pieces; to a bucket, one by one.
+    """
+
+    source: tempfile.TemporaryDirectory[str]
+    end: Callable[[], None]  # of what the handler does in the background
+    facts: dict[str, step.FileFacts] = field(default_factory=dict)  # of those that are copied
+
+    def write(self, storage: Storage, work: Any, processes: Processes) -> None:
+        """Waits for the handler and copies its files."""
+        self.end()
         own = names.process_file(processes.index, processes.count)
-        mine = {file: data for file, data in files.items() if file == own}
-        shared = {file: data for file, data in files.items() if file != own}
-        return FileItem(name=name, mine=mine, shared=lambda: shared, handler=self.handler)
+        with self.source as root:
+            for file, path in files_in(root).items():
+                if file == own and processes.count > 1:
+                    self.mine = {file: path.read_bytes()}
+                elif processes.index == 0:
+                    place = posixpath.join(work.path, self.name, file)
+                    storage.make_dir(posixpath.dirname(place))
+                    self.facts[file] = _copy(path, storage, place)
+
+    def finish(
+        self, storage: Storage, work: Any, processes: Processes, parts: Mapping[int, bytes]
+    ) -> Finished:
+        """Returns the files of all processes that are not there, and facts about the others."""
+        return FileItem.finish(self, storage, work, processes, parts)[0], self.facts
+
+
+def _copy(path: Path, storage: Storage, place: str) -> step.FileFacts:
+    """Copies a file, and returns the facts about it."""
+    size = path.stat().st_size
+    read = partial(pieces, LocalStorage(), f"{path}", size)
+    if storage.atomic_rename:
+        storage.write_parts(place, read)
+    else:  # another writer may be writing there, too
+        storage.add({place: path.read_bytes()})
+    return step.FileFacts(size=size, sha256=step.digest_of(read()))
+
+
+class _Private:
+    """An item in directories with permissions of their own."""
+
+    def __init__(self, take: Taker, mode: int, name: str, processes: Processes) -> None:
+        self._item, self._mode = take(name, processes), mode
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._item, name)
+
+    def write(self, storage: Storage, work: Any, processes: Processes) -> None:
+        for path in (work.path, posixpath.join(work.path, self._item.name).rstrip("/")):
+            make_dir(storage, path, self._mode, is_new=True)
+        self._item.write(storage, work, processes)
+
+
+def several(items: Items, mode: int | None) -> Several:
+    """Returns items to save, and the permissions of their directories."""
+    take: Any = items if mode is None else {n: partial(_Private, t, mode) for n, t in items.items()}
+    return Several(take)
+
+
+def make_dir(storage: Storage, path: str, mode: int | None, *, is_new: bool = False) -> None:
+    """Makes a directory, in a file system with permissions, less those that the umask takes away.
+
+    Args:
+        is_new: Whether one that exists gets them too.
+    """
+    is_new = is_new or storage.kind(path) is None
+    storage.make_dir(path)
+    if is_new and mode is not None and storage.scheme == "file":
+        os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & (mode | 0o7000))  # after the umask
 
 
 # What makes a directory a checkpoint. A handler may save with another one into its own directory.
 _OF_CHECKPOINTS = (names.COMMIT_MARKER, names.RECORD, names.CHECKPOINT_METADATA, names.WRITER)
-Items = Mapping[str, Stored]  # by path in the item, "" for the item itself
+Taker = Callable[[str, Processes], SaveItem]
+Items = Mapping[str, Taker]  # by path in the item, "" for the item itself
 
 
 class CheckpointHandler(abc.ABC):
@@ -121,10 +200,10 @@ class Ours(AsyncCheckpointHandler):
         except StepExists:  # another handler writes there too
             with tempfile.TemporaryDirectory() as folder:
                 save(f"{folder}/item", items, item=None)
-                for name, data in _files_in(f"{folder}/item").items():
+                for name, path in files_in(f"{folder}/item").items():
                     file = epath.Path(directory) / name
                     file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_bytes(data)
+                    file.write_bytes(path.read_bytes())
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Writes an object into a directory, and returns nothing to wait for."""
@@ -194,21 +273,21 @@ def store(handler: Any, given: Any) -> Items:
     """
     if _is_plain(handler, "save") and _is_plain(handler, "async_save"):
         return handler._stored(given)
-    folder = tempfile.TemporaryDirectory()
-    directory = epath.Path(folder.name) / "item"
-    directory.mkdir()
+    folder = tempfile.TemporaryDirectory(prefix="jaxckpt-")
+    directory = epath.Path(folder.name)
     is_async = hasattr(handler, "async_save")
     rest = _call(handler.async_save if is_async else handler.save, directory, given)
     futures = jax.tree.leaves(run(rest) if is_async else None)
 
-    def files() -> Mapping[str, bytes]:
-        with folder:
-            for future in futures:
-                future.result()
-            handler.finalize(directory)
-            return _files_in(directory)
+    def end() -> None:
+        for future in futures:
+            future.result()
+        handler.finalize(directory)
 
-    return {"": Stored(files=files, handler=typestr(handler))}
+    def take(name: str, processes: Processes) -> FolderItem:
+        return FolderItem(name=name, source=folder, end=end, handler=typestr(handler))
+
+    return {"": take}
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -222,10 +301,11 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
         return thread.submit(context.run, asyncio.run, work).result()
 
 
-def _files_in(directory: str | os.PathLike[str]) -> dict[str, bytes]:
+def files_in(directory: str | os.PathLike[str]) -> dict[str, Path]:
+    """Returns the files below a directory, by path in it."""
     return {
-        path.relative_to(directory).as_posix(): path.read_bytes()
-        for path in Path(directory).rglob("*")
+        path.relative_to(directory).as_posix(): path
+        for path in sorted(Path(directory).rglob("*"))
         if path.is_file() and path.name not in _OF_CHECKPOINTS
     }
 

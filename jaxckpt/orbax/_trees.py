@@ -39,14 +39,24 @@ def _name_of(key: Any) -> str:
     return tree_util.keystr((key,), simple=True)
 
 
-def by_name(tree: Any) -> dict[Names, Any]:
+def by_name(tree: Any, is_leaf: Any = None) -> dict[Names, Any]:
     """Returns the leaves of a tree by their names."""
-    return {names_of(keys): leaf for keys, leaf in tree_util.tree_leaves_with_path(tree)}
+    pairs = tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return {names_of(keys): leaf for keys, leaf in pairs}
 
 
-def map_named(change: Callable[[Names, Any], Any], tree: Any) -> Any:
+def map_named(change: Callable[[Names, Any], Any], tree: Any, is_leaf: Any = None) -> Any:
     """Returns a tree with each leaf changed by a function of its names and its value."""
-    return tree_util.tree_map_with_path(lambda keys, leaf: change(names_of(keys), leaf), tree)
+
+    def changed(keys: tuple[Any, ...], leaf: Any) -> Any:
+        return change(names_of(keys), leaf)
+
+    return tree_util.tree_map_with_path(changed, tree, is_leaf=is_leaf)
+
+
+def is_empty(node: Any) -> bool:
+    """Returns whether a node is a container, or None, with nothing in it."""
+    return not tree_util.tree_leaves(node, is_leaf=lambda below: below is not node)
 
 
 def plain(tree: Any, *, keep_empty: bool = False) -> Any:
@@ -137,21 +147,18 @@ def restore_pytree(
     found = open_checkpoint(path)
     abstract = plain(found.abstract())
     saved, args = by_name(abstract), by_name(restore_args)
+    containers = _above(saved)
     resize = any(getattr(arg, "strict", True) is False for arg in args.values())
 
     def wanted(names: Names, leaf: Any) -> Any:
         if leaf is not PLACEHOLDER and names in saved:
             return wanted_leaf(saved[names], args.get(names))
-        if leaf is PLACEHOLDER and names not in saved and _is_above(names, saved):
+        if leaf is PLACEHOLDER and not partial and names in containers:
             raise ValueError(f"{_DIFFER}: PLACEHOLDER stands for a leaf, not for all of {names}")
         return leaf
 
     like = map_named(wanted, abstract if target is None else target)
     return restore_like(found, like, resize=resize, partial=partial)
-
-
-def _is_above(names: Names, saved: Mapping[Names, Any]) -> bool:
-    return any(key[: len(names)] == names for key in saved)
 
 
 def restore_like(
@@ -178,11 +185,26 @@ def restore_like(
         return _restore_onto(source, like, resize, partial)
     except TreeMismatch as error:
         found = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-        saved = by_name(found.abstract())
-        uncast = map_named(lambda names, leaf: _with_dtype(leaf, saved.get(names)), like)
-        if all(map(operator.is_, jax.tree.leaves(uncast), jax.tree.leaves(like))):
+        saved = by_name(found.abstract(), is_leaf=is_empty)
+
+        def fitted(names: Names, leaf: Any) -> Any:
+            """Returns None for what is empty, in the target or there, but not in both."""
+            if names in saved and is_empty(leaf) != is_empty(saved[names]):
+                return None
+            return _with_dtype(leaf, saved.get(names))
+
+        uncast = map_named(fitted, like, is_leaf=is_empty)
+        before, after = (tree_util.tree_leaves(one, is_leaf=is_empty) for one in (like, uncast))
+        if all(map(operator.is_, after, before)):
             raise TreeMismatch(f"{_DIFFER}: {error}", error.differences) from error
-    return jax.tree.map(_cast_to, like, _restore_onto(found, uncast, resize, partial))
+    restored = by_name(_restore_onto(found, uncast, resize, partial))
+
+    def value(names: Names, leaf: Any) -> Any:
+        if is_empty(leaf):
+            return leaf
+        return _cast_to(leaf, restored[names]) if names in restored else plain(saved[names])
+
+    return map_named(value, like, is_leaf=is_empty)
 
 
 def _is_shapeless(leaf: Any) -> bool:
@@ -217,14 +239,44 @@ def _cast_to(wanted: Any, value: Any) -> Any:
 def _restore_onto(
     source: str | os.PathLike[str] | Checkpoint, like: Any, resize: bool, partial: bool
 ) -> Any:
+    if partial:
+        source = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+        kept = _unsaved(like, by_name(source.abstract(), is_leaf=is_empty))
+        like = map_named(lambda names, leaf: 0 if names in kept else leaf, like)
+        restored = source.restore(like, resize=resize, extra="ignore", missing="keep")
+        return map_named(lambda names, leaf: kept.get(names, leaf), restored)
     leaves = tree_util.tree_leaves_with_path(like, is_leaf=lambda node: node is None)
     left_out = ["/".join(names_of(keys)) for keys, x in leaves if x is None or x is PLACEHOLDER]
-    others: dict[str, Any] = {"extra": "ignore", "missing": "keep"} if partial else {}
     if not left_out and not isinstance(source, Checkpoint):
-        return restore(source, like, resize=resize, **others)
+        return restore(source, like, resize=resize)
     found = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     skipped = [name for name in left_out if getattr(found.leaves.get(name), "kind", "") != "empty"]
-    return found.restore(like, resize=resize, skip=skipped or None, **others)
+    return found.restore(like, resize=resize, skip=skipped or None)
+
+
+def _above(saved: Mapping[Names, Any]) -> set[Names]:
+    """Returns the names of the containers of leaves."""
+    return {names[:i] for names in saved for i in range(len(names))}
+
+
+def _unsaved(like: Any, saved: Mapping[Names, Any]) -> dict[Names, Any]:
+    """Returns the leaves of a target that were not saved, by name.
+
+    Raises:
+        TypeError: one is a container there, or is in what is a leaf there.
+        ValueError: one is beyond the end of a sequence.
+    """
+    containers = _above(saved) | {()}
+    unsaved: dict[Names, Any] = {}
+    for keys, leaf in tree_util.tree_leaves_with_path(like):
+        if (names := names_of(keys)) not in saved:
+            depth = next((i for i in range(len(names) + 1) if names[:i] not in containers), 0)
+            if depth == 0 or names[:depth] in saved:
+                raise TypeError(f"{_DIFFER}: {'/'.join(names)} is in another structure there")
+            if isinstance(keys[depth - 1], tree_util.SequenceKey):
+                raise ValueError(f"{_DIFFER}: the sequence of {'/'.join(names)} is shorter there")
+            unsaved[names] = leaf
+    return unsaved
 
 
 def wanted_leaf(saved: Any, args: Any) -> Any:

@@ -9,11 +9,10 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import jax
-
-from jaxckpt.orbax._records import record
 
 C = TypeVar("C", bound=type)
 
@@ -114,34 +113,120 @@ class _OfItem(CheckpointArgs):
             raise ValueError(f"`item` of {type(self).__name__} must not be args; pass `args=`")
 
 
-StandardSave = record("StandardSaveArgs", "item save_args=None custom_metadata=None", _OfItem)
-StandardRestore = record(
-    "StandardRestoreArgs",
-    "item=None strict=True support_layout=False",
-    _OfItem,
-    fallback_sharding=None,
-)
-PyTreeSave = record(
-    "PyTreeSaveArgs",
-    "item save_args=None ocdbt_target_data_file_size=None custom_metadata=None",
-    _OfItem,
-)
-PyTreeRestore = record(
-    "PyTreeRestoreArgs",
-    "item=None restore_args=None transforms=None transforms_default_to_original=True "
-    "legacy_transform_fn=None partial_restore=False",
-    _OfItem,
-)
-JsonSave = record("JsonSaveArgs", "item", _OfItem)
-JsonRestore = record("JsonRestoreArgs", "item=None", _OfItem)
-ArraySave = record("ArraySaveArgs", "item save_args=None", _OfItem)
-ArrayRestore = record("ArrayRestoreArgs", "item=None restore_args=None", _OfItem)
-JaxRandomKeySave = record("JaxRandomKeySaveArgs", "item save_args=None", _OfItem)
-JaxRandomKeyRestore = record("JaxRandomKeyRestoreArgs", "restore_args=None", _OfItem)
-NumpyRandomKeySave = record("NumpyRandomKeySaveArgs", "item", _OfItem)
-NumpyRandomKeyRestore = record("NumpyRandomKeyRestoreArgs", "", _OfItem)
-ProtoSave = record("ProtoSaveArgs", "item", _OfItem)
-ProtoRestore = record("ProtoRestoreArgs", "item", _OfItem)
+@dataclass
+class StandardSave(_OfItem):
+    """Saves a tree of arrays and numbers.
+
+    Attributes:
+        item: The tree.
+        save_args: A tree of `SaveArgs`.
+        custom_metadata: JSON to store with the tree.
+    """
+
+    item: Any
+    save_args: Any = None
+    custom_metadata: Any = None
+
+
+@dataclass
+class StandardRestore(_OfItem):
+    """Restores a tree.
+
+    Attributes:
+        item: A target, which gives the types; None for those that were saved.
+        strict: If False, arrays are cut off or padded to the shapes of the target.
+        support_layout: Is refused.
+        fallback_sharding: No effect.
+    """
+
+    item: Any = None
+    strict: bool = True
+    support_layout: bool = False
+    fallback_sharding: jax.sharding.Sharding | None = None
+
+
+@dataclass
+class PyTreeSave(_OfItem):
+    """Saves a tree.
+
+    Attributes:
+        item: The tree.
+        save_args: A tree of `SaveArgs`.
+        ocdbt_target_data_file_size: No effect.
+        custom_metadata: JSON to store with the tree.
+    """
+
+    item: Any
+    save_args: Any = None
+    ocdbt_target_data_file_size: int | None = None
+    custom_metadata: Any = None
+
+
+@dataclass
+class PyTreeRestore(_OfItem):
+    """Restores a tree.
+
+    Attributes:
+        item: A target, which gives the structure; None for the saved one.
+        restore_args: A tree of `RestoreArgs`, which give the types.
+        transforms: A tree of `Transform`s, which say where leaves of the target come from.
+        transforms_default_to_original: Whether leaves without a transform are the saved ones.
+        legacy_transform_fn: Is refused.
+        partial_restore: Whether saved leaves may be missing in the target; leaves that were not
+            saved keep the values in the target.
+    """
+
+    item: Any = None
+    restore_args: Any = None
+    transforms: Any = None
+    transforms_default_to_original: bool = True
+    legacy_transform_fn: Callable[..., Any] | None = None
+    partial_restore: bool = False
+
+
+@dataclass
+class JsonSave(_OfItem):
+    """Saves `item` as JSON."""
+
+    item: Any
+
+
+@dataclass
+class JsonRestore(_OfItem):
+    """Restores JSON; `item` has no effect."""
+
+    item: Any = None
+
+
+@dataclass
+class ArraySave(_OfItem):
+    """Saves `item`, an array or a number, with `save_args`, which are `SaveArgs`."""
+
+    item: Any
+    save_args: SaveArgs | None = None
+
+
+@dataclass
+class ArrayRestore(_OfItem):
+    """Restores an array with `restore_args`, which are `RestoreArgs`; `item` has no effect."""
+
+    item: Any = None
+    restore_args: RestoreArgs | None = None
+
+
+@dataclass
+class JaxRandomKeySave(_OfItem):
+    """Saves `item`, a key of JAX, with `save_args`, which are `SaveArgs`."""
+
+    item: Any
+    save_args: SaveArgs | None = None
+
+
+@dataclass
+class JaxRandomKeyRestore(_OfItem):
+    """Restores a key of JAX with `restore_args`, which are `RestoreArgs`."""
+
+    restore_args: RestoreArgs | None = None
 
 
 class CompositeArgs(Mapping[str, Any], CheckpointArgs):
@@ -182,7 +267,8 @@ class CompositeArgs(Mapping[str, Any], CheckpointArgs):
 
 
 Composite = CompositeArgs
-_OURS: Final = {cls.__name__: cls for cls in (Composite, *_OfItem.__subclasses__())}
+_OURS: Final[dict[str, type]] = {f"{cls.__name__}Args": cls for cls in _OfItem.__subclasses__()}
+_OURS[CompositeArgs.__name__] = CompositeArgs
 
 
 def class_as_ours(cls: type) -> type:
@@ -204,32 +290,75 @@ def as_ours(args: Any) -> Any:
 # --- one leaf --------------------------------------------------------------------------------
 
 
-# How to store a leaf. Only `dtype` has an effect: chunks are shards, or parts of them.
-SaveArgs = record("SaveArgs", "aggregate=False dtype=None chunk_byte_size=None shard_axes=()")
-RestoreArgs = record("RestoreArgs", "restore_type=None dtype=None")
+@dataclass
+class SaveArgs:
+    """How to store a leaf.
+
+    Attributes:
+        aggregate: No effect.
+        dtype: The dtype to store; None for that of the leaf.
+        chunk_byte_size: No effect: chunks are shards, or parts of them.
+        shard_axes: No effect.
+    """
+
+    aggregate: bool = False
+    dtype: Any = None
+    chunk_byte_size: int | None = None
+    shard_axes: tuple[int, ...] = ()
 
 
-class _Shapes:
+@dataclass
+class RestoreArgs:
+    """How to restore a leaf.
+
+    Attributes:
+        restore_type: Its type; None for the saved one.
+        dtype: Its dtype; None for the saved one.
+    """
+
+    restore_type: Any = None
+    dtype: Any = None
+
+
+@dataclass
+class ArrayRestoreArgs(RestoreArgs):
+    """How to restore an array.
+
+    Attributes:
+        restore_type: Its type.
+        dtype: Its dtype; None for the saved one.
+        mesh: The mesh of its sharding, with `mesh_axes`.
+        mesh_axes: The spec of its sharding.
+        sharding: Its sharding, or the metadata of one.
+        global_shape: Its shape; None for the saved one.
+        shape: The same.
+        strict: If False, the array is cut off or padded to its shape.
+    """
+
+    restore_type: Any = jax.Array
+    mesh: jax.sharding.Mesh | None = None
+    mesh_axes: jax.sharding.PartitionSpec | None = None
+    sharding: Any = None
+    global_shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None
+    strict: bool = True
+
     def __post_init__(self) -> None:
-        shape, whole = vars(self).get("shape"), vars(self).get("global_shape")
-        if None not in (shape, whole) and shape != whole:
+        if None not in (self.shape, self.global_shape) and self.shape != self.global_shape:
             raise ValueError("If `shape` and `global_shape` are both provided, they must match.")
-        vars(self).update(
-            shape=whole if shape is None else shape, global_shape=whole if shape is None else shape
-        )
+        self.shape = self.global_shape = self.global_shape if self.shape is None else self.shape
 
 
-ArrayRestoreArgs = record(
-    "ArrayRestoreArgs",
-    "mesh=None mesh_axes=None sharding=None global_shape=None shape=None strict=True",
-    _Shapes,
-    RestoreArgs,
-    restore_type=jax.Array,
-)
-# The same: a process reads only what its own devices need.
-SingleReplicaArrayRestoreArgs = record(
-    "SingleReplicaArrayRestoreArgs",
-    "primary_replica_id=0 replica_axis_index=0",
-    ArrayRestoreArgs,
-    single_replica_sharding=None,
-)
+@dataclass
+class SingleReplicaArrayRestoreArgs(ArrayRestoreArgs):
+    """The same: a process reads only what its own devices need.
+
+    Attributes:
+        single_replica_sharding: No effect, like the next two.
+        primary_replica_id: No effect.
+        replica_axis_index: No effect.
+    """
+
+    single_replica_sharding: jax.sharding.Sharding | None = None
+    primary_replica_id: int | None = 0
+    replica_axis_index: int | None = 0

@@ -1,25 +1,17 @@
-"""The manager of a run.
-
-It decides as Orbax's does and saves through `jaxckpt.CheckpointManager`, which it opens when it
-first has to decide or to write, so that any number of managers may read a run.
-"""
+"""The manager of a run."""
 
 from __future__ import annotations
 
 import operator
 import os
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from etils import epath
-
-import jaxckpt
-from jaxckpt import SaveHandle, StepExists
+from jaxckpt import StepExists
 from jaxckpt._run.index import StepIndex, run_metadata
 from jaxckpt.format import names
-from jaxckpt.orbax import _handling, _policies, args, checkpointers, handlers, metadata, options
-from jaxckpt.orbax._ending import close_run, note_run
+from jaxckpt.orbax import _handling, args, checkpointers, handlers, metadata, options, policies
+from jaxckpt.orbax._run import Run
 from jaxckpt.orbax.handlers import *  # noqa: F403  # programs import them from here, too
 from jaxckpt.orbax.metadata import RootMetadata as RootMetadata
 from jaxckpt.orbax.metadata import StepMetadata as StepMetadata
@@ -27,9 +19,9 @@ from jaxckpt.orbax.options import AsyncOptions as AsyncOptions
 from jaxckpt.orbax.options import CheckpointManagerOptions as CheckpointManagerOptions
 from jaxckpt.orbax.options import FileOptions as FileOptions
 from jaxckpt.orbax.options import MultiprocessingOptions as MultiprocessingOptions
-from jaxckpt.orbax.step import index_of, naming
+from jaxckpt.orbax.policies import CheckpointInfo as CheckpointInfo
+from jaxckpt.orbax.step import index_of
 from jaxckpt.storage import url_of
-from jaxckpt.types import StepInfo
 
 DEFAULT_ITEM_NAME: Final = names.DEFAULT_ITEM
 METRIC_ITEM_NAME: Final = names.METRICS_ITEM
@@ -45,7 +37,7 @@ class AbstractCheckpointManager(checkpointers.Closing):
     """The base of managers."""
 
 
-class CheckpointManager(AbstractCheckpointManager):
+class CheckpointManager(Run, AbstractCheckpointManager):
     """Saves and restores the steps of a run.
 
     Args:
@@ -69,63 +61,27 @@ class CheckpointManager(AbstractCheckpointManager):
         logger: Any = None,
         handler_registry: Any = None,
     ) -> None:
-        self._options = options or CheckpointManagerOptions()
-        _check_options(self._options, logger)
-        prefix, digits = self._options.step_prefix, self._options.step_format_fixed_length
-        given = {"step_prefix": prefix, "step_digits": digits}
-        self._naming = naming(self._options.step_name_format) or given
-        given = (checkpointers, item_names, item_handlers, handler_registry)
-        self._handler, self._is_default = _handler(*given)
-        self._is_async = self._options.enable_async_checkpointing
+        options = options or CheckpointManagerOptions()
+        _check_options(options, logger)
+        told = (checkpointers, item_names, item_handlers, handler_registry)
+        self._handler, self._is_default = _handler(*told)
+        self._is_async = options.enable_async_checkpointing
         if checkpointers is not None:
             many = isinstance(checkpointers, Mapping)
             of_items = checkpointers.values() if many else [checkpointers]
             self._is_async = any(one._is_async for one in of_items)
-        self._directory = epath.Path(directory)
-        move_to = self._options.todelete_subdir
-        self._keep = _policies.keep_policy(self._options.keeps(), self._infos, move_to=move_to)
-        self._index = index_of(directory, **self._naming)
-        if self._options.create:
-            self._index.storage.make_dir(self._index.root)
-        self._steps = self._index.steps()
-        self._facts: dict[int, StepInfo] = {}
-        self._saves: list[SaveHandle] = []
-        self._writer: jaxckpt.CheckpointManager | None = None
-        self._metadata = dict(metadata or {}) if self._options.save_root_metadata else {}
-        if self._metadata and not self._options.read_only:
+        self._metadata = dict(metadata or {}) if options.save_root_metadata else {}
+        more = {"run_metadata": self._metadata or None, "item": DEFAULT_ITEM_NAME}
+        super().__init__(directory, options, **more)
+        if self._metadata and not options.read_only:
             self._open()
 
     # --- the run -----------------------------------------------------------------------------
 
-    def _open(self) -> jaxckpt.CheckpointManager:
-        """Returns the manager that saves; a new one if another took over in this process."""
-        writer = self._writer
-        if writer is None or writer._opening.ended:
-            saves, given = self._options.saves(), self._options.async_options or AsyncOptions()
-            called = given.post_finalization_callback
-            self._writer = writer = jaxckpt.CheckpointManager(
-                url_of(self._index.storage, self._index.root),
-                save=_policies.save_policy(saves, self._infos, self.is_saving_in_progress),
-                keep=self._keep,
-                timeout_s=given.timeout_secs,
-                on_commit=None if called is None else lambda timing: called(),
-                run_metadata=self._metadata or None,
-                item=DEFAULT_ITEM_NAME,
-                **self._naming,
-            )
-            note_run(writer, self._index)
-        return writer
-
-    def _infos(self) -> list[StepInfo]:
-        for step in self._steps:
-            if step not in self._facts:
-                self._facts[step] = self._index.info(step)
-        return [self._facts[step] for step in self._steps]
-
     @property
-    def directory(self) -> epath.Path:
-        """The root of the run."""
-        return self._directory
+    def _checkpoints(self) -> list[policies.CheckpointInfo]:
+        """The steps, for programs whose manager is a class below this one."""
+        return policies.infos(self._infos())
 
     def all_steps(self, read: bool = False) -> list[int]:
         """Returns the steps in order, those being saved included.
@@ -151,21 +107,11 @@ class CheckpointManager(AbstractCheckpointManager):
         ]
         return max(ranked)[1] if ranked else None
 
-    def reload(self) -> None:
-        """Looks at the directory again."""
-        self._saves = [handle for handle in self._saves if not handle.done()]
-        saving = {handle.step for handle in self._saves if handle.step is not None}
-        self._steps = sorted({*self._index.steps(), *saving})
-        self._facts = {step: self._facts[step] for step in saving if step in self._facts}
-
     # --- saving ------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
         """Returns whether `save` would save a step; never one that is not above the newest."""
-        step, newest = operator.index(step), self.latest_step()
-        if self._options.read_only or (newest is not None and newest >= step):
-            return False
-        return self._open()._saver.decide(step).save  # which leaves errors to `save`
+        return not self._options.read_only and self._is_due(operator.index(step))
 
     def save(
         self,
@@ -205,38 +151,21 @@ class CheckpointManager(AbstractCheckpointManager):
         self._open()._saver.finish()  # `save` below raises the errors, in every process
         given = self._composite("save", items, save_kwargs, args)
         metrics = metrics if self._ranks() and not self._options.prevent_write_metrics else None
-        stored = _handling.Several(_handling.store(self._handler, given))
+        stored = _handling.several(_handling.store(self._handler, given), self._mode)
         with _handling.as_raised():  # an earlier save may have failed
             handle = self._open().save(
                 step, stored, metrics=metrics, force=bool(force), custom_metadata=custom_metadata
             )
         if handle is None:
             return False
-        self._saves.append(handle)
-        self._note(step, metrics)
+        self._count(handle, step, metrics)
+        self._discount()
         if not self._is_async:
             self.wait_until_finished()
         return True
 
     def _ranks(self) -> bool:
         return self._options.best_fn is not None or self._options.preservation_policy is not None
-
-    def _note(self, step: int, metrics: Any) -> None:
-        """Counts a step as saved, and those that it pushes out as deleted, as Orbax does."""
-        self._steps = sorted({*self._steps, step})
-        numbers = {k: v.item() if hasattr(v, "item") else v for k, v in (metrics or {}).items()}
-        self._facts[step] = StepInfo(step=step, saved_s=time.time(), metrics=numbers)
-        if self._keep.has_rules:
-            bare = [StepInfo(step=number, saved_s=0.0) for number in self._steps]
-            infos = self._infos() if self._keep.needs_facts else bare
-            kept = self._keep.kept(infos, now_s=time.time())
-            self._steps = [s for s in self._steps if s in kept or self._is_foreign(s)]
-
-    def _is_foreign(self, step: int) -> bool:
-        """Returns whether another program wrote a step, which jaxckpt never deletes by itself."""
-        path = f"{self._index.path(step)}/{names.RECORD}"
-        saving = step in [handle.step for handle in self._saves]
-        return not saving and self._index.storage.kind(path) is None
 
     def _checked(self, items: Any, args: Any, *, is_default: bool) -> Any:
         if _is_args(items):
@@ -308,10 +237,6 @@ class CheckpointManager(AbstractCheckpointManager):
         given = self._composite("restore", items, restore_kwargs, args)
         return self._single(_handling.load(self._handler, url_of(index.storage, path), given))
 
-    def _wait_for(self, step: int) -> None:
-        if any(handle.step == step and not handle.done() for handle in self._saves):
-            self.wait_until_finished()
-
     def _has_default(self, index: StepIndex, path: str) -> bool:
         return index.storage.kind(f"{path}/{DEFAULT_ITEM_NAME}") is not None
 
@@ -349,22 +274,13 @@ class CheckpointManager(AbstractCheckpointManager):
 
     def wait_until_finished(self) -> None:
         """Waits until all saves have ended and the steps not kept are deleted."""
-        if self._writer is not None and not self._writer._opening.ended:
-            try:
-                with _handling.as_raised():
-                    self._writer.wait_until_finished()
-            finally:
-                self.reload()
+        self._finish()
 
     def check_for_errors(self) -> None:
         """Raises an error of a save that has ended."""
         if self._writer is not None:
             with _handling.as_raised():
                 self._writer.all_steps()
-
-    def is_saving_in_progress(self) -> bool:
-        """Returns whether a save is under way."""
-        return not all(handle.done() for handle in self._saves)
 
     def reached_preemption(self, step: int) -> bool:
         """Returns whether the job is being stopped and should end at this step."""
@@ -374,15 +290,12 @@ class CheckpointManager(AbstractCheckpointManager):
         """Deletes a step; FileNotFoundError if there is none."""
         if self._options.read_only:
             return
-        self._open().delete(step)
-        self.reload()
+        self._delete(step)
 
     def close(self) -> None:
         """Waits for the saves under way, and closes the handlers."""
-        if self._writer is not None:
-            with _handling.as_raised():
-                close_run(self._writer, self._index)
-            self.reload()
+        self._close()
+        self.reload()
         self._handler.close()
 
 

@@ -99,10 +99,9 @@ def wait_for_new_checkpoint(
 ) -> Iterator[int]:
     """Waits for a step, and yields it; -1 after the timeout, unless `timeout_fn` is not true.
 
-    Takes no snapshot: a reader of jaxckpt, `CheckpointManager(mode="r").watch`, keeps the step.
+    Takes no snapshot: a step may be deleted later, but not while jaxckpt restores it.
     """
-    if snapshot_dir is not None:
-        raise NotImplementedError("snapshot_dir: use jaxckpt.CheckpointManager(mode='r').watch")
+    del snapshot_dir  # a step is leased while it is restored
     naming = {name: value for name, value in naming.items() if name.startswith("step_")}
     format = naming.pop("step_name_format", None) or step.standard_name_format(**naming)
     start_s = time.monotonic()

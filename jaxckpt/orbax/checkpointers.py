@@ -8,7 +8,7 @@ from typing import Any, Self
 from etils import epath
 
 from jaxckpt import SaveHandle, StepExists, save_async
-from jaxckpt.orbax import _handling, _policies, handlers, metadata, options
+from jaxckpt.orbax import _handling, handlers, metadata, options, policies
 from jaxckpt.storage import locate
 
 
@@ -40,6 +40,8 @@ class Checkpointer(AbstractCheckpointer):
 
     def __init__(self, handler: Any, **tuning: Any) -> None:
         options.check(**tuning)
+        files = tuning.get("file_options") or options.FileOptions()
+        self._mode: int | None = files.path_permission_mode
         self._handler = handlers.as_ours(handler)
         self._timeout_s: float | None = None
         self._on_commit: Any = None
@@ -75,7 +77,7 @@ class Checkpointer(AbstractCheckpointer):
         if is_there and not force:
             raise DestinationExists(f"Destination {directory} already exists.")
         if is_there and storage.atomic_rename:
-            _policies.warn_once(
+            policies.warn_once(
                 "force=True: jaxckpt replaces a checkpoint once the new one is complete; Orbax "
                 "deletes the old one before it writes. See docs/orbax.md."
             )
@@ -83,7 +85,7 @@ class Checkpointer(AbstractCheckpointer):
         items = _handling.store(self._handler, made)
         flat: Any = {"item": None} if "" in items else {}
         overwrite = force and (True if storage.atomic_rename else "delete_first")
-        several: Any = _handling.Several(items)
+        several: Any = _handling.several(items, self._mode)
         more: Any = {"overwrite": overwrite, "custom_metadata": custom_metadata}
         try:
             self._saving = save_async(directory, several, **more, **flat)

@@ -16,7 +16,7 @@ from jaxckpt.orbax import _handling, _trees, args, metadata, options, transform_
 from jaxckpt.orbax._handling import AsyncCheckpointHandler as AsyncCheckpointHandler
 from jaxckpt.orbax._handling import CheckpointHandler as CheckpointHandler
 from jaxckpt.orbax._handling import Future as Future
-from jaxckpt.orbax._handling import Items, Ours, Stored, typestr
+from jaxckpt.orbax._handling import Items, Ours, Stored, Taker, typestr
 from jaxckpt.storage import locate
 
 _handler_class = args.get_registered_handler_cls
@@ -48,11 +48,9 @@ class PyTreeCheckpointHandler(Ours):
     def _stored(self, given: Any) -> Items:
         if given.item is None or not jax.tree.leaves(given.item, is_leaf=lambda node: node is None):
             raise ValueError("Found empty item.")
-        if given.custom_metadata is not None:
-            raise NotImplementedError(
-                "custom_metadata of a tree: pass `custom_metadata=` to `save` instead"
-            )
-        return {"": Stored(tree=_cast(given.item, given.save_args), handler=self.typestr())}
+        tree, more = _cast(given.item, given.save_args), given.custom_metadata
+        jsontext.dumps(more)  # raises TypeError for what is no JSON
+        return {"": Stored(tree=tree, custom_metadata=more, handler=self.typestr())}
 
     def _restored(self, path: str, given: Any) -> Any:
         if given.legacy_transform_fn is not None:
@@ -128,102 +126,48 @@ class ArrayCheckpointHandler(Ours):
         return found[self._name] if isinstance(found, dict) else found
 
 
-class _Text(Ours):
-    """Stores a text file."""
+class JsonCheckpointHandler(Ours):
+    """Stores JSON."""
+
+    _MODULE = "json_checkpoint_handler"
 
     def __init__(self, filename: str | None = None, **tuning: Any) -> None:
         options.check(**tuning)
         self._filename = filename or names.JSON_ITEM_FILE
 
-    def _file(self, text: str) -> Items:
+    def _stored(self, given: Any) -> Items:
+        text = json.dumps(given.item)
         return {"": Stored(files={self._filename: text.encode()}, handler=self.typestr())}
 
-    def _text(self, directory: str) -> str:
-        storage, path = locate(directory)
-        return storage.read(f"{path}/{self._filename}", max_bytes=jsontext.MAX_BYTES).decode()
-
-
-class JsonCheckpointHandler(_Text):
-    """Stores JSON."""
-
-    _MODULE = "json_checkpoint_handler"
-
-    def _stored(self, given: Any) -> Items:
-        return self._file(json.dumps(given.item))
-
     def _restored(self, path: str, given: Any) -> Any:
-        return json.loads(self._text(path))
+        storage, folder = locate(path)
+        data = storage.read(f"{folder}/{self._filename}", max_bytes=jsontext.MAX_BYTES)
+        return json.loads(data.decode())
 
 
-class ProtoCheckpointHandler(_Text):
-    """Stores a protocol buffer, as text; needs `filename`."""
-
-    _MODULE = "proto_checkpoint_handler"
-
-    def _stored(self, given: Any) -> Items:
-        return self._file(_text_format().MessageToString(given.item))
-
-    def _restored(self, path: str, given: Any) -> Any:
-        return _text_format().Parse(self._text(path), given.item())
-
-
-def _text_format() -> Any:
-    from google.protobuf import text_format  # pyright: ignore[reportMissingModuleSource]
-
-    return text_format
-
-
-class _RandomKey(Ours):
-    """Stores a key in one directory, and its kind in another beside it."""
+class JaxRandomKeyCheckpointHandler(Ours):
+    """Stores a key of JAX in one directory, and whether it is typed in another beside it."""
 
     _MODULE = "random_key_checkpoint_handler"
-    _KEY: str  # the name of the directory
 
     def __init__(self, key_name: str | None = None) -> None:
-        self._name = key_name or self._KEY
-
-    def _pair(self, key: Items, kind: dict[str, bool]) -> Items:
-        facts = JsonCheckpointHandler()._stored(args.JsonSave(kind))[""]
-        whole = Stored(files={}, handler=self.typestr())
-        return {"": whole, self._name: key[""], f"{self._name}_metadata": facts}
-
-    def _kind(self, path: str) -> dict[str, bool]:
-        return JsonCheckpointHandler().restore(f"{path}/{self._name}_metadata")
-
-
-class JaxRandomKeyCheckpointHandler(_RandomKey):
-    """Stores a key of JAX, typed or not."""
-
-    _KEY = names.JAX_KEY_ITEM
+        self._name = key_name or names.JAX_KEY_ITEM
 
     def _stored(self, given: Any) -> Items:
         if not isinstance(given.item, jax.Array):
             raise TypeError(f"Unsupported type: {type(given.item)}.")
         typed = jax.numpy.issubdtype(given.item.dtype, jax.dtypes.prng_key)
         data = jax.random.key_data(given.item) if typed else given.item
-        array = ArrayCheckpointHandler()._stored(args.ArraySave(data, given.save_args))
-        return self._pair(array, {"typed": bool(typed)})
+        array = ArrayCheckpointHandler()._stored(args.ArraySave(data, given.save_args))[""]
+        facts = JsonCheckpointHandler()._stored(args.JsonSave({"typed": bool(typed)}))[""]
+        whole = Stored(files={}, handler=self.typestr())
+        return {"": whole, self._name: array, f"{self._name}_metadata": facts}
 
     def _restored(self, path: str, given: Any) -> Any:
         restore_args = args.ArrayRestore(restore_args=given.restore_args)
         data = ArrayCheckpointHandler().restore(f"{path}/{self._name}", args=restore_args)
-        return jax.random.wrap_key_data(data) if self._kind(path)["typed"] else data
-
-
-class NumpyRandomKeyCheckpointHandler(_RandomKey):
-    """Stores the state of numpy's random numbers, as a tuple or a dict."""
-
-    _KEY = names.NUMPY_KEY_ITEM
-
-    def _stored(self, given: Any) -> Items:
-        if not isinstance(given.item, (tuple, dict)):
-            raise TypeError(f"Unsupported type: {type(given.item)}.")
-        tree = PyTreeCheckpointHandler()._stored(args.PyTreeSave(given.item))
-        return self._pair(tree, {"legacy": isinstance(given.item, tuple)})
-
-    def _restored(self, path: str, given: Any) -> Any:
-        found = PyTreeCheckpointHandler().restore(f"{path}/{self._name}")
-        return tuple(found) if self._kind(path)["legacy"] else found
+        kind = JsonCheckpointHandler().restore(f"{path}/{self._name}_metadata")
+        return jax.random.wrap_key_data(data) if kind["typed"] else data
 
 
 # --- several items ---------------------------------------------------------------------------
@@ -293,14 +237,12 @@ class CompositeCheckpointHandler(Ours):
     def __init__(
         self,
         *item_names: str,
-        composite_options: Any = None,
         handler_registry: Any = None,
         **items_and_handlers: Any,
     ) -> None:
         for name, value in (("item_names", item_names), ("items_and_handlers", items_and_handlers)):
             if handler_registry is not None and value:
                 raise ValueError(f"`handler_registry` and `{name}` are mutually exclusive")
-        options.check(composite_options=composite_options)
         entries = DefaultCheckpointHandlerRegistry(handler_registry).get_all_entries()
         self._entries: Mapping[tuple[str | None, type], Any] = entries
         self._named = {item: handler for (item, _), handler in entries.items() if item is not None}
@@ -339,7 +281,7 @@ class CompositeCheckpointHandler(Ours):
         return found
 
     def _stored(self, given: Any) -> Items:
-        items: dict[str, Stored] = {}
+        items: dict[str, Taker] = {}
         for name, one in given.items():
             handler = self.handler_of(name, one)
             one = _handling.made_for(handler, "save", (None,), {}) if one is None else one
@@ -407,9 +349,8 @@ def _takes(handler: Any, given: Any) -> bool:
     """Returns whether a handler, or any if it is None, takes args."""
     if handler is None or given is None or not args.has_registered_args(handler):
         return True
-    taken = [cls.__name__ for cls in args.get_registered_args_cls(handler)]
-    wanted = args.get_registered_handler_cls(given)
-    return type(given).__name__ in taken or isinstance(handler, wanted)
+    taken = [args.class_as_ours(cls) for cls in args.get_registered_args_cls(handler)]
+    return type(given) in taken or isinstance(handler, args.get_registered_handler_cls(given))
 
 
 _KINDS: Final = (
@@ -417,10 +358,8 @@ _KINDS: Final = (
     (PyTreeCheckpointHandler, args.PyTreeSave, args.PyTreeRestore),
     (ArrayCheckpointHandler, args.ArraySave, args.ArrayRestore),
     (JsonCheckpointHandler, args.JsonSave, args.JsonRestore),
-    (ProtoCheckpointHandler, args.ProtoSave, args.ProtoRestore),
     (JaxRandomKeyCheckpointHandler, args.JaxRandomKeySave, args.JaxRandomKeyRestore),
     (CompositeCheckpointHandler, args.Composite, args.Composite),
-    (NumpyRandomKeyCheckpointHandler, args.NumpyRandomKeySave, args.NumpyRandomKeyRestore),
 )
 for _handler, _save, _restore in _KINDS:
     args.register_with_handler(_handler, for_save=True)(_save)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,30 +13,96 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxckpt import Checkpoint
 from jaxckpt import open as open_checkpoint
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.orbax import _trees
-from jaxckpt.orbax._records import record
 from jaxckpt.storage import locate
 from jaxckpt.types import LeafInfo
 
-StepMetadata = record(
-    "StepMetadata",
-    "item_handlers=None item_metadata=None metrics={} performance_metrics=None "
-    "init_timestamp_nsecs=None commit_timestamp_nsecs=None custom_metadata={}",
-)
-RootMetadata = record("RootMetadata", "internal_metadata={} custom_metadata={}")
-Metadata = record("Metadata", "name directory")
-StringMetadata = record("StringMetadata", "", Metadata)
-ValueMetadataEntry = record(
-    "ValueMetadataEntry", "value_type skip_deserialize=False write_shape=None"
-)
-StorageMetadata = record("StorageMetadata", "chunk_shape write_shape=None")
-ArrayMetadata = record("ArrayMetadata", "shape=() sharding=None dtype=None storage=None", Metadata)
-ScalarMetadata = record("ScalarMetadata", "", ArrayMetadata)
+
+@dataclass
+class StepMetadata:
+    """What is known of a checkpoint.
+
+    Attributes:
+        item_handlers: The name of its handler, or of that of each item.
+        item_metadata: Describes its tree, or each item.
+        metrics: Its numbers by name.
+        performance_metrics: None.
+        init_timestamp_nsecs: When the save began.
+        commit_timestamp_nsecs: When it was committed.
+        custom_metadata: What the program stored with it.
+    """
+
+    item_handlers: Any = None
+    item_metadata: Any = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    performance_metrics: Any = None
+    init_timestamp_nsecs: int | None = None
+    commit_timestamp_nsecs: int | None = None
+    custom_metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class RootMetadata:
+    """What is known of a run.
+
+    Attributes:
+        internal_metadata: Nothing.
+        custom_metadata: What the program stored with it.
+    """
+
+    internal_metadata: dict[str, Any] = field(default_factory=dict)
+    custom_metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Metadata:
+    """A leaf: its `name`, and the `directory` of its tree."""
+
+    name: str
+    directory: Any
+
+
+@dataclass
+class StringMetadata(Metadata):
+    """Text."""
+
+
+@dataclass
+class ValueMetadataEntry:
+    """How Orbax records a leaf: `value_type`, `skip_deserialize` and `write_shape`."""
+
+    value_type: str
+    skip_deserialize: bool = False
+    write_shape: tuple[int, ...] | None = None
+
+
+@dataclass
+class StorageMetadata:
+    """How an array is stored: `chunk_shape` is what is read, `write_shape` what was written."""
+
+    chunk_shape: tuple[int, ...]
+    write_shape: tuple[int, ...] | None = None
+
+
+@dataclass
+class ArrayMetadata(Metadata):
+    """An array: its `shape`, `sharding`, `dtype` and `storage`, as far as they are known."""
+
+    shape: tuple[int, ...] = ()
+    sharding: Any = None
+    dtype: Any = None
+    storage: StorageMetadata | None = None
+
+
+@dataclass
+class ScalarMetadata(ArrayMetadata):
+    """A number of Python."""
 
 
 @tree_util.register_pytree_with_keys_class
@@ -113,7 +179,12 @@ def of_tree(directory: str | os.PathLike[str]) -> TreeMetadata:
     def describe(path: _trees.Names, leaf: Any) -> Any:
         return _of_leaf(".".join(path), directory, leaf, found.leaves.get("/".join(path)))
 
-    return TreeMetadata(_trees.map_named(describe, tree))
+    return TreeMetadata(_trees.map_named(describe, tree), custom_of(found))
+
+
+def custom_of(found: Checkpoint) -> Any:
+    """Returns what a program stored with a tree, or in a safetensors file."""
+    return None if found._tree is None else found._tree.tree.custom_metadata
 
 
 def _of_leaf(name: str, directory: Any, leaf: Any, saved: LeafInfo | None) -> Any:

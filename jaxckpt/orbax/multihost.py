@@ -34,9 +34,3 @@ def sync_global_processes(name: str, **_: Any) -> None:
     """Waits until every process is here."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
-
-
-def reached_preemption(step: int) -> bool:
-    """Returns whether JAX's preemption service says to stop at this step."""
-    is_distributed = is_jax_distributed_client_initialized()
-    return is_distributed and multihost_utils.reached_preemption_sync_point(step)

@@ -1,3 +1,4 @@
-"""Paths: `path.step` has what programs use."""
+"""Paths: `path.step` and `path.atomicity` have what programs use."""
 
+from jaxckpt.orbax import atomicity as atomicity
 from jaxckpt.orbax import step as step

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -89,30 +88,6 @@ class StandardNameFormat(NameFormat):
         return f'StandardNameFormat("{self.build_name(1234)}")'
 
 
-@dataclass(frozen=True)
-class CompositeNameFormat(NameFormat):
-    """Names of one kind for writing, and of several for reading."""
-
-    write_name_format: Any
-    read_name_formats: Sequence[Any]
-
-    def __post_init__(self) -> None:
-        if self.write_name_format not in self.read_name_formats:
-            raise ValueError(f"{self.write_name_format} must be present in read_name_formats")
-
-    def build_name(self, step: int) -> str:
-        """Returns the name of a step."""
-        return self.write_name_format.build_name(step)
-
-    def find_all(self, base_path: str | os.PathLike[str]) -> Iterator[Any]:
-        """Yields the committed steps in a directory."""
-        found = {one.path: one for f in self.read_name_formats for one in f.find_all(base_path)}
-        yield from found.values()
-
-    def __str__(self) -> str:
-        return f"Composite([{','.join(map(str, self.read_name_formats))}])"
-
-
 def _committed(
     base_path: str | os.PathLike[str], step_of: Callable[[str], int | None]
 ) -> Iterator[Metadata]:
@@ -129,7 +104,7 @@ def _committed(
                 yield Metadata(step, epath.Path(base_path) / name)
 
 
-standard_name_format, composite_name_format = StandardNameFormat, CompositeNameFormat
+standard_name_format = StandardNameFormat
 
 
 def naming(name_format: Any) -> dict[str, Any]:
@@ -160,18 +135,6 @@ def index_of(
     is_named = step_prefix is not None or step_digits is not None
     naming = StepNames(prefix=step_prefix, digits=step_digits) if is_named else None
     return StepIndex(*locate(directory), naming=naming, quiet=True)
-
-
-def is_standard_name_format(name_format: Any) -> bool:
-    """Returns whether names are `[<prefix>_]<step>`."""
-    return isinstance(name_format, StandardNameFormat)
-
-
-def single_host_load_and_broadcast_name_format(name_format: Any) -> Any:
-    """Returns the same naming scheme; here each process always lists the steps itself."""
-    if not is_standard_name_format(name_format):
-        raise ValueError(f"{name_format} is not made by standard_name_format")
-    return dataclasses.replace(name_format, single_host_load_and_broadcast=True)
 
 
 def build_step_path(base_path: str | os.PathLike[str], name_format: Any, step: int) -> epath.Path:

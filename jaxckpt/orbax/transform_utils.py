@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from jaxckpt import open as open_checkpoint
 from jaxckpt.orbax import _trees
-from jaxckpt.orbax._records import record
 
-# Where the value of a leaf comes from: the path `original_key`, in which `\1` is a group of the
-# regular expression over the path in the target; the target; or a function of what was saved.
-Transform = record(
-    "Transform", "original_key=None use_fallback=False value_fn=None multi_value_fn=None"
-)
-RestoreTransform = record("RestoreTransform", "multi_value_fn_input_args=None", Transform)
+
+@dataclass
+class Transform:
+    r"""Where the value of a leaf comes from.
+
+    Attributes:
+        original_key: The saved path, in which `\1` is a group of the regular expression over the
+            path in the target; None for the same path.
+        use_fallback: Whether the target gives the value.
+        value_fn: Makes the value of the saved one.
+        multi_value_fn: Makes the value of the path and of the saved tree.
+    """
+
+    original_key: str | None = None
+    use_fallback: bool = False
+    value_fn: Callable[[Any], Any] | None = None
+    multi_value_fn: Callable[..., Any] | None = None
 
 
 def _flat(tree: Any) -> dict[str, Any]:
@@ -56,21 +67,6 @@ def _get(leaves: Mapping[str, Any], key: str) -> Any:
     if key not in leaves:
         raise ValueError(f'Transformation key "{key}" not found in origin tree.')
     return leaves[key]
-
-
-def merge_trees(*trees: Any, target: Any = None) -> Any:
-    """Returns the leaves of all trees, of the last that has each, in the shape of the target."""
-    leaves = {names: leaf for tree in trees for names, leaf in _trees.by_name(tree).items()}
-    if target is None:
-        return _trees.nested(leaves)
-    return _trees.map_named(lambda names, _: leaves[names], target)
-
-
-def intersect_trees(*trees: Any, target: Any = None) -> Any:
-    """Returns the leaves of the last tree that all others have too."""
-    first, *others = map(_trees.by_name, reversed(trees))
-    leaves = {n: leaf for n, leaf in first.items() if all(n in other for other in others)}
-    return merge_trees(_trees.nested(leaves), target=target)
 
 
 def restore_transformed(path: str, given: Any) -> Any:

@@ -9,11 +9,7 @@ import jax
 import numpy as np
 from jax import tree_util
 
-from jaxckpt.orbax._trees import names_of, nested, plain
-
-
-def _is_empty(node: Any) -> bool:
-    return not tree_util.tree_leaves(node, is_leaf=lambda below: below is not node)
+from jaxckpt.orbax._trees import is_empty, names_of, nested, plain
 
 
 def to_flat_dict(
@@ -23,7 +19,7 @@ def to_flat_dict(
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> dict[Any, Any]:
     """Returns the leaves by tuples of text, or by text joined with a separator."""
-    is_leaf = is_leaf or (_is_empty if keep_empty_nodes else None)
+    is_leaf = is_leaf or (is_empty if keep_empty_nodes else None)
     pairs = tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     flat = {names_of(keys): leaf for keys, leaf in pairs}
     return flat if sep is None else {sep.join(names): leaf for names, leaf in flat.items()}
@@ -63,7 +59,7 @@ def _without_empty(tree: Any) -> Any:
 def deserialize_tree(serialized: Any, target: Any, keep_empty_nodes: bool = False) -> Any:
     """Returns the leaves of a serialized tree in the shape of the target."""
     leaves = to_flat_dict(serialized, keep_empty_nodes=keep_empty_nodes)
-    return _filled(target, leaves, _is_empty if keep_empty_nodes else None)
+    return _filled(target, leaves, is_empty if keep_empty_nodes else None)
 
 
 def to_shape_dtype_struct(x: Any, dtype: Any = None, scalar_dtype: Any = None) -> Any:

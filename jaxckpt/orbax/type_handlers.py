@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 from etils import epath
 
 from jaxckpt.format import names
-from jaxckpt.orbax._records import record
 from jaxckpt.orbax._trees import PLACEHOLDER as PLACEHOLDER
 from jaxckpt.orbax.args import ArrayRestoreArgs as ArrayRestoreArgs
 from jaxckpt.orbax.args import RestoreArgs as RestoreArgs
 from jaxckpt.orbax.args import SaveArgs as SaveArgs
 from jaxckpt.orbax.args import SingleReplicaArrayRestoreArgs as SingleReplicaArrayRestoreArgs
 
-ParamInfo = record(
-    "ParamInfo",
-    "name=None keypath=None parent_dir=None skip_deserialize=None is_ocdbt_checkpoint=None "
-    "use_zarr3=False value_typestr=None write_shape=None",
-)
+
+@dataclass
+class ParamInfo:
+    """What Orbax tells its handlers of leaves, which jaxckpt does not call.
+
+    Attributes:
+        name: Of the leaf.
+        keypath: Its path.
+        parent_dir: Of the tree.
+        skip_deserialize: Whether not to restore it.
+        is_ocdbt_checkpoint: Whether it is in a database.
+        use_zarr3: Whether it is in version 3 of zarr.
+        value_typestr: The name of its handler.
+        write_shape: Of its chunks.
+    """
+
+    name: str | None = None
+    keypath: tuple[Any, ...] | None = None
+    parent_dir: epath.Path | None = None
+    skip_deserialize: bool | None = None
+    is_ocdbt_checkpoint: bool | None = None
+    use_zarr3: bool | None = False
+    value_typestr: str | None = None
+    write_shape: tuple[int, ...] | None = None
 
 
 class TypeHandler:

@@ -17,11 +17,6 @@ from jaxckpt.orbax.tree import *  # noqa: F403
 TMP_DIR_SUFFIX = f"{names.TEMPORARY}-"
 
 
-def is_scalar(x: object) -> bool:
-    """Returns whether a leaf is a number of Python or numpy."""
-    return isinstance(x, (int, float, np.number))
-
-
 def record_saved_duration(checkpoint_start_time: float) -> None:
     """Does nothing: `jaxckpt.CheckpointManager.timings` has the durations of saves."""
 

@@ -28,6 +28,8 @@ from operator import itemgetter
 from types import TracebackType
 from typing import Any, Final, Self, final
 
+import numpy as np
+
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.storage._local import LocalStorage, _about, _publish
 from jaxckpt.storage._protocol import Hold, Storage
@@ -65,7 +67,8 @@ class UploadedFiles:
             file.finish()
             if not replace and self._storage.kind(path) is not None:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-            self._storage.write_parts(path, partial(_pieces, file.temporary))
+            size = os.path.getsize(file.temporary)
+            self._storage.write_parts(path, partial(pieces, LocalStorage(), file.temporary, size))
 
     def __enter__(self) -> Self:
         return self
@@ -76,10 +79,12 @@ class UploadedFiles:
         self._folder.cleanup()
 
 
-def _pieces(path: str) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            yield piece
+def pieces(storage: Storage, path: str, size: int, offset: int = 0) -> Iterator[bytes]:
+    """Yields a part of a file, in pieces."""
+    for start in range(offset, offset + size, _PIECE_BYTES):
+        piece: Any = np.empty(min(_PIECE_BYTES, offset + size - start), np.uint8)
+        storage.read_into(path, start, [piece])
+        yield piece.tobytes()
 
 
 @final

@@ -15,7 +15,7 @@ from flax.training import orbax_utils
 
 import jaxckpt
 import jaxckpt.orbax as ours
-from jaxckpt.orbax import _policies
+from jaxckpt.orbax import policies
 from tests.orbax.twice import raised, read_each, twice
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -108,7 +108,7 @@ def test_files_of_the_program_stay(tmp_path):
 
 def test_replacing_warns_once(tmp_path, caplog):
     """`force=True` replaces the old checkpoint by the complete new one, and says so once."""
-    _policies.warn_once.cache_clear()
+    policies.warn_once.cache_clear()
     checkpointer = ours.PyTreeCheckpointer()
     for _ in range(3):
         checkpointer.save(tmp_path / "a", tree(), force=True)
@@ -314,11 +314,11 @@ def test_what_a_handler_of_orbax_becomes():
     composite = theirs.CompositeCheckpointHandler("a", b=theirs.PyTreeCheckpointHandler())
     registry = theirs.type_handlers.create_type_handler_registry()
     special = theirs.PyTreeCheckpointHandler(type_handler_registry=registry)
-    proto = ours.handlers.as_ours(theirs.ProtoCheckpointHandler("p.pb"))
+    file = ours.handlers.as_ours(theirs.JsonCheckpointHandler("p.json"))
 
     assert type(ours.Checkpointer(composite).handler) is ours.CompositeCheckpointHandler
     assert ours.handlers.as_ours(special) is special
-    assert (type(proto), proto._filename) == (ours.ProtoCheckpointHandler, "p.pb")
+    assert (type(file), file._filename) == (ours.JsonCheckpointHandler, "p.json")
     assert type(ours.handlers.as_ours(theirs.CompositeCheckpointHandler())) is type(
         ours.handlers.as_ours(composite)
     )
@@ -349,9 +349,6 @@ def test_names_of_steps(tmp_path):
         step = ocp.path.step
         padded = step.standard_name_format(step_prefix="ck", step_format_fixed_length=3)
         plain = step.standard_name_format()
-        both = step.composite_name_format(
-            write_name_format=padded, read_name_formats=[padded, plain]
-        )
         for name in ("ck_007", "12", "notes", "ck_008.orbax-checkpoint-tmp"):
             (path / name).mkdir()
         (path / "15").write_text("a file")
@@ -360,7 +357,7 @@ def test_names_of_steps(tmp_path):
         saved = padded.find_step(path, 9)
         under_way = step.all_temporary_paths(path)
         return [
-            sorted(found.step for found in both.find_all(path)),
+            [sorted(found.step for found in form.find_all(path)) for form in (padded, plain)],
             sorted(step.checkpoint_steps(path)),
             sorted(path.name for path in step.checkpoint_steps_paths(path)),
             step.latest_step_metadata(path, padded).path,
@@ -371,8 +368,8 @@ def test_names_of_steps(tmp_path):
             [ocp.utils.step_from_checkpoint_name(one.get().name) for one in under_way],
             saved.commit_timestamp_nsecs > saved.init_timestamp_nsecs,
             plain.find_step(path, 12).commit_timestamp_nsecs,
-            [str(form) for form in (padded, plain, both)],
-            both.build_name(3),
+            [str(form) for form in (padded, plain)],
+            padded.build_name(3),
         ]
 
     twice(program, tmp_path)

@@ -9,7 +9,7 @@ import pytest
 from orbax.checkpoint._src.checkpoint_managers import preservation_policy as keeps
 from orbax.checkpoint._src.checkpoint_managers import save_decision_policy as saves
 
-from jaxckpt.orbax import _policies
+from jaxckpt.orbax import policies
 from jaxckpt.types import StepInfo
 
 STEPS = [
@@ -63,22 +63,22 @@ class Odd:
 )
 def test_preservation(make):
     """Orbax's objects and the drop-in's keep the same steps, and jaxckpt the newest besides."""
-    infos = _policies.infos(STEPS)
-    context = _policies.PreservationContext()
+    infos = policies.infos(STEPS)
+    context = policies.PreservationContext()
     wanted = [*make(keeps).should_preserve(infos, context=context)]
 
-    assert [*make(_policies).should_preserve(infos, context=context)] == wanted
-    for policy in (make(keeps), make(_policies)):
-        kept = _policies.keep_policy(policy, lambda: STEPS).kept(STEPS, now_s=time.time())
+    assert [*make(policies).should_preserve(infos, context=context)] == wanted
+    for policy in (make(keeps), make(policies)):
+        kept = policies.keep_policy(policy, lambda: STEPS).kept(STEPS, now_s=time.time())
         assert [info.step in kept for info in STEPS] == [*wanted[:-1], True]
 
 
 @pytest.mark.parametrize("name", ["EveryNSteps", "EveryNStepsClosest"])
 def test_an_interval_of_zero_is_refused(name):
     """By Orbax's policies and the drop-in's."""
-    for library in (keeps, _policies):
+    for library in (keeps, policies):
         with pytest.raises(ValueError):  # noqa: PT011  # Orbax's words differ
-            getattr(library, name)(0).should_preserve(_policies.infos(STEPS), context=None)
+            getattr(library, name)(0).should_preserve(policies.infos(STEPS), context=None)
 
 
 @pytest.mark.parametrize(
@@ -96,25 +96,25 @@ def test_an_interval_of_zero_is_refused(name):
 )
 def test_save_decisions(make):
     """Orbax's objects and the drop-in's save the same steps."""
-    context = _policies.DecisionContext(is_saving_in_progress=False, reached_preemption=False)
-    infos = _policies.infos(STEPS)
+    context = policies.DecisionContext(is_saving_in_progress=False, reached_preemption=False)
+    infos = policies.infos(STEPS)
     wanted = [
         n for n, i in enumerate(infos, 1) if make(saves).should_save(i, infos, context=context)
     ]
 
-    for library in (saves, _policies):
-        policy = _policies.save_policy(make(library), lambda: STEPS)
+    for library in (saves, policies):
+        policy = policies.save_policy(make(library), lambda: STEPS)
         assert [n for n in range(1, 13) if policy.matches(n)] == wanted
 
 
 def test_rules_by_the_clock_and_for_the_first_call():
     """They become the fields of jaxckpt's policy."""
-    for library in (saves, _policies):
+    for library in (saves, policies):
         rules = [library.InitialSavePolicy(), library.PreemptionCheckpointingPolicy()]
-        policy = _policies.save_policy(library.AnySavePolicy(rules), list)
+        policy = policies.save_policy(library.AnySavePolicy(rules), list)
         assert (policy.first, policy.on_preemption, policy.matches(1)) == (True, True, None)
 
         rule = library.ContinuousCheckpointingPolicy(minimum_interval_secs=60)
-        policy = _policies.save_policy(rule, list)
+        policy = policies.save_policy(rule, list)
         assert (policy.every_seconds, policy.first, policy.on_preemption) == (60, True, False)
-        assert _policies.save_policy(library.ContinuousCheckpointingPolicy(), list).continuous
+        assert policies.save_policy(library.ContinuousCheckpointingPolicy(), list).continuous

@@ -284,14 +284,6 @@ def test_an_item_deleted_by_hand(tmp_path):
     twice(program, tmp_path, read=read, api="v1")
 
 
-def test_options_as_those_of_v0():
-    """They have the fields that v0 has, too."""
-    found = ocp.options.FileOptions(path_permission_mode=0o750).v0()
-
-    assert type(found).__module__ == type(ocp.options.AsyncOptions().v0()).__module__
-    assert (found.path_permission_mode, hasattr(found, "path_class")) == (0o750, False)
-
-
 def test_items_of_all_kinds(tmp_path):
     """Trees, JSON by its handler, an object that saves itself, and one with a handler."""
 
@@ -454,40 +446,6 @@ def test_a_context_is_an_object_and_a_with(tmp_path):
     twice(program, tmp_path, api="v1")
 
 
-def test_partial_saves(tmp_path):
-    """Parts become one checkpoint; nothing can be loaded before, nor saved twice."""
-
-    def program(ocp, path):
-        save = ocp.partial.save
-        save(path / "a", {"w": jnp.ones(2), "d": {"x": 1}}, custom_metadata={"a": 1})
-        ocp.partial.save_async(path / "a", {"d": {"y": 2}}, custom_metadata={"b": 2}).result()
-        errors = [raised(ocp.load, path / "a"), raised(ocp.partial.finalize, path / "other")]
-        ocp.partial.finalize(path / "a")
-        errors += [raised(ocp.partial.finalize, path / "a"), raised(save, path / "a", {"z": 1})]
-        return errors, ocp.metadata(path / "a").custom_metadata
-
-    twice(program, tmp_path, read=lambda ocp, path: ocp.load(path / "a"), api="v1")
-
-    ocp.partial.save(tmp_path / "b", {"w": 1})
-    with pytest.raises(ocp.partial.PartialSaveReplacementError, match="w"):
-        ocp.partial.save(tmp_path / "b", {"w": {"below": 2}})
-
-
-def test_merge(tmp_path):
-    """Trees with and without common leaves."""
-
-    def program(ocp, _):
-        merge = ocp.tree.merge
-        return (
-            merge({"a": {"b": 1}}, {"a": {"c": 2}}, {"d": [1]}),
-            merge({"a": 1, "p": Pair(1, 2)}, {"a": 2, "p": Pair(3, 4)}, overwrite=True),
-            raised(merge, {"a": 1}, {"a": 2}),
-            raised(merge, {"a": [1]}, {"a": [2, 3]}, overwrite=True),
-        )
-
-    twice(program, tmp_path, api="v1")
-
-
 def test_safetensors(tmp_path):
     """A file or a directory of files is one dict by name; a layout of its own."""
     tensors = {"a.b": jnp.arange(4.0), "c": jnp.ones((2, 2), jnp.bfloat16)}
@@ -506,6 +464,7 @@ def test_safetensors(tmp_path):
         for layout in ("safetensors", "auto"):
             with ocp.Context(checkpoint_layout=layout):
                 found += [ocp.load(path), ocp.metadata(path).metadata]
+                found += [ocp.metadata(path / "a.safetensors").custom_metadata]
                 found += [raised(ocp.load_checkpointables, path), raised(ocp.load, path / "no")]
         with ocp.Context(checkpoint_layout="safetensors"):
             found += [raised(ocp.save, path / "x", {"n": 1}), raised(ocp.load, path, {"no": 1})]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import stat
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 import jaxckpt
 from tests.orbax.twice import raised, twice
+from tests.test_hops import hops_of
 
 pytest.importorskip("orbax.checkpoint")
 import jaxckpt.orbax.v1 as ocp
@@ -144,14 +147,13 @@ def test_policies(tmp_path, policy):
 
 
 def test_names_of_steps(tmp_path):
-    """A prefix and a fixed length; the format finds the steps, and reads beside another."""
+    """A prefix and a fixed length; the format finds the steps."""
 
     def program(ocp, path):
         named = ocp.path.step.standard_name_format(step_prefix="ck", step_format_fixed_length=4)
-        both = ocp.path.step.composite_name_format(named, [named])
         with ocp.training.Checkpointer(path / "run", step_name_format=named) as c:
             found = [c.save(3, {"n": 1}), c.save(12, {"n": 2}), steps_of(c), c.load(3)]
-        found += [sorted((one.step, one.path.name) for one in both.find_all(path / "run"))]
+        found += [sorted((one.step, one.path.name) for one in named.find_all(path / "run"))]
         found += [named.find_step(path / "run", 12).step, named.build_name(7)]
         return [*found, raised(named.find_step, path / "run", 99)]
 
@@ -176,6 +178,50 @@ def test_a_closed_one_and_a_foreign_name_are_refused(tmp_path):
     checkpointer.close()
     with pytest.raises(ValueError, match="closed"):
         checkpointer.save(1, {"n": 1})
+
+
+@pytest.mark.parametrize("kind", ["v0", "v1"])
+def test_a_step_that_is_not_due_costs_no_request(tmp_path, kind):
+    """Neither of a manager nor of a checkpointer; on a bucket it would be one per training step."""
+    from jaxckpt.orbax import CheckpointManager, CheckpointManagerOptions, args
+
+    if kind == "v0":
+        options = CheckpointManagerOptions(save_interval_steps=100)
+        run = CheckpointManager(tmp_path, options=options)
+    else:
+        policy = ocp.training.save_decision_policies.FixedIntervalPolicy(100)
+        run = ocp.training.Checkpointer(tmp_path, save_decision_policy=policy)
+
+    def save(step):
+        return run.save(
+            step, **({"args": args.StandardSave(TREE)} if kind == "v0" else {"state": TREE})
+        )
+
+    with run:
+        assert save(100)
+        run.wait_until_finished() if kind == "v0" else run.wait()
+        run.should_save(101)
+
+        saved = []
+        hops = hops_of(lambda: saved.extend(save(step) for step in range(101, 110)))
+
+        assert (saved, hops.storage_calls) == ([False] * 9, 0)
+        assert save(200)
+
+
+def test_permissions_of_directories(tmp_path):
+    """`path_permission_mode` is for a run, its steps and single checkpoints."""
+
+    def program(ocp, path):
+        options = ocp.options.FileOptions(path_permission_mode=0o700)
+        with ocp.Context(file_options=options):
+            ocp.save(path / "one", TREE)
+            with ocp.training.Checkpointer(path / "run") as c:
+                c.save(1, TREE)
+        places = ("one", "run", "run/1", "run/1/state")
+        return {place: stat.filemode((path / place).stat().st_mode) for place in places}
+
+    assert twice(program, tmp_path, api="v1")["run/1"] == "drwx------"
 
 
 def test_cancel_and_callbacks(tmp_path):

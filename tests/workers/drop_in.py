@@ -54,10 +54,6 @@ def v1(me, root):
     ocp.save_checkpointables(f"{root}/c", {"x": state_at(3), "json": {"n": 3}})
     found = ocp.load_checkpointables(f"{root}/c", {"x": _target(), "json": None})
     check_state(found["x"], 3)
-    ocp.partial.save(f"{root}/d", {"split": state_at(4)["split"]})
-    ocp.partial.save(f"{root}/d", {k: state_at(4)[k] for k in ("whole", "count")})
-    ocp.partial.finalize(f"{root}/d")
-    check_state(ocp.load(f"{root}/d", _target()), 4)
     keep = ocp.training.preservation_policies.LatestN(2)
     with ocp.training.Checkpointer(f"{root}/run", preservation_policy=keep) as checkpointer:
         for step in range(3):

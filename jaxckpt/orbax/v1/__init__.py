@@ -19,7 +19,7 @@ _NAMES: Final = {
     "_deletion": "delete delete_async",
 }
 _HOME: Final = {name: home for home, names in _NAMES.items() for name in names.split()}
-_MODULES: Final = "arrays errors handlers multihost options partial path training tree".split()
+_MODULES: Final = "arrays errors handlers multihost options path training tree".split()
 
 __all__ = [*_HOME, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]  # from the table
 

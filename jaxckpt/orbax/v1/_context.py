@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Final, Self, final
 
 from jaxckpt.orbax import options as v0_options
-from jaxckpt.orbax._policies import warn_once
+from jaxckpt.orbax.policies import warn_once
 from jaxckpt.orbax.v1 import options
 
 # The attribute, the keyword that also reads it, and the class.
@@ -96,7 +96,6 @@ class Context:
         """Raises NotImplementedError for options that would have no effect, and should have."""
         v0_options.check(
             multiprocessing_options=self.multiprocessing,
-            path_permission_mode=self.file.path_permission_mode,
             use_ocdbt=self.array.saving.use_ocdbt,
         )
         if not self.array.loading.raise_array_data_missing_error:

@@ -14,7 +14,7 @@ from etils import epath
 from jaxckpt import open as open_checkpoint
 from jaxckpt._disk.found import Found
 from jaxckpt.orbax import _trees
-from jaxckpt.orbax.metadata import ShardingMetadata, items_of, of_array
+from jaxckpt.orbax.metadata import ShardingMetadata, custom_of, items_of, of_array
 from jaxckpt.orbax.v1 import handlers
 from jaxckpt.orbax.v1._context import get_context
 from jaxckpt.orbax.v1._loading import (
@@ -123,9 +123,11 @@ def metadata(path: PathLike, checkpointable_name: str | None = AUTO) -> Checkpoi
         InvalidLayoutError: there is no such checkpoint or tree; it is a ValueError.
     """
     if has_tensors(path):
-        leaves = [_trees.by_name(file.abstract()) for file in tensors(path)]
+        files = tensors(path)
+        leaves = [_trees.by_name(file.abstract()) for file in files]
         named = {".".join(n): to_shape_dtype_struct(x) for one in leaves for n, x in one.items()}
-        return CheckpointMetadata(epath.Path(path), metadata=named)
+        custom = {key: text for file in files for key, text in custom_of(file).items()}
+        return CheckpointMetadata(epath.Path(path), metadata=named, custom_metadata=custom)
     found = found_checkpoint(path)
     folder = item_path(path, found, checkpointable_name)
     with reading_tree(path, folder):

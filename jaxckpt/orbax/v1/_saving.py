@@ -19,7 +19,8 @@ from jaxckpt import save_async as start_checkpoint
 from jaxckpt._run.items import take_metrics
 from jaxckpt._save.snapshot import Items
 from jaxckpt.format import names
-from jaxckpt.orbax._policies import warn_once
+from jaxckpt.orbax._handling import several
+from jaxckpt.orbax.policies import warn_once
 from jaxckpt.orbax.v1 import handlers
 from jaxckpt.orbax.v1._context import get_context
 
@@ -104,7 +105,8 @@ def items(checkpointables: Mapping[str, Any]) -> Items:
         names.check_item(name)
     order = sorted(checkpointables, key=lambda name: name != STATE)  # else as they are given
     registry = context.checkpointables.registry
-    return Items({n: handlers.for_save(registry, _cast(checkpointables[n]), n) for n in order})
+    takes = {n: handlers.for_save(registry, _cast(checkpointables[n]), n) for n in order}
+    return several(takes, context.file.path_permission_mode)
 
 
 def with_metrics(items: Items, metrics: Any) -> Items:

@@ -11,7 +11,6 @@ import os
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar, final, runtime_checkable
 
 import jax
@@ -24,13 +23,12 @@ from jaxckpt._save.snapshot import Items, SaveItem
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.multihost import Processes
 from jaxckpt.orbax import metadata
-from jaxckpt.orbax._handling import Stored, run, typestr
+from jaxckpt.orbax._handling import FolderItem, Stored, Taker, files_in, run, typestr
 from jaxckpt.orbax._trees import restore_standard
 from jaxckpt.orbax.handlers import AlreadyExistsError, NoEntryError
 
 Checkpointable = Any
 AbstractCheckpointable = Any
-Taker = Callable[[str, Processes], SaveItem]
 
 _V: Final = TypeVar("_V")
 _A: Final = TypeVar("_A")
@@ -101,9 +99,7 @@ def is_abstract(leaf: Any) -> bool:
 class _Builtin:
     """A handler that tells jaxckpt what to store; another handler may save with it below itself."""
 
-    def take(self, value: Any) -> Stored:
-        """Returns what to store."""
-        raise NotImplementedError
+    take: Callable[[Any], Stored]  # returns what to store
 
     async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
         """Saves below the files of another handler."""
@@ -224,27 +220,19 @@ def take_files(handler: Any, value: Any) -> Taker:
         await (await handler.save(_Directory(folder), value))
 
     def take(name: str, processes: Processes) -> SaveItem:
-        with tempfile.TemporaryDirectory(prefix="jaxckpt-") as root:
-            folder = Path(root) / name
-            folder.mkdir()
-            run(save(epath.Path(folder)))
-            paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-            files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-        return _item(name, files, typestr(type(handler)), processes)
+        source = tempfile.TemporaryDirectory(prefix="jaxckpt-")
+        run(save(epath.Path(source.name)))
+        own = names.process_file(processes.index, processes.count)
+        if processes.index and (others := files_in(source.name).keys() - {own}):
+            raise NotImplementedError(
+                f"item {name!r}: process {processes.index} wrote {', '.join(sorted(others))}; only "
+                f"process 0 may, or {own}. Give the object get_state and set_state, and save it "
+                "with jaxckpt.CheckpointManager.save(items=...)."
+            )
+        saved_by = typestr(type(handler))
+        return FolderItem(name=name, source=source, end=lambda: None, handler=saved_by)
 
     return take
-
-
-def _item(name: str, files: dict[str, bytes], handler: str, processes: Processes) -> SaveItem:
-    """Returns the item of files: those of process 0, and one named after each process."""
-    own = names.process_file(processes.index, processes.count)
-    if processes.index and (others := files.keys() - {own}):
-        raise NotImplementedError(
-            f"item {name!r}: process {processes.index} wrote {', '.join(sorted(others))}; only "
-            f"process 0 may, or {own}. Give the object get_state and set_state, and save it with "
-            "jaxckpt.CheckpointManager.save(items=...)."
-        )
-    return Stored(files=files, handler=handler)(name, processes)
 
 
 def load_files(handler: Any, folder: str, target: Any) -> Any:

@@ -9,15 +9,14 @@ others tune what jaxckpt does in its own way.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from etils import epath
 
-from jaxckpt.orbax import options as v0_options
-from jaxckpt.orbax._records import record
-from jaxckpt.orbax.options import AtomicityMode
+from jaxckpt.orbax import options as v0
 from jaxckpt.orbax.v1 import handlers
 
 FROZEN: Final[ContextVar[frozenset[int]]] = ContextVar("frozen options", default=frozenset())
@@ -31,86 +30,182 @@ class _Options:
             raise RuntimeError(f"{name}: set the options of a context before entering its `with`")
         object.__setattr__(self, name, value)
 
-    def v0(self) -> Any:
-        """Returns options of v0 with the fields that they have there."""
-        kind = getattr(v0_options, type(self).__name__)
-        names = vars(kind())
-        return kind(**{name: value for name, value in vars(self).items() if name in names})
+
+@dataclass(kw_only=True)
+class AsyncOptions(_Options, v0.AsyncOptions):
+    """How to save in the background; the fields are those of v0."""
 
 
-def _options(name: str, fields: str = "", **more: Any) -> Any:
-    """Returns a class of options; a class among `more` is also an attribute."""
-    made = record(name, fields, _Options, **more)
-    for kind in more.values():
-        if isinstance(kind, type) and issubclass(kind, _Options):
-            setattr(made, kind.__name__, kind)
-    return made
+@dataclass(kw_only=True)
+class AtomicityOptions(_Options, v0.AtomicityOptions):
+    """How a save becomes visible; the fields are those of v0."""
 
 
-AsyncOptions = _options(
-    "AsyncOptions",
-    "timeout_secs=1200 post_finalization_callback=None create_directories_asynchronously=True",
-)
-AtomicityOptions = _options(
-    "AtomicityOptions", mode=AtomicityMode.AUTO, allow_legacy_atomic_rename=False
-)
-MultiprocessingOptions = _options(
-    "MultiprocessingOptions", "primary_host=0 active_processes=None barrier_sync_key_prefix=None"
-)
-FileOptions = _options(
-    "FileOptions",
-    "path_permission_mode=None skip_sync_file_validations=False",
-    path_class=epath.Path,
-)
-PyTreeOptions = _options(
-    "PyTreeOptions",
-    saving=_options("Saving", "pytree_metadata_options=None"),
-    loading=_options("Loading", "partial_load=False"),
-)
-ArrayOptions = _options(
-    "ArrayOptions",
-    saving=_options(
-        "Saving",
-        "use_ocdbt=True use_zarr3=True use_compression=True ocdbt_target_data_file_size=None "
-        "enable_pinned_host_transfer=None enable_post_merge_validation=True "
-        "use_replica_parallel=None min_slice_bytes_for_replica_parallel=None "
-        "max_replicas_for_replica_parallel=None enable_replica_parallel_separate_folder=False "
-        "array_metadata_store=None scoped_storage_options_creator=None",
-        enable_write_sharding_file=True,
-        storage_options=_options(
-            "StorageOptions", "dtype=None chunk_byte_size=None shard_axes=None"
-        ),
-    ),
-    loading=_options(
-        "Loading",
-        "enable_padding_and_truncation=False raise_array_data_missing_error=True "
-        "use_load_and_broadcast=False",
-        load_and_broadcast_options=_options(
-            "LoadAndBroadcastOptions",
-            "replica_axis_index=0 primary_replica_id=0 broadcast_memory_limit_bytes=None "
-            "broadcast_memory_scaling_factor=0.75",
-        ),
-    ),
-)
-PathwaysOptions = _options("PathwaysOptions", "checkpointing_impl=None")
-DeletionOptions = _options(
-    "DeletionOptions",
-    gcs_deletion_options=_options("GcsDeletionOptions", "todelete_full_path=None"),
-)
-MemoryOptions = _options(
-    "MemoryOptions",
-    "write_concurrent_bytes=None read_concurrent_bytes=None transfer_concurrent_bytes=None "
-    "regulator_options=None expected_surge_bytes=None is_prioritized_key_fn=None "
-    "serialization_status_callback=None deepcopy_host_arrays=True",
-)
-SafetensorsOptions = _options(
-    "SafetensorsOptions", "max_over_read_ratio=None read_chunk_bytes=None"
-)
+@dataclass(kw_only=True)
+class MultiprocessingOptions(_Options, v0.MultiprocessingOptions):
+    """Who takes part in a save; the fields are those of v0."""
 
 
-@dataclass
+@dataclass(kw_only=True)
+class FileOptions(_Options, v0.FileOptions):
+    """How to make directories; the other fields are those of v0.
+
+    Attributes:
+        path_class: No effect.
+    """
+
+    path_class: type = epath.Path
+
+
+@dataclass(kw_only=True)
+class PyTreeOptions(_Options):
+    """How to save (`saving`) and load (`loading`) trees."""
+
+    @dataclass(kw_only=True)
+    class Saving(_Options):
+        """`pytree_metadata_options` has no effect."""
+
+        pytree_metadata_options: Any = None
+
+    @dataclass(kw_only=True)
+    class Loading(_Options):
+        """`partial_load` is whether saved leaves may be missing in the target."""
+
+        partial_load: bool = False
+
+    saving: Saving = field(default_factory=Saving)
+    loading: Loading = field(default_factory=Loading)
+
+
+@dataclass(kw_only=True)
+class ArrayOptions(_Options):
+    """How to save (`saving`) and load (`loading`) arrays."""
+
+    @dataclass(kw_only=True)
+    class Saving(_Options):
+        """How to save arrays.
+
+        Attributes:
+            storage_options: How to store all of them.
+            scoped_storage_options_creator: Gets a path and a leaf; returns those of the leaf, or
+                None for the former.
+            use_ocdbt, use_zarr3, use_compression, ocdbt_target_data_file_size,
+                enable_pinned_host_transfer, enable_post_merge_validation, use_replica_parallel,
+                min_slice_bytes_for_replica_parallel, max_replicas_for_replica_parallel,
+                enable_replica_parallel_separate_folder, enable_write_sharding_file,
+                array_metadata_store: No effect.
+        """
+
+        @dataclass(kw_only=True)
+        class StorageOptions(_Options):
+            """`dtype` is stored; `chunk_byte_size` and `shard_axes` have no effect."""
+
+            dtype: Any = None
+            chunk_byte_size: int | None = None
+            shard_axes: tuple[int, ...] | None = None
+
+        storage_options: StorageOptions = field(default_factory=StorageOptions)
+        use_ocdbt: bool = True
+        use_zarr3: bool = True
+        use_compression: bool = True
+        ocdbt_target_data_file_size: int | None = None
+        enable_pinned_host_transfer: bool | None = None
+        enable_post_merge_validation: bool = True
+        use_replica_parallel: bool | None = None
+        min_slice_bytes_for_replica_parallel: int | None = None
+        max_replicas_for_replica_parallel: int | None = None
+        enable_replica_parallel_separate_folder: bool = False
+        enable_write_sharding_file: bool = True
+        array_metadata_store: Any = None
+        scoped_storage_options_creator: Callable[[Any, Any], Any] | None = None
+
+    @dataclass(kw_only=True)
+    class Loading(_Options):
+        """How to load arrays.
+
+        Attributes:
+            enable_padding_and_truncation: Whether arrays are cut off or padded to the shapes of the
+                target.
+            raise_array_data_missing_error: No effect: missing data always raises.
+            use_load_and_broadcast, load_and_broadcast_options: No effect.
+        """
+
+        @dataclass(kw_only=True)
+        class LoadAndBroadcastOptions(_Options):
+            """No effect: each process reads what its own devices need.
+
+            Attributes:
+                replica_axis_index, primary_replica_id, broadcast_memory_limit_bytes,
+                    broadcast_memory_scaling_factor: No effect.
+            """
+
+            replica_axis_index: int | None = 0
+            primary_replica_id: int | None = 0
+            broadcast_memory_limit_bytes: int | None = None
+            broadcast_memory_scaling_factor: float | None = 0.75
+
+        enable_padding_and_truncation: bool = False
+        raise_array_data_missing_error: bool = True
+        use_load_and_broadcast: bool = False
+        load_and_broadcast_options: LoadAndBroadcastOptions = field(
+            default_factory=LoadAndBroadcastOptions
+        )
+
+    saving: Saving = field(default_factory=Saving)
+    loading: Loading = field(default_factory=Loading)
+
+
+@dataclass(kw_only=True)
+class PathwaysOptions(_Options):
+    """`checkpointing_impl` has no effect."""
+
+    checkpointing_impl: Any = None
+
+
+@dataclass(kw_only=True)
+class DeletionOptions(_Options):
+    """How to delete steps in buckets: `gcs_deletion_options`."""
+
+    @dataclass(kw_only=True)
+    class GcsDeletionOptions(_Options):
+        """`todelete_full_path` is where deleted steps of a run go."""
+
+        todelete_full_path: str | None = None
+
+    gcs_deletion_options: GcsDeletionOptions = field(default_factory=GcsDeletionOptions)
+
+
+@dataclass(kw_only=True)
+class MemoryOptions(_Options):
+    """How much memory to use.
+
+    Attributes:
+        read_concurrent_bytes: Of the host, while a tree is loaded.
+        write_concurrent_bytes, transfer_concurrent_bytes, regulator_options, expected_surge_bytes,
+            is_prioritized_key_fn, serialization_status_callback, deepcopy_host_arrays: No effect.
+    """
+
+    write_concurrent_bytes: int | None = None
+    read_concurrent_bytes: int | None = None
+    transfer_concurrent_bytes: int | None = None
+    regulator_options: Any = None
+    expected_surge_bytes: float | None = None
+    is_prioritized_key_fn: Callable[..., Any] | None = None
+    serialization_status_callback: Callable[..., Any] | None = None
+    deepcopy_host_arrays: bool = True
+
+
+@dataclass(kw_only=True)
+class SafetensorsOptions(_Options):
+    """`max_over_read_ratio` and `read_chunk_bytes` have no effect."""
+
+    max_over_read_ratio: float | None = None
+    read_chunk_bytes: int | None = None
+
+
+@dataclass(kw_only=True)
 class CheckpointablesOptions(_Options):
-    """The handlers of the program's own types."""
+    """The handlers of the program's own types: `registry`."""
 
     registry: handlers.CheckpointableHandlerRegistry = field(
         default_factory=lambda: handlers.local_registry(read_only=True)

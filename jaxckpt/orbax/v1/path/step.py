@@ -1,5 +1,4 @@
 """Names the directories of steps."""
 
 from jaxckpt.orbax.step import NameFormat as NameFormat
-from jaxckpt.orbax.step import composite_name_format as composite_name_format
 from jaxckpt.orbax.step import standard_name_format as standard_name_format

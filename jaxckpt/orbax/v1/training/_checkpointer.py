@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any, Self, final
+from typing import Any, final
 
 from etils import epath
 
-from jaxckpt import CheckpointManager, SaveFailed, SaveHandle
+from jaxckpt import CheckpointManager, SaveFailed
 from jaxckpt import save_async as start_checkpoint
 from jaxckpt._run.index import run_metadata
-from jaxckpt.multihost import current, lead
-from jaxckpt.orbax import _policies
-from jaxckpt.orbax._ending import close_run, note_run
-from jaxckpt.orbax.step import index_of, naming
+from jaxckpt.orbax import policies
+from jaxckpt.orbax._run import Run
+from jaxckpt.orbax.options import CheckpointManagerOptions
 from jaxckpt.orbax.v1 import _loading, _metadata, _saving
 from jaxckpt.orbax.v1._context import Context, get_context
 from jaxckpt.orbax.v1._deletion import check_arguments
@@ -23,17 +22,17 @@ from jaxckpt.orbax.v1.training._metadata import CheckpointMetadata, RootMetadata
 from jaxckpt.orbax.v1.training.errors import StepAlreadyExistsError, StepNotFoundError
 from jaxckpt.types import StepInfo
 
-_DEFAULT = _policies.AnySavePolicy(
+_DEFAULT = policies.AnySavePolicy(
     [
-        _policies.InitialSavePolicy(),
-        _policies.ContinuousCheckpointingPolicy(),
-        _policies.PreemptionCheckpointingPolicy(),
+        policies.InitialSavePolicy(),
+        policies.ContinuousCheckpointingPolicy(),
+        policies.PreemptionCheckpointingPolicy(),
     ]
 )
 
 
 @final
-class Checkpointer:
+class Checkpointer(Run):
     """Saves and loads the steps of a run.
 
     Args:
@@ -61,49 +60,30 @@ class Checkpointer:
         logger: Any = None,
     ) -> None:
         self._context = Context(context or get_context())
-        self._naming = naming(step_name_format)
-        self.directory = epath.Path(directory)
-        self._index = index_of(directory, **self._naming)
-        self._index.storage.make_dir(self._index.root)
-        self._saves = save_decision_policy or _DEFAULT
-        self._keeps = preservation_policy or _policies.PreserveAll()
-        self._custom_metadata = custom_metadata
-        self._latest: SaveHandle | None = None
-        self._writer: CheckpointManager | None = None
-        self._is_closed = False
+        options = CheckpointManagerOptions(
+            save_decision_policy=save_decision_policy or _DEFAULT,
+            preservation_policy=preservation_policy or policies.PreserveAll(),
+            step_name_format=step_name_format,
+            todelete_subdir=self._context.deletion.gcs_deletion_options.todelete_full_path,
+            async_options=self._context.asynchronous,
+            file_options=self._context.file,
+        )
+        super().__init__(directory, options, run_metadata=custom_metadata)
+        self._ended = False
         if custom_metadata:
             self._open()
 
     def _open(self) -> CheckpointManager:
-        """Returns the manager that saves; a new one if another took over in this process."""
-        if self._is_closed:
+        if self._ended:
             raise ValueError(f"the Checkpointer of {self.directory} is closed")
-        writer = self._writer
-        if writer is None or writer._opening.ended:
-            called = self._context.asynchronous.post_finalization_callback
-            move_to = self._context.deletion.gcs_deletion_options.todelete_full_path
-            self._writer = writer = CheckpointManager(
-                self.directory,
-                save=_policies.save_policy(self._saves, self._infos, self.is_saving_in_progress),
-                keep=_policies.keep_policy(self._keeps, self._infos, move_to=move_to),
-                timeout_s=self._context.asynchronous.timeout_secs,
-                on_commit=None if called is None else lambda _: called(),
-                run_metadata=self._custom_metadata,
-                **self._naming,
-            )
-            note_run(writer, self._index)
-        return writer
+        return super()._open()
 
     # --- the steps -------------------------------------------------------------------------------
-
-    def _infos(self) -> list[StepInfo]:
-        return [self._index.info(step) for step in self._index.steps()]
 
     @property
     def latest(self) -> CheckpointMetadata | None:
         """The newest step, or None."""
-        steps = self._index.steps()
-        return self._described(self._index.info(steps[-1])) if steps else None
+        return self._described(self._info(self._steps[-1])) if self._steps else None
 
     @property
     def checkpoints(self) -> list[CheckpointMetadata]:
@@ -124,20 +104,19 @@ class Checkpointer:
 
     def _existing(self, step: Any) -> int:
         """Returns the number of a step that is there; the newest for None."""
-        steps = self._index.steps()
         number = getattr(step, "step", step)
-        if number is None and steps:
-            return steps[-1]
-        if number not in steps:
-            raise StepNotFoundError(f"{self.directory} has no step {number}; it has {steps}")
+        if number is None and self._steps:
+            number = self._steps[-1]
+        if number not in self._steps:
+            raise StepNotFoundError(f"{self.directory} has no step {number}; it has {self._steps}")
+        self._wait_for(number)
         return number
 
     # --- saving ----------------------------------------------------------------------------------
 
     def should_save(self, step: Any) -> bool:
         """Returns whether `save` would save a step; never one that is not above the newest."""
-        number, steps = getattr(step, "step", step), self._index.steps()
-        return not (steps and number <= steps[-1]) and self._open().should_save(number)
+        return self._is_due(getattr(step, "step", step))
 
     def save(self, step: int, state: Any, **options: Any) -> bool:
         """Saves a tree if it is due, and returns whether it was; the options of `save_async`."""
@@ -185,9 +164,7 @@ class Checkpointer:
             StepAlreadyExistsError: the step is there, and `overwrite` is False.
         """
         check_names(checkpointables, argument="checkpointables")
-        place, limit_s = str(self.directory), self._context.asynchronous.timeout_secs
-        name = f"orbax {place}/steps"
-        steps = lead(current(), name, self._index.steps, place=place, timeout_s=limit_s)
+        steps = self._steps
         if step in steps and not overwrite:
             raise StepAlreadyExistsError(f"Step {step} already exists in {self.directory}.")
         if steps and step < steps[-1] and step not in steps and not force:
@@ -200,10 +177,12 @@ class Checkpointer:
         writer = self._open()
         if writer._saver.decide(step, force=force).save:
             writer._saver.finish()  # `save` raises the errors, in every process
-        self._latest = handle = writer.save(step, items, force=force, **more)
+        handle = writer.save(step, items, force=force, **more)
         if handle is None:
             return None
-        return SaveResponse(handle, value=True, wait=self._open().wait_until_finished)
+        self._count(handle, step, metrics)
+        self._discount()
+        return SaveResponse(handle, value=True, wait=self._finish)
 
     def _save_earlier(
         self, step: int, items: Any, metrics: Any, custom_metadata: Any
@@ -215,23 +194,19 @@ class Checkpointer:
         handle = start_checkpoint(
             self._path(step),
             _saving.with_metrics(items, metrics),
-            overwrite=_saving.replaces(step in self._index.steps()),
+            overwrite=_saving.replaces(step in self._steps),
             custom_metadata=custom_metadata,
         )
-        self._latest = handle
+        self._count(handle, step, metrics)
         return SaveResponse(handle, value=True)
-
-    def is_saving_in_progress(self) -> bool:
-        """Returns whether a save is under way."""
-        return self._latest is not None and not self._latest.done()
 
     def cancel(self, step: Any = None) -> None:
         """Ends the save under way without a commit, and deletes a step."""
-        if self._latest is not None:
-            self._latest.cancel()
+        for handle in self._saves:
+            handle.cancel()
             with contextlib.suppress(SaveFailed):
-                self._latest.result()
-            self._latest = None
+                handle.result()
+        self.reload()
         if step is not None:
             self.delete(step, missing_ok=True)
 
@@ -276,7 +251,7 @@ class Checkpointer:
         return self._with_step(number, _metadata.checkpointables_metadata(self._path(number)))
 
     def _with_step(self, step: int, found: Any) -> CheckpointMetadata:
-        metrics = dict(self._index.info(step).metrics) or None
+        metrics = dict(self._info(step).metrics) or None
         return CheckpointMetadata(step=step, metrics=metrics, **vars(found))
 
     def root_metadata(self) -> RootMetadata:
@@ -303,8 +278,7 @@ class Checkpointer:
         check_arguments(checkpointable_name, missing_ok)
         self.wait()
         try:
-            self._existing(number)
-            self._open().delete(number, item=checkpointable_name)
+            self._delete(self._existing(number), checkpointable_name)
         except FileNotFoundError:
             if not missing_ok:
                 raise
@@ -315,31 +289,20 @@ class Checkpointer:
         """Deletes at once, and returns a response that is done."""
         return Done(self.delete(step, **options))
 
-    def reload(self) -> None:
-        """Does nothing: every call looks at the directory."""
-
     def wait(self) -> None:
         """Waits until all saves have ended."""
-        if self._latest is not None:
-            SaveResponse(self._latest).result()
-        if self._writer is not None:
-            self._writer.wait_until_finished()
+        for handle in self._saves[-1:]:  # errors of earlier ones have been raised
+            SaveResponse(handle).result()
+        self._finish()
 
     def close(self) -> None:
         """Waits until all saves have ended, and gives the run back."""
         try:
-            if not self._is_closed:
+            if not self._ended:
                 self.wait()
         finally:
-            self._is_closed = True
-            if self._writer is not None:
-                close_run(self._writer, self._index)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            self._ended = True
+            self._close()
 
     save_pytree, save_pytree_async = renamed(save), renamed(save_async)
     load_pytree, load_pytree_async = renamed(load), renamed(load_async)

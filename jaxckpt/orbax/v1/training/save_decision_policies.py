@@ -1,3 +1,3 @@
 """Policies that decide when to save."""
 
-from jaxckpt.orbax._policies import *  # noqa: F403  # every public name
+from jaxckpt.orbax.policies import *  # noqa: F403  # every public name

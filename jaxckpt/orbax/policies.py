@@ -10,11 +10,11 @@ import datetime
 import logging
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final, Protocol
 
 from jaxckpt import KeepPolicy, SavePolicy
-from jaxckpt.orbax._records import record
 from jaxckpt.types import StepInfo
 
 _logger = logging.getLogger("jaxckpt")
@@ -32,16 +32,54 @@ def warn_once(text: str) -> None:
 # --- the classes -----------------------------------------------------------------------------
 
 
-CheckpointInfo = record("PolicyCheckpointInfo", "step time metrics=None")
-MultiprocessingOptions = record(
-    "MultiprocessingOptions", "primary_host=0 active_processes=None barrier_sync_key_prefix=None"
-)
-DecisionContext = record(
-    "DecisionContext",
-    "is_saving_in_progress=False reached_preemption=False",
-    multiprocessing_options=MultiprocessingOptions,
-)
-PreservationContext = record("PreservationContext")
+@dataclass(unsafe_hash=True)
+class CheckpointInfo:
+    """A step, as policies see it; equal are those of one step and time.
+
+    Attributes:
+        step: Its number.
+        time: When it was saved.
+        metrics: Its numbers by name, or None.
+    """
+
+    step: int
+    time: datetime.datetime
+    metrics: Any = field(default=None, compare=False)
+
+
+@dataclass
+class MultiprocessingOptions:
+    """Who takes part in a save; only the defaults are supported.
+
+    Attributes:
+        primary_host: The process that leads.
+        active_processes: The processes that take part; None for all.
+        barrier_sync_key_prefix: No effect.
+    """
+
+    primary_host: int | None = 0
+    active_processes: set[int] | None = None
+    barrier_sync_key_prefix: str | None = None
+
+
+@dataclass(kw_only=True)
+class DecisionContext:
+    """What a policy for saving is told.
+
+    Attributes:
+        is_saving_in_progress: Whether a save is under way.
+        reached_preemption: Whether the job is being stopped.
+        multiprocessing_options: Who takes part.
+    """
+
+    is_saving_in_progress: bool = False
+    reached_preemption: bool = False
+    multiprocessing_options: MultiprocessingOptions = field(default_factory=MultiprocessingOptions)
+
+
+@dataclass
+class PreservationContext:
+    """What a policy for keeping is told: nothing."""
 
 
 class SaveDecisionPolicy(Protocol):
@@ -59,14 +97,42 @@ class SaveDecisionPolicy(Protocol):
         return by_time or is_first or policy.matches(step.step) is not None
 
 
-FixedIntervalPolicy = record("FixedIntervalPolicy", "interval", SaveDecisionPolicy)
-SpecificStepsPolicy = record("SpecificStepsPolicy", "steps", SaveDecisionPolicy)
-ContinuousCheckpointingPolicy = record(
-    "ContinuousCheckpointingPolicy", "minimum_interval_secs=None", SaveDecisionPolicy
-)
-PreemptionCheckpointingPolicy = record(_PREEMPTION, "", SaveDecisionPolicy)
-InitialSavePolicy = record("InitialSavePolicy", "", SaveDecisionPolicy)
-AnySavePolicy = record("AnySavePolicy", "policies", SaveDecisionPolicy)
+@dataclass
+class FixedIntervalPolicy(SaveDecisionPolicy):
+    """Saves multiples of `interval`."""
+
+    interval: int
+
+
+@dataclass
+class SpecificStepsPolicy(SaveDecisionPolicy):
+    """Saves the steps in `steps`."""
+
+    steps: Container[int]
+
+
+@dataclass
+class ContinuousCheckpointingPolicy(SaveDecisionPolicy):
+    """Saves whenever no save is under way, at most every `minimum_interval_secs`."""
+
+    minimum_interval_secs: int | None = None
+
+
+@dataclass
+class PreemptionCheckpointingPolicy(SaveDecisionPolicy):
+    """Saves when the job is being stopped."""
+
+
+@dataclass
+class InitialSavePolicy(SaveDecisionPolicy):
+    """Saves if the run has no step."""
+
+
+@dataclass
+class AnySavePolicy(SaveDecisionPolicy):
+    """Saves if one of `policies` does."""
+
+    policies: Sequence[SaveDecisionPolicy]
 
 
 class PreservationPolicy(Protocol):
@@ -84,23 +150,89 @@ class PreservationPolicy(Protocol):
         return [why.get(c.step, ("newest",)) != ("newest",) for c in checkpoints]
 
 
-PreserveAll = record("PreserveAll", "", PreservationPolicy)
-LatestN = record("LatestN", "n=None", PreservationPolicy)
-EveryNSeconds = record("EveryNSeconds", "interval_secs", PreservationPolicy)
-LatestDuration = record("LatestDuration", "duration", PreservationPolicy)
-AnyPreservationPolicy = record("AnyPreservationPolicy", "policies", PreservationPolicy)
-CustomSteps = record("CustomSteps", "steps", PreservationPolicy)
-BestN = record(
-    "BestN",
-    "get_metric_fn reverse=False n=None keep_checkpoints_without_metrics=True",
-    PreservationPolicy,
-)
-EveryNSteps = record(
-    "EveryNSteps", "interval_steps exact_interval=True max_to_keep=None", PreservationPolicy
-)
-EveryNStepsClosest = record(
-    "EveryNStepsClosest", "interval_steps max_to_keep=None", PreservationPolicy
-)
+@dataclass
+class PreserveAll(PreservationPolicy):
+    """Keeps every step."""
+
+
+@dataclass
+class LatestN(PreservationPolicy):
+    """Keeps the newest `n` steps; all if None."""
+
+    n: int | None = None
+
+
+@dataclass
+class EveryNSeconds(PreservationPolicy):
+    """Keeps steps that were saved at least `interval_secs` apart."""
+
+    interval_secs: int
+
+
+@dataclass
+class LatestDuration(PreservationPolicy):
+    """Keeps the steps that are not older than `duration`."""
+
+    duration: datetime.timedelta
+
+
+@dataclass
+class AnyPreservationPolicy(PreservationPolicy):
+    """Keeps what one of `policies` keeps."""
+
+    policies: Sequence[PreservationPolicy]
+
+
+@dataclass
+class CustomSteps(PreservationPolicy):
+    """Keeps the steps in `steps`."""
+
+    steps: Sequence[int]
+
+
+@dataclass(kw_only=True)
+class BestN(PreservationPolicy):
+    """Keeps the best steps.
+
+    Attributes:
+        get_metric_fn: Returns the number to rank by from the metrics of a step.
+        reverse: Whether lower is better.
+        n: How many; all if None.
+        keep_checkpoints_without_metrics: Whether to keep the steps without metrics, too.
+    """
+
+    get_metric_fn: Callable[[Any], float]
+    reverse: bool = False
+    n: int | None = None
+    keep_checkpoints_without_metrics: bool = True
+
+
+@dataclass
+class EveryNSteps(PreservationPolicy):
+    """Keeps steps at an interval.
+
+    Attributes:
+        interval_steps: The interval.
+        exact_interval: Whether to keep multiples of it, not steps that are as far apart.
+        max_to_keep: How many, the newest; all if None.
+    """
+
+    interval_steps: int
+    exact_interval: bool = True
+    max_to_keep: int | None = None
+
+
+@dataclass
+class EveryNStepsClosest(PreservationPolicy):
+    """Keeps the step that is closest to each multiple of `interval_steps`.
+
+    Attributes:
+        interval_steps: The interval.
+        max_to_keep: How many, the newest; all if None.
+    """
+
+    interval_steps: int
+    max_to_keep: int | None = None
 
 
 # --- when to save ----------------------------------------------------------------------------

@@ -1,0 +1,183 @@
+"""A run, as both managers of Orbax see it.
+
+They decide as Orbax's do, and save through `jaxckpt.CheckpointManager`, which they open when they
+first have to decide or to write, so that any number of them may read a run. While it is open for
+writing, files in the root say who writes it, and which run it is. They go at the end, since
+programs make numbers of all names there: the root then shows steps and nothing else, as Orbax's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import time
+from typing import Any, Final
+
+from etils import epath
+
+from jaxckpt import CheckpointManager, SaveHandle
+from jaxckpt._run.index import StepIndex
+from jaxckpt.format import names
+from jaxckpt.multihost import current
+from jaxckpt.orbax import _handling, policies
+from jaxckpt.orbax.checkpointers import Closing
+from jaxckpt.orbax.options import AsyncOptions
+from jaxckpt.orbax.step import index_of, naming
+from jaxckpt.storage import url_of
+from jaxckpt.types import StepInfo
+
+
+class Run(Closing):
+    """A run, whose steps are listed when it is opened, and then counted."""
+
+    def __init__(self, directory: str | os.PathLike[str], options: Any, **given: Any) -> None:
+        """Lists the steps.
+
+        Args:
+            options: See `CheckpointManagerOptions`.
+            given: Further arguments of `jaxckpt.CheckpointManager`.
+        """
+        self._directory, self._options, self._given = epath.Path(directory), options, given
+        background = options.async_options or AsyncOptions()
+        called = background.post_finalization_callback
+        given["on_commit"] = None if called is None else lambda _: called()
+        given["timeout_s"] = background.timeout_secs
+        prefix, digits = options.step_prefix, options.step_format_fixed_length
+        named = {"step_prefix": prefix, "step_digits": digits}
+        self._naming: dict[str, Any] = naming(options.step_name_format) or named
+        move_to, self._when = options.todelete_subdir, options.saves()
+        self._keep = policies.keep_policy(options.keeps(), self._infos, move_to=move_to)
+        self._mode = options.file_options.path_permission_mode
+        self._index = index_of(directory, **self._naming)
+        if options.create:
+            _handling.make_dir(self._index.storage, self._index.root, self._mode)
+        self._steps = self._index.steps()
+        self._facts: dict[int, StepInfo] = {}
+        self._saves: list[SaveHandle] = []
+        self._writer: CheckpointManager | None = None
+
+    def _open(self) -> CheckpointManager:
+        """Returns the manager that saves; a new one if another took over in this process."""
+        writer = self._writer
+        if writer is None or self._is_closed():
+            self._writer = writer = CheckpointManager(
+                url_of(self._index.storage, self._index.root),
+                save=policies.save_policy(self._when, self._infos, self.is_saving_in_progress),
+                keep=self._keep,
+                **self._given,
+                **self._naming,
+            )
+            _open[self._index.root] = writer, self._index
+        return writer
+
+    def _is_closed(self) -> bool:
+        return self._writer is None or bool(self._writer._opening.ended)
+
+    @property
+    def directory(self) -> epath.Path:  # of the class: programs mock it
+        """The root of the run."""
+        return self._directory
+
+    # --- the steps ---------------------------------------------------------------------------
+
+    def _info(self, step: int) -> StepInfo:
+        if step not in self._facts:
+            self._facts[step] = self._index.info(step)
+        return self._facts[step]
+
+    def _infos(self) -> list[StepInfo]:
+        return [self._info(step) for step in self._steps]
+
+    def reload(self) -> None:
+        """Looks at the directory again."""
+        self._saves = [handle for handle in self._saves if not handle.done()]
+        saving = {handle.step for handle in self._saves if handle.step is not None}
+        self._steps = sorted({*self._index.steps(), *saving})
+        self._facts = {step: self._facts[step] for step in saving if step in self._facts}
+
+    def _is_due(self, step: int) -> bool:
+        """Returns whether a step is above the newest and due; leaves errors to `save`."""
+        is_new = not self._steps or self._steps[-1] < step
+        return is_new and self._open()._saver.decide(step).save
+
+    def _count(self, handle: SaveHandle, step: int, metrics: Any) -> None:
+        """Counts a step as saved."""
+        self._saves.append(handle)
+        self._steps = sorted({*self._steps, step})
+        numbers = {k: v.item() if hasattr(v, "item") else v for k, v in (metrics or {}).items()}
+        self._facts[step] = StepInfo(step=step, saved_s=time.time(), metrics=numbers)
+
+    def _discount(self) -> None:
+        """Counts the steps that a new one pushes out as deleted, as Orbax does."""
+        if self._keep.has_rules:
+            bare = [StepInfo(step=number, saved_s=0.0) for number in self._steps]
+            infos = self._infos() if self._keep.needs_facts else bare
+            kept = self._keep.kept(infos, now_s=time.time())
+            self._steps = [s for s in self._steps if s in kept or self._is_foreign(s)]
+
+    def _is_foreign(self, step: int) -> bool:
+        """Returns whether another program wrote a step, which jaxckpt never deletes by itself."""
+        path = f"{self._index.path(step)}/{names.RECORD}"
+        saving = step in [handle.step for handle in self._saves]
+        return not saving and self._index.storage.kind(path) is None
+
+    def _delete(self, step: int, item: str | None = None) -> None:
+        """Deletes a step, or an item of it; FileNotFoundError if it is not there."""
+        self._open().delete(step, item=item)
+        self._steps = [s for s in self._steps if s != step or item is not None]
+
+    # --- the saves ---------------------------------------------------------------------------
+
+    def is_saving_in_progress(self) -> bool:
+        """Returns whether a save is under way."""
+        return not all(handle.done() for handle in self._saves)
+
+    def _finish(self) -> None:
+        """Waits until all saves have ended and the steps not kept are deleted."""
+        if self._writer is not None and not self._is_closed():
+            try:
+                with _handling.as_raised():
+                    self._writer.wait_until_finished()
+            finally:
+                self.reload()
+
+    def _wait_for(self, step: int) -> None:
+        if any(handle.step == step and not handle.done() for handle in self._saves):
+            self._finish()
+
+    def _close(self) -> None:
+        """Waits for the saves under way, and gives the run back."""
+        if self._writer is not None:
+            with _handling.as_raised():
+                _close_run(self._writer, self._index)
+
+
+_open: Final[dict[str, tuple[CheckpointManager, StepIndex]]] = {}  # by root
+
+
+def _close_run(writer: CheckpointManager, index: StepIndex) -> None:
+    """Closes a manager, and removes its files if no other one has the run."""
+    is_last = not writer._opening.ended
+    writer.close()
+    if _open.get(index.root, (None,))[0] is writer:
+        del _open[index.root]
+    if is_last and current().index == 0:
+        with contextlib.suppress(OSError):  # no locks there, or all of it was deleted
+            _remove_files(index)
+
+
+def _remove_files(index: StepIndex) -> None:
+    lock = f"{index.root}/{names.LOCK}"
+    if index.storage.kind(lock) is not None and (hold := index.storage.hold(lock)) is not None:
+        # The records of the steps have the id of the run too.
+        index.storage.delete_files([f"{index.root}/{n}" for n in (names.RUN, names.OWNER)] + [lock])
+        hold.release()
+
+
+@atexit.register
+def _close_all() -> None:
+    for writer, index in [*_open.values()]:
+        with contextlib.suppress(Exception):  # told already: the saves have ended by now
+            if current().count == 1:  # the others may be gone
+                _close_run(writer, index)
