@@ -340,13 +340,13 @@ def test_a_store_takes_the_same_files(saved, tmp_path):
         with pytest.raises(StepExists):
             jaxckpt.export_safetensors(saved, f"{root}/a.safetensors", **options)
         jaxckpt.import_safetensors(here, tmp_path / "imported")
-        jaxckpt.import_safetensors(f"memory:/{there}", f"{root}/imported")
+        jaxckpt.import_safetensors(there, f"{root}/imported")
 
         assert os.path.basename(there) == os.path.basename(here)
         assert jaxckpt.diff(f"{root}/imported", tmp_path / "imported").equal
         for path in [*tmp_path.glob("a*.safetensors*"), tmp_path / "imported"]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        MemoryStorage().delete(f"/{root.partition('://')[2]}/imported")
+        MemoryStorage().delete(f"{root}/imported")
 
 
 # --- in ------------------------------------------------------------------------------------------

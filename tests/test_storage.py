@@ -155,7 +155,7 @@ def test_memory_urls_have_a_storage_of_their_own():
     storage, path = locate("memory://name/a/../b/")
 
     assert isinstance(storage, MemoryStorage)
-    assert path == "/name/b"
+    assert path == "memory://name/b"
 
 
 @pytest.mark.parametrize(

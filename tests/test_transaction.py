@@ -60,12 +60,8 @@ class World:
             storage.make_dir(os.path.dirname(f"{folder}/{foreign}"))
             storage.write(f"{folder}/{foreign}", b"foreign")
 
-    @property
-    def url(self):
-        return self.path if self.storage.scheme == "file" else f"memory:/{self.path}"
-
     def job(self, storage, seed, *, overwrite=False):
-        request = prepare(self.url, tree(seed), overwrite, None, copy=False, item=self.item)
+        request = prepare(self.path, tree(seed), overwrite, None, copy=False, item=self.item)
         return SaveHandle(replace(request, storage=storage))
 
     def save(self, storage, seed, *, overwrite=False):
@@ -74,11 +70,11 @@ class World:
     def seed(self):
         """Returns the number of the tree that is there, with every bit checked; None if none is."""
         try:
-            found = jaxckpt.restore(self.url)
+            found = jaxckpt.restore(self.path)
         except CheckpointNotFound:
             return None
         assert is_tree(found, found["seed"])
-        assert jaxckpt.verify(self.url).ok
+        assert jaxckpt.verify(self.path).ok
         return found["seed"]
 
     def check_next_save(self):
@@ -131,7 +127,7 @@ def maker(kind, ram_path):
     def make():
         item = None if "flat" in kind else "state"
         if "memory" in kind:
-            return World(MemoryStorage(), f"/{uuid.uuid4()}", item)
+            return World(MemoryStorage(), f"memory://{uuid.uuid4()}", item)
         local = LocalStorage(atomic_rename=kind != "mounted bucket")
         storage = Intercepted(local, exchanges=kind == "exchange")
         return World(storage, f"{ram_path}/{next(count)}", item)
@@ -327,7 +323,7 @@ def test_of_two_writers_where_nothing_can_be_renamed_one_wins(leftover, lapses):
     """One stalls at any call, and the other one saves meanwhile: who is told of success has it."""
     told = set()
     for at in itertools.count():
-        world, acknowledged = World(MemoryStorage(), f"/{uuid.uuid4()}"), []
+        world, acknowledged = World(MemoryStorage(), f"memory://{uuid.uuid4()}"), []
         if leftover:
             with contextlib.suppress(SimulatedCrash):
                 world.save(CrashingStorage(world.storage, 12), 3)

@@ -37,7 +37,7 @@ from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Identity
 from jaxckpt.multihost import Processes, leading, meet, text_of
-from jaxckpt.storage import locate, real, url_of
+from jaxckpt.storage import locate, real
 
 _TRIES: Final = 3
 
@@ -210,7 +210,7 @@ def _choose(local: StepIndex, directory: StepIndex, run_id: str) -> str:
 
 
 def _url(directory: StepIndex) -> str:
-    return url_of(directory.storage, directory.root)
+    return directory.root
 
 
 def _indexes(local: StepIndex) -> list[StepIndex]:

@@ -59,7 +59,6 @@ from jaxckpt._save.save import check_metadata
 from jaxckpt.format import names
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Json, Single, current, lead, raise_first, text_of
-from jaxckpt.storage import url_of
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
 _MAX_TIMINGS: Final = 1000
@@ -656,7 +655,7 @@ class CheckpointManager:
         """Returns `jaxckpt.open` of a step."""
         self._begin_call()
         index = self._index_of(step := as_step("metadata", step))
-        return inspection.open(url_of(index.storage, index.path(step)))
+        return inspection.open(index.path(step))
 
     def custom_metadata(self, step: int) -> dict[str, Any]:
         """Returns the `custom_metadata` given to `save`."""

@@ -23,7 +23,7 @@ from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
 from jaxckpt.format import names
 from jaxckpt.format.run import guess_names
-from jaxckpt.storage import Storage, is_temporary_file, locate, url_of
+from jaxckpt.storage import Storage, is_temporary_file, locate
 from jaxckpt.types import StepInfo
 
 _AT_ONCE: Final = 8  # hides the latency of a network file system
@@ -107,7 +107,7 @@ def local_roots(local: str | os.PathLike[str], run: str | os.PathLike[str]) -> l
     index, directory = StepIndex(storage, root, quiet=True), StepIndex(*locate(run), quiet=True)
     identity, there = read_identity(directory), identities_in(index)
     if identity is not None and there[root] is not None:
-        url = url_of(directory.storage, directory.root)
+        url = directory.root
         mine = with_id(there, replace(identity, directory=url))
         if not mine:
             return []

@@ -25,7 +25,6 @@ from jaxckpt.format.tree import path_text
 from jaxckpt.integrations import _steps, _svg
 from jaxckpt.integrations._html import block, count, duration, escape, facts
 from jaxckpt.integrations._palette import axis_hue
-from jaxckpt.storage import url_of
 from jaxckpt.types import LeafInfo, LeafStatistics, Timing
 
 if TYPE_CHECKING:  # showing a checkpoint does not need jax
@@ -99,7 +98,7 @@ def manager_html(manager: CheckpointManager) -> str:
     """
     pending = manager._saver.under_way()  # its own package; asking the manager may raise
     try:
-        run = overview(url_of(manager._index.storage, manager.directory))
+        run = overview(manager.directory)
     except CheckpointNotFound:
         run = RunOverview(path=manager.directory, steps=(), strays=())
     told = _steps.story(

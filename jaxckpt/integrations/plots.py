@@ -19,7 +19,6 @@ from jaxckpt._run.overview import overview
 from jaxckpt.errors import needing
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.integrations import _palette, _steps, _svg
-from jaxckpt.storage import url_of
 from jaxckpt.types import LeafInfo, Timing
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def metric(
     from matplotlib.ticker import MaxNLocator
 
     is_root = isinstance(run, (str, os.PathLike))
-    found = overview(run if is_root else url_of(run._index.storage, run.directory))
+    found = overview(run if is_root else run.directory)
     keep = found.keep if is_root else _steps.policy(run, found.keep)
     told = _steps.story(found.steps, keep=keep, now_s=time.time())
     names = _steps.metric_names(found.steps, told.metric)

@@ -24,7 +24,6 @@ from jaxckpt.orbax import _handling, policies
 from jaxckpt.orbax.checkpointers import Closing
 from jaxckpt.orbax.options import AsyncOptions
 from jaxckpt.orbax.step import index_of, naming
-from jaxckpt.storage import url_of
 from jaxckpt.types import StepInfo
 
 
@@ -62,7 +61,7 @@ class Run(Closing):
         writer = self._writer
         if writer is None or self._is_closed():
             self._writer = writer = CheckpointManager(
-                url_of(self._index.storage, self._index.root),
+                self._index.root,
                 save=policies.save_policy(self._when, self._infos, self.is_saving_in_progress),
                 keep=self._keep,
                 **self._given,

@@ -21,7 +21,6 @@ from jaxckpt.orbax.options import FileOptions as FileOptions
 from jaxckpt.orbax.options import MultiprocessingOptions as MultiprocessingOptions
 from jaxckpt.orbax.policies import CheckpointInfo as CheckpointInfo
 from jaxckpt.orbax.step import index_of
-from jaxckpt.storage import url_of
 
 DEFAULT_ITEM_NAME: Final = names.DEFAULT_ITEM
 METRIC_ITEM_NAME: Final = names.METRICS_ITEM
@@ -235,7 +234,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
         path = index.check_step(operator.index(step))
         args = self._checked(items, args, is_default=self._has_default(index, path))
         given = self._composite("restore", items, restore_kwargs, args)
-        return self._single(_handling.load(self._handler, url_of(index.storage, path), given))
+        return self._single(_handling.load(self._handler, path, given))
 
     def _has_default(self, index: StepIndex, path: str) -> bool:
         return index.storage.kind(f"{path}/{DEFAULT_ITEM_NAME}") is not None
@@ -265,7 +264,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
         path = self._index.check_step(step)
         if self._is_default is None:
             self._is_default = self._has_default(self._index, path)
-        found = self._handler.metadata(url_of(self._index.storage, path))
+        found = self._handler.metadata(path)
         found.item_metadata = self._single(found.item_metadata)
         found.metrics = self.metrics(step) or {}
         return found

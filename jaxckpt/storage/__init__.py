@@ -51,7 +51,6 @@ __all__ = [
     "locate",
     "now",
     "real",
-    "url_of",
     "usable_cores",
     "use_store",
 ]
@@ -93,7 +92,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
         '/runs/vit/b16'
         >>> storage, path = locate("memory://scratch/run")
         >>> storage.scheme, path
-        ('memory', '/scratch/run')
+        ('memory', 'memory://scratch/run')
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
@@ -154,11 +153,6 @@ def _storage_on(device: int) -> Storage:
     return cast("Storage", LimitedStorage(local, mount))
 
 
-def url_of(storage: Storage, path: str) -> str:
-    """Returns what `locate` takes for this path again."""
-    return f"memory:/{path}" if storage.scheme == "memory" else path
-
-
 def drop_cached(storage: Storage, path: str) -> None:
     """Lets the next read of a file come from its disk, where the system can drop cached pages.
 
@@ -217,7 +211,7 @@ def _memory_url(text: str) -> tuple[Storage, str]:
     path = posixpath.normpath("/" + text.partition("://")[2].lstrip("/"))
     if path == "/":
         raise ValueError(f"{text!r} must have the form memory://name/...")
-    return MemoryStorage(), path
+    return MemoryStorage(), f"memory:/{path}"
 
 
 def __getattr__(name: str) -> object:

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 from jaxckpt.errors import CorruptCheckpoint
-from jaxckpt.storage._arrays import Keys
 from jaxckpt.storage._local import claim, files_in, listing
 from jaxckpt.storage._protocol import Entry, EntryKind, Hold, Storage
 
 
 @final
 class MemoryStorage:
-    """Keys in TensorStore's memory store, shared by all threads of this process.
+    """Files by path, shared by all threads of this process.
 
     As in an object store, nothing can be renamed, and a directory exists only while it has entries.
     """
@@ -43,13 +42,17 @@ class MemoryStorage:
             view[:], data = data[: len(view)], data[len(view) :]
 
     def write(self, path: str, data: bytes) -> None:
-        _keys().write(path, data)
+        _files[path] = bytes(data)
 
     def write_parts(self, path: str, parts: Callable[[], Iterator[bytes]]) -> None:
         self.write(path, b"".join(parts()))
 
     def create(self, path: str, data: bytes) -> bool:
-        return _keys().create(path, data)
+        with _lock:
+            is_new = path not in _files
+            if is_new:
+                _files[path] = bytes(data)
+        return is_new
 
     def add(self, files: Mapping[str, bytes]) -> None:
         for path, data in files.items():
@@ -57,9 +60,9 @@ class MemoryStorage:
                 raise _os_error(errno.EEXIST, path)
 
     def kind(self, path: str) -> EntryKind | None:
-        if _keys().read(path) is not None:
+        if path in _files:
             return "file"
-        return "dir" if _keys().list(_prefix(path)) else None
+        return "dir" if _under(path) else None
 
     def size(self, path: str) -> int:
         return len(self._value(path))
@@ -71,7 +74,7 @@ class MemoryStorage:
         keys = _below(path)
         found = {key.partition("/")[0]: Entry("dir", 0) for key in keys if "/" in key}
         for key in keys:
-            if "/" not in key and (data := _keys().read(_prefix(path) + key)) is not None:
+            if "/" not in key and (data := _files.get(_prefix(path) + key)) is not None:
                 found[key] = Entry("file", len(data))
         return dict(sorted(found.items()))
 
@@ -103,12 +106,11 @@ class MemoryStorage:
         return False
 
     def delete(self, path: str) -> None:
-        _keys().delete_key(path)
-        _keys().delete(_prefix(path))
+        self.delete_files([path, *_under(path)])
 
     def delete_files(self, paths: Sequence[str]) -> None:
         for path in paths:
-            _keys().delete_key(path)
+            _files.pop(path, None)
 
     def delete_empty(self, path: str) -> bool:
         return self.kind(path) is None  # only keys make a directory
@@ -118,7 +120,7 @@ class MemoryStorage:
 
     def hold(self, path: str, data: bytes | None = None) -> _MemoryHold | None:
         self.create(path, b"")
-        with _held_lock:
+        with _lock:
             if path in _held:
                 return None
             _held.add(path)
@@ -132,19 +134,19 @@ class MemoryStorage:
     def ahead(self, path: str, *, reads: bool = True) -> Storage:
         return self
 
-    def kvstore(self, path: str) -> dict[str, Any]:
-        # For `_arrays.context()` only: every context has its own memory store.
-        return {"driver": "memory", "path": _prefix(path)}
+    def kvstore(self, path: str) -> None:
+        """Returns None: TensorStore reads from a store of its own."""
 
     def _value(self, path: str) -> bytes:
-        data = _keys().read(path)
+        data = _files.get(path)
         if data is None:
             raise _os_error(errno.ENOENT, path)
         return data
 
 
+_files: dict[str, bytes] = {}  # by path
 _held: set[str] = set()
-_held_lock = threading.Lock()  # guards _held
+_lock = threading.Lock()  # guards what two threads may create at once
 
 
 @final
@@ -153,19 +155,20 @@ class _MemoryHold:
         self._path: str | None = path
 
     def release(self) -> None:
-        with _held_lock:
+        with _lock:
             if self._path is not None:
                 _held.remove(self._path)
                 self._path = None
 
 
-def _keys() -> Keys:
-    return Keys({"driver": "memory"})
+def _under(path: str) -> list[str]:
+    prefix = _prefix(path)
+    return [file for file in list(_files) if file.startswith(prefix)]
 
 
 def _below(path: str) -> list[str]:
     prefix = _prefix(path)
-    keys = [key[len(prefix) :] for key in _keys().list(prefix)]
+    keys = sorted(file[len(prefix) :] for file in _under(path))
     if not keys:
         raise _os_error(errno.ENOENT, path)
     return keys
