@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+import uuid
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt._run.overview import look, overview
 from jaxckpt.cli._owned import owned
 from jaxckpt.format import names
-from jaxckpt.storage import LocalStorage, locate
+from jaxckpt.storage import LocalStorage, listed, locate
 from tests.golden.fixture import golden_names
 
 TOKEN = "0123456789abcdef"
@@ -307,3 +308,20 @@ def test_the_command_line_leaves_the_policy_of_a_run_as_it_was(tmp_path):
         run.delete([1])
 
     assert overview(tmp_path / "run").keep == jaxckpt.KeepPolicy(last=2)
+
+
+def test_a_step_of_a_store_that_goes_meanwhile_is_left_out():
+    """Stores are listed once; a problem with that listing is looked at again."""
+    url = f"memory://{uuid.uuid4()}"
+    with CheckpointManager(url) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": np.ones(3)}).result()
+    storage, root = locate(url)
+    index = StepIndex(listed(storage, root, ()), root, quiet=True)
+    listing = index.listing()
+    storage.delete(f"{root}/1")
+    storage.write(f"{root}/2/_jaxckpt.json", b"no record")
+
+    assert look(index, listing, "1", 1) is None
+    assert "damaged" in look(index, listing, "2", 2).problem
+    assert [step.step for step in overview(url).steps] == [2]

@@ -49,7 +49,7 @@ from jaxckpt.types import StepInfo
 _logger = logging.getLogger("jaxckpt")
 
 # Meanwhile a writer may delete all steps in a listing, having committed newer ones.
-_LISTINGS: Final = 3
+LISTINGS: Final = 3
 _CHECKPOINT_FILES: Final = frozenset(
     {names.RECORD, names.CHECKPOINT_METADATA, names.TREE_METADATA, names.WRITER}
 )
@@ -217,7 +217,7 @@ class StepIndex:
 
     def listings(self) -> Iterator[Listing]:
         """Lists the root until the caller has found a step in it."""
-        for _ in range(_LISTINGS):
+        for _ in range(LISTINGS):
             listing = self.listing()
             yield listing
             if not listing.steps:

@@ -17,15 +17,24 @@ from typing import Any, Final
 from jaxckpt._disk.find import find, read_found
 from jaxckpt._disk.found import Found
 from jaxckpt._run.identity import identities_in, read_identity, with_id
-from jaxckpt._run.index import Listing, StepIndex, existing_root, metrics_of, saved_s, shown
+from jaxckpt._run.index import (
+    LISTINGS,
+    Listing,
+    StepIndex,
+    existing_root,
+    metrics_of,
+    saved_s,
+    shown,
+)
 from jaxckpt._run.owner import read_owner
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, is_io_failure
 from jaxckpt.format import names
 from jaxckpt.format.run import guess_names
-from jaxckpt.storage import Storage, is_temporary_file, locate
+from jaxckpt.storage import Storage, is_temporary_file, listed, locate, now
 from jaxckpt.types import StepInfo
 
+_FIRST: Final = frozenset({names.RECORD, names.CHECKPOINT_METADATA, names.METRICS_FILE})
 _AT_ONCE: Final = 8  # hides the latency of a network file system
 
 
@@ -83,12 +92,11 @@ def overview(root: str | os.PathLike[str]) -> RunOverview:
         ...     [(step.step, step.metrics, step.problem) for step in overview(folder).steps]
         [(7, {'loss': 0.5}, None)]
     """
-    index = StepIndex(*existing_root(root), quiet=True)
-    listings = index.listings()
-    listing = next(listings)
-    steps = _look_at_all(index, listing)
-    while not steps and (later := next(listings, None)) is not None:
-        listing, steps = later, _look_at_all(index, later)
+    storage, where = existing_root(root)
+    index, listing, steps = _look_around(storage, where)
+    for _ in range(LISTINGS - 1):
+        if not steps and listing.steps:  # a writer deleted them meanwhile
+            index, listing, steps = _look_around(storage, where)
     seen = {step.name for step in steps}
     keep = _policy(index)
     described = listing.strays(besides=[keep and keep.move_to])
@@ -156,12 +164,15 @@ def _policy(index: StepIndex) -> KeepPolicy | None:
         return None
 
 
-def _look_at_all(index: StepIndex, listing: Listing) -> list[StepOverview]:
+def _look_around(storage: Storage, root: str) -> tuple[StepIndex, Listing, list[StepOverview]]:
+    """Lists a run, and describes all its steps."""
+    index = StepIndex(listed(storage, root, _FIRST), root, quiet=True)
+    listing = index.listing()
     numbered = {**listing.directories(), **listing.flax_files()}
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="jaxckpt-overview") as pool:
         looked = pool.map(lambda name: look(index, listing, name, numbered[name]), numbered)
         steps = [step for step in looked if step is not None]
-    return sorted(steps, key=lambda step: (step.step, step.name))
+    return index, listing, sorted(steps, key=lambda step: (step.step, step.name))
 
 
 def look(index: StepIndex, listing: Listing, name: str, number: int) -> StepOverview | None:
@@ -169,6 +180,7 @@ def look(index: StepIndex, listing: Listing, name: str, number: int) -> StepOver
     step = _look(index, listing, name, number)
     if step.problem is not None:
         # Read again: a step that was deleted or replaced meanwhile is not damaged.
+        index = StepIndex(now(index.storage), index.root, index.naming, quiet=True)
         step = _look(index, listing, name, number)
     return None if index.storage.kind(step.path) is None else step
 

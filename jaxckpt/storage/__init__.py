@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, cast
 from urllib.parse import unquote
 
 from jaxckpt.errors import StoreError, UnsupportedFormat
-from jaxckpt.storage._ahead import now
+from jaxckpt.storage._ahead import listed, now
 from jaxckpt.storage._limit import LimitedStorage, ask
 from jaxckpt.storage._local import (
     LocalStorage,
@@ -47,6 +47,7 @@ __all__ = [
     "free_bytes",
     "heard_s",
     "is_temporary_file",
+    "listed",
     "listing",
     "locate",
     "now",

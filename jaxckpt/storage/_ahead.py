@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import posixpath
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Final, cast, final
 
@@ -52,6 +52,25 @@ def read_ahead(
     return cast("Storage", Ahead(storage, path, found, data))
 
 
+def listed(storage: Storage, root: str, first: Collection[str]) -> Storage:
+    """Returns a view of all checkpoints of a run, or `storage` if that has directories to list.
+
+    Args:
+        first: The names of small files to read, wherever they are.
+    """
+    if storage.atomic_rename:
+        return storage
+    found = storage.files(root)
+    wanted = [
+        f"{root}/{name}"
+        for name, entry in found.items()
+        if posixpath.basename(name) in first and entry.size <= _MOST_BYTES
+    ]
+    calls = [partial(_read, storage, file) for file in wanted]
+    data = dict(zip(wanted, storage.together(calls), strict=True))
+    return cast("Storage", Ahead(storage, root, found, data))
+
+
 def _is_first(name: str) -> bool:
     return posixpath.basename(name) in _FIRST and not any(
         part.startswith(names.OCDBT_PROCESS) for part in name.split("/")
@@ -72,7 +91,7 @@ def now(storage: Storage) -> Storage:
 
 @final
 class Ahead:
-    """The view of `read_ahead`: a `Storage`."""
+    """The view of `read_ahead` and `listed`: a `Storage`."""
 
     def __init__(
         self,
@@ -119,6 +138,11 @@ class Ahead:
 
     def names(self, path: str) -> list[str]:
         return list(self.entries(path))
+
+    def ahead(self, path: str, *, reads: bool = True) -> Storage:
+        if path.startswith(f"{self._root}/"):
+            return cast("Storage", self)
+        return self.inner.ahead(path, reads=reads)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

@@ -74,6 +74,8 @@ def test_requests_are_at_most_those_of_the_page(request, proxied, monkeypatch, n
     count("`manager.restore(like)`", lambda: manager.restore(TREE))
     count("`manager.latest_step()`", manager.latest_step)
     count("closing a manager", manager.close)
+    count("`jaxckpt ls` of two steps; `gc`, `report` alike", lambda: cli("ls", f"{url}/run"))
+    count("`jaxckpt du` of two steps", lambda: cli("du", f"{url}/run"))
 
     for what, found in counted.items():
         print(f"{what}: {found.total()} {dict(found)}")
