@@ -98,7 +98,7 @@ def overview(root: str | os.PathLike[str]) -> RunOverview:
         if not steps and listing.steps:  # a writer deleted them meanwhile
             index, listing, steps = _look_around(storage, where)
     seen = {step.name for step in steps}
-    keep = _policy(index)
+    keep = policy_of(index)
     described = listing.strays(besides=[keep and keep.move_to])
     strays = [f"{name}: {text}" for name, text in described.items() if name not in seen]
     return RunOverview(
@@ -156,7 +156,8 @@ def step_overview(path: str | os.PathLike[str]) -> StepOverview | None:
     return look(index, listing, name, number)
 
 
-def _policy(index: StepIndex) -> KeepPolicy | None:
+def policy_of(index: StepIndex) -> KeepPolicy | None:
+    """Returns the policy of the last writer, without `when`; None if unknown."""
     owner = read_owner(index)
     try:
         return None if owner is None or not owner.keep else KeepPolicy(**owner.keep)

@@ -91,7 +91,7 @@ def rm(
     if the run was opened with KeepPolicy(move_to=...). With --item, deletes one item of each step,
     but never the main one, and moves nothing. Refused while a running job writes the run.
     """
-    from jaxckpt._run.overview import overview
+    from jaxckpt._run.overview import policy_of, step_overview
     from jaxckpt.cli._owned import owned, run_at
 
     run, numbers = _target(path, steps)
@@ -107,16 +107,15 @@ def rm(
     if item is not None:
         _rm_item(run, numbers, item, dry_run=dry_run, yes=yes, no_job=no_job, as_json=as_json)
         return
-    found = overview(root)
-    folder = run_at(run.index.storage, root, keep=found.keep).folder
-    known = {step.step: step for step in found.steps}
-    doomed = [known[number] for number in numbers if number in known]
+    keep = policy_of(run.index)
+    folder = run_at(run.index.storage, root, keep=keep).folder
     if not as_json:
-        _print_doomed(root, doomed, list(known))
+        looked = [step_overview(run.index.path(number)) for number in numbers]
+        _print_doomed(root, [step for step in looked if step], run.index.newest())
     gone: list[int] = []
     if not dry_run:
         _output.confirm(_question(numbers, root, folder), yes=yes)
-        with owned(run.index.storage, root, no_job=no_job, keep=found.keep) as owner:
+        with owned(run.index.storage, root, no_job=no_job, keep=keep) as owner:
             gone = owner.delete(numbers, asked_for=True)
             stay = {n: _why_not(owner, n) for n in numbers if n not in gone}
         if stay:
@@ -162,10 +161,10 @@ def _rm_item(
         _output.echo(f"deleted {what}: {_list(gone)}")
 
 
-def _print_doomed(root: str, doomed: Sequence[StepOverview], known: Sequence[int]) -> None:
+def _print_doomed(root: str, doomed: Sequence[StepOverview], newest: int | None) -> None:
     print_steps(doomed)
     for step in doomed:
-        if step.step == known[-1]:
+        if step.step == newest:
             _output.echo(Styled(f"step {step.step} is the newest step", "yellow"))
         if not _is_ours(step):
             remark = "was not written by jaxckpt: a job writing the run cannot be detected"
