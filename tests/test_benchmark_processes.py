@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("orbax.checkpoint")
 
+from benchmarks import meetings
 from benchmarks.peers import Jaxckpt
 from benchmarks.processes import Study, measure_processes, samples, slowest, started
 from benchmarks.worker import FIGURES, RESTORES, check
@@ -15,6 +16,14 @@ from benchmarks.workloads import abstract, build, make_mesh
 pytestmark = pytest.mark.bench
 
 TIMEOUT_S = 60.0
+
+
+@pytest.mark.multihost
+def test_a_job_counts_what_its_processes_tell_each_other():
+    first, other = meetings.measure(2)
+
+    assert first["save rounds"] == other["save rounds"] == 3
+    assert 0 < other["bytes"] < first["bytes"]
 
 
 @pytest.mark.multihost
