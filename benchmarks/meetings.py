@@ -26,7 +26,8 @@ _TIMEOUT_S: Final = 300.0
 def main() -> None:
     """Prints a table by number of processes; or, with `--worker`, is one of them."""
     if sys.argv[1] == "--worker":
-        return work(*map(int, sys.argv[2:5]), Path(sys.argv[5]))
+        index, count, port = map(int, sys.argv[2:5])
+        return work(index, count, port, Path(sys.argv[5]))
     head = ["processes", "rounds of a save", "of a restore", "bytes of process 0", "of another"]
     print("| " + " | ".join([*head, "seconds of a save"]) + " |")
     print("| ---: " * 6 + "|")
