@@ -19,9 +19,11 @@ import logging
 import os
 import posixpath
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from functools import partial
+from typing import Any, Final, Literal, TypeVar
 
 from jaxckpt._disk.find import (
     find,
@@ -48,6 +50,9 @@ from jaxckpt.types import StepInfo
 
 _logger = logging.getLogger("jaxckpt")
 
+T = TypeVar("T")
+U = TypeVar("U")
+_AT_ONCE: Final = 32  # of 1,000 steps, so many are looked at together
 # Meanwhile a writer may delete all steps in a listing, having committed newer ones.
 LISTINGS: Final = 3
 _CHECKPOINT_FILES: Final = frozenset(
@@ -283,6 +288,12 @@ class StepIndex:
 
     def steps(self) -> list[int]:
         """Returns the committed steps, in order."""
+        if not self.storage.atomic_rename:
+            listing = self.listing()
+            states = at_once(partial(self._check, listing), listing.steps)
+            both = zip(listing.steps, states, strict=True)
+            if found := [number for number, state in both if state == "committed"]:
+                return found
         return sorted(self.newest_first())
 
     def unfinished(self, listing: Listing) -> list[str]:
@@ -457,6 +468,12 @@ class StepIndex:
             self._infos[number] = info
         return info
 
+    def infos(self, numbers: Sequence[int]) -> list[StepInfo]:
+        """Returns the facts about steps."""
+        if all(number in self._infos for number in numbers):
+            return [self._infos[number] for number in numbers]
+        return at_once(self.info, numbers)
+
     def saved(self, number: int) -> Saved:
         """Reads how the run got to a step, from its record if it has one."""
         file = f"{self.path(number)}/{names.RECORD}"
@@ -485,6 +502,12 @@ class StepIndex:
         self._committed.discard(name)
         self._whole.discard(name)
         self._infos.pop(number, None)
+
+
+def at_once(call: Callable[[T], U], values: Iterable[T]) -> list[U]:
+    """Calls a function for several values at a time: that hides the latency of a store."""
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="jaxckpt-look") as pool:
+        return list(pool.map(call, values))
 
 
 def saved_s(found: Found) -> float | None:

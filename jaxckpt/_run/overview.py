@@ -10,7 +10,6 @@ import contextlib
 import os
 import posixpath
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ from jaxckpt._run.index import (
     LISTINGS,
     Listing,
     StepIndex,
+    at_once,
     existing_root,
     metrics_of,
     saved_s,
@@ -35,7 +35,6 @@ from jaxckpt.storage import Storage, is_temporary_file, listed, locate, now
 from jaxckpt.types import StepInfo
 
 _FIRST: Final = frozenset({names.RECORD, names.CHECKPOINT_METADATA, names.METRICS_FILE})
-_AT_ONCE: Final = 8  # hides the latency of a network file system
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,9 +169,8 @@ def _look_around(storage: Storage, root: str) -> tuple[StepIndex, Listing, list[
     index = StepIndex(listed(storage, root, _FIRST), root, quiet=True)
     listing = index.listing()
     numbered = {**listing.directories(), **listing.flax_files()}
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="jaxckpt-overview") as pool:
-        looked = pool.map(lambda name: look(index, listing, name, numbered[name]), numbered)
-        steps = [step for step in looked if step is not None]
+    looked = at_once(lambda name: look(index, listing, name, numbered[name]), numbered)
+    steps = [step for step in looked if step is not None]
     return index, listing, sorted(steps, key=lambda step: (step.step, step.name))
 
 

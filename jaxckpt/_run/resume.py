@@ -22,7 +22,7 @@ from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._restore.restore import Source, restore_from
 from jaxckpt._run import items as _items
 from jaxckpt._run.copies import Copy, Disks, newest_first, over_disks, unusable
-from jaxckpt._run.index import StepIndex
+from jaxckpt._run.index import StepIndex, at_once
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.root import Root, judge_steps, reachable
@@ -158,9 +158,9 @@ class Resume:
         if any(info.metrics for info in self._infos(there)):
             self.roots[-1].index.report(f"{self._name}: {self.keep.unranked(self._infos(there))}")
 
-    def _infos(self, there: Mapping[int, Sequence[int]]) -> Iterator[StepInfo]:
-        """Yields the facts about each step, from the nearest place that has it."""
-        return (self.roots[where[0]].index.info(n) for n, where in there.items())
+    def _infos(self, there: Mapping[int, Sequence[int]]) -> list[StepInfo]:
+        """Returns the facts about each step, from the nearest place that has it."""
+        return at_once(lambda n: self.roots[there[n][0]].index.info(n), there)
 
     def _best_first(self, disks: Disks | None) -> list[Copy]:
         found = reachable(self.roots, lambda root: root.index.steps())

@@ -127,7 +127,10 @@ class Root:
 
     def _what_goes(self) -> list[int]:
         steps = self.index.steps()
-        kept = self.keep.kept(map(self._info, steps), now_s=time.time())
+        infos = [StepInfo(step=step, saved_s=0.0) for step in steps]
+        if self.keep.needs_facts:
+            infos = self.index.infos(steps)
+        kept = self.keep.kept(infos, now_s=time.time())
         # A step that cannot be read now may be the best.
         unknown = self.index.unknown if self.keep.needs_facts else set()
         stay = {*kept, *unknown, *self.needed()}
@@ -136,12 +139,6 @@ class Root:
             good = max(self._verified & kept.keys(), default=-1)
             gone = [n for n in gone if n < good]
         return gone
-
-    def _info(self, step: int) -> StepInfo:
-        """Returns the facts about a step, read only if the policy uses them."""
-        if self.keep.needs_facts:
-            return self.index.info(step)
-        return StepInfo(step=step, saved_s=0.0)
 
     def follow(self, info: StepInfo, stay: Collection[int]) -> None:
         """Does what process 0 did after a commit, where each process has a root of its own."""
