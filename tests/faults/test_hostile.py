@@ -120,6 +120,7 @@ _IMPORT = {
     "jaxckpt/_core/pytree.py": 1,
     "jaxckpt/orbax/__init__.py": 1,
     "jaxckpt/orbax/v1/__init__.py": 1,
+    "jaxckpt/cli/_app.py": 1,
     "jaxckpt/cli/_migrate.py": 2,
 }
 # It compiles a function of its own: a method of jax, which takes no text.
