@@ -40,7 +40,7 @@ _HABITS: Final = {
 
 
 def check_type(who: str, name: str, value: object, kind: Any, wanted: str) -> None:
-    """Checks that a value is of a kind, which is a class or several; True is no number."""
+    """Checks that a value is an instance of a class, or of one of several; True is not a number."""
     is_flag = isinstance(value, bool) and kind is not bool
     if is_flag or not isinstance(value, kind):
         raise TypeError(f"{who}: {name} must be {wanted}, got {shown(value)}")

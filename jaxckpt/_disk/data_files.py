@@ -83,7 +83,7 @@ class _File:
 
 
 class DataFiles:
-    """The values of one database, or those that one process writes.
+    """The values of one database, or of the part of it that one process writes.
 
     Args:
         storage, folder: Where its directory is.
@@ -180,8 +180,8 @@ class DataFiles:
         with ThreadPoolExecutor(
             max(1, min(threads, len(writes), most)),
             thread_name_prefix="jaxckpt-write",
-            # The main thread may be training now, unless it is this one. But threads of TensorStore
-            # that begin now, to compress, would be slow for ever.
+            # Unless we run in the main thread, that thread may be training now. But threads of
+            # TensorStore that begin now, to compress, would be slow for ever.
             initializer=None if compressed or here is threading.main_thread() else give_way,
         ) as pool:
             under_way = [_submit(pool, write) for write in writes]
@@ -279,7 +279,7 @@ def _unit_sizes(stored: StoredArray) -> list[int]:
 
 
 def give_way() -> None:
-    """Lets other threads run before this one, for as long as it lives."""
+    """Lowers the priority of the calling thread for as long as it lives."""
     if sys.platform == "linux":  # elsewhere, all threads of the process have the same niceness
         with contextlib.suppress(OSError):
             os.nice(_NICENESS)

@@ -151,7 +151,7 @@ def step_path(storage: Storage, root: str, number: int) -> str:
 
 
 def read_step(storage: Storage, path: str, read: Callable[[Found], T]) -> T:
-    """Reads a step of a run; CheckpointNotFound if it is no step, but a run itself."""
+    """Reads a step of a run; CheckpointNotFound if the path is itself a run, not a step."""
 
     def read_itself(found: Found) -> T:
         if posixpath.dirname(found.path) != posixpath.dirname(path):
@@ -213,7 +213,7 @@ def find(storage: Storage, path: str) -> Found:
 def _no_directory(storage: Storage, path: str, linked: str) -> Found:
     kind = storage.kind(path)
     if kind == "file" and linked.endswith(_SAFETENSORS):
-        # Not the file that a link leads to: its name may not say what it is.
+        # Not the target of the link: its name may not show the format.
         return Found(storage=storage, path=linked, items={"": linked}, is_file=True)
     if kind == "file" and path.endswith((".npz", ".pt", ".pkl")):
         raise UnsupportedFormat(f"{path} is no checkpoint, safetensors file or Flax msgpack file")
@@ -290,9 +290,9 @@ def _no_record(path: str) -> CorruptCheckpoint:
 
 
 def lost_record(found: Found) -> bool:
-    """Returns whether jaxckpt wrote a checkpoint that has no record: by a file of its own.
+    """Returns whether a checkpoint lacks its record, but another file shows that jaxckpt wrote it.
 
-    Not of a lone item, which has no record where it was copied to, nor of a run.
+    Returns False for a lone item, which was copied without a record, and for a run.
     """
     entries = found.entries(found.path)
     if names.RECORD in entries or (_CHECKPOINT_MARKS.isdisjoint(entries) and _steps(entries)):
@@ -398,7 +398,7 @@ def looks_committed(storage: Storage, path: str) -> bool:
         return False
     if any(entries[name].kind != "dir" for name in _STEP_MARKS & entries.keys()):
         return True
-    # A run inside the run is not a step: whoever deletes a step must not delete many checkpoints.
+    # A run inside the run is not a step: deleting a step must not delete many checkpoints.
     return not _steps(entries) and _has_items(found)
 
 
@@ -503,7 +503,7 @@ def open_item(found: Found, name: str | None = None) -> Item | JsonItem:
     return read(found, name, saved)
 
 
-# The kinds of leaves that have no array; a large int is a text.
+# The kinds of leaves that are stored without an array; a large int is stored as text.
 _WITHOUT_ARRAY: Final = ("str", "int", "empty", "ellipsis")
 
 

@@ -17,9 +17,9 @@ To delete one item of a checkpoint, in the files and the order of Orbax's v1:
     6. remove `_CHECKPOINT_DELETION`                   the same, with nothing left over
 
 Without an atomic rename (object stores), a deletion removes `commit_success.txt` first, and last
-the files by which the next writer recognizes the remains. All writers share the directory there, so
-whoever deletes in it has taken `_jaxckpt.writing` and has looked since whether there is a commit;
-and whoever commits looks afterwards whether that file is still its own.
+the files by which the next writer recognizes the remains. All writers share the directory there. So
+a deletion first takes `_jaxckpt.writing`, and then looks whether there is a commit; and a writer
+checks after its commit that this file is still its own.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def remove_writer(storage: Storage, path: str) -> None:
 
 
 def _no_check() -> None:
-    """Lets a caller without a run change what is there."""
+    """Lets a caller without a run change the directory."""
 
 
 def remove(
@@ -230,10 +230,10 @@ def remove(
     """Deletes a checkpoint; after a crash in the middle no reader takes the rest for one.
 
     Args:
-        by_force: Where all writers share a directory, also if another one has it.
+        by_force: Whether to delete even if another writer holds the directory that all share.
 
     Raises:
-        SaveFailed: another writer has it.
+        SaveFailed: another writer holds it.
     """
     if storage.atomic_rename:
         discard(storage, path, check=check)
@@ -251,7 +251,7 @@ def remove(
 
 
 def nested(storage: Storage, path: str, files: Iterable[str]) -> str | None:
-    """Returns a checkpoint or run that is kept inside a checkpoint, and is no part of it.
+    """Returns a checkpoint or run that is stored inside a checkpoint without being part of it.
 
     Args:
         files: All files below the checkpoint, by path in it.

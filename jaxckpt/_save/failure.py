@@ -1,4 +1,4 @@
-"""Errors of work in the background, which no thread hides from the one that began the work."""
+"""Errors of work in the background, which no thread hides from the thread that began the work."""
 
 from __future__ import annotations
 

@@ -278,7 +278,7 @@ class SaveHandle:
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """Waits for earlier saves to the path; on failure, removes this one's files."""
+        """Waits for earlier saves to the path; on failure, removes the files of this save."""
         request = self._request
         try:
             if self._before is not None and not self._before.wait(DEFAULT_TIMEOUT_S):
@@ -288,7 +288,7 @@ class SaveHandle:
         except BaseException as error:
             leads = request.own or request.processes.index == 0
             if self._transaction is not None and request.resumes:
-                self._transaction.release()  # what is there stays for the next attempt
+                self._transaction.release()  # the files stay for the next attempt
             elif self._transaction is not None:
                 self._transaction.abort()
             elif leads and self._token is not None and not request.resumes:
@@ -351,7 +351,7 @@ class SaveHandle:
         self._parts.append(item.name)
 
     def _meet(self) -> list[list[str]]:
-        """Waits until all have written; tells process 0 of which items each left a part."""
+        """Waits until all have written; process 0 learns of which items each left a part."""
         request = self._request
         if self._is_cancelled and self._problem is None:
             self._problem = SaveFailed(f"{self.path}: the save was cancelled before its commit")

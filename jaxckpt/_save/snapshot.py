@@ -75,7 +75,7 @@ class FileItem:
 class TreeItem:
     """A pytree of which this process writes its share."""
 
-    name: str  # "" if its directory is that of the checkpoint
+    name: str  # "" if it lies directly in the checkpoint's directory
     tree: TreePlan
     snapshot: Sequence[Any] | None  # what `stage` took of `tree.sources`, until written
     manifest: bytes = b""  # of the database, if one process writes it
@@ -137,13 +137,13 @@ class TreeItem:
         return encode_table(self.tables[0]) if self.tables and self.tables[0].places else None
 
     def base(self, path: str) -> Base | None:
-        """Returns what the next save may refer to, once this one is committed at a path."""
+        """Returns the base for the next save, once this save is committed at a path."""
         if self.changes is None or self.written is None:
             return None
         return self.changes.base_of_next(posixpath.join(path, self.name), self.written)
 
     def mended(self, storage: Storage, path: str) -> Iterator[str]:
-        """Mends what was found damaged in earlier steps, once this one is committed at a path."""
+        """Mends damage found in earlier steps, once this save is committed at a path."""
         if self.changes is not None and self.written is not None:
             where = posixpath.join(path, self.name).rstrip("/")
             yield from self.changes.mended(storage, where, self.written)
@@ -207,7 +207,7 @@ class SaveItem(Protocol):
     ) -> Finished: ...
 
 
-# The files to write, by name in the item; and facts about others that are there.
+# The files to write, by name in the item; and facts about files already written.
 Finished = tuple[dict[str, bytes], dict[str, step.FileFacts]]
 
 
@@ -249,8 +249,8 @@ def take_tree(
         dtype: If given, the dtype in which all floating-point arrays are saved.
         zstd: If given, the level at which chunks are compressed.
         holds: Whether to copy all shards that this process holds.
-        storage: Where the next save may refer to this one; None if it shall not.
-        base: What this save may refer to there.
+        storage: Where the next save may refer to this save; None if it shall not.
+        base: The earlier step that this save may refer to there.
 
     Raises:
         UnsupportedLeaf: leaves cannot be stored; the message names all of them.

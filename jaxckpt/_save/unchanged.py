@@ -1,22 +1,22 @@
 """Finds what did not change since an earlier step, to whose files a step then refers.
 
-The files of values are never changed, so a step may have hard links to those of an earlier one, or
+The files of values are never changed. So a step may have hard links to files of an earlier step, or
 copies that a store makes, and its database has the places in them: the step is complete by itself,
-whatever is deleted. It pays for whole leaves (frozen weights, a reference model). What did not
-change is
+whatever is deleted. It pays for whole leaves (frozen weights, a reference model). A shard counts
+as unchanged if it is
 
-    the same `jax.Array` as in the earlier step, which is immutable: nothing is computed;
-    a shard with the same fingerprint: on an accelerator it is taken before anything is copied to
-    the host, in host memory while the save is written.
+    of the same `jax.Array` as in the earlier step, which is immutable: nothing is computed;
+    of the same fingerprint: on an accelerator it is taken before anything is copied to the host,
+    in host memory while the save is written.
 
-A shard that changed is asked again only at each tenth step, so states that change everywhere pay
+A changed shard is compared again only at each tenth step, so states that change everywhere pay
 little.
 
-On a file system the earlier step is not the newest one but the one before: the two newest steps
-never share a file, so damage to one leaves the other. A file is read back before a step refers to
-it for the first time, and before each tenth reference (`read_back`, between two saves). What is
-damaged, or is not read yet, is written again. In a store, where each step has objects of its own, a
-step refers to the newest one, and the first nine references are made unread.
+On a file system the earlier step is the last step but one: the two newest steps never share a file,
+so damage to one leaves the other. A file is read back before a step refers to it for the first
+time, and before each tenth reference (`read_back`, between two saves). Values whose file is
+damaged, or not read yet, are written again. In a store, where each step has objects of its own, a
+step refers to the newest step, and the first nine references are made unread.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Base:
     """Describes what this process wrote of a tree in a committed step."""
 
     tree: TreePlan
-    folders: tuple[str, ...]  # of its database, then of those of the steps that it shares with
+    folders: tuple[str, ...]  # of its database, then of databases whose files it shares
     written: Written
     arrays: Sequence[weakref.ref[jax.Array] | None]
     prints: Sequence[bytes | None]  # of the source shards; None if not to be asked
@@ -94,7 +94,7 @@ class Base:
         copies, left = storage.scheme != "file", MOST_BYTES
         worth = _worth_linking(self, same, copies=copies, unread=True)
         for file in [file for file in _files_of(self, worth) if not self.trusted[file]]:
-            if copies:  # what is not read now is read after a later step
+            if copies:  # files not read now are read after a later step
                 self.trusted[file], left = 1, left - self.written.sizes[file]
             if left >= 0 and goes_on():
                 yield from self._read(file, storage, goes_on)
@@ -133,8 +133,8 @@ class Changes:
     sent: dict[int, Any]  # fingerprints on their way from devices, by source, to compare with later
     later: Collection[int]  # source shards whose fingerprints cannot be taken yet
     linked: set[int] = field(default_factory=set)  # unchanged sources, in files worth linking
-    left: set[int] = field(default_factory=set)  # those of them whose values are not needed
-    # What is linked or copied, by its name in the earlier step, with the size.
+    left: set[int] = field(default_factory=set)  # linked sources whose values are not needed
+    # Sizes of the linked or copied files, by name in the earlier step.
     files: dict[str, int] = field(default_factory=dict)
     mark: str = ""  # as in `names.part`: copies have it in their names
     prints: list[bytes | None] = field(default_factory=list)
@@ -181,7 +181,7 @@ class Changes:
         if base is None or not any(self.same):
             return NOTHING_KEPT
         before = self.linked
-        if more:  # what was worth it before still is
+        if more:  # sources worth linking before still are
             self.linked = _worth_linking(base, self.same, copies=self.copies)
         if self.copies:
             self._copy(base, storage, folder)
@@ -259,7 +259,7 @@ class Changes:
                 yield f"{file} is mended in {', '.join(done)}{but}"
 
     def base_of_next(self, folder: str, written: Written) -> Base | None:
-        """Returns the base of a later save, once this one is committed."""
+        """Returns the base of a later save, once this save is committed."""
         if not written.sizes:  # this process had nothing to write
             return None
         old = self.base
@@ -357,7 +357,7 @@ def _worth_linking(
 
 
 def _by_file(base: Base) -> Mapping[str, list[ChunkWrite]]:
-    """Returns the chunks in each file; small ones are in none."""
+    """Returns the chunks in each file; small chunks are in none."""
     found: defaultdict[str, list[ChunkWrite]] = defaultdict(list)
     for chunk in base.tree.writes.chunks:
         if isinstance(place := base.written.places[chunk.key], Place):
