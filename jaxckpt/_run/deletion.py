@@ -68,7 +68,7 @@ class Deletion:
         self.half: list[str] = []  # the steps of which a failed deletion may have left files
 
     def delete(self, numbers: Iterable[int], *, asked_for: bool = False) -> list[int]:
-        """Deletes steps unless they are pinned or held by a reader; returns the deleted ones.
+        """Deletes steps unless they are pinned or held by a reader; returns the deleted steps.
 
         Reports errors instead of raising them; the next call tries again.
 
@@ -183,7 +183,7 @@ class Deletion:
         return left
 
     def _remove_leftover(self, path: str) -> None:
-        """Deletes what an earlier deletion left; one that fails must not stop all later ones."""
+        """Deletes what an earlier deletion left; a failure must not stop all later deletions."""
         try:
             self.index.storage.delete(path)
         except OSError as error:
@@ -354,7 +354,7 @@ class Deletion:
 
 
 def _move(storage: Storage, path: str, folder: str, check: Callable[[], object]) -> None:
-    """Renames a directory into another one; `-1`, `-2`, ... are added if the name is taken."""
+    """Renames a directory into `folder`; `-1`, `-2`, ... are added if the name is taken."""
     target = f"{folder}/{posixpath.basename(path)}"
     for n in count():
         with contextlib.suppress(FileExistsError):

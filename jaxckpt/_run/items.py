@@ -137,7 +137,7 @@ def _take_state(name: str, value: object, processes: Processes) -> FileItem:
 
 
 def _json_text(state: object) -> bytes | None:
-    """Returns a state that already is JSON text, like that of Grain's DataLoader, or None."""
+    """Returns a state that already is JSON text, as in Grain's DataLoader; otherwise None."""
     if not isinstance(state, bytes):
         return None
     try:

@@ -58,7 +58,7 @@ class Leases:
     def hold(self, number: int) -> Iterator[bool]:
         """Protects a step from deletion; yields whether the step still exists.
 
-        If the root is not writable, there is no lease and the step may vanish.
+        If the root is not writable, no lease is taken and the step may vanish.
         """
         step = posixpath.basename(self.index.path(number))
         file = f"{self.index.root}/{names.lease(secrets.token_hex(8))}"

@@ -48,8 +48,8 @@ class Root:
     opening: Opening
     reach: Reach
     keep: KeepPolicy
-    own: bool  # whether each process has another, on a disk of its host
-    # Steps that stay whatever the policy says, such as those on their way to another place.
+    own: bool  # whether each process has its own root, on a disk of its host
+    # Steps that stay whatever the policy, such as steps on their way to another place.
     needed: Callable[[], Collection[int]] = tuple
     _verified: set[int] = field(default_factory=set)  # steps read back without damage
     _life: Life | None = None  # of the newest step that this job saved

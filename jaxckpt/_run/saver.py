@@ -66,7 +66,7 @@ class Saver:
         session: str,
         item: str,  # of the state
         zstd: int | None,  # the level at which each step is compressed
-        incremental: bool,  # whether steps refer to earlier ones
+        incremental: bool,  # whether steps refer to earlier steps
         newest: int | None,  # on which all processes have agreed
         owned: bool,  # whether no other job was running; agreed on too
         run: str,  # its id
@@ -194,9 +194,9 @@ class Saver:
         return lead(self._processes, name, is_there, place=root, timeout_s=self._timeout_s)
 
     def _join(self, step: int) -> None:
-        """Takes the run over from the job that was running when this one opened it.
+        """Takes the run over from the job that was running when our job opened it.
 
-        If that job has ended meanwhile, its later steps stay, and this job saves those after them.
+        If that job has ended meanwhile, its later steps stay, and this job saves steps after them.
         """
 
         def join() -> Json:
@@ -230,12 +230,12 @@ class Saver:
     def went_back(self, newest: int | None, *, good: int | None) -> None:
         """Records that later steps are gone, and which is the newest that every process trusts."""
         if good != self.floor:
-            self._life = None  # what follows does not come from the steps that are gone
+            self._life = None  # later steps do not come from the steps that are gone
         self.floor, self.agreed, self._of_other = newest, good, -1
         self.share_nothing()
 
     def share_nothing(self) -> None:
-        """Lets the next step be whole, since the last one may be damaged."""
+        """Lets the next step be whole, since the last step may be damaged."""
         self._bases = []
 
     # --- in the caller's thread ------------------------------------------------------------------
@@ -359,7 +359,7 @@ class Saver:
                 item.link(storage, work)
         except (OSError, CheckpointError) as error:
             is_linked = False
-            if isinstance(error, io.UnsupportedOperation):  # there are no hard links
+            if isinstance(error, io.UnsupportedOperation):  # hard links are not supported
                 self._incremental = False
             for item in based:
                 with contextlib.suppress(OSError, CheckpointError):
@@ -371,7 +371,7 @@ class Saver:
     def _explain_what_fits(self, step: int, size_bytes: int) -> None:
         """Logs the time that is left after a notice, beside what this run has measured.
 
-        If the upload of the step fits, an older one under way gives way to it.
+        If the upload of the step fits, an older upload under way gives way to it.
         """
         left_s = self.preemption.left_s
         if left_s is None or self._processes.index != 0:
@@ -517,7 +517,7 @@ class Saver:
             # Not in `on_commit`, for example: the callers of the manager need the errors.
             if (self._failures or late) and not self.is_own_thread():
                 errors += hear(self._failures, late)
-        # In several processes, only the next save tells all of them of process 0's.
+        # With several processes, only the next save reports process 0's errors to all.
         if self._tiers is not None and self._processes.count == 1:
             errors += self._tiers.uploads.take_errors()
         return errors
@@ -561,7 +561,7 @@ class Saver:
             self._wait_until(has_room, why=why)
         except Exception as error:  # raised once the other processes can hear of it
             errors.append(error)
-        # In several processes, only the next save tells all of them of process 0's.
+        # With several processes, only the next save reports process 0's errors to all.
         uploads = [] if self._tiers is None else self._tiers.uploads.take_errors()
         return [*errors, *self.take_errors(), *uploads]
 
@@ -613,7 +613,7 @@ class Saver:
 
     def stop(self) -> None:
         """Waits until all saves have ended, for the last time."""
-        self._incremental = False  # there is no next step to read for
+        self._incremental = False  # no later step will need files read back
         try:
             self.finish()
         finally:
@@ -678,7 +678,7 @@ class Saver:
                 self._changed.notify_all()
 
     def _remember(self, handle: SaveHandle) -> None:
-        """Lets a later step refer to the one that is committed; mends what it was found to lack."""
+        """Lets later steps refer to the committed step; mends damage found in earlier steps."""
         step = handle.step
         assert step is not None
         trees, (root, *_) = self._trees.pop(step, ()), self._places[step]

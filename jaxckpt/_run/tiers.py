@@ -143,7 +143,7 @@ class Tiers:
         return {"stay": self.local.index.steps(), **self.uploads.turn()}
 
     def take_turn(self, root: Root, info: StepInfo, told: Any) -> None:
-        """Does on this process's disk what process 0 said."""
+        """Does on this process's disk what process 0 decided."""
         if root is self.local and not self.uploads.leads:
             root.follow(info, told["stay"])
         self.uploads.take_turn(told)
