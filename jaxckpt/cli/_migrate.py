@@ -27,7 +27,7 @@ _STYLES: Final = {"yes": "green", "no": "bold red"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Name:
-    """A use of Orbax: `carried` is None for a place that stays as it is; then `why` says more."""
+    """A use of Orbax: `carried` is None for a place that stays as it is; `why` explains it."""
 
     line: int
     name: str
@@ -106,7 +106,7 @@ def _files(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _files_in(root: str) -> Iterator[str]:
-    """Yields the Python files below a directory, but not those of installed packages."""
+    """Yields the Python files below a directory, without installed packages."""
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in sorted(folders) if _is_program(os.path.join(folder, name))]
         for name in sorted(files, key=lambda name: os.path.islink(os.path.join(folder, name))):
@@ -122,7 +122,7 @@ def _is_program(folder: str) -> bool:
 
 def _read_file(path: str, within: str, *, anyway: bool) -> _File:
     """Reads a file: what it uses, and what would change."""
-    data = b"orbax"  # what it may contain until it is read
+    data = b"orbax"  # assumed until the file is read
     try:
         data = _read(path)
         source = parse(data)

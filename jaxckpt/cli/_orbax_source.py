@@ -25,7 +25,7 @@ DROP_IN: Final = "jaxckpt.orbax"
 _ORBAX: Final = "orbax"
 _EXPERIMENTAL: Final = "orbax.checkpoint.experimental"
 # Where the modules of Orbax are in the drop-in; the longest name comes first. Programs import from
-# private ones, too.
+# private modules, too.
 _PRIVATE: Final = "orbax.checkpoint._src"
 _HOMES: Final = (
     (f"{_PRIVATE}.checkpoint_managers.preservation_policy", f"{DROP_IN}.policies"),
@@ -268,7 +268,7 @@ def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
 
 
 def _bound_by(node: ast.AST) -> set[str]:
-    """Returns the names that a node binds, if it is no import."""
+    """Returns the names that a node binds, if it is not an import."""
     if isinstance(node, ast.Name):
         return set() if isinstance(node.ctx, ast.Load) else {node.id}
     if isinstance(node, ast.arg):

@@ -137,8 +137,8 @@ def restore_pytree(
     """Restores as Orbax's PyTreeRestore: the target gives the structure, the args the types.
 
     Args:
-        restore_args: `RestoreArgs` in the tree of the target, or else in the saved tree; those of
-            Orbax itself, too. A leaf without them is restored as it was saved.
+        restore_args: `RestoreArgs` of jaxckpt or Orbax in the tree of the target, or else in the
+            saved tree. A leaf without them is restored as it was saved.
         partial: Whether saved leaves that are not in the target are left out, and leaves that were
             not saved keep the values in the target.
     """
@@ -290,7 +290,7 @@ def wanted_leaf(saved: Any, args: Any) -> Any:
         return saved
     shape, saved_dtype = np.shape(saved), getattr(saved, "dtype", None) or np.asarray(saved).dtype
     sharding = sharding_of(args)
-    if not isinstance(saved_dtype, np.dtype):  # that of keys
+    if not isinstance(saved_dtype, np.dtype):  # the dtype of keys
         return _placed(shape, saved_dtype, _cut(sharding, len(shape)))
     sizes = (getattr(args, name, None) for name in ("global_shape", "shape"))
     shape = next((tuple(size) for size in sizes if size is not None), shape)

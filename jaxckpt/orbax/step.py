@@ -181,7 +181,7 @@ def find_step_path(
     step: int,
     include_uncommitted: bool = False,
 ) -> epath.Path:
-    """Returns the directory of a step, or that of its save under way; ValueError without one."""
+    """Returns the directory of a step or of its save under way; ValueError if neither exists."""
     name = name_format.build_name(step)
     for found in all_temporary_paths(base_path) if include_uncommitted else ():
         if found.get_final().name == name:
@@ -222,7 +222,7 @@ def is_path_temporary(path: str | os.PathLike[str], **_: Any) -> bool:
 
 
 def is_path_finalized(path: str | os.PathLike[str], **_: Any) -> bool:
-    """Returns whether a directory exists and is no save under way."""
+    """Returns whether a directory exists and is not a save under way."""
     return epath.Path(path).exists() and not is_path_temporary(path)
 
 
