@@ -67,11 +67,11 @@ def _sums(values: np.ndarray[Any, Any]) -> Iterator[bytes]:
 def send(shards: Sequence[jax.Array]) -> list[Sent]:
     """Enqueues the fingerprints of arrays, each on one device.
 
-    Whatever overwrites an array afterwards comes too late.
+    The arrays may be overwritten afterwards: the fingerprints are of their present values.
 
     Returns:
-        For each array its fingerprint, on the way; LATER if that takes a program that `prepare`
-        has still to compile, or None if there is never to be one.
+        For each array its fingerprint, on the way; LATER if `prepare` must compile its program
+        first; or None if the array never gets a fingerprint.
     """
     return [_sent(shard) for shard in shards]
 
@@ -90,7 +90,7 @@ def prepare() -> None:
 
 
 def arrived(prints: Sequence[Any]) -> list[bytes | None]:
-    """Waits for fingerprints on their way; None for what has none."""
+    """Waits for fingerprints on their way; None for arrays without a fingerprint."""
     import jax
 
     sent = [one for one in prints if isinstance(one, jax.Array)]

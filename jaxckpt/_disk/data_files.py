@@ -52,7 +52,7 @@ Values = np.ndarray[Any, Any]
 
 
 class Written(NamedTuple):
-    """What a process wrote, or the whole database."""
+    """The chunks that a process wrote, or the whole database."""
 
     sums: list[int]  # the checksums of chunks
     # Each value or its place, and the size in bytes of each file.
@@ -146,7 +146,7 @@ class DataFiles:
         return self._files[-1]
 
     def flush(self) -> None:
-        """Writes what was added so far, so that its values may change."""
+        """Writes the values added so far; afterwards they may change."""
         files, self._files = self._files, []
         self._open.clear()
         self._write(files)
@@ -158,7 +158,7 @@ class DataFiles:
             return Written(self._sums, self._places, self._sizes)
         self._write([file for file in self._files if file.compressed])
         self._files = [file for file in self._files if not file.compressed]
-        # Apart from the chunks, so that losing those does not lose what they were.
+        # Apart from the chunks: if their file is lost, the nodes still list the lost chunks.
         last = self._files[-1] if self._files else self._new_file()
         if last.size > min(_SMALL_BYTES, ocdbt.DATA_FILE_BYTES):
             last = self._new_file()

@@ -1,6 +1,6 @@
 """Finds the checkpoint that a path means, and opens its items.
 
-The contents of the path decide what it means:
+The contents of the path decide how it is read:
 
     a checkpoint      `_CHECKPOINT_METADATA`, our record, or directories that are items
     an item           `_METADATA`, or a legacy `checkpoint` file, or nothing but zarr arrays
@@ -320,7 +320,7 @@ def _items(found: Found, entries: Entries) -> dict[str, str]:
     recorded = found.contents(found.path) if found.record is not None else {}
     removed = found.removed
     dirs = {n: f"{found.path}/{n}" for n, k in recorded.items() if k == "dir" and n not in removed}
-    # Files of a program's own handler, which only that reads, count if there is nothing else.
+    # Directories that only a program's own handler reads count if there is nothing else.
     files = found.recorded(found.path)
     trees = {name for name in dirs if f"{name}/{names.TREE_METADATA}" in files}
     items = {n: path for n, path in dirs.items() if n in trees or is_item(found, path)} or dirs
@@ -455,7 +455,7 @@ def warn_skipped(root: str, problems: Sequence[str], good: str) -> None:
 
 
 def neighbours(storage: Storage, path: str) -> str:
-    """Describes what is beside a path that was not found."""
+    """Describes the neighbours of a path that was not found."""
     parent = posixpath.dirname(path)
     if storage.kind(parent) != "dir":
         return f"{parent} is not a directory."

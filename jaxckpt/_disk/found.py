@@ -52,7 +52,7 @@ class Found:
 
     @property
     def removed(self) -> list[str]:
-        """The recorded items whose directories another program removed; never the main one."""
+        """The recorded items whose directories another program removed; never the main item."""
         recorded = self.contents(self.path) if self.record is not None else {}
         if self.record is None or names.TREE_METADATA in recorded:
             return []
@@ -215,7 +215,7 @@ def check_sizes(found: Found) -> None:
 
 
 def file_problem(found: Found, name: str, facts: FileFacts) -> str | None:
-    """Returns what the listing shows to be wrong with a recorded file, if anything."""
+    """Returns the problem that the listing shows with a recorded file, if any."""
     folder, _, base = f"{found.path}/{name}".rpartition("/")
     entry = found.entries(folder).get(base)
     if entry is None or entry.kind != "file":

@@ -1,4 +1,4 @@
-"""Removes a checkpoint, an item of one, and what crashes left of saves and deletions.
+"""Removes a checkpoint or an item, and the remains of interrupted saves and deletions.
 
 To delete: rename to `...-deleting-...`, then remove the files. A crash leaves a name that no reader
 takes for a checkpoint, and the next writer finishes the job.
@@ -58,11 +58,11 @@ def recover(
     spare: str | None = None,
     fence: Callable[[], None] | None = None,
 ) -> dict[str, Entry] | None:
-    """Finishes or removes what a crash left of a save, a replacement or a deletion of `path`.
+    """Finishes or removes a save, a replacement or a deletion of `path` that a crash interrupted.
 
     Args:
         around: The listing of the directory that `path` is in.
-        spare: What is not touched; see `Work.spare`.
+        spare: Paths with this text are left alone; see `Work.spare`.
         fence: Raises unless only this writer may write here. If given, the work of live writers
             is removed too.
 
@@ -165,9 +165,9 @@ def _may_be_written(storage: Storage, path: str) -> bool:
 
 
 def files_left(storage: Storage, path: str) -> list[str] | None:
-    """Returns what a save or a deletion left at `path`, on a storage without renames.
+    """Returns the files that a save or a deletion left at `path`, on a storage without renames.
 
-    None if something else is there, such as a committed checkpoint.
+    Returns None if other files are there, such as a committed checkpoint.
     """
     files = storage.files(path)
     # Before process 0 begins, others may have written; and a writer that dies while it tries out
@@ -318,7 +318,7 @@ def remove_work(storage: Storage, path: str) -> None:
 
 
 def discard_work(storage: Storage, work: str, mark: str) -> None:
-    """Removes what other processes wrote for an attempt that did not begin. Never raises.
+    """Removes the files that other processes wrote for an attempt that did not begin. Never raises.
 
     Args:
         work, mark: See `Work`.
@@ -365,7 +365,7 @@ def remove_item(
 
 def discard(storage: Storage, path: str, *, check: Check = _no_check) -> None:
     if storage.atomic_rename:
-        # Also what another writer is about to delete, which may undo its rename until then.
+        # Rename even if another writer is about to delete it: that writer may undo its rename.
         doomed = beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
         take_away(storage, path, doomed, check=check)
         path = doomed

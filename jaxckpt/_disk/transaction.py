@@ -230,7 +230,7 @@ class Transaction:
             self.storage.write(f"{self.work}/{name}", data)
 
     def abort(self) -> None:
-        """Removes what was written, unless it is committed. Never raises an OSError."""
+        """Removes the files written, unless they are committed. Never raises an OSError."""
         try:
             # After an exchange that raised, `work` may be the previous checkpoint, which lacks an
             # owner. Before, a directory of this name without an owner is ours: claiming it failed.
@@ -331,7 +331,7 @@ class Transaction:
 
 
 def unseen(path: str, file: str) -> SaveFailed:
-    """Returns the error if process 0 lacks what another process has written."""
+    """Returns the error if process 0 does not see a file that another process has written."""
     return SaveFailed(
         f"{path}: process 0 does not see {file}, which another process has written. The path must "
         "be on a file system that all hosts share."
@@ -411,7 +411,7 @@ def begin(
 def take_over(storage: Storage, path: str, token: str) -> Transaction | None:
     """Continues an attempt with this token whose process has died; None if there is none.
 
-    What it wrote is still there, and may be incomplete.
+    Its files are still there, and may be incomplete.
 
     Raises:
         SaveFailed: its process lives.

@@ -153,12 +153,12 @@ def write_arrays(
         folder: Directory of the database; made if there is anything to write.
         snapshot: The values of each shard.
         describe: Whether to write the arrays' metadata too; only one process does.
-        kept: What is linked there instead, in a directory of files.
+        kept: The shards that are linked there instead, in a directory of files.
         is_whole: Whether no other process writes there, so that the nodes can be written too.
         name, landed: See `DataFiles`.
 
     Returns:
-        What was written, with the checksum of each of `writes.units`.
+        The chunks written, with the checksum of each of `writes.units`.
     """
     described = writes.described if describe else ()
     if not (writes.chunks or described):

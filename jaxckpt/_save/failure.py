@@ -34,10 +34,10 @@ class Failure:
 
 
 def hear(failures: list[Failure], waited_for: Sequence[Failure]) -> list[BaseException]:
-    """Returns the errors that this thread has not raised, and removes those that are over.
+    """Returns the errors that this thread has not raised, and removes failures that are over.
 
     Args:
-        waited_for: Failures of what this thread has waited for, which count even if they are over.
+        waited_for: Failures of the work that this thread has waited for; they count even if over.
     """
     wanted = [*(one for one in failures if not one.is_over), *waited_for]
     errors = [error for one in wanted for error in one.hear()]

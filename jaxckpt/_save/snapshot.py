@@ -49,7 +49,7 @@ class FileItem:
         """Writes nothing: process 0 writes all files."""
 
     def part(self) -> bytes | None:
-        """Returns what process 0 writes of this process's."""
+        """Returns this process's own file, which process 0 writes."""
         return next(iter(self.mine.values()), None)
 
     def said(self) -> Json:
@@ -77,9 +77,9 @@ class TreeItem:
 
     name: str  # "" if it lies directly in the checkpoint's directory
     tree: TreePlan
-    snapshot: Sequence[Any] | None  # what `stage` took of `tree.sources`, until written
+    snapshot: Sequence[Any] | None  # the values that `stage` took of `tree.sources`, until written
     manifest: bytes = b""  # of the database, if one process writes it
-    tables: Sequence[Table] = ()  # what was written; the second, in a share, is only held
+    tables: Sequence[Table] = ()  # of the chunks written; in a share, then of the held chunks
     changes: Changes | None = None  # since the step before; None if it does not matter
     written: Written | None = None  # until the next save knows of it
     handler: str = step.PYTREE_HANDLER
@@ -95,7 +95,7 @@ class TreeItem:
         return self.changes is not None and self.changes.base is not None
 
     def link(self, storage: Storage, work: Work) -> None:
-        """Links what is to be taken from an earlier step, before its values are let go."""
+        """Links the unchanged files of an earlier step, before the values are released."""
         if self.changes is not None:
             self.changes.link(storage, folder_of(self, work))
 
@@ -127,13 +127,13 @@ class TreeItem:
             self.written = written
         self.manifest = written.manifest
         self.tables = [Table(written.places, writes.units, written.sums)]
-        if work.own:  # beside its part for the directory, what another process writes there
+        if work.own:  # also the held chunks that other processes write to the directory
             writes = self.tree.held
             held = write(writes=writes, describe=not leads, name=names.new_held_file)
             self.tables = [*self.tables, Table(held.places, writes.units, held.sums)]
 
     def part(self) -> bytes | None:
-        """Returns what process 0 has to know of what was written."""
+        """Returns the table of the chunks written, for process 0."""
         return encode_table(self.tables[0]) if self.tables and self.tables[0].places else None
 
     def base(self, path: str) -> Base | None:
@@ -172,7 +172,7 @@ class TreeItem:
     def finish(
         self, storage: Storage, work: Work, processes: Processes, parts: Mapping[int, bytes]
     ) -> Finished:
-        """Completes the database with what the other processes wrote."""
+        """Completes the database with the chunks of the other processes."""
         item, files, stored = folder_of(self, work), dict(self.tree.files), self.tree.plan.stored
         if any("/" in name for name in files):
             storage.make_dir(f"{item}/{names.ARRAY_METADATAS}")

@@ -1,4 +1,4 @@
-"""Finds what did not change since an earlier step, to whose files a step then refers.
+"""Finds the shards that did not change since an earlier step, to whose files a step then refers.
 
 The files of values are never changed. So a step may have hard links to files of an earlier step, or
 copies that a store makes, and its database has the places in them: the step is complete by itself,
@@ -62,17 +62,17 @@ class LinkFailed(SaveFailed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """Describes what this process wrote of a tree in a committed step."""
+    """Describes the shards of a tree that this process wrote in a committed step."""
 
     tree: TreePlan
     folders: tuple[str, ...]  # of its database, then of databases whose files it shares
     written: Written
     arrays: Sequence[weakref.ref[jax.Array] | None]
-    prints: Sequence[bytes | None]  # of the source shards; None if not to be asked
+    prints: Sequence[bytes | None]  # fingerprints of the source shards; None if not compared
     later: Collection[int]  # source shards whose fingerprints can be taken from now on
-    age: int  # steps since all shards were asked
+    age: int  # steps since all shards were compared
     trusted: dict[str, int]  # by file: how many steps may refer to it before it is read back
-    bad: dict[str, list[ChunkWrite]] = field(default_factory=dict)  # what is damaged, by file
+    bad: dict[str, list[ChunkWrite]] = field(default_factory=dict)  # the damaged chunks, by file
 
     def read_back(
         self, newer: Base | None, storage: Storage, goes_on: Callable[[], bool]
@@ -80,7 +80,7 @@ class Base:
         """Reads the files that the next step may refer to, if they are due; yields problems.
 
         Args:
-            newer: Of the newest step, which shows what has not changed for two steps.
+            newer: The base of the newest step, which shows what has not changed for two steps.
         """
         if newer is None or newer.tree is not self.tree:
             return
@@ -140,7 +140,7 @@ class Changes:
     prints: list[bytes | None] = field(default_factory=list)
 
     def link(self, storage: Storage, folder: str) -> None:
-        """Links the files of what did not change into a new directory of a database.
+        """Links the files of unchanged shards into a new directory of a database.
 
         Afterwards the values are not needed, and the earlier step may be deleted.
 
@@ -156,13 +156,13 @@ class Changes:
         self.files |= new
 
     def kept(self, snapshot: Sequence[Any], storage: Storage, folder: str, mark: str) -> Kept:
-        """Compares what is in host memory; returns what is linked and need not be written.
+        """Compares shards in host memory; returns the shards that are linked and need no writing.
 
         Args:
             mark: As in `names.part`.
 
         Raises:
-            SaveFailed: what is linked, or was to be copied by a store, is gone.
+            SaveFailed: a linked file, or a file that a store should copy, is gone.
             LinkFailed: a store did not copy files.
         """
         base, sources, self.mark = self.base, self.tree.sources, mark
@@ -194,7 +194,7 @@ class Changes:
         return Kept(self.linked, _true(self.same) - self.linked, self._renamed(base.written))
 
     def _renamed(self, written: Written) -> Written:
-        """Returns what was written in the earlier step, under the names of the copies."""
+        """Returns the description of the earlier step's files, under the names of the copies."""
         if not self.mark:
             return written
         places = {
@@ -284,11 +284,11 @@ class Changes:
 def changes_since(
     base: Base | None, tree: TreePlan, values: Sequence[Array], storage: Storage
 ) -> Changes:
-    """Finds what costs nothing to find, and compares what is on accelerators, waiting for it.
+    """Finds identical arrays, and compares shards on accelerators, waiting for the result.
 
     Args:
-        base: Of the committed step to refer to, if there is one.
-        values: Of the arrays.
+        base: The base of the committed step to refer to, if there is one.
+        values: The values of the arrays.
     """
     if base is not None and base.tree is not tree:
         base = None
