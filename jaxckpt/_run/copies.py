@@ -1,4 +1,4 @@
-"""Decides what to read where the steps of a run are in two places, and what to upload. Pure."""
+"""Decides which copy of a step to read if a run has two places, and what to upload. Pure."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def over_disks(disks: Disks, directory: Mapping[int, str | None]) -> list[Copy]:
 
 
 def unusable(disks: Disks, copies: Sequence[Copy]) -> tuple[int, dict[int, str]] | None:
-    """Returns the newest step on the disks if it is newer than all copies, and what is wrong.
+    """Returns the newest step on the disks if it is newer than all copies, and its problems.
 
     Args:
-        copies: What `over_disks` returned.
+        copies: The result of `over_disks`.
 
     Returns:
         The step, and by process why its disk is of no use; None if the newest step can be read.

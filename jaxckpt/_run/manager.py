@@ -705,7 +705,7 @@ class CheckpointManager:
         return reports
 
     def _upload_again(self, damaged: Sequence[int], root: Root) -> None:
-        """Replaces steps of the directory that were set aside by what the hosts' disks have."""
+        """Uploads again, from the hosts' disks, steps of the directory that were set aside."""
         local = self._roots[0]
         if self._tiers is None or not local.own or root.own or self._processes.index != 0:
             return
@@ -745,7 +745,7 @@ class CheckpointManager:
         self._on_own_disk(step, do)
 
     def _on_own_disk(self, step: int, do: Callable[[Deletion, int], object]) -> None:
-        """Does on the disk of this process what process 0 has done on its own."""
+        """Repeats on this process's disk what process 0 has done on its disk."""
         local = self._roots[0]
         if local.own and self._processes.index != 0 and local.has(step):
             do(local.deletion, step)

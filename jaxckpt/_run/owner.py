@@ -212,7 +212,7 @@ class Ownership:
     def _write_in_place(self, file: str, data: bytes, full: OSError) -> None:
         """Overwrites the owner's file, which takes no room, so that steps can be deleted.
 
-        If there is none, there stays none: no other job has taken the run.
+        If the file is missing, it stays missing: no other job has taken the run.
         """
         storage = self._index.storage
         if storage.kind(file) is None:
@@ -296,7 +296,7 @@ class Ownership:
             self._hold = self._lock()
         if self._left:
             self._remove_left()
-        # In a store each listing is a request, and what the owner's file shows is enough.
+        # In a store each listing is a request, and the owner's file shows enough.
         if step is not None and (self._index.storage.atomic_rename or not self._is_sure):
             self._refuse_older(step)
             self._is_sure = True
@@ -363,7 +363,7 @@ class Ownership:
         return names.WRITER in files or names.RECORD not in files
 
     def _remove_left(self) -> bool:
-        """Removes what earlier jobs left, once their leases are over; returns whether it did."""
+        """Removes remains of earlier jobs, once their leases are over; returns whether it did."""
         if self._hold is None or isinstance(self._hold, _NoHold):
             return False
         before = len(self._left)
@@ -560,7 +560,7 @@ def _unless_full(index: StepIndex) -> Iterator[None]:
         index.report(f"{index.root} is opened, though the disk is full: {error}")
 
 
-_open: dict[tuple[str, str, int], Opening] = {}  # those for writing
+_open: dict[tuple[str, str, int], Opening] = {}  # managers open for writing
 _open_lock = threading.Lock()  # guards _open
 
 

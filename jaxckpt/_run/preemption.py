@@ -62,7 +62,7 @@ class Preemption:
         return None if self._deadline_s is None else self._deadline_s - time.monotonic()
 
     def _poll(self, notice: Notice) -> None:
-        """Asks until there is a notice; one that fails is reported once, and asked again."""
+        """Polls until a notice comes; reports the first failure of a call, and goes on polling."""
         failed = False
         while not self._closed.wait(_POLL_S):
             try:

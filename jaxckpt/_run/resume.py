@@ -280,7 +280,7 @@ class Resume:
         return CorruptCheckpoint(text, file=path)
 
     def _settle(self, failed: _Attempt, good: Copy) -> None:
-        """Does about a damaged copy what can be done."""
+        """Mends a damaged copy or sets it aside, if this process may; else reports it."""
         error, step, root = failed.error, failed.copy.step, self._root_of(failed.copy)
         leads = self.writes and (failed.is_mine if root.own else self.processes.index == 0)
         if not (leads and isinstance(error, CorruptCheckpoint)):

@@ -78,7 +78,7 @@ class Saver:
             started_s=time.monotonic(),
             is_new=newest is None,
         )
-        # By which a step is saved in the directory and, if there are tiers, locally.
+        # The schedule for the directory and, if there are tiers, the schedule for local steps.
         self._schedules = [schedule]
         if tiers is not None and tiers.save is not None:
             self._schedules.append(replace(schedule, policy=tiers.save))
@@ -112,14 +112,14 @@ class Saver:
         self._by_rules: Decision | None = None
         self._is_durable = True  # whether the step of the decision goes to the directory
         self._due = True  # the same by the rules
-        # Where steps being saved go, how to the directory afterwards, and what reads their life.
+        # Root and upload of each step being saved, and the function that reads its life.
         self._places: dict[int, tuple[Root, Upload | None, Callable[[], Life]]] = {}
         self._trees: dict[int, list[TreeItem]] = {}  # by step, until the commit
         # The latest steps, by item. The next step may refer to the first of them if there are
         # `_most_bases`: on a file system, the two newest steps share no file.
         self._bases: list[dict[str, Base]] = []
         self._most_bases = 1 if is_store else 2
-        self._reading: object | None = None  # of what the next step may refer to; ends with it
+        self._reading: object | None = None  # the current read-back for the next step; None ends it
         self._explained = False
         self._started = 0
         self._latest: SaveHandle | None = None
@@ -328,9 +328,9 @@ class Saver:
         return handle
 
     def _lives(self) -> Callable[[], Life]:
-        """Returns what reads how the run got to the steps that are being saved.
+        """Returns a function that reads the life of the steps being saved.
 
-        All steps have the same until the run goes back. It is read in the saving thread, once.
+        All steps have the same life until the run goes back. The saving thread reads it once.
         """
         if self._life is None:
             start = hashlib.sha256(f"{self.session}/{self._started}".encode()).hexdigest()[:12]
@@ -348,7 +348,7 @@ class Saver:
         return before.begun(start, step)
 
     def _link(self, held: Sequence[SaveItem], root: Root, work: Work) -> bool:
-        """Links what has not changed while its values are there; returns whether that worked.
+        """Links the files of unchanged shards while their values exist; returns whether it worked.
 
         If not, nothing is linked, and the next steps are whole.
         """
@@ -480,10 +480,10 @@ class Saver:
         return held
 
     def _bases_now(self) -> Mapping[str, Base]:
-        """Returns what a step may refer to, by item; files that are not read back are left out."""
+        """Returns the base of each item for the next step, without files that are not read back."""
         with self._changed:
             self._reading = None
-            # While a save is under way, it is open which will be the two newest steps.
+            # While a save is under way, the two newest steps are not known yet.
             is_known = not self._under_way and len(self._bases) == self._most_bases
             return self._bases[0] if is_known else {}
 
@@ -595,7 +595,7 @@ class Saver:
         self.wait(self.under_way(), 0.0 if self._is_stopped else None)
 
     def wait_for_all(self, timeout_s: float | None = None) -> None:
-        """Waits until all saves have ended and what the next may refer to is read back.
+        """Waits until all saves have ended and the files that the next may share are read back.
 
         Raises their errors in every thread that waits.
         """
@@ -634,7 +634,7 @@ class Saver:
             ending.start(self, self._work, f"jaxckpt-manager {self._index.root}")
 
     def _work(self) -> None:
-        """Runs the saves under way until there are none; then prepares the next one."""
+        """Runs the saves under way until there are none; then prepares the next save."""
         self._thread = threading.current_thread()
         handle: SaveHandle | None = self._under_way[0]
         reading = None
@@ -660,7 +660,7 @@ class Saver:
         self._read_back(reading)
 
     def _read_back(self, reading: object) -> None:
-        """Reads what the next step may refer to back from the disk, until that step begins."""
+        """Reads back from the disk the files that the next step may share, until it begins."""
 
         def goes_on() -> bool:
             return self._reading is reading and not ending.is_ending()

@@ -198,7 +198,7 @@ def _item(found: Found, name: str, pace: Pace, processes: Processes) -> SaveItem
 @final
 @dataclass(kw_only=True)
 class SentTree:
-    """A pytree whose part of this process lies on its disk, as it is to lie in the directory."""
+    """A pytree whose part of this process is on its disk, in the form to be uploaded."""
 
     name: str
     found: Found
@@ -278,7 +278,7 @@ class SentTree:
     def finish(
         self, storage: Storage, work: Work, processes: Processes, parts: Mapping[int, bytes]
     ) -> Finished:
-        """Completes the database with what the other processes sent."""
+        """Completes the database with the chunks that the other processes sent."""
         del processes
         files = {name: self._read(name) for name in self._metadata()}
         for folder in {posixpath.dirname(name) for name in files}:

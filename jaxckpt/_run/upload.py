@@ -126,7 +126,7 @@ def upload(
 
 
 def _earlier(target: StepIndex, step: int) -> tuple[list[str], list[str]]:
-    """Returns the steps whose files a new one may have, the newest first; and those it must not."""
+    """Returns the steps whose files a new step may share, newest first; and steps it must not."""
     if target.storage.scheme != "file":  # each step has its own objects
         committed = (n for n in reversed(target.listing().steps) if target.is_committed(n))
         return [target.path(n) for n in islice(committed, 2)], []
@@ -225,7 +225,7 @@ class Sending:
     folder: str
     pace: Pace
     before: Sequence[str] = ()  # steps in the target that may have files of the same names
-    beside: Sequence[str] = ()  # those that must not share them
+    beside: Sequence[str] = ()  # steps that must not share them
     trusted: dict[str, int] = field(default_factory=dict)  # as in `upload`
     linked: dict[str, int] = field(default_factory=dict)  # how many further steps may refer to it
     bad: dict[str, str] = field(default_factory=dict)  # files that differ, and in which step

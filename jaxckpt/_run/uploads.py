@@ -2,7 +2,7 @@
 
     wait      for a local commit of a step that is due there; the newest step goes first
     upload    its finished files, and commit them, see `upload`
-    delete    what the policy of the directory does not keep
+    delete    steps that the policy of the directory does not keep
     again     after an error that may pass, until `timeout_s` after the local commit
 
 Training never waits for it: the queue is bounded, and what no longer fits is dropped and reported.
@@ -150,7 +150,7 @@ class Uploads:
     # --- where all processes upload together -----------------------------------------------------
 
     def turn(self) -> dict[str, Json]:
-        """Returns what waits, and which step all are to upload now, if any; only in process 0."""
+        """Returns the waiting steps, and the step to upload now, if any; only in process 0."""
         with self._changed:
             chosen = None
             if self._waiting and self._current is None and time.monotonic() >= self._next_s:
@@ -243,7 +243,7 @@ class Uploads:
     # --- in any thread ---------------------------------------------------------------------------
 
     def give_way(self) -> None:
-        """Drops what waits, so that the local root may delete it."""
+        """Drops the waiting uploads, so that the local root may delete their steps."""
         with self._changed:
             self._drop_oldest(most=0)
 
@@ -252,9 +252,9 @@ class Uploads:
         return sorted(one.step for one in self.under_way())
 
     def under_way(self) -> Sequence[Upload]:
-        """Returns what is not uploaded yet."""
+        """Returns the uploads that are waiting or under way."""
         with self._changed:
-            waiting = self._waiting if self.leads else []  # the others only hear of it
+            waiting = self._waiting if self.leads else []  # the others only mirror the queue
             return [*waiting, *([self._current] if self._current is not None else [])]
 
     def take_errors(self, waited_for: Sequence[Upload] = ()) -> list[BaseException]:

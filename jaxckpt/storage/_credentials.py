@@ -51,14 +51,14 @@ _BY_TENSORSTORE: Final = {
     "GOOGLE_AUTH_TOKEN_FOR_TESTING": "default",
 }
 _PREFIXES: Final = {"az": "AZURE", "gs": "GOOGLE", "s3": "AWS"}
-# The variable against asking a metadata address, and those with one.
+# The variable that forbids asking a metadata address, and the variables that hold an address.
 _NO_MACHINE: Final = {"gs": "NO_GCE_CHECK", "s3": "AWS_EC2_METADATA_DISABLED"}
 _ADDRESSES: Final = {
     "az": ("AZURE_MSI_ENDPOINT", "AZURE_IDENTITY_ENDPOINT", "IDENTITY_ENDPOINT"),
     "gs": ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP"),
     "s3": ("AWS_METADATA_ENDPOINT",),
 }
-# What the system shows on the machines of a cloud: firmware, and the names of machines and pods.
+# Signs of a cloud in the firmware, and in the names of machines and pods.
 _SIGNS: Final = {
     "az": r"(?m)^chassis_asset_tag 7783-7084-3265-9085-8269-3286-77|\bcloudapp\.net\b",
     "gs": r"(?m)^product_name Google|\bgoogle\.internal\b",
@@ -77,7 +77,7 @@ SIGN_IN: Final = {
     "s3": "Run `aws configure` or `aws sso login` and set AWS_PROFILE, or set AWS_ACCESS_KEY_ID "
     "and AWS_SECRET_ACCESS_KEY",
 }
-# What a profile of AWS has, besides a region, if it has credentials.
+# Keys of an AWS profile that show that it has credentials.
 _SIGNED_IN: Final = {
     *("aws_access_key_id", "role_arn", "sso_session", "sso_start_url"),
     *("credential_process", "login_session"),
@@ -163,7 +163,7 @@ def clouds_of(system: str) -> set[str]:
 
 @cache
 def _system(files: Sequence[str] = _SYSTEM) -> str:
-    """Returns what the system shows about its cloud, without a request."""
+    """Returns the system's texts that may show its cloud, without a request."""
     lines = []
     for path in files:
         with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:

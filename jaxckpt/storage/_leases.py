@@ -93,7 +93,7 @@ class Lease:
         return version
 
 
-_leases: set[Lease] = set()  # those that are renewed
+_leases: set[Lease] = set()  # leases that are renewed
 _changed = threading.Condition()  # guards _leases, their `due_s`, and _renewer
 _renewer: threading.Thread | None = None
 

@@ -124,7 +124,7 @@ class _LimitedHold:
 
 @cache
 def ask() -> Callable[..., Any]:
-    """Returns what calls a function with a path, with a limit if a file system here may hang."""
+    """Returns a function `call(do, path)`, with a time limit if a file system here may hang."""
     return _ask if any(one.may_hang for one in mounts().values()) else operator.call
 
 

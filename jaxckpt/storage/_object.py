@@ -418,10 +418,10 @@ class ObjectStorage:
     # --- what the store can do -----------------------------------------------------------------
 
     def _probe(self, path: str) -> None:
-        """Finds out, at the first write, whether conditional writes work, and what time it is.
+        """Tests, at the first write, whether conditional writes work, and reads the store's time.
 
         Raises:
-            StoreError: they do not, so that two writers could both commit a step.
+            StoreError: they do not work, so that two writers could both commit a step.
         """
         with self._clock_lock:
             if self._clock is not None:
@@ -435,7 +435,7 @@ class ObjectStorage:
                 try:
                     problem, clock = self._try_conditions(file)
                 finally:
-                    # If it stays, it is a temporary file of one byte.
+                    # If deleting fails, a temporary file of one byte stays.
                     with contextlib.suppress(OSError):
                         self._delete(file, [self._key(file)])
                 if not problem:
@@ -449,7 +449,7 @@ class ObjectStorage:
             self._clock = clock
 
     def _try_conditions(self, file: str) -> tuple[str, float]:
-        """Returns what does not work, or "", and the store's time minus the monotonic clock's."""
+        """Returns the problem, or "", and the store's time minus the monotonic clock's."""
         first = self._create(file, b"1")
         if first is None:
             return "an object with a new, random name was said to exist", 0.0

@@ -55,7 +55,7 @@ _LONGEST_PAUSE_S: Final = 5.0
 _MOST_SAID: Final = 300
 # In the dump of a client's internals only: nothing took the connection, and why.
 _NOT_CONNECTED: Final = re.compile(r'kind: Connect,.*?(?:message|error): "([^"]*)"', re.S)
-# What obstore puts around the words of a store, or of what has the credentials.
+# Texts that obstore puts around the message of a store or of a credential provider.
 _AROUND: Final = (
     (re.compile(r"^.*? credential provider: \w+: |^.*?\bError performing (?=[A-Z]+ )"), ""),
     (re.compile(r" in [\d.]+\w+(, after .*?)? - (Server .*? code: |HTTP error: )?"), ": "),
@@ -327,7 +327,7 @@ class Requests:
         )
 
     def advice(self, reason: Reason) -> str:
-        """Returns what is wrong, and what to do about it."""
+        """Returns an explanation of the problem, with the remedy."""
         return _ADVICE[reason].format(
             bucket=self._name,
             endpoint=self.endpoint,
@@ -337,7 +337,7 @@ class Requests:
 
     @property
     def endpoint(self) -> str:
-        """The endpoint, and what has set it."""
+        """The endpoint and its origin, for messages."""
         return endpoint_of(self._scheme, self._bucket, self._settings)
 
 

@@ -146,7 +146,7 @@ def _from_environment(scheme: str, env: Mapping[str, str]) -> StoreSettings:
 
 
 def endpoint_of(scheme: str, bucket: str, settings: StoreSettings) -> str:
-    """Returns the endpoint of a bucket, and what has set it, as messages have them."""
+    """Returns the endpoint of a bucket and its origin, for messages."""
     if settings.endpoint is None:
         return "the provider's endpoint"
     if _given_for(scheme, bucket) is not None:
@@ -275,7 +275,7 @@ def kvstore_spec(
         "driver": "s3",
         **place,
         "aws_region": settings.region or "us-east-1",
-        # Its chain would look for others first, and log what is missing.
+        # The default chain of credentials would try others first, and log each that is missing.
         "aws_credentials": {"type": source.tensorstore},
     }
     if settings.endpoint:
