@@ -39,7 +39,7 @@ class Finding:
         value: A figure, in the unit.
         text: The finding, if it is not a figure.
         advice: What to do. Empty if nothing is wrong.
-        error: What went wrong, in the words of the place.
+        error: The error, in the words of the place.
     """
 
     name: str = ""

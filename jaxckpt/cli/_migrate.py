@@ -121,7 +121,7 @@ def _is_program(folder: str) -> bool:
 
 
 def _read_file(path: str, within: str, *, anyway: bool) -> _File:
-    """Reads a file: what it uses, and what would change."""
+    """Reads a file; returns its uses of Orbax and the changes."""
     data = b"orbax"  # assumed until the file is read
     try:
         data = _read(path)
@@ -140,7 +140,7 @@ def _read_file(path: str, within: str, *, anyway: bool) -> _File:
 
 
 def _changed(file: _File) -> _File:
-    """Changes a file if that is to be done."""
+    """Rewrites a file if its state is "to change"."""
     if file.state != "to change":
         return file
     try:
@@ -160,7 +160,7 @@ def _read(path: str) -> bytes:
 
 
 def _examined(path: str, within: str, source: Source, *, anyway: bool) -> _File:
-    """Returns what a file uses, and whether its imports can be changed."""
+    """Returns the uses of Orbax in a file, and whether its imports can be changed."""
     names = [_asked(use) for use in source.uses]
     why = [f"line {change.line} {change.problem}" for change in source.changes if change.problem]
     lacking = sorted({name.name for name in names if name.carried is False})

@@ -63,8 +63,8 @@ class FolderItem(FileItem):
     """
 
     source: tempfile.TemporaryDirectory[str]
-    end: Callable[[], None]  # of what the handler does in the background
-    facts: dict[str, step.FileFacts] = field(default_factory=dict)  # of those that are copied
+    end: Callable[[], None]  # ends the handler's work in the background
+    facts: dict[str, step.FileFacts] = field(default_factory=dict)  # of the copied files
 
     def write(self, storage: Storage, work: Any, processes: Processes) -> None:
         """Waits for the handler and copies its files."""
@@ -119,10 +119,10 @@ def several(items: Items, mode: int | None) -> Several:
 
 
 def make_dir(storage: Storage, path: str, mode: int | None, *, is_new: bool = False) -> None:
-    """Makes a directory, in a file system with permissions, less those that the umask takes away.
+    """Makes a directory; in a file system, with permissions that the umask may reduce.
 
     Args:
-        is_new: Whether one that exists gets them too.
+        is_new: Whether an existing directory gets these permissions too.
     """
     is_new = is_new or storage.kind(path) is None
     storage.make_dir(path)
@@ -246,7 +246,7 @@ class Loose(args.CheckpointArgs):
 
 
 def made(handler: Any, verb: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """Returns the args among the arguments of a call, or those that the handler's class makes."""
+    """Returns the args among the arguments of a call, or args made by the handler's class."""
     return _made(type(handler).__mro__, verb, given, named)
 
 
@@ -266,7 +266,7 @@ def _made(classes: Iterable[type], verb: str, given: Any, named: Mapping[str, An
 
 
 def store(handler: Any, given: Any) -> Items:
-    """Returns what a handler stores for args.
+    """Returns the values that a handler stores for args.
 
     A handler that is not of this module writes into a temporary directory, and so does one whose
     class overrides how it saves. The handler's work in the background ends before the commit.
@@ -322,7 +322,7 @@ def _call(verb: Callable[..., Any], directory: epath.Path, given: Any) -> Any:
 
 
 def load(handler: Any, path: str, given: Any) -> Any:
-    """Returns what a handler restores from a path for args."""
+    """Returns the object that a handler restores from a path for args."""
     if _is_plain(handler, "restore"):
         return handler._restored(path, given)
     return _call(handler.restore, epath.Path(path), given)

@@ -188,7 +188,7 @@ def restore_like(
         saved = by_name(found.abstract(), is_leaf=is_empty)
 
         def fitted(names: Names, leaf: Any) -> Any:
-            """Returns None for what is empty, in the target or there, but not in both."""
+            """Returns None for a node that is empty in the target or as saved, but not in both."""
             if names in saved and is_empty(leaf) != is_empty(saved[names]):
                 return None
             return _with_dtype(leaf, saved.get(names))
@@ -263,8 +263,8 @@ def _unsaved(like: Any, saved: Mapping[Names, Any]) -> dict[Names, Any]:
     """Returns the leaves of a target that were not saved, by name.
 
     Raises:
-        TypeError: one is a container there, or is in what is a leaf there.
-        ValueError: one is beyond the end of a sequence.
+        TypeError: a leaf of the target was saved as a container, or lies below a saved leaf.
+        ValueError: a leaf of the target is beyond the end of a saved sequence.
     """
     containers = _above(saved) | {()}
     unsaved: dict[Names, Any] = {}

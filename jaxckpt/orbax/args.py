@@ -133,7 +133,7 @@ class StandardRestore(_OfItem):
     """Restores a tree.
 
     Attributes:
-        item: A target, which gives the types; None for those that were saved.
+        item: A target, which gives the types; None for the saved types.
         strict: If False, arrays are cut off or padded to the shapes of the target.
         support_layout: Is refused.
         fallback_sharding: No effect.

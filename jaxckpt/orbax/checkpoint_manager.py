@@ -83,7 +83,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
         return policies.infos(self._infos())
 
     def all_steps(self, read: bool = False) -> list[int]:
-        """Returns the steps in order, those being saved included.
+        """Returns the steps in order, including steps being saved.
 
         Args:
             read: Whether to look at the directory again.

@@ -20,7 +20,7 @@ class Closing:
     """Closes itself at the end of its `with`."""
 
     def close(self) -> None:
-        """Ends what is under way."""
+        """Ends the work under way."""
 
     def __enter__(self) -> Self:
         return self

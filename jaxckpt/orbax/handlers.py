@@ -375,9 +375,9 @@ _NAMES: Final = ("filename", "checkpoint_name", "key_name")  # arguments of a ha
 
 
 def as_ours(handler: Any) -> Any:
-    """Returns a handler of Orbax itself as one of this module; others as they are.
+    """Converts a handler of Orbax itself to a handler of this module; returns others as they are.
 
-    One with handlers of leaves of its own stays, too, since jaxckpt does not call those.
+    Also returns as it is a handler that has its own handlers of leaves: jaxckpt calls none of them.
     """
     cls = type(handler)
     ours = _OURS.get(cls.__name__)

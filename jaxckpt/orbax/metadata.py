@@ -26,7 +26,7 @@ from jaxckpt.types import LeafInfo
 
 @dataclass
 class StepMetadata:
-    """What is known of a checkpoint.
+    """The facts about a checkpoint.
 
     Attributes:
         item_handlers: The name of its handler, or the handler's name of each item.
@@ -49,7 +49,7 @@ class StepMetadata:
 
 @dataclass
 class RootMetadata:
-    """What is known of a run.
+    """The facts about a run.
 
     Attributes:
         internal_metadata: Nothing.
@@ -183,7 +183,7 @@ def of_tree(directory: str | os.PathLike[str]) -> TreeMetadata:
 
 
 def custom_of(found: Checkpoint) -> Any:
-    """Returns what a program stored with a tree, or in a safetensors file."""
+    """Returns the program's metadata of a tree or a safetensors file."""
     return None if found._tree is None else found._tree.tree.custom_metadata
 
 

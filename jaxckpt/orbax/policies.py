@@ -178,7 +178,7 @@ class LatestDuration(PreservationPolicy):
 
 @dataclass
 class AnyPreservationPolicy(PreservationPolicy):
-    """Keeps what one of `policies` keeps."""
+    """Keeps the steps that any of `policies` keeps."""
 
     policies: Sequence[PreservationPolicy]
 
@@ -331,7 +331,7 @@ def _every(policy: Any) -> dict[str, Any] | None:
 
 
 def _apart(policy: Any, steps: Sequence[int]) -> list[int]:
-    """Returns the steps that `EveryNSteps` keeps: multiples, or else those that are far apart."""
+    """Returns the steps that `EveryNSteps` keeps: multiples, or else steps that are far apart."""
     kept: list[int] = []
     for step in steps:
         exact = policy.exact_interval
@@ -371,7 +371,7 @@ _KEEP: Final[Mapping[str, Callable[[Any], dict[str, Any] | None]]] = {
 
 
 def keep_policy(policy: Any, steps: Steps, *, move_to: str | None = None) -> KeepPolicy:
-    """Returns the policy of jaxckpt that keeps what Orbax's keeps, and the newest step.
+    """Returns jaxckpt's policy that keeps the same steps as Orbax's policy, and the newest step.
 
     Args:
         steps: Returns the steps of the run, for a policy that looks at all of them at once.

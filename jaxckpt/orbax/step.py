@@ -91,7 +91,7 @@ class StandardNameFormat(NameFormat):
 def _committed(
     base_path: str | os.PathLike[str], step_of: Callable[[str], int | None]
 ) -> Iterator[Metadata]:
-    """Yields the directories with the names of steps, without those that are incomplete.
+    """Yields the directories with the names of steps, without incomplete steps.
 
     One with no file of a checkpoint counts where a rename commits, as it does for Orbax.
     """
@@ -217,7 +217,7 @@ def _number(name: str) -> int | None:
 
 
 def is_path_temporary(path: str | os.PathLike[str], **_: Any) -> bool:
-    """Returns whether a directory is a save under way, or what is left of one."""
+    """Returns whether a directory is a save under way or its remains."""
     return names.TEMPORARY in os.path.basename(os.fspath(path))
 
 

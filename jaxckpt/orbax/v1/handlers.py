@@ -38,7 +38,7 @@ _LEAF_TYPES: Final = "jax.Array | numpy.ndarray | int | float | numpy.number | b
 
 @runtime_checkable
 class StatefulCheckpointable(Protocol):
-    """An object that saves itself and loads in place; each call returns what ends the work."""
+    """An object that saves itself and loads in place; awaiting a call's result ends the work."""
 
     async def save(self, directory: Any) -> Awaitable[None]: ...
 
