@@ -17,7 +17,7 @@ Words, one for each idea:
     checkpoint  a directory that holds one committed save
     run         a directory of steps, which is its root
     step        a checkpoint of a run, named by its number
-    item        one named object of a checkpoint, mostly a pytree; `state` unless said otherwise
+    item        one named object of a checkpoint, mostly a pytree; `state` by default
     leaf        one array or value of a tree; its path joins the keys on the way to it with `/`
     shard       the part of an array that one device holds
     chunk       the part of an array that is stored as one piece: a shard, or an equal slice of one

@@ -124,7 +124,7 @@ def damaged(file: str, what: str, *, leaf: str | None = None) -> CorruptCheckpoi
     return CorruptCheckpoint(f"{file}: {what}", leaf=leaf, file=file)
 
 
-# Where git was not told to fetch large files, a short text stands in place of each.
+# In a git checkout without its LFS files, a short text stands in place of each large file.
 _LFS_POINTER: Final = b"version https://git-lfs."
 MAX_LFS_BYTES: Final = 1024
 
@@ -142,7 +142,7 @@ def lfs_problem(data: bytes) -> str | None:
 class StoreError(CheckpointError, OSError):
     """An object store refused a request, or it or a file system did not answer in time.
 
-    The message says what to do. In a save, it is the cause of the `SaveFailed`.
+    The message explains what to do. In a save, it is the cause of the `SaveFailed`.
 
     Attributes:
         client_error: The error of the store's client, or None. No traceback shows it: the message

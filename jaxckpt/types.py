@@ -411,7 +411,7 @@ class DiffReport:
 
 
 def _branches(paths: Sequence[str], others: Iterable[str]) -> Counter[str]:
-    """Counts paths by the highest branch ("opt/") that has no other paths, or by themselves."""
+    """Counts paths by the highest branch ("opt/") without any of `others`, or by themselves."""
     taken = {branch for path in others for branch in _above(path)}
     return Counter(next(one for one in (*_above(path), path) if one not in taken) for path in paths)
 

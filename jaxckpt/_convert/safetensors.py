@@ -83,8 +83,8 @@ def export_safetensors(
         max_shard_bytes: Most bytes in one file; a larger tensor gets a file of its own. If None,
             all tensors go into one file.
         overwrite: Whether to replace existing files of this model, whatever their number. One file
-            is replaced in one step. Of several, the old files are deleted when the new ones are on
-            disk; a kill at that moment leaves neither.
+            is replaced in one step. If there are several, the old files are deleted when the new
+            files are on disk; a kill at that moment leaves neither.
 
     Returns:
         The file to open: the only one, or the index.

@@ -42,7 +42,7 @@ from jaxckpt.format.tree import (
 from jaxckpt.storage import locate
 
 _BUDGET_BYTES: Final = 64 << 20
-# The dtypes in which `save` stores Python numbers; other writers may use smaller ones.
+# The dtypes in which `save` stores Python numbers; other writers may use smaller dtypes.
 _PYTHON_DTYPES: Final = {"int": "int64", "float": "float64", "complex": "complex128"}
 
 
@@ -134,7 +134,7 @@ def of_checkpoint(
 
 
 def check_leaves(leaves: Sequence[Leaf], problems: Sequence[str], place: str) -> None:
-    """Raises UnsupportedLeaf with all problems, including those of the leaves' names."""
+    """Raises UnsupportedLeaf with all problems, including problems of the leaves' names."""
     found = [*problems, *name_problems([leaf.path for leaf in leaves])]
     if found:
         raise UnsupportedLeaf(

@@ -161,7 +161,7 @@ def _smaller(
 
 
 def run_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Returns the shape of pieces of about `MAX_UNIT_BYTES` that are each one run of memory.
+    """Returns the shape of pieces of about `MAX_UNIT_BYTES`; each piece is contiguous in memory.
 
     The pieces are equal if there is a divisor nearby.
 
@@ -322,7 +322,7 @@ def _as_orbax_has_it(leaf: Leaf) -> Leaf:
 
 
 def _facts(storage: Storage, work: str) -> dict[str, FileFacts]:
-    """Returns the facts about all files with their digests: plain arrays have no checksums."""
+    """Returns the facts about all files with their digests, because plain arrays lack checksums."""
     return {
         name: FileFacts(
             size=size, sha256=step.digest(storage.read(f"{work}/{name}", max_bytes=size))

@@ -1,1 +1,1 @@
-"""What is worked out without touching the disk: boxes, plans, trees; and device to host."""
+"""Boxes, plans and trees, which never touch the disk; and copies from device to host."""

@@ -30,7 +30,7 @@ Values = np.ndarray[Any, Any]
 
 
 def kind_rank(dtype: np.dtype[Any]) -> int:
-    """Returns the place of a dtype's kind in the order; -1 if it is no number.
+    """Returns the place of a dtype's kind in the order; -1 if it is not a number.
 
     Example:
         >>> kind_rank(np.dtype("bool")), kind_rank(np.dtype("int8")), kind_rank(np.dtype("object"))
@@ -74,7 +74,7 @@ def cast(values: Values, dtype: np.dtype[Any], *, leaf: str, place: str) -> Valu
     with np.errstate(all="ignore"):
         try:
             out = values.astype(dtype)
-        except TypeError:  # numpy has no cast between some ml_dtypes
+        except TypeError:  # numpy cannot cast between some ml_dtypes
             out = values.astype(np.float32).astype(dtype)
         kept = _kept(values, out)
     if np.all(kept):
@@ -122,7 +122,7 @@ def _kept_integers(values: Values, out: Values) -> Any:  # as `_kept`
         low, high = _limits(out.dtype)
         return (low <= least and most <= high) or (values >= low) & (values <= high)
     limits = finfo(out.dtype)
-    # Of each integer up to here the float is exact.
+    # The float represents every integer up to this value exactly.
     exact = min(2 << limits.nmant, float(limits.max))
     if max(-least, most) <= exact and out.dtype.name not in _POSITIVE:
         return True

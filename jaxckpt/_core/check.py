@@ -40,7 +40,7 @@ _HABITS: Final = {
 
 
 def check_type(who: str, name: str, value: object, kind: Any, wanted: str) -> None:
-    """Checks that a value is of a kind, which is a class or several; True is no number."""
+    """Checks that a value is an instance of a class, or of one of several; True is not a number."""
     is_flag = isinstance(value, bool) and kind is not bool
     if is_flag or not isinstance(value, kind):
         raise TypeError(f"{who}: {name} must be {wanted}, got {shown(value)}")
@@ -123,7 +123,7 @@ def explained(
 
     Args:
         who: The name of the function, as callers know it.
-        hint: Words what an unknown name may mean. If None, a known habit or the nearest name.
+        hint: Suggests the right name for an unknown name. If None, a known habit or the nearest.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -174,7 +174,7 @@ def _meant(who: str, name: str, known: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def calling(what: str) -> Iterator[None]:
-    """Notes on the error of a caller's function which of them raised it, and what came of that."""
+    """Adds a note to an error of the user's function: which function it was, and the outcome."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Fingerprints, which tell whether a shard still has the bits that it had in the last save.
+"""Fingerprints, which show whether a shard still has the bits that it had in the last save.
 
 A shard on an accelerator is read there, by one reduction, and only 16 bytes come to the host. That
 takes a program for each shape, dtype and device, which is compiled before it is needed (`prepare`),
@@ -6,8 +6,8 @@ so that no save waits for a compiler. Each 32-bit word is added to its position 
 mixed (multiply and xor-shift, as the finaliser of MurmurHash3 does), and the mixed words are added
 up; four times, with other constants. A shard in host memory has two checksums for each piece,
 CRC-32C and CRC-64/NVME, which run as fast as memory is read. Both are over the bits: NaNs and
-signed zeros are what they are. They are no protection against somebody who makes two arrays of one
-fingerprint.
+signed zeros are what they are. They do not protect against somebody who constructs two arrays with
+the same fingerprint.
 
 An array without a fingerprint counts as changed: if it is too large, or if a computation fails.
 """
@@ -67,11 +67,11 @@ def _sums(values: np.ndarray[Any, Any]) -> Iterator[bytes]:
 def send(shards: Sequence[jax.Array]) -> list[Sent]:
     """Enqueues the fingerprints of arrays, each on one device.
 
-    Whatever overwrites an array afterwards comes too late.
+    The arrays may be overwritten afterwards: the fingerprints are of their present values.
 
     Returns:
-        For each array its fingerprint, on the way; LATER if that takes a program that `prepare`
-        has still to compile, or None if there is never to be one.
+        For each array its fingerprint, on the way; LATER if `prepare` must compile its program
+        first; or None if the array never gets a fingerprint.
     """
     return [_sent(shard) for shard in shards]
 
@@ -90,7 +90,7 @@ def prepare() -> None:
 
 
 def arrived(prints: Sequence[Any]) -> list[bytes | None]:
-    """Waits for fingerprints on their way; None for what has none."""
+    """Waits for fingerprints on their way; None for arrays without a fingerprint."""
     import jax
 
     sent = [one for one in prints if isinstance(one, jax.Array)]

@@ -4,7 +4,7 @@ A device does what it is given in order: a copy that is enqueued before the comp
 or overwrites an array has the values of before. XLA keeps pinned memory and uses it again, so only
 the first save pays for its allocation.
 
-XLA's own pool is limited (on GPUs to 64 GB, or what `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` says), and
+XLA's own pool is limited (on GPUs to 64 GB, or to `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`), and
 training needs it too. So all copies together take a part of it, and of the memory of the host.
 """
 
@@ -55,7 +55,7 @@ def send(shards: Sequence[jax.Array | None]) -> list[jax.Array | None]:
         copies = jax.device_put(arrays, [_target(array) for array in arrays])
     except BaseException as error:
         _returned.append(sum(array.nbytes for array in arrays))
-        if not isinstance(error, RuntimeError):  # of the pool: jax has no class of its own for that
+        if not isinstance(error, RuntimeError):  # a full pool raises a plain RuntimeError
             raise
         _logger.warning(
             "%s of pinned host memory were not to be had, so this save waits for its copies: %s",

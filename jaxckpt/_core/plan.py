@@ -174,7 +174,7 @@ def plan_save(arrays: Sequence[ArraySpec], *, process: int, holds: bool = False)
         if smaller := inner_shape(chunk_shape, array.itemsize, MAX_CHUNK_BYTES):
             chunk_shape = smaller
             owned, others = _divided(owned, smaller), _divided(others, smaller)
-        # zarr forbids chunks of size zero; an empty array has no chunks.
+        # zarr forbids chunks of size zero; no chunks are stored for an empty array.
         is_empty = 0 in array.shape
         chunk_shape = tuple(max(1, n) for n in chunk_shape)
         stored.append(

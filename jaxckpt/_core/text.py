@@ -98,7 +98,7 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Sequence[bool] = ()) -> lis
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Returns a hint for a name that is not among the known ones.
+    """Returns a hint for a name that is not among the known names.
 
     Example:
         >>> nearest("lats", ["last", "best"]), nearest("x", ["last", "best"])

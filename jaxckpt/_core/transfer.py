@@ -74,10 +74,10 @@ def stage(
     """Takes the shards that this process writes: one value per source, for `arrived`.
 
     After the return, jax arrays may be donated or deleted. Accelerators copy to pinned host memory
-    in the order in which work is enqueued, so before anything that overwrites an array; the call
-    does not wait for that, or for the arrays to be computed. It waits for what does not fit into
-    the budget of pinned memory, and for what is cast. On CPU the snapshot refers to the buffers of
-    arrays, which jax then leaves alone.
+    in the order in which work is enqueued, so before any computation that overwrites an array. The
+    call does not wait for these copies, nor for the arrays to be computed. It waits for arrays
+    that do not fit into the budget of pinned memory or are cast. On CPU the snapshot refers to the
+    buffers of arrays, which jax then leaves alone.
 
     Args:
         copy: Whether numpy arrays may change before the snapshot is written.
@@ -232,7 +232,7 @@ class Arriving:
         self._taken_bytes = 0
 
     def add(self, value: Any) -> None:
-        """Takes a value that was placed, and waits for older ones if there is no room for it."""
+        """Takes a value that was placed, and waits for older values if there is no room for it."""
         import jax
 
         if isinstance(value, jax.Array) and is_away(value.sharding):

@@ -20,7 +20,7 @@ _MOST_KEYS: Final = 1 << 20
 def blame(item: Item, leaf: Leaf | None, error: Exception) -> Exception:
     """Returns a CorruptCheckpoint that names the leaf, and the file if it is known to be bad.
 
-    An error that is no evidence of bad data, such as an OSError or MemoryError, is returned as is.
+    An error that does not show bad data, such as an OSError or MemoryError, is returned as it is.
     """
     from jaxckpt.storage._arrays import data_error
 

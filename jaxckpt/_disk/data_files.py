@@ -52,7 +52,7 @@ Values = np.ndarray[Any, Any]
 
 
 class Written(NamedTuple):
-    """What a process wrote, or the whole database."""
+    """The chunks that a process wrote, or the whole database."""
 
     sums: list[int]  # the checksums of chunks
     # Each value or its place, and the size in bytes of each file.
@@ -83,7 +83,7 @@ class _File:
 
 
 class DataFiles:
-    """The values of one database, or those that one process writes.
+    """The values of one database, or of the part of it that one process writes.
 
     Args:
         storage, folder: Where its directory is.
@@ -146,7 +146,7 @@ class DataFiles:
         return self._files[-1]
 
     def flush(self) -> None:
-        """Writes what was added so far, so that its values may change."""
+        """Writes the values added so far; afterwards they may change."""
         files, self._files = self._files, []
         self._open.clear()
         self._write(files)
@@ -158,7 +158,7 @@ class DataFiles:
             return Written(self._sums, self._places, self._sizes)
         self._write([file for file in self._files if file.compressed])
         self._files = [file for file in self._files if not file.compressed]
-        # Apart from the chunks, so that losing those does not lose what they were.
+        # Apart from the chunks: if their file is lost, the nodes still list the lost chunks.
         last = self._files[-1] if self._files else self._new_file()
         if last.size > min(_SMALL_BYTES, ocdbt.DATA_FILE_BYTES):
             last = self._new_file()
@@ -180,8 +180,8 @@ class DataFiles:
         with ThreadPoolExecutor(
             max(1, min(threads, len(writes), most)),
             thread_name_prefix="jaxckpt-write",
-            # The main thread may be training now, unless it is this one. But threads of TensorStore
-            # that begin now, to compress, would be slow for ever.
+            # Unless we run in the main thread, that thread may be training now. But threads of
+            # TensorStore that begin now, to compress, would be slow for ever.
             initializer=None if compressed or here is threading.main_thread() else give_way,
         ) as pool:
             under_way = [_submit(pool, write) for write in writes]
@@ -279,7 +279,7 @@ def _unit_sizes(stored: StoredArray) -> list[int]:
 
 
 def give_way() -> None:
-    """Lets other threads run before this one, for as long as it lives."""
+    """Lowers the priority of the calling thread for as long as it lives."""
     if sys.platform == "linux":  # elsewhere, all threads of the process have the same niceness
         with contextlib.suppress(OSError):
             os.nice(_NICENESS)

@@ -1,6 +1,6 @@
 """Finds the checkpoint that a path means, and opens its items.
 
-The contents of the path decide what it means:
+The contents of the path decide how it is read:
 
     a checkpoint      `_CHECKPOINT_METADATA`, our record, or directories that are items
     an item           `_METADATA`, or a legacy `checkpoint` file, or nothing but zarr arrays
@@ -151,7 +151,7 @@ def step_path(storage: Storage, root: str, number: int) -> str:
 
 
 def read_step(storage: Storage, path: str, read: Callable[[Found], T]) -> T:
-    """Reads a step of a run; CheckpointNotFound if it is no step, but a run itself."""
+    """Reads a step of a run; CheckpointNotFound if the path is itself a run, not a step."""
 
     def read_itself(found: Found) -> T:
         if posixpath.dirname(found.path) != posixpath.dirname(path):
@@ -213,7 +213,7 @@ def find(storage: Storage, path: str) -> Found:
 def _no_directory(storage: Storage, path: str, linked: str) -> Found:
     kind = storage.kind(path)
     if kind == "file" and linked.endswith(_SAFETENSORS):
-        # Not the file that a link leads to: its name may not say what it is.
+        # Not the target of the link: its name may not show the format.
         return Found(storage=storage, path=linked, items={"": linked}, is_file=True)
     if kind == "file" and path.endswith((".npz", ".pt", ".pkl")):
         raise UnsupportedFormat(f"{path} is no checkpoint, safetensors file or Flax msgpack file")
@@ -290,9 +290,9 @@ def _no_record(path: str) -> CorruptCheckpoint:
 
 
 def lost_record(found: Found) -> bool:
-    """Returns whether jaxckpt wrote a checkpoint that has no record: by a file of its own.
+    """Returns whether a checkpoint lacks its record, but another file shows that jaxckpt wrote it.
 
-    Not of a lone item, which has no record where it was copied to, nor of a run.
+    Returns False for a lone item, which was copied without a record, and for a run.
     """
     entries = found.entries(found.path)
     if names.RECORD in entries or (_CHECKPOINT_MARKS.isdisjoint(entries) and _steps(entries)):
@@ -320,7 +320,7 @@ def _items(found: Found, entries: Entries) -> dict[str, str]:
     recorded = found.contents(found.path) if found.record is not None else {}
     removed = found.removed
     dirs = {n: f"{found.path}/{n}" for n, k in recorded.items() if k == "dir" and n not in removed}
-    # Files of a program's own handler, which only that reads, count if there is nothing else.
+    # Directories that only a program's own handler reads count if there is nothing else.
     files = found.recorded(found.path)
     trees = {name for name in dirs if f"{name}/{names.TREE_METADATA}" in files}
     items = {n: path for n, path in dirs.items() if n in trees or is_item(found, path)} or dirs
@@ -398,7 +398,7 @@ def looks_committed(storage: Storage, path: str) -> bool:
         return False
     if any(entries[name].kind != "dir" for name in _STEP_MARKS & entries.keys()):
         return True
-    # A run inside the run is not a step: whoever deletes a step must not delete many checkpoints.
+    # A run inside the run is not a step: deleting a step must not delete many checkpoints.
     return not _steps(entries) and _has_items(found)
 
 
@@ -455,7 +455,7 @@ def warn_skipped(root: str, problems: Sequence[str], good: str) -> None:
 
 
 def neighbours(storage: Storage, path: str) -> str:
-    """Describes what is beside a path that was not found."""
+    """Describes the neighbours of a path that was not found."""
     parent = posixpath.dirname(path)
     if storage.kind(parent) != "dir":
         return f"{parent} is not a directory."
@@ -503,7 +503,7 @@ def open_item(found: Found, name: str | None = None) -> Item | JsonItem:
     return read(found, name, saved)
 
 
-# The kinds of leaves that have no array; a large int is a text.
+# The kinds of leaves that are stored without an array; a large int is stored as text.
 _WITHOUT_ARRAY: Final = ("str", "int", "empty", "ellipsis")
 
 

@@ -31,7 +31,7 @@ class Found:
     storage: Storage
     path: str
     items: Mapping[str, str] = field(default_factory=dict)  # paths by name; a flat tree is ""
-    metadata: StepMetadata = field(default_factory=StepMetadata)  # empty if there is no such file
+    metadata: StepMetadata = field(default_factory=StepMetadata)  # empty if the file is missing
     record: Record | None = None  # None if another program wrote the checkpoint
     deleting: str | None = None  # the item whose deletion has begun; not in `items`
     is_file: bool = False  # a Flax file, not a directory
@@ -39,7 +39,7 @@ class Found:
 
     @property
     def is_share(self) -> bool:
-        """Whether it has only what one process of several held."""
+        """Whether it has only the shards that one process of several held."""
         return self.record is not None and self.record.share is not None
 
     @property
@@ -52,7 +52,7 @@ class Found:
 
     @property
     def removed(self) -> list[str]:
-        """The recorded items whose directories another program removed; never the main one."""
+        """The recorded items whose directories another program removed; never the main item."""
         recorded = self.contents(self.path) if self.record is not None else {}
         if self.record is None or names.TREE_METADATA in recorded:
             return []
@@ -189,7 +189,7 @@ def while_current(found: Found, read: Callable[[Found], T]) -> T:
 def is_sealed(found: Found) -> bool:
     """Returns whether digests cover all data, so that no read can mix two checkpoints unnoticed.
 
-    Foreign checkpoints and trees of an earlier jaxckpt have no checksums of their chunks.
+    Foreign checkpoints and trees of an earlier jaxckpt lack checksums of their chunks.
     """
     return found.record is not None and all(
         names.CHUNK_SUMS in found.recorded(path) or json_name(found, path) is not None
@@ -198,7 +198,7 @@ def is_sealed(found: Found) -> bool:
 
 
 def present_files(found: Found) -> dict[str, FileFacts]:
-    """Returns the recorded files, except those of items that another program removed."""
+    """Returns the recorded files, except files of items that another program removed."""
     files, removed = found.recorded(found.path), set(found.removed)
     return {n: facts for n, facts in files.items() if n.partition("/")[0] not in removed}
 
@@ -215,7 +215,7 @@ def check_sizes(found: Found) -> None:
 
 
 def file_problem(found: Found, name: str, facts: FileFacts) -> str | None:
-    """Returns what the listing shows to be wrong with a recorded file, if anything."""
+    """Returns the problem that the listing shows with a recorded file, if any."""
     folder, _, base = f"{found.path}/{name}".rpartition("/")
     entry = found.entries(folder).get(base)
     if entry is None or entry.kind != "file":

@@ -1,9 +1,9 @@
-"""The table of places: where the values lie that a process wrote of a database.
+"""The table of places: where the values lie that a process wrote into a database.
 
     each process    writes data files, and leaves a table
-    process 0       unites the tables, and writes the nodes of the one database
+    process 0       unites the tables, and writes the nodes of the common database
 
-A table says where each key's value lies, and the checksums of the chunks. On its way it has the
+A table records where each key's value lies, and the checksums of the chunks. It is sent in the
 form of the leaves of a database, with the checksums as one more value.
 """
 
@@ -28,7 +28,7 @@ _NUMBER: Final = np.dtype("<u4")
 
 
 class Table(NamedTuple):
-    """What one process wrote of a database."""
+    """The part of a database that one process wrote."""
 
     places: Mapping[str, bytes | Place]  # each value or its place, by key
     units: Sequence[int] = ()  # the numbers of chunks and inner chunks; see `checksums`
@@ -51,7 +51,7 @@ def decode_table(data: bytes) -> Table:
 
 
 def sums_of(tables: Sequence[Table], stored: Sequence[StoredArray]) -> bytes:
-    """Returns the file of checksums: that of a chunk which no table has is 0."""
+    """Returns the file of checksums; a chunk that is in no table has the checksum 0."""
     sums = np.zeros([*starts_of(stored)][-1], _NUMBER)
     for table in tables:
         sums[np.array(table.units, np.int64)] = table.sums

@@ -1,4 +1,4 @@
-"""Reads files of values that steps share back from the disk, and mends those that are damaged.
+"""Reads files of values that steps share back from the disk, and mends damaged files.
 
 One bad byte in such a file is damage to all steps that share it. It is found here while its values
 are still known: the next step writes them again, and the older steps take them from there.
@@ -22,7 +22,7 @@ from jaxckpt.storage._local import temporary_sibling
 
 # How many steps may refer to a file before it is read again: each tenth reference is checked.
 TRUSTED: Final = 9
-# What is read back of a store after a save: its bytes cost money, and it checks them itself.
+# Most to read back from a store after a save: reading costs money, and stores check their bytes.
 MOST_BYTES: Final = 256 << 20
 _PIECE_BYTES: Final = 8 << 20
 
@@ -107,7 +107,7 @@ def mend(
 
     Args:
         bad: In the order in which they lie in the file.
-        old, new: The directories of the databases, and what was written there.
+        old, new: The directories of the databases, and the chunks written there.
 
     Returns:
         The chunks that are still bad, since the newer step has other values.

@@ -1,9 +1,9 @@
 """Reads the parts of stored arrays that the shards of this process need, within a budget.
 
 `chunks` reads our own arrays, small adjacent leaves together. TensorStore (`regions`) reads
-everything else, one leaf at a time: arrays of Orbax, compressed ones, and a few leaves of a
-checkpoint that has far more, since it finds them without a look at all others. `tensors` reads
-safetensors files.
+everything else, one leaf at a time: arrays of Orbax, compressed arrays, and a few leaves of a
+checkpoint that has far more, since it finds them without reading about all others. `tensors`
+reads safetensors files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxckpt.format.names import OCDBT_MANIFEST
 from jaxckpt.format.tree import bad_leaf
 from jaxckpt.storage._values import find_values
 
-# How many arrays to open ahead of the one being read.
+# How many arrays to open ahead of the array being read.
 _OPEN_AHEAD: Final = 64
 # The share of the budget for one leaf's reads in flight, beside its buffers.
 _WINDOW: Final = 0.25
@@ -133,7 +133,7 @@ def _size_of(place: Any) -> int:  # a `Place`, or the value itself
 
 def keys_here(item: Item) -> Mapping[str, Any]:
     """Returns the values in the database of a share, or where they lie, by key."""
-    if not item.database:  # it has no arrays
+    if not item.database:  # a tree without arrays
         return {}
     arrays = [leaf.stored for leaf in item.tree.leaves if leaf.stored is not None]
     most = len(arrays) + [*starts_of(arrays)][-1]  # their metadata, and their chunks or more

@@ -196,7 +196,7 @@ def refuse_others(item: Item, reader: Any, leaf: Leaf, boxes: tuple[Box, ...]) -
 
 
 def refuse_swapped(item: Item) -> None:
-    """Raises CorruptCheckpoint if any chunk of a tree is not the one that was written there."""
+    """Raises CorruptCheckpoint if any chunk of a tree differs from the chunk written there."""
     leaf = None
     try:
         reader = reader_of(item)

@@ -1,4 +1,4 @@
-"""Removes a checkpoint, an item of one, and what crashes left of saves and deletions.
+"""Removes a checkpoint or an item, and the remains of interrupted saves and deletions.
 
 To delete: rename to `...-deleting-...`, then remove the files. A crash leaves a name that no reader
 takes for a checkpoint, and the next writer finishes the job.
@@ -17,9 +17,9 @@ To delete one item of a checkpoint, in the files and the order of Orbax's v1:
     6. remove `_CHECKPOINT_DELETION`                   the same, with nothing left over
 
 Without an atomic rename (object stores), a deletion removes `commit_success.txt` first, and last
-the files by which the next writer recognizes the remains. All writers share the directory there, so
-whoever deletes in it has taken `_jaxckpt.writing` and has looked since whether there is a commit;
-and whoever commits looks afterwards whether that file is still its own.
+the files by which the next writer recognizes the remains. All writers share the directory there. So
+a deletion first takes `_jaxckpt.writing`, and then looks whether there is a commit; and a writer
+checks after its commit that this file is still its own.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def recover(
     spare: str | None = None,
     fence: Callable[[], None] | None = None,
 ) -> dict[str, Entry] | None:
-    """Finishes or removes what a crash left of a save, a replacement or a deletion of `path`.
+    """Finishes or removes a save, a replacement or a deletion of `path` that a crash interrupted.
 
     Args:
         around: The listing of the directory that `path` is in.
-        spare: What is not touched; see `Work.spare`.
+        spare: Paths with this text are left alone; see `Work.spare`.
         fence: Raises unless only this writer may write here. If given, the work of live writers
             is removed too.
 
@@ -165,9 +165,9 @@ def _may_be_written(storage: Storage, path: str) -> bool:
 
 
 def files_left(storage: Storage, path: str) -> list[str] | None:
-    """Returns what a save or a deletion left at `path`, on a storage without renames.
+    """Returns the files that a save or a deletion left at `path`, on a storage without renames.
 
-    None if something else is there, such as a committed checkpoint.
+    Returns None if other files are there, such as a committed checkpoint.
     """
     files = storage.files(path)
     # Before process 0 begins, others may have written; and a writer that dies while it tries out
@@ -217,7 +217,7 @@ def remove_writer(storage: Storage, path: str) -> None:
 
 
 def _no_check() -> None:
-    """Lets a caller without a run change what is there."""
+    """Lets a caller without a run change the directory."""
 
 
 def remove(
@@ -230,10 +230,10 @@ def remove(
     """Deletes a checkpoint; after a crash in the middle no reader takes the rest for one.
 
     Args:
-        by_force: Where all writers share a directory, also if another one has it.
+        by_force: Whether to delete even if another writer holds the directory that all share.
 
     Raises:
-        SaveFailed: another writer has it.
+        SaveFailed: another writer holds it.
     """
     if storage.atomic_rename:
         discard(storage, path, check=check)
@@ -251,7 +251,7 @@ def remove(
 
 
 def nested(storage: Storage, path: str, files: Iterable[str]) -> str | None:
-    """Returns a checkpoint or run that is kept inside a checkpoint, and is no part of it.
+    """Returns a checkpoint or run that is stored inside a checkpoint without being part of it.
 
     Args:
         files: All files below the checkpoint, by path in it.
@@ -318,7 +318,7 @@ def remove_work(storage: Storage, path: str) -> None:
 
 
 def discard_work(storage: Storage, work: str, mark: str) -> None:
-    """Removes what other processes wrote for an attempt that did not begin. Never raises.
+    """Removes the files that other processes wrote for an attempt that did not begin. Never raises.
 
     Args:
         work, mark: See `Work`.
@@ -365,7 +365,7 @@ def remove_item(
 
 def discard(storage: Storage, path: str, *, check: Check = _no_check) -> None:
     if storage.atomic_rename:
-        # Also what another writer is about to delete, which may undo its rename until then.
+        # Rename even if another writer is about to delete it: that writer may undo its rename.
         doomed = beside(path, names.deleting(posixpath.basename(path), secrets.token_hex(8)))
         take_away(storage, path, doomed, check=check)
         path = doomed

@@ -3,7 +3,7 @@
 On a file system, `T` being `<name>.orbax-checkpoint-tmp-jaxckpt-<token>` beside `<name>`, process 0
 does this, and a crash after each line leaves:
 
-     1. finish or remove what an earlier crash left     what was there before
+     1. finish or remove what an earlier crash left     `<name>` as it was before
      2. make T; put `_jaxckpt.writing` in it, locked    T: every reader takes it for temporary
         -- all processes write into T, and fsync what they wrote; all have reported --
      3. write the metadata files into T                 the same
@@ -26,8 +26,8 @@ Without an atomic rename (object stores), T is `<name>` itself and step 7 is the
 ignore a directory without `commit_success.txt`. All attempts share it, so each file is created and
 none replaced, and what a process writes before step 2 has the token in its path: a writer that
 wakes up late cannot change a checkpoint that was committed since. After step 7 the writer looks
-once more whether `_jaxckpt.writing` has its token, and takes the commit back if not: whoever took
-that file may be deleting what this writer wrote.
+once more whether `_jaxckpt.writing` has its token, and takes the commit back if not: the new holder
+of that file may be deleting our files.
 
 `removal` deletes, and does line 1.
 """
@@ -79,7 +79,7 @@ from jaxckpt.storage import (
     real,
 )
 
-# Files of other programs that a checkpoint takes on from the one that it replaces.
+# Limits for files of other programs that a checkpoint takes over from the checkpoint it replaces.
 _MAX_TAKEN = 100
 _MAX_TAKEN_BYTES = 16_000_000
 # How often to begin again when another writer removes the work directory.
@@ -109,7 +109,7 @@ class Work(NamedTuple):
 
     @property
     def spare(self) -> str:
-        """What the paths of all that its processes write begin with, or contain."""
+        """Returns text that is in every path that the processes write in this attempt."""
         return self.mark or self.path
 
 
@@ -155,7 +155,7 @@ class Transaction:
 
         Args:
             files: The metadata files, still to be written, by path inside the checkpoint.
-            known: Of files that are there, by path inside the checkpoint; the size at least.
+            known: Facts about files already written, by path inside the checkpoint; size at least.
             lineage, phases, item, share, life: For the record.
 
         Raises:
@@ -230,9 +230,9 @@ class Transaction:
             self.storage.write(f"{self.work}/{name}", data)
 
     def abort(self) -> None:
-        """Removes what was written, unless it is committed. Never raises an OSError."""
+        """Removes the files written, unless they are committed. Never raises an OSError."""
         try:
-            # After an exchange that raised, `work` may be the previous checkpoint, which has no
+            # After an exchange that raised, `work` may be the previous checkpoint, which lacks an
             # owner. Before, a directory of this name without an owner is ours: claiming it failed.
             unowned = self.storage.atomic_rename and not self.publishing
             mine = (self.token, None) if unowned else (self.token,)
@@ -314,7 +314,7 @@ class Transaction:
         return data.decode("utf-8", "replace")
 
     def _publish(self) -> str | None:
-        """Gives the checkpoint its name; returns the new path of the one it replaced, if any."""
+        """Gives the checkpoint its name; returns the new path of a replaced checkpoint, if any."""
         if not self.overwrite or self.storage.kind(self.path) is None:
             try:
                 self.storage.rename(self.work, self.path)
@@ -331,7 +331,7 @@ class Transaction:
 
 
 def unseen(path: str, file: str) -> SaveFailed:
-    """Returns the error if process 0 lacks what another process has written."""
+    """Returns the error if process 0 does not see a file that another process has written."""
     return SaveFailed(
         f"{path}: process 0 does not see {file}, which another process has written. The path must "
         "be on a file system that all hosts share."
@@ -411,7 +411,7 @@ def begin(
 def take_over(storage: Storage, path: str, token: str) -> Transaction | None:
     """Continues an attempt with this token whose process has died; None if there is none.
 
-    What it wrote is still there, and may be incomplete.
+    Its files are still there, and may be incomplete.
 
     Raises:
         SaveFailed: its process lives.
@@ -422,7 +422,7 @@ def take_over(storage: Storage, path: str, token: str) -> Transaction | None:
         return None
     try:
         transaction.hold = storage.hold(f"{transaction.work}/{names.WRITER}", token.encode())
-    except io.UnsupportedOperation:  # then `begin` says what to do
+    except io.UnsupportedOperation:  # `begin` then raises an error that explains it
         return None
     if transaction.hold is None:
         raise SaveFailed(f"{path}: another process is writing the same copy, or died just now")
@@ -551,7 +551,7 @@ def check_target(
 
 
 def _foreign(storage: Storage, path: str, inside: set[str]) -> set[str]:
-    """Returns the names in a checkpoint that do not belong to the one tree of a `save`."""
+    """Returns the names in a checkpoint that do not belong to the single tree of a `save`."""
     if names.RECORD in inside:
         data = storage.read(f"{path}/{names.RECORD}", max_bytes=step.MAX_RECORD_BYTES)
         record = step.decode_record(data, file=f"{path}/{names.RECORD}")
@@ -568,10 +568,10 @@ def _foreign(storage: Storage, path: str, inside: set[str]) -> set[str]:
 
 
 def raise_save_error(path: str, error: BaseException, *, size_bytes: int = 0) -> NoReturn:
-    """Raises the error of a failed save: that of a storage inside SaveFailed, others as they are.
+    """Raises the error of a failed save: a storage's error inside SaveFailed, others as they are.
 
     Args:
-        size_bytes: Of the values that this process saves, for the error of a full disk.
+        size_bytes: Size of the values that this process saves, for the error of a full disk.
     """
     of_storage = isinstance(error, StoreError) or not isinstance(error, CheckpointError)
     if not (of_storage and isinstance(error, Exception)):

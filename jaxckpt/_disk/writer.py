@@ -47,7 +47,7 @@ class ChunkWrite(NamedTuple):
     is_direct: bool
     source: int  # the index of the shard in the snapshot
     part: tuple[Any, ...] | None  # of that shard; None for all
-    sums: slice  # its checksums, of those of the process
+    sums: slice  # its checksums in the process's list of checksums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +56,16 @@ class WritePlan:
 
     # Key and bytes of the metadata of each array.
     described: tuple[tuple[str, bytes], ...]
-    chunks: tuple[ChunkWrite, ...]  # the direct ones first
-    units: tuple[int, ...]  # their numbers, and those of inner chunks, in the file of checksums
+    chunks: tuple[ChunkWrite, ...]  # direct chunks first
+    units: tuple[int, ...]  # numbers of chunks and inner chunks in the file of checksums
     unit_count: int  # chunks and inner chunks of the whole tree, of all processes
 
 
 class Kept(NamedTuple):
-    """Shards in files of an earlier step that this one has too, so that they are not written."""
+    """Shards that the step shares with files of an earlier step, so that they are not written."""
 
     sources: Container[int] = ()
-    apart: Container[int] = ()  # to be written all the same, for the next step, into other files
+    apart: Container[int] = ()  # written into other files anyway, for the next step
     written: Written = Written([])  # of the earlier step
 
 
@@ -153,12 +153,12 @@ def write_arrays(
         folder: Directory of the database; made if there is anything to write.
         snapshot: The values of each shard.
         describe: Whether to write the arrays' metadata too; only one process does.
-        kept: What is linked there instead, in a directory of files.
+        kept: The shards that are linked there instead, in a directory of files.
         is_whole: Whether no other process writes there, so that the nodes can be written too.
         name, landed: See `DataFiles`.
 
     Returns:
-        What was written, with the checksum of each of `writes.units`.
+        The chunks written, with the checksum of each of `writes.units`.
     """
     described = writes.described if describe else ()
     if not (writes.chunks or described):

@@ -96,7 +96,7 @@ class Checkpoint:
         return len(self.leaves)
 
     def restore(self, like: Any = None, **options: Any) -> Any:  # any pytree
-        """Restores this part; the options are those of `jaxckpt.restore`."""
+        """Restores this part; takes the options of `jaxckpt.restore`."""
         from jaxckpt._restore.restore import RestoreRequest, Source, restore_from
 
         source = Source(

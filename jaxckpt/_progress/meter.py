@@ -32,7 +32,7 @@ class Meter:
         self._kind: Operation = kind
         self._path = path
         self._start_s = self._last_s = time.monotonic()
-        self.current = ""  # phase, or the one before if none is under way
+        self.current = ""  # phase, or the previous phase if none is under way
         self._on_progress: OnProgress | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()  # guards `done_bytes`
@@ -73,7 +73,7 @@ class Meter:
         """Adds the time inside to a phase, which the profiler of JAX also shows."""
         self.current = name
         before_s = time.monotonic()
-        # A process without jax has no profiler.
+        # A process that has not imported jax lacks its profiler.
         jax: Any = sys.modules.get("jax")
         shown = jax.profiler.TraceAnnotation if jax else contextlib.nullcontext
         try:

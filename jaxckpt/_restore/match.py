@@ -140,7 +140,7 @@ def _want(value: object, path: Path) -> Wanted:
             return Wanted(path=path, kind="key", shape=value.shape, key_impl=impl, **where)
         dtype = np.dtype(value.dtype)
         layout: Any = getattr(value.format, "layout", None)  # pyright: ignore
-        # Row-major without tiles is the default where arrays have no tiles, and costs nothing.
+        # Row-major without tiles is the default where arrays are not tiled, and costs nothing.
         rows = tuple(range(value.ndim))
         if not isinstance(layout, Layout) or (layout.tiling, layout.major_to_minor) == ((), rows):
             layout = None
@@ -297,9 +297,9 @@ def _fits(want: Wanted, leaf: Leaf, request: RestoreRequest) -> bool:
 
 
 def _casts(leaf: Leaf, out: np.dtype[Any], asked: Any) -> bool:
-    """Returns whether the kind of a leaf may change to that of `out`; `cast` checks the values."""
+    """Returns whether a leaf may change to the kind of `out`; `cast` checks the values."""
     if asked is not None and np.dtype(asked) == out and not leaf.dtype.startswith("complex"):
         return True
-    # A Python int has no dtype, so it may become unsigned.
+    # A Python int lacks a dtype, so it may become unsigned.
     saved = np.dtype("uint8") if leaf.kind == "int" else dtype_of(leaf.dtype)
     return kind_rank(saved) <= kind_rank(out)

@@ -142,7 +142,7 @@ def restore(
         TreeMismatch: `like` or a sharding does not fit; the error lists every difference. Or a
             value does not fit the wanted dtype; the error names leaf and value.
         CorruptCheckpoint: stored data is missing or damaged; the error names leaf and file.
-        OSError: the storage fails to read it; this is no evidence of damage.
+        OSError: the storage fails to read it; this does not show damage.
         UnsupportedFormat: a newer program wrote it.
     """
     if unknown:
@@ -336,7 +336,7 @@ def _attempt(
     mark = "damage" if isinstance(problem, (CorruptCheckpoint, CheckpointNotFound)) else ""
     item = None if read is None else read.opened
     found = item.found if isinstance(item, Item) else None
-    # What another program wrote has no token.
+    # Checkpoints of other programs lack a token.
     token = found and (found.origin or found.path)
     facts = {"token": token, "seconds": meter.phases.get("read", 0.0)}
     try:

@@ -65,7 +65,7 @@ def manager_arguments(
         value = arguments.get(name)
         if value is not None and not isinstance(value, policy):
             arguments[name] = _policy(name, policy, _mapping(value, name))
-    if arguments.get("local_save") == SavePolicy():  # nothing is said in it
+    if arguments.get("local_save") == SavePolicy():  # an empty policy
         del arguments["local_save"]
     return arguments
 

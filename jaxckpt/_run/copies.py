@@ -1,4 +1,4 @@
-"""Decides what to read where the steps of a run are in two places, and what to upload. Pure."""
+"""Decides which copy of a step to read if a run has two places, and what to upload. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Copy(NamedTuple):
 def newest_first(steps: Mapping[int, Collection[int]]) -> list[Copy]:
     """Returns all copies in the order in which to try them.
 
-    A newer step comes before a nearer one: what is lost otherwise is training.
+    A newer step comes before a nearer step, since resuming from an older step loses training.
 
     Args:
         steps: The steps in each place.
@@ -68,10 +68,10 @@ def over_disks(disks: Disks, directory: Mapping[int, str | None]) -> list[Copy]:
 
 
 def unusable(disks: Disks, copies: Sequence[Copy]) -> tuple[int, dict[int, str]] | None:
-    """Returns the newest step on the disks if it is newer than all copies, and what is wrong.
+    """Returns the newest step on the disks if it is newer than all copies, and its problems.
 
     Args:
-        copies: What `over_disks` returned.
+        copies: The result of `over_disks`.
 
     Returns:
         The step, and by process why its disk is of no use; None if the newest step can be read.
@@ -93,7 +93,7 @@ def unusable(disks: Disks, copies: Sequence[Copy]) -> tuple[int, dict[int, str]]
 
 
 class Saved(NamedTuple):
-    """A step, and the starts of its run up to the one that saved it."""
+    """A step, and the starts of its run up to the start that saved it."""
 
     step: int
     starts: Starts = ()  # see `format.step.Life`; empty if an older release saved it
@@ -111,8 +111,8 @@ class Saved(NamedTuple):
     def led_to(self, later: Saved) -> bool:
         """Returns whether the run got to `later` by way of this step, as far as is recorded.
 
-        It did if each start after that of this step went on from this step or a newer one. Nothing
-        is recorded of a step that an older release saved.
+        It did if each start after the start that saved this step went on from this step or a newer
+        step. For a step that an older release saved, nothing is recorded.
 
         Example:
             >>> first, second = (("a", None),), (("a", None), ("b", 5))
@@ -133,7 +133,7 @@ class Saved(NamedTuple):
 
 
 def astray(local: Iterable[Saved], durable: Saved | None) -> list[int]:
-    """Returns the local steps from which the run did not go on: those of an earlier life.
+    """Returns the local steps from which the run did not go on: steps of an earlier life.
 
     Args:
         durable: The newest step of the directory, if that has one. It wins over a local step if

@@ -13,9 +13,9 @@ A writer that has lost the run deletes nothing, however long it stood still befo
 
 So either the writer sees the new owner, or the new owner counts these steps as gone. The writer
 reads the owner once more for each step: after the rename, which it undoes if it has lost the run
-and the new owner has dealt with `doomed`; or, without renames, before the first file goes. What
-remains: without renames, a step that the new owner deleted and saved again under the same number,
-while the old writer stood still between two requests of its deletion of that number.
+and the new owner has dealt with `doomed`; or, without renames, before the first file goes. One
+danger remains, without renames: the old writer stands still between two requests of a deletion,
+while the new owner deletes that step and saves it again under the same number.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Deletion:
         self.move_to = move_to
         self.folder = move_to and posixpath.normpath(posixpath.join(index.root, move_to))
         self._failed = False  # whether a failed deletion may have left a file
-        self.half: list[str] = []  # the steps of which a failed deletion may have left files
+        self.half: list[str] = []  # the steps whose failed deletion may have left files
 
     def delete(self, numbers: Iterable[int], *, asked_for: bool = False) -> list[int]:
-        """Deletes steps unless they are pinned or held by a reader; returns the deleted ones.
+        """Deletes steps unless they are pinned or held by a reader; returns the deleted steps.
 
         Reports errors instead of raising them; the next call tries again.
 
@@ -169,7 +169,7 @@ class Deletion:
             self.leases.doom(self.half)
 
     def _remove_halves(self, begun: Iterable[str]) -> list[str]:
-        """Removes what is left of steps where nothing can be renamed; returns those that stay."""
+        """Removes remains of steps on a storage without renames; returns the steps that stay."""
         index, left = self.index, []
         for name in begun if not index.storage.atomic_rename else ():
             path = f"{index.root}/{name}"
@@ -183,7 +183,7 @@ class Deletion:
         return left
 
     def _remove_leftover(self, path: str) -> None:
-        """Deletes what an earlier deletion left; one that fails must not stop all later ones."""
+        """Deletes what an earlier deletion left; a failure must not stop all later deletions."""
         try:
             self.index.storage.delete(path)
         except OSError as error:
@@ -266,7 +266,7 @@ class Deletion:
         return found
 
     def unfinished(self) -> dict[int, list[str]]:
-        """Returns what crashes left in steps of a storage without renames, by step.
+        """Returns the files that crashes left in steps of a storage without renames, by step.
 
         A save under way looks the same.
         """
@@ -280,7 +280,7 @@ class Deletion:
         return {number: files for number, files in found.items() if files}
 
     def remove_unfinished(self, numbers: Iterable[int]) -> list[int]:
-        """Removes what crashes left in these steps; returns those whose writer is not alive."""
+        """Removes the remains of crashes in these steps; returns steps without a live writer."""
         found = self.unfinished()
         self.owner.check()
         return [
@@ -354,7 +354,7 @@ class Deletion:
 
 
 def _move(storage: Storage, path: str, folder: str, check: Callable[[], object]) -> None:
-    """Renames a directory into another one; `-1`, `-2`, ... are added if the name is taken."""
+    """Renames a directory into `folder`; `-1`, `-2`, ... are added if the name is taken."""
     target = f"{folder}/{posixpath.basename(path)}"
     for n in count():
         with contextlib.suppress(FileExistsError):

@@ -5,12 +5,12 @@
     replace    each at once, by the same file of the good copy
     verify     the mended copy; further bad files, which others hid, are replaced too
 
-A crash in the middle leaves each file either damaged or good. The record says which files belong
-to the step. If it is lost or damaged itself, it is taken from the good copy first, if both are of
+A crash in the middle leaves each file either damaged or good. The record lists the files of the
+step. If it is lost or damaged itself, it is taken from the good copy first, if both are of
 one save. Steps whose unchanged arrays share a bad file get a link to the mended one.
 
-The share of a process has other files than the step in the directory, but the same chunks: those of
-a damaged file are taken from there one by one, and the share is verified by its own record.
+The share of a process has other files than the step in the directory, but the same chunks. So the
+chunks of a damaged file are copied from there one by one, and the share is verified by its record.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
     """Mends the copy of a step in `bad`; returns the files replaced, by path in the step.
 
     Raises:
-        CheckpointError: it cannot be mended; what was not replaced is as it was.
+        CheckpointError: it cannot be mended; files that were not replaced are unchanged.
         OSError: a storage failed.
     """
     theirs, path = find(good.storage, good.check_step(step)), bad.path(step)

@@ -49,17 +49,17 @@ def identities_in(local: StepIndex) -> dict[str, Identity | None]:
 
 
 def with_id(there: Mapping[str, Identity | None], identity: Identity) -> list[tuple[str, Identity]]:
-    """Returns the places with the id of a run, first those that name its directory."""
+    """Returns the places with the id of a run; places that name its directory come first."""
     mine = [(at, one) for at, one in there.items() if one is not None and one.id == identity.id]
     return sorted(mine, key=lambda found: found[1].directory != identity.directory)
 
 
 def ensure_id(index: StepIndex, entries: Mapping[str, Entry] | None, wanted: str = "") -> str:
-    """Returns the id of the run in a directory, which gets one if it has none.
+    """Returns the id of the run in a directory; writes an id if the directory lacks it.
 
     Args:
-        entries: What is in the directory; None if it does not exist.
-        wanted: The id that a directory without one gets; if "", a new one.
+        entries: The entries of the directory; None if it does not exist.
+        wanted: The id to write if the directory lacks an id; if "", a new id.
     """
     known = _in_file(index) if entries is not None and names.RUN in entries else None
     if known is not None:
@@ -76,7 +76,7 @@ def is_new(entries: Mapping[str, Entry] | None) -> bool:
 
 
 def put_identity(index: StepIndex, identity: Identity) -> Identity:
-    """Writes the id of a root unless it has another; returns what it has then."""
+    """Writes the id of a root unless it has another; returns the id that it has then."""
     file, data = f"{index.root}/{names.RUN}", run.encode_identity(identity)
     try:
         if index.storage.create(file, data):
@@ -95,7 +95,7 @@ def put_identity(index: StepIndex, identity: Identity) -> Identity:
 
 
 def check_id(index: StepIndex, entries: Mapping[str, Entry] | None, wanted: str) -> str:
-    """As `ensure_id`; SaveFailed if the directory has another id than that which is wanted."""
+    """Does the same as `ensure_id`; SaveFailed if the directory has another id than `wanted`."""
     found = ensure_id(index, entries, wanted)
     if wanted and found != wanted:
         raise SaveFailed(

@@ -53,7 +53,7 @@ _logger = logging.getLogger("jaxckpt")
 T = TypeVar("T")
 U = TypeVar("U")
 _AT_ONCE: Final = 32  # of 1,000 steps, so many are looked at together
-# Meanwhile a writer may delete all steps in a listing, having committed newer ones.
+# Meanwhile a writer may delete all steps in a listing, having committed newer steps.
 LISTINGS: Final = 3
 _CHECKPOINT_FILES: Final = frozenset(
     {names.RECORD, names.CHECKPOINT_METADATA, names.TREE_METADATA, names.WRITER}
@@ -210,7 +210,7 @@ class StepIndex:
         return self.naming or StepNames()
 
     def _is_copy(self, name: str) -> bool:
-        """Returns whether a step was saved under another name, so that its name says nothing."""
+        """Returns whether a step was saved under another name; then its name shows no scheme."""
         path, view = f"{self.root}/{name}", self._view(name)
         try:
             record = read_record(view, path, view.entries(path)).record
@@ -229,11 +229,11 @@ class StepIndex:
                 return
 
     def state(self, listing: Listing, number: int) -> State | None:
-        """Returns the state of a step, or None if it is no step.
+        """Returns the state of a step, or None if it does not count as a step.
 
         A torn step was written by jaxckpt but lacks its commit marker or its record, such as an
-        incomplete copy. Without atomic renames, one without a marker may be a save under way, whose
-        files the next owner removes; so that is no step. An unreadable step may not be listed.
+        incomplete copy. Without atomic renames, a step without a marker may be a save under way; it
+        does not count, and the next owner removes its files. An unreadable step may not be listed.
         """
         name = listing.steps.get(number)
         return None if name is None else self._state_of(name, listing.entries[name])
@@ -297,7 +297,7 @@ class StepIndex:
         return sorted(self.newest_first())
 
     def unfinished(self, listing: Listing) -> list[str]:
-        """Returns the directories newer than the newest committed step that are no steps.
+        """Returns the directories of unfinished steps newer than the newest committed step.
 
         Lists each of them, and that step.
         """
@@ -318,7 +318,7 @@ class StepIndex:
         return next((n for n in numbers if self._check(listing, n) == "committed"), None)
 
     def to_restore(self) -> list[int]:
-        """Returns the steps to try from the newest down, including torn and unreadable ones.
+        """Returns the steps to try from the newest down, including torn and unreadable steps.
 
         Lists directories only down to the newest committed step.
         """

@@ -137,7 +137,7 @@ def _take_state(name: str, value: object, processes: Processes) -> FileItem:
 
 
 def _json_text(state: object) -> bytes | None:
-    """Returns a state that already is JSON text, like that of Grain's DataLoader, or None."""
+    """Returns a state that already is JSON text, as in Grain's DataLoader; otherwise None."""
     if not isinstance(state, bytes):
         return None
     try:
@@ -189,7 +189,7 @@ def _read_state(checkpoint: Found, path: str, name: str, form: str) -> Any:  # J
     return data if form == "text" else _GrainState((data, value))
 
 
-# The key by which a state of Grain's DataLoader, which is bytes, differs from one of a dataset.
+# This key distinguishes a state of Grain's DataLoader, which is bytes, from a dataset's state.
 _OF_LOADER: Final = "last_seen_indices"
 
 
@@ -200,9 +200,9 @@ class _GrainState(tuple[bytes, Any]):
 
 
 class _Elsewhere(NamedTuple):
-    """In place of a state on the disk of another host."""
+    """Stands in for a state on the disk of another host."""
 
-    error: CheckpointNotFound  # to raise when it is asked for
+    error: CheckpointNotFound  # to raise when the state is read
 
 
 def plain(state: Any) -> Any:  # JSON, or bytes

@@ -58,7 +58,7 @@ class Leases:
     def hold(self, number: int) -> Iterator[bool]:
         """Protects a step from deletion; yields whether the step still exists.
 
-        If the root is not writable, there is no lease and the step may vanish.
+        If the root is not writable, no lease is taken and the step may vanish.
         """
         step = posixpath.basename(self.index.path(number))
         file = f"{self.index.root}/{names.lease(secrets.token_hex(8))}"
@@ -91,7 +91,7 @@ class Leases:
         return step not in self.doomed().steps and self.index.storage.kind(path) == "dir"
 
     def doom(self, steps: Sequence[str]) -> None:
-        """Names the steps of which files may be left, to the next owner; or no step."""
+        """Records for the next owner the steps whose files may be left; if none, deletes it."""
         file = f"{self.index.root}/{names.DOOMED}"
         if steps:
             self.index.storage.write(file, run.encode_doomed(Doomed(steps=list(steps))))

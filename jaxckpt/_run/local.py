@@ -2,14 +2,14 @@
 
 The id of a run with a local directory is
 
-    that of its directory          if this has one, so a run may be moved or renamed
-    that of the local directory    if the directory is new or away, and the local one names its URL;
-                                   or is new, and the local one never had another
-    a new one                      otherwise
+    the directory's id            if it has an id, so a run may be moved or renamed
+    the local directory's id      if the directory is new or away, and the local directory names its
+                                  URL; or it is new, and the local directory never named another
+    a new id                      otherwise
 
-A local directory belongs to the run if it has this id, or has no steps. One of an older release has
-steps and no id: it belongs to the run if one save is in both places. If the steps are of another
-run, nothing is done to them, and the run saves in `run-<token>` there.
+A local directory belongs to the run if it has this id, or has no steps. A directory of an older
+release has steps but lacks an id: it belongs to the run if one save is in both places. If the steps
+are of another run, nothing is done to them, and the run saves in `run-<token>` there.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _TRIES: Final = 3
 
 
 def check_same_run(source: StepIndex, target: StepIndex, *, asked_for: bool = False) -> None:
-    """Checks that the steps of two places are of one run, or that one has none yet.
+    """Checks that the steps of two places are of the same run, or that `target` has none yet.
 
     Args:
-        asked_for: Whether the user named the steps, which is enough if a place has no id.
+        asked_for: Whether the user named the steps, which is enough if a place lacks an id.
 
     Raises:
-        SaveFailed: they are of different runs, or nothing shows that they are of one.
+        SaveFailed: they are of different runs, or nothing shows that they are of the same run.
     """
     ours, theirs = read_identity(source), read_identity(target)
     if theirs is None and is_new(target.entries()):
@@ -97,11 +97,11 @@ def settle(
     """Decides where the processes of a job have the local steps of their run.
 
     Args:
-        writes: Whether to write the id into the directory and the local ones that have none.
+        writes: Whether to write the id into the directory and local directories that lack an id.
         reach: To the directory, which is not waited for if there are local steps.
 
     Raises:
-        OSError: the directory cannot be reached, and there are no local steps of its run.
+        OSError: the directory cannot be reached, and no local steps of its run exist.
     """
     share, away, problem = "", None, None
     if processes.count > 1:
@@ -254,7 +254,7 @@ def _is_copy(identity: Identity, directory: StepIndex) -> bool:
 
 
 def _about_others(local: StepIndex, identity: Identity, place: str) -> str:
-    """Returns what is said about the steps of another run, if there are any."""
+    """Returns a message about the steps of another run, or "" if there are none."""
     there, other = _steps_in(local), read_identity(local)
     if not there:
         return ""

@@ -67,7 +67,7 @@ _OPTIONS: Final = tuple(field.name for field in fields(RestoreRequest))
 
 @final
 class CheckpointManager:
-    """Saves the steps of a training run, deletes old ones and resumes from the newest.
+    """Saves the steps of a training run, deletes old steps and resumes from the newest.
 
     All processes of a job must make the same calls in the same order. Every method first raises
     errors from background work: each once in each thread that calls, until the thread that called
@@ -136,7 +136,7 @@ class CheckpointManager:
                 they exceed it, that waits. For restores, see `jaxckpt.restore`.
             timeout_s: Limit for each wait for another process or an earlier save.
             step_prefix, step_digits: Name step directories `[<prefix>_]<step>`, padded with zeros.
-                If both are None, names are like those of most steps already there.
+                If both are None, names follow the scheme of most existing steps.
             on_progress: Called during each save and restore; see `jaxckpt.save`.
             on_commit: Called with the `Timing` of each commit, in the background thread of every
                 process; it cannot wait for saves (RuntimeError). The next call of the manager
@@ -148,7 +148,7 @@ class CheckpointManager:
                 `jaxckpt.save`.
             incremental: "auto" makes a step share the files of arrays that have not changed since
                 the last step but one, by hard links, if `keep` always keeps two steps; in a bucket,
-                the store copies those of the last step. Each file is read back before its first and
+                the store copies files of the last step. Each file is read back before its first and
                 each tenth reference; in a bucket, only before each tenth, and at most 256 MiB after
                 a save. If False, each step is written as a whole.
             local: A directory on a disk of each host, such as an NVMe or RAM disk. Steps are saved
@@ -160,7 +160,7 @@ class CheckpointManager:
             max_upload_bytes_per_s: Limits the rate of uploads.
             notice: Returns in how many seconds this host ends, or None; asked every second in the
                 background. An answer acts like SIGTERM, see `SavePolicy.on_preemption`.
-                `jaxckpt.integrations.notices` has those of cloud providers.
+                `jaxckpt.integrations.notices` has notices of cloud providers.
 
         Raises:
             NotADirectoryError, PermissionError: `directory` or `local` cannot hold a run.
@@ -320,8 +320,8 @@ class CheckpointManager:
     ) -> SaveHandle | None:
         """Saves a step in the background if it is due.
 
-        After it returns, `state` and `items` may be donated, deleted or changed. All saves but the
-        previous one and this one have ended by then; `handle.result` waits for this one.
+        After it returns, `state` and `items` may be donated, deleted or changed. All saves except
+        this save and the previous have ended by then; `handle.result` waits for this save.
 
         Args:
             step: Must be higher than every step of the run.
@@ -329,9 +329,9 @@ class CheckpointManager:
             items: Further values by name: pytrees, JSON, bytes, or objects with `get_state` and
                 `set_state`, or `state_dict` and `load_state_dict`, such as data iterators. Each
                 process stores the states of its own objects; JSON is taken from process 0.
-            metrics: Numbers by name, also arrays still being computed. `keep` may rank by one.
-            dtype: Saves the floating-point arrays of `state`, but not those of `items`, in this
-                dtype; see `jaxckpt.save`.
+            metrics: Numbers by name, also arrays still being computed. `keep` may rank by a metric.
+            dtype: Saves the floating-point arrays of `state`, but not of `items`, in this dtype;
+                see `jaxckpt.save`.
             force: Whether to save even if the step is not due.
             custom_metadata: JSON to store with the step.
 
@@ -341,8 +341,8 @@ class CheckpointManager:
 
         Raises:
             StepExists: the run already has this step, and `force` is set.
-            ValueError: the run has a later step, but not this one; or `force` is set, and `mode` is
-                "r".
+            ValueError: the run has a later step but lacks this step; or `force` is set, and `mode`
+                is "r".
             UnsupportedLeaf: a value cannot be stored; nothing was written.
             CheckpointTimeout: earlier saves did not end, or did not free enough memory, within
                 `timeout_s`.
@@ -392,7 +392,7 @@ class CheckpointManager:
         Raises:
             CheckpointTimeout: saves are still under way after `timeout_s`; `missing` has the
                 processes that the first of them waits for.
-            ValueError: this process was forked from the one that saves.
+            ValueError: this process was forked from the process that saves.
             Any error of a save that has not been raised yet.
         """
         if self._ended == FORKED:
@@ -405,7 +405,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits for the saves under way and releases the run; a forked child does neither.
 
-        In a second thread, waits for the first one to have closed it.
+        In a second thread, waits until the first thread has closed it.
 
         Raises:
             Any error of a save that has not been raised yet.
@@ -529,7 +529,7 @@ class CheckpointManager:
         fallback: bool = True,
         **options: Any,
     ) -> tuple[Any, int]:
-        """Restores the newest complete step, or starts with `init()` if the run has no steps.
+        """Restores the newest complete step, or starts with `init()` if the run is empty.
 
         Args:
             init: Makes the first state. If the run has steps, `init` is only traced, for the shapes
@@ -705,7 +705,7 @@ class CheckpointManager:
         return reports
 
     def _upload_again(self, damaged: Sequence[int], root: Root) -> None:
-        """Replaces steps of the directory that were set aside by what the hosts' disks have."""
+        """Uploads again, from the hosts' disks, steps of the directory that were set aside."""
         local = self._roots[0]
         if self._tiers is None or not local.own or root.own or self._processes.index != 0:
             return
@@ -745,7 +745,7 @@ class CheckpointManager:
         self._on_own_disk(step, do)
 
     def _on_own_disk(self, step: int, do: Callable[[Deletion, int], object]) -> None:
-        """Does on the disk of this process what process 0 has done on its own."""
+        """Repeats on this process's disk what process 0 has done on its disk."""
         local = self._roots[0]
         if local.own and self._processes.index != 0 and local.has(step):
             do(local.deletion, step)

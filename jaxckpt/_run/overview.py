@@ -68,7 +68,7 @@ class RunOverview:
     """The contents of a run's root."""
 
     path: str
-    steps: tuple[StepOverview, ...]  # in order, including incomplete ones
+    steps: tuple[StepOverview, ...]  # in order, including incomplete steps
     strays: tuple[str, ...]  # descriptions of saves under way, steps set aside and other files
     keep: KeepPolicy | None = None  # of the last writer, without `when`; None if unknown
 
@@ -108,7 +108,7 @@ def overview(root: str | os.PathLike[str]) -> RunOverview:
 def local_roots(local: str | os.PathLike[str], run: str | os.PathLike[str]) -> list[str]:
     """Returns the places with steps of a run in a local directory: itself, or shares of processes.
 
-    Not those of another run; see `local`.
+    Leaves out places with steps of another run; see `local`.
     """
     storage, root = locate(local)
     index, directory = StepIndex(storage, root, quiet=True), StepIndex(*locate(run), quiet=True)
@@ -143,7 +143,7 @@ def with_local(
 
 
 def step_overview(path: str | os.PathLike[str]) -> StepOverview | None:
-    """Describes the step at a path; None if there is no step of a run, complete or torn."""
+    """Describes the step at a path, complete or torn; None if the path is not a step of a run."""
     storage, where = locate(path)
     root, name = posixpath.split(where)
     naming = next(iter(guess_names([name], bool)), None)

@@ -5,7 +5,7 @@ unfinished save of earlier jobs. Before each commit a job reads the owner again.
 earlier job that wakes up finds its work gone or another token, and cannot commit; if it commits
 first, the new job lists its step; `deletion` has the same for deletions. While the owner's lock
 shows a running job, opening the run does not take it over, but the first save does, unless the
-other job has saved steps that this one does not know. In one process, the manager opened last may
+other job has saved steps that our job does not know. In one process, the manager opened last may
 write.
 """
 
@@ -44,7 +44,7 @@ FORKED: Final = (
 
 
 def read_owner(index: StepIndex) -> Owner | None:
-    """Reads which job may commit; None if there is no owner or the file is damaged."""
+    """Reads which job may commit; None if the owner's file is missing or damaged."""
     file = f"{index.root}/{names.OWNER}"
 
     def read() -> Owner:
@@ -74,21 +74,21 @@ class Ownership:
             keep: The fields of the policy, to show to people. If None, keeps the last owner's.
         """
         self.token = ""  # unique to this opening; "" until this process owns the run
-        self.is_guest = False  # whether another job was running when this one opened the run
+        self.is_guest = False  # whether another job was running when we opened the run
         self.seen = -1  # the newest step that this job has found or restored
-        # The id that the root must have, "" for any; then that which it has. None: it is not asked.
+        # The id that the root must have, "" for any; later its actual id. If None, not checked.
         self.run: str | None = None
-        self.spared: int | None = None  # a step of which an unfinished upload stays, to go on
+        self.spared: int | None = None  # a step whose unfinished upload is kept for resuming
         self.spared_work: list[str] = []  # the directories of such uploads
         self._index = index
         self._leases = leases
         self._keep = keep
         self._hold: Hold | None = None
         self._closed = False
-        # What earlier jobs left in steps, by step. Empty where a step appears by a rename.
+        # Files that earlier jobs left in steps, by step. Empty where steps appear by a rename.
         self._left: dict[str, list[str]] = {}
-        self._half: list[str] = []  # those of them that were being deleted
-        self._is_sure = True  # that no other job has saved since this one took the run over
+        self._half: list[str] = []  # the steps in `_left` that were being deleted
+        self._is_sure = True  # that no other job has saved since we took the run over
 
     def open(self) -> Listing:
         """Makes the root, takes the run over unless its owner is running and lists the run.
@@ -162,7 +162,7 @@ class Ownership:
             self.check()
             if before is not None and doomed.owner == before.token:
                 self._finish(listing, doomed)
-            if self._half:  # the next owner is to know too, if this one dies before it is over
+            if self._half:  # so that the next owner knows, if this job dies in between
                 self._leases.doom(self._half)
             for entry in left:
                 self._sweep(entry)
@@ -212,7 +212,7 @@ class Ownership:
     def _write_in_place(self, file: str, data: bytes, full: OSError) -> None:
         """Overwrites the owner's file, which takes no room, so that steps can be deleted.
 
-        If there is none, there stays none: no other job has taken the run.
+        If the file is missing, it stays missing: no other job has taken the run.
         """
         storage = self._index.storage
         if storage.kind(file) is None:
@@ -243,13 +243,13 @@ class Ownership:
         )
 
     def join(self, step: int | None = None) -> None:
-        """Takes the run over from a job that was running when this one opened the run.
+        """Takes the run over from a job that was running when our job opened the run.
 
         Args:
             step: The step to save, if any.
 
         Raises:
-            SaveFailed: that job still runs, and has saved steps that this one does not know;
+            SaveFailed: that job still runs, and has saved steps that our job does not know;
                 nothing was changed.
         """
         if self._hold is None and not self._closed:
@@ -296,7 +296,7 @@ class Ownership:
             self._hold = self._lock()
         if self._left:
             self._remove_left()
-        # In a store each listing is a request, and what the owner's file shows is enough.
+        # In a store each listing is a request, and the owner's file shows enough.
         if step is not None and (self._index.storage.atomic_rename or not self._is_sure):
             self._refuse_older(step)
             self._is_sure = True
@@ -363,7 +363,7 @@ class Ownership:
         return names.WRITER in files or names.RECORD not in files
 
     def _remove_left(self) -> bool:
-        """Removes what earlier jobs left, once their leases are over; returns whether it did."""
+        """Removes remains of earlier jobs, once their leases are over; returns whether it did."""
         if self._hold is None or isinstance(self._hold, _NoHold):
             return False
         before = len(self._left)
@@ -526,7 +526,7 @@ class Opening:
         """Waits for the saves under way and releases the run, unless that was done before."""
         if not self._ending.acquire(blocking=False):
             if self.saves is not None and self.saves.is_own_thread():
-                return  # the thread that ends it waits for this one
+                return  # the thread that ends it waits for us
             self._ending.acquire()
         try:
             if self.ended:
@@ -560,7 +560,7 @@ def _unless_full(index: StepIndex) -> Iterator[None]:
         index.report(f"{index.root} is opened, though the disk is full: {error}")
 
 
-_open: dict[tuple[str, str, int], Opening] = {}  # those for writing
+_open: dict[tuple[str, str, int], Opening] = {}  # managers open for writing
 _open_lock = threading.Lock()  # guards _open
 
 

@@ -6,8 +6,8 @@ have ended the process, the second signal does.
 Several processes: jax's preemption service catches SIGTERM in any of them and agrees on a step;
 SIGUSR1 is forwarded to it as SIGTERM.
 
-A notice, such as that of a spot instance, is polled in a thread of each process, and then acts like
-SIGTERM.
+A termination notice, such as for a spot instance, is polled in a thread of each process, and then
+acts like SIGTERM.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Preemption:
         self._from: int | None = None
         self._before: dict[int, Any] = {}
         self._process = os.getpid()
-        self._deadline_s: float | None = None  # when the job is stopped, if a notice said so
+        self._deadline_s: float | None = None  # when the job is stopped, according to a notice
         self._closed = threading.Event()
         # A single object, so that `close` can check whether it is still installed.
         self._handler: Callable[[int, FrameType | None], None] = self._handle
@@ -58,11 +58,11 @@ class Preemption:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the job is stopped, as far as a notice said."""
+        """Seconds until the job is stopped, according to a notice."""
         return None if self._deadline_s is None else self._deadline_s - time.monotonic()
 
     def _poll(self, notice: Notice) -> None:
-        """Asks until there is a notice; one that fails is reported once, and asked again."""
+        """Polls until a notice comes; reports the first failure of a call, and goes on polling."""
         failed = False
         while not self._closed.wait(_POLL_S):
             try:
@@ -122,7 +122,7 @@ class Preemption:
 
 
 def _past_closed(handler: Any, number: int) -> Any:
-    """Returns the handler below those of managers that were closed but could not remove theirs."""
+    """Returns the handler below handlers that closed managers could not remove."""
     while isinstance(owner := getattr(handler, "__self__", None), Preemption):
         if owner._listens:
             return handler

@@ -1,8 +1,8 @@
 """Asks a place that may not answer, such as the bucket behind a local disk.
 
     ask     in a thread of its own, and wait until nothing was heard of the place for `away_s`
-    away    from then on: the call goes on in the background, and later ones fail at once
-    back    when that call has an answer, or a later one that also runs in the background
+    away    from then on: the call goes on in the background, and later calls fail at once
+    back    when that call has an answer, or a later call that also runs in the background
 
 A place that refuses at once is not away: each call gets its error, and costs nothing.
 """

@@ -49,7 +49,7 @@ _DAMAGE: Final = {"corrupt": CorruptCheckpoint, "absent": CheckpointNotFound}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Finds and restores steps of a run, the same ones in every process."""
+    """Finds and restores steps of a run, the same steps in every process."""
 
     roots: tuple[Root, ...]  # where its steps are, the nearest first
     processes: Processes
@@ -153,7 +153,7 @@ class Resume:
         return self.keep.ranked(self._infos(there))
 
     def report_unranked(self) -> None:
-        """Reports which metrics the steps have, if it is not the one of the policy."""
+        """Reports which metrics the steps have, if they lack the policy's metric."""
         there = self.listed()
         if any(info.metrics for info in self._infos(there)):
             self.roots[-1].index.report(f"{self._name}: {self.keep.unranked(self._infos(there))}")
@@ -280,7 +280,7 @@ class Resume:
         return CorruptCheckpoint(text, file=path)
 
     def _settle(self, failed: _Attempt, good: Copy) -> None:
-        """Does about a damaged copy what can be done."""
+        """Mends a damaged copy or sets it aside, if this process may; else reports it."""
         error, step, root = failed.error, failed.copy.step, self._root_of(failed.copy)
         leads = self.writes and (failed.is_mine if root.own else self.processes.index == 0)
         if not (leads and isinstance(error, CorruptCheckpoint)):
@@ -337,7 +337,7 @@ class StateReading:
             objects: The objects to restore in place, by item.
 
         Raises:
-            TypeError: an object has no method to set its state.
+            TypeError: an object lacks a method to set its state.
         """
         _items.check_stateful(objects)
         self._processes = processes

@@ -30,7 +30,7 @@ class KeepPolicy:
     Attributes:
         last: Keeps this many of the newest steps.
         every_steps: Keeps steps divisible by this number.
-        every_seconds: From the oldest on, keeps each step saved this long after the last one kept.
+        every_seconds: From the oldest on, keeps each step saved this long after the last kept step.
         best: Keeps this many steps with the best `metric`. Steps without the metric, or with NaN,
             are not ranked; on a tie the newer step wins. While no step is ranked, all stay.
         metric: Name of a number in the metrics, or a function of the metrics that returns one; a
@@ -41,7 +41,7 @@ class KeepPolicy:
         move_to: Where steps go instead of being deleted, in one rename: the name of a directory in
             the run's root, or an absolute path on the same file system.
         verified: Whether a manager reads each step back once after its commit, in the background of
-            process 0, and deletes steps only while a newer one that it read without damage stays.
+            process 0, and deletes steps only while a newer step stays that it read without damage.
 
     Example:
         >>> policy = KeepPolicy(last=1, every_steps=100)

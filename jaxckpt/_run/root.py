@@ -1,4 +1,4 @@
-"""The root of a run as a manager has it open: its steps, its owner, and what goes after a save."""
+"""The root of a run, opened by a manager: its steps, its owner, and deletions after a save."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LOCAL: Final = "local"
 
 @dataclass(slots=True, kw_only=True)
 class Root:
-    """One place with steps of a run. Only process 0 calls what changes it; with `own`, each."""
+    """One place with steps of a run. Only process 0 changes it; with `own`, every process does."""
 
     tier: str
     index: StepIndex
@@ -48,8 +48,8 @@ class Root:
     opening: Opening
     reach: Reach
     keep: KeepPolicy
-    own: bool  # whether each process has another, on a disk of its host
-    # Steps that stay whatever the policy says, such as those on their way to another place.
+    own: bool  # whether each process has its own root, on a disk of its host
+    # Steps that stay whatever the policy, such as steps on their way to another place.
     needed: Callable[[], Collection[int]] = tuple
     _verified: set[int] = field(default_factory=set)  # steps read back without damage
     _life: Life | None = None  # of the newest step that this job saved
@@ -141,7 +141,7 @@ class Root:
         return gone
 
     def follow(self, info: StepInfo, stay: Collection[int]) -> None:
-        """Does what process 0 did after a commit, where each process has a root of its own."""
+        """Records a commit and deletes steps as process 0 did, if each process has its own root."""
         self.index.remember(info)
         there = {*self.index.steps(), *self.index.astray}
         self.index.astray.difference_update(self.deletion.delete(sorted(there - {*stay})))
@@ -220,7 +220,7 @@ def is_in_any(roots: Sequence[Root], is_in: Callable[[Root], bool]) -> bool:
 def newest_of(roots: Sequence[Root]) -> int | None:
     """Returns the newest committed step of the roots that can be reached, or None.
 
-    Not of those that each process has to itself: other processes may lack it.
+    Ignores roots that each process has to itself, since other processes may lack their steps.
     """
     found = reachable(roots, lambda root: root.index.newest())
     shared = (step for i, step in found.items() if not roots[i].own)
@@ -312,7 +312,7 @@ def judge_steps(
     *,
     timeout_s: float,
 ) -> Any:  # JSON
-    """Returns to every process what process 0 makes of the steps on the disks of all.
+    """Returns to every process the verdict of process 0 on the steps on all disks.
 
     Args:
         judge: Takes the steps on the disk of each process by the save they come from, and its host.

@@ -66,7 +66,7 @@ class Saver:
         session: str,
         item: str,  # of the state
         zstd: int | None,  # the level at which each step is compressed
-        incremental: bool,  # whether steps refer to earlier ones
+        incremental: bool,  # whether steps refer to earlier steps
         newest: int | None,  # on which all processes have agreed
         owned: bool,  # whether no other job was running; agreed on too
         run: str,  # its id
@@ -78,7 +78,7 @@ class Saver:
             started_s=time.monotonic(),
             is_new=newest is None,
         )
-        # By which a step is saved in the directory and, if there are tiers, locally.
+        # The schedule for the directory and, if there are tiers, the schedule for local steps.
         self._schedules = [schedule]
         if tiers is not None and tiers.save is not None:
             self._schedules.append(replace(schedule, policy=tiers.save))
@@ -112,14 +112,14 @@ class Saver:
         self._by_rules: Decision | None = None
         self._is_durable = True  # whether the step of the decision goes to the directory
         self._due = True  # the same by the rules
-        # Where steps being saved go, how to the directory afterwards, and what reads their life.
+        # Root and upload of each step being saved, and the function that reads its life.
         self._places: dict[int, tuple[Root, Upload | None, Callable[[], Life]]] = {}
         self._trees: dict[int, list[TreeItem]] = {}  # by step, until the commit
         # The latest steps, by item. The next step may refer to the first of them if there are
         # `_most_bases`: on a file system, the two newest steps share no file.
         self._bases: list[dict[str, Base]] = []
         self._most_bases = 1 if is_store else 2
-        self._reading: object | None = None  # of what the next step may refer to; ends with it
+        self._reading: object | None = None  # the current read-back for the next step; None ends it
         self._explained = False
         self._started = 0
         self._latest: SaveHandle | None = None
@@ -194,9 +194,9 @@ class Saver:
         return lead(self._processes, name, is_there, place=root, timeout_s=self._timeout_s)
 
     def _join(self, step: int) -> None:
-        """Takes the run over from the job that was running when this one opened it.
+        """Takes the run over from the job that was running when our job opened it.
 
-        If that job has ended meanwhile, its later steps stay, and this job saves those after them.
+        If that job has ended meanwhile, its later steps stay, and this job saves steps after them.
         """
 
         def join() -> Json:
@@ -230,12 +230,12 @@ class Saver:
     def went_back(self, newest: int | None, *, good: int | None) -> None:
         """Records that later steps are gone, and which is the newest that every process trusts."""
         if good != self.floor:
-            self._life = None  # what follows does not come from the steps that are gone
+            self._life = None  # later steps do not come from the steps that are gone
         self.floor, self.agreed, self._of_other = newest, good, -1
         self.share_nothing()
 
     def share_nothing(self) -> None:
-        """Lets the next step be whole, since the last one may be damaged."""
+        """Lets the next step be whole, since the last step may be damaged."""
         self._bases = []
 
     # --- in the caller's thread ------------------------------------------------------------------
@@ -328,9 +328,9 @@ class Saver:
         return handle
 
     def _lives(self) -> Callable[[], Life]:
-        """Returns what reads how the run got to the steps that are being saved.
+        """Returns a function that reads the life of the steps being saved.
 
-        All steps have the same until the run goes back. It is read in the saving thread, once.
+        All steps have the same life until the run goes back. The saving thread reads it once.
         """
         if self._life is None:
             start = hashlib.sha256(f"{self.session}/{self._started}".encode()).hexdigest()[:12]
@@ -348,7 +348,7 @@ class Saver:
         return before.begun(start, step)
 
     def _link(self, held: Sequence[SaveItem], root: Root, work: Work) -> bool:
-        """Links what has not changed while its values are there; returns whether that worked.
+        """Links the files of unchanged shards while their values exist; returns whether it worked.
 
         If not, nothing is linked, and the next steps are whole.
         """
@@ -359,7 +359,7 @@ class Saver:
                 item.link(storage, work)
         except (OSError, CheckpointError) as error:
             is_linked = False
-            if isinstance(error, io.UnsupportedOperation):  # there are no hard links
+            if isinstance(error, io.UnsupportedOperation):  # hard links are not supported
                 self._incremental = False
             for item in based:
                 with contextlib.suppress(OSError, CheckpointError):
@@ -371,7 +371,7 @@ class Saver:
     def _explain_what_fits(self, step: int, size_bytes: int) -> None:
         """Logs the time that is left after a notice, beside what this run has measured.
 
-        If the upload of the step fits, an older one under way gives way to it.
+        If the upload of the step fits, an older upload under way gives way to it.
         """
         left_s = self.preemption.left_s
         if left_s is None or self._processes.index != 0:
@@ -480,10 +480,10 @@ class Saver:
         return held
 
     def _bases_now(self) -> Mapping[str, Base]:
-        """Returns what a step may refer to, by item; files that are not read back are left out."""
+        """Returns the base of each item for the next step, without files that are not read back."""
         with self._changed:
             self._reading = None
-            # While a save is under way, it is open which will be the two newest steps.
+            # While a save is under way, the two newest steps are not known yet.
             is_known = not self._under_way and len(self._bases) == self._most_bases
             return self._bases[0] if is_known else {}
 
@@ -517,7 +517,7 @@ class Saver:
             # Not in `on_commit`, for example: the callers of the manager need the errors.
             if (self._failures or late) and not self.is_own_thread():
                 errors += hear(self._failures, late)
-        # In several processes, only the next save tells all of them of process 0's.
+        # With several processes, only the next save reports process 0's errors to all.
         if self._tiers is not None and self._processes.count == 1:
             errors += self._tiers.uploads.take_errors()
         return errors
@@ -561,7 +561,7 @@ class Saver:
             self._wait_until(has_room, why=why)
         except Exception as error:  # raised once the other processes can hear of it
             errors.append(error)
-        # In several processes, only the next save tells all of them of process 0's.
+        # With several processes, only the next save reports process 0's errors to all.
         uploads = [] if self._tiers is None else self._tiers.uploads.take_errors()
         return [*errors, *self.take_errors(), *uploads]
 
@@ -595,7 +595,7 @@ class Saver:
         self.wait(self.under_way(), 0.0 if self._is_stopped else None)
 
     def wait_for_all(self, timeout_s: float | None = None) -> None:
-        """Waits until all saves have ended and what the next may refer to is read back.
+        """Waits until all saves have ended and the files that the next may share are read back.
 
         Raises their errors in every thread that waits.
         """
@@ -613,7 +613,7 @@ class Saver:
 
     def stop(self) -> None:
         """Waits until all saves have ended, for the last time."""
-        self._incremental = False  # there is no next step to read for
+        self._incremental = False  # no later step will need files read back
         try:
             self.finish()
         finally:
@@ -634,7 +634,7 @@ class Saver:
             ending.start(self, self._work, f"jaxckpt-manager {self._index.root}")
 
     def _work(self) -> None:
-        """Runs the saves under way until there are none; then prepares the next one."""
+        """Runs the saves under way until there are none; then prepares the next save."""
         self._thread = threading.current_thread()
         handle: SaveHandle | None = self._under_way[0]
         reading = None
@@ -660,7 +660,7 @@ class Saver:
         self._read_back(reading)
 
     def _read_back(self, reading: object) -> None:
-        """Reads what the next step may refer to back from the disk, until that step begins."""
+        """Reads back from the disk the files that the next step may share, until it begins."""
 
         def goes_on() -> bool:
             return self._reading is reading and not ending.is_ending()
@@ -678,7 +678,7 @@ class Saver:
                 self._changed.notify_all()
 
     def _remember(self, handle: SaveHandle) -> None:
-        """Lets a later step refer to the one that is committed; mends what it was found to lack."""
+        """Lets later steps refer to the committed step; mends damage found in earlier steps."""
         step = handle.step
         assert step is not None
         trees, (root, *_) = self._trees.pop(step, ()), self._places[step]

@@ -240,7 +240,7 @@ class Schedule:
 
         Args:
             blocked_s: How long the save blocked the caller.
-            agreed: The report of process 0 at this save. If None, the one known so far.
+            agreed: The report of process 0 at this save. If None, the report known so far.
         """
         agreed = agreed or self.agreed
         gap = self.gap if self.last_step is None else max(self.gap, step - self.last_step)

@@ -1,6 +1,6 @@
-"""Local disks of the hosts, each with what its own processes held of a step: its shares.
+"""Local disks of the hosts; each disk has one share of a step for each of its processes.
 
-    disk      each has a file that tells it from the others
+    disk      each has a file that identifies it
     share     a checkpoint of what one process held: its part of the step, as in the directory of
               the run, and the other chunks of its shards; see `_save.snapshot`
     upload    all processes send their parts, in one save there; process 0 unites the tables
@@ -81,9 +81,9 @@ def share_on_disk(
 
 
 def _ranks(disks: Sequence[Any]) -> list[int]:
-    """Returns the number of each process among those of its disk; empty if all have one disk.
+    """Returns the number of each process within its disk; empty if all processes share one disk.
 
-    If the numbers repeat, as they do where all hosts have equally many processes, only once.
+    If the numbers repeat because all hosts have equally many processes, returns only one period.
 
     Example:
         >>> _ranks([["a", "host0"], ["a", "host0"], ["b", "host1"], ["b", "host1"]])
@@ -120,7 +120,7 @@ def origin_in(index: StepIndex, number: int) -> str | None:
     """Returns the save that a step comes from; None if that is unknown."""
     try:
         return find(index.storage, index.path(number)).origin
-    except CheckpointError:  # the restore tells what is wrong with it
+    except CheckpointError:  # the restore reports the problem
         return None
 
 
@@ -198,7 +198,7 @@ def _item(found: Found, name: str, pace: Pace, processes: Processes) -> SaveItem
 @final
 @dataclass(kw_only=True)
 class SentTree:
-    """A pytree whose part of this process lies on its disk, as it is to lie in the directory."""
+    """A pytree whose part of this process is on its disk, in the form to be uploaded."""
 
     name: str
     found: Found
@@ -244,7 +244,7 @@ class SentTree:
         """Waits for nothing: the values are on the disk."""
 
     def write(self, storage: Storage, work: Work, processes: Processes) -> None:
-        """Sends this process's part, but not the files that are there already."""
+        """Sends this process's part, but not files already in the target."""
         del processes
         names_there = {file: names.data_file_of(file, work.mark) for file in self._files()}
         Sending(
@@ -278,7 +278,7 @@ class SentTree:
     def finish(
         self, storage: Storage, work: Work, processes: Processes, parts: Mapping[int, bytes]
     ) -> Finished:
-        """Completes the database with what the other processes sent."""
+        """Completes the database with the chunks that the other processes sent."""
         del processes
         files = {name: self._read(name) for name in self._metadata()}
         for folder in {posixpath.dirname(name) for name in files}:

@@ -19,7 +19,7 @@ from jaxckpt.multihost import Json, Processes, lead, meet, raise_first
 from jaxckpt.storage import free_bytes
 from jaxckpt.types import StepInfo
 
-# What must be free beside the values of a save.
+# The space that a save needs, relative to its values, and the least space beyond them.
 _ROOM: Final = 1.02
 _LEAST_ROOM_BYTES: Final = 4 << 20
 
@@ -30,7 +30,7 @@ class Tiers:
 
     local: Root
     directory: Root
-    save: SavePolicy | None  # which steps are saved locally; if None, those for the directory
+    save: SavePolicy | None  # which steps are saved locally; if None, as for the directory
     uploads: Uploads
     processes: Processes
     timeout_s: float
@@ -139,11 +139,11 @@ class Tiers:
             self.uploads.put(upload)
 
     def turn(self) -> Json:
-        """Returns what the other processes are to do on their disks after a commit."""
+        """Returns instructions to the other processes for their disks after a commit."""
         return {"stay": self.local.index.steps(), **self.uploads.turn()}
 
     def take_turn(self, root: Root, info: StepInfo, told: Any) -> None:
-        """Does on this process's disk what process 0 said."""
+        """Does on this process's disk what process 0 decided."""
         if root is self.local and not self.uploads.leads:
             root.follow(info, told["stay"])
         self.uploads.take_turn(told)

@@ -1,13 +1,13 @@
 """Copies the steps of a run to another place, such as a bucket, and goes on where it was cut off.
 
 The copy of a step is a save there like any other (see `_disk.transaction`), but for its token,
-which is made of the token of the step: the next upload of the step takes the work of a dead one
-over. A file that is there already is compared byte for byte, and sent again if it differs.
+which is made of the token of the step. So the next upload of the step takes a dead upload over. A
+file already in the target is compared byte for byte, and sent again if it differs.
 
 A file of values that an earlier step there has too is linked, or copied by the store, by the rules
-of `_save.unchanged`: neighbouring steps share no file on a file system, and a file is compared with
-that to send before its first reference and each tenth. One that differs is sent, and replaced in
-the older steps that have it.
+of `_save.unchanged`. On a file system, neighbouring steps share no file. A file is compared with
+the file to send before its first reference and each tenth. If it differs, the file is sent, and
+replaced in the older steps that have it.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class Uploaded(NamedTuple):
     step: int
     path: str
     sent_bytes: int
-    found_bytes: int  # of files that were there already, or in the step before
+    found_bytes: int  # of files already in the target, or in the step before
 
 
 def missing_steps(source: StepIndex, target: StepIndex) -> list[int]:
     """Returns the complete steps of a run that another place lacks, the newest first.
 
-    Without those of an earlier life: the run went on without them.
+    Leaves out steps of an earlier life, since the run went on without them.
     """
     besides = {*target.steps(), *source.earlier_lives(newest_saved(target))}
     steps = (step for step in source.newest_first() if step not in besides)
@@ -117,7 +117,7 @@ def upload(
         lineage = lineage_of(found)
         work.commit({}, known=known, lineage=lineage, item=record.item, life=record.life)
     except BaseException as error:
-        work.release()  # what was sent stays for the next upload
+        work.release()  # the sent files stay for the next upload
         _transaction.raise_save_error(path, error)
     sending.trusted.update({f"{path}/{name}": left for name, left in sending.linked.items()})
     _mend(target, path, sending.bad)
@@ -126,7 +126,7 @@ def upload(
 
 
 def _earlier(target: StepIndex, step: int) -> tuple[list[str], list[str]]:
-    """Returns the steps whose files a new one may have, the newest first; and those it must not."""
+    """Returns the steps whose files a new step may share, newest first; and steps it must not."""
     if target.storage.scheme != "file":  # each step has its own objects
         committed = (n for n in reversed(target.listing().steps) if target.is_committed(n))
         return [target.path(n) for n in islice(committed, 2)], []
@@ -173,7 +173,7 @@ def upload_token(found: Found) -> str:
 
 
 def lineage_of(found: Found) -> dict[str, str | None]:
-    """Returns what the record of a copy says of its source."""
+    """Returns the source of a copy, for its record."""
     return {"by": "upload", "path": found.path, "token": found.origin}
 
 
@@ -192,7 +192,7 @@ def copy_run_metadata(source: StepIndex, target: StepIndex) -> None:
 
 
 class GaveWay(SaveFailed):
-    """The upload of a step ended early, since that of another is more urgent."""
+    """The upload of a step ended early, since another step's upload is more urgent."""
 
 
 @dataclass(slots=True)
@@ -217,7 +217,7 @@ class Pace:
 
 @dataclass(slots=True)
 class Sending:
-    """Copies files from one directory to another, but not those that are there already."""
+    """Copies files from one directory to another, but not files already in the target."""
 
     source: Storage
     source_folder: str
@@ -225,7 +225,7 @@ class Sending:
     folder: str
     pace: Pace
     before: Sequence[str] = ()  # steps in the target that may have files of the same names
-    beside: Sequence[str] = ()  # those that must not share them
+    beside: Sequence[str] = ()  # steps that must not share them
     trusted: dict[str, int] = field(default_factory=dict)  # as in `upload`
     linked: dict[str, int] = field(default_factory=dict)  # how many further steps may refer to it
     bad: dict[str, str] = field(default_factory=dict)  # files that differ, and in which step

@@ -2,13 +2,13 @@
 
     wait      for a local commit of a step that is due there; the newest step goes first
     upload    its finished files, and commit them, see `upload`
-    delete    what the policy of the directory does not keep
+    delete    steps that the policy of the directory does not keep
     again     after an error that may pass, until `timeout_s` after the local commit
 
 Training never waits for it: the queue is bounded, and what no longer fits is dropped and reported.
 
 Where each host has a disk of its own, all processes send together. Process 0 chooses the step, and
-says so where they meet anyway: after a local commit, or when all wait for uploads.
+announces it where they meet anyway: after a local commit, or when all wait for uploads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jaxckpt.types import StepInfo
 
 _logger = logging.getLogger("jaxckpt")
 
-_MOST_WAITING: Final = 2  # beside the one under way
+_MOST_WAITING: Final = 2  # besides the upload under way
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
 
@@ -150,7 +150,7 @@ class Uploads:
     # --- where all processes upload together -----------------------------------------------------
 
     def turn(self) -> dict[str, Json]:
-        """Returns what waits, and which step all are to upload now, if any; only in process 0."""
+        """Returns the waiting steps, and the step to upload now, if any; only in process 0."""
         with self._changed:
             chosen = None
             if self._waiting and self._current is None and time.monotonic() >= self._next_s:
@@ -164,7 +164,7 @@ class Uploads:
             }
 
     def take_turn(self, told: Any) -> None:
-        """Does what process 0 said; begins to upload in the background."""
+        """Follows the decision of process 0; begins to upload in the background."""
         if not self.leads:
             with self._changed:
                 self._waiting = [self.expect(step) for step in told["waiting"]]
@@ -243,7 +243,7 @@ class Uploads:
     # --- in any thread ---------------------------------------------------------------------------
 
     def give_way(self) -> None:
-        """Drops what waits, so that the local root may delete it."""
+        """Drops the waiting uploads, so that the local root may delete their steps."""
         with self._changed:
             self._drop_oldest(most=0)
 
@@ -252,9 +252,9 @@ class Uploads:
         return sorted(one.step for one in self.under_way())
 
     def under_way(self) -> Sequence[Upload]:
-        """Returns what is not uploaded yet."""
+        """Returns the uploads that are waiting or under way."""
         with self._changed:
-            waiting = self._waiting if self.leads else []  # the others only hear of it
+            waiting = self._waiting if self.leads else []  # the others only mirror the queue
             return [*waiting, *([self._current] if self._current is not None else [])]
 
     def take_errors(self, waited_for: Sequence[Upload] = ()) -> list[BaseException]:
@@ -288,7 +288,7 @@ class Uploads:
         lead(self._processes, name, wait, place=one.path, timeout_s=limit_s + self.timeout_s)
 
     def seconds_for(self, size_bytes: int) -> float | None:
-        """Returns how long an upload takes at the speed of the last one; None if there was none."""
+        """Returns how long an upload takes at the last upload's speed; None before the first."""
         return None if self._bytes_per_s is None else size_bytes / self._bytes_per_s
 
     def finish(self, timeout_s: float | None = None) -> None:
@@ -409,7 +409,7 @@ class Uploads:
 
     def _fence(self, one: Upload) -> Callable[[], None]:
         def check() -> None:
-            # An older step may follow a newer one of ours, but not one of another job.
+            # An older step may follow a newer step of ours, but not a newer step of another job.
             ours = (self.newest, self.newest_direct)
             is_newest = all(step is None or one.step > step for step in ours)
             self._target.owner.fence(one.step if is_newest else None)

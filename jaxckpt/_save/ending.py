@@ -1,7 +1,7 @@
 """Makes the end of a program wait for its saves in the background.
 
     wait      within the limit of each manager, before functions of `atexit` such as JAX's
-    report    on stderr, what failed or did not finish
+    report    failed and unfinished saves, on stderr
     leave     if a save did not finish, at once after the functions of `atexit`: a thread that
               returns to an interpreter being finalized can abort the process
 
@@ -83,7 +83,7 @@ def _has_ended(saves: Saves) -> bool:
         _say(f"the program ends after these saves: {paths}")
         try:
             saves.finish()
-        except BaseException as error:  # also that of Ctrl-C
+        except BaseException as error:  # including KeyboardInterrupt
             _report(error)
     for error in saves.take_errors():
         _report(error)

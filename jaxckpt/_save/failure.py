@@ -1,4 +1,4 @@
-"""Errors of work in the background, which no thread hides from the one that began the work."""
+"""Errors of work in the background, which no thread hides from the thread that began the work."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Failure:
 
 
 def hear(failures: list[Failure], waited_for: Sequence[Failure]) -> list[BaseException]:
-    """Returns the errors that this thread has not raised, and removes those that are over.
+    """Returns the errors that this thread has not raised, and removes failures that are over.
 
     Args:
-        waited_for: Failures of what this thread has waited for, which count even if they are over.
+        waited_for: Failures of the work that this thread has waited for; they count even if over.
     """
     wanted = [*(one for one in failures if not one.is_over), *waited_for]
     errors = [error for one in wanted for error in one.hear()]

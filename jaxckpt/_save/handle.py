@@ -1,15 +1,15 @@
 """One save from host memory to the commit, and where the processes meet.
 
     begin       process 0 makes the directory and reports its name, unless agreed before
-    write       every process writes its share of each item, and leaves a part: what process 0
-                has to know of it, such as where the values lie
+    write       every process writes its share of each item, and leaves a part: a file for
+                process 0 with the facts about it, such as where the values lie
     `written`   they meet: each reports its work or its error
     commit      process 0 reads the parts, writes the metadata and publishes
     `committed` process 0 reports the outcome
 
-Either every process returns or every process raises; a process with an error of its own raises that
-one. A process's saves to one path commit in the order of their handles. This module does without
-jax, so that inspecting a run does not import it.
+Either every process returns or every process raises; a process with an error of its own raises
+this error. A process's saves to one path commit in the order of their handles. This module does
+without jax, so that inspecting a run does not import it.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ class SaveHandle:
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """Waits for earlier saves to the path; on failure, removes this one's files."""
+        """Waits for earlier saves to the path; on failure, removes the files of this save."""
         request = self._request
         try:
             if self._before is not None and not self._before.wait(DEFAULT_TIMEOUT_S):
@@ -288,7 +288,7 @@ class SaveHandle:
         except BaseException as error:
             leads = request.own or request.processes.index == 0
             if self._transaction is not None and request.resumes:
-                self._transaction.release()  # what is there stays for the next attempt
+                self._transaction.release()  # the files stay for the next attempt
             elif self._transaction is not None:
                 self._transaction.abort()
             elif leads and self._token is not None and not request.resumes:
@@ -341,7 +341,7 @@ class SaveHandle:
                 self._problem = error
 
     def _leave_part(self, item: SaveItem, work: Work) -> None:
-        """Leaves for process 0 what it has to know of what this process wrote."""
+        """Writes a file with the facts about this process's share, for process 0."""
         request, index = self._request, self._request.processes.index
         if index == 0 or request.own or (part := item.part()) is None:
             return
@@ -351,7 +351,7 @@ class SaveHandle:
         self._parts.append(item.name)
 
     def _meet(self) -> list[list[str]]:
-        """Waits until all have written; tells process 0 of which items each left a part."""
+        """Waits until all have written; process 0 learns for which items each left a part."""
         request = self._request
         if self._is_cancelled and self._problem is None:
             self._problem = SaveFailed(f"{self.path}: the save was cancelled before its commit")
@@ -479,7 +479,7 @@ def _describe(
 def _take_parts(
     request: SaveRequest, work: Work, name: str, written: list[list[str]]
 ) -> dict[int, bytes]:
-    """Reads and removes what the other processes left for process 0 of an item."""
+    """Reads and removes the parts of an item that the other processes left for process 0."""
     storage, folder = request.storage, posixpath.join(work.path, name).rstrip("/")
     writers = [i for i, parts in enumerate(written) if name in parts]
     if not writers:

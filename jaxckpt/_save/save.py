@@ -103,8 +103,8 @@ def save_async(
 ) -> SaveHandle:
     """Starts saving a tree and returns when the tree may be donated, deleted or changed.
 
-    Arguments and errors are those of `save`; the handle raises later errors. The interpreter exits
-    only after the save has ended.
+    Takes the arguments of `save` and raises its errors; the handle raises later errors. The
+    interpreter exits only after the save has ended.
     """
     options = {"item": item, "dtype": dtype, "compression": compression}
     options["on_progress"] = on_progress
@@ -230,6 +230,6 @@ def _take_part(processes: Processes, name: str, error: Exception) -> None:
         raise error
 
     report = {"seconds": 0.0}
-    with contextlib.suppress(Exception):  # this process's own error is the one to raise
+    with contextlib.suppress(Exception):  # raise this process's own error instead
         lead(processes, f"{name}/begin", fail, place="", timeout_s=DEFAULT_TIMEOUT_S)
         meet(processes, f"{name}/written", report, error, timeout_s=DEFAULT_TIMEOUT_S)

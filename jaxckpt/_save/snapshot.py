@@ -49,7 +49,7 @@ class FileItem:
         """Writes nothing: process 0 writes all files."""
 
     def part(self) -> bytes | None:
-        """Returns what process 0 writes of this process's."""
+        """Returns this process's own file, which process 0 writes."""
         return next(iter(self.mine.values()), None)
 
     def said(self) -> Json:
@@ -75,11 +75,11 @@ class FileItem:
 class TreeItem:
     """A pytree of which this process writes its share."""
 
-    name: str  # "" if its directory is that of the checkpoint
+    name: str  # "" if it lies directly in the checkpoint's directory
     tree: TreePlan
-    snapshot: Sequence[Any] | None  # what `stage` took of `tree.sources`, until written
+    snapshot: Sequence[Any] | None  # the values that `stage` took of `tree.sources`, until written
     manifest: bytes = b""  # of the database, if one process writes it
-    tables: Sequence[Table] = ()  # what was written; the second, in a share, is only held
+    tables: Sequence[Table] = ()  # of the chunks written; in a share, then of the held chunks
     changes: Changes | None = None  # since the step before; None if it does not matter
     written: Written | None = None  # until the next save knows of it
     handler: str = step.PYTREE_HANDLER
@@ -95,7 +95,7 @@ class TreeItem:
         return self.changes is not None and self.changes.base is not None
 
     def link(self, storage: Storage, work: Work) -> None:
-        """Links what is to be taken from an earlier step, before its values are let go."""
+        """Links the unchanged files of an earlier step, before the values are released."""
         if self.changes is not None:
             self.changes.link(storage, folder_of(self, work))
 
@@ -127,23 +127,23 @@ class TreeItem:
             self.written = written
         self.manifest = written.manifest
         self.tables = [Table(written.places, writes.units, written.sums)]
-        if work.own:  # beside its part for the directory, what another process writes there
+        if work.own:  # also the held chunks that other processes write to the directory
             writes = self.tree.held
             held = write(writes=writes, describe=not leads, name=names.new_held_file)
             self.tables = [*self.tables, Table(held.places, writes.units, held.sums)]
 
     def part(self) -> bytes | None:
-        """Returns what process 0 has to know of what was written."""
+        """Returns the table of the chunks written, for process 0."""
         return encode_table(self.tables[0]) if self.tables and self.tables[0].places else None
 
     def base(self, path: str) -> Base | None:
-        """Returns what the next save may refer to, once this one is committed at a path."""
+        """Returns the base for the next save, once this save is committed at a path."""
         if self.changes is None or self.written is None:
             return None
         return self.changes.base_of_next(posixpath.join(path, self.name), self.written)
 
     def mended(self, storage: Storage, path: str) -> Iterator[str]:
-        """Mends what was found damaged in earlier steps, once this one is committed at a path."""
+        """Mends damage found in earlier steps, once this save is committed at a path."""
         if self.changes is not None and self.written is not None:
             where = posixpath.join(path, self.name).rstrip("/")
             yield from self.changes.mended(storage, where, self.written)
@@ -172,7 +172,7 @@ class TreeItem:
     def finish(
         self, storage: Storage, work: Work, processes: Processes, parts: Mapping[int, bytes]
     ) -> Finished:
-        """Completes the database with what the other processes wrote."""
+        """Completes the database with the chunks of the other processes."""
         item, files, stored = folder_of(self, work), dict(self.tree.files), self.tree.plan.stored
         if any("/" in name for name in files):
             storage.make_dir(f"{item}/{names.ARRAY_METADATAS}")
@@ -207,7 +207,7 @@ class SaveItem(Protocol):
     ) -> Finished: ...
 
 
-# The files to write, by name in the item; and facts about others that are there.
+# The files to write, by name in the item; and facts about files already written.
 Finished = tuple[dict[str, bytes], dict[str, step.FileFacts]]
 
 
@@ -249,8 +249,8 @@ def take_tree(
         dtype: If given, the dtype in which all floating-point arrays are saved.
         zstd: If given, the level at which chunks are compressed.
         holds: Whether to copy all shards that this process holds.
-        storage: Where the next save may refer to this one; None if it shall not.
-        base: What this save may refer to there.
+        storage: Where the next save may refer to this save; None if it shall not.
+        base: The earlier step that this save may refer to there.
 
     Raises:
         UnsupportedLeaf: leaves cannot be stored; the message names all of them.

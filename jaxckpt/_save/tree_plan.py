@@ -273,7 +273,7 @@ def _is_host_local(value: jax.Array, processes: Processes) -> bool:
     """Returns whether each process has its own copy; like numpy arrays, process 0 writes it."""
     if processes.count == 1 or not value.is_fully_addressable:
         return False
-    # Simulated processes can address every device of this one; real ones only their own.
+    # Simulated processes can address all devices of this process; real processes only their own.
     devices = value.sharding.device_set
     return len(devices) == 1 or {processes.process_of(d) for d in devices} == {processes.index}
 
@@ -301,7 +301,7 @@ def saved_sharding(sharding: jax.sharding.Sharding) -> SavedSharding:
         )
     if len(devices) == 1:
         device = next(iter(devices))
-        # What jax called CPU devices until 0.5; every Orbax knows it, only new ones know `cpu:0`.
+        # The name in jax until 0.5: every Orbax release knows it; only new releases know `cpu:0`.
         name = f"TFRT_CPU_{device.id}" if device.platform == "cpu" else str(device)
         return SavedSharding(device=name)
     # Orbax cannot express other shardings and fails on a file that omits an array.

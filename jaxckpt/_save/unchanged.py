@@ -1,22 +1,22 @@
-"""Finds what did not change since an earlier step, to whose files a step then refers.
+"""Finds the shards that did not change since an earlier step, to whose files a step then refers.
 
-The files of values are never changed, so a step may have hard links to those of an earlier one, or
+The files of values are never changed. So a step may have hard links to files of an earlier step, or
 copies that a store makes, and its database has the places in them: the step is complete by itself,
-whatever is deleted. It pays for whole leaves (frozen weights, a reference model). What did not
-change is
+whatever is deleted. It pays for whole leaves (frozen weights, a reference model). A shard counts
+as unchanged if it is
 
-    the same `jax.Array` as in the earlier step, which is immutable: nothing is computed;
-    a shard with the same fingerprint: on an accelerator it is taken before anything is copied to
-    the host, in host memory while the save is written.
+    of the same `jax.Array` as in the earlier step, which is immutable: nothing is computed;
+    of the same fingerprint: on an accelerator it is taken before anything is copied to the host,
+    in host memory while the save is written.
 
-A shard that changed is asked again only at each tenth step, so states that change everywhere pay
+A changed shard is compared again only at each tenth step, so states that change everywhere pay
 little.
 
-On a file system the earlier step is not the newest one but the one before: the two newest steps
-never share a file, so damage to one leaves the other. A file is read back before a step refers to
-it for the first time, and before each tenth reference (`read_back`, between two saves). What is
-damaged, or is not read yet, is written again. In a store, where each step has objects of its own, a
-step refers to the newest one, and the first nine references are made unread.
+On a file system the earlier step is the last step but one: the two newest steps never share a file,
+so damage to one leaves the other. A file is read back before a step refers to it for the first
+time, and before each tenth reference (`read_back`, between two saves). Values whose file is
+damaged, or not read yet, are written again. In a store, where each step has objects of its own, a
+step refers to the newest step, and the first nine references are made unread.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ class LinkFailed(SaveFailed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """Describes what this process wrote of a tree in a committed step."""
+    """Describes the shards of a tree that this process wrote in a committed step."""
 
     tree: TreePlan
-    folders: tuple[str, ...]  # of its database, then of those of the steps that it shares with
+    folders: tuple[str, ...]  # of its database, then of databases whose files it shares
     written: Written
     arrays: Sequence[weakref.ref[jax.Array] | None]
-    prints: Sequence[bytes | None]  # of the source shards; None if not to be asked
+    prints: Sequence[bytes | None]  # fingerprints of the source shards; None if not compared
     later: Collection[int]  # source shards whose fingerprints can be taken from now on
-    age: int  # steps since all shards were asked
+    age: int  # steps since all shards were compared
     trusted: dict[str, int]  # by file: how many steps may refer to it before it is read back
-    bad: dict[str, list[ChunkWrite]] = field(default_factory=dict)  # what is damaged, by file
+    bad: dict[str, list[ChunkWrite]] = field(default_factory=dict)  # the damaged chunks, by file
 
     def read_back(
         self, newer: Base | None, storage: Storage, goes_on: Callable[[], bool]
@@ -80,7 +80,7 @@ class Base:
         """Reads the files that the next step may refer to, if they are due; yields problems.
 
         Args:
-            newer: Of the newest step, which shows what has not changed for two steps.
+            newer: The base of the newest step, which shows what has not changed for two steps.
         """
         if newer is None or newer.tree is not self.tree:
             return
@@ -94,7 +94,7 @@ class Base:
         copies, left = storage.scheme != "file", MOST_BYTES
         worth = _worth_linking(self, same, copies=copies, unread=True)
         for file in [file for file in _files_of(self, worth) if not self.trusted[file]]:
-            if copies:  # what is not read now is read after a later step
+            if copies:  # files not read now are read after a later step
                 self.trusted[file], left = 1, left - self.written.sizes[file]
             if left >= 0 and goes_on():
                 yield from self._read(file, storage, goes_on)
@@ -133,14 +133,14 @@ class Changes:
     sent: dict[int, Any]  # fingerprints on their way from devices, by source, to compare with later
     later: Collection[int]  # source shards whose fingerprints cannot be taken yet
     linked: set[int] = field(default_factory=set)  # unchanged sources, in files worth linking
-    left: set[int] = field(default_factory=set)  # those of them whose values are not needed
-    # What is linked or copied, by its name in the earlier step, with the size.
+    left: set[int] = field(default_factory=set)  # linked sources whose values are not needed
+    # Sizes of the linked or copied files, by name in the earlier step.
     files: dict[str, int] = field(default_factory=dict)
     mark: str = ""  # as in `names.part`: copies have it in their names
     prints: list[bytes | None] = field(default_factory=list)
 
     def link(self, storage: Storage, folder: str) -> None:
-        """Links the files of what did not change into a new directory of a database.
+        """Links the files of unchanged shards into a new directory of a database.
 
         Afterwards the values are not needed, and the earlier step may be deleted.
 
@@ -156,13 +156,13 @@ class Changes:
         self.files |= new
 
     def kept(self, snapshot: Sequence[Any], storage: Storage, folder: str, mark: str) -> Kept:
-        """Compares what is in host memory; returns what is linked and need not be written.
+        """Compares shards in host memory; returns the shards that are linked and need no writing.
 
         Args:
             mark: As in `names.part`.
 
         Raises:
-            SaveFailed: what is linked, or was to be copied by a store, is gone.
+            SaveFailed: a linked file, or a file that a store should copy, is gone.
             LinkFailed: a store did not copy files.
         """
         base, sources, self.mark = self.base, self.tree.sources, mark
@@ -181,7 +181,7 @@ class Changes:
         if base is None or not any(self.same):
             return NOTHING_KEPT
         before = self.linked
-        if more:  # what was worth it before still is
+        if more:  # sources worth linking before still are
             self.linked = _worth_linking(base, self.same, copies=self.copies)
         if self.copies:
             self._copy(base, storage, folder)
@@ -194,7 +194,7 @@ class Changes:
         return Kept(self.linked, _true(self.same) - self.linked, self._renamed(base.written))
 
     def _renamed(self, written: Written) -> Written:
-        """Returns what was written in the earlier step, under the names of the copies."""
+        """Returns the description of the earlier step's files, under the names of the copies."""
         if not self.mark:
             return written
         places = {
@@ -259,7 +259,7 @@ class Changes:
                 yield f"{file} is mended in {', '.join(done)}{but}"
 
     def base_of_next(self, folder: str, written: Written) -> Base | None:
-        """Returns the base of a later save, once this one is committed."""
+        """Returns the base of a later save, once this save is committed."""
         if not written.sizes:  # this process had nothing to write
             return None
         old = self.base
@@ -284,11 +284,11 @@ class Changes:
 def changes_since(
     base: Base | None, tree: TreePlan, values: Sequence[Array], storage: Storage
 ) -> Changes:
-    """Finds what costs nothing to find, and compares what is on accelerators, waiting for it.
+    """Finds identical arrays, and compares shards on accelerators, waiting for the result.
 
     Args:
-        base: Of the committed step to refer to, if there is one.
-        values: Of the arrays.
+        base: The base of the committed step to refer to, if there is one.
+        values: The values of the arrays.
     """
     if base is not None and base.tree is not tree:
         base = None
@@ -357,7 +357,7 @@ def _worth_linking(
 
 
 def _by_file(base: Base) -> Mapping[str, list[ChunkWrite]]:
-    """Returns the chunks in each file; small ones are in none."""
+    """Returns the chunks in each file; small chunks are in none."""
     found: defaultdict[str, list[ChunkWrite]] = defaultdict(list)
     for chunk in base.tree.writes.chunks:
         if isinstance(place := base.written.places[chunk.key], Place):

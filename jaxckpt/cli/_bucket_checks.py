@@ -28,7 +28,7 @@ from jaxckpt.storage._local import temporary_sibling
 from jaxckpt.storage._object import ObjectStorage, object_storage
 from jaxckpt.storage._requests import Reason, reason_of
 
-# A check is no job: it soon says that something does not answer.
+# A check, unlike a job, soon reports that something does not answer.
 _TIMEOUT_S: Final = 60.0
 _TRIES: Final = 3
 

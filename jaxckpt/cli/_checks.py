@@ -34,12 +34,12 @@ class Finding:
     """Reports the result of one check.
 
     Attributes:
-        state: `"missing"` if jaxckpt does without what does not work, as `advice` explains;
-            `"skipped"` if an earlier check failed that this one needs.
+        state: `"missing"` if a feature does not work and jaxckpt manages without, as `advice`
+            explains; `"skipped"` if an earlier check failed that this check needs.
         value: A figure, in the unit.
-        text: What there is, where it is no figure.
+        text: The finding, if it is not a figure.
         advice: What to do. Empty if nothing is wrong.
-        error: What went wrong, in the words of the place.
+        error: The error, in the words of the place.
     """
 
     name: str = ""
@@ -142,7 +142,7 @@ def read_large(storage: Storage, path: str) -> Finding:
     """Reads as a restore does.
 
     Raises:
-        Problem: the bytes differ from those of `write_large`.
+        Problem: the bytes differ from the bytes that `write_large` wrote.
     """
     buffer = np.empty(LARGE_BYTES, np.uint8)
     found = _speed(lambda: storage.read_into(path, 0, [buffer]))
@@ -167,7 +167,7 @@ def latency(call: Callable[[], object], advice: str) -> Finding:
 
 
 def clock(skew_s: float) -> Finding:
-    """Judges the time of the place minus that of this machine."""
+    """Judges the time of the place minus the time of this machine."""
     if abs(skew_s) <= _MOST_SKEW_S:
         return Finding(value=skew_s, unit="s")
     advice = (

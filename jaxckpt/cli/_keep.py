@@ -236,17 +236,17 @@ class Plan:
     """The effect of a policy on a run."""
 
     delete: tuple[int, ...]  # the steps to delete
-    remove: tuple[int, ...]  # what interrupted saves and deletions left
+    remove: tuple[int, ...]  # remains of interrupted saves and deletions
     keep: dict[int, tuple[str, ...]]  # the reasons for each step that stays
 
 
 def plan(
     found: RunOverview, policy: KeepPolicy, *, now_s: float, unfinished: Collection[int] = ()
 ) -> Plan:
-    """Plans which steps to delete: never incomplete steps or those of other programs.
+    """Plans which steps to delete: never incomplete steps or steps of other programs.
 
-    Incomplete steps do not count as one of the last or the best either. Of those, only what
-    interrupted saves and deletions left is removed.
+    Incomplete steps do not count as one of the last or the best either. Only incomplete steps that
+    interrupted saves and deletions left are removed.
     """
     whole = [step for step in found.steps if step.problem is None]
     keep = dict(policy.why([step.info(now_s) for step in whole], now_s=now_s))

@@ -48,7 +48,7 @@ def ls(path: str, local: str | None, as_json: bool) -> None:
     if local is not None:
         found, places = with_local(found, local)
     if not found.steps:
-        existing_run(path)  # else an error says what is there
+        existing_run(path)  # else an error describes the path
     if as_json:
         facts = run_facts(found)
         for fact in facts["steps"] if places else ():
@@ -175,7 +175,7 @@ def show(
         return 0
     head = ["leaf", "type", "sharding", "bytes", *(_STATISTICS if statistics else ())]
     rows = list(_tree_rows(leaves, depth, statistics, f" on ({mesh})"))
-    if statistics or not any(row[2] for row in rows):  # beside the numbers there is no room
+    if statistics or not any(row[2] for row in rows):  # the statistics leave no room
         head, rows = _output.without(head, rows, "sharding")
     _output.print_table(head, rows, right=("bytes", *_STATISTICS), spare=_SPARE)
     return 0
@@ -189,7 +189,7 @@ def _common_mesh(leaves: Mapping[str, LeafInfo]) -> str:
 
 
 def _show_items(path: str, problem: str, *, as_json: bool) -> int:
-    """Lists the items of a checkpoint of which one is damaged; returns the exit code."""
+    """Lists the items of a checkpoint that has a damaged item; returns the exit code."""
     from jaxckpt._disk.find import find, open_item
     from jaxckpt._inspect.open import Checkpoint
     from jaxckpt.storage import locate

@@ -209,7 +209,7 @@ def heal(root: str, other: str, no_job: bool, as_json: bool) -> int:
     check_same_run(good, StepIndex(storage, where, quiet=True), asked_for=True)
     mended: dict[int, list[str]] = {}
     failed: dict[int, str] = {}
-    shared: dict[int, list[str]] = {}  # the bad files of those
+    shared: dict[int, list[str]] = {}  # the bad files of failed steps
     with owned(storage, where, no_job=no_job) as run:
         for step in run.index.present():
             report = look(run.leases, step)

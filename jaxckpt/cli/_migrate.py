@@ -27,7 +27,7 @@ _STYLES: Final = {"yes": "green", "no": "bold red"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Name:
-    """A use of Orbax: `carried` is None for a place that stays as it is; then `why` says more."""
+    """A use of Orbax: `carried` is None for a place that stays as it is; `why` explains it."""
 
     line: int
     name: str
@@ -106,7 +106,7 @@ def _files(paths: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _files_in(root: str) -> Iterator[str]:
-    """Yields the Python files below a directory, but not those of installed packages."""
+    """Yields the Python files below a directory, without installed packages."""
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in sorted(folders) if _is_program(os.path.join(folder, name))]
         for name in sorted(files, key=lambda name: os.path.islink(os.path.join(folder, name))):
@@ -121,8 +121,8 @@ def _is_program(folder: str) -> bool:
 
 
 def _read_file(path: str, within: str, *, anyway: bool) -> _File:
-    """Reads a file: what it uses, and what would change."""
-    data = b"orbax"  # what it may contain until it is read
+    """Reads a file; returns its uses of Orbax and the changes."""
+    data = b"orbax"  # assumed until the file is read
     try:
         data = _read(path)
         source = parse(data)
@@ -140,7 +140,7 @@ def _read_file(path: str, within: str, *, anyway: bool) -> _File:
 
 
 def _changed(file: _File) -> _File:
-    """Changes a file if that is to be done."""
+    """Rewrites a file if its state is "to change"."""
     if file.state != "to change":
         return file
     try:
@@ -160,7 +160,7 @@ def _read(path: str) -> bytes:
 
 
 def _examined(path: str, within: str, source: Source, *, anyway: bool) -> _File:
-    """Returns what a file uses, and whether its imports can be changed."""
+    """Returns the uses of Orbax in a file, and whether its imports can be changed."""
     names = [_asked(use) for use in source.uses]
     why = [f"line {change.line} {change.problem}" for change in source.changes if change.problem]
     lacking = sorted({name.name for name in names if name.carried is False})

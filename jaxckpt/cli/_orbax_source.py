@@ -1,4 +1,4 @@
-"""Finds what a Python file uses of Orbax, and rewrites its imports. Runs nothing of the file.
+"""Finds the uses of Orbax in a Python file, and rewrites its imports. Runs nothing of the file.
 
 Each name is followed, by scope, from the import that binds it to its uses, as they read after the
 change:
@@ -25,7 +25,7 @@ DROP_IN: Final = "jaxckpt.orbax"
 _ORBAX: Final = "orbax"
 _EXPERIMENTAL: Final = "orbax.checkpoint.experimental"
 # Where the modules of Orbax are in the drop-in; the longest name comes first. Programs import from
-# private ones, too.
+# private modules, too.
 _PRIVATE: Final = "orbax.checkpoint._src"
 _HOMES: Final = (
     (f"{_PRIVATE}.checkpoint_managers.preservation_policy", f"{DROP_IN}.policies"),
@@ -69,7 +69,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """An import of Orbax, and what replaces it.
+    """An import of Orbax, and its replacement.
 
     Attributes:
         start: Where the statement begins in the text.
@@ -85,7 +85,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A Python file and what it uses of Orbax, in the order of its lines."""
+    """A Python file and its uses of Orbax, in the order of its lines."""
 
     text: str
     encoding: str
@@ -162,7 +162,7 @@ def _binds_drop_in(alias: ast.alias, text: str) -> bool:
 
 
 def _meanings(node: ast.AST, text: str) -> list[tuple[ast.alias, str, str]]:
-    """Returns what an import imports: each name that it binds, and the name's meaning."""
+    """Returns each name that an import binds, and the name's meaning."""
     if isinstance(node, ast.ImportFrom) and not node.level:
         origin = _origin(node)
         return [
@@ -228,7 +228,7 @@ class _Names(ast.NodeVisitor):
             self.uses.append(Use(line=line, name=name))
 
     def _meaning(self, node: ast.AST) -> str:
-        """Returns the full dotted name of what an expression stands for; "" if unknown."""
+        """Returns the full dotted name of the object that an expression means; "" if unknown."""
         if isinstance(node, ast.Attribute):
             base = self._meaning(node.value)
             return base and f"{base}.{node.attr}"
@@ -258,7 +258,7 @@ class _Names(ast.NodeVisitor):
 
 
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yields the nodes of a scope, without what is inside the scopes in it."""
+    """Yields the nodes of a scope, without the contents of the scopes in it."""
     todo = [*ast.iter_child_nodes(scope)]
     while todo:
         node = todo.pop()
@@ -268,7 +268,7 @@ def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
 
 
 def _bound_by(node: ast.AST) -> set[str]:
-    """Returns the names that a node binds, if it is no import."""
+    """Returns the names that a node binds, if it is not an import."""
     if isinstance(node, ast.Name):
         return set() if isinstance(node.ctx, ast.Load) else {node.id}
     if isinstance(node, ast.arg):

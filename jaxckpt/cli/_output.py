@@ -35,7 +35,7 @@ class Parts(NamedTuple):
     """A cell of several short texts, of which a narrow terminal shows the first."""
 
     texts: tuple[str, ...]
-    more: int = 0  # further ones, which are only counted
+    more: int = 0  # further texts, which are only counted
 
 
 Cell = str | Styled | Parts
@@ -108,7 +108,7 @@ def _plain(value: Any) -> Any:  # JSON
 
 
 def print_entries(entries: Mapping[str, Any], *, indent: str = "") -> None:
-    """Prints JSON for people: a line for each entry, those of objects indented."""
+    """Prints JSON for people: a line for each entry; entries of objects are indented."""
     for name, value in entries.items():
         if isinstance(value, Mapping) and value:
             echo(f"{indent}{name}:")

@@ -56,8 +56,8 @@ def owned(
     What an interrupted save or deletion left there is cleared up, as by each job that opens it.
 
     Args:
-        storage, root: The place of a root that is there; see `existing_root`.
-        no_job: Whether the user says that no job writes the run, where the file system has no
+        storage, root: The place of an existing root; see `existing_root`.
+        no_job: Whether the user states that no job writes the run, where the file system lacks
             locks to show it.
         keep: The policy of the last writer, which may move steps instead of deleting them.
 
@@ -79,7 +79,7 @@ def owned(
 
 @contextlib.contextmanager
 def locked(storage: Storage, root: str, *, no_job: bool = False) -> Iterator[StepIndex]:
-    """Keeps other jobs out of a run, and clears up nothing: an upload goes on with what is there.
+    """Keeps other jobs out of a run, and clears up nothing: an upload goes on with existing files.
 
     Raises:
         SaveFailed: a running job owns the run, or this is unknown; nothing was changed.

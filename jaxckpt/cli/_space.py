@@ -47,7 +47,7 @@ class _File:
     """A file, by its path relative to the top."""
 
     path: str
-    inode: tuple[int | str, int]  # what tells it from others
+    inode: tuple[int | str, int]  # identifies the file
     size_bytes: int
     is_shared: bool
 

@@ -339,8 +339,8 @@ def _zarr2_dtype(value: object, leaf: str, file: str) -> str:
 # --- one small chunk as bytes ----------------------------------------------------------------
 
 
-# Of bytes or a contiguous array; a second argument is the checksum of what lies before it. It lets
-# other threads run meanwhile, which google-crc32c does not, and is twice as fast.
+# The CRC-32C of bytes or a contiguous array; a second argument is the checksum of the data before.
+# It lets other threads run meanwhile, which google-crc32c does not, and is twice as fast.
 checksum: Final[Callable[..., int]] = crc32c
 
 

@@ -19,7 +19,7 @@ other's checkpoints.
         ocdbt.process_<i>/        written by Orbax, and by earlier releases: the files of process i
         _jaxckpt.part_<i>         ours, until the commit: what process 0 has to know of process i
 
-On request, the files of the one item are in <checkpoint> itself, which then lacks
+On request, the files of a single item are in <checkpoint> itself, which then lacks
 `orbax.checkpoint`, as where Orbax's v0 saves one tree. Its name is "".
 
 A step of a run lacks `orbax.checkpoint`, as in Orbax's managers, and may have more items:
@@ -32,9 +32,9 @@ A step of a run lacks `orbax.checkpoint`, as in Orbax's managers, and may have m
       _CHECKPOINT_DELETION        JSON: the item whose deletion has begun, which is no longer read
     <run>/_jaxckpt.run            ours: the id of the run
     <run>/_jaxckpt.owner          ours: the job that may commit here, the last to open the run
-    <local>/_jaxckpt.disk         ours: tells the local disks of the hosts of a run apart
+    <local>/_jaxckpt.disk         ours: distinguishes the local disks of the hosts of a run
     <local>/share_<n>/            ours: the run of the n-th process on such a disk
-    <local>/run-<token>/          ours: the steps of a run, where <local> has those of another
+    <local>/run-<token>/          ours: the steps of a run, if <local> has steps of another run
     <run>/_jaxckpt.lock           ours: locked while that job lives
     <run>/_jaxckpt.doomed         ours: the steps that are being deleted
     <run>/_jaxckpt.lease-<token>  ours: a reader is reading a step, which must stay
@@ -135,7 +135,7 @@ def share(rank: int) -> str:
 
 
 def is_share(name: str) -> bool:
-    """Returns whether a directory of a local disk is that of one process."""
+    """Returns whether a directory of a local disk is the share of a process."""
     return name.startswith(_SHARE) and name.removeprefix(_SHARE).isdigit()
 
 

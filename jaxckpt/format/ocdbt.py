@@ -1,6 +1,6 @@
 """Encodes and decodes an OCDBT database: a B+tree from keys to the places of their values.
 
-The format is that of TensorStore's driver `ocdbt`, which reads the result. Nodes that TensorStore
+TensorStore's driver `ocdbt` defines the format and reads the result. Nodes that TensorStore
 compressed are not decoded here. Numbers are varints (seven bits a byte, the lowest first) unless a
 width is given; `[n]` is a list of n, field by field.
 
@@ -38,13 +38,13 @@ from awscrt.checksums import crc32c
 MAX_INLINE_BYTES: Final = 4096
 # The cost of a look-up grows with the node's size, so nodes are smaller than Orbax's 100 MB.
 MAX_NODE_BYTES: Final = 1_000_000
-# Of a file of values, unless a single one is larger: a few files can be written or sent at once,
-# and TensorStore keeps so much of a transaction in memory.
+# The size of a file of values, unless a single value is larger: a few files can be written or sent
+# at once, and TensorStore keeps so much of a transaction in memory.
 DATA_FILE_BYTES: Final = 64 << 20
 _NODE, _MANIFEST = b"\x0c\xdb\x20\xde", b"\x0c\xdb\x3a\x2a"
 _HEAD: Final = struct.Struct("<4sQ2x")  # of a file that is not compressed
 _ARITY_LOG2: Final = 4
-# The compression of nodes that TensorStore would add. Each node says what it has; ours have none.
+# The compression of nodes that TensorStore would add. Each node records its own; ours are plain.
 _ZSTD: Final = b"\x01" + struct.pack("<i", 0)
 # Our names of directories, and TensorStore's of files. TensorStore reads databases with others.
 _FILE: Final = re.compile(
@@ -53,7 +53,7 @@ _FILE: Final = re.compile(
 _VARINT_BYTES: Final = 9  # 63 bits
 _MOST: Final = 1 << 60  # of an offset, a size or a count
 # The limit on the bytes of all keys of a node, as a multiple of its own, or in bytes if that is
-# more: a key can repeat the one before it at the cost of a few bytes.
+# more: a key can repeat the key before it at the cost of a few bytes.
 _MOST_SHARED: Final = 256
 _SOME_SHARED: Final = 1 << 20
 
@@ -191,7 +191,7 @@ def _files(names: Sequence[str]) -> bytes:
 
 
 def _shortened(keys: Sequence[bytes]) -> tuple[list[int], list[bytes]]:
-    """Returns how much of each key but the first is that of the one before, and the rest of all."""
+    """Returns how many bytes each key but the first shares with the key before, and the rests."""
     shared = [_common(a, b) for a, b in pairwise(keys)]
     return shared, [key[n:] for key, n in zip(keys, [0, *shared], strict=False)]
 

@@ -85,7 +85,7 @@ def guess_names(
     is_step: Callable[[str], bool],
     is_copy: Callable[[str], bool] = lambda entry: False,
 ) -> list[StepNames]:
-    """Infers the naming scheme of a run: the one that fits most steps.
+    """Infers the naming scheme of a run: the scheme that fits most steps.
 
     A padded number shows its scheme. 12345 does not show that numbers are padded, but 0099 beside
     it does.
@@ -114,7 +114,7 @@ def guess_names(
         is_own = cache(lambda entry: is_one(entry) and not is_copy(entry))
         if own := [naming for naming in used if any(map(is_own, shown[naming]))]:
             used, counts = own, is_own
-    # A prefix that ends in a number, such as a date, may be another one in each job of a run.
+    # A prefix that ends in a number, such as a date, may differ in each job of a run.
     if len({naming.prefix for naming in used if (naming.prefix or "")[-1:].isdigit()}) > 1:
         return used
     for naming in sorted(used, key=lambda naming: -len(fits[naming])):
@@ -162,7 +162,7 @@ def decode_identity(data: bytes, *, file: str) -> Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """The job that may commit to a run: the last one to open it."""
+    """The job that may commit to a run: the last job to open it."""
 
     token: str  # unique to that opening
     host: str

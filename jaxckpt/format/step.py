@@ -9,10 +9,10 @@ The record, `_jaxckpt.json`, has two lines. The first is JSON:
                "state/d/5c1f...": {"bytes": 99}}}
 
 The second is the SHA-256 of the first, in hex. The record lists every file of the checkpoint except
-itself and `commit_success.txt`; "item" is the main item, left out if it is "state". "share" is
-there if the checkpoint has only what one process of several held: its index and their number. "run"
-is there if it is a step of a run; see `Life`. Data files have no SHA-256: each chunk carries a
-checksum, and a file with a SHA-256 lists the checksums of all chunks.
+itself and `commit_success.txt`; "item" is the main item, left out if it is "state". "share" is the
+index of a process and their number, if the checkpoint has only the shards that this process held.
+"run" is present if it is a step of a run; see `Life`. Data files lack a SHA-256: each chunk carries
+a checksum, and a file with a SHA-256 lists the checksums of all chunks.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Life:
     """
 
     run: str  # the id of the run
-    starts: Starts = ()  # the one that saved the step last; without the oldest if there are many
+    starts: Starts = ()  # the last start saved the step; if there are many, the oldest are cut
 
     def begun(self, start: str, step: int | None) -> Life:
         """Returns the life that begins with a further start, from `step` or anew."""
@@ -158,9 +158,9 @@ class Record:
     name: str = ""  # the directory name it was saved under; "" if an earlier jaxckpt wrote it
     lineage: Mapping[str, Any] = field(default_factory=dict)  # the source of copied values
     phases: Mapping[str, float] = field(default_factory=dict)  # see `jaxckpt.types.Timing`
-    item: str = names.STATE_ITEM  # the one to restore if none is named; "" if the tree is flat
+    item: str = names.STATE_ITEM  # the item to restore by default; "" if the tree is flat
     share: tuple[int, int] | None = None  # the process whose shards it has, and their number
-    life: Life | None = None  # None if it is no step of a run, or an older release saved it
+    life: Life | None = None  # None if it is not a step of a run, or an older release saved it
     digest: str = field(default="", compare=False)  # of the file, once read
 
 

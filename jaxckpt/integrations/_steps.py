@@ -72,7 +72,7 @@ def story(
 
 
 def policy(manager: CheckpointManager, recorded: KeepPolicy | None) -> KeepPolicy:
-    """Returns the policy that decides: for a reader without one, that of the run's last job."""
+    """Returns the manager's policy; for a reader without a policy, the policy of the last job."""
     is_own = manager.mode == "w" or manager.keep != KeepPolicy()
     return manager.keep if is_own or recorded is None else recorded
 
@@ -106,7 +106,7 @@ def marks(told: Story, metric: str | None = None) -> list[Mark]:
 
 
 def number_of(step: StepOverview, metric: str | None) -> float | None:
-    """Returns a metric of a step, also NaN; None if it is no number or overflows a float."""
+    """Returns a metric of a step, also NaN; None if it is not a number or overflows a float."""
     return None if metric is None else _as_float(step.metrics.get(metric))
 
 

@@ -5,7 +5,7 @@
     SavePolicy.every_seconds = "15m"
     KeepPolicy.last = 3
 
-Call `CheckpointManager` of this module: gin does not change the one in `jaxckpt`. The objects are
+Call `CheckpointManager` of this module: gin does not change the class in `jaxckpt`. The objects are
 instances of jaxckpt's own classes. The policies are made from their bindings unless `save` and
 `keep` are bound themselves, as in `CheckpointManager.keep = @eval/KeepPolicy()`. Bind
 `SavePolicy.auto.mtbf_hours` for the interval that loses the least time.
@@ -31,7 +31,7 @@ with needing("gin-config", __name__):
     import gin
 
 _FIELDS: Final = tuple(field.name for field in dataclasses.fields(_schedule.SavePolicy))
-# It also takes the fields of the policy, except the one that it computes.
+# It also takes the fields of the policy, except the field that it computes.
 _AUTO: Final = ("mtbf_hours", "processes", *(name for name in _FIELDS if name != "job_mtbf_s"))
 
 

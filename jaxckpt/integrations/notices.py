@@ -1,7 +1,7 @@
 """Notices of cloud providers that a spot instance ends soon, for `CheckpointManager(notice=...)`.
 
-Each function returns one that asks the instance's own metadata server, and is never called unless
-you pass it: on other machines that address may not answer. The formats are those of the providers'
+Each function returns a function that asks the instance's metadata server. It is never called unless
+you pass it: on other machines that address may not answer. The formats follow the providers'
 documentation; they were tried on loopback only:
 
     aws      /latest/meta-data/spot/instance-action (IMDSv2), two minutes ahead
@@ -81,7 +81,7 @@ def azure(url: str = _LINK_LOCAL) -> Notice:
 
 
 def _ask(url: str, headers: Mapping[str, str], *, method: str = "GET") -> str | None:
-    """Returns the answer; None if there is no such thing, which means no notice."""
+    """Returns the answer; None if the address does not exist, which means no notice."""
     request = urllib.request.Request(url, headers=dict(headers), method=method)
     try:
         with _opener.open(request, timeout=_TIMEOUT_S) as answer:
@@ -93,7 +93,7 @@ def _ask(url: str, headers: Mapping[str, str], *, method: str = "GET") -> str | 
 
 
 def _left_s(when: str) -> float:
-    """Returns the seconds until a time such as 2017-09-18T08:22:00Z or that of an HTTP header."""
+    """Returns the seconds until a time such as 2017-09-18T08:22:00Z, or as in an HTTP header."""
     if not when:  # Azure: the event has begun
         return 0.0
     try:

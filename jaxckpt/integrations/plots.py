@@ -195,7 +195,7 @@ def sharding(of: Any, shape: Sequence[int] | None = None, ax: Axes | None = None
     """Draws which device holds which part of an array.
 
     Each axis of the mesh that divides the array has a hue, which grows darker along the axis, so
-    that a part shows its place on every axis. The numbers are those of the devices. An array of
+    that a part shows its place on every axis. The numbers are device ids. An array of
     more than two dimensions is drawn along its two most divided dimensions, at the start of the
     others.
 
@@ -205,7 +205,7 @@ def sharding(of: Any, shape: Sequence[int] | None = None, ax: Axes | None = None
         ax: The axes to draw into.
 
     Raises:
-        TypeError: `of` has no sharding.
+        TypeError: `of` lacks a sharding.
         ValueError: the shape is missing, or the checkpoint does not record the leaf's sharding.
 
     Example:
@@ -375,7 +375,7 @@ def _saved_boxes(
 def _drawn_dims(
     parts: Mapping[tuple[tuple[int, int], ...], object], shape: Sequence[int]
 ) -> tuple[int | None, int | None]:
-    """Returns the dimensions of the rows and of the columns, or None for missing ones."""
+    """Returns the dimensions of the rows and of the columns, or None if missing."""
     counts = [len({box[i] for box in parts}) for i in range(len(shape))]
     most = sorted(sorted(range(len(shape)), key=lambda i: -counts[i])[:2])
     rows, columns = [None] * (2 - len(most)) + most

@@ -5,7 +5,7 @@
     check_alike      every process reports the same
 
 A process reports a value in JSON, and the text of its error, if any. A process with an error of its
-own raises that one; the others raise an error that lists the failed processes.
+own raises that error; the others raise an error that lists the failed processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Final
 from jaxckpt.errors import CheckpointError, ProcessesDisagree, StepExists, UnsupportedFormat
 from jaxckpt.multihost._protocol import Json, Processes
 
-# How many failed processes a process tells of: the outcome goes to all, of perhaps thousands.
+# The outcome describes at most this many failed processes, as it goes to perhaps thousands.
 _MOST_TOLD: Final = 8
 # Every process would find the same on the disk, so all raise the class that process 0 raises.
 _SEEN_BY_ALL: Final = {error.__name__: error for error in (StepExists, UnsupportedFormat)}
@@ -112,7 +112,7 @@ def meet(
         problem: This process's error, if any; reported here, and raised by `check`.
         judge: Makes the verdict of all values, in process 0, if no process failed.
         mark: One word about the problem, for the caller.
-        place: What the round is about, if `name` does not say so, for messages about missing
+        place: The subject of the round, if not clear from `name`, for messages about missing
             processes.
     """
 

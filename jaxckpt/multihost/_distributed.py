@@ -3,8 +3,8 @@
 A gather, in O(processes) messages:
 
 1. Every process puts its value under `from/<index>`.
-2. Process 0 waits for all values until the time limit. It lists what is there, and waits for single
-   values in between, twice as many each time: a few requests if they come at about the same time.
+2. Process 0 waits for all values until the time limit. It lists the values so far, and waits for
+   single values in between, twice as many each time: few requests if they come almost together.
 3. Process 0 puts the outcome: what it makes of the values, or the missing processes.
 4. The others wait for the outcome. A process that times out first puts the outcome "missing".
 5. The outcome is put with create-if-absent: the first wins, and every process, including process 0
@@ -67,7 +67,7 @@ class _Round:
     """One round in which this process waits."""
 
     key: str
-    place: str  # what it is about
+    place: str  # the subject, for messages
     timeout_s: float
     deadline_s: float  # of the monotonic clock
     warns_s: float  # when this process logs who is missing; infinite once it has
@@ -177,7 +177,7 @@ class Distributed:
         return outcome
 
     def _collect(self, round_: _Round, mine: bytes) -> dict[int, bytes]:
-        """Returns the values that have come, all of them or those of which time is up."""
+        """Returns all values, or the values that have come by the deadline."""
         found, at_once = {0: mine}, 1
         while missing := self._lacking(found):
             for index in missing[:at_once]:
@@ -191,7 +191,7 @@ class Distributed:
         return found
 
     def _await_outcome(self, round_: _Round) -> bytes | None:
-        # Staggered, so that one process finds the missing ones and the rest read its outcome.
+        # Staggered, so that one process finds the missing processes and the rest read its outcome.
         round_.deadline_s += min(1.0, 0.001 * self.index)
         return self._wait(round_, f"{round_.key}/outcome")
 

@@ -1,6 +1,6 @@
 """The call of a handler: its args, what it stores, what it restores.
 
-A handler below `Ours` tells jaxckpt what to store, and jaxckpt writes it. Any other handler, such
+A handler below `Ours` gives jaxckpt the values, and jaxckpt writes them. Any other handler, such
 as Grain's, writes into a temporary directory, whose files are stored.
 """
 
@@ -58,13 +58,13 @@ class Stored:
 
 @dataclass(slots=True, kw_only=True)
 class FolderItem(FileItem):
-    """An item whose files a handler has written to a temporary directory: those of process 0, and
-    one named after each process. They are copied in pieces; to a bucket, one by one.
+    """An item whose files a handler has written to a temporary directory: files of process 0, and
+    a file named after each process. They are copied in pieces; to a bucket, one by one.
     """
 
     source: tempfile.TemporaryDirectory[str]
-    end: Callable[[], None]  # of what the handler does in the background
-    facts: dict[str, step.FileFacts] = field(default_factory=dict)  # of those that are copied
+    end: Callable[[], None]  # ends the handler's work in the background
+    facts: dict[str, step.FileFacts] = field(default_factory=dict)  # of the copied files
 
     def write(self, storage: Storage, work: Any, processes: Processes) -> None:
         """Waits for the handler and copies its files."""
@@ -119,10 +119,10 @@ def several(items: Items, mode: int | None) -> Several:
 
 
 def make_dir(storage: Storage, path: str, mode: int | None, *, is_new: bool = False) -> None:
-    """Makes a directory, in a file system with permissions, less those that the umask takes away.
+    """Makes a directory; in a file system, with permissions that the umask may reduce.
 
     Args:
-        is_new: Whether one that exists gets them too.
+        is_new: Whether an existing directory gets these permissions too.
     """
     is_new = is_new or storage.kind(path) is None
     storage.make_dir(path)
@@ -130,7 +130,7 @@ def make_dir(storage: Storage, path: str, mode: int | None, *, is_new: bool = Fa
         os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & (mode | 0o7000))  # after the umask
 
 
-# What makes a directory a checkpoint. A handler may save with another one into its own directory.
+# Files that make a directory a checkpoint. A handler may save with another into its own directory.
 _OF_CHECKPOINTS = (names.COMMIT_MARKER, names.RECORD, names.CHECKPOINT_METADATA, names.WRITER)
 Taker = Callable[[str, Processes], SaveItem]
 Items = Mapping[str, Taker]  # by path in the item, "" for the item itself
@@ -246,12 +246,12 @@ class Loose(args.CheckpointArgs):
 
 
 def made(handler: Any, verb: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """Returns the args among the arguments of a call, or those that the handler's class makes."""
+    """Returns the args among the arguments of a call, or args made by the handler's class."""
     return _made(type(handler).__mro__, verb, given, named)
 
 
 def made_for(handler: Any, verb: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """Returns the args of a call, or its arguments for a handler that has no args of its own."""
+    """Returns the args of a call, or its arguments for a handler that lacks args of its own."""
     classes = type(handler).__mro__ if _is_plain(handler, verb) else (type(handler),)
     return _made(classes, verb, given, named)
 
@@ -266,10 +266,10 @@ def _made(classes: Iterable[type], verb: str, given: Any, named: Mapping[str, An
 
 
 def store(handler: Any, given: Any) -> Items:
-    """Returns what a handler stores for args.
+    """Returns the values that a handler stores for args.
 
     A handler that is not of this module writes into a temporary directory, and so does one whose
-    class overrides how it saves. What it does in the background ends before the commit.
+    class overrides how it saves. The handler's work in the background ends before the commit.
     """
     if _is_plain(handler, "save") and _is_plain(handler, "async_save"):
         return handler._stored(given)
@@ -322,7 +322,7 @@ def _call(verb: Callable[..., Any], directory: epath.Path, given: Any) -> Any:
 
 
 def load(handler: Any, path: str, given: Any) -> Any:
-    """Returns what a handler restores from a path for args."""
+    """Returns the object that a handler restores from a path for args."""
     if _is_plain(handler, "restore"):
         return handler._restored(path, given)
     return _call(handler.restore, epath.Path(path), given)

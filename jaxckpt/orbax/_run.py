@@ -2,7 +2,7 @@
 
 They decide as Orbax's do, and save through `jaxckpt.CheckpointManager`, which they open when they
 first have to decide or to write, so that any number of them may read a run. While it is open for
-writing, files in the root say who writes it, and which run it is. They go at the end, since
+writing, files in the root name its writer and its run. They go at the end, since
 programs make numbers of all names there: the root then shows steps and nothing else, as Orbax's.
 """
 
@@ -177,6 +177,6 @@ def _remove_files(index: StepIndex) -> None:
 @atexit.register
 def _close_all() -> None:
     for writer, index in [*_open.values()]:
-        with contextlib.suppress(Exception):  # told already: the saves have ended by now
+        with contextlib.suppress(Exception):  # already reported: the saves have ended by now
             if current().count == 1:  # the others may be gone
                 _close_run(writer, index)

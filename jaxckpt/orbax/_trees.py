@@ -137,8 +137,8 @@ def restore_pytree(
     """Restores as Orbax's PyTreeRestore: the target gives the structure, the args the types.
 
     Args:
-        restore_args: `RestoreArgs` in the tree of the target, or else in the saved tree; those of
-            Orbax itself, too. A leaf without them is restored as it was saved.
+        restore_args: `RestoreArgs` of jaxckpt or Orbax in the tree of the target, or else in the
+            saved tree. A leaf without them is restored as it was saved.
         partial: Whether saved leaves that are not in the target are left out, and leaves that were
             not saved keep the values in the target.
     """
@@ -188,7 +188,7 @@ def restore_like(
         saved = by_name(found.abstract(), is_leaf=is_empty)
 
         def fitted(names: Names, leaf: Any) -> Any:
-            """Returns None for what is empty, in the target or there, but not in both."""
+            """Returns None for a node that is empty in the target or as saved, but not in both."""
             if names in saved and is_empty(leaf) != is_empty(saved[names]):
                 return None
             return _with_dtype(leaf, saved.get(names))
@@ -263,8 +263,8 @@ def _unsaved(like: Any, saved: Mapping[Names, Any]) -> dict[Names, Any]:
     """Returns the leaves of a target that were not saved, by name.
 
     Raises:
-        TypeError: one is a container there, or is in what is a leaf there.
-        ValueError: one is beyond the end of a sequence.
+        TypeError: a leaf of the target was saved as a container, or lies below a saved leaf.
+        ValueError: a leaf of the target is beyond the end of a saved sequence.
     """
     containers = _above(saved) | {()}
     unsaved: dict[Names, Any] = {}
@@ -290,7 +290,7 @@ def wanted_leaf(saved: Any, args: Any) -> Any:
         return saved
     shape, saved_dtype = np.shape(saved), getattr(saved, "dtype", None) or np.asarray(saved).dtype
     sharding = sharding_of(args)
-    if not isinstance(saved_dtype, np.dtype):  # that of keys
+    if not isinstance(saved_dtype, np.dtype):  # the dtype of keys
         return _placed(shape, saved_dtype, _cut(sharding, len(shape)))
     sizes = (getattr(args, name, None) for name in ("global_shape", "shape"))
     shape = next((tuple(size) for size in sizes if size is not None), shape)

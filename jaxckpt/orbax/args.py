@@ -133,7 +133,7 @@ class StandardRestore(_OfItem):
     """Restores a tree.
 
     Attributes:
-        item: A target, which gives the types; None for those that were saved.
+        item: A target, which gives the types; None for the saved types.
         strict: If False, arrays are cut off or padded to the shapes of the target.
         support_layout: Is refused.
         fallback_sharding: No effect.
@@ -169,7 +169,7 @@ class PyTreeRestore(_OfItem):
     Attributes:
         item: A target, which gives the structure; None for the saved one.
         restore_args: A tree of `RestoreArgs`, which give the types.
-        transforms: A tree of `Transform`s, which say where leaves of the target come from.
+        transforms: A tree of `Transform`s, which name the sources of the target's leaves.
         transforms_default_to_original: Whether leaves without a transform are the saved ones.
         legacy_transform_fn: Is refused.
         partial_restore: Whether saved leaves may be missing in the target; leaves that were not
@@ -272,12 +272,12 @@ _OURS[CompositeArgs.__name__] = CompositeArgs
 
 
 def class_as_ours(cls: type) -> type:
-    """Returns a class of Orbax's own args as that of this module; others as they are."""
+    """Returns this module's class for a class of Orbax's own args; other classes as they are."""
     return _OURS.get(cls.__name__, cls) if cls.__module__.startswith("orbax.checkpoint.") else cls
 
 
 def as_ours(args: Any) -> Any:
-    """Returns Orbax's own args as those of this module; others as they are."""
+    """Converts Orbax's own args to args of this module; returns other objects as they are."""
     ours = _OURS.get(type(args).__name__)
     if ours is Composite or isinstance(args, Composite):
         return Composite(**{name: as_ours(one) for name, one in args.items()})
@@ -296,7 +296,7 @@ class SaveArgs:
 
     Attributes:
         aggregate: No effect.
-        dtype: The dtype to store; None for that of the leaf.
+        dtype: The dtype to store; None for the leaf's dtype.
         chunk_byte_size: No effect: chunks are shards, or parts of them.
         shard_axes: No effect.
     """

@@ -45,7 +45,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
         options: When to save and what to keep.
         metadata: JSON to store with the run.
         item_names, item_handlers, handler_registry: The items and their handlers; if none is given,
-            the args of a save tell.
+            the args of a save decide.
         logger: Is refused.
     """
 
@@ -79,11 +79,11 @@ class CheckpointManager(Run, AbstractCheckpointManager):
 
     @property
     def _checkpoints(self) -> list[policies.CheckpointInfo]:
-        """The steps, for programs whose manager is a class below this one."""
+        """The steps, for programs whose manager is a subclass of this class."""
         return policies.infos(self._infos())
 
     def all_steps(self, read: bool = False) -> list[int]:
-        """Returns the steps in order, those being saved included.
+        """Returns the steps in order, including steps being saved.
 
         Args:
             read: Whether to look at the directory again.
@@ -137,7 +137,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
 
         Raises:
             Any error of the previous save; this step is not saved then.
-            ValueError: the run has the step, or a later one, and `force` is set.
+            ValueError: the run has the step, or a later step, and `force` is set.
         """
         if items is None and args is None:
             raise ValueError("Must provide `args` for `save`.")
@@ -256,7 +256,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
         return self.metadata(step).item_metadata
 
     def metadata(self, step: int | None = None) -> Any:
-        """Returns the metadata of a step; without a step, that of the run."""
+        """Returns the metadata of a step, or of the run if no step is given."""
         if step is None:
             found = {} if self._metadata and self._options.read_only else run_metadata(self._index)
             return metadata.RootMetadata(custom_metadata=found or dict(self._metadata))

@@ -26,7 +26,7 @@ def construct_restore_args(
     """Returns a tree of restore args for the arrays, numbers and metadata of a target.
 
     Args:
-        sharding_tree: The shardings, if not those of the target.
+        sharding_tree: The shardings. If None, the target's shardings.
         set_global_shape: Whether the args contain the shapes.
         strict: Whether another shape is an error.
     """

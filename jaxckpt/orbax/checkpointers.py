@@ -20,7 +20,7 @@ class Closing:
     """Closes itself at the end of its `with`."""
 
     def close(self) -> None:
-        """Ends what is under way."""
+        """Ends the work under way."""
 
     def __enter__(self) -> Self:
         return self
@@ -109,7 +109,7 @@ class Checkpointer(AbstractCheckpointer):
             self._saving = None if self._saving.done() else self._saving
 
     def restore(self, directory: str | os.PathLike[str], *given: Any, **named: Any) -> Any:
-        """Restores from a directory; the arguments are args, or those of the handler's args.
+        """Restores from a directory; takes args, or the arguments of the handler's args.
 
         Raises:
             FileNotFoundError: there is no checkpoint.

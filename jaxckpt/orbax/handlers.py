@@ -49,7 +49,7 @@ class PyTreeCheckpointHandler(Ours):
         if given.item is None or not jax.tree.leaves(given.item, is_leaf=lambda node: node is None):
             raise ValueError("Found empty item.")
         tree, more = _cast(given.item, given.save_args), given.custom_metadata
-        jsontext.dumps(more)  # raises TypeError for what is no JSON
+        jsontext.dumps(more)  # raises TypeError for values that are not JSON
         return {"": Stored(tree=tree, custom_metadata=more, handler=self.typestr())}
 
     def _restored(self, path: str, given: Any) -> Any:
@@ -260,7 +260,7 @@ class CompositeCheckpointHandler(Ours):
         """Returns the handler of an item, and keeps it for later calls.
 
         Raises:
-            ValueError: neither the item nor the args say which handler it has, or they differ.
+            ValueError: neither the item nor the args determine its handler, or they differ.
         """
         for key in ((name, type(given)), (None, type(given))):
             if key in self._entries:
@@ -371,13 +371,13 @@ for _handler, _save, _restore in _KINDS:
 
 _CLASSES: Final = (BasePyTreeCheckpointHandler, *(kind for kind, *_ in _KINDS))
 _OURS: Final = {cls.__name__: cls for cls in _CLASSES}
-_NAMES: Final = ("filename", "checkpoint_name", "key_name")  # what a handler is made with
+_NAMES: Final = ("filename", "checkpoint_name", "key_name")  # arguments of a handler's constructor
 
 
 def as_ours(handler: Any) -> Any:
-    """Returns a handler of Orbax itself as one of this module; others as they are.
+    """Converts a handler of Orbax itself to a handler of this module; returns others as they are.
 
-    One with handlers of leaves of its own stays, too, since jaxckpt does not call those.
+    Also returns as it is a handler that has its own handlers of leaves: jaxckpt calls none of them.
     """
     cls = type(handler)
     ours = _OURS.get(cls.__name__)

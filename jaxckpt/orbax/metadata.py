@@ -26,10 +26,10 @@ from jaxckpt.types import LeafInfo
 
 @dataclass
 class StepMetadata:
-    """What is known of a checkpoint.
+    """The facts about a checkpoint.
 
     Attributes:
-        item_handlers: The name of its handler, or of that of each item.
+        item_handlers: The name of its handler, or the handler's name of each item.
         item_metadata: Describes its tree, or each item.
         metrics: Its numbers by name.
         performance_metrics: None.
@@ -49,7 +49,7 @@ class StepMetadata:
 
 @dataclass
 class RootMetadata:
-    """What is known of a run.
+    """The facts about a run.
 
     Attributes:
         internal_metadata: Nothing.
@@ -127,7 +127,7 @@ class TreeMetadata(Mapping[Any, Any]):
         return f"TreeMetadata(custom_metadata={self.custom_metadata}, tree={self.tree})"
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """Returns the children with their keys: those of the tree."""
+        """Returns the children of the tree with their keys."""
         below, tree = tree_util.tree_flatten_with_path(self.tree, is_leaf=self._is_below)
         pairs = [(keys[0], child) for keys, child in below if keys]
         return (pairs or [(tree_util.GetAttrKey("tree"), self.tree)]), (tree, self.custom_metadata)
@@ -183,7 +183,7 @@ def of_tree(directory: str | os.PathLike[str]) -> TreeMetadata:
 
 
 def custom_of(found: Checkpoint) -> Any:
-    """Returns what a program stored with a tree, or in a safetensors file."""
+    """Returns the program's metadata of a tree or a safetensors file."""
     return None if found._tree is None else found._tree.tree.custom_metadata
 
 
@@ -211,7 +211,7 @@ def found_at(path: str | os.PathLike[str]) -> Found:
 
 
 def items_of(found: Found) -> list[str]:
-    """Returns the items of a checkpoint, those of a program's own handlers included."""
+    """Returns the items of a checkpoint, including items of a program's own handlers."""
     entries = found.entries(found.path).items()
     folders = [name for name, entry in entries if entry.kind == "dir" and name != found.deleting]
     return [name for name in folders if not names.is_temporary(name)]
@@ -230,7 +230,7 @@ def of_step(found: Found, items: Any) -> Any:
 
 
 def get_step_metadata(path: str | os.PathLike[str]) -> Any:
-    """Returns what a checkpoint's own file records of it; ValueError if there is no such file."""
+    """Returns the contents of a checkpoint's metadata file; ValueError if the file is missing."""
     storage, where = locate(path)
     try:
         data = storage.read(f"{where}/{names.CHECKPOINT_METADATA}", max_bytes=jsontext.MAX_BYTES)

@@ -1,4 +1,4 @@
-"""Options, with Orbax's names and defaults, and what each of them does here."""
+"""Options, with Orbax's names and defaults, and the effect of each here."""
 
 from __future__ import annotations
 

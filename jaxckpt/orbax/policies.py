@@ -1,4 +1,4 @@
-"""Orbax's policies, v0's and v1's, as those of jaxckpt.
+"""Converts Orbax's policies, v0's and v1's, to policies of jaxckpt.
 
 A policy is known by the name of its class and its fields, so that the objects of Orbax itself are
 understood too. A class of the program's own is asked with the arguments that Orbax passes.
@@ -34,7 +34,7 @@ def warn_once(text: str) -> None:
 
 @dataclass(unsafe_hash=True)
 class CheckpointInfo:
-    """A step, as policies see it; equal are those of one step and time.
+    """A step, as policies see it; two infos are equal if step and time are equal.
 
     Attributes:
         step: Its number.
@@ -64,7 +64,7 @@ class MultiprocessingOptions:
 
 @dataclass(kw_only=True)
 class DecisionContext:
-    """What a policy for saving is told.
+    """The facts that a policy for saving receives.
 
     Attributes:
         is_saving_in_progress: Whether a save is under way.
@@ -79,7 +79,7 @@ class DecisionContext:
 
 @dataclass
 class PreservationContext:
-    """What a policy for keeping is told: nothing."""
+    """The facts that a policy for keeping receives: none."""
 
 
 class SaveDecisionPolicy(Protocol):
@@ -178,7 +178,7 @@ class LatestDuration(PreservationPolicy):
 
 @dataclass
 class AnyPreservationPolicy(PreservationPolicy):
-    """Keeps what one of `policies` keeps."""
+    """Keeps the steps that any of `policies` keeps."""
 
     policies: Sequence[PreservationPolicy]
 
@@ -331,7 +331,7 @@ def _every(policy: Any) -> dict[str, Any] | None:
 
 
 def _apart(policy: Any, steps: Sequence[int]) -> list[int]:
-    """Returns the steps that `EveryNSteps` keeps: multiples, or else those that are far apart."""
+    """Returns the steps that `EveryNSteps` keeps: multiples, or else steps that are far apart."""
     kept: list[int] = []
     for step in steps:
         exact = policy.exact_interval
@@ -371,7 +371,7 @@ _KEEP: Final[Mapping[str, Callable[[Any], dict[str, Any] | None]]] = {
 
 
 def keep_policy(policy: Any, steps: Steps, *, move_to: str | None = None) -> KeepPolicy:
-    """Returns the policy of jaxckpt that keeps what Orbax's keeps, and the newest step.
+    """Returns jaxckpt's policy that keeps the same steps as Orbax's policy, and the newest step.
 
     Args:
         steps: Returns the steps of the run, for a policy that looks at all of them at once.

@@ -91,7 +91,7 @@ class StandardNameFormat(NameFormat):
 def _committed(
     base_path: str | os.PathLike[str], step_of: Callable[[str], int | None]
 ) -> Iterator[Metadata]:
-    """Yields the directories with the names of steps, without those that are incomplete.
+    """Yields the directories with the names of steps, without incomplete steps.
 
     One with no file of a checkpoint counts where a rename commits, as it does for Orbax.
     """
@@ -181,7 +181,7 @@ def find_step_path(
     step: int,
     include_uncommitted: bool = False,
 ) -> epath.Path:
-    """Returns the directory of a step, or that of its save under way; ValueError without one."""
+    """Returns the directory of a step or of its save under way; ValueError if neither exists."""
     name = name_format.build_name(step)
     for found in all_temporary_paths(base_path) if include_uncommitted else ():
         if found.get_final().name == name:
@@ -217,12 +217,12 @@ def _number(name: str) -> int | None:
 
 
 def is_path_temporary(path: str | os.PathLike[str], **_: Any) -> bool:
-    """Returns whether a directory is a save under way, or what is left of one."""
+    """Returns whether a directory is a save under way or its remains."""
     return names.TEMPORARY in os.path.basename(os.fspath(path))
 
 
 def is_path_finalized(path: str | os.PathLike[str], **_: Any) -> bool:
-    """Returns whether a directory exists and is no save under way."""
+    """Returns whether a directory exists and is not a save under way."""
     return epath.Path(path).exists() and not is_path_temporary(path)
 
 

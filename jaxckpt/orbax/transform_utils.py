@@ -1,4 +1,4 @@
-"""Transforms: how the leaves of a target come from those that were saved."""
+"""Transforms: how the leaves of a target come from the saved leaves."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from jaxckpt.orbax.args import SingleReplicaArrayRestoreArgs as SingleReplicaArr
 
 @dataclass
 class ParamInfo:
-    """What Orbax tells its handlers of leaves, which jaxckpt does not call.
+    """The facts about a leaf that Orbax gives to its handlers, which jaxckpt does not call.
 
     Attributes:
         name: Of the leaf.

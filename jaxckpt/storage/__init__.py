@@ -85,7 +85,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
 
     Raises:
         ValueError: the path is empty, contains NUL or a backslash, or is a URL without a name.
-        UnsupportedFormat: jaxckpt has no storage for the URL's scheme.
+        UnsupportedFormat: jaxckpt does not support the URL's scheme.
         StoreError: the file system of the path does not answer.
 
     Example:
@@ -134,8 +134,8 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     return _storage_on(device), absolute
 
 
-# The number of a device says where a path is however many links led there. It is used again only
-# when its mount is gone.
+# The number of a device identifies a path's file system, however many links led there. It is used
+# again only when its mount is gone.
 @cache
 def _storage_on(device: int) -> Storage:
     """Returns the storage for the files of a device, and logs the first time what it lacks."""

@@ -1,6 +1,6 @@
 """Reads a checkpoint in an object store in few round trips: its listing, then its metadata.
 
-A view holds what was there when it was made. Whatever it does not hold, it asks the store for.
+A view holds the store's contents at the time it was made. It asks the store for all else.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _read(storage: Storage, file: str) -> bytes | None:
 
 
 def now(storage: Storage) -> Storage:
-    """Returns the storage behind a view, which reads what is there now."""
+    """Returns the storage behind a view, which reads the present contents."""
     return storage.inner if isinstance(storage, Ahead) else storage
 
 

@@ -30,8 +30,8 @@ from jaxckpt.format.ocdbt import Foreign, Node, Place, Root, place_of
 from jaxckpt.storage._local import usable_cores
 from jaxckpt.storage._settings import limit_s, settings_of
 
-# TensorStore has no deadline for a request to a store unless libcurl is told of one, before the
-# first request: a connection that moves no byte for this long is given up, and tried again.
+# TensorStore waits for a store without a deadline unless these variables set one for libcurl before
+# the first request: a connection that moves no byte for this long is given up, and tried again.
 _STALL_S: Final = 60
 os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", str(_STALL_S))
 os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
@@ -51,7 +51,7 @@ _MISSING_GENERATION = b"\x02"
 
 
 def context() -> ts.Context:
-    """Returns the one TensorStore context of this process.
+    """Returns the common TensorStore context of this process.
 
     It is shared because a context per save leaks its cache, OCDBT copies between two stores only
     within one context, and stores of the `memory` driver live inside it. It caches nothing: a
@@ -106,7 +106,7 @@ def _wait(pending: Any, place: Mapping[str, Any] | ts.TensorStore) -> Any:
 
 
 def _completed(driver: str) -> list[Any]:
-    """Returns what tells whether a driver has completed a request since it was asked last."""
+    """Returns counters of a driver, which change whenever it has completed a request."""
     found = ts.experimental_collect_matching_metrics(f"/tensorstore/kvstore/{driver}/")
     return [one for one in found if not one["name"].endswith("/retries")]
 

@@ -1,10 +1,10 @@
-"""Finds the credentials for a bucket. The first of these that there are count:
+"""Finds the credentials for a bucket. Takes the first that exist of:
 
-1. none, if the settings or a variable say so;
+1. no credentials, if the settings or a variable ask for anonymous access;
 2. variables that hold keys or tokens, or name a file of them;
-3. what the user names: `AWS_PROFILE`, or the file that gcloud writes at a sign-in;
+3. credentials that the user names: `AWS_PROFILE`, or the file that gcloud writes at a sign-in;
 4. the machine's own, if a variable has its metadata address or the system shows its cloud;
-5. what the user signed in to without naming it: the default profile of AWS, or `az login`.
+5. a sign-in that the user does not name: the default profile of AWS, or `az login`.
 
 So a metadata address is asked only where there should be one; elsewhere a client would wait for it
 in vain. obstore reads 2 and 4 itself, as TensorStore does; the rest comes from the cloud's library.
@@ -51,14 +51,14 @@ _BY_TENSORSTORE: Final = {
     "GOOGLE_AUTH_TOKEN_FOR_TESTING": "default",
 }
 _PREFIXES: Final = {"az": "AZURE", "gs": "GOOGLE", "s3": "AWS"}
-# The variable against asking a metadata address, and those with one.
+# The variable that forbids asking a metadata address, and the variables that hold an address.
 _NO_MACHINE: Final = {"gs": "NO_GCE_CHECK", "s3": "AWS_EC2_METADATA_DISABLED"}
 _ADDRESSES: Final = {
     "az": ("AZURE_MSI_ENDPOINT", "AZURE_IDENTITY_ENDPOINT", "IDENTITY_ENDPOINT"),
     "gs": ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP"),
     "s3": ("AWS_METADATA_ENDPOINT",),
 }
-# What the system shows on the machines of a cloud: firmware, and the names of machines and pods.
+# Signs of a cloud in the firmware, and in the names of machines and pods.
 _SIGNS: Final = {
     "az": r"(?m)^chassis_asset_tag 7783-7084-3265-9085-8269-3286-77|\bcloudapp\.net\b",
     "gs": r"(?m)^product_name Google|\bgoogle\.internal\b",
@@ -70,14 +70,14 @@ _SYSTEM: Final = (
     "/sys/hypervisor/uuid",
     "/etc/resolv.conf",
 )
-# What to do where there are none.
+# Advice for errors where no credentials are found.
 SIGN_IN: Final = {
     "az": "Run `az login`, or set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
     "gs": "Run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
     "s3": "Run `aws configure` or `aws sso login` and set AWS_PROFILE, or set AWS_ACCESS_KEY_ID "
     "and AWS_SECRET_ACCESS_KEY",
 }
-# What a profile of AWS has, besides a region, if it has credentials.
+# Keys of an AWS profile that show that it has credentials.
 _SIGNED_IN: Final = {
     *("aws_access_key_id", "role_arn", "sso_session", "sso_start_url"),
     *("credential_process", "login_session"),
@@ -123,7 +123,7 @@ def source_of(scheme: str, wanted: Credentials, env: Environment = os.environ) -
 
 
 def is_true(env: Environment, name: str) -> bool:
-    """Returns whether a variable says yes."""
+    """Returns whether a variable is set to 1, true or yes."""
     return env.get(name, "").lower() in ("1", "true", "yes")
 
 
@@ -163,7 +163,7 @@ def clouds_of(system: str) -> set[str]:
 
 @cache
 def _system(files: Sequence[str] = _SYSTEM) -> str:
-    """Returns what the system shows about its cloud, without a request."""
+    """Returns the system's texts that may show its cloud, without a request."""
     lines = []
     for path in files:
         with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
@@ -185,7 +185,7 @@ def _amazon(env: Environment, default: bool) -> Source | None:
 
 
 def _profile(name: str, env: Environment) -> Source | None:
-    """Returns a profile as a source, unless it is there and has no credentials."""
+    """Returns a profile as a source; None if it exists without credentials."""
     config = _read(env.get("AWS_CONFIG_FILE") or "~/.aws/config")
     keys = _read(env.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials")
     section = name if name == "default" else f"profile {name}"
@@ -232,14 +232,14 @@ def _google(env: Environment, default: bool) -> Source | None:
         path = path if os.path.isfile(path) else ""
     if not path:
         return _machine("gs", env, "default") if default else None
-    if _kind(path) in ("authorized_user", "service_account", ""):  # or obstore says what is wrong
+    if _kind(path) in ("authorized_user", "service_account", ""):  # or obstore reports the problem
         options = {"application_credentials": path}
         return Source(name=path, options=options, tensorstore="default")
     return _asking(path, partial(_google_auth, path))
 
 
 def _kind(path: str) -> str:
-    """Returns the kind of credentials in a file of Google Cloud; empty if it is no such file."""
+    """Returns the kind of credentials in a file of Google Cloud; empty if it is another file."""
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)

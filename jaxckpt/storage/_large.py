@@ -89,9 +89,9 @@ def pieces(storage: Storage, path: str, size: int, offset: int = 0) -> Iterator[
 
 @final
 class LargeFiles:
-    """The files being written to an existing directory; the end removes those not published.
+    """The files being written to an existing directory; the end removes all unpublished files.
 
-    Where the file system has no locks, what a crash left stays, and a warning names it.
+    If the file system lacks locks, leftovers of a crash stay, and a warning names them.
     """
 
     def __init__(self, folder: str) -> None:
@@ -133,7 +133,7 @@ def _take_lock(folder: str) -> tuple[str, Hold | None]:
             hold = LocalStorage().hold(path)
         except io.UnsupportedOperation:
             return path, None
-        if hold is not None:  # another export may take a new lock for a dead one's
+        if hold is not None:  # else another export took our new lock for a leftover
             return path, hold
 
 
@@ -150,7 +150,7 @@ def _remove_leftover(folder: str, lock: str, names: list[str]) -> None:
     hold = LocalStorage().hold(f"{folder}/{lock}")
     if hold is not None:
         _logger.warning("removing %s/%s*, left by an interrupted export", folder, lock)
-        # The lock goes last, as it is what shows that the others have no owner.
+        # The lock goes last, since it shows that the other files lack an owner.
         for name in sorted({*names, lock}, reverse=True):
             os.unlink(f"{folder}/{name}")
         hold.release()

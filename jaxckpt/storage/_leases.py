@@ -28,8 +28,8 @@ class Lease:
         path: Of the object.
         length_s: After how many seconds it ends, unless it is renewed.
         version: Of the object, as it was written last.
-        write: Writes the object again if it still has a version, held or not; `tries` says how
-            often to ask. Returns the new version, or None if another holder has it.
+        write: Writes the object again if it still has a version, held or not, in at most `tries`
+            requests. Returns the new version, or None if another holder has it.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Lease:
             return self._version is not None
 
     def keep(self) -> None:
-        """Renews the lease, and says when to do that next."""
+        """Renews the lease, and sets the time of the next renewal."""
         goes_on, pause_s = True, self._every_s
         try:
             goes_on = self.renew()
@@ -93,7 +93,7 @@ class Lease:
         return version
 
 
-_leases: set[Lease] = set()  # those that are renewed
+_leases: set[Lease] = set()  # leases that are renewed
 _changed = threading.Condition()  # guards _leases, their `due_s`, and _renewer
 _renewer: threading.Thread | None = None
 

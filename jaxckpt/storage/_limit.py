@@ -58,7 +58,7 @@ class Call:
             del self  # refers to the error, whose traceback refers to this frame
 
     def error(self, mount: Mount | None = None) -> StoreError:
-        """Returns the error of this call, or of another that is not made because this one hangs."""
+        """Returns the error of this call, or of a call that is not made because this call hangs."""
         where = f"the {mount.kind} file system at {mount.point}" if mount else "its file system"
         return StoreError(
             f"{self.path}: {self.what} has not returned for {time.monotonic() - self.since_s:.0f} "
@@ -124,7 +124,7 @@ class _LimitedHold:
 
 @cache
 def ask() -> Callable[..., Any]:
-    """Returns what calls a function with a path, with a limit if a file system here may hang."""
+    """Returns a function `call(do, path)`, with a time limit if a file system here may hang."""
     return _ask if any(one.may_hang for one in mounts().values()) else operator.call
 
 

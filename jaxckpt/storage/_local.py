@@ -36,7 +36,7 @@ from jaxckpt.storage._protocol import Entry, EntryKind, Hold, Storage
 
 _TEMPORARY = ".jaxckpt-tmp-"
 _MOST_BUFFERS = 1024  # per system call
-_SYNCED_BYTES = 64 << 20  # what a file system that may hang is asked to make durable at once
+_SYNCED_BYTES = 64 << 20  # sync after so many bytes, where a file system may hang
 _HIDDEN = ".fuse_hidden"  # what libfuse renames a deleted file to until it is closed
 _HIDDEN_TRIES, _HIDDEN_WAIT_S = 20, 0.05  # it hears of that after `close` has returned
 _OTHER = Entry("other", 0)
@@ -45,7 +45,7 @@ _LINKS = " jaxckpt does not follow links in a checkpoint; `cp -rL` makes a copy 
 
 
 def listing(storage: Storage, folder: str) -> dict[str, Entry] | None:
-    """Returns the entries of a directory; None if there is no such directory."""
+    """Returns the entries of a directory; None if it does not exist."""
     try:
         return storage.entries(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -333,7 +333,7 @@ class LocalStorage:
                     return None
                 with contextlib.suppress(FileNotFoundError):
                     if os.path.samestat(os.fstat(fd), os.lstat(path)):
-                        if data is not None:  # in place: the lock is that of this inode
+                        if data is not None:  # in place, since this inode is locked
                             os.pwrite(fd, data, 0)  # first: it may take no room on a full disk
                             os.ftruncate(fd, len(data))
                         stack.pop_all()
@@ -435,8 +435,8 @@ def _write_new(path: str, parts: Iterable[bytes]) -> str:
 
 
 def _create_in_place(path: str, data: bytes) -> bool:
-    # A crash in here leaves a part of the file. And two hosts may both succeed: the store has no
-    # exclusive creation, and who may write a run is decided by the owner's file.
+    # A crash in here leaves a part of the file. And two hosts may both succeed: the store lacks
+    # exclusive creation, and the owner's file decides which job may write a run.
     try:
         _write_new(path, [data])
     except FileExistsError:

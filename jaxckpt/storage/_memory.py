@@ -135,7 +135,7 @@ class MemoryStorage:
         return self
 
     def kvstore(self, path: str) -> None:
-        """Returns None: TensorStore reads from a store of its own."""
+        """Returns None, since TensorStore reads from a store of its own."""
 
     def _value(self, path: str) -> bytes:
         data = _files.get(path)

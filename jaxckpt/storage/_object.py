@@ -3,9 +3,9 @@
 A path here is the URL itself. Each object appears whole or not at all; a directory exists while an
 object's name begins with it. Nothing can be renamed, so a commit is a marker created last.
 
-A lock is a lease: attributes of the object say that it is held, and its holder writes it again
-every quarter of `lease_s`. Whoever finds it unrenewed for `lease_s`, by the store's own clock,
-takes it with a conditional write of other bytes.
+A lock is a lease: attributes of the object mark it as held, and its holder writes it again
+every quarter of `lease_s`. A writer that finds it unrenewed for `lease_s`, by the store's own
+clock, takes it with a conditional write of other bytes.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class ObjectStorage:
         self._bucket = bucket
         self._store = open_store(scheme, bucket, settings, self.source)
         self.requests = Requests(scheme, bucket, settings, self.source)
-        # The store's time minus that of the monotonic clock, once it is known. This machine's time
-        # may jump, and a live lock would seem old.
+        # The store's time minus the monotonic clock's, once it is known. This machine's time may
+        # jump, and a live lock would seem old.
         self._clock: float | None = None
         self._clock_lock = threading.Lock()  # guards the probe
 
@@ -89,7 +89,7 @@ class ObjectStorage:
     def _get(
         self, path: str, max_bytes: int = _MAX_LOCK_BYTES, *, tries: int | None = None
     ) -> tuple[Any, bytes]:
-        """Returns what the store tells about an object, and its bytes."""
+        """Returns the store's description of an object, and its bytes."""
 
         def get() -> tuple[Any, bytes]:
             answer = obs().get(self._store, self._key(path))
@@ -251,7 +251,7 @@ class ObjectStorage:
     def _mine(
         self, path: str, data: bytes, attributes: Mapping[str, str], *, tries: int | None = None
     ) -> Version | None:
-        """Returns the version of an object if it is the one that this writer created."""
+        """Returns the version of an object if this writer created it."""
         with contextlib.suppress(FileNotFoundError, CorruptCheckpoint):  # the latter: too large
             answer, found = self._get(path, max(len(data), 1), tries=tries)
             if found == data and answer.attributes.get(_HELD) == attributes.get(_HELD):
@@ -316,7 +316,7 @@ class ObjectStorage:
 
     def delete(self, path: str) -> None:
         below = [one["path"] for one in self._below(path)]
-        # What this process holds there is deleted too where a listing does not show it yet.
+        # Objects that this process holds there are deleted too if a listing does not show them yet.
         held = [self._key(one) for one in forget(path)]
         self._delete(path, list(dict.fromkeys([*below, *held])) or [self._key(path)])
 
@@ -392,7 +392,7 @@ class ObjectStorage:
         Args:
             token: Of the lock.
             held: Whether the object is a held lock afterwards.
-            tries: How often to ask; as the settings say if None.
+            tries: How often to ask. If None, as often as in the settings.
         """
         mode = {k: version[k] for k in ("e_tag", "version") if version.get(k)}
         attributes = {_HELD: token} if held else {}
@@ -418,10 +418,10 @@ class ObjectStorage:
     # --- what the store can do -----------------------------------------------------------------
 
     def _probe(self, path: str) -> None:
-        """Finds out, at the first write, whether conditional writes work, and what time it is.
+        """Tests, at the first write, whether conditional writes work, and reads the store's time.
 
         Raises:
-            StoreError: they do not, so that two writers could both commit a step.
+            StoreError: they do not work, so that two writers could both commit a step.
         """
         with self._clock_lock:
             if self._clock is not None:
@@ -435,7 +435,7 @@ class ObjectStorage:
                 try:
                     problem, clock = self._try_conditions(file)
                 finally:
-                    # If it stays, it is a temporary file of one byte.
+                    # If deleting fails, a temporary file of one byte stays.
                     with contextlib.suppress(OSError):
                         self._delete(file, [self._key(file)])
                 if not problem:
@@ -449,7 +449,7 @@ class ObjectStorage:
             self._clock = clock
 
     def _try_conditions(self, file: str) -> tuple[str, float]:
-        """Returns what does not work, or "", and the store's time minus the monotonic clock's."""
+        """Returns the problem, or "", and the store's time minus the monotonic clock's."""
         first = self._create(file, b"1")
         if first is None:
             return "an object with a new, random name was said to exist", 0.0

@@ -29,7 +29,7 @@ class Hold(Protocol):
 class Storage(Protocol):
     """Files and directories in one place: a file system, or something with the same interface.
 
-    A storage has no state. Every `path` is absolute and '/'-separated; `locate` makes one. Errors
+    A storage is stateless. Every `path` is absolute and '/'-separated; `locate` makes one. Errors
     are `OSError`s with the path. *Durable* means that a power cut after the return changes nothing.
     Where directories exist only while they have entries (object stores), making one does nothing
     and an empty one does not exist.
@@ -94,7 +94,7 @@ class Storage(Protocol):
     def files(self, path: str) -> dict[str, Entry]:
         """Returns all below a directory but directories and unfinished files, by path in it.
 
-        Empty if there is no such directory.
+        Empty if the directory does not exist.
         """
         ...
 
@@ -132,7 +132,7 @@ class Storage(Protocol):
 
         Raises:
             FileNotFoundError: a file is missing or has another size.
-            io.UnsupportedOperation: there are no hard links (an OSError).
+            io.UnsupportedOperation: hard links are not supported (an OSError).
         """
         ...
 
@@ -180,5 +180,5 @@ class Storage(Protocol):
         ...
 
     def kvstore(self, path: str) -> dict[str, Any] | None:
-        """Returns the TensorStore kvstore spec of a directory; None if it has no driver for it."""
+        """Returns the TensorStore kvstore spec of a directory; None if it lacks a driver for it."""
         ...

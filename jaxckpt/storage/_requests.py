@@ -55,7 +55,7 @@ _LONGEST_PAUSE_S: Final = 5.0
 _MOST_SAID: Final = 300
 # In the dump of a client's internals only: nothing took the connection, and why.
 _NOT_CONNECTED: Final = re.compile(r'kind: Connect,.*?(?:message|error): "([^"]*)"', re.S)
-# What obstore puts around the words of a store, or of what has the credentials.
+# Texts that obstore puts around the message of a store or of a credential provider.
 _AROUND: Final = (
     (re.compile(r"^.*? credential provider: \w+: |^.*?\bError performing (?=[A-Z]+ )"), ""),
     (re.compile(r" in [\d.]+\w+(, after .*?)? - (Server .*? code: |HTTP error: )?"), ": "),
@@ -73,7 +73,7 @@ _NO_BUCKET: Final = re.compile("NoSuchBucket|bucket does not exist|ContainerNotF
 _REGION: Final = re.compile(
     "PermanentRedirect|AuthorizationHeaderMalformed|code: 301|incorrectly configured region"
 )
-# The last are those of a machine's own service, which is asked when nothing else is set.
+# The last patterns are of a machine's own service, which is asked when nothing else is set.
 _CREDENTIALS: Final = re.compile(
     "credential|InvalidAccessKey|ExpiredToken|SignatureDoesNotMatch|failed to authenticate"
     "|status code: 401|az account get-access-token|token request|/latest/api/token|computeMetadata",
@@ -85,8 +85,8 @@ _CREDENTIALS: Final = re.compile(
 class Threads:
     """Threads that make calls, up to a number at once.
 
-    They are daemons: those of an executor hold the end of the program until a store that does not
-    answer is given up.
+    They are daemons: an executor's threads would hold the end of the program until a store that
+    does not answer is given up.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -230,10 +230,10 @@ class Requests:
             what: The verb, for errors.
             call: Sends the request and waits for its answer; may be called again, in any thread.
             size: Bytes expected.
-            tries: How often to ask; as the settings say if None.
+            tries: How often to ask. If None, as often as in the settings.
 
         Raises:
-            FileNotFoundError: there is no such object.
+            FileNotFoundError: the object does not exist.
             StoreError: the store did not answer, or refused.
         """
         return self.change(what, path, lambda: self._hedge(call, size), tries=tries)
@@ -289,7 +289,7 @@ class Requests:
         return min(done, key=lambda one: one.exception() is not None).result()
 
     def _patience_s(self, size: int) -> float | None:
-        """Returns after how many seconds a read is sent again; None if its peers do not tell."""
+        """Returns after how many seconds a read is sent again; None if too few peers are known."""
         with self._lock:
             peers = sorted(self._peers.get(size.bit_length() // 2, ()))
         if len(peers) < _LEAST_PEERS:
@@ -309,7 +309,7 @@ class Requests:
     def _explained(
         self, error: Exception, what: str, path: str, waited_s: float, tries: int
     ) -> Exception:
-        """Returns the error to raise: what was asked, what the store said and what to do."""
+        """Returns the error to raise: the request, the store's answer and what to do."""
         text = said(error)
         is_told = type(error).__module__.startswith("obstore") or type(error) is FileNotFoundError
         if not is_told or is_condition(error):
@@ -327,7 +327,7 @@ class Requests:
         )
 
     def advice(self, reason: Reason) -> str:
-        """Returns what is wrong, and what to do about it."""
+        """Returns an explanation of the problem, with the remedy."""
         return _ADVICE[reason].format(
             bucket=self._name,
             endpoint=self.endpoint,
@@ -337,7 +337,7 @@ class Requests:
 
     @property
     def endpoint(self) -> str:
-        """The endpoint, and what has set it."""
+        """The endpoint and its origin, for messages."""
         return endpoint_of(self._scheme, self._bucket, self._settings)
 
 
@@ -358,7 +358,7 @@ def is_beyond_the_end(error: StoreError) -> bool:
 
 
 def said(error: BaseException) -> str:
-    """Returns what the store or the client said, on one line, without a dump of its internals."""
+    """Returns the message of the store or client, on one line, without a dump of its internals."""
     text = " ".join(_text(error).split())
     for pattern, words in _AROUND:
         text = pattern.sub(words, text, count=1)
@@ -372,12 +372,12 @@ def _text(error: BaseException) -> str:
 
 
 def _behind(error: BaseException) -> BaseException:
-    """Returns the error of the client, which has all that the store said."""
+    """Returns the error of the client, which has the store's whole answer."""
     return getattr(error, "client_error", None) or error.__cause__ or error
 
 
 def reason_of(error: BaseException) -> Reason:
-    """Returns why a store refused a request, from what it or a client said."""
+    """Returns why a store refused a request, from its message or the client's."""
     name, text = type(_behind(error)).__name__, _text(error)
     if _NO_BUCKET.search(text):
         return "bucket"

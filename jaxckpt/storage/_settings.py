@@ -31,7 +31,7 @@ class StoreSettings:
             `google-c2p:///storage.googleapis.com` on its own machines,
             `dns:///storage.googleapis.com` elsewhere.
         region: Of an S3 bucket.
-        account: The storage account of an Azure container. If None, that of the environment.
+        account: The storage account of an Azure container. If None, the environment's account.
         virtual_hosted: Whether an S3 bucket's name is part of the host's name instead of the path.
         credentials: `"default"`: the first that there are of variables, a sign-in and the machine's
             role; `"environment"`: environment variables only; `"anonymous"`: none. Never stored.
@@ -103,7 +103,7 @@ def use_store(url: str, settings: StoreSettings) -> None:
 
 
 def settings_of(scheme: str, bucket: str) -> StoreSettings:
-    """Returns the settings of a bucket: those given, else those of the environment."""
+    """Returns the given settings of a bucket, or else the settings in the environment."""
     return _given_for(scheme, bucket) or _from_environment(scheme, os.environ)
 
 
@@ -146,7 +146,7 @@ def _from_environment(scheme: str, env: Mapping[str, str]) -> StoreSettings:
 
 
 def endpoint_of(scheme: str, bucket: str, settings: StoreSettings) -> str:
-    """Returns the endpoint of a bucket, and what has set it, as messages have them."""
+    """Returns the endpoint of a bucket and its origin, for messages."""
     if settings.endpoint is None:
         return "the provider's endpoint"
     if _given_for(scheme, bucket) is not None:
@@ -160,7 +160,7 @@ def _azure_account(env: Mapping[str, str]) -> str | None:
 
 
 def check_bucket(scheme: str, bucket: str, url: str) -> None:
-    """Raises ValueError if a URL has no valid bucket."""
+    """Raises ValueError if a URL lacks a valid bucket."""
     if not _BUCKET.fullmatch(bucket):
         meant = bucket.lower()
         raise ValueError(
@@ -191,7 +191,7 @@ def open_store(
 
     Raises:
         UnsupportedFormat: obstore is not installed.
-        StoreError: the settings are wrong, or those of the credentials, such as the path of a file.
+        StoreError: the bucket's or the credentials' settings are wrong, such as the path of a file.
     """
     try:
         from obstore.exceptions import BaseError
@@ -259,8 +259,8 @@ def kvstore_spec(
     """Returns TensorStore's spec of a directory of a bucket.
 
     Returns:
-        None if TensorStore cannot read it: it has no driver for Azure, and does not know how to
-        use every kind of credentials.
+        None if TensorStore cannot read it: it lacks a driver for Azure, and cannot use every kind
+        of credentials.
     """
     place = {"bucket": bucket, "path": path}
     if (target := settings.grpc_endpoint) is not None:
@@ -275,7 +275,7 @@ def kvstore_spec(
         "driver": "s3",
         **place,
         "aws_region": settings.region or "us-east-1",
-        # Its chain would look for others first, and log what is missing.
+        # The default chain of credentials would try others first, and log each that is missing.
         "aws_credentials": {"type": source.tensorstore},
     }
     if settings.endpoint:

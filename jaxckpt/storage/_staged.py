@@ -1,6 +1,6 @@
-"""Lets TensorStore read where it has no driver: from its memory, filled by our own requests.
+"""Lets TensorStore read where it lacks a driver: from its memory, filled by our own requests.
 
-A storage without a driver has no `kvstore`.
+The `kvstore` of a storage without a driver is None.
 """
 
 from __future__ import annotations

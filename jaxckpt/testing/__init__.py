@@ -1,11 +1,11 @@
-"""Twins of the world for tests: processes and storage that fail when they are told to."""
+"""Twins of the world for tests: processes and storage that fail on request."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # what `_LAZY` says, for type checkers
+if TYPE_CHECKING:  # the names of `_LAZY`, for type checkers
     from jaxckpt.testing._processes import MemoryService as MemoryService
     from jaxckpt.testing._processes import ProcessKilled as ProcessKilled
     from jaxckpt.testing._processes import SimulatedProcesses as SimulatedProcesses

@@ -1,6 +1,6 @@
 """Simulates the processes of a job as threads of one process, to test their communication.
 
-The rounds are those of a real job (`jaxckpt.multihost.Distributed`) over a service that is a dict.
+The rounds of a real job (`jaxckpt.multihost.Distributed`) run over a service that is a dict.
 The devices are divided evenly: process 1 of 2 drives the second half.
 """
 

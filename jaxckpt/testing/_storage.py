@@ -152,7 +152,7 @@ class CrashingStorage(_Relay):
             files of a tree. Atomic verbs do nothing.
 
     Attributes:
-        events: Each mutating verb with its path, ending with the one that crashed.
+        events: Each mutating verb with its path, ending with the verb that crashed.
     """
 
     def __init__(self, inner: Storage, after: int | None = None, *, torn: bool = False) -> None:

@@ -36,7 +36,7 @@ class Context:
     """Options: `array`, `pytree`, `asynchronous`, ...; active in its `with`.
 
     Args:
-        context: Whose options to start with; not those of the `with` around.
+        context: The context whose options to start with, instead of the enclosing `with`'s.
         checkpoint_layout: What is read.
         given: Options by keyword, such as `array_options=`.
     """

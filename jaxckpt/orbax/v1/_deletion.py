@@ -23,7 +23,7 @@ def delete(
 
     Raises:
         FileNotFoundError: it was not there.
-        ValueError: the item is the last one, or the main one.
+        ValueError: the item is the last, or the main item.
     """
     check_arguments(checkpointable_name, missing_ok)
     if get_context().deletion.gcs_deletion_options.todelete_full_path is not None:

@@ -75,7 +75,7 @@ def item_names(found: Found) -> list[str]:
 
 
 def named_items(path: PathLike, found: Found, verb: str) -> list[str]:
-    """Returns the names of the items; InvalidLayoutError if a file tells that it is one tree."""
+    """Returns the names of the items; InvalidLayoutError if a file shows that it is one tree."""
     there = found.contents(found.path)
     if "" in found.items and {names.TREE_METADATA, names.CHECKPOINT_METADATA} & {*there}:
         raise InvalidLayoutError(f"{path} is one tree, with no named checkpointables. Use `{verb}`")
@@ -251,14 +251,14 @@ def _wanted(leaf: Any, saved: Any) -> Any:
 
 
 def check_target(target: Any) -> None:
-    """Raises TypeError for leaves that do not say what to restore."""
+    """Raises TypeError for leaves that do not describe the value to restore."""
     wrong = {type(leaf) for leaf in jax.tree.leaves(target) if not handlers.is_abstract(leaf)}
     if wrong:
         raise TypeError(f"Unsupported abstract leaf type for loading: {sorted(map(str, wrong))}")
 
 
 def _standard(target: Any) -> Any:
-    """Returns a target, or that of metadata; on the mesh of the program, if it names none."""
+    """Returns a target, or the target in metadata; on the program's mesh if it names no mesh."""
     if hasattr(target, "init_timestamp_nsecs"):  # CheckpointMetadata
         return target.metadata
 
@@ -296,7 +296,7 @@ def has_tensors(path: PathLike) -> bool:
 
 
 def refuse_tensors(path: PathLike, verb: str) -> None:
-    """Raises NotImplementedError for safetensors, which are no items."""
+    """Raises NotImplementedError for safetensors, which are not items."""
     if has_tensors(path):
         raise NotImplementedError(f"{path}: safetensors are one dict, without items. Use `{verb}`")
 

@@ -1,4 +1,4 @@
-"""`metadata` and its relatives: what is known without reading arrays."""
+"""`metadata` and its relatives: the facts that need no reading of arrays."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def metadata(path: PathLike, checkpointable_name: str | None = AUTO) -> Checkpoi
 
 
 def checkpointables_metadata(path: PathLike) -> CheckpointMetadata[dict[str, Any]]:
-    """Returns the metadata of all items; None for those that are not trees."""
+    """Returns the metadata of all items; None for items that are not trees."""
     refuse_tensors(path, "metadata")
     found = found_checkpoint(path)
     there = dict.fromkeys([*named_items(path, found, "metadata"), *items_of(found)])

@@ -188,7 +188,7 @@ def save_checkpointables_async(
 
 
 def replaces(overwrite: bool) -> bool:
-    """Returns whether to replace a checkpoint; warns once of what differs."""
+    """Returns whether to replace a checkpoint; warns once of the difference from Orbax."""
     if overwrite:
         warn_once(
             "overwrite=True replaces a checkpoint once the new one is complete, and no other "

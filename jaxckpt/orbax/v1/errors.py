@@ -2,7 +2,7 @@
 
 
 class InvalidLayoutError(ValueError):
-    """There is no checkpoint, or not of the wanted kind."""
+    """The path does not hold a checkpoint of the wanted kind."""
 
 
 class DeletionInProgressError(RuntimeError):

@@ -38,7 +38,7 @@ _LEAF_TYPES: Final = "jax.Array | numpy.ndarray | int | float | numpy.number | b
 
 @runtime_checkable
 class StatefulCheckpointable(Protocol):
-    """An object that saves itself and loads in place; each call returns what ends the work."""
+    """An object that saves itself and loads in place; awaiting a call's result ends the work."""
 
     async def save(self, directory: Any) -> Awaitable[None]: ...
 
@@ -89,7 +89,7 @@ def check_tree(tree: Any) -> None:
 
 
 def is_abstract(leaf: Any) -> bool:
-    """Returns whether a leaf of a target says what to restore."""
+    """Returns whether a leaf of a target describes the value to restore."""
     if isinstance(leaf, type):
         return issubclass(leaf, _LEAVES) or {"shape", "dtype"} <= {*dir(leaf)}
     is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
@@ -97,7 +97,7 @@ def is_abstract(leaf: Any) -> bool:
 
 
 class _Builtin:
-    """A handler that tells jaxckpt what to store; another handler may save with it below itself."""
+    """A handler that gives jaxckpt the values; another handler may save with it below itself."""
 
     take: Callable[[Any], Stored]  # returns what to store
 
@@ -130,7 +130,7 @@ class PyTreeHandler(_Builtin):
         return not _unsupported(checkpointable)
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
-        """Returns whether all leaves say what to restore."""
+        """Returns whether all leaves describe the values to restore."""
         return all(map(is_abstract, jax.tree.leaves(abstract_checkpointable)))
 
     def take(self, value: Any) -> Stored:
@@ -201,7 +201,7 @@ async def _loaded(rest: Awaitable[None], value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Directory:
-    """Orbax's PathAwaitingCreation, of a directory that is there."""
+    """Orbax's PathAwaitingCreation, for an existing directory."""
 
     path: epath.Path
 
@@ -248,7 +248,7 @@ def load_files(handler: Any, folder: str, target: Any) -> Any:
 
 
 class CheckpointableHandlerRegistry:
-    """Handlers in order; the last that fits is used, or the one of the name."""
+    """Handlers in order; the last that fits is used, or the handler of the name."""
 
     def __init__(self, *, read_only: bool = False) -> None:
         self._entries: list[tuple[type, str | None]] = []
@@ -262,7 +262,7 @@ class CheckpointableHandlerRegistry:
         checkpointable_name: str | None = None,
         secondary_typestrs: Sequence[str] | None = None,
     ) -> CheckpointableHandlerRegistry:
-        """Adds a handler for all objects that it takes, or for those of a name."""
+        """Adds a handler for all objects that it takes, or for checkpointables of one name."""
         if self._read_only:
             raise NotImplementedError("this registry is read-only; make one by local_registry()")
         if not isinstance(handler_type, type):

@@ -33,22 +33,22 @@ class _Options:
 
 @dataclass(kw_only=True)
 class AsyncOptions(_Options, v0.AsyncOptions):
-    """How to save in the background; the fields are those of v0."""
+    """How to save in the background, with the fields of v0."""
 
 
 @dataclass(kw_only=True)
 class AtomicityOptions(_Options, v0.AtomicityOptions):
-    """How a save becomes visible; the fields are those of v0."""
+    """How a save becomes visible, with the fields of v0."""
 
 
 @dataclass(kw_only=True)
 class MultiprocessingOptions(_Options, v0.MultiprocessingOptions):
-    """Who takes part in a save; the fields are those of v0."""
+    """Who takes part in a save, with the fields of v0."""
 
 
 @dataclass(kw_only=True)
 class FileOptions(_Options, v0.FileOptions):
-    """How to make directories; the other fields are those of v0.
+    """How to make directories; the other fields are as in v0.
 
     Attributes:
         path_class: No effect.
@@ -87,8 +87,8 @@ class ArrayOptions(_Options):
 
         Attributes:
             storage_options: How to store all of them.
-            scoped_storage_options_creator: Gets a path and a leaf; returns those of the leaf, or
-                None for the former.
+            scoped_storage_options_creator: Gets a path and a leaf; returns the leaf's options,
+                or None for `storage_options`.
             use_ocdbt, use_zarr3, use_compression, ocdbt_target_data_file_size,
                 enable_pinned_host_transfer, enable_post_merge_validation, use_replica_parallel,
                 min_slice_bytes_for_replica_parallel, max_replicas_for_replica_parallel,

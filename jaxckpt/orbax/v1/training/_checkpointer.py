@@ -103,7 +103,7 @@ class Checkpointer(Run):
         return os.path.join(self.directory, os.path.basename(self._index.path(step)))
 
     def _existing(self, step: Any) -> int:
-        """Returns the number of a step that is there; the newest for None."""
+        """Returns the number of an existing step; the newest for None."""
         number = getattr(step, "step", step)
         if number is None and self._steps:
             number = self._steps[-1]
@@ -291,7 +291,7 @@ class Checkpointer(Run):
 
     def wait(self) -> None:
         """Waits until all saves have ended."""
-        for handle in self._saves[-1:]:  # errors of earlier ones have been raised
+        for handle in self._saves[-1:]:  # errors of earlier saves have been raised
             SaveResponse(handle).result()
         self._finish()
 
