@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
+import threading
 from pathlib import Path
 
 # JAX reads these when it is imported and when it makes its first device: before any test.
@@ -29,6 +31,19 @@ def pytest_collection_modifyitems(items):
     jobs of its fixtures twice.
     """
     items.sort(key=lambda item: item.get_closest_marker("multihost") is None)
+
+
+@pytest.fixture(autouse=True)
+def handlers_stay():
+    """Gives signals the handlers back that they had: a manager that a test left open keeps its own.
+
+    Such a manager hears the signals of later tests, and its second one ends the process.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.fixture
