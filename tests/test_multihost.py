@@ -18,6 +18,7 @@ from jaxckpt.multihost import (
     Processes,
     Single,
     _service,
+    check_alike,
     current,
     lead,
     meet,
@@ -263,6 +264,18 @@ def test_bytes_of_a_process_do_not_grow_with_the_processes(tmp_path):
     for n, (first, *others) in found.items():
         assert max(others) < 1.05 * found[2][1]
         assert first < 3 * sum(others) + found[2][0], n
+
+
+@pytest.mark.multihost
+def test_processes_with_other_fields_differ():
+    """Process 0 judges for all: an error of its own would leave the others waiting."""
+
+    def compare(us):
+        fields = {"keep": None} if us.index else {"keep.last": 2}
+        with pytest.raises(ProcessesDisagree, match=r"keep\.last=None, process 0 has keep\.last=2"):
+            check_alike(us, "a manager", fields, timeout_s=20, hint="")
+
+    simulate(2, compare)
 
 
 @pytest.mark.multihost

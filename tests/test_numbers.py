@@ -156,8 +156,8 @@ FROM_RESULTS = {
         f"{span(processes(RESTORES[:2]))} times as fast as Orbax",
         f"one process plans 10,000 leaves in {SCALE['plan']:.1f} s",
         f"metadata in {SCALE['metadata']:.1f} s, hears all reports of a meeting in "
-        f"{RESULTS['meetings']['4096']['process 0']:.1f} s, and unites the tables of 512 processes in "
-        f"{MERGE['merge']:.2f} s, {MERGE['each key'] * 1e6:.0f} us per key",
+        f"{RESULTS['meetings']['4096']['process 0']:.1f} s, and unites the tables of 512 processes "
+        f"in {MERGE['merge']:.2f} s, {MERGE['each key'] * 1e6:.0f} us per key",
         f"would take more than {sharding._MAX_BYTES >> 20} MB",
     ],
 }

@@ -149,10 +149,10 @@ def check_alike(
     """
 
     def judge(given: list[Any]) -> Json:
-        problems = {}
+        first, problems = given[0], {}  # either may lack a field of the other
         for i, theirs in enumerate(given):
-            differ = [field for field in given[0] if theirs[field] != given[0][field]]
-            texts = [f"{f}={theirs[f]!r}, process 0 has {f}={given[0][f]!r}" for f in differ]
+            differ = [f for f in {**first, **theirs} if theirs.get(f) != first.get(f)]
+            texts = [f"{f}={theirs.get(f)!r}, process 0 has {f}={first.get(f)!r}" for f in differ]
             if texts:
                 problems[i] = "; ".join(texts)
         return first_of(problems)
