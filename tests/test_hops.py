@@ -135,10 +135,10 @@ CEILINGS = {
     "save again": (1776, 11, 11),
     "manager open + save": (3546, 14, 21),
     "open + save, local": (6060, 18, 92),  # its threads may do a little more or less
-    "restore(path, like)": (2151, 14, 10),
-    "manager.restore(like)": (2583, 18, 12),
-    "open": (938, 10, 7),
-    "verify": (1678, 15, 18),
+    "restore(path, like)": (2160, 14, 10),
+    "manager.restore(like)": (2592, 18, 12),
+    "open": (939, 10, 7),
+    "verify": (1687, 15, 18),
 }
 
 
@@ -175,7 +175,7 @@ FOLDERS = {
     ".": (840, 452),
     "_convert": (1193, 811),
     "_core": (2102, 1374),
-    "_disk": (4288, 3052),
+    "_disk": (4288, 3051),
     "_inspect": (1143, 785),
     "_progress": (213, 160),
     "_restore": (1324, 1022),
@@ -186,7 +186,7 @@ FOLDERS = {
     "integrations": (2371, 1614),
     "multihost": (874, 569),
     "orbax": (5993, 3683),
-    "storage": (4135, 2780),
+    "storage": (4131, 2778),
     "testing": (538, 364),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from typing import Any, Final
 
 import numpy as np
@@ -76,7 +76,7 @@ def units_of(
 def decode(leaves: Sequence[Leaf], data: bytes, *, file: str) -> dict[str, Sums]:
     """Returns the checksums that each leaf's chunks were written with, by prefix, in C order."""
     stored = {leaf.prefix: leaf.array for leaf in leaves if leaf.has_array}
-    starts = [0, *accumulate(math.prod(grid_of(array)) for array in stored.values())]
+    starts = [*starts_of(stored.values())]
     if len(data) != starts[-1] * CRC_BYTES:
         what = f"{file} has {len(data)} bytes, expected {starts[-1] * CRC_BYTES}"
         raise CorruptCheckpoint(what, file=file)

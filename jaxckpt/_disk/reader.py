@@ -38,7 +38,6 @@ _BATCH_BYTES: Final = 16 << 20
 _BATCH_LEAVES: Final = 1024
 # Listing the whole database pays if at least this share of its keys is wanted.
 _WORTH_LOOKING: Final = 1 / 16
-_MAX_THREADS: Final = 16
 # A foreign array has as many chunks as its metadata claims, whether they exist or not.
 CHUNKS_AT_ONCE: Final = 1 << 12
 _READS_AT_ONCE: Final = 1 << 10

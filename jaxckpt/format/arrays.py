@@ -272,11 +272,12 @@ def check_total(leaves: Sequence[tuple[Leaf, StoredArray]], *, data_bytes: int, 
     values small enough for the nodes of the database.
     """
     least_bytes = 0.0  # of the data files
+    distinct = {id(stored): stored for _, stored in leaves}  # leaves often share one object
+    each = {key: least_stored(one, math.prod(one.shape)) for key, one in distinct.items()}
     for leaf, stored in leaves:
-        count = math.prod(stored.shape)
-        least_bytes += least_stored(stored, count)
+        least_bytes += each[id(stored)]
         if least_bytes > data_bytes:
-            size = count * dtype_of(stored.dtype).itemsize
+            size = math.prod(stored.shape) * dtype_of(stored.dtype).itemsize
             array = f"{stored.dtype}{list(stored.shape)} needs {size} bytes"
             raise bad_leaf(leaf, file, f"{array}, but all data files together have {data_bytes}")
 

@@ -13,6 +13,7 @@ MAX_BYTES: Final = 512 << 20
 MAX_DEPTH: Final = 200
 MAX_DIMS: Final = 32  # of a shape; TensorStore has the same limit
 _CONTAINERS: Final = (dict, list, tuple)
+_SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 # A container takes far more memory than its two bytes in the file. A tree has about eleven for each
 # leaf, of 35 bytes each. A file may have `_MAX_DENSE`, plus one for every 32 bytes.
 _MAX_DENSE: Final = 4 << 20
@@ -78,7 +79,7 @@ def dumps(value: object, *, allow_nan: bool = False) -> bytes:
 def expect(value: Any, kind: type[T], what: str, *, file: str) -> T:
     """Returns `value` if it has the wanted JSON type (a bool does not count as an int)."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise damaged(file, f"{what} must be {kind.__name__}, got {_short(value)}")
+        raise damaged(file, f"{what} must be {kind.__name__}, got {short(value)}")
     return value
 
 
@@ -88,12 +89,12 @@ def expect_shape(value: object, what: str, *, file: str) -> tuple[int, ...]:
     is_shape = all(type(dim) is int and 0 <= dim < 1 << 62 for dim in dims)
     if not is_shape or len(dims) > MAX_DIMS:
         raise damaged(
-            file, f"{what} must be a list of at most {MAX_DIMS} sizes, got {_short(value)}"
+            file, f"{what} must be a list of at most {MAX_DIMS} sizes, got {short(value)}"
         )
     return tuple(dims)
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -126,7 +127,7 @@ def _check_depth(value: object, file: str) -> None:
             child
             for node in level
             for child in (node.values() if isinstance(node, dict) else node)
-            if isinstance(child, _CONTAINERS)
+            if type(child) not in _SCALARS and isinstance(child, _CONTAINERS)
         ]
         if not level:
             return

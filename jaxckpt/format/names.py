@@ -247,10 +247,6 @@ def part(index: int, mark: str = "") -> str:
     return f"{_PART}{index}" + (f".{mark}" if mark else "")
 
 
-def is_part(name: str) -> bool:
-    return name.startswith(_PART)
-
-
 def new_data_file(mark: str = "") -> str:
     """Returns the name of a file of a database that no other has; see `part`."""
     return data_file_of(os.urandom(16).hex(), mark)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import binascii
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -65,7 +66,7 @@ def decode(data: bytes, *, file: str) -> dict[str, SavedSharding]:
     shardings = {}
     for key, text in top.items():
         try:
-            name = base64.urlsafe_b64decode(key.encode()).decode()
+            name = binascii.a2b_base64(key.replace("-", "+").replace("_", "/")).decode()
         except ValueError as error:
             raise damaged(file, f"key {key!r} is not base64") from error
         if not isinstance(text, str) or not text:

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat, damaged
 from jaxckpt.format import jsontext
-from jaxckpt.format.jsontext import expect, expect_shape
+from jaxckpt.format.jsontext import expect, expect_shape, short
 
 # Version 2 has compressed chunks, and 3 has a leaf whose name ends in a slash; other trees remain
 # readable to releases that know 1.
@@ -332,9 +332,7 @@ def decode(data: bytes, *, file: str) -> Tree:
             )
     leaves = _decode_leaves(entries, file)
     if version < 3:
-        leaves = tuple(
-            replace(leaf, doubled=True) if _ends_in_slash(leaf) else leaf for leaf in leaves
-        )
+        leaves = tuple(replace(x, doubled=True) if _ends_in_slash(x) else x for x in leaves)
     if ours is not None:
         root = _decode_node(ours["tree"], file) if ours.get("tree") else None
         _check_containers(root, leaves, file)
@@ -377,25 +375,28 @@ def _check_containers(root: Node | None, leaves: Sequence[Leaf], file: str) -> N
 def _decode_leaves(entries: Mapping[str, object], file: str) -> tuple[Leaf, ...]:
     if not entries:
         raise damaged(file, "'tree_metadata' is empty")
-    leaves, paths = [], set()
+    leaves = []
     alike: dict[str, dict[str, Any]] = {}  # the facts of each distinct value, by its text
     for entry in entries.values():
         fields = expect(entry, dict, "an entry of 'tree_metadata'", file=file)
-        path, key_types = [], []
-        for key in expect(fields.get("key_metadata"), list, "'key_metadata'", file=file):
-            part = expect(key, dict, "a key", file=file)
-            path.append(expect(part.get("key"), str, "a key's name", file=file))
-            key_types.append(expect(part.get("key_type"), int, "a key's type", file=file))
-            if key_types[-1] not in (SEQUENCE, NAMED):
-                raise damaged(file, f"key type {key_types[-1]} of {path}")
+        path, key_types = _decode_path(fields.get("key_metadata"), file)
         text = repr(value := fields.get("value_metadata"))
         if text not in alike:
             alike[text] = _decode_value(value, path_text(path), file)
-        leaves.append(Leaf(path=tuple(path), key_types=tuple(key_types), **alike[text]))
-        paths.add(leaves[-1].path)
-    if len(paths) != len(leaves):
+        leaves.append(Leaf(path=path, key_types=key_types, **alike[text]))
+    if len({leaf.path for leaf in leaves}) != len(leaves):
         raise damaged(file, "two leaves have the same path")
     return tuple(leaves)
+
+
+def _decode_path(value: object, file: str) -> tuple[Path, tuple[int, ...]]:
+    keys: list[Any] = expect(value, list, "'key_metadata'", file=file)
+    if {*map(type, keys)} <= {dict}:
+        path = tuple([key.get("key") for key in keys])
+        key_types = tuple([key.get("key_type") for key in keys])
+        if {*map(type, path)} <= {str} and {*map(repr, key_types)} <= {"1", "2"}:
+            return path, key_types
+    raise damaged(file, f"'key_metadata' must list names and key types, got {short(keys)}")
 
 
 def _decode_value(value: object, where: str, file: str) -> dict[str, Any]:

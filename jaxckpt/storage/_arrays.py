@@ -180,10 +180,6 @@ class Keys:
         """Deletes every key that starts with `prefix`, including `prefix` itself."""
         self._store.delete_range(_range(prefix)).result()
 
-    def delete_key(self, key: str) -> None:
-        """Deletes this key only, if it exists."""
-        self._store.write(key, None).result()
-
 
 def _range(prefix: str) -> ts.KvStore.KeyRange:
     start = prefix.encode()

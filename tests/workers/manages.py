@@ -243,7 +243,9 @@ def phase_of(verb, path, index):
         return "begin"
     if verb == "make_dir" and index and names.TEMPORARY in path:
         return "begin"
-    if verb == "write" and (names.is_part(name) or names.process_count(name) is not None):
+    if verb == "write" and (
+        name.startswith(names.part(0)[:-1]) or names.process_count(name) is not None
+    ):
         return "writing"  # the arrays are written by then
     if verb == "write" and name == names.RECORD:
         return "written"
