@@ -17,7 +17,7 @@ import pytest
 
 import jaxckpt
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "preemptible.py"
 SLURM = ROOT / "examples" / "slurm.sh"
 KUBERNETES = ROOT / "examples" / "kubernetes.yaml"
