@@ -139,6 +139,29 @@ def test_heal_takes_the_record_from_the_copy(tmp_path, lost):
         assert manager.problems == []
 
 
+def test_heal_brings_the_commit_marker_back(tmp_path):
+    """Last, when the other bad files are replaced; not from another save of the step."""
+    saved(tmp_path / "run", 1, 2)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    step = tmp_path / "copy" / "2"
+    (step / names.COMMIT_MARKER).unlink()
+    (step / "state" / names.TREE_METADATA).write_bytes(b"{}")
+
+    code, found = said_json("heal", tmp_path / "copy", tmp_path / "run")
+
+    assert (code, found["failed"]) == (0, {})
+    assert found["mended"] == {"2": [f"state/{names.TREE_METADATA}", names.COMMIT_MARKER]}
+    assert jaxckpt.verify(step).ok
+
+    saved(tmp_path / "other", 2)
+    shutil.copy(tmp_path / "copy" / names.RUN, tmp_path / "other")
+    (step / names.COMMIT_MARKER).unlink()
+    code, found = said_json("heal", tmp_path / "copy", tmp_path / "other")
+    assert code == 1
+    assert "different steps" in found["failed"]["2"]
+    assert not (step / names.COMMIT_MARKER).exists()
+
+
 def test_heal_takes_no_record_from_another_save_of_the_step(tmp_path):
     """Even of the same values."""
     saved(tmp_path / "a", 1)

@@ -30,7 +30,7 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt._run.upload import same_bytes
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, SaveFailed, is_io_failure
 from jaxckpt.format import jsontext, names
-from jaxckpt.format.step import decode, encode_record
+from jaxckpt.format.step import MAX_RECORD_BYTES, decode, decode_record, encode_record
 from jaxckpt.storage import Storage
 from jaxckpt.storage._large import pieces
 from jaxckpt.storage._values import find_values
@@ -45,6 +45,8 @@ def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
         OSError: a storage failed.
     """
     theirs, path = find(good.storage, good.check_step(step)), bad.path(step)
+    if bad.missing_file(step) == f"{path}/{names.COMMIT_MARKER}":
+        return _complete(bad, theirs, step)
     ours = _find(bad.storage, path)
     is_alike = (
         _is_alike(bad.storage, path, theirs) if ours is None else ours.origin == theirs.origin
@@ -58,6 +60,24 @@ def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
         bad.storage.write(f"{path}/{names.RECORD}", encode_record(record))
         return [names.RECORD, *_mend(bad, find(bad.storage, path), theirs, step)]
     return _mend(bad, ours, theirs, step)
+
+
+def _complete(bad: StepIndex, theirs: Found, step: int) -> list[str]:
+    """Mends a copy that lost its commit marker: the marker comes last, when all files are good."""
+    path, marker = bad.path(step), names.COMMIT_MARKER
+    file = f"{path}/{names.RECORD}"
+    record = decode_record(bad.storage.read(file, max_bytes=MAX_RECORD_BYTES), file=file)
+    ours = Found(storage=bad.storage, path=path, record=record)
+    if theirs.record is None or ours.origin != theirs.origin or ours.is_share:
+        raise SaveFailed(f"{path} and {theirs.path} are different steps; nothing was changed")
+    _check_good(verify_in(theirs.storage, theirs.path))
+    replaced = [name for name in sorted(record.files) if not _is_same(ours, theirs, name)]
+    for name in replaced:
+        _replace(ours, theirs, name)
+    data = theirs.storage.read(f"{theirs.path}/{marker}", max_bytes=MAX_RECORD_BYTES)
+    bad.storage.write(f"{path}/{marker}", data)
+    bad.forget(step)
+    return [*replaced, marker, *_mend(bad, find(bad.storage, path), theirs, step)]
 
 
 def _mend(bad: StepIndex, ours: Found, theirs: Found, step: int) -> list[str]:
