@@ -127,8 +127,7 @@ class Distributed:
         key = _key("gather", name)
         with self._lock:
             round_ = f"{key}/{self._uses[key]}"
-        found = self._arrived(round_, _LAST_WORDS_S)
-        return self._lacking(found)
+        return self._lacking(self._arrived(round_, _LAST_WORDS_S))
 
     def _gather(
         self,
@@ -146,9 +145,7 @@ class Distributed:
         if self.index == 0:
             outcome = self._decide(round_, mine, judge)
         else:
-            outcome = self._await_outcome(round_)
-            if outcome is None:
-                outcome = self._give_up(round_)
+            outcome = self._await_outcome(round_) or self._give_up(round_)
         return self._conclude(round_, outcome)
 
     def _round(self, kind: str, name: str, timeout_s: float, place: str = "") -> _Round:
@@ -170,7 +167,11 @@ class Distributed:
         found = self._collect(round_, mine)
         missing = self._lacking(found)
         told = [_unpack(found[index]) for index in sorted(found)]
-        verdict = None if missing else judge([decode(value) for _, value in told])
+        try:
+            verdict = None if missing else judge([decode(value) for _, value in told])
+        except BaseException:  # the others hear of it now, and not after their time limit
+            self._publish(round_, _pack([0], b"null"), _last_words_s(round_.timeout_s))
+            raise
         patience_s = max(round_.left_s, _last_words_s(round_.timeout_s))
         outcome = self._publish(round_, _pack(missing, encode(verdict)), patience_s)
         self._forget([old for read, _ in told for old in cast("list[str]", read)], patience_s)
@@ -235,8 +236,7 @@ class Distributed:
         key = f"{round_.key}/outcome"
         if self._service.put(key, outcome, timeout_s=timeout_s):
             return outcome
-        first = self._service.wait(key, timeout_s=timeout_s)
-        return outcome if first is None else first
+        return self._service.wait(key, timeout_s=timeout_s) or outcome
 
     def _conclude(self, round_: _Round, outcome: bytes) -> Json:
         with self._lock:

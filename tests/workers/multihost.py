@@ -160,6 +160,19 @@ def law_process_0_may_be_the_missing_one(us):
             us.gather("the others gave up", None, timeout_s=LONG_S)
 
 
+def law_a_judge_that_fails_ends_the_round_on_all(us):
+    """Process 0 raises its error at once, and nobody waits for the verdict until the time limit."""
+
+    def judge(values):
+        raise ZeroDivisionError(values)
+
+    with pytest.raises(ZeroDivisionError if us.index == 0 else CheckpointTimeout) as caught:
+        us.gather("judged", us.index, judge, timeout_s=600.0)  # longer than a test may take
+    if us.index:
+        assert list(caught.value.missing) == [0]
+    assert us.agree("next", us.index, timeout_s=LONG_S) == 0
+
+
 def short_s(us):
     """Reached in each round that somebody misses; threads are quicker than processes."""
     return 1.0 if isinstance(us, Distributed) else 0.3
