@@ -25,12 +25,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt import CorruptCheckpoint, TreeMismatch, UnsupportedFormat
+from jaxckpt._core import transfer
 from jaxckpt._disk import chunks as _chunks
 from jaxckpt._disk import find as _find
 from jaxckpt._disk import reader as _reader
 from jaxckpt._disk.chunks import LeafRead
 from jaxckpt._restore import restore as _restore
-from jaxckpt.format.arrays import MAX_UNIT_BYTES
+from jaxckpt.format.arrays import MAX_UNIT_BYTES, dtype_of
 from jaxckpt.multihost import current
 from jaxckpt.storage import LocalStorage, _arrays
 from jaxckpt.testing import simulate
@@ -1031,3 +1032,23 @@ def test_processes_that_find_different_steps_read_the_same(run, monkeypatch):
 
     assert simulate(2, lambda _: jaxckpt.restore(run)["w"][0]) == [3, 3]
     assert len(looked) == 1
+
+
+@pytest.mark.parametrize("spec", [("x", "y"), (), ("x",), (None, ("x", "y"))])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4", "float64"])
+def test_arrays_placed_alike_are_those_that_jax_places(mesh, spec, dtype):
+    """The first of a sharding, shape and dtype goes through jax's own call, the others do not."""
+    sharding, dtype = NamedSharding(mesh, P(*spec)), dtype_of(dtype)
+    values = np.arange(8 * 16).reshape(8, 16).astype(dtype)
+    boxes = transfer.boxes_here(sharding, values.shape)
+    buffers = {box: np.ascontiguousarray(values[box.slices]) for box in boxes}
+
+    with transfer.placing():
+        first, second = (
+            transfer.to_device(buffers, sharding, values.shape, dtype) for _ in range(2)
+        )
+        assert jnp.array_equal(first, second)
+
+    assert np.array_equal(np.asarray(second), values)
+    for fact in ("aval", "sharding", "committed", "weak_type", "dtype", "format"):
+        assert getattr(first, fact) == getattr(second, fact), fact

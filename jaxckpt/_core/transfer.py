@@ -185,9 +185,36 @@ def to_device(
 
     if not buffers:  # all shards are on devices of other processes
         return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-    return jax.make_array_from_callback(
+    alike = _placed_alike(sharding, shape, dtype)
+    if alike.aval is not None and {value.dtype for value in buffers.values()} == {dtype}:
+        shards = [buffers[box] for box in alike.boxes]
+        return alike.put(alike.aval, sharding, shards, alike.devices)
+    value = jax.make_array_from_callback(
         shape, sharding, lambda index: buffers[_box.from_index(index or (), shape)], dtype
     )
+    alike.aval = None if alike.put is None else value.aval
+    return value
+
+
+@dataclass(slots=True)
+class _PlacedAlike:
+    """The facts that arrays of one sharding, shape and dtype share, once there is one."""
+
+    boxes: list[Box]  # of each device
+    devices: list[Any]
+    put: Any  # the call of jaxlib in which jax's own functions end; None if it lacks that
+    aval: Any = None
+
+
+@lru_cache(maxsize=1 << 12)
+def _placed_alike(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> _PlacedAlike:
+    from jaxlib import xla_client
+
+    indices = sharding.addressable_devices_indices_map(shape)
+    boxes = [_box.from_index(index or (), shape) for index in indices.values()]
+    return _PlacedAlike(boxes, [*indices], getattr(xla_client, "batched_device_put", None))
 
 
 def in_layout(value: jax.Array, layout: Any) -> jax.Array:

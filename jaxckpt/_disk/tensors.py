@@ -149,6 +149,8 @@ class Tensors:
 
     def _pieces(self, box: Box) -> Iterator[Box]:
         itemsize = dtype_of(self._tensor.dtype).itemsize
+        if box.shape == self._tensor.shape and box.size * itemsize <= _PIECE_BYTES:
+            return iter((box,))
         wide = _with_long_runs(box, self._tensor.shape, _LEAST_RUN_BYTES // itemsize)
         ones = (1,) * len(wide.start)
         return (
@@ -157,7 +159,9 @@ class Tensors:
 
     def _fill(self, piece: Box, box: Box, out: np.ndarray[Any, Any]) -> int:
         """Reads a piece and copies its part of `box`; returns the number of bytes copied."""
-        values = np.empty(piece.shape, dtype_of(self._tensor.dtype))
+        dtype = dtype_of(self._tensor.dtype)
+        is_direct = piece == box and out.dtype == dtype and out.flags.c_contiguous
+        values = out if is_direct else np.empty(piece.shape, dtype)
         flat, at = values.reshape(-1).view(np.uint8), 0
         try:
             for offset, size in runs(piece, self._tensor.shape, values.itemsize):
@@ -167,6 +171,8 @@ class Tensors:
         except EOFError as error:
             what = f"{self._file} was truncated: {error}"
             raise CorruptCheckpoint(what, leaf=self._read.leaf.text, file=self._file) from error
+        if is_direct:
+            return values.nbytes
         part = piece.intersect(box) or piece
         some = values[part.within(piece)]
         leaf, place = self._read.leaf.text, self._item.path
