@@ -22,7 +22,7 @@ import numpy as np
 
 import jaxckpt
 from benchmarks.timing import peak_rss
-from jaxckpt.storage import locate
+from jaxckpt.storage import kvstore, locate
 from jaxckpt.storage._requests import Requests
 from tests.stores import servers
 from tests.stores.orbax_on_gs import run_orbax
@@ -138,10 +138,10 @@ def _large(leaves: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _spec(url: str) -> dict[str, Any]:
-    storage, path = locate(url)
+    _, path = locate(url)
     return {
         "driver": "ocdbt",
-        "base": storage.kvstore(path),
+        "base": kvstore(path),
         "config": {"max_inline_value_bytes": 4096},
         "target_data_file_size": 64 << 20,
     }

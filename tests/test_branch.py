@@ -171,8 +171,13 @@ def test_a_step_in_memory_can_be_forked():
 
     assert path == "memory://forks/3"
     assert np.array_equal(jaxckpt.restore("memory://forks/3")["w"], np.ones(3))
+
+
+@pytest.mark.parametrize("root", ["somewhere", "s3://bucket-b/run", "gs://bucket-a/run"])
+def test_a_step_of_a_bucket_is_forked_in_that_bucket_only(root):
+    """Files are copied by the store, which would take the URL for a name in the bucket."""
     with pytest.raises(ValueError, match="in the same storage"):
-        jaxckpt.fork("memory://forked/3", "somewhere")
+        jaxckpt.fork("s3://bucket-a/run/3", root)
 
 
 def test_orbax_reads_a_fork_and_what_it_wrote_can_be_forked(tmp_path, mesh):

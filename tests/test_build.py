@@ -19,7 +19,7 @@ DROP_IN = "jaxckpt/orbax/"  # uses the namespace, as programs do
 BELOW_DROP_IN = {
     "jaxckpt._disk.find",
     "jaxckpt._disk.found",
-    "jaxckpt._disk.removal",
+    "jaxckpt._disk.commit",
     "jaxckpt._run.index",
     "jaxckpt._run.items",
     "jaxckpt._save.snapshot",

@@ -16,7 +16,7 @@ from jaxckpt._core.text import size_text
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import arrays, names, tree
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
-from jaxckpt.storage import _arrays, locate
+from jaxckpt.storage import _arrays, kvstore, locate
 from jaxckpt.storage._values import find_values
 from tests.commandline import cli, said_json
 from tests.strategies import random_bits, same
@@ -295,8 +295,8 @@ def test_zarr_python_reads_each_array(saved):
     zarr = pytest.importorskip("zarr")
     path, values = saved
     out = path.parent / "files"
-    storage, where = locate(path / "state")
-    keys = _arrays.Keys({"driver": "ocdbt", "base": storage.kvstore(where)})
+    _, where = locate(path / "state")
+    keys = _arrays.Keys({"driver": "ocdbt", "base": kvstore(where)})
     for key in keys.list():
         (out / key).parent.mkdir(parents=True, exist_ok=True)
         (out / key).write_bytes(keys.read(key) or b"")

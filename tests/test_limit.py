@@ -175,13 +175,13 @@ def _wait_for(is_over):
         time.sleep(0.01)  # the thread that was left behind tells nobody
 
 
-@pytest.mark.parametrize("verb", ["hold", "claim"])
-def test_a_lock_that_is_taken_too_late_is_released(tmp_path, mount, verb):
+@pytest.mark.parametrize("new", [False, True])
+def test_a_lock_that_is_taken_too_late_is_released(tmp_path, mount, new):
     """Nobody would ever release it."""
     path = str(tmp_path / "lock")
     hanging, limited = mount("hold")
     with pytest.raises(StoreError):
-        limited.hold(path) if verb == "hold" else limited.claim(path, b"x")
+        limited.hold(path, b"x", new=new)
 
     hanging.answer()
     _wait_for(lambda: not limited._hanging)
@@ -234,7 +234,7 @@ def test_a_long_file_is_made_durable_in_parts(tmp_path, monkeypatch, may_hang):
     monkeypatch.setattr("jaxckpt.storage._local._SYNCED_BYTES", 2_000)
     local = LocalStorage()
     files = LimitedStorage(local, NFS) if may_hang else local
-    files.write_parts(f"{tmp_path}/f", lambda: iter([b"1" * 1000] * 7))
+    files.write(f"{tmp_path}/f", iter([b"1" * 1000] * 7))
 
     parts = [3000, 6000] if may_hang else []
     assert [size for size in synced if size in (3000, 6000, 7000)] == [*parts, 7000]

@@ -107,7 +107,8 @@ def test_a_step_without_its_record_is_damaged_in_a_bucket_too(tmp_path, kind):
     if kind == "memory":
         files = storage.files(root)
         storage, root = locate(f"memory://{tmp_path.name}/run")
-        storage.add({f"{root}/{f}": (tmp_path / "run" / f).read_bytes() for f in files})
+        for file in files:
+            storage.write(f"{root}/{file}", (tmp_path / "run" / file).read_bytes())
     storage.delete_files([f"{root}/2/{names.RECORD}"])
     index = StepIndex(storage, root)
 

@@ -1020,7 +1020,7 @@ def test_opening_lists_the_root_and_no_step(tmp_path, monkeypatch):
     CheckpointManager(tmp_path).close()
 
     events = [event.split(" ", 1) for event in storage.events]
-    looked_at = {path for verb, path in events if verb in {"names", "entries"}}
+    looked_at = {path for verb, path in events if verb == "entries"}
     assert {str(tmp_path)} <= looked_at <= {str(tmp_path), str(tmp_path / "19")}
 
 
@@ -2003,7 +2003,7 @@ def test_a_step_without_permission_stops_only_its_own_restore(tmp_path, monkeypa
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2, 3):
             manager.save(step, {"n": step})
-    for verb in ("entries", "names", "read"):
+    for verb in ("entries", "read"):
         monkeypatch.setattr(
             LocalStorage, verb, without(tmp_path / "3", getattr(LocalStorage, verb))
         )

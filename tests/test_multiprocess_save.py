@@ -11,7 +11,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt.format import names
-from jaxckpt.storage import LocalStorage
+from jaxckpt.storage import LocalStorage, kvstore
 from jaxckpt.storage._arrays import Reader
 from jaxckpt.storage._values import find_values
 from tests.multiprocess import Job
@@ -87,7 +87,7 @@ def test_each_chunk_has_one_writer(shared, count):
 
     places = find_values(LocalStorage(), str(state))
 
-    found = Reader(LocalStorage().kvstore(str(state)), database=True).keys()
+    found = Reader(kvstore(str(state)), database=True).keys()
     assert found == sorted(places)
     large = {place.file for key, place in places.items() if key.startswith("arrays.large/c/")}
     assert len(large) == count  # cut into equal slices

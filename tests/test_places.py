@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxckpt._disk.commit import Work
 from jaxckpt._disk.places import Table, decode_table, encode_table, sums_of, unite
-from jaxckpt._disk.transaction import Work
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names
 from jaxckpt.format.ocdbt import Place
 from jaxckpt.format.tree import StoredArray
-from jaxckpt.storage import LocalStorage
+from jaxckpt.storage import LocalStorage, kvstore
 from jaxckpt.storage._arrays import Reader
 from jaxckpt.storage._values import find_values
 
@@ -81,7 +81,7 @@ def test_tables_are_united_into_one_database(tmp_path, mark):
     (tmp_path / names.OCDBT_MANIFEST).write_bytes(manifest)
     both = two[0].places | two[1].places
     assert find_values(LocalStorage(), str(tmp_path)) == both
-    reader = Reader(LocalStorage().kvstore(str(tmp_path)), database=True)
+    reader = Reader(kvstore(str(tmp_path)), database=True)
     assert reader.keys() == sorted(both)
     wanted = [("a/c/0/0", None), ("a/c/1/0", None), ("b/c", None)]
     assert reader.values(wanted) == [b"\1" * 4, b"\2" * 4, b"\7"]

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt import CheckpointManager
 from jaxckpt._disk import read_back
+from jaxckpt._disk.commit import Work
 from jaxckpt._disk.read_back import damaged_chunks
-from jaxckpt._disk.transaction import Work
 from jaxckpt._save import unchanged
 from jaxckpt._save.snapshot import take_tree
 from jaxckpt.format import arrays

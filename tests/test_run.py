@@ -38,7 +38,7 @@ from tests.strategies import host_arrays
 
 LAWS = settings(deadline=None, derandomize=True, max_examples=100)
 TOKEN = "0123456789abcdef"
-VERBS = MUTATING_VERBS | {"read", "kind", "size", "names", "entries", "hold"}
+VERBS = MUTATING_VERBS | {"read", "kind", "size", "entries", "hold"}
 
 # --- format/run: names and small files -----------------------------------------------------------
 
@@ -363,7 +363,7 @@ class World:
     def entries(self):
         """All that is there, but for the files of ours that stay."""
         try:
-            found = self.storage.names(self.root)
+            found = self.storage.entries(self.root)
         except FileNotFoundError:
             found = []
         return {name for name in found if name not in (names.RUN, names.OWNER, names.LOCK)}
@@ -451,7 +451,7 @@ def test_without_a_plain_name_a_writer_refuses_and_a_reader_follows_the_newest(
 ):
     """With plain names, the run would look new to a writer; naming one scheme opens it."""
     world.add(*entries)
-    before = world.storage.names(world.root)
+    before = world.storage.entries(world.root)
 
     with pytest.raises(ValueError, match=r"several naming schemes.*step_prefix"):
         world.run().owner.open()
@@ -459,7 +459,7 @@ def test_without_a_plain_name_a_writer_refuses_and_a_reader_follows_the_newest(
 
     assert reader.newest() == newest
     assert any("naming schemes" in problem for problem in reader.problems)
-    assert world.storage.names(world.root) == before
+    assert world.storage.entries(world.root) == before
     assert len(world.run(naming=StepNames(prefix="ckpt")).index.steps()) == ("ckpt_2" in entries)
 
 
@@ -786,7 +786,7 @@ def test_opening_removes_what_the_last_commit_left(disk):
 
     opened(disk)
 
-    assert names.WRITER not in disk.storage.names(f"{disk.root}/2")
+    assert names.WRITER not in disk.storage.entries(f"{disk.root}/2")
     assert disk.run().index.steps() == [1, 2]
 
 
@@ -799,7 +799,7 @@ def test_opening_leaves_the_file_of_a_writer_that_lives(disk):
 
     opened(disk)
 
-    assert names.WRITER in disk.storage.names(f"{disk.root}/1")
+    assert names.WRITER in disk.storage.entries(f"{disk.root}/1")
     held.release()
 
 
@@ -821,8 +821,8 @@ def test_opening_finishes_a_replacement_that_was_interrupted(disk):
     disk.run().owner.open()
 
     assert disk.entries() == {"6"}
-    assert "new" in disk.storage.names(f"{disk.root}/6")
-    assert "old" not in disk.storage.names(f"{disk.root}/6")
+    assert "new" in disk.storage.entries(f"{disk.root}/6")
+    assert "old" not in disk.storage.entries(f"{disk.root}/6")
 
 
 def test_what_this_process_is_saving_is_not_cleared_up(disk):
@@ -1069,7 +1069,7 @@ def test_a_step_that_a_new_owner_saved_again_is_put_back(disk, how):
         assert first.deletion.delete([2, 1]) == []
 
     assert disk.is_whole("2")
-    assert "again" in disk.storage.names(f"{disk.root}/2")
+    assert "again" in disk.storage.entries(f"{disk.root}/2")
     assert "opened for writing by another job" in first.index.problems[-1]
 
 
@@ -1226,7 +1226,7 @@ def test_a_directory_to_which_no_step_can_be_renamed_is_refused(disk, tmp_path):
     for folder, said in there.items():
         with pytest.raises(ValueError, match=said):
             check_folder(disk.run().index, folder)
-    storage = FailingStorage(disk.storage, 2, OSError(errno.EXDEV, "Invalid cross-device link"))
+    storage = FailingStorage(disk.storage, 3, OSError(errno.EXDEV, "Invalid cross-device link"))
     with pytest.raises(ValueError, match="on another file system"):
         check_folder(disk.run(storage).index, f"{disk.root}/bin")
 
@@ -1299,6 +1299,8 @@ class Stepped:
     def __init__(self, inner, before):
         self._inner, self._before = inner, before
         self.scheme, self.atomic_rename = inner.scheme, inner.atomic_rename
+        self.hard_links, self.server_copies = inner.hard_links, inner.server_copies
+        self.parallel_writes = False
 
     def __getattr__(self, verb):
         def call(*args, **kwargs):

@@ -22,7 +22,7 @@ from jaxckpt import SaveFailed, StepExists
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import prepare
 from jaxckpt.format import names
-from jaxckpt.storage import LocalStorage
+from jaxckpt.storage import LocalStorage, kvstore
 from tests.strategies import same
 
 ROOT = Path(__file__).parents[1]
@@ -33,8 +33,8 @@ def chunks_of(path, leaf):
     from jaxckpt.storage import locate
     from jaxckpt.storage._arrays import Reader
 
-    storage, where = locate(path)
-    keys = Reader(storage.kvstore(f"{where}/state"), database=True).keys()
+    _, where = locate(path)
+    keys = Reader(kvstore(f"{where}/state"), database=True).keys()
     return [key for key in keys if key.startswith(f"{leaf}/c")]
 
 

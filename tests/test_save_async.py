@@ -76,7 +76,7 @@ def test_what_can_be_told_at_once_is(tmp_path):
 
 
 class Gate:
-    """A storage whose first new directory waits until the gate is open."""
+    """A storage whose new directories wait until the gate is open."""
 
     def __init__(self):
         self._inner, self.open = LocalStorage(), threading.Event()
@@ -84,9 +84,9 @@ class Gate:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    def make_new_dir(self, path):
+    def make_dir(self, path):
         assert self.open.wait(60)
-        self._inner.make_new_dir(path)
+        self._inner.make_dir(path)
 
 
 def test_a_wait_may_end_before_the_save(tmp_path):

@@ -25,9 +25,8 @@ RNG = np.random.default_rng(0)
 
 
 @pytest.fixture
-def root(monkeypatch, request):
+def root(request):
     """A store in memory that TensorStore cannot reach."""
-    monkeypatch.setattr(MemoryStorage, "kvstore", lambda *_: None)
     root = f"memory://{request.node.name}"
     yield root
     storage, path = locate(root)
@@ -160,7 +159,7 @@ def test_a_failed_upload_fails_the_save(root, monkeypatch):
     def fail(*_):
         raise OSError(5, "no answer")
 
-    monkeypatch.setattr(MemoryStorage, "write_parts", fail)
+    monkeypatch.setattr(MemoryStorage, "write", fail)
 
     with pytest.raises(SaveFailed, match="no answer"):
         jaxckpt.save(f"{root}/a", {"w": np.zeros(5 << 20, np.float32)})

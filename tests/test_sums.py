@@ -21,7 +21,7 @@ from jaxckpt._disk.checksums import (
 from jaxckpt.format import names
 from jaxckpt.format.arrays import chunk_key
 from jaxckpt.format.tree import StoredArray
-from jaxckpt.storage import locate
+from jaxckpt.storage import kvstore, locate
 from jaxckpt.storage._arrays import Keys
 from jaxckpt.storage._values import find_values
 
@@ -181,8 +181,8 @@ def test_an_array_that_says_other_chunks_is_refused(tmp_path):
     """TensorStore uses the metadata in the database, which could describe chunks of any size."""
     more = {f"more{i}": np.zeros(2, np.float32) for i in range(200)}
     jaxckpt.save(tmp_path / "a", {"w": np.arange(1000.0), **more})
-    storage, where = locate(tmp_path / "a" / "state")
-    keys = Keys({"driver": "ocdbt", "base": storage.kvstore(where)})
+    _, where = locate(tmp_path / "a" / "state")
+    keys = Keys({"driver": "ocdbt", "base": kvstore(where)})
     data = keys.read("w/zarr.json").replace(b'"chunk_shape":[1000]', b'"chunk_shape":[2000]')
     assert b"2000" in data
     keys.write("w/zarr.json", data)

@@ -16,8 +16,8 @@ import pytest
 
 import jaxckpt
 from jaxckpt import CheckpointNotFound, SaveFailed, StepExists
-from jaxckpt._disk import removal as _removal
 from jaxckpt._disk import transaction as _transaction
+from jaxckpt._disk.commit import commit_of
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import prepare
 from jaxckpt.format import names
@@ -33,14 +33,16 @@ class Intercepted:
     """A storage that calls `before(verb)` before each change, and may know no exchange."""
 
     scheme = "file"
+    server_copies = parallel_writes = False
 
     def __init__(self, inner, *, before=lambda verb: None, exchanges=True):
-        self.atomic_rename = inner.atomic_rename
+        self.atomic_rename, self.hard_links = inner.atomic_rename, inner.hard_links
+        self.reads_at_once = inner.reads_at_once
         self._inner, self._before, self._exchanges = inner, before, exchanges
 
     def __getattr__(self, verb):
         def call(*args, **kwargs):
-            if verb in MUTATING_VERBS:
+            if verb in MUTATING_VERBS or kwargs.get("new"):
                 self._before(verb)
             return getattr(self._inner, verb)(*args, **kwargs)
 
@@ -80,12 +82,12 @@ class World:
     def check_next_save(self):
         """The next save needs no help, and leaves what is foreign and nothing else."""
         if not self.storage.atomic_rename and self.seed() is not None:
-            _removal.remove(self.storage, self.path)
+            commit_of(self.storage, self.path).remove()
         self.save(self.storage, 9, overwrite=self.storage.atomic_rename)
         assert self.seed() == 9
         assert self.storage.kind(f"{self.path}/{names.WRITER}") is None
         wanted = {foreign.partition("/")[0] for foreign in FOREIGN} | {"a"}
-        assert set(self.storage.names(self.folder)) == wanted
+        assert set(self.storage.entries(self.folder)) == wanted
         for foreign in FOREIGN:
             assert self.storage.read(f"{self.folder}/{foreign}", max_bytes=100) == b"foreign"
 
@@ -163,7 +165,7 @@ def replace_with_2(world, storage):
 
 
 def remove(world, storage):
-    _removal.remove(storage, world.path)
+    commit_of(storage, world.path).remove()
 
 
 @pytest.mark.parametrize("torn", [False, True])
@@ -189,7 +191,7 @@ def test_ctrl_c_leaves_nothing_behind(new_disk):
 
         with contextlib.suppress(KeyboardInterrupt):
             world.save(Intercepted(world.storage, before=interrupt), 1)
-        left = [e for e in LocalStorage().names(world.folder) if names.is_ours_temporary(e, "a")]
+        left = [e for e in LocalStorage().entries(world.folder) if names.is_ours_temporary(e, "a")]
         assert (left, world.seed()) in (([], None), ([], 1)), at
         if next(count) <= at:
             return
@@ -235,8 +237,7 @@ def test_a_crash_of_recovery_is_recovered_from(ram_path, new_disk, before, act, 
             storage = CrashingStorage(world.storage, after, torn=torn)
             died = False
             try:
-                around = storage.entries(again.folder)
-                _removal.recover(storage, again.path, around)
+                commit_of(storage, again.path).recover()
             except SimulatedCrash:
                 died = True
             # Recovery may finish a replacement whose new tree was whole already.
@@ -287,7 +288,8 @@ class Stalling:
 
     def __init__(self, inner, at, meanwhile, *, lapses):
         self.atomic_rename, self.scheme = inner.atomic_rename, inner.scheme
-        self.reads_at_once = inner.reads_at_once
+        self.hard_links, self.server_copies = inner.hard_links, inner.server_copies
+        self.reads_at_once, self.parallel_writes = inner.reads_at_once, False
         self.done = False
         self._inner, self._at, self._meanwhile, self._lapses = inner, at, meanwhile, lapses
         self._count, self._holds = itertools.count(), []
@@ -303,18 +305,12 @@ class Stalling:
 
         return call
 
-    def claim(self, path, data):
-        return self._kept(self.__getattr__("claim")(path, data))
-
-    def hold(self, path, data=None):
-        return self._kept(self.__getattr__("hold")(path, data))
+    def hold(self, path, data=None, *, new=False):
+        return self._kept(self.__getattr__("hold")(path, data, new=new))
 
     def _kept(self, hold):
         self._holds += [] if hold is None else [hold]
         return hold
-
-    def together(self, calls):
-        return [call() for call in calls]
 
 
 # A lock that lapses between two calls of a deletion is not among them: RELIABILITY.md says so.
@@ -398,7 +394,7 @@ def test_a_writer_whose_directory_is_taken_away_commits_nothing(new_disk, how):
         def interfere(verb, world=world, seen=seen, at=at):
             seen.append(verb)
             if len(seen) == at + 1:
-                for entry in LocalStorage().names(world.folder):
+                for entry in LocalStorage().entries(world.folder):
                     if names.is_ours_temporary(entry, "a"):
                         work = f"{world.folder}/{entry}"
                         shutil.move(work, f"{world.folder}-moved")
@@ -416,7 +412,7 @@ def test_a_writer_whose_directory_is_taken_away_commits_nothing(new_disk, how):
         if len(seen) <= at:
             break
 
-    assert {"make_dir", "add", "sync", "create", "rename"} <= set(verbs)
+    assert {"make_dir", "write", "sync", "create", "rename"} <= set(verbs)
 
 
 def test_of_two_saves_at_once_one_wins_whole(new_world):

@@ -96,9 +96,6 @@ def test_the_state_goes_before_other_items(source, target, monkeypatch):
         return send(self, name, *rest)
 
     monkeypatch.setattr(uploading.Sending, "_send_if_missing", watched)
-    monkeypatch.setattr(
-        "jaxckpt.storage._local.LocalStorage.together", lambda self, calls: [one() for one in calls]
-    )
     uploading.upload(index_of(source), index_of(target), 3)
 
     if target.startswith("/"):
@@ -121,7 +118,7 @@ def test_what_arrived_is_trusted_only_if_it_is_the_same(source, target, monkeypa
         uploading.upload(index_of(source), index_of(target), 3)
     monkeypatch.undo()
     storage, root = locate(target)
-    work = next(f"{root}/{name}" for name in storage.names(root) if name.startswith("3"))
+    work = next(f"{root}/{name}" for name in storage.entries(root) if name.startswith("3"))
     data = next(name for name in storage.files(work) if names.is_data_file(name))
     flipped = bytearray(storage.read(f"{work}/{data}", max_bytes=1 << 30))
     flipped[len(flipped) // 2] ^= 1

@@ -146,7 +146,7 @@ class _Model:
         tops = {posixpath.basename(self.index), posixpath.basename(self.file)}
         found = [
             name
-            for name in self.storage.names(self.folder)
+            for name in self.storage.entries(self.folder)
             if name in tops or safetensors.is_shard(name, self.stem)
         ]
         return sorted(found, key=lambda name: (name not in tops, name))

@@ -24,7 +24,7 @@ from jaxckpt._core.text import counted
 from jaxckpt._disk.checksums import starts_of, units_in
 from jaxckpt._disk.data_files import Chunk, DataFiles, PlainFiles
 from jaxckpt._disk.found import key_folder
-from jaxckpt._disk.transaction import begin, raise_save_error
+from jaxckpt._disk.transaction import Transaction, begin, raise_save_error
 from jaxckpt._disk.writer import compressed, metadata_files
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, names, step, tree
@@ -84,7 +84,7 @@ def write_checkpoint(
             f"{names.STATE_ITEM}/{name}": data
             for name, data in (_tree_files(goal, source, ocdbt=ocdbt) | writer.files()).items()
         }
-        _add_metadata(storage, transaction.work, files, source, started_ns)
+        _add_metadata(transaction, files, source, started_ns)
         known = {} if ocdbt else _facts(storage, transaction.work)
         transaction.commit(files, known=known, lineage=source.lineage)
     except BaseException as error:
@@ -333,7 +333,7 @@ def _facts(storage: Storage, work: str) -> dict[str, FileFacts]:
 
 
 def _add_metadata(
-    storage: Storage, work: str, files: dict[str, bytes], source: Leaves, started_ns: int
+    transaction: Transaction, files: dict[str, bytes], source: Leaves, started_ns: int
 ) -> None:
     """Adds the metadata of the checkpoint, and makes the directories of all files."""
     files[names.CHECKPOINT_METADATA] = step.encode(
@@ -345,7 +345,7 @@ def _add_metadata(
         )
     )
     files[names.ORBAX_MARKER] = b""
-    if not storage.atomic_rename:  # as a save does
+    if transaction.place.work(transaction.token).mark:  # as a save does
         files[f"{names.STATE_ITEM}/{names.COMMIT_MARKER}"] = b""
     for name in files:
-        storage.make_dir(posixpath.dirname(f"{work}/{name}"))
+        transaction.storage.make_dir(posixpath.dirname(f"{transaction.work}/{name}"))

@@ -173,7 +173,7 @@ class DataFiles:
             self._storage.make_dir(f"{self._folder}/{folder}")
         writes, here = [self._writing(file) for file in files], threading.current_thread()
         # On a disk, the cores write; to a store, its client does, and the threads wait.
-        threads = usable_cores() if self._storage.scheme == "file" else _UPLOADS
+        threads = _UPLOADS if self._storage.parallel_writes else usable_cores()
         most, compressed = _MOST_THREADS, any(file.compressed for file in files)
         if compressed:
             threads, most = usable_cores(), _MOST_COMPRESSING
@@ -194,7 +194,7 @@ class DataFiles:
 
     def _writing(self, file: _File) -> Callable[[], None]:
         path = f"{self._folder}/{file.name}"
-        return lambda: self._storage.write_parts(path, lambda: self._counted(file))
+        return lambda: self._storage.write(path, self._counted(file))
 
     def _counted(self, file: _File) -> Iterator[Any]:
         for part in self._bytes_of(file):

@@ -33,6 +33,7 @@ from jaxckpt._disk.found import (
     is_item,
     is_sealed,
     json_name,
+    lacks_marker,
 )
 from jaxckpt.errors import (
     CheckpointError,
@@ -43,7 +44,7 @@ from jaxckpt.errors import (
 )
 from jaxckpt.format import jsontext, names, safetensors, step, tree
 from jaxckpt.format.step import StepMetadata
-from jaxckpt.storage import Storage, beside, listing, real
+from jaxckpt.storage import Storage, ahead, beside, listing, real
 
 if TYPE_CHECKING:
     from jaxckpt._disk.native import Item
@@ -83,7 +84,7 @@ def at_rest(
     for _ in range(_TRIES):
         found, problem = None, None
         try:
-            found = find(storage if storage.atomic_rename else storage.ahead(path), path)
+            found = find(ahead(storage, path), path)
             result = read(found)
             if is_sealed(found) or is_current(found):
                 return result
@@ -172,11 +173,11 @@ def _about(problem: CheckpointError | FileNotFoundError, path: str) -> Exception
 def _generation(storage: Storage, path: str) -> tuple[str | None, ...]:
     """Returns a value that changes if a checkpoint at, around or newest in `path` is replaced."""
     path = real(storage, path)
-    inside = storage.names(path) if storage.kind(path) == "dir" else []
+    inside = storage.entries(path) if storage.kind(path) == "dir" else {}
     replacement = beside(path, names.replacement(posixpath.basename(path)))
     places = [path, posixpath.dirname(path), replacement]
     if names.RECORD not in inside:
-        entries = storage.entries(path) if inside else {}
+        entries = inside
         places += [f"{path}/{name}" for name in _steps(entries)[:1]]
     return (*places, *(_record_digest(storage, place) for place in places))
 
@@ -245,7 +246,7 @@ def read_found(storage: Storage, path: str, entries: Entries) -> Found:
     found = Found(storage=storage, path=path, listings={path: entries})
     if names.WRITER in entries or names.RECORD in entries:
         found = _read_record(found, entries)
-    elif names.CHECKPOINT_METADATA in entries and _lacks_marker(storage, entries):
+    elif names.CHECKPOINT_METADATA in entries and lacks_marker(path, entries):
         raise _no_marker(path, f" If it is a complete copy, add an empty {names.COMMIT_MARKER}.")
     elif lost_record(found):
         raise _no_record(path)
@@ -266,11 +267,6 @@ def read_found(storage: Storage, path: str, entries: Entries) -> Found:
         raise CorruptCheckpoint(what, file=path)
     items.pop(deleting or "/", None)
     return replace(found, items=items, metadata=metadata, deleting=deleting)
-
-
-def _lacks_marker(storage: Storage, entries: Entries) -> bool:
-    """Returns whether a directory of Orbax is a half step: on gs://, it too writes in place."""
-    return storage.scheme == "gs" and names.COMMIT_MARKER not in entries
 
 
 def _no_marker(path: str, advice: str = "") -> CheckpointNotFound:
@@ -394,7 +390,7 @@ def looks_committed(storage: Storage, path: str) -> bool:
         marker = entries.get(names.COMMIT_MARKER)
         return names.RECORD in entries and marker is not None and marker.kind == "file"
     found = Found(storage=storage, path=path, listings={path: entries})
-    if _lacks_marker(storage, entries) or lost_record(found):
+    if lacks_marker(path, entries) or lost_record(found):
         return False
     if any(entries[name].kind != "dir" for name in _STEP_MARKS & entries.keys()):
         return True
@@ -432,7 +428,7 @@ def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Found:
     problems = []
     for name in steps:
         try:
-            found = find(storage.ahead(f"{path}/{name}"), f"{path}/{name}")
+            found = find(ahead(storage, f"{path}/{name}"), f"{path}/{name}")
             if posixpath.dirname(found.path) != path:
                 problems.append(f"{name} is a run, not a step")
                 continue
@@ -459,7 +455,7 @@ def neighbours(storage: Storage, path: str) -> str:
     parent = posixpath.dirname(path)
     if storage.kind(parent) != "dir":
         return f"{parent} is not a directory."
-    near = [name for name in storage.names(parent) if not names.is_temporary(name)]
+    near = [name for name in storage.entries(parent) if not names.is_temporary(name)]
     shown = ", ".join(near[:8]) + (", ..." if len(near) > 8 else "")
     return f"{parent} contains {shown or 'nothing'}."
 

@@ -24,6 +24,11 @@ T = TypeVar("T")
 _TREE_MARKS: Final = frozenset({names.TREE_METADATA, names.LEGACY_TREE, names.OCDBT_MANIFEST})
 
 
+def lacks_marker(path: str, entries: Container[str]) -> bool:
+    """Returns whether a directory of Orbax is a half step: on gs://, it too writes in place."""
+    return path.startswith("gs://") and names.COMMIT_MARKER not in entries
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """One committed checkpoint; its small files at the top have been read, its items have not."""

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from jaxckpt._disk.checksums import starts_of
-from jaxckpt._disk.transaction import Work
+from jaxckpt._disk.commit import Work
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import names
 from jaxckpt.format.ocdbt import Place, decode_leaves, encode_database, encode_leaves

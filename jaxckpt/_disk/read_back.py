@@ -125,21 +125,21 @@ def mend(
     if not known:
         return [*bad]
     parts.append((path, at, was.sizes[file] - at))
-    storage.write_parts(path, lambda: chain.from_iterable(_bytes(storage, *one) for one in parts))
+    storage.write(path, chain.from_iterable(_bytes(storage, *one) for one in parts))
     failed = damaged_chunks(storage, folder, file, was, known)
     return [chunk for chunk in bad if chunk not in known or chunk in failed]
 
 
 def put_instead(storage: Storage, good: str, path: str) -> None:
     """Replaces a damaged file by a good one of its size, at once; by a link if possible."""
-    if storage.atomic_rename:
+    if storage.hard_links:
         spare = temporary_sibling(path)
         try:
             if storage.link(good, spare) and storage.exchange(spare, path):
                 return
         finally:
             storage.delete_files([spare])
-    storage.write_parts(path, lambda: _bytes(storage, good, 0, storage.size(good)))
+    storage.write(path, _bytes(storage, good, 0, storage.size(good)))
 
 
 def _bytes(storage: Storage, path: str, offset: int, size: int) -> Iterator[bytes]:

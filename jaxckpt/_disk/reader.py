@@ -27,6 +27,7 @@ from jaxckpt.errors import damaged
 from jaxckpt.format.arrays import MAX_UNIT_BYTES, chunk_key, least_stored
 from jaxckpt.format.names import OCDBT_MANIFEST
 from jaxckpt.format.tree import bad_leaf
+from jaxckpt.storage import kvstore
 from jaxckpt.storage._values import find_values
 
 # How many arrays to open ahead of the array being read.
@@ -200,8 +201,7 @@ def _places(item: Item, reads: Sequence[LeafRead]) -> Mapping[str, Any] | None:
         return None
     storage, most = item.found.storage, int(wanted / _WORTH_LOOKING)
     # Without a driver, nothing else finds a few values of many.
-    is_alone = storage.kvstore(item.path) is None
-    return find_values(storage, item.path, max_keys=None if is_alone else most)
+    return find_values(storage, item.path, max_keys=most if kvstore(item.path) else None)
 
 
 # --- streams of unknown length ---------------------------------------------------------------

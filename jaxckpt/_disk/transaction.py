@@ -14,7 +14,7 @@ does this, and a crash after each line leaves:
      8. rename T to `<name>`, fsync the parent          the checkpoint, committed
      9. remove `_jaxckpt.writing`                       the same
 
-To replace a checkpoint, small files that other programs put there are copied into T after step 4,
+To replace a checkpoint, small files that other programs put there are copied into T before step 4,
 and step 8 exchanges the two names in one; T is then the old checkpoint, which is deleted. Where
 the file system cannot exchange names:
 
@@ -29,33 +29,24 @@ wakes up late cannot change a checkpoint that was committed since. After step 7 
 once more whether `_jaxckpt.writing` has its token, and takes the commit back if not: the new holder
 of that file may be deleting our files.
 
-`removal` deletes, and does line 1.
+`commit` does lines 1 and 5 to 8, in two ways.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
 import posixpath
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NoReturn
 
 from jaxckpt._core.text import size_text
-from jaxckpt._disk.removal import (
-    delete,
-    discard,
-    discard_work,
-    files_left,
-    put_in_place,
-    recover,
-    remove,
-    warn,
-)
+from jaxckpt._disk.commit import Commit, Fence, commit_of, read_small, warn
+from jaxckpt._disk.found import lacks_marker
 from jaxckpt._version import __version__
 from jaxckpt.errors import (
     CheckpointError,
@@ -72,11 +63,11 @@ from jaxckpt.storage import (
     Entry,
     Hold,
     Storage,
-    beside,
     free_bytes,
     is_temporary_file,
     listing,
     real,
+    together,
 )
 
 # Limits for files of other programs that a checkpoint takes over from the checkpoint it replaces.
@@ -90,27 +81,10 @@ _MARKS = frozenset(
 )
 # Every checkpoint has one of these, if not from an early Orbax.
 _ABOUT = (names.RECORD, names.CHECKPOINT_METADATA)
-_outside: set[tuple[str, str]] = set()  # schemes and directories that are in no checkpoint
+_outside: set[str] = set()  # directories that are in no checkpoint
 
 
 Overwrite = bool | Literal["delete_first"]
-
-
-class Work(NamedTuple):
-    """Where an attempt writes a checkpoint."""
-
-    path: str
-    # The token of the attempt, if attempts share the directory: it is then in the name of whatever
-    # a process writes before process 0 has begun. Otherwise "".
-    mark: str
-    # Whether each process writes what it holds into a checkpoint of its own, on its own disk.
-    own: bool = False
-    landed: Callable[[int], object] = int  # takes a number of bytes written
-
-    @property
-    def spare(self) -> str:
-        """Returns text that is in every path that the processes write in this attempt."""
-        return self.mark or self.path
 
 
 @dataclass(slots=True)
@@ -119,13 +93,18 @@ class Transaction:
 
     storage: Storage
     path: str
-    work: str  # the directory until the commit
     token: str  # unique to this attempt
     overwrite: Overwrite
     hold: Hold | None = None
-    fence: Callable[[], None] | None = None  # raises if this writer may no longer commit
+    fence: Fence = None  # raises if this writer may no longer commit
     publishing: bool = False
     committed: bool = False
+    place: Commit = field(init=False)
+    work: str = field(init=False)  # the directory until the commit
+
+    def __post_init__(self) -> None:
+        self.place = commit_of(self.storage, self.path)
+        self.work = self.place.work(self.token).path
 
     def claim(self) -> None:
         """Writes our token into the work directory, and locks it.
@@ -134,7 +113,7 @@ class Transaction:
             SaveFailed: another writer was faster, or has just taken this writer for dead.
         """
         writer = f"{self.work}/{names.WRITER}"
-        self.hold = self.storage.claim(writer, self.token.encode())
+        self.hold = self.storage.hold(writer, self.token.encode(), new=True)
         if self.hold is None:
             raise SaveFailed(
                 f"{self.path}: another writer owns {writer}. Let only one job save here."
@@ -173,51 +152,22 @@ class Transaction:
             share=share,
             life=life,
         )
-        written = {f"{self.work}/{names.RECORD}": step.encode_record(record)}
-        self.storage.together([partial(self.storage.add, written), self._check])
-        marker = f"{self.work}/{names.COMMIT_MARKER}"
-        text = f"Checkpoint commit was successful to {self.path}"
-        if not self.storage.atomic_rename:
-            text += f" by {self.token}"  # shows whose it is if the answer to its creation is lost
-        with self._publishing(marker):
-            if not self.storage.create(marker, text.encode()):
-                raise SaveFailed(f"{marker} already exists: another writer committed {self.path}")
-            if not self.storage.atomic_rename:
-                self._check_not_taken(marker)
+        written = f"{self.work}/{names.RECORD}", step.encode_record(record)
+        if self.overwrite:
+            self._take_along()
+        check = partial(self.place.check, self.token, self.fence)
+        together(self.storage, [partial(self.place.add, *written), check])
         self.publishing = True
-        old = self._publish() if self.storage.atomic_rename else None
+        old = self.place.publish(self.token, overwrite=bool(self.overwrite))
         self.committed = True
         try:
             # Readers ignore both leftovers, and the next save removes them.
             self.storage.delete_files([f"{self.path}/{names.WRITER}"])
             if old is not None:
-                discard(self.storage, old)
+                commit_of(self.storage, old).remove()
         except OSError as error:
             warn(self.path, f"saved, but the checkpoint it replaced is not deleted yet: {error}")
         self.release()
-
-    @contextlib.contextmanager
-    def _publishing(self, marker: str) -> Iterator[None]:
-        """Says that the checkpoint may be there, if the store did not answer about its marker."""
-        try:
-            yield
-        except StoreError as error:
-            if self.storage.atomic_rename or error.errno == errno.EACCES:  # it was refused
-                raise
-            parent, name = posixpath.split(self.path)
-            raise SaveFailed(
-                f"{self.path} may be committed: the store did not answer whether {marker} was "
-                f"written: {error}. If `jaxckpt ls {parent}` shows {name} once the store answers, "
-                "the checkpoint is complete."
-            ) from error
-
-    def _check_not_taken(self, marker: str) -> None:
-        """Takes the commit back if another writer has taken over, and may delete our files."""
-        try:
-            self._check_still_ours()
-        except SaveFailed:
-            self.storage.delete_files([marker])
-            raise
 
     def _take_along(self) -> None:
         """Copies the small files that other programs put into the checkpoint to be replaced.
@@ -232,49 +182,24 @@ class Transaction:
     def abort(self) -> None:
         """Removes the files written, unless they are committed. Never raises an OSError."""
         try:
-            # After an exchange that raised, `work` may be the previous checkpoint, which lacks an
-            # owner. Before, a directory of this name without an owner is ours: claiming it failed.
-            unowned = self.storage.atomic_rename and not self.publishing
-            mine = (self.token, None) if unowned else (self.token,)
-            if not self.committed and self._read(names.WRITER) in mine:
-                self._delete_work()
+            if not self.committed:
+                self.place.abort(self.token, published=self.publishing)
         except OSError as error:
             warn(self.work, f"cannot be removed: {error}. The next save removes it.")
         self.release()
-
-    def _delete_work(self) -> None:
-        marker = None if self.storage.atomic_rename else self._read(names.COMMIT_MARKER)
-        if marker is None:
-            delete(self.storage, self.work)
-            return
-        if self.token not in marker:  # somebody committed before this writer claimed the directory
-            work = work_for(self.storage, self.path, self.token)
-            discard_work(self.storage, work.path, work.mark)
-        self.storage.delete_files([f"{self.work}/{names.WRITER}"])
 
     def release(self) -> None:
         """Releases the lock that shows that this writer lives."""
         if self.hold is not None:
             self.hold.release()
 
-    def _check(self) -> None:
-        """Checks that this attempt may commit, and makes its files durable."""
-        if self.overwrite:
-            self._take_along()
-        if self.storage.atomic_rename or self.fence is None:
-            self._check_still_ours()  # where attempts share a directory, the fence shows it
-        self.storage.sync(self.work)
-        if self.fence is not None:
-            self.fence()
-
     def _add(
         self, files: Mapping[str, bytes], known: Mapping[str, FileFacts]
     ) -> dict[str, FileFacts]:
         """Writes metadata files, and returns the facts about all files."""
-        storage, added = self.storage, {f"{self.work}/{f}": data for f, data in files.items()}
-        _, there = storage.together(
-            [partial(storage.add, added), partial(storage.files, self.work)]
-        )
+        storage, work = self.storage, self.work
+        adds = [partial(self.place.add, f"{work}/{f}", data) for f, data in files.items()]
+        *_, there = together(storage, [*adds, partial(storage.files, work)])
         for path, entry in there.items():
             if entry.kind != "file":
                 storage.size(f"{self.work}/{path}")  # raises an error that names it
@@ -296,39 +221,6 @@ class Transaction:
                 return size
         raise unseen(self.path, path)
 
-    def _check_still_ours(self) -> None:
-        owner = self._read(names.WRITER)
-        if owner != self.token:
-            raise SaveFailed(
-                f"{self.path}: another writer took over during this save "
-                f"({self.work}/{names.WRITER} {'is gone' if owner is None else 'is theirs'}). "
-                "Let only one job save here."
-            )
-
-    def _read(self, name: str) -> str | None:
-        """Returns a small file of the work directory; None if it, or the directory, is gone."""
-        try:
-            data = self.storage.read(f"{self.work}/{name}", max_bytes=1 << 16)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return data.decode("utf-8", "replace")
-
-    def _publish(self) -> str | None:
-        """Gives the checkpoint its name; returns the new path of a replaced checkpoint, if any."""
-        if not self.overwrite or self.storage.kind(self.path) is None:
-            try:
-                self.storage.rename(self.work, self.path)
-            except FileExistsError as error:
-                raise StepExists(
-                    f"{self.path} was created during the save, and is not replaced"
-                ) from error
-            return None
-        if self.storage.exchange(self.work, self.path):
-            return self.work
-        replacement = beside(self.path, names.replacement(posixpath.basename(self.path)))
-        self.storage.rename(self.work, replacement)
-        return put_in_place(self.storage, self.path, replacement)
-
 
 def unseen(path: str, file: str) -> SaveFailed:
     """Returns the error if process 0 does not see a file that another process has written."""
@@ -344,7 +236,7 @@ def begin(
     *,
     overwrite: Overwrite,
     token: str | None = None,
-    fence: Callable[[], None] | None = None,
+    fence: Fence = None,
     resumes: bool = False,
 ) -> Transaction:
     """Starts a checkpoint at `path`. Process 0 only.
@@ -361,38 +253,29 @@ def begin(
     if resumes and token and (found := take_over(storage, path, token)) is not None:
         found.fence = fence
         return found
-    if fence is not None and storage.atomic_rename:
-        fence()  # before anything is written, which may take long
+    place = commit_of(storage, path)
     # The other processes may already be writing for this attempt.
-    spare = work_for(storage, path, token).spare if token else None
-    around = listing(storage, posixpath.dirname(path))
-    name = posixpath.basename(path)
-    if around is not None and any(names.may_be_left(entry, name) for entry in around):
-        around = recover(storage, path, around, spare=spare, fence=fence)
+    around = place.recover(token=token, fence=fence)
     if fence is not None and around is not None:
         _remove_empty(storage, path, around)
     foreign = check_target(storage, path, around, overwrite=overwrite, in_run=fence is not None)
-    if (storage.scheme, parent := posixpath.dirname(path)) not in _outside:
+    if (parent := posixpath.dirname(path)) not in _outside:
         refuse_inside(storage, parent)
-    if overwrite == "delete_first" and not storage.atomic_rename:
-        _delete_first(storage, path, foreign, fence)
+    if overwrite == "delete_first" and not place.replaces:
+        _delete_first(place, foreign, fence)
     if around is None:
-        storage.make_dir(posixpath.dirname(path))
+        storage.make_dir(parent)
     problem: FileNotFoundError | None = None
     for _ in range(_TRIES if token is None else 1):
         attempt = token or secrets.token_hex(8)
-        work = work_for(storage, path, attempt).path
-        transaction = Transaction(storage, path, work, attempt, overwrite, fence=fence)
+        transaction = Transaction(storage, path, attempt, overwrite, fence=fence)
         try:
-            if token is None and storage.atomic_rename:
-                storage.make_new_dir(work)
-            else:
-                storage.make_dir(work)
+            storage.make_dir(transaction.work)
             transaction.claim()
         except FileNotFoundError as error:
             # Another writer began here too, and removed the unclaimed directory as a dead writer's.
             problem = error
-            if storage.kind(posixpath.dirname(path)) != "dir":
+            if storage.kind(parent) != "dir":
                 raise
         except BaseException:
             if token is None:
@@ -416,12 +299,13 @@ def take_over(storage: Storage, path: str, token: str) -> Transaction | None:
     Raises:
         SaveFailed: its process lives.
     """
-    transaction = Transaction(storage, path, work_for(storage, path, token).path, token, False)
-    committed = not storage.atomic_rename and transaction._read(names.COMMIT_MARKER) is not None
-    if committed or transaction._read(names.WRITER) != token:
+    transaction = Transaction(storage, path, token, False)
+    work, writer = transaction.work, f"{transaction.work}/{names.WRITER}"
+    committed = work == path and read_small(storage, f"{path}/{names.COMMIT_MARKER}") is not None
+    if committed or read_small(storage, writer) != token:
         return None
     try:
-        transaction.hold = storage.hold(f"{transaction.work}/{names.WRITER}", token.encode())
+        transaction.hold = storage.hold(writer, token.encode())
     except io.UnsupportedOperation:  # `begin` then raises an error that explains it
         return None
     if transaction.hold is None:
@@ -429,20 +313,18 @@ def take_over(storage: Storage, path: str, token: str) -> Transaction | None:
     return transaction
 
 
-def _delete_first(
-    storage: Storage, path: str, foreign: list[str], fence: Callable[[], None] | None
-) -> None:
+def _delete_first(place: Commit, foreign: list[str], fence: Fence) -> None:
     """Deletes the checkpoint that a store cannot replace."""
     if foreign:
         raise StepExists(
-            f"{path} contains files of other programs ({', '.join(foreign[:8])}), and is not "
+            f"{place.path} contains files of other programs ({', '.join(foreign[:8])}), and is not "
             "deleted. Move them away first."
         )
-    if storage.kind(f"{path}/{names.COMMIT_MARKER}") is not None:
+    if place.storage.kind(f"{place.path}/{names.COMMIT_MARKER}") is not None:
         if fence is not None:
             fence()
-        warn(path, "deleting the checkpoint before the new one is written, as asked")
-        remove(storage, path, by_force=fence is not None)
+        warn(place.path, "deleting the checkpoint before the new one is written, as asked")
+        place.remove(by_force=fence is not None)
 
 
 def _remove_empty(storage: Storage, path: str, around: dict[str, Entry]) -> None:
@@ -453,13 +335,6 @@ def _remove_empty(storage: Storage, path: str, around: dict[str, Entry]) -> None
         del around[posixpath.basename(path)]
 
 
-def work_for(storage: Storage, path: str, token: str) -> Work:
-    """Returns where an attempt to save `path` writes."""
-    if not storage.atomic_rename:
-        return Work(path, token)
-    return Work(beside(path, names.temporary(posixpath.basename(path), token)), "")
-
-
 def refuse_inside(storage: Storage, folder: str) -> None:
     """Raises StepExists if a directory is in a checkpoint, at any depth: it would go with it."""
     above, parent = [], posixpath.dirname(real(storage, folder))
@@ -468,10 +343,10 @@ def refuse_inside(storage: Storage, folder: str) -> None:
         parent = posixpath.dirname(parent)
     places = [(parent, mark) for parent in above for mark in _ABOUT]
     asked = [partial(_is_there, storage, posixpath.join(*place)) for place in places]
-    for (parent, _), found in zip(places, storage.together(asked), strict=True):
+    for (parent, _), found in zip(places, together(storage, asked), strict=True):
         if found:
             raise _lies_in(folder, parent)
-    _outside.add((storage.scheme, folder))
+    _outside.add(folder)
 
 
 def _is_there(storage: Storage, file: str) -> bool:
@@ -513,7 +388,7 @@ def check_target(
         raise _lies_in(path, parent)
     if name not in around:
         return []
-    if not storage.atomic_rename and files_left(storage, path) is not None:
+    if name in commit_of(storage, parent).left_below([name]):
         return []
     if (kind := around[name].kind) != "dir":
         what = "file" if kind == "file" else "link or special file"
@@ -527,12 +402,12 @@ def check_target(
             f"{path} is a directory but not a checkpoint, and is not replaced. It contains {found}"
         )
     if not overwrite:
-        may_replace = storage.atomic_rename and not in_run
+        may_replace = commit_of(storage, path).replaces and not in_run
         instead = "set overwrite to replace it" if may_replace else "delete it first"
-        half = storage.scheme == "gs" and names.COMMIT_MARKER not in inside
+        half = lacks_marker(path, inside)
         what = f", not committed: it has no {names.COMMIT_MARKER}" if half else ""
         raise StepExists(f"{path} already exists{what}. Save elsewhere, or {instead}.")
-    if not storage.atomic_rename and overwrite != "delete_first":
+    if overwrite != "delete_first" and not commit_of(storage, path).replaces:
         raise UnsupportedFormat(
             f"{path} cannot be replaced: overwriting needs a storage with an atomic rename. Save "
             'elsewhere; or pass overwrite="delete_first", with which a crash may leave neither.'

@@ -4,7 +4,7 @@ To delete steps, a writer names them in `_jaxckpt.doomed`, looks for leases and 
 each step that is free and removes its files. A crash in the middle leaves complete steps, or a name
 that no reader mistakes for a step and that the next deletion removes. With `move_to` it renames the
 step instead, which a crash leaves either in the run or there. The deletion of one item leaves the
-rest of its step as it is; see `_disk.removal`.
+rest of its step as it is; see `_disk.commit`.
 
 A writer that has lost the run deletes nothing, however long it stood still before:
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import posixpath
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +31,7 @@ from functools import partial
 from itertools import count
 from typing import Final, Protocol, final
 
-from jaxckpt._disk import removal as _removal
+from jaxckpt._disk.commit import commit_of, nested, remove_item, take_away
 from jaxckpt._disk.find import choose_item, find
 from jaxckpt._disk.found import Found
 from jaxckpt._run.index import StepIndex, is_ours
@@ -163,7 +164,7 @@ class Deletion:
             # A file that could not be written may have stayed behind.
             if begun or (failed and is_temporary_file(entry)):
                 self._remove_leftover(f"{self.index.root}/{entry}")
-        if names.DOOMED in entries and not self.index.storage.atomic_rename:
+        if names.DOOMED in entries:
             self.owner.check()
             self.half = self._remove_halves(self.leases.doomed().steps)
             self.leases.doom(self.half)
@@ -171,11 +172,11 @@ class Deletion:
     def _remove_halves(self, begun: Iterable[str]) -> list[str]:
         """Removes remains of steps on a storage without renames; returns the steps that stay."""
         index, left = self.index, []
-        for name in begun if not index.storage.atomic_rename else ():
+        for name in begun:
             path = f"{index.root}/{name}"
             try:
-                files = _removal.files_left(index.storage, path)
-                if files and not _removal.remove_left(index.storage, path, files):
+                files = commit_of(index.storage, index.root).left_below([name]).get(name)
+                if files and not commit_of(index.storage, path).remove_left(files):
                     left.append(name)
             except OSError as error:
                 index.report(f"{path} is left over and cannot be removed: {error}")
@@ -198,7 +199,7 @@ class Deletion:
                 return True
             if names.PINNED in inside:
                 return False
-            if (other := _removal.nested(storage, path, inside)) is not None:
+            if (other := nested(storage, path, inside)) is not None:
                 self.index.report(
                     f"{path} is not deleted: it contains {other}. Move that elsewhere."
                 )
@@ -206,15 +207,13 @@ class Deletion:
             if not asked_for and names.RECORD not in inside:
                 self.index.report(f"{path} was not written by jaxckpt, so no policy deletes it")
                 return False
-            check = self.owner.check
-            if storage.atomic_rename:
-                check()
-                check = partial(self._check_renamed, name)
+            check, renamed = self.owner.check, partial(self._check_renamed, name)
             if self.folder is None:
-                _removal.remove(storage, path, check=check)
+                commit_of(storage, path).remove(check=check, renamed=renamed)
             else:
+                check()
                 storage.make_dir(self.folder)
-                _move(storage, path, self.folder, check)
+                _move(storage, path, self.folder, renamed)
         except OSError as error:
             self.half.append(name)
             is_gone = storage.kind(path) is None
@@ -234,7 +233,7 @@ class Deletion:
         found, check = self.check_item(number, item), self.owner.check
         assert found.record is not None  # checked
         check()
-        _removal.remove_item(self.index.storage, found.path, found.record, item, check=check)
+        remove_item(self.index.storage, found.path, found.record, item, check=check)
         self.index.forget(number)
 
     def check_item(self, number: int, item: str) -> Found:
@@ -257,7 +256,7 @@ class Deletion:
             problem = "it is the main item. To delete the step, name no item"
         elif found.deleting not in (None, item):
             problem = f"the deletion of item {found.deleting!r} has not ended. Delete that again"
-        elif other := _removal.nested(self.index.storage, path, of_item):
+        elif other := nested(self.index.storage, path, of_item):
             problem = f"it contains {other}. Move that elsewhere"
         elif posixpath.basename(path) in self.leases.held(self.index.entries()):
             problem = "a reader holds the step. Try again later"
@@ -270,24 +269,21 @@ class Deletion:
 
         A save under way looks the same.
         """
-        index, found = self.index, {}
-        if index.storage.atomic_rename:
-            return {}
-        listing = index.listing()
-        for name, number in listing.directories().items():
-            if index.state(listing, number) is None:
-                found[number] = _removal.files_left(index.storage, f"{index.root}/{name}")
-        return {number: files for number, files in found.items() if files}
+        index, listing = self.index, self.index.listing()
+        numbers = listing.directories()
+        begun = (name for name, number in numbers.items() if index.state(listing, number) is None)
+        found = commit_of(index.storage, index.root).left_below(begun)
+        return {numbers[name]: files for name, files in found.items() if files}
 
     def remove_unfinished(self, numbers: Iterable[int]) -> list[int]:
         """Removes the remains of crashes in these steps; returns steps without a live writer."""
-        found = self.unfinished()
+        found, index = self.unfinished(), self.index
         self.owner.check()
         return [
             number
             for number in numbers
             if number not in found
-            or _removal.remove_left(self.index.storage, self.index.path(number), found[number])
+            or commit_of(index.storage, index.path(number)).remove_left(found[number])
         ]
 
     def why_not(self, number: int) -> str:
@@ -295,7 +291,7 @@ class Deletion:
         if step in self.leases.held(self.index.entries()):
             return "a reader holds it"
         path = self.index.path(number)
-        if other := _removal.nested(self.index.storage, path, self.index.storage.files(path)):
+        if other := nested(self.index.storage, path, self.index.storage.files(path)):
             return f"it contains {other}. Move that elsewhere"
         return self.index.problems[-1] if self.index.problems else "unknown"
 
@@ -315,8 +311,8 @@ class Deletion:
         aside = f"{index.root}/{names.set_aside(posixpath.basename(path), secrets.token_hex(4))}"
         try:
             self.owner.check()
-            with self._named_as_doomed(posixpath.basename(path)):
-                _removal.move_aside(index.storage, path, aside, check=self.owner.check)
+            doomed = self._named_as_doomed(posixpath.basename(path))
+            commit_of(index.storage, path).set_aside(aside, check=self.owner.check, doomed=doomed)
         except SaveFailed as error:
             index.report(f"step {number} is damaged and is skipped: {why}. It stays there: {error}")
             return
@@ -327,10 +323,7 @@ class Deletion:
 
     @contextlib.contextmanager
     def _named_as_doomed(self, name: str) -> Iterator[None]:
-        """Shows the next owner that a step was being removed, unless a rename does that at once."""
-        if self.index.storage.atomic_rename:
-            yield
-            return
+        """Shows the next owner that a step was being removed."""
         doomed = f"{self.index.root}/{names.DOOMED}"
         # Without an owner, since the next one must not delete a step whose copy is not whole.
         self.index.storage.write(doomed, run.encode_doomed(Doomed(steps=[name])))
@@ -358,7 +351,7 @@ def _move(storage: Storage, path: str, folder: str, check: Callable[[], object])
     target = f"{folder}/{posixpath.basename(path)}"
     for n in count():
         with contextlib.suppress(FileExistsError):
-            _removal.take_away(storage, path, f"{target}-{n}" if n else target, check=check)
+            take_away(storage, path, f"{target}-{n}" if n else target, check=check)
             return
 
 
@@ -373,14 +366,17 @@ def check_folder(index: StepIndex, folder: str) -> None:
     inside = posixpath.relpath(folder, root).split("/")[0]
     if inside != ".." and not run.is_free_in_root(inside):
         raise ValueError(f"{_MOVE_TO}: {folder} has the name of a step or file of {root}")
-    if not storage.atomic_rename:
-        raise ValueError(f"{_MOVE_TO}: the storage of {root} cannot rename directories")
     name = names.deleting("move_to", secrets.token_hex(8))  # a crash leaves nothing but that
-    storage.make_dir(folder)
-    storage.make_new_dir(probe := f"{root}/{name}")
+    storage.make_dir(probe := f"{root}/{name}")
     try:
-        storage.rename(probe, f"{folder}/{name}")
+        try:
+            storage.rename(probe, f"{folder}/{name}")
+        except FileNotFoundError:
+            storage.make_dir(folder)
+            storage.rename(probe, f"{folder}/{name}")
         probe = f"{folder}/{name}"
+    except io.UnsupportedOperation as error:
+        raise ValueError(f"{_MOVE_TO}: the storage of {root} cannot rename directories") from error
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise

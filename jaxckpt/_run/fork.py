@@ -18,7 +18,7 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, StepExists
 from jaxckpt.format import names, run
 from jaxckpt.format.step import Life
-from jaxckpt.storage import Storage, files_in, locate
+from jaxckpt.storage import Storage, files_in, locate, store_of
 
 # Files about a checkpoint, as opposed to its data.
 _NOT_COPIED = (names.RECORD, names.COMMIT_MARKER, names.WRITER, names.PINNED)
@@ -57,8 +57,8 @@ def fork(
         ('tuned/7', {'w': 1.5})
     """
     storage, where = locate(src_step)
-    other, root = locate(new_root)
-    if other.scheme != storage.scheme:
+    _, root = locate(new_root)
+    if store_of(root) != store_of(where):
         raise ValueError(f"{new_root} must be in the same storage as {src_step}: fork links files")
     found = find(storage, where)
     if steps := StepIndex(storage, root).steps():

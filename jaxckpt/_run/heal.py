@@ -18,7 +18,6 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -123,7 +122,7 @@ def _is_alike(storage: Storage, path: str, theirs: Found) -> bool:
 
 def _link_to_others(run: StepIndex, number: int, name: str) -> None:
     """Puts a mended file of values into the other steps that have a bad file of its name."""
-    if run.storage.scheme != "file":  # in a store, each step has files of its own
+    if run.storage.server_copies:  # in a store, each step has files of its own
         return
     storage, mended = run.storage, f"{run.path(number)}/{name}"
     size = storage.size(mended)
@@ -186,7 +185,7 @@ def _replace(ours: Found, theirs: Found, name: str) -> None:
     if kind not in (None, "file"):
         raise SaveFailed(f"{path} is a {kind}, and is not replaced")
     ours.storage.make_dir(posixpath.dirname(path))
-    ours.storage.write_parts(path, partial(pieces, theirs.storage, f"{theirs.path}/{name}", size))
+    ours.storage.write(path, pieces(theirs.storage, f"{theirs.path}/{name}", size))
 
 
 def _bad_parts(ours: Found, theirs: Found, report: VerifyReport, besides: list[str]) -> list[str]:

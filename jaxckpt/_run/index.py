@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, TypeVar
 
+from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import (
     find,
     looks_committed,
@@ -44,7 +45,7 @@ from jaxckpt.errors import (
 )
 from jaxckpt.format import jsontext, names, run, step
 from jaxckpt.format.run import StepNames, guess_names
-from jaxckpt.storage import Entry, Storage, is_temporary_file, locate
+from jaxckpt.storage import Entry, Storage, ahead, is_temporary_file, locate, together
 from jaxckpt.storage import listing as entries_of
 from jaxckpt.types import StepInfo
 
@@ -247,11 +248,10 @@ class StepIndex:
         try:
             if looks_committed(view, path):
                 # Without renames it may be replaced in place, but only by the owner.
-                if self.storage.atomic_rename or self.owned:
+                if self.owned or commit_of(view, path).replaces:
                     self._committed.add(name)
                 return "committed"
-            may_be_torn = self.storage.atomic_rename or names.COMMIT_MARKER in view.entries(path)
-            is_torn = may_be_torn and is_ours(view, path)
+            is_torn = not commit_of(view, path).is_unfinished() and is_ours(view, path)
         except FileNotFoundError:  # deleted just now
             return None
         except PermissionError:
@@ -260,10 +260,8 @@ class StepIndex:
 
     def _view(self, name: str) -> Storage:
         """Returns a view of a step, which lists it once until the root is listed again."""
-        if self.storage.atomic_rename:
-            return self.storage
         if name not in self._views:
-            self._views[name] = self.storage.ahead(f"{self.root}/{name}", reads=False)
+            self._views[name] = ahead(self.storage, f"{self.root}/{name}", reads=False)
         return self._views[name]
 
     def _check(self, listing: Listing, number: int) -> State | None:
@@ -288,13 +286,15 @@ class StepIndex:
 
     def steps(self) -> list[int]:
         """Returns the committed steps, in order."""
-        if not self.storage.atomic_rename:
-            listing = self.listing()
-            states = at_once(partial(self._check, listing), listing.steps)
-            both = zip(listing.steps, states, strict=True)
-            if found := [number for number, state in both if state == "committed"]:
+        for listing in self.listings():
+            newest_first = [*reversed(listing.steps)]
+            states = together(
+                self.storage, [partial(self._check, listing, n) for n in newest_first]
+            )
+            both = zip(newest_first, states, strict=True)
+            if found := sorted(number for number, state in both if state == "committed"):
                 return found
-        return sorted(self.newest_first())
+        return []
 
     def unfinished(self, listing: Listing) -> list[str]:
         """Returns the directories of unfinished steps newer than the newest committed step.

@@ -119,7 +119,7 @@ def local_roots(local: str | os.PathLike[str], run: str | os.PathLike[str]) -> l
         if not mine:
             return []
         root = mine[0][0]
-    shares = [name for name in sorted(storage.names(root)) if names.is_share(name)]
+    shares = [name for name in storage.entries(root) if names.is_share(name)]
     return [f"{root}/{name}" for name in shares] or [root]
 
 
@@ -226,7 +226,7 @@ def _find(index: StepIndex, listing: Listing, name: str, number: int) -> Found:
     if listing.entries[name].kind == "file":
         return find(index.storage, path)
     if index.state(listing, number) is None:
-        inside = shown(index.storage.names(path))
+        inside = shown([*index.storage.entries(path)])
         raise CheckpointNotFound(f"{path} is not a committed step; it contains {inside}")
     return index.find_whole(number)
 

@@ -18,12 +18,12 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Final, Protocol, final
 
-from jaxckpt._disk import removal as _removal
+from jaxckpt._disk.commit import commit_of, remove_writer
 from jaxckpt._disk.transaction import refuse_inside
 from jaxckpt._run.deletion import Deletion, check_folder
 from jaxckpt._run.identity import check_id
@@ -155,8 +155,7 @@ class Ownership:
         # List only now: until it lost the run, an earlier job could begin a save or a deletion.
         listing = self._index.listing()
         doomed = self._leases.doomed() if names.DOOMED in listing.entries else Doomed()
-        if not self._index.storage.atomic_rename:
-            self._left = self._find_left(listing, doomed)
+        self._left = self._find_left(listing, doomed)
         left = [entry for entry in listing.entries if self._is_left(entry)]
         if left or self._half:
             self.check()
@@ -177,7 +176,7 @@ class Ownership:
         if not (index.owned and index.has_writer(step)):
             return
         try:
-            _removal.remove_writer(index.storage, index.path(step))
+            remove_writer(index.storage, index.path(step))
         except OSError as error:
             index.report(f"{index.path(step)}/{names.WRITER} cannot be removed: {error}")
 
@@ -322,7 +321,7 @@ class Ownership:
         index, path = self._index, f"{self._index.root}/{entry}"
         try:
             if (name := names.replaced(entry)) is not None:
-                _removal.recover(index.storage, f"{index.root}/{name}", index.entries())
+                commit_of(index.storage, f"{index.root}/{name}").recover()
             elif (name := names.ours_temporary(entry)) is None:
                 index.storage.delete(path)
             elif is_under_way(f"{index.root}/{name}"):
@@ -332,22 +331,28 @@ class Ownership:
             else:
                 if not names.is_deleting(entry):
                     index.warn(f"removing {path}, left by an interrupted save")
-                _removal.remove_work(index.storage, path)
+                commit_of(index.storage, path).remove_work()
         except OSError as error:
             index.report(f"{path} is left over and cannot be removed: {error}")
 
     def _find_left(self, listing: Listing, doomed: Doomed) -> dict[str, list[str]]:
         """Finds unfinished saves newer than the newest step, and unfinished deletions."""
-        index, found = self._index, {}
+        root = self._index.root
         deleting = [name for name in doomed.steps if name in listing.directories()]
-        for name in dict.fromkeys([*index.unfinished(listing), *deleting]):
-            path = f"{index.root}/{name}"
-            stays = is_under_way(path) or (self._is_spared(name) and name not in deleting)
-            files = None if stays else _removal.files_left(index.storage, path)
-            if files is not None and (name in deleting or self._was_saving(path, files)):
-                found[name] = files
+        begun = self._begun(listing, deleting)  # looked for only where it is needed
+        found = commit_of(self._index.storage, root).left_below(begun)
         self._half = [name for name in deleting if name in found]
-        return found
+        return {
+            name: files
+            for name, files in found.items()
+            if name in deleting or self._was_saving(f"{root}/{name}", files)
+        }
+
+    def _begun(self, listing: Listing, deleting: Sequence[str]) -> Iterator[str]:
+        for name in dict.fromkeys([*self._index.unfinished(listing), *deleting]):
+            is_spared = name not in deleting and self._is_spared(name)
+            if not (is_spared or is_under_way(f"{self._index.root}/{name}")):
+                yield name
 
     def _is_spared(self, name: str) -> bool:
         naming = self._index.naming or StepNames()
@@ -378,7 +383,7 @@ class Ownership:
         if is_under_way(path):  # this job is saving that step
             return True
         try:
-            return _removal.remove_left(self._index.storage, path, files)
+            return commit_of(self._index.storage, path).remove_left(files)
         except OSError as error:
             self._index.report(f"{path} is left over and cannot be removed: {error}")
             return False
@@ -431,7 +436,7 @@ class Opening:
         self._deletion = deletion
         self._index = deletion.index
         self._processes = processes
-        self._key = self._index.storage.scheme, self._index.root, processes.index
+        self._key = self._index.root, processes.index
         self._ending = threading.RLock()  # held while it ends; a signal handler may end it too
         self._reach: Reach | None = None  # of a place that the job can do without
         self._beginning = threading.Lock()  # held while a thread opens the run
@@ -560,7 +565,7 @@ def _unless_full(index: StepIndex) -> Iterator[None]:
         index.report(f"{index.root} is opened, though the disk is full: {error}")
 
 
-_open: dict[tuple[str, str, int], Opening] = {}  # managers open for writing
+_open: dict[tuple[str, int], Opening] = {}  # managers open for writing
 _open_lock = threading.Lock()  # guards _open
 
 

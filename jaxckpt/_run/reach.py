@@ -13,10 +13,11 @@ import errno
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any, Final, TypeVar, final
 
 from jaxckpt.errors import StoreError
+from jaxckpt.storage._limit import within
 
 T = TypeVar("T")
 
@@ -104,12 +105,7 @@ class Reach:
 
     def _is_answered(self, call: Future[Any]) -> bool:
         started_s = time.monotonic()
-        while not call.done():
-            left_s = max(started_s, self._heard_s()) + self.away_s - time.monotonic()
-            if left_s <= 0:
-                return False
-            wait([call], left_s)
-        return True
+        return within(lambda: self.away_s, call, lambda: max(started_s, self._heard_s()))
 
     def answered(self) -> None:
         """Notes that the place has answered somebody else."""

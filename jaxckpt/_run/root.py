@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import posixpath
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -230,11 +229,9 @@ def newest_of(roots: Sequence[Root]) -> int | None:
 def check_local(local: Root, directory: Root) -> None:
     """Raises ValueError unless a place may hold the local steps of a run."""
     storage, root, behind = local.index.storage, local.index.root, directory.index.root
-    if storage.scheme != "file" or not storage.atomic_rename:
+    if not storage.hard_links:
         raise ValueError(f"local must be a directory on a disk of this host, got {root}")
-    if directory.index.storage.scheme == "file" and (
-        posixpath.commonpath([root, behind]) in (root, behind)
-    ):
+    if any(f"{a}/".startswith(f"{b.rstrip('/')}/") for a, b in ((root, behind), (behind, root))):
         raise ValueError(f"local and directory must not contain each other: {root} and {behind}")
 
 

@@ -17,8 +17,8 @@ from typing import Any, Final, cast, final
 
 from jaxckpt._core import fingerprint
 from jaxckpt._core.check import calling
+from jaxckpt._disk.commit import Work, commit_of
 from jaxckpt._disk.data_files import give_way
-from jaxckpt._disk.transaction import Work, work_for
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._run import items as _items
 from jaxckpt._run.preemption import Notice, Preemption
@@ -101,9 +101,9 @@ class Saver:
         self._writes = writes
         self._item = item
         self._zstd = zstd
-        is_store, storage = self._index.storage.scheme != "file", self._index.storage
-        links = storage.atomic_rename and self._root.keep.keeps_two
-        self._incremental = incremental and (is_store or links)
+        storage = self._index.storage
+        links = storage.hard_links and self._root.keep.keeps_two
+        self._incremental = incremental and (storage.server_copies or links)
         self._budget_bytes = budget_bytes
         self._timeout_s = timeout_s
         self._on_progress = on_progress
@@ -118,7 +118,7 @@ class Saver:
         # The latest steps, by item. The next step may refer to the first of them if there are
         # `_most_bases`: on a file system, the two newest steps share no file.
         self._bases: list[dict[str, Base]] = []
-        self._most_bases = 1 if is_store else 2
+        self._most_bases = 1 if storage.server_copies else 2
         self._reading: object | None = None  # the current read-back for the next step; None ends it
         self._explained = False
         self._started = 0
@@ -293,7 +293,7 @@ class Saver:
         self._places[step] = root, upload, self._lives()
         storage, path = root.index.storage, root.index.path(step)
         token = hashlib.sha256(name.encode()).hexdigest()[:16]
-        work = work_for(storage, path, token)._replace(own=root.own)
+        work = commit_of(storage, path).work(token)._replace(own=root.own)
         if problem is None and not self._link(held, root, work):
             held = self._take(state, items, metrics, step, meter, dtype)
         if self._incremental:

@@ -21,11 +21,11 @@ from typing import Any, Final, final
 
 import numpy as np
 
+from jaxckpt._disk.commit import Work
 from jaxckpt._disk.find import find, open_item
 from jaxckpt._disk.found import Found
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.places import Table, decode_table, encode_table, sums_of, unite
-from jaxckpt._disk.transaction import Work
 from jaxckpt._progress.meter import Meter
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.upload import Pace, Sending, checked, lineage_of, upload_token

@@ -23,6 +23,7 @@ from itertools import islice
 from typing import Final, NamedTuple
 
 from jaxckpt._disk import transaction as _transaction
+from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.data_files import COPIED_BYTES
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
@@ -38,7 +39,7 @@ from jaxckpt.errors import (
 )
 from jaxckpt.format import names
 from jaxckpt.format.step import Record
-from jaxckpt.storage import Entry, Storage, drop_cached
+from jaxckpt.storage import Entry, Storage, drop_cached, together
 from jaxckpt.storage._large import pieces
 
 # The copy has its own.
@@ -127,7 +128,7 @@ def upload(
 
 def _earlier(target: StepIndex, step: int) -> tuple[list[str], list[str]]:
     """Returns the steps whose files a new step may share, newest first; and steps it must not."""
-    if target.storage.scheme != "file":  # each step has its own objects
+    if target.storage.server_copies:  # each step has its own objects
         committed = (n for n in reversed(target.listing().steps) if target.is_committed(n))
         return [target.path(n) for n in islice(committed, 2)], []
     steps = target.steps()
@@ -251,14 +252,14 @@ class Sending:
             partial(self._send_if_missing, name, sizes[name], there.get(name))
             for name in sorted(sizes, key=lambda name: (not name.startswith(f"{first}/"), name))
         ]
-        for sent, size in self.target.together(sends):
+        for sent, size in together(self.target, sends):
             self.sent_bytes += size if sent else 0
             self.found_bytes += 0 if sent else size
 
     def _find_shared(self, sizes: Mapping[str, int]) -> None:
         """Finds the files of values that earlier steps have too; no other file has their names."""
         beside = {name for step in self.beside for name in self.target.files(step)}
-        is_store, left = self.target.scheme != "file", MOST_BYTES
+        is_store, left = self.target.server_copies, MOST_BYTES
         for step in self.before:
             for name, entry in self.target.files(step).items():
                 size = sizes.get(name, -1)
@@ -274,7 +275,7 @@ class Sending:
 
     def _left(self, name: str) -> int:
         """Returns how many steps may refer to a shared file without reading it."""
-        new = 0 if self.target.scheme == "file" else TRUSTED
+        new = TRUSTED if self.target.server_copies else 0
         return self.trusted.get(f"{self._shared[name]}/{name}", new)
 
     def _send_if_missing(self, name: str, size: int, there: Entry | None) -> tuple[bool, int]:
@@ -313,12 +314,12 @@ class Sending:
     def _send(self, name: str, size: int, *, replace: bool) -> None:
         storage, path = self.target, f"{self.folder}/{name}"
         storage.make_dir(posixpath.dirname(path))
-        if storage.atomic_rename or names.is_data_file(name):  # nobody else writes this name
-            storage.write_parts(path, partial(self._paced, name, size))
+        if names.is_data_file(name):  # nobody else writes this name
+            storage.write(path, self._paced(name, size))
             return
         if replace:
             storage.delete_files([path])
-        storage.add({path: b"".join(self._paced(name, size))})
+        commit_of(storage, self.folder).add(path, self._paced(name, size))
 
     def _paced(self, name: str, size: int) -> Iterator[bytes]:
         for piece in pieces(*self._source_of(name), size):

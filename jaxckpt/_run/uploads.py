@@ -73,7 +73,7 @@ class Uploads:
     ) -> None:
         self._source, self._target, self._processes = source, target, processes
         self._pace = Pace(max_bytes_per_s)
-        shares = target.index.storage.scheme != "file" or target.keep.keeps_two
+        shares = target.index.storage.server_copies or target.keep.keeps_two
         self._trusted: dict[str, int] | None = {} if shares else None
         self.timeout_s = timeout_s
         self._thread: threading.Thread | None = None

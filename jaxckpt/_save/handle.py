@@ -27,9 +27,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
 from jaxckpt._core.check import calling
-from jaxckpt._disk import removal as _removal
 from jaxckpt._disk import transaction as _transaction
-from jaxckpt._disk.transaction import Overwrite, Transaction, Work
+from jaxckpt._disk.commit import Work, commit_of, warn
+from jaxckpt._disk.transaction import Overwrite, Transaction
 from jaxckpt._progress.meter import Meter
 from jaxckpt._save.failure import Failure
 from jaxckpt.errors import CheckpointTimeout, SaveFailed
@@ -45,7 +45,7 @@ from jaxckpt.multihost import (
     slowest_of,
 )
 from jaxckpt.multihost._collective import Lead
-from jaxckpt.storage import Storage
+from jaxckpt.storage import Storage, together
 from jaxckpt.types import Timing
 
 if TYPE_CHECKING:  # which needs jax
@@ -282,7 +282,7 @@ class SaveHandle:
         request = self._request
         try:
             if self._before is not None and not self._before.wait(DEFAULT_TIMEOUT_S):
-                _removal.warn(self.path, "an earlier save here has not ended; starting anyway")
+                warn(self.path, "an earlier save here has not ended; starting anyway")
             self._meter.waited()
             yield
         except BaseException as error:
@@ -293,8 +293,7 @@ class SaveHandle:
                 self._transaction.abort()
             elif leads and self._token is not None and not request.resumes:
                 # Other processes may have written where process 0 could not.
-                work = _transaction.work_for(request.storage, self.path, self._token)
-                _removal.discard_work(request.storage, work.path, work.mark)
+                commit_of(request.storage, self.path).discard(self._token)
             _transaction.raise_save_error(self.path, error, size_bytes=self.size_bytes)
         else:
             self.timing = self._meter.timing()
@@ -324,7 +323,7 @@ class SaveHandle:
 
     def _place_of(self, token: str) -> tuple[str, str]:
         """Returns path and mark of the `Work` of an attempt."""
-        return _transaction.work_for(self._request.storage, self.path, token)[:2]
+        return commit_of(self._request.storage, self.path).work(token)[:2]
 
     def _write(self, work: Work) -> None:
         request = self._request
@@ -458,7 +457,7 @@ def _describe(
         parts = _take_parts(request, work, item.name, written)
         added, there = item.finish(request.storage, work, request.processes, parts)
         # Orbax looks for it in each item of a step, and of anything on gs://.
-        if request.is_step or (item.name and not request.storage.atomic_rename):
+        if request.is_step or (item.name and work.mark):
             marker = f"Checkpoint commit was successful to {request.path}".encode()
             added = {**added, names.COMMIT_MARKER: marker}
         files |= {posixpath.join(item.name, name): data for name, data in added.items()}
@@ -487,7 +486,7 @@ def _take_parts(
     files = {i: f"{folder}/{names.part(i, work.mark)}" for i in writers}
     try:
         reads = [partial(storage.read, file, max_bytes=_MAX_PART_BYTES) for file in files.values()]
-        parts = dict(zip(files, storage.together(reads), strict=True))
+        parts = dict(zip(files, together(storage, reads), strict=True))
     except FileNotFoundError as error:
         raise _transaction.unseen(request.path, str(error.filename)) from error
     storage.delete_files([*files.values()])

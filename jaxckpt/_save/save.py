@@ -22,7 +22,7 @@ from jaxckpt._save.handle import DEFAULT_TIMEOUT_S, SaveHandle, SaveRequest
 from jaxckpt._save.snapshot import Items, SaveItem, take_tree
 from jaxckpt.format import jsontext, names
 from jaxckpt.multihost import Json, Processes, current, lead, meet
-from jaxckpt.storage import Storage, locate
+from jaxckpt.storage import Storage, listing, locate
 from jaxckpt.types import OnProgress
 
 # Numbers the saves, so that processes meet under unique names; all save in the same order.
@@ -204,7 +204,7 @@ def _check_name(where: str, overwrite: Overwrite) -> None:
 
 def _check_target(storage: Storage, path: str, overwrite: Overwrite) -> None:
     try:
-        around = _transaction.listing(storage, posixpath.dirname(path))
+        around = listing(storage, posixpath.dirname(path))
         _transaction.check_target(storage, path, around, overwrite=overwrite)
     except OSError as error:  # also if the directory cannot be listed
         _transaction.raise_save_error(path, error)

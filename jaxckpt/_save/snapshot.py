@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from jaxckpt._core.transfer import arrived, stage
+from jaxckpt._disk.commit import Work
 from jaxckpt._disk.data_files import Written
 from jaxckpt._disk.places import Table, decode_table, encode_table, sums_of, unite
-from jaxckpt._disk.transaction import Work
 from jaxckpt._disk.writer import NOTHING_KEPT, write_arrays
 from jaxckpt._save.tree_plan import TreePlan, plan_tree
 from jaxckpt._save.unchanged import Base, Changes, changes_since

@@ -46,7 +46,7 @@ from jaxckpt._save.tree_plan import Array, TreePlan
 from jaxckpt.errors import CheckpointError, SaveFailed
 from jaxckpt.format import names
 from jaxckpt.format.ocdbt import Place
-from jaxckpt.storage import Storage
+from jaxckpt.storage import Storage, together
 
 # At each so manieth step, shards that changed get fingerprints again.
 _ASKED_EVERY: Final = 10
@@ -91,7 +91,7 @@ class Base:
             alive[source.array] or (one is not None and one == other)
             for source, (one, other) in zip(self.tree.sources, prints, strict=True)
         ]
-        copies, left = storage.scheme != "file", MOST_BYTES
+        copies, left = storage.server_copies, MOST_BYTES
         worth = _worth_linking(self, same, copies=copies, unread=True)
         for file in [file for file in _files_of(self, worth) if not self.trusted[file]]:
             if copies:  # files not read now are read after a later step
@@ -225,7 +225,7 @@ class Changes:
         where = base.folders[0]
         copied = [(f"{where}/{file}", names.data_file_of(file, self.mark)) for file in self.files]
         try:
-            storage.together([partial(storage.link, a, f"{folder}/{b}") for a, b in copied])
+            together(storage, [partial(storage.link, a, f"{folder}/{b}") for a, b in copied])
         except FileNotFoundError as error:
             raise SaveFailed(
                 f"{where} was deleted while a step that shares its files was being saved "
@@ -314,7 +314,7 @@ def changes_since(
         tree=tree,
         base=base,
         asks=asks,
-        copies=storage.scheme != "file",
+        copies=storage.server_copies,
         arrays=[weakref.ref(v) if isinstance(v, jax.Array) else None for v in values],
         same=same,
         sent=sent if asks else {i: sent[i] for i in taken},

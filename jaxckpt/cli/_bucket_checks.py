@@ -24,6 +24,7 @@ from jaxckpt.cli._checks import (
     write_large,
 )
 from jaxckpt.errors import StoreError
+from jaxckpt.storage import kvstore
 from jaxckpt.storage._local import temporary_sibling
 from jaxckpt.storage._object import ObjectStorage, object_storage
 from jaxckpt.storage._requests import Reason, reason_of
@@ -181,7 +182,7 @@ class BucketPlace:
         return Finding()
 
     def _swap(self) -> Finding:
-        version = self._storage._put(self._marker, b"3", mode="overwrite")
+        version = self._storage._put(self._marker, b"3")
         swap = partial(self._storage._replace, self._marker, version=version)
         if not swap(b"4", token="doctor"):
             raise self._unconditional("it refused to replace an object of the right version")
@@ -209,8 +210,7 @@ class BucketPlace:
     def _both_clients(self) -> Finding:
         from jaxckpt.storage._arrays import Keys
 
-        spec = self._storage.kvstore(self._folder)
-        if spec is None:
+        if (spec := kvstore(self._folder)) is None:
             why = "no driver for" if self._storage.scheme == "az" else "no credentials at"
             return Finding(text=f"obstore alone: TensorStore has {why} this store")
         keys = Keys(spec)

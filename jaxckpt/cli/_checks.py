@@ -135,7 +135,7 @@ def write_large(storage: Storage, path: str) -> Finding:
     """Writes as a save does."""
     data = np.random.default_rng(0).bytes(LARGE_BYTES)
     pieces = [data[at : at + _PIECE_BYTES] for at in range(0, LARGE_BYTES, _PIECE_BYTES)]
-    return _speed(lambda: storage.write_parts(path, lambda: iter(pieces)))
+    return _speed(lambda: storage.write(path, pieces))
 
 
 def read_large(storage: Storage, path: str) -> Finding:

@@ -105,7 +105,7 @@ class FolderPlace:
         return Finding(value=free, unit="B")
 
     def _write(self) -> Finding:
-        self._storage.make_new_dir(self._folder)
+        self._storage.make_dir(self._folder)
         self._storage.write(self._file("a"), b"a")
         self._storage.write(self._file("b"), b"b")
         check_same(self._read("a"), b"a")

@@ -25,6 +25,7 @@ import jax
 from etils import epath
 
 from jaxckpt import SaveFailed, StepExists, save
+from jaxckpt._disk.commit import commit_of
 from jaxckpt._save.snapshot import FileItem, Finished, SaveItem, take_tree
 from jaxckpt._save.snapshot import Items as Several
 from jaxckpt.format import names, step
@@ -90,10 +91,7 @@ def _copy(path: Path, storage: Storage, place: str) -> step.FileFacts:
     """Copies a file, and returns the facts about it."""
     size = path.stat().st_size
     read = partial(pieces, LocalStorage(), f"{path}", size)
-    if storage.atomic_rename:
-        storage.write_parts(place, read)
-    else:  # another writer may be writing there, too
-        storage.add({place: path.read_bytes()})
+    commit_of(storage, place).add(place, read())
     return step.FileFacts(size=size, sha256=step.digest_of(read()))
 
 

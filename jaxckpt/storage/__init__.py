@@ -13,11 +13,11 @@ import posixpath
 import re
 import shutil
 from functools import cache
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote
 
 from jaxckpt.errors import StoreError, UnsupportedFormat
-from jaxckpt.storage._ahead import listed, now
+from jaxckpt.storage._ahead import ahead, listed, now, together
 from jaxckpt.storage._limit import LimitedStorage, ask
 from jaxckpt.storage._local import (
     LocalStorage,
@@ -28,7 +28,7 @@ from jaxckpt.storage._local import (
 )
 from jaxckpt.storage._mounts import mounts
 from jaxckpt.storage._protocol import Entry, EntryKind, Hold, Storage
-from jaxckpt.storage._settings import SCHEMES, StoreSettings, use_store
+from jaxckpt.storage._settings import SCHEMES, StoreSettings, kvstore, use_store
 
 if TYPE_CHECKING:
     from jaxckpt.storage._memory import MemoryStorage
@@ -41,17 +41,21 @@ __all__ = [
     "MemoryStorage",
     "Storage",
     "StoreSettings",
+    "ahead",
     "beside",
     "drop_cached",
     "files_in",
     "free_bytes",
     "heard_s",
     "is_temporary_file",
+    "kvstore",
     "listed",
     "listing",
     "locate",
     "now",
     "real",
+    "store_of",
+    "together",
     "usable_cores",
     "use_store",
 ]
@@ -59,6 +63,7 @@ __all__ = [
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # pathlib turns the URL "gs://bucket/run" into "gs:/bucket/run", a relative path.
 _BROKEN_URL = re.compile(r"(az|file|gcs|gs|hdfs|hf|https?|memory|s3):/")
+_KEPT: Final = "Pass it as a str or an etils.epath.Path."
 _logger = logging.getLogger("jaxckpt")
 
 
@@ -89,24 +94,16 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
         StoreError: the file system of the path does not answer.
 
     Example:
-        >>> locate("/runs/./vit//b16/")[1]
-        '/runs/vit/b16'
-        >>> storage, path = locate("memory://scratch/run")
-        >>> storage.scheme, path
-        ('memory', 'memory://scratch/run')
+        >>> locate("/runs/./vit//b16/")[1], locate("memory://scratch/run/")[1]
+        ('/runs/vit/b16', 'memory://scratch/run')
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise TypeError(f"path must be a str or an os.PathLike of str, got {path!r:.80}")
-    if not text or "\0" in text:
-        raise ValueError(f"path must not be empty or contain a NUL byte, got {text!r}")
-    if "\\" in text:
-        raise ValueError(f"path must not contain a backslash, got {text!r}")
+    if not text or "\0" in text or "\\" in text:
+        raise ValueError(f"path must not be empty, or have a NUL byte or backslash, got {text!r}")
     if _BROKEN_URL.match(text) and not _URL.match(text):
-        raise UnsupportedFormat(
-            f"{text!r} is a URL that lost a '/' in pathlib.Path. Pass it as a str or an "
-            "etils.epath.Path."
-        )
+        raise UnsupportedFormat(f"{text!r} is a URL that lost a '/' in pathlib.Path. {_KEPT}")
     url = _URL.match(text)
     scheme = url[1].lower() if url else ""
     if scheme == "memory":
@@ -116,10 +113,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
 
         return object_storage(scheme, text)
     if scheme not in ("", "file"):
-        raise UnsupportedFormat(
-            f"{text!r}: jaxckpt has no storage for {scheme}://. It saves to local paths, az://, "
-            f"gs://, s3:// and memory://.{_MEANT.get(scheme, '')}"
-        )
+        raise _no_storage(text, scheme)
     local = _file_url_path(text) if scheme else os.path.expanduser(text)
     # POSIX allows two leading slashes to have a special meaning; no system here uses it.
     absolute = "/" + os.path.abspath(local).lstrip("/")
@@ -132,6 +126,13 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
         except (OSError, ValueError):
             there = os.path.dirname(there)
     return _storage_on(device), absolute
+
+
+def _no_storage(text: str, scheme: str) -> UnsupportedFormat:
+    return UnsupportedFormat(
+        f"{text!r}: jaxckpt has no storage for {scheme}://. It saves to local paths, az://, "
+        f"gs://, s3:// and memory://.{_MEANT.get(scheme, '')}"
+    )
 
 
 # The number of a device identifies a path's file system, however many links led there. It is used
@@ -151,7 +152,7 @@ def _storage_on(device: int) -> Storage:
             mount.kind,
         )
     local = LocalStorage(atomic_rename=not mount.is_bucket)
-    return cast("Storage", LimitedStorage(local, mount))
+    return LimitedStorage(local, mount)
 
 
 def drop_cached(storage: Storage, path: str) -> None:
@@ -189,6 +190,12 @@ def heard_s(storage: Storage) -> float:
 def real(storage: Storage, path: str) -> str:
     """Follows a link to a checkpoint, such as the newest step; never for what is inside one."""
     return ask()(os.path.realpath, path) if storage.scheme == "file" else path
+
+
+def store_of(path: str) -> str:
+    """Returns the bucket of a path; or "memory:", or "" for a local path."""
+    found = re.match("(memory:)|[a-z0-9]+://[^/]+", path)
+    return found[1] or found[0] if found else ""
 
 
 def beside(path: str, name: str) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import posixpath
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, cast, final
+from typing import Any, Final, final
 
 from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.format import names
@@ -30,26 +30,30 @@ _FIRST: Final = frozenset(
 _MOST_BYTES: Final = 16 << 20  # of one file
 
 
-def read_ahead(
-    storage: Storage, path: str, files: Callable[[], dict[str, Entry] | None], *, reads: bool
-) -> Storage:
-    """Returns a view of the checkpoint at `path`, or `storage` if there is none or it is large.
+def together(storage: Storage, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Returns the results of calls that use a storage, which must not call `together`."""
+    return _at_once(calls) if storage.parallel_writes else [call() for call in calls]
 
-    Args:
-        files: Returns all files below `path`, or None if there are very many.
-        reads: Whether to read the metadata too.
-    """
-    found = files()
-    if found is None or names.CHECKPOINT_METADATA not in found:
+
+def _at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Makes calls at the same time; raises the first error when all have ended."""
+    from jaxckpt.storage._requests import all_of, outer_callers
+
+    return all_of(outer_callers(), calls)
+
+
+def ahead(storage: Storage, path: str, *, reads: bool = True) -> Storage:
+    """Returns a view of a checkpoint in a store, or else the storage. `reads` its metadata, too."""
+    return _ahead(storage, path, reads) if storage.parallel_writes else storage
+
+
+def _ahead(storage: Storage, path: str, reads: bool) -> Storage:
+    if isinstance(storage, Ahead) and storage.has(path):
         return storage
-    wanted = [
-        f"{path}/{name}"
-        for name, entry in found.items()
-        if reads and _is_first(name) and entry.size <= _MOST_BYTES
-    ]
-    calls = [partial(_read, storage, file) for file in wanted]
-    data = dict(zip(wanted, storage.together(calls), strict=True))
-    return cast("Storage", Ahead(storage, path, found, data))
+    found = storage.files(path, in_one=True)
+    if names.CHECKPOINT_METADATA not in found:
+        return storage
+    return _view(storage, path, found, [name for name in found if reads and _is_first(name)])
 
 
 def listed(storage: Storage, root: str, first: Collection[str]) -> Storage:
@@ -61,14 +65,14 @@ def listed(storage: Storage, root: str, first: Collection[str]) -> Storage:
     if storage.atomic_rename:
         return storage
     found = storage.files(root)
-    wanted = [
-        f"{root}/{name}"
-        for name, entry in found.items()
-        if posixpath.basename(name) in first and entry.size <= _MOST_BYTES
-    ]
-    calls = [partial(_read, storage, file) for file in wanted]
-    data = dict(zip(wanted, storage.together(calls), strict=True))
-    return cast("Storage", Ahead(storage, root, found, data))
+    return _view(storage, root, found, [f for f in found if posixpath.basename(f) in first])
+
+
+def _view(storage: Storage, root: str, found: Mapping[str, Entry], first: Sequence[str]) -> Storage:
+    """Returns a view in which some small files have been read."""
+    wanted = [f"{root}/{name}" for name in first if found[name].size <= _MOST_BYTES]
+    data = together(storage, [partial(_read, storage, file) for file in wanted])
+    return Ahead(storage, root, found, dict(zip(wanted, data, strict=True)))
 
 
 def _is_first(name: str) -> bool:
@@ -91,7 +95,7 @@ def now(storage: Storage) -> Storage:
 
 @final
 class Ahead:
-    """The view of `read_ahead` and `listed`: a `Storage`."""
+    """The view of `ahead` and `listed`: a `Storage`."""
 
     def __init__(
         self,
@@ -102,6 +106,17 @@ class Ahead:
     ) -> None:
         self.inner = inner
         self.data = data
+        self.scheme, self.atomic_rename = inner.scheme, inner.atomic_rename
+        self.hard_links, self.server_copies = inner.hard_links, inner.server_copies
+        self.parallel_writes, self.reads_at_once = inner.parallel_writes, inner.reads_at_once
+        # The store itself does all else.
+        self.read_into, self.size, self.files = inner.read_into, inner.size, inner.files
+        self.write, self.create, self.hold = inner.write, inner.create, inner.hold
+        self.make_dir, self.sync = inner.make_dir, inner.sync
+        self.rename, self.exchange = inner.rename, inner.exchange
+        self.link, self.link_all = inner.link, inner.link_all
+        self.delete, self.delete_files = inner.delete, inner.delete_files
+        self.delete_empty = inner.delete_empty
         self._root = root
         self._folders: dict[str, dict[str, Entry]] = {root: {}}
         for name, entry in files.items():
@@ -136,13 +151,6 @@ class Ahead:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return self.inner.entries(path)
 
-    def names(self, path: str) -> list[str]:
-        return list(self.entries(path))
-
-    def ahead(self, path: str, *, reads: bool = True) -> Storage:
-        if path.startswith(f"{self._root}/"):
-            return cast("Storage", self)
-        return self.inner.ahead(path, reads=reads)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    def has(self, path: str) -> bool:
+        """Returns whether a checkpoint is in this view."""
+        return path.startswith(f"{self._root}/")

@@ -138,7 +138,7 @@ class Keys:
     Each call waits for its result. A key is a `str`, stored as UTF-8.
 
     Args:
-        spec: A TensorStore kvstore spec, such as `storage.kvstore(path)`.
+        spec: A TensorStore kvstore spec, such as `kvstore(path)`.
 
     Example:
         >>> keys = Keys({"driver": "memory", "path": "doctest-keys/"})

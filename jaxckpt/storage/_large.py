@@ -22,7 +22,6 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from types import TracebackType
@@ -42,8 +41,7 @@ _NAME: Final = re.compile(r"(\.jaxckpt-export-[0-9a-f]{16})(-\d+)?")
 
 def large_files(storage: Storage, folder: str) -> LargeFiles | UploadedFiles:
     """Returns the files to be written to a directory, as a context manager."""
-    is_disk = storage.scheme == "file" and storage.atomic_rename
-    return LargeFiles(folder) if is_disk else UploadedFiles(storage)
+    return LargeFiles(folder) if storage.hard_links else UploadedFiles(storage)
 
 
 @final
@@ -68,7 +66,7 @@ class UploadedFiles:
             if not replace and self._storage.kind(path) is not None:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             size = os.path.getsize(file.temporary)
-            self._storage.write_parts(path, partial(pieces, LocalStorage(), file.temporary, size))
+            self._storage.write(path, pieces(LocalStorage(), file.temporary, size))
 
     def __enter__(self) -> Self:
         return self

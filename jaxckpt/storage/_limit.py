@@ -13,19 +13,35 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import cache, partial
 from queue import SimpleQueue
-from typing import Any, Final, final
+from typing import Any, ParamSpec, TypeVar, final
 
 from jaxckpt.errors import StoreError
 from jaxckpt.storage._mounts import Mount, mounts
 from jaxckpt.storage._protocol import Hold, Storage
 from jaxckpt.storage._settings import limit_s
 
-_LOCKING: Final = ("claim", "hold")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def within(limit_s: Callable[[], float], call: Future[Any], heard_s: Callable[[], float]) -> bool:
+    """Waits for a call; returns False once nothing has been heard of it for too long.
+
+    Args:
+        limit_s: Returns for how many seconds; it may change meanwhile.
+        heard_s: Returns when something was heard last, by `time.monotonic`.
+    """
+    while not call.done():
+        left_s = heard_s() + limit_s() - time.monotonic()
+        if left_s <= 0:
+            return False
+        wait([call], left_s)
+    return True
 
 
 @final
@@ -47,12 +63,8 @@ class Call:
         """Makes the call and returns its result; raises StoreError if it hangs."""
         _start(self)
         try:
-            while not self.done.done():
-                left_s = self.since_s + limit_s() - time.monotonic()
-                if left_s <= 0:
-                    raise self.error(mount)
-                with contextlib.suppress(TimeoutError):
-                    self.done.exception(left_s)
+            if not within(limit_s, self.done, partial(getattr, self, "since_s")):
+                raise self.error(mount)
             return self.done.result()
         finally:
             del self  # refers to the error, whose traceback refers to this frame
@@ -74,24 +86,35 @@ class LimitedStorage:
     """A `Storage` of local files that may hang: its calls raise StoreError then."""
 
     def __init__(self, inner: Storage, mount: Mount) -> None:
-        self._inner, self._mount = inner, mount
+        self._hold, self._mount = inner.hold, mount
         self._hanging: set[Call] = set()
+        self.scheme, self.atomic_rename = inner.scheme, inner.atomic_rename
+        self.hard_links, self.server_copies = inner.hard_links, inner.server_copies
+        self.parallel_writes, self.reads_at_once = inner.parallel_writes, inner.reads_at_once
+        limited = self._limited
+        self.read, self.read_into = limited(inner.read), limited(inner.read_into)
+        self.write, self.create = limited(inner.write), limited(inner.create)
+        self.kind, self.size = limited(inner.kind), limited(inner.size)
+        self.entries, self.files = limited(inner.entries), limited(inner.files)
+        self.make_dir, self.sync = limited(inner.make_dir), limited(inner.sync)
+        self.rename, self.exchange = limited(inner.rename), limited(inner.exchange)
+        self.link, self.link_all = limited(inner.link), limited(inner.link_all)
+        self.delete, self.delete_files = limited(inner.delete), limited(inner.delete_files)
+        self.delete_empty = limited(inner.delete_empty)
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        return partial(self._limited, name, found) if callable(found) else found
+    def hold(self, path: str, data: bytes | None = None, *, new: bool = False) -> Hold | None:
+        found = self._within(self._hold, path, data, new=new)
+        return found and _LimitedHold(found, self._hanging)
 
-    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        return self._inner.together(calls)
+    def _limited(self, do: Callable[P, T]) -> Callable[P, T]:
+        return partial(self._within, do)
 
-    def ahead(self, path: str, *, reads: bool = True) -> LimitedStorage:
-        return self
-
-    def _limited(self, verb: str, do: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def _within(self, do: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         if hanging := next(iter(list(self._hanging)), None):
             raise hanging.error(self._mount)
-        path = args[0] if isinstance(args[0], str) else next(iter(args[0]), "")
-        call = Call(verb, path, partial(do, *args, **options))
+        first: Any = args[0]
+        path = first if isinstance(first, str) else next(iter(first), "")
+        call = Call(do.__name__, path, partial(do, *args, **options))
         try:
             value = call.result(self._mount)
         except StoreError:
@@ -100,12 +123,12 @@ class LimitedStorage:
             raise
         finally:
             del call  # as in `Call.result`
-        return _LimitedHold(value, self._hanging) if verb in _LOCKING and value else value
+        return value
 
     def _over(self, call: Call, done: Future[Any]) -> None:
         """Lets other calls through, and releases a lock that nobody waits for any more."""
         self._hanging.discard(call)
-        if call.what in _LOCKING and not done.exception() and done.result():
+        if call.what == "hold" and not done.exception() and done.result():
             done.result().release()
 
 

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
+from jaxckpt.errors import CorruptCheckpoint
 from jaxckpt.storage._limit import here
 from jaxckpt.storage._protocol import Entry, EntryKind, Hold, Storage
 
@@ -66,8 +66,8 @@ def files_in(entries: Callable[[str], Mapping[str, Entry]], root: str) -> dict[s
     return dict(sorted(found.items()))
 
 
-def claim(storage: Storage, path: str, data: bytes) -> Hold | None:
-    """Creates a file and locks it; see `Storage.claim`."""
+def hold_new(storage: Storage, path: str, data: bytes) -> Hold | None:
+    """Creates a file and locks it where the storage can; returns None if the path exists."""
     if not storage.create(path, data):
         return None
     try:
@@ -111,10 +111,11 @@ class LocalStorage:
     """
 
     scheme = "file"
+    server_copies = parallel_writes = False
     reads_at_once = 2 + usable_cores()
 
     def __init__(self, *, atomic_rename: bool = True) -> None:
-        self.atomic_rename = atomic_rename
+        self.atomic_rename = self.hard_links = atomic_rename
 
     def read(self, path: str, *, max_bytes: int) -> bytes:
         with _about(path):
@@ -143,26 +144,16 @@ class LocalStorage:
             finally:
                 os.close(fd)
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes | Iterable[bytes]) -> None:
+        parts = [data] if isinstance(data, bytes) else data
         with _about(path):
-            _publish(_write_new(temporary_sibling(path), [data]), path, replace=True)
-
-    def write_parts(self, path: str, parts: Callable[[], Iterator[bytes]]) -> None:
-        with _about(path):
-            _publish(_write_new(temporary_sibling(path), parts()), path, replace=True)
+            _publish(_write_new(temporary_sibling(path), parts), path, replace=True)
 
     def create(self, path: str, data: bytes) -> bool:
         with _about(path):
             if not self.atomic_rename:
                 return _create_in_place(path, data)
             return _publish(_write_new(temporary_sibling(path), [data]), path, replace=False)
-
-    def add(self, files: Mapping[str, bytes]) -> None:
-        for path, data in files.items():
-            if self.atomic_rename:
-                self.write(path, data)
-            elif not self.create(path, data):
-                raise FileExistsError(errno.EEXIST, "another writer is saving here", path)
 
     def kind(self, path: str) -> EntryKind | None:
         with _about(path):
@@ -180,10 +171,6 @@ class LocalStorage:
             _check_regular(status, path)
         return status.st_size
 
-    def names(self, path: str) -> list[str]:
-        with _about(path):
-            return sorted(os.listdir(path))
-
     def entries(self, path: str) -> dict[str, Entry]:
         found, call = {}, getattr(here, "call", None)
         with _about(path), os.scandir(path) as scan:
@@ -199,7 +186,7 @@ class LocalStorage:
                     found[entry.name] = Entry("file", status.st_size) if is_file else _OTHER
         return dict(sorted(found.items()))
 
-    def files(self, path: str) -> dict[str, Entry]:
+    def files(self, path: str, *, in_one: bool = False) -> dict[str, Entry]:
         return files_in(lambda folder: listing(self, folder) or {}, path)
 
     def make_dir(self, path: str) -> None:
@@ -218,11 +205,6 @@ class LocalStorage:
                         code = errno.ENOTDIR
                         raise NotADirectoryError(code, os.strerror(code), directory) from error
                 _sync_parents(directory)
-
-    def make_new_dir(self, path: str) -> None:
-        with _about(path):
-            os.mkdir(path)
-            _sync_parents(path)
 
     def sync(self, path: str) -> None:
         with _about(path):
@@ -315,10 +297,9 @@ class LocalStorage:
             _sync_parents(path)
         return True
 
-    def claim(self, path: str, data: bytes) -> Hold | None:
-        return claim(self, path, data)
-
-    def hold(self, path: str, data: bytes | None = None) -> _LocalHold | None:
+    def hold(self, path: str, data: bytes | None = None, *, new: bool = False) -> Hold | None:
+        if new:
+            return hold_new(self, path, data or b"")
         # The previous holder may just have deleted the file. A lock on a deleted file excludes
         # nobody, so try again.
         while True:
@@ -339,21 +320,6 @@ class LocalStorage:
                         stack.pop_all()
                         _held.add(hold := _LocalHold(fd, path))
                         return hold
-
-    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        return [call() for call in calls]
-
-    def ahead(self, path: str, *, reads: bool = True) -> Storage:
-        return self
-
-    def kvstore(self, path: str) -> dict[str, Any]:
-        try:
-            path.encode()
-        except UnicodeEncodeError as error:
-            raise UnsupportedFormat(
-                f"{path!r} is not valid UTF-8, which TensorStore requires; rename the directory"
-            ) from error
-        return {"driver": "file", "path": path.rstrip("/") + "/"}
 
 
 # Locks

@@ -6,12 +6,12 @@ import errno
 import io
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 from jaxckpt.errors import CorruptCheckpoint
-from jaxckpt.storage._local import claim, files_in, listing
-from jaxckpt.storage._protocol import Entry, EntryKind, Hold, Storage
+from jaxckpt.storage._local import files_in, hold_new, listing
+from jaxckpt.storage._protocol import Entry, EntryKind, Hold
 
 
 @final
@@ -22,7 +22,8 @@ class MemoryStorage:
     """
 
     scheme = "memory"
-    atomic_rename = False
+    atomic_rename = hard_links = parallel_writes = False
+    server_copies = True
     reads_at_once = 4
 
     def read(self, path: str, *, max_bytes: int) -> bytes:
@@ -41,11 +42,8 @@ class MemoryStorage:
                 raise EOFError(f"{path}: the file ends {len(view) - len(data)} bytes early")
             view[:], data = data[: len(view)], data[len(view) :]
 
-    def write(self, path: str, data: bytes) -> None:
-        _files[path] = bytes(data)
-
-    def write_parts(self, path: str, parts: Callable[[], Iterator[bytes]]) -> None:
-        self.write(path, b"".join(parts()))
+    def write(self, path: str, data: bytes | Iterable[bytes]) -> None:
+        _files[path] = data if isinstance(data, bytes) else b"".join(data)
 
     def create(self, path: str, data: bytes) -> bool:
         with _lock:
@@ -53,11 +51,6 @@ class MemoryStorage:
             if is_new:
                 _files[path] = bytes(data)
         return is_new
-
-    def add(self, files: Mapping[str, bytes]) -> None:
-        for path, data in files.items():
-            if not self.create(path, data):
-                raise _os_error(errno.EEXIST, path)
 
     def kind(self, path: str) -> EntryKind | None:
         if path in _files:
@@ -67,9 +60,6 @@ class MemoryStorage:
     def size(self, path: str) -> int:
         return len(self._value(path))
 
-    def names(self, path: str) -> list[str]:
-        return sorted({key.partition("/")[0] for key in _below(path)})
-
     def entries(self, path: str) -> dict[str, Entry]:
         keys = _below(path)
         found = {key.partition("/")[0]: Entry("dir", 0) for key in keys if "/" in key}
@@ -78,15 +68,11 @@ class MemoryStorage:
                 found[key] = Entry("file", len(data))
         return dict(sorted(found.items()))
 
-    def files(self, path: str) -> dict[str, Entry]:
+    def files(self, path: str, *, in_one: bool = False) -> dict[str, Entry]:
         return files_in(lambda folder: listing(self, folder) or {}, path)
 
     def make_dir(self, path: str) -> None:
         pass
-
-    def make_new_dir(self, path: str) -> None:
-        if self.kind(path) is not None:
-            raise _os_error(errno.EEXIST, path)
 
     def sync(self, path: str) -> None:
         pass
@@ -115,10 +101,9 @@ class MemoryStorage:
     def delete_empty(self, path: str) -> bool:
         return self.kind(path) is None  # only keys make a directory
 
-    def claim(self, path: str, data: bytes) -> Hold | None:
-        return claim(self, path, data)
-
-    def hold(self, path: str, data: bytes | None = None) -> _MemoryHold | None:
+    def hold(self, path: str, data: bytes | None = None, *, new: bool = False) -> Hold | None:
+        if new:
+            return hold_new(self, path, data or b"")
         self.create(path, b"")
         with _lock:
             if path in _held:
@@ -127,15 +112,6 @@ class MemoryStorage:
         if data is not None:
             self.write(path, data)
         return _MemoryHold(path)
-
-    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        return [call() for call in calls]
-
-    def ahead(self, path: str, *, reads: bool = True) -> Storage:
-        return self
-
-    def kvstore(self, path: str) -> None:
-        """Returns None, since TensorStore reads from a store of its own."""
 
     def _value(self, path: str) -> bytes:
         data = _files.get(path)

@@ -19,7 +19,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Final, final
@@ -27,11 +27,10 @@ from typing import Any, Final, final
 import numpy as np
 
 from jaxckpt.errors import CorruptCheckpoint, StoreError
-from jaxckpt.storage._ahead import read_ahead
 from jaxckpt.storage._credentials import Source, source_of
 from jaxckpt.storage._leases import Lease, Version, forget
 from jaxckpt.storage._local import is_temporary_file
-from jaxckpt.storage._protocol import Entry, EntryKind, Storage
+from jaxckpt.storage._protocol import Entry, EntryKind
 from jaxckpt.storage._requests import (
     REQUESTS_AT_ONCE,
     Requests,
@@ -39,13 +38,12 @@ from jaxckpt.storage._requests import (
     callers,
     is_beyond_the_end,
     is_condition,
-    outer_callers,
     pool,
 )
 from jaxckpt.storage._settings import (
     StoreSettings,
     check_bucket,
-    kvstore_spec,
+    kvstore,
     open_store,
     settings_of,
 )
@@ -58,6 +56,7 @@ _PAGE: Final = 1000  # what stores list in one request
 _HELD: Final = "jaxckptheld"  # the attribute of an object that is a held lock; Azure allows no "-"
 _MAX_LOCK_BYTES: Final = 1 << 20
 _NOT_IN_NAMES: Final = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
+_NO_ATTRIBUTES: Final[Mapping[str, str]] = {}
 _PROBES: Final = 3  # a writer that cleans up in the same place may delete one
 
 
@@ -65,7 +64,8 @@ _PROBES: Final = 3  # a writer that cleans up in the same place may delete one
 class ObjectStorage:
     """One bucket; see `Storage`. `object_storage` makes one."""
 
-    atomic_rename = False
+    atomic_rename = hard_links = False
+    server_copies = parallel_writes = True
     reads_at_once = REQUESTS_AT_ONCE
 
     def __init__(self, scheme: str, bucket: str, settings: StoreSettings) -> None:
@@ -144,9 +144,6 @@ class ObjectStorage:
     def size(self, path: str) -> int:
         return self._head(path)["size"]
 
-    def names(self, path: str) -> list[str]:
-        return list(self.entries(path))
-
     def entries(self, path: str) -> dict[str, Entry]:
         key = self._key(path)
         answer = self.requests.read(
@@ -162,19 +159,23 @@ class ObjectStorage:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return dict(sorted(found.items()))
 
-    def files(self, path: str) -> dict[str, Entry]:
+    def files(self, path: str, *, in_one: bool = False) -> dict[str, Entry]:
         key = self._key(path)
         return {
             one["path"].removeprefix(f"{key}/"): Entry("file", one["size"])
-            for one in sorted(self._below(path), key=lambda one: one["path"])
+            for one in sorted(self._below(path, in_one=in_one), key=lambda one: one["path"])
             if not is_temporary_file(posixpath.basename(one["path"]))
         }
 
-    def _below(self, path: str) -> list[Any]:
+    def _below(self, path: str, *, in_one: bool = False) -> list[Any]:
         key = self._key(path)
 
         def listed() -> list[Any]:
-            return [one for some in obs().list(self._store, key or None) for one in some]
+            pages = obs().list(self._store, key or None, chunk_size=_PAGE)
+            if in_one:
+                first = next(iter(pages), ())
+                return [*first] if len(first) < _PAGE else []
+            return [one for some in pages for one in some]
 
         found = self.requests.read("list", path, listed)
         return [one for one in found if one["path"] != key]
@@ -191,12 +192,12 @@ class ObjectStorage:
 
     # --- writing -----------------------------------------------------------------------------
 
-    def write(self, path: str, data: bytes) -> None:
-        self._put(path, data, mode="overwrite")
-
-    def write_parts(self, path: str, parts: Callable[[], Iterator[bytes]]) -> None:
+    def write(self, path: str, data: bytes | Iterable[bytes]) -> None:
+        if isinstance(data, bytes):
+            self._put(path, data)
+            return
         by_grpc = self.settings.grpc_endpoint is not None
-        some, first, size = parts(), [], 0
+        some, first, size = iter(data), [], 0
         for part in some:
             first.append(part)
             size += len(part)
@@ -220,9 +221,7 @@ class ObjectStorage:
         from jaxckpt.storage._arrays import Keys
 
         folder, name = posixpath.split(path)
-        spec = self.kvstore(folder)
-        assert spec is not None
-        Keys(spec).write(name, data)
+        Keys(kvstore(folder) or {}).write(name, data)
 
     def create(self, path: str, data: bytes) -> bool:
         self._probe(path)
@@ -258,38 +257,19 @@ class ObjectStorage:
                 return answer.meta
         return None
 
-    def _put(
-        self, path: str, data: bytes, *, mode: Any, attributes: Mapping[str, str] | None = None
-    ) -> Version:
-        return self.requests.change(
-            "write", path, lambda: self._put_once(path, data, mode, attributes or {})
-        )
+    def _put(self, path: str, data: bytes) -> Version:
+        return self.requests.change("write", path, partial(self._put_once, path, data, "overwrite"))
 
     def _put_once(
-        self, path: str, data: bytes, mode: Any, attributes: Mapping[str, str]
+        self, path: str, data: bytes, mode: Any, attributes: Mapping[str, str] = _NO_ATTRIBUTES
     ) -> Version:
         key = self._key(path)
         return obs().put(
             self._store, key, data, mode=mode, use_multipart=False, attributes=dict(attributes)
         )
 
-    def add(self, files: Mapping[str, bytes]) -> None:
-        if files:
-            self._probe(next(iter(files)))
-        calls = [partial(self._create, path, data) for path, data in files.items()]
-        for path, made in zip(files, all_of(callers(), calls), strict=True):
-            if made is None:
-                raise FileExistsError(errno.EEXIST, "another writer is saving here", path)
-
-    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        return all_of(outer_callers(), calls)
-
     def make_dir(self, path: str) -> None:
         pass
-
-    def make_new_dir(self, path: str) -> None:
-        if self.kind(path) is not None:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
     def sync(self, path: str) -> None:
         pass
@@ -344,18 +324,14 @@ class ObjectStorage:
 
     # --- locks -------------------------------------------------------------------------------
 
-    def claim(self, path: str, data: bytes) -> Lease | None:
-        self._probe(path)
-        token = secrets.token_hex(8)
-        made = self._create(path, data, **{_HELD: token})
-        return None if made is None else self._held(path, data, token, made)
-
-    def hold(self, path: str, data: bytes | None = None) -> Lease | None:
+    def hold(self, path: str, data: bytes | None = None, *, new: bool = False) -> Lease | None:
         self._probe(path)
         token = secrets.token_hex(8)
         try:
-            answer, found = self._get(path)
+            answer, found = (None, b"") if new else self._get(path)
         except FileNotFoundError:
+            answer, found = None, b""
+        if answer is None:
             data = token.encode() if data is None else data
             made = self._create(path, data, **{_HELD: token})
             return None if made is None else self._held(path, data, token, made)
@@ -465,30 +441,6 @@ class ObjectStorage:
         if self._replace(file, b"4", "probe", first, held=False) is not None:
             return "it replaced an object that had changed", 0.0
         return "", clock
-
-    def ahead(self, path: str, *, reads: bool = True) -> Storage:
-        return read_ahead(self, path, partial(self._first_files, path), reads=reads)
-
-    def _first_files(self, path: str) -> dict[str, Entry] | None:
-        """Returns the files below a path; None if one request does not list them all."""
-        key = self._key(path)
-
-        def first() -> list[Any]:
-            pages = obs().list(self._store, key or None, chunk_size=_PAGE)
-            return list(next(iter(pages), ()))
-
-        page = self.requests.read("list", path, first)
-        if len(page) >= _PAGE:
-            return None
-        return {
-            one["path"].removeprefix(f"{key}/"): Entry("file", one["size"])
-            for one in page
-            if one["path"] != key
-        }
-
-    def kvstore(self, path: str) -> dict[str, Any] | None:
-        prefix = f"{self._key(path)}/" if path != self.root else ""
-        return kvstore_spec(self.scheme, self._bucket, self.settings, self.source, prefix)
 
     def _key(self, path: str) -> str:
         if _NOT_IN_NAMES.search(path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -36,7 +36,10 @@ class Storage(Protocol):
     """
 
     scheme: str  # "az", "file", "gs", "memory", "s3"
-    atomic_rename: bool  # False: a commit is a marker written last, not a rename
+    atomic_rename: bool
+    hard_links: bool  # whether several names can be one file
+    server_copies: bool  # whether it copies files without sending them
+    parallel_writes: bool  # whether calls at the same time take less time, as requests do
     reads_at_once: int  # how many reads from it are worth making at the same time
 
     def read(self, path: str, *, max_bytes: int) -> bytes:
@@ -52,23 +55,16 @@ class Storage(Protocol):
         """
         ...
 
-    def write(self, path: str, data: bytes) -> None:
-        """Creates or replaces a file, atomically and durably. The directory must exist."""
-        ...
+    def write(self, path: str, data: bytes | Iterable[bytes]) -> None:
+        """Creates or replaces a file, atomically and durably. The directory must exist.
 
-    def write_parts(self, path: str, parts: Callable[[], Iterator[bytes]]) -> None:
-        """Like `write`, of a file that is made in parts; `parts` may be called again."""
+        Args:
+            data: The bytes, or parts of them that are made as they are written.
+        """
         ...
 
     def create(self, path: str, data: bytes) -> bool:
         """Like `write`, but does nothing and returns False if the path exists."""
-        ...
-
-    def add(self, files: Mapping[str, bytes]) -> None:
-        """Writes files, by path, into a directory that only this writer fills.
-
-        Where other writers can reach it (object stores), raises `FileExistsError` if one exists.
-        """
         ...
 
     def kind(self, path: str) -> EntryKind | None:
@@ -79,31 +75,26 @@ class Storage(Protocol):
         """Returns a regular file's size in bytes; raises `CorruptCheckpoint` for other entries."""
         ...
 
-    def names(self, path: str) -> list[str]:
-        """Returns the sorted names in a directory, or in the directory that a link points to."""
-        ...
-
     def entries(self, path: str) -> dict[str, Entry]:
-        """Returns kind and size of everything in a directory, by name, in the order of `names`.
+        """Returns kind and size of everything in a directory, by sorted name.
 
-        Follows a link at `path`, like `names`; a link inside is "other". Leaves out a name that is
-        deleted during the listing.
+        Follows a link at `path`; a link inside is "other". Leaves out a name that is deleted during
+        the listing.
         """
         ...
 
-    def files(self, path: str) -> dict[str, Entry]:
+    def files(self, path: str, *, in_one: bool = False) -> dict[str, Entry]:
         """Returns all below a directory but directories and unfinished files, by path in it.
 
         Empty if the directory does not exist.
+
+        Args:
+            in_one: Whether to return nothing if a store does not list all in one request.
         """
         ...
 
     def make_dir(self, path: str) -> None:
         """Makes a directory and its missing parents durably, unless it exists."""
-        ...
-
-    def make_new_dir(self, path: str) -> None:
-        """Makes a directory durably; raises `FileExistsError` if the path exists."""
         ...
 
     def sync(self, path: str) -> None:
@@ -152,33 +143,15 @@ class Storage(Protocol):
         """Deletes a directory durably if nothing is in it; returns whether it is gone."""
         ...
 
-    def claim(self, path: str, data: bytes) -> Hold | None:
-        """Creates a file, locked where the storage can; returns None if the path exists."""
-        ...
-
-    def hold(self, path: str, data: bytes | None = None) -> Hold | None:
+    def hold(self, path: str, data: bytes | None = None, *, new: bool = False) -> Hold | None:
         """Locks a file, creating it if missing; returns None if any process holds the lock.
 
-        If given, `data` is then what the file contains; a former holder finds other bytes.
-        Raises `io.UnsupportedOperation` (an OSError) if the storage cannot lock files.
-        """
-        ...
-
-    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Returns the results of calls that use this storage, made at once where that is faster.
-
-        The first error is raised when all have ended. A call must not call `together`.
-        """
-        ...
-
-    def ahead(self, path: str, *, reads: bool = True) -> Storage:
-        """Returns a storage for reading one checkpoint, which may hold part of it already.
-
         Args:
-            reads: Whether to read metadata ahead, or only to list.
-        """
-        ...
+            data: What the file then contains. If None, a former holder may find other bytes.
+            new: Whether to return None if the file exists. It is then created even if the storage
+                cannot lock files.
 
-    def kvstore(self, path: str) -> dict[str, Any] | None:
-        """Returns the TensorStore kvstore spec of a directory; None if it lacks a driver for it."""
+        Raises:
+            io.UnsupportedOperation: the storage cannot lock files (an OSError).
+        """
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final
@@ -253,20 +254,23 @@ def _s3_endpoint(bucket: str, settings: StoreSettings) -> str:
 # --- TensorStore -----------------------------------------------------------------------------
 
 
-def kvstore_spec(
-    scheme: str, bucket: str, settings: StoreSettings, source: Source, path: str
-) -> dict[str, Any] | None:
-    """Returns TensorStore's spec of a directory of a bucket.
+def kvstore(path: str) -> dict[str, Any] | None:
+    """Returns TensorStore's spec of a directory; None if it cannot read it."""
+    return _file_spec(path) if path.startswith("/") else _store_spec(path)
 
-    Returns:
-        None if TensorStore cannot read it: it lacks a driver for Azure, and cannot use every kind
-        of credentials.
-    """
-    place = {"bucket": bucket, "path": path}
+
+def _store_spec(path: str) -> dict[str, Any] | None:
+    scheme, _, name = path.partition("://")
+    if scheme not in SCHEMES:  # in memory
+        return None
+    bucket, _, key = name.partition("/")
+    settings = settings_of(scheme, bucket)
+    source = source_of(scheme, settings.credentials)
+    place = {"bucket": bucket, "path": f"{key}/" if key else ""}
     if (target := settings.grpc_endpoint) is not None:
         timeout = f"{settings.timeout_s:g}s"  # of each try
         return {"driver": "gcs_grpc", **place, "endpoint": target, "timeout": timeout}
-    if source.tensorstore is None:
+    if source.tensorstore is None:  # no driver, as for Azure, or not these credentials
         return None
     if scheme == "gs":
         _set_gcs_endpoint(settings)
@@ -283,6 +287,13 @@ def kvstore_spec(
         if settings.virtual_hosted:
             spec["bucket"] = ""
     return spec
+
+
+def _file_spec(path: str) -> dict[str, Any]:
+    with suppress(UnicodeEncodeError):
+        path.encode()
+        return {"driver": "file", "path": path.rstrip("/") + "/"}
+    raise UnsupportedFormat(f"{path!r} is not valid UTF-8, as TensorStore wants; rename it")
 
 
 def _set_gcs_endpoint(settings: StoreSettings) -> None:

@@ -1,7 +1,4 @@
-"""Lets TensorStore read where it lacks a driver: from its memory, filled by our own requests.
-
-The `kvstore` of a storage without a driver is None.
-"""
+"""Lets TensorStore read where it lacks a driver: from its memory, filled by our own requests."""
 
 from __future__ import annotations
 
@@ -16,8 +13,10 @@ from typing import Any, Final
 
 from jaxckpt.format.names import ZARR2, ZARR3
 from jaxckpt.format.ocdbt import Place
+from jaxckpt.storage._ahead import together
 from jaxckpt.storage._arrays import Keys, Pending, Reader
 from jaxckpt.storage._protocol import Storage
+from jaxckpt.storage._settings import kvstore
 from jaxckpt.storage._values import find_values, read_place
 
 _LARGE_BYTES: Final = 64 << 20  # before its file's size is looked up
@@ -41,7 +40,7 @@ def open_reader(storage: Storage, path: str, *, database: bool) -> Reader | Stag
     Args:
         database: Whether they are in an OCDBT database, or plain files.
     """
-    spec = storage.kvstore(path)
+    spec = kvstore(path)
     if spec is not None:
         return Reader(spec, database=database)
     return StagedReader(storage, path, database=database)
@@ -66,7 +65,7 @@ class StagedReader:
         return self._keys
 
     def values(self, wanted: Sequence[tuple[str, slice | None]]) -> list[bytes | None]:
-        return self._storage.together([partial(self._value, *one) for one in wanted])
+        return together(self._storage, [partial(self._value, *one) for one in wanted])
 
     def _value(self, key: str, part: slice | None) -> bytes | None:
         place, part = self._places.get(key), part or slice(None)
@@ -86,7 +85,7 @@ class StagedReader:
         def copy(key: str) -> None:
             staged.write(key.removeprefix(prefix), self._value(key, None) or b"")
 
-        self._storage.together([partial(copy, key) for key in keys])
+        together(self._storage, [partial(copy, key) for key in keys])
 
     def open(
         self, prefix: str, zarr_version: int, *, fill_missing: bool, touches: Touches

@@ -20,6 +20,7 @@ import numpy as np
 from jaxckpt.format import ocdbt
 from jaxckpt.format.names import OCDBT_MANIFEST
 from jaxckpt.format.ocdbt import Foreign, Place, Root
+from jaxckpt.storage._ahead import together
 from jaxckpt.storage._protocol import Storage
 
 _MOST_NODE_BYTES: Final = 64 << 20  # of one, and of those in memory at a time
@@ -38,11 +39,8 @@ class _Reference(NamedTuple):
 def find_values(storage: Storage, path: str, *, max_keys: int | None = None) -> Values | None:
     """Returns the values of the database in a directory, or their places.
 
-    Returns:
-        None if there are more keys than `max_keys`, or if only TensorStore can find the values.
-
-    Raises:
-        ValueError, OSError: the tree is damaged.
+    None if there are more keys than `max_keys`, or if only TensorStore can find the values. Raises
+    ValueError or OSError if the tree is damaged.
     """
     try:
         root = _read_root(storage, path)
@@ -114,7 +112,7 @@ def _take(
 ) -> Iterator[_Reference]:
     """Adds the values in nodes, up to `most` in all; yields references to the nodes below."""
     calls = [partial(read_place, storage, path, node.place) for node in some]
-    for (place, prefix, height), data in zip(some, storage.together(calls), strict=True):
+    for (place, prefix, height), data in zip(some, together(storage, calls), strict=True):
         where = f"{path}/{place.file}: the node at {place.offset}"
         decode = ocdbt.decode_node
         if ocdbt.is_compressed(data):

@@ -8,15 +8,15 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 from jaxckpt.storage import Entry, EntryKind, Hold, Storage
-from jaxckpt.storage._local import claim, files_in, listing, temporary_sibling
+from jaxckpt.storage._local import files_in, hold_new, listing, temporary_sibling
 
 MUTATING_VERBS = frozenset(
-    "write create add claim make_dir make_new_dir sync link link_all rename exchange delete "
-    "delete_files delete_empty".split()
+    "write create make_dir sync link link_all rename exchange delete delete_files "
+    "delete_empty".split()
 )
 
 
@@ -30,6 +30,8 @@ class _Relay:
         self.inner = inner
         self.scheme = inner.scheme
         self.atomic_rename = inner.atomic_rename
+        self.hard_links, self.server_copies = inner.hard_links, inner.server_copies
+        self.parallel_writes = False  # so that the order is known
         self.reads_at_once = inner.reads_at_once
 
     def _before(self, verb: str, path: str, data: bytes = b"") -> None:
@@ -43,21 +45,14 @@ class _Relay:
         self._before("read_into", path)
         self.inner.read_into(path, offset, buffers)
 
-    def write(self, path: str, data: bytes) -> None:
+    def write(self, path: str, data: bytes | Iterable[bytes]) -> None:
+        data = data if isinstance(data, bytes) else b"".join(data)
         self._before("write", path, data)
         self.inner.write(path, data)
-
-    def write_parts(self, path: str, parts: Callable[[], Iterator[bytes]]) -> None:
-        self.write(path, b"".join(parts()))
 
     def create(self, path: str, data: bytes) -> bool:
         self._before("create", path, data)
         return self.inner.create(path, data)
-
-    def add(self, files: Mapping[str, bytes]) -> None:
-        for path, data in files.items():
-            self._before("write", path, data)
-            self.inner.add({path: data})
 
     def kind(self, path: str) -> EntryKind | None:
         self._before("kind", path)
@@ -67,24 +62,16 @@ class _Relay:
         self._before("size", path)
         return self.inner.size(path)
 
-    def names(self, path: str) -> list[str]:
-        self._before("names", path)
-        return self.inner.names(path)
-
     def entries(self, path: str) -> dict[str, Entry]:
         self._before("entries", path)
         return self.inner.entries(path)
 
-    def files(self, path: str) -> dict[str, Entry]:
+    def files(self, path: str, *, in_one: bool = False) -> dict[str, Entry]:
         return files_in(lambda folder: listing(self, folder) or {}, path)
 
     def make_dir(self, path: str) -> None:
         self._before("make_dir", path)
         self.inner.make_dir(path)
-
-    def make_new_dir(self, path: str) -> None:
-        self._before("make_new_dir", path)
-        self.inner.make_new_dir(path)
 
     def sync(self, path: str) -> None:
         self._before("sync", path)
@@ -119,22 +106,11 @@ class _Relay:
         self._before("delete_empty", path)
         return self.inner.delete_empty(path)
 
-    def claim(self, path: str, data: bytes) -> Hold | None:
-        return claim(self, path, data)
-
-    def hold(self, path: str, data: bytes | None = None) -> Hold | None:
+    def hold(self, path: str, data: bytes | None = None, *, new: bool = False) -> Hold | None:
+        if new:
+            return hold_new(self, path, data or b"")
         self._before("hold", path)
         return self.inner.hold(path, data)
-
-    def together(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        return [call() for call in calls]
-
-    def ahead(self, path: str, *, reads: bool = True) -> Storage:
-        return self
-
-    def kvstore(self, path: str) -> dict[str, Any] | None:
-        self._before("kvstore", path)
-        return self.inner.kvstore(path)
 
 
 @final
@@ -163,9 +139,9 @@ class CrashingStorage(_Relay):
         self._crashed = False
         self._holds: list[Hold] = []
 
-    def hold(self, path: str, data: bytes | None = None) -> Hold | None:
-        taken = super().hold(path, data)
-        if taken is not None:
+    def hold(self, path: str, data: bytes | None = None, *, new: bool = False) -> Hold | None:
+        taken = super().hold(path, data, new=new)
+        if not new and taken is not None:
             self._holds.append(taken)
         return taken
 
@@ -209,7 +185,7 @@ def _all_below(storage: Storage, path: str) -> list[str]:
     if storage.kind(path) != "dir":
         return []
     below = []
-    for name in storage.names(path):
+    for name in storage.entries(path):
         child = f"{path}/{name}"
         below += [*_all_below(storage, child), child]
     return below

@@ -11,6 +11,7 @@ import shutil
 import time
 from pathlib import Path
 
+from jaxckpt.storage import kvstore
 from tests.faults.damage import STEP, Reader, _everything, attempt, bits
 
 _MEMORY_BYTES = 3 << 30
@@ -324,10 +325,10 @@ def in_database(root, work, seed, count):
     for n in range(count):
         here = Path(shutil.copytree(root, f"{work}-{n}"))
         path = here / str(STEP)
-        storage, where = locate(path / "state")
-        keys = _arrays.Reader(storage.kvstore(where), database=True).keys()
+        _, where = locate(path / "state")
+        keys = _arrays.Reader(kvstore(where), database=True).keys()
         key = dice.choice([key for key in keys if key.endswith("zarr.json")])
-        what = change_value(storage.kvstore(where), key, dice)
+        what = change_value(kvstore(where), key, dice)
         fit_record(path)
 
         def check(path=path, here=here):
@@ -413,13 +414,13 @@ def _is_metadata(file):
 def _change_array(database, dice):
     from jaxckpt.storage import _arrays, locate
 
-    storage, where = locate(database)
-    keys = _arrays.Reader(storage.kvstore(where), database=True).keys()
+    _, where = locate(database)
+    keys = _arrays.Reader(kvstore(where), database=True).keys()
     headers = [key for key in keys if key.endswith((".zarray", "zarr.json"))]
     if not headers:
         return "nothing"
     key = dice.choice(headers)
-    return f"{key} {change_value(storage.kvstore(where), key, dice)}"
+    return f"{key} {change_value(kvstore(where), key, dice)}"
 
 
 def in_root(root, work, seed, count):

@@ -102,7 +102,7 @@ def comes_back(tree, path):
         assert len(refused) > 20
         assert storage.kind(where) is None
         assert storage.kind(parent) is None or not [
-            entry for entry in storage.names(parent) if entry.startswith(name)
+            entry for entry in storage.entries(parent) if entry.startswith(name)
         ]
         return False
     assert same(jaxckpt.restore(path), tree), "another tree"

@@ -18,7 +18,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt.errors import StoreError
-from jaxckpt.storage import StoreSettings, locate, use_store
+from jaxckpt.storage import StoreSettings, kvstore, locate, use_store
 from jaxckpt.storage._credentials import _system, clouds_of, source_of
 from tests.commandline import said_json
 from tests.stores.loopback import LoopbackServer
@@ -377,7 +377,7 @@ def test_foreign_checkpoints_are_read_through_obstore(
 
     found = jaxckpt.restore(path)
 
-    assert storage.kvstore(path) is None
+    assert kvstore(path) is None
     assert np.array_equal(found["w"], TREE["w"])
     assert elsewhere.requests.all() == []
 

@@ -297,10 +297,10 @@ def test_a_claim_of_the_same_bytes_is_not_this_writers(place):
     """Two processes that upload one step write the same token."""
     url, _, _ = place
     storage, path = locate(f"{url}/a/lock")
-    first = storage.claim(path, b"token")
+    first = storage.hold(path, b"token", new=True)
     assert first is not None
 
-    assert storage.claim(path, b"token") is None
+    assert storage.hold(path, b"token", new=True) is None
     first.release()
 
 

@@ -72,7 +72,7 @@ def test_a_run_keeps_its_last_steps(reached):
     jaxckpt.use_store("gs://", jaxckpt.StoreSettings(endpoint=locate(url)[0].settings.endpoint))
 
     assert same(jaxckpt.restore(f"{url}/run"))
-    assert {name for name in locate(url)[0].names(f"{url}/run") if name.isdecimal()} == {"2", "3"}
+    assert {name for name in locate(url)[0].entries(f"{url}/run") if name.isdecimal()} == {"2", "3"}
 
 
 def test_a_store_that_does_not_answer_fails_the_save(gcs_server, use_store, monkeypatch):

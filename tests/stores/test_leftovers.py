@@ -263,7 +263,7 @@ def test_a_live_save_beside_the_steps_is_not_disturbed(place):
     with jaxckpt.CheckpointManager(f"{url}/run") as manager:
         manager.save(10, state(10))
     alone = transaction.begin(storage, f"{path}/20", overwrite=False)
-    storage.add({f"{path}/20/a": b"1"})
+    storage.create(f"{path}/20/a", b"1")
 
     with jaxckpt.CheckpointManager(f"{url}/run") as manager:
         assert manager.all_steps() == [10]

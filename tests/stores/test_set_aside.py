@@ -46,7 +46,7 @@ def damage(url):
 
 
 def set_aside(url):
-    return [name for name in locate(url)[0].names(url) if names.is_set_aside(name)]
+    return [name for name in locate(url)[0].entries(url) if names.is_set_aside(name)]
 
 
 def test_a_resumed_job_saves_the_number_of_a_damaged_step_again(run):

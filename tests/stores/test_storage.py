@@ -77,8 +77,8 @@ class TestSeaweedFs(_InABucket):
 
         assert storage.kind(f"{root}/a") is None
         assert storage.files(f"{root}/a") == {}
-        assert storage.names(f"{root}/a b") == ["f"]
-        assert storage.names(f"{root}/ab") == ["f"]
+        assert [*storage.entries(f"{root}/a b")] == ["f"]
+        assert [*storage.entries(f"{root}/ab")] == ["f"]
 
 
 @pytest.fixture(params=["moto_server", "gcs_server", "azurite_server"])

@@ -93,18 +93,10 @@ class Watched:
 
         return call
 
-    def add(self, files):
-        for path, data in files.items():
-            self._before("write", path)
-            self._inner.add({path: data})
-
     def delete_files(self, paths):
         for path in paths:
             self._before("delete", path)
             self._inner.delete_files([path])
-
-    def together(self, calls):
-        return [call() for call in calls]
 
 
 def watch(manager, before):

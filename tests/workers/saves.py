@@ -197,12 +197,9 @@ class Elsewhere:
     def __getattr__(self, verb):
         return getattr(self._inner, verb)
 
-    def write_parts(self, path, parts):
-        self._before()
-        self._inner.write_parts(self._moved(path), parts)
-
     def write(self, path, data):
-        self.write_parts(path, lambda: iter([data]))
+        self._before()
+        self._inner.write(self._moved(path), data)
 
     def _moved(self, path):
         folder, _, name = path.rpartition("/")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxckpt._disk.commit import commit_of, remove_item
 from jaxckpt._disk.found import Found
-from jaxckpt._disk.removal import remove, remove_item
 from jaxckpt.multihost import current, lead
 from jaxckpt.orbax.v1._context import get_context
 from jaxckpt.orbax.v1._loading import PathLike, found_checkpoint, item_names
@@ -36,7 +36,7 @@ def delete(
         found = found_checkpoint(path)
         if checkpointable_name is not None:
             return _delete_item(path, found, checkpointable_name, missing_ok)
-        remove(storage, where)
+        commit_of(storage, where).remove()
         return True
 
     # Process 0 also looks whether it is there: others may look when it is gone already.

@@ -1,0 +1,569 @@
+"""Two ways to commit a checkpoint and to remove it: by a rename, and by a marker written last.
+
+`transaction` has the lines of both, with what a crash after each of them leaves.
+
+To delete, `RenameCommit` renames to `...-deleting-...`, then removes the files. A crash leaves a
+name that no reader takes for a checkpoint, and the next writer finishes the job.
+
+`MarkerCommit` removes `commit_success.txt` first, and last the files by which the next writer
+recognizes the remains. All writers share the directory. So a deletion first takes
+`_jaxckpt.writing`, and then looks whether there is a commit; and a writer checks after its commit
+that this file is still its own.
+
+A `check` raises if another writer has taken over. It is called at the last moment: after a rename,
+which is undone then, or before the first request that deletes something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import logging
+import posixpath
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, NamedTuple, final
+
+from jaxckpt.errors import CorruptCheckpoint, SaveFailed, StepExists, StoreError
+from jaxckpt.format import jsontext, names, step
+from jaxckpt.format.step import FileFacts, Record
+from jaxckpt.storage import Entry, Storage, beside, listing, together
+
+_logger = logging.getLogger("jaxckpt")
+
+# Files that are in every directory of ours, from the first moment to the last. By them the next
+# writer recognizes the remains of a deletion, which deletes them last, in this order.
+_OURS = (names.RECORD, names.WRITER)
+# A directory with one of these is a checkpoint or a run, complete or not.
+_OF_OTHERS = frozenset({*_OURS, names.OWNER, names.CHECKPOINT_METADATA, names.ORBAX_MARKER})
+_LEFT_ALONE = "left alone: another writer is saving there"
+_NO_LOCKS = (
+    "left alone: this storage has no file locks, so its writer may be alive. Remove it if no job "
+    "is saving there."
+)
+_REMAINS = "removing the remains of an interrupted save or deletion"
+Check = Callable[[], object]  # see the module
+Fence = Callable[[], None] | None  # raises if this writer may no longer write here
+
+
+class Work(NamedTuple):
+    """Where an attempt writes a checkpoint."""
+
+    path: str
+    # The token of the attempt, if attempts share the directory: it is then in the name of whatever
+    # a process writes before process 0 has begun. Otherwise "".
+    mark: str
+    # Whether each process writes what it holds into a checkpoint of its own, on its own disk.
+    own: bool = False
+    landed: Callable[[int], object] = int  # takes a number of bytes written
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RenameCommit:
+    """The commit and the removal of the checkpoint at a path by renames; see `MarkerCommit`."""
+
+    storage: Storage
+    path: str
+    replaces: ClassVar = True  # a checkpoint by a new one
+
+    def work(self, token: str) -> Work:
+        return Work(beside(self.path, names.temporary(posixpath.basename(self.path), token)), "")
+
+    def recover(self, *, token: str | None = None, fence: Fence = None) -> dict[str, Entry] | None:
+        if fence is not None:
+            fence()  # before anything is written, which may take long
+        storage, (parent, name) = self.storage, posixpath.split(self.path)
+        around = listing(storage, parent)
+        if around is None or not any(names.may_be_left(entry, name) for entry in around):
+            return around
+        replacement = names.replacement(name)
+        if replacement in around and _is_whole(storage, beside(self.path, replacement)):
+            warn(self.path, "finishing an interrupted replacement")
+            self._put_in_place(beside(self.path, replacement))
+            around = storage.entries(parent)
+        spare = token and self.work(token).path
+        for entry in around:
+            if names.is_ours_temporary(entry, name) and f"{parent}/{entry}" != spare:
+                leftover = RenameCommit(storage, f"{parent}/{entry}")
+                leftover._remove_leftover() if fence is None else leftover.remove_work()
+        return listing(storage, parent)
+
+    def _remove_leftover(self) -> None:
+        """Removes a temporary directory of ours unless its writer lives."""
+        with contextlib.suppress(FileNotFoundError):  # its writer, or another, was quicker
+            if not self._may_be_written():
+                warn(self.path, _REMAINS)
+                self.remove()
+
+    def _may_be_written(self) -> bool:
+        writer = f"{self.path}/{names.WRITER}"
+        if self.storage.kind(writer) != "file":
+            return False
+        try:
+            hold = self.storage.hold(writer)
+        except io.UnsupportedOperation:
+            warn(self.path, _NO_LOCKS)
+            return True
+        if hold is None:
+            warn(self.path, _LEFT_ALONE)
+            return True
+        hold.release()
+        return False
+
+    def left_below(self, steps: Iterable[str]) -> dict[str, list[str]]:
+        return {}  # they have other names
+
+    def remove_left(self, files: Sequence[str]) -> bool:
+        return True
+
+    def add(self, file: str, data: bytes | Iterable[bytes]) -> None:
+        self.storage.write(file, data)
+
+    def check(self, token: str, fence: Fence) -> None:
+        work = self.work(token).path
+        _check_still_ours(self.storage, self.path, work, token)
+        self.storage.sync(work)
+        if fence is not None:
+            fence()
+
+    def publish(self, token: str, *, overwrite: bool) -> str | None:
+        storage, work = self.storage, self.work(token).path
+        _mark(storage, self.path, work)
+        if not overwrite or storage.kind(self.path) is None:
+            try:
+                storage.rename(work, self.path)
+            except FileExistsError as error:
+                raise StepExists(
+                    f"{self.path} was created during the save, and is not replaced"
+                ) from error
+            return None
+        if storage.exchange(work, self.path):
+            return work
+        replacement = beside(self.path, names.replacement(posixpath.basename(self.path)))
+        storage.rename(work, replacement)
+        return self._put_in_place(replacement)
+
+    def _put_in_place(self, replacement: str) -> str | None:
+        """Does steps 8b and 8c; returns the new place of the checkpoint that was here, if any."""
+        doomed = None
+        if self.storage.kind(self.path) is not None:
+            doomed = self._doomed()
+            self.storage.rename(self.path, doomed)
+        self.storage.rename(replacement, self.path)
+        return doomed
+
+    def abort(self, token: str, *, published: bool) -> None:
+        # After an exchange that raised, `work` may be the previous checkpoint, which lacks an
+        # owner. Before, a directory of this name without an owner is ours: claiming it failed.
+        work, mine = self.work(token).path, (token, token if published else None)
+        if read_small(self.storage, f"{work}/{names.WRITER}") in mine:
+            self.storage.delete(work)
+
+    def discard(self, token: str) -> None:
+        with _warning(work := self.work(token).path):
+            self.storage.delete(work)
+
+    def remove(self, *, by_force: bool = True, check: Check = int, renamed: Check = int) -> None:
+        check()
+        # Rename even if another writer is about to delete it: that writer may undo its rename.
+        doomed = self._doomed()
+        take_away(self.storage, self.path, doomed, check=renamed)
+        self.storage.delete(doomed)
+
+    def _doomed(self) -> str:
+        name = names.deleting(posixpath.basename(self.path), secrets.token_hex(8))
+        return beside(self.path, name)
+
+    def remove_work(self) -> None:
+        with contextlib.suppress(FileNotFoundError):  # the other writer was quicker
+            self.remove()
+
+    def set_aside(
+        self, aside: str, *, check: Check, doomed: contextlib.AbstractContextManager[object]
+    ) -> None:
+        take_away(self.storage, self.path, aside, check=check)
+
+    def is_unfinished(self) -> bool:
+        return False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MarkerCommit:
+    """The same by a marker; the docstrings here are for both."""
+
+    storage: Storage
+    path: str
+    replaces: ClassVar = False
+
+    def work(self, token: str) -> Work:
+        """Returns where the attempt with a token writes."""
+        return Work(self.path, token)
+
+    def recover(self, *, token: str | None = None, fence: Fence = None) -> dict[str, Entry] | None:
+        """Finishes or removes a save, a replacement or a deletion that a crash interrupted.
+
+        Args:
+            token: Of the attempt that begins, whose files are left alone.
+            fence: If given, the work of live writers is removed too.
+
+        Returns:
+            The listing of the directory that the path is in; None if it does not exist.
+        """
+        parent, name = posixpath.split(self.path)
+        around = listing(self.storage, parent)
+        if around is None or not any(names.may_be_left(entry, name) for entry in around):
+            return around
+        files = self._left()
+        if files is not None and not (token is not None and all(token in file for file in files)):
+            self._clear(files, token, fence)
+        return listing(self.storage, parent)
+
+    def _clear(self, files: Sequence[str], token: str | None, fence: Fence) -> None:
+        if fence is not None:
+            fence()
+        with self._taken(by_force=fence is not None) as is_ours:
+            if not is_ours:
+                warn(self.path, _LEFT_ALONE)
+            elif self._is_marked():  # since it was listed
+                self._delete([names.WRITER])
+            else:
+                if files:
+                    warn(self.path, _REMAINS)
+                self._delete_all(token)
+
+    @contextlib.contextmanager
+    def _taken(self, *, by_force: bool) -> Iterator[bool]:
+        """Takes the file by which the writers of a shared directory exclude each other.
+
+        Args:
+            by_force: Takes it from a live writer too, which can then no longer commit.
+
+        Yields:
+            Whether it was taken.
+        """
+        storage, writer = self.storage, f"{self.path}/{names.WRITER}"
+        mine = secrets.token_hex(8).encode()
+        hold, is_ours = None, by_force
+        try:
+            hold = storage.hold(writer, mine, new=True) or storage.hold(writer, mine)
+            if hold is None and by_force:
+                storage.write(writer, b"taken by " + mine)  # which its writer finds
+                hold = storage.hold(writer, mine)
+        except io.UnsupportedOperation:  # left alone, it would block this name for ever
+            storage.write(writer, mine)
+            is_ours = True
+        try:
+            yield is_ours or hold is not None
+        finally:
+            if hold is not None:
+                hold.release()
+
+    def _is_marked(self) -> bool:
+        return self.storage.kind(f"{self.path}/{names.COMMIT_MARKER}") is not None
+
+    def _left(self) -> list[str] | None:
+        files = self.storage.files(self.path)
+        # Before process 0 begins, others may have written; and a writer that dies while it tries
+        # out the store leaves no more than a temporary file, which is not in `files`.
+        is_ours = not files.keys().isdisjoint(_OURS) or all(map(names.is_of_attempt, files))
+        return [*files] if names.COMMIT_MARKER not in files and is_ours else None
+
+    def left_below(self, steps: Iterable[str]) -> dict[str, list[str]]:
+        """Returns the files of interrupted saves and deletions in directories here, by name.
+
+        Leaves out a directory with other files, such as a committed checkpoint.
+        """
+        both = ((name, MarkerCommit(self.storage, f"{self.path}/{name}")._left()) for name in steps)
+        return {name: files for name, files in both if files is not None}
+
+    def remove_left(self, files: Sequence[str]) -> bool:
+        """Removes files found by `left_below`; returns False if their writer may be alive."""
+        with self._taken(by_force=False) as is_ours:
+            if not is_ours:
+                return False
+            if not self._is_marked():  # else committed meanwhile
+                warn(self.path, _REMAINS)
+                self._delete_in_order([file for file in files if file != names.WRITER])
+            if self.storage.files(self.path).keys() <= {names.WRITER}:
+                self.storage.delete(self.path)  # also unfinished files
+            else:
+                self._delete([names.WRITER])
+        return True
+
+    def add(self, file: str, data: bytes | Iterable[bytes]) -> None:
+        """Writes a file into a directory that only this writer fills.
+
+        Raises:
+            FileExistsError: another writer wrote it.
+        """
+        whole = data if isinstance(data, bytes) else b"".join(data)
+        if not self.storage.create(file, whole):
+            raise FileExistsError(errno.EEXIST, "another writer is saving here", file)
+
+    def check(self, token: str, fence: Fence) -> None:
+        """Checks that an attempt may commit, and makes its files durable."""
+        if fence is None:  # else the fence shows it
+            _check_still_ours(self.storage, self.path, self.path, token)
+        self.storage.sync(self.path)
+        if fence is not None:
+            fence()
+
+    def publish(self, token: str, *, overwrite: bool) -> str | None:
+        """Commits an attempt; returns the new path of a replaced checkpoint, if any.
+
+        Raises:
+            SaveFailed: another writer has taken over.
+            StepExists: the path was created during the save.
+        """
+        try:
+            # The token shows whose it is if the answer to its creation is lost.
+            _mark(self.storage, self.path, self.path, f" by {token}")
+            try:
+                _check_still_ours(self.storage, self.path, self.path, token)
+            except SaveFailed:  # another writer has taken over, and may delete our files
+                self._delete([names.COMMIT_MARKER])
+                raise
+        except StoreError as error:
+            if error.errno == errno.EACCES:  # it was refused
+                raise
+            parent, name = posixpath.split(self.path)
+            raise SaveFailed(
+                f"{self.path} may be committed: the store did not answer whether its "
+                f"{names.COMMIT_MARKER} was written: {error}. If `jaxckpt ls {parent}` shows "
+                f"{name} once the store answers, the checkpoint is complete."
+            ) from error
+
+    def abort(self, token: str, *, published: bool) -> None:
+        """Removes the files of an attempt, whose `publish` may have raised."""
+        if read_small(self.storage, f"{self.path}/{names.WRITER}") != token:
+            return
+        marker = read_small(self.storage, f"{self.path}/{names.COMMIT_MARKER}")
+        if marker is None:
+            self._delete_all()
+            return
+        if token not in marker:  # somebody committed before this writer claimed the directory
+            self.discard(token)
+        self._delete([names.WRITER])
+
+    def discard(self, token: str) -> None:
+        """Removes what other processes wrote for an attempt that did not begin. Never raises."""
+        with _warning(self.path):
+            self._delete([file for file in self.storage.files(self.path) if token in file])
+
+    def remove(self, *, by_force: bool = True, check: Check = int, renamed: Check = int) -> None:
+        """Deletes the checkpoint; after a crash in the middle no reader takes the rest for one.
+
+        Args:
+            by_force: Whether to delete even if another writer holds the directory that all share.
+            check: Called before anything is changed.
+            renamed: Called after a rename, which is undone if it raises.
+
+        Raises:
+            SaveFailed: another writer holds it.
+        """
+        with self._taken(by_force=by_force) as is_ours:
+            if not is_ours:
+                raise SaveFailed(
+                    f"{self.path}: another writer is saving or deleting there; not changed"
+                )
+            try:
+                check()
+            except BaseException:
+                self._delete([names.WRITER])
+                raise
+            self._delete([names.COMMIT_MARKER])
+            self._delete_all()
+
+    def remove_work(self) -> None:
+        """Removes the temporary directory of another writer, who can then no longer commit."""
+        self._delete_all()
+
+    def set_aside(
+        self, aside: str, *, check: Check, doomed: contextlib.AbstractContextManager[object]
+    ) -> None:
+        """Gives the checkpoint a name under which nothing restores it; an error leaves it there.
+
+        Args:
+            doomed: Shows meanwhile that it is removed, unless a rename does that at once.
+        """
+
+        def copy(file: str) -> None:
+            self.storage.make_dir(posixpath.dirname(f"{aside}/{file}"))
+            self.storage.link(f"{self.path}/{file}", f"{aside}/{file}")
+
+        with doomed:
+            try:
+                files = self.storage.files(self.path)
+                together(self.storage, [partial(copy, file) for file in files])
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self.storage.delete(aside)
+                raise
+            try:
+                self.remove(check=check)
+            except SaveFailed:  # nothing is removed
+                self.storage.delete(aside)
+                raise
+
+    def is_unfinished(self) -> bool:
+        """Returns whether a directory that is not committed may be a save under way."""
+        return names.COMMIT_MARKER not in self.storage.entries(self.path)
+
+    def _delete_all(self, token: str | None = None) -> None:
+        """Deletes everything; or all but the files with a token in their paths."""
+        files = self.storage.files(self.path)
+        if token is not None:
+            self._delete_in_order([file for file in files if token not in file])
+        else:
+            self._delete_in_order([file for file in files if file != names.WRITER])
+            self.storage.delete(self.path)  # the lock comes last, with unfinished files
+
+    def _delete_in_order(self, files: Sequence[str]) -> None:
+        self._delete([file for file in files if file not in _OURS])
+        for file in _OURS:
+            self._delete([file] if file in files else [])
+
+    def _delete(self, files: Sequence[str]) -> None:
+        self.storage.delete_files([f"{self.path}/{file}" for file in files])
+
+
+Commit = RenameCommit | MarkerCommit
+
+
+def commit_of(storage: Storage, path: str) -> Commit:
+    """Returns how the checkpoint at a path is committed and removed."""
+    return RenameCommit(storage, path) if storage.atomic_rename else MarkerCommit(storage, path)
+
+
+def _mark(storage: Storage, path: str, work: str, by: str = "") -> None:
+    """Writes the file that readers look for in a checkpoint, which is then complete."""
+    marker = f"{work}/{names.COMMIT_MARKER}"
+    if not storage.create(marker, f"Checkpoint commit was successful to {path}{by}".encode()):
+        raise SaveFailed(f"{marker} already exists: another writer committed {path}")
+
+
+def _check_still_ours(storage: Storage, path: str, work: str, token: str) -> None:
+    owner = read_small(storage, f"{work}/{names.WRITER}")
+    if owner != token:
+        raise SaveFailed(
+            f"{path}: another writer took over during this save "
+            f"({work}/{names.WRITER} {'is gone' if owner is None else 'is theirs'}). "
+            "Let only one job save here."
+        )
+
+
+def read_small(storage: Storage, file: str) -> str | None:
+    """Returns a small file; None if it, or its directory, is gone."""
+    try:
+        return storage.read(file, max_bytes=1 << 16).decode("utf-8", "replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _is_whole(storage: Storage, path: str) -> bool:
+    return all(
+        storage.kind(f"{path}/{name}") == "file" for name in (names.RECORD, names.COMMIT_MARKER)
+    )
+
+
+def take_away(storage: Storage, path: str, to: str, *, check: Check) -> None:
+    """Renames a checkpoint; gives it its name back if `check` raises then."""
+    storage.rename(path, to)
+    try:
+        check()
+    except BaseException:
+        with contextlib.suppress(OSError):  # another writer removed it, or has saved there
+            storage.rename(to, path)
+        raise
+
+
+def remove_writer(storage: Storage, path: str) -> None:
+    """Removes the writer's file from a committed checkpoint, where a crash left it."""
+    with contextlib.suppress(io.UnsupportedOperation):
+        # A writer that lives looks for it once more, and removes it itself.
+        if (hold := storage.hold(f"{path}/{names.WRITER}")) is not None:
+            storage.delete_files([f"{path}/{names.WRITER}"])
+            hold.release()
+
+
+def nested(storage: Storage, path: str, files: Iterable[str]) -> str | None:
+    """Returns a checkpoint or run that is stored inside a checkpoint without being part of it.
+
+    Args:
+        files: All files below the checkpoint, by path in it.
+    """
+    split = [posixpath.split(file) for file in files]
+    found = {folder for folder, name in split if folder and name in _OF_OTHERS}
+    if (
+        found and ("", names.RECORD) in split
+    ):  # whose items may have such files, from other handlers
+        with contextlib.suppress(FileNotFoundError, CorruptCheckpoint):
+            file = f"{path}/{names.RECORD}"
+            data = storage.read(file, max_bytes=step.MAX_RECORD_BYTES)
+            found -= {posixpath.dirname(one) for one in step.decode_record(data, file=file).files}
+    elif found:  # in early steps of Orbax, each item is a checkpoint
+        found -= {
+            f
+            for f in found
+            if "/" not in f and {(f, n) for n in (*_OURS, names.OWNER)}.isdisjoint(split)
+        }
+    return f"{path}/{min(found)}" if found else None
+
+
+def remove_item(
+    storage: Storage,
+    path: str,
+    record: Record,
+    item: str,
+    *,
+    check: Check = int,
+) -> None:
+    """Deletes an item of a checkpoint, or finishes a deletion that was interrupted.
+
+    In the files and the order of Orbax's v1; a crash after each line leaves:
+
+    1. write `_CHECKPOINT_DELETION`                    a checkpoint without the item, for readers
+    2. rewrite `_jaxckpt.json`: without its files,     the same
+       and without the file of step 4
+    3. remove the item's files                         the same
+    4. rewrite `_CHECKPOINT_METADATA`                  the same
+    5. rewrite `_jaxckpt.json` with that file          the same
+    6. remove `_CHECKPOINT_DELETION`                   the same, with nothing left over
+    """
+    file = f"{path}/{names.CHECKPOINT_METADATA}"
+    before = storage.read(file, max_bytes=jsontext.MAX_BYTES)
+    after = step.without_item(before, item, file=file)
+    left = {name: facts for name, facts in record.files.items() if not name.startswith(f"{item}/")}
+    left.pop(names.CHECKPOINT_METADATA, None)
+    about = step.encode_deletion(item, token=secrets.token_hex(16), before=before, after=after)
+    is_new = storage.create(f"{path}/{names.DELETION_RECORD}", about)
+    try:
+        check()
+    except BaseException:
+        if is_new:
+            storage.delete(f"{path}/{names.DELETION_RECORD}")
+        raise
+    storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
+    storage.delete(f"{path}/{item}")
+    storage.write(file, after)
+    left[names.CHECKPOINT_METADATA] = FileFacts(size=len(after), sha256=step.digest(after))
+    storage.write(f"{path}/{names.RECORD}", step.encode_record(replace(record, files=left)))
+    storage.delete(f"{path}/{names.DELETION_RECORD}")
+
+
+@contextlib.contextmanager
+def _warning(work: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        warn(work, f"the remains of a failed save cannot be removed: {error}")
+
+
+def warn(path: str, text: str) -> None:
+    """Logs a warning about a save."""
+    _logger.warning("%s: %s", path, text)
