@@ -132,9 +132,9 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1776, 11, 11),
-    "manager open + save": (3546, 14, 21),
-    "open + save, local": (6060, 18, 92),  # its threads may do a little more or less
+    "save again": (1704, 11, 11),
+    "manager open + save": (3481, 14, 21),
+    "open + save, local": (6041, 18, 92),  # its threads may do a little more or less
     "restore(path, like)": (2160, 14, 10),
     "manager.restore(like)": (2592, 18, 12),
     "open": (939, 10, 7),
@@ -177,10 +177,10 @@ FOLDERS = {
     "_core": (2102, 1374),
     "_disk": (4288, 3051),
     "_inspect": (1143, 785),
-    "_progress": (213, 160),
+    "_progress": (218, 163),
     "_restore": (1324, 1022),
-    "_run": (7780, 5488),
-    "_save": (1866, 1305),
+    "_run": (7834, 5486),
+    "_save": (2020, 1413),
     "cli": (3634, 2611),
     "format": (3074, 2036),
     "integrations": (2371, 1614),

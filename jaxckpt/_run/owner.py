@@ -30,7 +30,7 @@ from jaxckpt._run.identity import check_id
 from jaxckpt._run.index import Listing, StepIndex, check_root, write_run_metadata
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.reach import Reach
-from jaxckpt._save.handle import is_under_way
+from jaxckpt._save.job import is_under_way
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed, is_full
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed, Owner, StepNames
