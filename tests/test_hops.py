@@ -133,7 +133,7 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1704, 11, 11),
-    "manager open + save": (3481, 14, 21),
+    "manager open + save": (3488, 14, 21),
     "open + save, local": (6041, 18, 92),  # its threads may do a little more or less
     "restore(path, like)": (2160, 14, 10),
     "manager.restore(like)": (2592, 18, 12),
@@ -179,8 +179,8 @@ FOLDERS = {
     "_inspect": (1143, 785),
     "_progress": (218, 163),
     "_restore": (1324, 1022),
-    "_run": (7834, 5486),
-    "_save": (2020, 1413),
+    "_run": (7827, 5483),
+    "_save": (2033, 1424),
     "cli": (3634, 2611),
     "format": (3074, 2036),
     "integrations": (2371, 1614),

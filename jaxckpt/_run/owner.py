@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 from jaxckpt._disk import removal as _removal
 from jaxckpt._disk.transaction import refuse_inside
@@ -31,6 +31,7 @@ from jaxckpt._run.index import Listing, StepIndex, check_root, write_run_metadat
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.reach import Reach
 from jaxckpt._save.job import is_under_way
+from jaxckpt._save.worker import Saves
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed, is_full
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed, Owner, StepNames
@@ -410,14 +411,6 @@ class _NoHold:
 
 
 # --- in one process --------------------------------------------------------------------------
-
-
-class Saves(Protocol):
-    """The saves of a manager."""
-
-    def is_own_thread(self) -> bool: ...
-    def refuse_own_thread(self) -> None: ...
-    def stop(self) -> None: ...
 
 
 @final

@@ -227,7 +227,7 @@ class Saver:
             timeout_s=self._options.timeout_s,
         )
         durable = self._tiers and partial(self._tiers.wait_for, root, step, upload)
-        self._latest = handle = SaveHandle(SaveJob(request), durable)
+        self._latest = handle = SaveHandle(SaveJob(request), self.worker, durable)
         saving = SavingStep(handle=handle, root=root, upload=upload, trees=trees, metrics=numbers)
         self.worker.put(handle, partial(self._finish_step, saving))
         if decision.reason == _PREEMPTION:

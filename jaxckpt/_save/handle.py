@@ -9,7 +9,7 @@ from typing import final
 
 from jaxckpt._core.check import calling
 from jaxckpt._save.job import SaveJob
-from jaxckpt._save.worker import Failure
+from jaxckpt._save.worker import Failure, Worker
 from jaxckpt.errors import CheckpointTimeout
 from jaxckpt.types import Timing
 
@@ -24,9 +24,12 @@ class SaveHandle:
     """
 
     def __init__(
-        self, job: SaveJob, wait_durable: Callable[[float | None], None] | None = None
+        self,
+        job: SaveJob,
+        worker: Worker[SaveHandle],
+        wait_durable: Callable[[float | None], None] | None = None,
     ) -> None:
-        """Returns a handle; the thread that saves calls `attempt`.
+        """Returns a handle; the worker calls `attempt`.
 
         Args:
             wait_durable: Waits until the step is in the run's directory, if it is saved elsewhere
@@ -40,7 +43,7 @@ class SaveHandle:
         self.caller = threading.current_thread()
         self.error: BaseException | None = None
         self.failure: Failure | None = None  # the same, or of later work
-        self._wait_durable = wait_durable
+        self._worker, self._wait_durable = worker, wait_durable
         self._ended = threading.Event()
         self._on_end: list[Callable[[SaveHandle], object]] | None = []  # None once they are called
         self._on_end_lock = threading.Lock()  # guards `_on_end`
@@ -55,8 +58,11 @@ class SaveHandle:
 
         Raises:
             CheckpointTimeout: the save is still under way after `timeout_s` and continues.
+            RuntimeError: called by a function that a save calls, such as `on_commit`.
             Any error of `save`, at every call.
         """
+        if not self.done():
+            self._worker.refuse_own_thread()
         where = ""
         if os.getpid() != self._process:
             # A forked child does not have the saving thread, so waiting there would never end.

@@ -117,10 +117,9 @@ def save_async(
 
 def start(request: SaveRequest) -> SaveHandle:
     """Runs a save in a new thread."""
-    handle = SaveHandle(SaveJob(request))
-    worker = Worker[SaveHandle](
-        name=f"jaxckpt-save {handle.path}", place=handle.path, timeout_s=None
-    )
+    name, place = f"jaxckpt-save {request.path}", request.path
+    worker = Worker[SaveHandle](name=name, place=place, timeout_s=None)
+    handle = SaveHandle(SaveJob(request), worker)
     worker.put(handle, partial(_run, handle))
     return handle
 

@@ -127,8 +127,8 @@ class Worker(Generic[S]):
         """Raises RuntimeError in the saving thread, which would wait for itself."""
         if self.is_own_thread():
             raise RuntimeError(
-                f"{self.place}: on_commit cannot wait for saves, which wait for on_commit; "
-                "wait in the thread that calls `save`"
+                f"{self.place}: functions such as on_commit cannot wait for saves, which wait for "
+                "them; wait in the thread that calls `save`"
             )
 
     def wait(self, handles: Sequence[S], timeout_s: float | None = None, why: str = "") -> None:
@@ -185,21 +185,25 @@ class Worker(Generic[S]):
             forget(self)
 
     def _work(self) -> None:
-        self._thread, handle = threading.current_thread(), next(iter(self._saves), None)
+        self._thread, handle = threading.current_thread(), next(iter(self._saves))
+        caller = handle.caller
         while handle is not None:
             try:
                 self._saves[handle]()
             except BaseException as error:  # the next call raises it
                 handle.failure = Failure(error, handle.caller)
             handle = self._next(handle)
+        failures = list[Failure]()
         try:
             self.idle()
-        finally:
-            with self.changed:
-                self._idling -= 1
-                if self.is_own_thread():
-                    self._thread = None  # at the end of the program, a caller goes on
-                self.changed.notify_all()
+        except BaseException as error:
+            failures.append(Failure(error, caller))
+        with self.changed:
+            self._failures += failures
+            self._idling -= 1
+            if self.is_own_thread():
+                self._thread = None  # at the end of the program, a caller goes on
+            self.changed.notify_all()
 
     def _next(self, ended: S) -> S | None:
         """Removes a save that has ended; returns the next."""
@@ -230,6 +234,10 @@ class Saves(Protocol):
     def take_errors(self) -> Sequence[BaseException]:
         """Returns the errors that were neither raised nor logged."""
         ...
+
+    def is_own_thread(self) -> bool: ...
+    def refuse_own_thread(self) -> None: ...
+    def stop(self) -> None: ...
 
 
 _known: set[Saves] = set()
