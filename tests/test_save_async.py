@@ -176,7 +176,11 @@ def test_a_failing_function_does_not_undo_the_save(tmp_path, error):
 def test_a_function_cannot_wait_for_the_save_that_waits_for_it(tmp_path):
     """It would wait for ever; `result` raises its error, and the checkpoint is there."""
     waits = threading.Event()
-    handle = jaxckpt.save_async(tmp_path / "a", {"n": 1}, on_progress=lambda _: waits.wait(60))
+
+    def wait(_: jaxckpt.types.Progress) -> None:
+        waits.wait(60)
+
+    handle = jaxckpt.save_async(tmp_path / "a", {"n": 1}, on_progress=wait)
     handle.on_end(lambda ended: ended.result(60))
     waits.set()
 
