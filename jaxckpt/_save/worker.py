@@ -203,6 +203,8 @@ class Worker(Generic[S]):
             self._idling -= 1
             if self.is_own_thread():
                 self._thread = None  # at the end of the program, a caller goes on
+            if not (self._saves or self._failures):
+                forget(self)
             self.changed.notify_all()
 
     def _next(self, ended: S) -> S | None:
@@ -213,8 +215,6 @@ class Worker(Generic[S]):
             del self._saves[ended]
             handle = next(iter(self._saves), None)
             self._idling += handle is None
-            if handle is None and not self._failures:
-                forget(self)
             self.changed.notify_all()
             return handle
 
