@@ -132,11 +132,11 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1704, 11, 11),
-    "manager open + save": (3488, 14, 21),
-    "open + save, local": (6041, 18, 92),  # its threads may do a little more or less
+    "save again": (1688, 11, 11),
+    "manager open + save": (3473, 14, 21),
+    "open + save, local": (6052, 18, 92),  # its threads may do a little more or less
     "restore(path, like)": (2160, 14, 10),
-    "manager.restore(like)": (2592, 18, 12),
+    "manager.restore(like)": (2590, 18, 12),
     "open": (939, 10, 7),
     "verify": (1687, 15, 18),
 }
@@ -180,7 +180,7 @@ FOLDERS = {
     "_progress": (218, 163),
     "_restore": (1324, 1022),
     "_run": (7827, 5483),
-    "_save": (2033, 1424),
+    "_save": (2030, 1421),
     "cli": (3634, 2611),
     "format": (3074, 2036),
     "integrations": (2371, 1614),

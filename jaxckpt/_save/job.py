@@ -142,7 +142,8 @@ class SaveJob:
                 if self._problem is not None and request.processes.count == 1:
                     raise self._problem
                 written = self._meet() if request.processes.count > 1 else []
-            with self._meter.phase("commit"), _committing(request), _explaining(request):
+            all_commit = _own_commits(request) if request.own else _leading(request, "committed")
+            with self._meter.phase("commit"), all_commit, _explaining(request):
                 if self._transaction is not None:
                     files, known = _describe(request, work, written)
                     processes = request.processes
@@ -282,12 +283,8 @@ def _explaining(request: SaveRequest) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _committing(request: SaveRequest) -> Iterator[None]:
-    """Process 0 commits, or with `own` each process its own share, and none is alone with it."""
-    if not request.own:
-        with _leading(request, "committed"):
-            yield
-        return
+def _own_commits(request: SaveRequest) -> Iterator[None]:
+    """Each process commits its own share, and none is alone with it."""
     problem = None
     try:
         yield
