@@ -23,7 +23,7 @@ import jax
 import jaxckpt
 from benchmarks.report import Section, seconds
 from benchmarks.workloads import WORKLOADS, abstract, build, make_mesh
-from jaxckpt._save.handle import SaveHandle
+from jaxckpt._save.job import SaveJob
 from jaxckpt._save.save import prepare
 
 _EVERY_S: Final = 0.001
@@ -54,7 +54,7 @@ def profile(scales: dict[str, float], *, root: Path, repeats: int) -> Section:
                     "blocking",
                     lambda: prepare(path, tree, False, None, copy=True),  # noqa: B023
                 )
-                sampled("in the background", SaveHandle(request).run)
+                sampled("in the background", SaveJob(request).run)
                 restored = sampled(
                     "restore",
                     lambda: jax.block_until_ready(jaxckpt.restore(path, like)),  # noqa: B023

@@ -27,7 +27,7 @@ from jaxckpt._core import fingerprint
 from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.data_files import DataFiles
 from jaxckpt._run.tiers import Tiers
-from jaxckpt._save import handle
+from jaxckpt._save import job
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed
 from jaxckpt.storage import LocalStorage, locate
 from jaxckpt.testing import CrashingStorage, SimulatedCrash, simulate
@@ -535,7 +535,7 @@ def test_after_going_back_in_a_store_a_step_is_whole(call, caplog):
         for step in (4, 5):
             manager.save(step, lora(step, kept)).result()
             manager.wait_until_finished()
-        assert manager._saver._incremental
+        assert manager._saver.sharing.storage
         assert all(same(manager.restore(step=step), lora(step, kept)) for step in (1, 2, 4, 5))
 
 
@@ -614,7 +614,7 @@ def test_links_that_are_cleared_up_before_a_commit_fail_it(ram_path, monkeypatch
         for step in (1, 2):
             manager.save(step, lora(step, kept)).result()
             manager.wait_until_finished()
-        begin = handle._transaction.begin
+        begin = job._transaction.begin
 
         def begins(storage, path, **options):
             work = commit_of(storage, path).work(options["token"])
@@ -622,7 +622,7 @@ def test_links_that_are_cleared_up_before_a_commit_fail_it(ram_path, monkeypatch
             return begin(storage, path, **options)
 
         with monkeypatch.context() as patch:
-            patch.setattr(handle._transaction, "begin", begins)
+            patch.setattr(job._transaction, "begin", begins)
             saving = manager.save(3, lora(3, kept))
             with pytest.raises(SaveFailed, match="was linked there for this save"):
                 saving.result()

@@ -100,7 +100,7 @@ def ownership(storage, root):
 
 def end_saves(manager):
     """Waits until the saves under way have ended, and asks for no error of theirs."""
-    manager._saver.wait(manager._saver.under_way(), 60)
+    manager._saver.worker.wait(manager._saver.under_way(), 60)
 
 
 @pytest.fixture
@@ -279,7 +279,9 @@ def test_a_failure_is_raised_in_every_thread_that_waits(tmp_path):
         manager._index.storage = gate
         manager.save(1, {"n": 1})
         waits = [pool.submit(manager.wait_until_finished) for _ in range(6)]
-        while len(manager._saver._changed._waiters) < 6:  # only this shows that a thread waits
+        while (
+            len(manager._saver.worker.changed._waiters) < 6
+        ):  # only this shows that a thread waits
             time.sleep(0.01)
         gate.open.set()
 
@@ -400,9 +402,9 @@ def test_a_wait_for_a_save_ends_after_its_limit_once(tmp_path):
             meet(processes)
             if processes.index == 1:
                 return
-            manager._saver._changed = changed = Recording()
+            manager._saver.worker.changed = changed = Recording()
             manager.save(1, {"n": 1})
-            manager._saver._timeout_s = 0.2  # of this wait, not of the save
+            manager._saver.worker.timeout_s = 0.2  # of this wait, not of the save
             with pytest.raises(CheckpointTimeout):
                 manager.wait_until_finished()
             assert sum(changed.limits) <= 0.25
@@ -473,13 +475,13 @@ def test_a_wait_raises_the_error_that_is_there_already(tmp_path):
             if processes.index == 1:
                 meet(processes)
                 manager.save(1, {"another": 1})
-                manager._saver.wait(manager._saver.under_way())
+                manager._saver.worker.wait(manager._saver.under_way())
                 manager._saver.take_errors()
                 return
             first = manager.save(1, {"n": 1})
             second = manager.save(2, {"n": 2})
             meet(processes)
-            manager._saver.wait([first])
+            manager._saver.worker.wait([first])
             with pytest.raises(ProcessesDisagree, match="process 1"):
                 manager.wait_until_finished(timeout_s=0.01)
             with pytest.raises(CheckpointTimeout) as caught:
@@ -1076,8 +1078,8 @@ def test_every_thread_that_closes_waits_for_the_end(tmp_path):
     assert closed_in == ["on_commit", "second"]
     with CheckpointManager(tmp_path) as manager:
         signal.signal(signal.SIGALRM, lambda *_: manager.close())
-        stop = manager._saver.stop
-        manager._saver.stop = lambda: (signal.raise_signal(signal.SIGALRM), stop())
+        stop = manager._saver.worker.stop
+        manager._saver.worker.stop = lambda: (signal.raise_signal(signal.SIGALRM), stop())
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
@@ -2812,7 +2814,7 @@ def test_a_step_from_before_another_job_went_on_is_refused(tmp_path):
     with contextlib.suppress(SaveFailed):
         first.close()
     late = CheckpointManager(tmp_path)
-    late._saver.floor = None  # as if it had been opened before
+    late._saver.position.floor = None  # as if it had been opened before
     with pytest.raises(SaveFailed, match="another job has saved step 3"):
         late.save(1, {"w": 0}).result(60)
     with contextlib.suppress(SaveFailed):

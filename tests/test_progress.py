@@ -28,7 +28,7 @@ from jaxckpt._disk.find import find, open_tree
 from jaxckpt._disk.reader import read_leaves
 from jaxckpt._progress import bar as _bar
 from jaxckpt._progress.meter import display
-from jaxckpt._save.handle import SaveHandle, is_under_way
+from jaxckpt._save.job import SaveJob, is_under_way
 from jaxckpt._save.save import prepare
 from jaxckpt.errors import SaveFailed
 from jaxckpt.integrations import metrics
@@ -227,7 +227,7 @@ def test_each_process_counts_the_bytes_that_it_writes(ram_path, mesh):
 
     def save(_):
         request = prepare(ram_path / "a", {"w": values}, False, None, copy=False)
-        SaveHandle(request).run()
+        SaveJob(request).run()
         return request.meter.done_bytes, request.meter.total_bytes
 
     for done, total in simulate(2, save):

@@ -26,7 +26,7 @@ from jaxckpt._run.deletion import Deletion, check_folder
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import LEASE_S, Leases
 from jaxckpt._run.owner import Opening, Ownership
-from jaxckpt._save.handle import SaveHandle, SaveRequest
+from jaxckpt._save.job import SaveJob, SaveRequest
 from jaxckpt.format import jsontext, names, run, step, typed_json
 from jaxckpt.format.run import Doomed, Lease, Owner, StepNames
 from jaxckpt.format.step import Record
@@ -830,7 +830,7 @@ def test_what_this_process_is_saving_is_not_cleared_up(disk):
     entry = f"5.orbax-checkpoint-tmp-jaxckpt-{TOKEN}"
     disk.write(f"{entry}/f")
 
-    SaveHandle(
+    SaveJob(
         SaveRequest(
             storage=disk.storage,
             path=f"{disk.root}/5",

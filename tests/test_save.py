@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt import SaveFailed, StepExists
-from jaxckpt._save.handle import SaveHandle
+from jaxckpt._save.job import SaveJob
 from jaxckpt._save.save import prepare
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, kvstore
@@ -127,7 +127,7 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path, error):
     with pytest.raises(
         SaveFailed, match=r"saves 800 B; free now: .* Delete .* elsewhere"
     ) as caught:
-        SaveHandle(request).run()
+        SaveJob(request).run()
 
     assert isinstance(caught.value.__cause__, OSError)
     assert caught.value.__cause__.errno == errno.ENOSPC

@@ -153,17 +153,37 @@ def test_a_function_is_called_when_a_save_ends(tmp_path):
     assert called[-1] is None
 
 
-def test_a_failing_function_does_not_undo_the_save(tmp_path):
-    """`result` raises its error; the checkpoint is there."""
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_a_failing_function_does_not_undo_the_save(tmp_path, error):
+    """`result` raises its error, whatever it is; the checkpoint is there."""
+    waits = threading.Event()
+
+    def wait(_: jaxckpt.types.Progress) -> None:
+        waits.wait(60)
+
+    def raise_error(_: jaxckpt.SaveHandle) -> None:
+        raise error
+
+    handle = jaxckpt.save_async(tmp_path / "a", {"n": 1}, on_progress=wait)
+    handle.on_end(raise_error)
+    waits.set()
+
+    with pytest.raises(error):
+        handle.result(60)
+    assert jaxckpt.restore(tmp_path / "a") == {"n": 1}
+
+
+def test_a_function_cannot_wait_for_the_save_that_waits_for_it(tmp_path):
+    """It would wait for ever; `result` raises its error, and the checkpoint is there."""
     waits = threading.Event()
 
     def wait(_: jaxckpt.types.Progress) -> None:
         waits.wait(60)
 
     handle = jaxckpt.save_async(tmp_path / "a", {"n": 1}, on_progress=wait)
-    handle.on_end(lambda _: 1 / 0)
+    handle.on_end(lambda ended: ended.result(60))
     waits.set()
 
-    with pytest.raises(ZeroDivisionError):
-        handle.result()
+    with pytest.raises(RuntimeError, match="cannot wait for saves"):
+        handle.result(60)
     assert jaxckpt.restore(tmp_path / "a") == {"n": 1}

@@ -18,7 +18,7 @@ import jaxckpt
 from jaxckpt import CheckpointNotFound, SaveFailed, StepExists
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.commit import commit_of
-from jaxckpt._save.handle import SaveHandle
+from jaxckpt._save.job import SaveJob
 from jaxckpt._save.save import prepare
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, MemoryStorage
@@ -64,7 +64,7 @@ class World:
 
     def job(self, storage, seed, *, overwrite=False):
         request = prepare(self.path, tree(seed), overwrite, None, copy=False, item=self.item)
-        return SaveHandle(replace(request, storage=storage))
+        return SaveJob(replace(request, storage=storage))
 
     def save(self, storage, seed, *, overwrite=False):
         self.job(storage, seed, overwrite=overwrite).run()

@@ -68,6 +68,11 @@ class Meter:
                 error.add_note(f"raised by on_progress; the {self._kind} went on without it")
                 self.error = error
 
+    def raise_error(self) -> None:
+        """Raises the error of `on_progress`, if it raised one."""
+        if self.error is not None:
+            raise self.error
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the time inside to a phase, which the profiler of JAX also shows."""

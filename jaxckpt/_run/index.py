@@ -36,7 +36,7 @@ from jaxckpt._disk.find import (
 )
 from jaxckpt._disk.found import Found, check_sizes
 from jaxckpt._run.copies import Saved, astray
-from jaxckpt._save.handle import is_under_way
+from jaxckpt._save.job import is_under_way
 from jaxckpt.errors import (
     CheckpointError,
     CheckpointNotFound,

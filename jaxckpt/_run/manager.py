@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -36,8 +35,7 @@ from jaxckpt._run.config import (
 )
 from jaxckpt._run.copies import Copy
 from jaxckpt._run.deletion import Deletion
-from jaxckpt._run.index import StepIndex, check_root, run_metadata
-from jaxckpt._run.local import settle
+from jaxckpt._run.index import StepIndex, run_metadata
 from jaxckpt._run.owner import FORKED
 from jaxckpt._run.resume import ItemsReading, Resume, StateReading, shapes_of, watch
 from jaxckpt._run.retention import KeepPolicy
@@ -45,12 +43,13 @@ from jaxckpt._run.root import (
     DURABLE,
     LOCAL,
     Root,
+    at_home,
     check_local,
+    look_at,
     newest_of,
     open_roots,
-    reachable,
 )
-from jaxckpt._run.saver import Saver
+from jaxckpt._run.saver import SaveOptions, Saver
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.scrub import scrub
 from jaxckpt._run.tiers import Tiers
@@ -61,7 +60,6 @@ from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Json, Single, current, lead, raise_first, text_of
 from jaxckpt.types import Decision, OnProgress, Timing, VerifyReport
 
-_MAX_TIMINGS: Final = 1000
 _OPTIONS: Final = tuple(field.name for field in fields(RestoreRequest))
 
 
@@ -178,7 +176,6 @@ class CheckpointManager:
         self.restored_step: int | None = None
         self._item = item
         self._on_progress = on_progress
-        self._timings: deque[Timing] = deque(maxlen=_MAX_TIMINGS)
         self._processes = current()
         at = partial(Root.at, naming=naming, processes=self._processes)
         self._directory = at(directory, tier=DURABLE, keep=keep)
@@ -198,37 +195,18 @@ class CheckpointManager:
             check_arguments_alike(self._processes, arguments, timeout_s=timeout_s)
         self._directory.owner.run, settled = "", None
         if local is not None:
-            settled = settle(
-                self._roots[0].index,
-                self._index,
-                self._processes if mode == "w" else Single(),
+            here, settled = at_home(
+                partial(at, tier=LOCAL, keep=local_keep),
+                self._roots,
+                self._processes,
                 writes=mode == "w",
                 timeout_s=timeout_s,
-                reach=self._directory.reach,
             )
-            here = at(settled.root, tier=LOCAL, keep=local_keep, own=settled.own)
-            here.index.astray.update(settled.astray)
-            for problem in settled.problems:
-                here.index.report(problem)
             self._roots = (here, self._directory)
-        if mode == "w":
-            opened = open_roots(
-                self._roots, self._processes, metadata, settled, timeout_s=timeout_s
-            )
-        else:
-            there = reachable(
-                self._roots, lambda one: check_root(one.index.storage, one.index.root)
-            )
-            for index in [self._roots[i].index for i, found in there.items() if found is None]:
-                index.warn(f"{index.root} does not exist yet; a job that saves there makes it")
-            opened = {"session": "", "newest": None, "local_only": None, "owned": True, "run": ""}
-        self._resume = Resume(
-            roots=self._roots,
-            processes=self._processes,
-            keep=keep,
-            timeout_s=timeout_s,
-            writes=mode == "w",
-            on_damage=lambda: self._saver.share_nothing(),
+        opened = (
+            open_roots(self._roots, self._processes, metadata, settled, timeout_s=timeout_s)
+            if mode == "w"
+            else look_at(self._roots)
         )
         self._tiers = None
         if local is not None:
@@ -240,30 +218,36 @@ class CheckpointManager:
                 durable_timeout_s=durable_timeout_s,
                 max_bytes_per_s=max_upload_bytes_per_s,
             )
-        self._saver = self._roots[0].opening.saves = Saver(
+        self._saver = Saver(
             self._directory,
             self._processes,
             save,
+            SaveOptions(
+                item=item,
+                zstd=zstd,
+                incremental=incremental == "auto",
+                budget_bytes=budget_bytes,
+                timeout_s=timeout_s,
+                on_progress=on_progress,
+                on_commit=on_commit,
+                notice=notice,
+            ),
+            opened,
             tiers=self._tiers,
-            writes=mode == "w",
-            budget_bytes=budget_bytes,
-            timeout_s=timeout_s,
-            on_progress=on_progress,
-            on_commit=on_commit,
-            timings=self._timings,
-            notice=notice,
-            session=opened["session"],
-            item=item,
-            zstd=zstd,
-            incremental=incremental == "auto",
-            newest=opened["newest"],
-            owned=opened["owned"],
-            run=opened["run"],
         )
+        self._roots[0].opening.saves = self._saver.worker
         if self._tiers is not None:
             self._opening.saves = self._tiers.uploads
-            if opened["local_only"] is not None and self._processes.index == 0:
-                self._tiers.uploads.resume(opened["local_only"])
+            if opened.local_only is not None and self._processes.index == 0:
+                self._tiers.uploads.resume(opened.local_only)
+        self._resume = Resume(
+            roots=self._roots,
+            processes=self._processes,
+            keep=keep,
+            timeout_s=timeout_s,
+            writes=mode == "w",
+            on_damage=self._saver.sharing.clear,
+        )
 
     def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
         return lead(
@@ -371,7 +355,7 @@ class CheckpointManager:
 
     def _begin_call(self, *, writes: bool = False) -> None:
         # `close` waits for `on_commit`, which may still list steps.
-        is_closed = self._ended and not self._saver.is_own_thread()
+        is_closed = self._ended and not self._saver.worker.is_own_thread()
         if is_closed or (writes and self.mode == "r"):
             self._refuse()
         raise_first(self._saver.take_errors())
@@ -513,8 +497,8 @@ class CheckpointManager:
             root.owner.seen = max(root.owner.seen, self.restored_step)
         reading.set_objects(state)
         if isinstance(reading, StateReading):
-            self._timings.append(reading.meter.timing())
-            self._saver.record(restore_s=time.monotonic() - start_s)
+            self._saver.timings.append(reading.meter.timing())
+            self._saver.due.record(restore_s=time.monotonic() - start_s)
         if self.mode == "w" and self.restored_step != copies[0].step:
             newest = self._lead("newest", self._newest)  # some were set aside
             newest = max(self.restored_step, -1 if newest is None else newest)
@@ -720,7 +704,7 @@ class CheckpointManager:
     @property
     def timings(self) -> list[Timing]:
         """The durations by phase of this manager's last thousand saves and restores."""
-        return list(self._timings)
+        return list(self._saver.timings)
 
     # --- keeping and deleting by hand ------------------------------------------------------------
 

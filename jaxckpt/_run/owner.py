@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 from jaxckpt._disk.commit import commit_of, remove_writer
 from jaxckpt._disk.transaction import refuse_inside
@@ -30,7 +30,8 @@ from jaxckpt._run.identity import check_id
 from jaxckpt._run.index import Listing, StepIndex, check_root, write_run_metadata
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.reach import Reach
-from jaxckpt._save.handle import is_under_way
+from jaxckpt._save.job import is_under_way
+from jaxckpt._save.worker import Saves
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed, is_full
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed, Owner, StepNames
@@ -415,14 +416,6 @@ class _NoHold:
 
 
 # --- in one process --------------------------------------------------------------------------
-
-
-class Saves(Protocol):
-    """The saves of a manager."""
-
-    def is_own_thread(self) -> bool: ...
-    def refuse_own_thread(self) -> None: ...
-    def stop(self) -> None: ...
 
 
 @final

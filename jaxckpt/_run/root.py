@@ -13,9 +13,9 @@ from typing import Any, Final, TypeVar
 
 from jaxckpt._run.copies import Disks, Saved, over_disks
 from jaxckpt._run.deletion import Deletion
-from jaxckpt._run.index import StepIndex
+from jaxckpt._run.index import StepIndex, check_root
 from jaxckpt._run.leases import Leases
-from jaxckpt._run.local import Local
+from jaxckpt._run.local import Local, settle
 from jaxckpt._run.owner import Opening, Ownership
 from jaxckpt._run.reach import AWAY_S, Reach
 from jaxckpt._run.retention import KeepPolicy
@@ -235,6 +235,56 @@ def check_local(local: Root, directory: Root) -> None:
         raise ValueError(f"local and directory must not contain each other: {root} and {behind}")
 
 
+def at_home(
+    at: Callable[..., Root],
+    roots: Sequence[Root],
+    processes: Processes,
+    *,
+    writes: bool,
+    timeout_s: float,
+) -> tuple[Root, Local]:
+    """Returns where this process has its local steps, and what is known of them.
+
+    Args:
+        at: Returns the local root at a path.
+        roots: The local place that the user gave, and the directory.
+    """
+    given, directory = roots
+    settled = settle(
+        given.index,
+        directory.index,
+        processes if writes else Single(),
+        writes=writes,
+        timeout_s=timeout_s,
+        reach=directory.reach,
+    )
+    root = at(settled.root, own=settled.own)
+    root.index.astray.update(settled.astray)
+    for problem in settled.problems:
+        root.index.report(problem)
+    return root, settled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """What all processes know of a run that they have opened; by default, for reading."""
+
+    writes: bool = False
+    run: str = ""  # its id
+    session: str = ""  # begins the names of attempts; see `Opening.open`
+    newest: int | None = None  # step
+    local_only: int | None = None  # the newest step, if the directory does not have it
+    owned: bool = True  # False if another job is running, and keeps the run until the first save
+
+
+def look_at(roots: Sequence[Root]) -> Opened:
+    """Opens the roots of a run for reading."""
+    there = reachable(roots, lambda one: check_root(one.index.storage, one.index.root))
+    for index in [roots[i].index for i, found in there.items() if found is None]:
+        index.warn(f"{index.root} does not exist yet; a job that saves there makes it")
+    return Opened()
+
+
 def open_roots(
     roots: Sequence[Root],
     processes: Processes,
@@ -242,12 +292,8 @@ def open_roots(
     settled: Local | None,
     *,
     timeout_s: float,
-) -> Any:  # JSON
-    """Opens the roots of a run for writing; returns what all processes know then.
-
-    That is the id of the "run", the "session" (see `Opening.open`), the "newest" step,
-    "local_only": that step, if the directory does not have it, and "owned": False if another job is
-    running, and keeps the run until the first save.
+) -> Opened:
+    """Opens the roots of a run for writing.
 
     If only the directory cannot be used, the run goes on with the local steps, if there are any:
     later saves are uploaded when it answers again.
@@ -268,13 +314,14 @@ def open_roots(
         )
     there = opened[-1]["newest"]
     is_behind = newest is not None and (there is None or there < newest)
-    return {
-        "run": opened[-1]["run"] if settled is None else settled.run,
-        "session": opened[-1]["session"],
-        "owned": all(one.get("owned", True) for one in opened),
-        "newest": newest if is_behind else there,
-        "local_only": newest if is_behind else None,
-    }
+    return Opened(
+        writes=True,
+        run=opened[-1]["run"] if settled is None else settled.run,
+        session=opened[-1]["session"],
+        owned=all(one.get("owned", True) for one in opened),
+        newest=newest if is_behind else there,
+        local_only=newest if is_behind else None,
+    )
 
 
 def _open_local(

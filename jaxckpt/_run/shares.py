@@ -29,7 +29,7 @@ from jaxckpt._disk.places import Table, decode_table, encode_table, sums_of, uni
 from jaxckpt._progress.meter import Meter
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.upload import Pace, Sending, checked, lineage_of, upload_token
-from jaxckpt._save.handle import SaveRequest
+from jaxckpt._save.job import SaveRequest
 from jaxckpt._save.snapshot import FileItem, Finished, SaveItem, folder_of
 from jaxckpt.errors import CheckpointError, CheckpointNotFound
 from jaxckpt.format import names, step

@@ -27,9 +27,9 @@ from jaxckpt._run.index import newest_saved
 from jaxckpt._run.root import Root
 from jaxckpt._run.shares import upload_request
 from jaxckpt._run.upload import GaveWay, Pace, already_there, checked, copy_run_metadata, upload
-from jaxckpt._save import ending
-from jaxckpt._save.failure import Failure, hear
-from jaxckpt._save.handle import SaveHandle
+from jaxckpt._save import worker
+from jaxckpt._save.job import SaveJob
+from jaxckpt._save.worker import Failure, hear
 from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, CorruptCheckpoint, SaveFailed
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Json, Processes, lead
@@ -125,7 +125,7 @@ class Uploads:
             if starts:
                 self._thread = threading.Thread()  # no other caller starts one
         if starts:
-            ending.start(self, self._work, f"jaxckpt-upload {self._target.index.root}")
+            worker.start(self, self._work, f"jaxckpt-upload {self._target.index.root}")
 
     def note_committed(self, one: Upload) -> None:
         """Records a step that was saved in the directory itself."""
@@ -173,7 +173,7 @@ class Uploads:
                     self._current = replace(self.expect(step), number=number)
         if told["next"] is not None:
             work = partial(self._work_once, self._thread)
-            ending.start(self, work, f"jaxckpt-upload {self._target.index.root}")
+            worker.start(self, work, f"jaxckpt-upload {self._target.index.root}")
 
     def drive(self, over: Callable[[], bool], timeout_s: float) -> None:
         """Uploads in all processes until nothing waits, or it is `over` for process 0."""
@@ -232,12 +232,11 @@ class Uploads:
                 pace=self._pace,
                 timeout_s=self.timeout_s,
             )
-            handle = SaveHandle(request)
-            handle.run()
+            job = SaveJob(request)
+            timing = job.run()
         if self._processes.index == 0:
             copy_run_metadata(source.index, target.index)
-            if handle.timing is not None:
-                self._bytes_per_s = handle.size_bytes / max(handle.timing.seconds, 1e-9)
+            self._bytes_per_s = job.size_bytes / max(timing.seconds, 1e-9)
             target.committed(StepInfo(step=step, saved_s=time.time(), metrics=one.metrics))
 
     # --- in any thread ---------------------------------------------------------------------------
@@ -340,7 +339,7 @@ class Uploads:
                 self._is_stopped = True
                 self._changed.notify_all()
         if not self._failures:
-            ending.forget(self)
+            worker.forget(self)
 
     # --- in the thread ---------------------------------------------------------------------------
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import posixpath
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, final
+from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from jaxckpt._core.cast import floating
@@ -17,13 +18,16 @@ from jaxckpt._core.check import check_type, explained, zstd_level
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.transaction import Overwrite
 from jaxckpt._progress.meter import Meter, display
-from jaxckpt._save import ending
-from jaxckpt._save.handle import DEFAULT_TIMEOUT_S, SaveHandle, SaveRequest
+from jaxckpt._save.handle import SaveHandle
+from jaxckpt._save.job import DEFAULT_TIMEOUT_S, SaveJob, SaveRequest
 from jaxckpt._save.snapshot import Items, SaveItem, take_tree
+from jaxckpt._save.worker import Worker
 from jaxckpt.format import jsontext, names
 from jaxckpt.multihost import Json, Processes, current, lead, meet
 from jaxckpt.storage import Storage, listing, locate
 from jaxckpt.types import OnProgress
+
+_logger = logging.getLogger("jaxckpt")
 
 # Numbers the saves, so that processes meet under unique names; all save in the same order.
 _attempts: WeakKeyDictionary[Processes, itertools.count[int]] = WeakKeyDictionary()
@@ -84,9 +88,9 @@ def save(
     """
     options = {"item": item, "dtype": dtype, "compression": compression}
     options["on_progress"] = on_progress
-    handle = SaveHandle(prepare(path, tree, overwrite, custom_metadata, copy=False, **options))
-    handle.run()
-    handle.raise_callback_error()
+    request = prepare(path, tree, overwrite, custom_metadata, copy=False, **options)
+    SaveJob(request).run()
+    request.meter.raise_error()
 
 
 @explained("save_async")
@@ -113,29 +117,17 @@ def save_async(
 
 def start(request: SaveRequest) -> SaveHandle:
     """Runs a save in a new thread."""
-    one = _OneSave(SaveHandle(request))
-    ending.start(one, one.run, f"jaxckpt-save {one.handle.path}")
-    return one.handle
+    name, place = f"jaxckpt-save {request.path}", request.path
+    worker = Worker[SaveHandle](name=name, place=place, timeout_s=None)
+    handle = SaveHandle(SaveJob(request), worker)
+    worker.put(handle, partial(_run, handle))
+    return handle
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _OneSave:
-    handle: SaveHandle
-
-    def run(self) -> None:
-        self.handle.attempt(logs=True)  # nobody may ask the handle
-        ending.forget(self)
-
-    def under_way(self) -> list[SaveHandle]:
-        return [] if self.handle.done() else [self.handle]
-
-    def finish(self) -> None:
-        with contextlib.suppress(Exception):  # logged
-            self.handle.result()
-
-    def take_errors(self) -> list[BaseException]:
-        return []  # logged
+def _run(handle: SaveHandle) -> None:
+    if not handle.attempt():  # nobody may ask the handle
+        _logger.error("the save of %s failed", handle.path, exc_info=handle.error)
+        handle.failure = None  # the end of the program does not report it again
 
 
 def prepare(

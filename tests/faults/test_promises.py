@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt._save import snapshot as _snapshot
-from jaxckpt._save.handle import SaveHandle
+from jaxckpt._save.job import SaveJob
 from tests.golden import compare
 from tests.test_manager_model import Runs
 from tests.test_orbax_reads_ours import ENTRY_POINTS, assert_same
@@ -70,8 +70,8 @@ def test_a_save_that_does_not_copy_is_noticed(ram_path, monkeypatch):
     monkeypatch.setattr(
         _snapshot, "stage", lambda values, sources, *, copy: stage(values, sources, copy=False)
     )
-    changed, run = threading.Event(), SaveHandle.run
-    monkeypatch.setattr(SaveHandle, "run", lambda handle: (changed.wait(60), run(handle)))
+    changed, run = threading.Event(), SaveJob.run
+    monkeypatch.setattr(SaveJob, "run", lambda handle: (changed.wait(60), run(handle)))
     changes = mutate(1, None)
     handle = jaxckpt.save_async(ram_path / "a", next(changes))
     with contextlib.suppress(StopIteration):

@@ -12,7 +12,7 @@ import numpy as np
 import jaxckpt
 from jaxckpt._core.plan import plan_save
 from jaxckpt._core.pytree import flatten
-from jaxckpt._save.handle import SaveHandle
+from jaxckpt._save.job import SaveJob
 from jaxckpt._save.save import prepare
 from jaxckpt._save.tree_plan import _spec
 from jaxckpt.errors import CheckpointError
@@ -235,7 +235,7 @@ def said(act):
 def save_with(path, value, *, storage=None, timeout_s=60.0, overwrite=False):
     request = prepare(path, value, overwrite, None, copy=False)
     storage = storage or request.storage
-    SaveHandle(replace(request, storage=storage, timeout_s=timeout_s)).run()
+    SaveJob(replace(request, storage=storage, timeout_s=timeout_s)).run()
 
 
 def disagree(me, root):

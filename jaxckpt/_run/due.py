@@ -1,0 +1,99 @@
+"""Decides which steps are due by the rules of a run, alike in all processes.
+
+Rules by the clock depend on measured times, which differ: all processes use those of process 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, cast, final
+
+from jaxckpt._run.schedule import Costs, Schedule
+from jaxckpt.multihost import Processes
+from jaxckpt.types import Decision
+
+_logger = logging.getLogger("jaxckpt")
+
+
+@final
+@dataclass
+class DueSteps:
+    """The schedule of the directory and, if there are tiers, the schedule of local steps."""
+
+    schedules: list[Schedule]
+    processes: Processes
+    session: str  # begins the names of rounds
+    timeout_s: float
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # guards `schedules`
+    _known: tuple[Decision, bool] | None = None
+    _explained: bool = False
+
+    @property
+    def schedule(self) -> Schedule:
+        """When steps are saved in the directory."""
+        return self.schedules[0]
+
+    @property
+    def last_step(self) -> int | None:
+        """The step for which `move_on` was called last."""
+        return self.schedules[-1].last_step
+
+    def decide(self, step: int, is_busy: Callable[[], bool]) -> tuple[Decision, bool]:
+        """Returns the decision, and whether the step goes to the directory.
+
+        The answer holds until the step is saved, even as time passes.
+        """
+        known = self._known
+        if known is None or known[0].step != step or self.last_step == step:
+            for i, schedule in enumerate(self.schedules):
+                if self.processes.count > 1 and schedule.needs_pace(step):
+                    agreed = self.agree(f"manager {self.session}/pace", step)
+                    with self._lock:
+                        self.schedules[i] = self.schedules[i].paced(agreed)
+            busy, now_s = is_busy(), time.monotonic()
+            found = [one.decide(step, now_s=now_s, busy=busy) for one in self.schedules]
+            first = next((one for one in found if one.save), found[0])
+            known = self._known = first, found[0].save
+        return known
+
+    def record(self, **costs: float) -> None:
+        """Records measured times, by fields of `Costs`."""
+        with self._lock:
+            self.schedules = [
+                replace(schedule, costs=replace(schedule.costs, **costs))
+                for schedule in self.schedules
+            ]
+
+    @property
+    def is_by_clock(self) -> bool:
+        """Whether the processes have to agree on the measured times before a save."""
+        by_clock = any(schedule.policy.is_by_clock for schedule in self.schedules)
+        return self.processes.count > 1 and by_clock
+
+    def agree(self, name: str, step: int) -> Costs:
+        """Returns the costs that process 0 has measured, from which all compute the next step."""
+        mine = asdict(self.schedules[-1].costs_at(step, now_s=time.monotonic()))
+        agreed = self.processes.agree(name, mine, timeout_s=self.timeout_s)
+        return Costs(**cast("dict[str, Any]", agreed))
+
+    def move_on(
+        self, step: int, entered_s: float, agreed: Costs | None, *, is_durable: bool
+    ) -> None:
+        """Goes on after a step, alike in all processes; `save` was called at `entered_s`."""
+        now_s = time.monotonic()
+        blocked_s = now_s - entered_s
+        with self._lock:
+            self.schedules = [
+                one.saved(step, now_s=now_s, blocked_s=blocked_s, agreed=agreed)
+                if i or is_durable
+                else one
+                for i, one in enumerate(self.schedules)
+            ]
+        if not self._explained and (text := self.schedule.explanation()) is not None:
+            self._explained = True
+            if self.processes.index == 0:
+                _logger.info("%s", text)

@@ -1,0 +1,117 @@
+"""Where a run is: its newest steps, which step may come next, and the life that led there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any, final
+
+from jaxckpt._run.root import Opened, Root, is_in_any, newest_of
+from jaxckpt.errors import CheckpointError, StepExists
+from jaxckpt.format.step import Life
+from jaxckpt.multihost import Json, Processes, lead
+
+
+@final
+@dataclass
+class Position:
+    """The position of a run that this job continues."""
+
+    roots: Sequence[Root]  # the nearest first
+    processes: Processes
+    opened: Opened
+    timeout_s: float
+    floor: int | None = field(init=False)  # the newest step known to be committed
+    agreed: int | None = field(init=False)  # the newest good step when all last agreed
+    is_owned: bool = field(init=False)  # whether no other job runs, or this one has taken over
+    _of_other: int = -1  # the newest step of the job that was running
+    # Reads how the run got here, for the records of steps; None until a step is saved.
+    _life: Callable[[], Life] | None = None
+
+    def __post_init__(self) -> None:
+        self.floor = self.agreed = self.opened.newest
+        self.is_owned = self.opened.owned
+
+    def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
+        name, place = f"manager {self.opened.session}/{what}", self.roots[-1].index.root
+        return lead(self.processes, name, do, place=place, timeout_s=self.timeout_s)
+
+    def why_not(self, step: int, last: int | None, saving: Callable[[], list[int]]) -> str:
+        """Returns why a step is not saved again, or "" if it is new; `last` was saved last."""
+        if not any(known is not None and step <= known for known in (self.agreed, last)):
+            return ""
+        if step < self._of_other:
+            return f"the job before has saved step {self._of_other}"
+
+        def is_there() -> bool:
+            # Not from memory: another program may have deleted it.
+            return step in saving() or is_in_any(self.roots, lambda root: root.has(step))
+
+        found = self._lead("there", is_there)
+        return f"step {step} is there already or being saved" if found else ""
+
+    def join(self, step: int) -> None:
+        """Takes the run over from the job that was running when our job opened it.
+
+        If that job has ended meanwhile, its later steps stay, and this job saves steps after them.
+        """
+
+        def join() -> Json:
+            for root in self.roots:
+                if root.owner.is_guest and not root.own:
+                    root.owner.join(step)
+            return newest_of(self.roots)
+
+        newest = self._lead("join", join)
+        self.is_owned = True
+        if newest is not None and newest > (-1 if self.floor is None else self.floor):
+            self.floor = self.agreed = self._of_other = newest
+
+    def check(self, step: int, saving: Sequence[int]) -> None:
+        """Raises StepExists or ValueError unless a step is newer than all others."""
+        floor = max([*saving, -1 if self.floor is None else self.floor])
+        if step > floor:
+            return
+        if not saving and not self.roots[0].own:  # the newest may have been deleted by others
+            self.floor = newest_of(self.roots)
+            floor = -1 if self.floor is None else self.floor
+            if step > floor:
+                return
+        index = self.roots[0].index
+        if step == floor or is_in_any(self.roots, lambda root: step in root.index.listing().steps):
+            path = index.path(step)
+            raise StepExists(f"{path} already exists or is being saved; it was not changed")
+        raise ValueError(
+            f"step {step} is older than step {floor}, the newest of {index.root}. To continue from "
+            "an earlier step, delete the later ones (manager.delete) or start a new run from it "
+            "(jaxckpt.fork)."
+        )
+
+    def go_back(self, newest: int | None, good: int | None) -> None:
+        """Records that later steps are gone, and which is the newest that every process trusts."""
+        if good != self.floor:
+            self._life = None  # later steps do not come from the steps that are gone
+        self.floor, self.agreed, self._of_other = newest, good, -1
+
+    def life(self, name: str) -> Callable[[], Life]:
+        """Returns a function that reads the life of the steps being saved.
+
+        All steps have the same life until the run goes back. The saving thread reads it once.
+        """
+        if self._life is None:
+            start = hashlib.sha256(name.encode()).hexdigest()[:12]
+            self._life = cache(partial(self._begin, start, self.agreed))
+        return self._life
+
+    def _begin(self, start: str, step: int | None) -> Life:
+        """Returns the life that goes on from a step, or anew."""
+        before = Life(run=self.opened.run)
+        for index in [root.index for root in self.roots if step not in (None, *root.index.astray)]:
+            with suppress(CheckpointError, OSError):
+                if (saved := index.saved(step or 0)).run == self.opened.run:
+                    before = Life(run=self.opened.run, starts=saved.starts)
+                    break
+        return before.begun(start, step)

@@ -1,0 +1,323 @@
+"""Threads that save in the background, and what becomes of their saves at each end.
+
+    normal    the thread of a worker ends after the last save, once `idle` has returned; the next
+              save starts another thread
+    error     it ends no other save; each thread that asks raises it once, see `Failure`
+    exit      the program waits for its saves, within the limit of each worker, before functions of
+              `atexit` such as JAX's; reports on stderr which failed or did not end; and, if some
+              did not, leaves at once after the functions of `atexit`, as a thread that returns to
+              an interpreter being finalized can abort the process
+    fork      the child lacks the threads and waits for no save of its parent
+
+Saving threads are daemons because the interpreter waits for other threads without a limit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar, final
+
+from jaxckpt.errors import CheckpointTimeout
+from jaxckpt.multihost import raise_first, text_of
+
+
+@final
+class Failure:
+    """An error that each thread raises once, until the thread that began the work has raised it.
+
+    Otherwise an evaluation in another thread could raise it first, and the training would go on.
+    """
+
+    def __init__(self, error: BaseException, caller: threading.Thread) -> None:
+        self.error = error
+        self._caller = caller  # began the work
+        self._heard: set[threading.Thread] = set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the thread that began the work has raised it."""
+        return self._caller in self._heard
+
+    def hear(self) -> list[BaseException]:
+        """Returns the error for this thread to raise, or nothing if it has done so."""
+        thread = threading.current_thread()
+        if thread in self._heard:
+            return []
+        self._heard.add(thread)
+        return [self.error]
+
+
+def hear(failures: list[Failure], waited_for: Sequence[Failure]) -> list[BaseException]:
+    """Returns the errors that this thread has not raised, and removes failures that are over.
+
+    Args:
+        waited_for: Failures of the work that this thread has waited for; they count even if over.
+    """
+    wanted = [*(one for one in failures if not one.is_over), *waited_for]
+    errors = [error for one in wanted for error in one.hear()]
+    failures[:] = [one for one in failures if not one.is_over]
+    return errors
+
+
+class Saving(Protocol):
+    """A save under way, or waiting for an earlier one."""
+
+    path: str
+    step: int | None
+    caller: threading.Thread
+    failure: Failure | None  # set when it has failed
+
+    @property
+    def waits_for(self) -> Sequence[int]: ...  # processes
+
+
+S = TypeVar("S", bound=Saving)
+
+
+@final
+@dataclass(kw_only=True, eq=False)
+class Worker(Generic[S]):
+    """Saves in the background, in the order in which saves were put."""
+
+    name: str  # of its threads
+    place: str  # where it saves, for messages
+    timeout_s: float | None  # limit of each wait; if None, a wait lasts as long as the saves
+    idle: Callable[[], object] = lambda: None  # called in the thread when no save is left
+    last: Callable[[], object] = lambda: None  # called when it is stopped, after the saves
+    changed: threading.Condition = field(default_factory=threading.Condition)  # guards all below
+    _saves: dict[S, Callable[[], object]] = field(default_factory=dict)  # that have not ended
+    _failures: list[Failure] = field(default_factory=list)
+    _idling: int = 0  # threads that call `idle`, or are about to
+    _thread: threading.Thread | None = None  # the latest that saved
+    _is_stopped: bool = False
+
+    def put(self, handle: S, do: Callable[[], object]) -> None:
+        """Adds a save. If `do` raises, that is the failure of the save."""
+        with self.changed:
+            self._saves[handle] = do
+            starts = len(self._saves) == 1
+        if starts:
+            start(self, self._work, self.name)
+
+    def under_way(self) -> list[S]:
+        """Returns the saves that have not ended, including the work after their commits."""
+        with self.changed:
+            return [*self._saves]
+
+    def take_errors(self, waited_for: Sequence[S] = ()) -> list[BaseException]:
+        """Returns the errors that this thread has not raised, see `hear`; none in a worker's."""
+        late = [handle.failure for handle in waited_for if handle.failure is not None]
+        with self.changed:
+            if not (self._failures or late) or self.is_own_thread():
+                return []
+            return hear(self._failures, late)
+
+    def is_own_thread(self) -> bool:
+        """Returns whether the saving thread calls, such as from `on_commit`."""
+        return threading.current_thread() is self._thread
+
+    def refuse_own_thread(self) -> None:
+        """Raises RuntimeError in the saving thread, which would wait for itself."""
+        if self.is_own_thread():
+            raise RuntimeError(
+                f"{self.place}: functions such as on_commit cannot wait for saves, which wait for "
+                "them; wait in the thread that calls `save`"
+            )
+
+    def wait(self, handles: Sequence[S], timeout_s: float | None = None, why: str = "") -> None:
+        """Waits until these saves have ended, including the work after their commits.
+
+        Raises:
+            CheckpointTimeout: they have not, after `timeout_s`; names the processes that are late.
+            RuntimeError: the saving thread would wait for itself.
+        """
+
+        def over() -> bool:
+            return self._saves.keys().isdisjoint(handles)
+
+        limit_s, started_s = self.timeout_s if timeout_s is None else timeout_s, time.monotonic()
+        with self.changed:
+            if over():
+                return
+            self.refuse_own_thread()
+            if self.changed.wait_for(over, limit_s):
+                return
+            raise_first([*self.take_errors(), self._too_late(time.monotonic() - started_s, why)])
+
+    def _too_late(self, waited_s: float, why: str) -> CheckpointTimeout:
+        left = [*self._saves]
+        missing = left[0].waits_for
+        who = f", the first waits for processes {[*missing]}" if missing else ""
+        return CheckpointTimeout(
+            f"{self.place}: after {waited_s:.3g} s, the saves of steps "
+            f"{[one.step for one in left]} are still under way{why}{who}; they continue. If they "
+            "are only slow, raise timeout_s.",
+            missing=missing,
+        )
+
+    def finish(self) -> None:
+        """Waits until all saves have ended."""
+        self.wait(self.under_way(), 0.0 if self._is_stopped else None)
+
+    def settle(self, timeout_s: float | None = None) -> None:
+        """Waits until `idle` has returned, or the limit is over."""
+        if not self.is_own_thread():
+            limit_s = self.timeout_s if timeout_s is None else timeout_s
+            with self.changed:
+                self.changed.wait_for(lambda: not self._idling, limit_s)
+
+    def stop(self) -> None:
+        """Waits until all saves have ended, for the last time."""
+        try:
+            self.finish()
+        finally:
+            self.last()
+            self.settle()  # so that nothing is open any more
+            self._is_stopped = True  # the end of the program does not wait again
+        if not self._failures:
+            forget(self)
+
+    def _work(self) -> None:
+        self._thread, handle = threading.current_thread(), next(iter(self._saves))
+        caller = handle.caller
+        while handle is not None:
+            try:
+                self._saves[handle]()
+            except BaseException as error:  # the next call raises it
+                handle.failure = Failure(error, handle.caller)
+            handle = self._next(handle)
+        failures = list[Failure]()
+        try:
+            self.idle()
+        except BaseException as error:
+            failures.append(Failure(error, caller))
+        with self.changed:
+            self._failures += failures
+            self._idling -= 1
+            if self.is_own_thread():
+                self._thread = None  # at the end of the program, a caller goes on
+            if not (self._saves or self._failures):
+                forget(self)
+            self.changed.notify_all()
+
+    def _next(self, ended: S) -> S | None:
+        """Removes a save that has ended; returns the next."""
+        with self.changed:
+            if ended.failure is not None:
+                self._failures.append(ended.failure)
+            del self._saves[ended]
+            handle = next(iter(self._saves), None)
+            self._idling += handle is None
+            self.changed.notify_all()
+            return handle
+
+
+# --- the end of the program ------------------------------------------------------------------
+
+
+class Saves(Protocol):
+    """Saves that share a thread."""
+
+    def under_way(self) -> Sequence[Any]: ...  # with a `path`
+
+    def finish(self) -> None:
+        """Waits until they have ended; may raise their errors, or CheckpointTimeout."""
+        ...
+
+    def take_errors(self) -> Sequence[BaseException]:
+        """Returns the errors that were neither raised nor logged."""
+        ...
+
+    def is_own_thread(self) -> bool: ...
+    def refuse_own_thread(self) -> None: ...
+    def stop(self) -> None: ...
+
+
+_known: set[Saves] = set()
+_is_ending = False
+os.register_at_fork(after_in_child=_known.clear)  # a forked child lacks the threads
+
+
+def start(saves: Saves, work: Callable[[], None], name: str) -> None:
+    """Runs `work` in a new thread, which saves; the program will wait for it."""
+    _known.add(saves)
+    # Other threads can save after the main thread has ended. The interpreter waits for theirs.
+    thread = threading.Thread(target=work, name=name, daemon=not _is_ending)
+    try:
+        thread.start()
+    except RuntimeError:  # in a function of `atexit`, for example
+        work()
+
+
+def is_ending() -> bool:
+    """Returns whether the program is ending."""
+    return _is_ending
+
+
+def forget(saves: Saves) -> None:
+    """Lets the program end without looking at these saves again."""
+    _known.discard(saves)
+
+
+def _end() -> None:
+    global _is_ending
+    _is_ending = True
+    late: list[Saves] = []
+    for _ in range(2):  # the end of a save may be the beginning of an upload
+        late += [one for one in list(_known) if one not in late and not _has_ended(one)]
+    if late:
+        atexit.register(_leave)
+
+
+def _has_ended(saves: Saves) -> bool:
+    """Waits for saves, within their limit; returns whether all have ended."""
+    if paths := _paths(saves):
+        _say(f"the program ends after these saves: {paths}")
+        try:
+            saves.finish()
+        except BaseException as error:  # including KeyboardInterrupt
+            _report(error)
+    for error in saves.take_errors():
+        _report(error)
+    if paths := _paths(saves):
+        _say(f"the program ends without these saves, with status 1: {paths}")
+    return not paths
+
+
+def _leave() -> None:
+    """Ends the process with status 1 after all other functions of `atexit`."""
+    atexit.unregister(_leave)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)
+
+
+def _paths(saves: Saves) -> str:
+    return ", ".join(handle.path for handle in saves.under_way())
+
+
+def _report(error: BaseException) -> None:
+    for text in (text_of(error), *getattr(error, "__notes__", ())):
+        _say(text)
+
+
+def _say(text: str | None) -> None:
+    with contextlib.suppress(OSError, ValueError):  # stderr may be closed
+        print(f"jaxckpt: {text}", file=sys.stderr, flush=True)
+
+
+try:
+    # `atexit` is too late: its functions cannot start threads, which processes need to meet, and
+    # child processes of `multiprocessing` do not call them.
+    threading._register_atexit(_end)  # pyright: ignore[reportAttributeAccessIssue]  # not public
+except RuntimeError:  # the main thread has ended
+    _is_ending = True

@@ -1,0 +1,64 @@
+"""A worker saves in the background; its errors are raised where somebody asks."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+
+from jaxckpt._save.worker import Failure, Worker
+from jaxckpt.errors import CheckpointTimeout
+
+
+@dataclass(eq=False)
+class Save:
+    """What a worker knows of a save."""
+
+    path: str = "/runs/a/1"
+    step: int | None = 1
+    caller: threading.Thread = field(default_factory=threading.current_thread)
+    failure: Failure | None = None
+    waits_for: tuple[int, ...] = ()
+
+
+def worker(**options):
+    return Worker[Save](name="a worker", place="/runs/a", **{"timeout_s": 60.0, **options})
+
+
+def test_an_error_after_the_last_save_is_raised():
+    """By the next call, once, like the error of a save."""
+    saver, save = worker(idle=lambda: 1 / 0), Save()
+    saver.put(save, lambda: None)
+    saver.wait([save])
+    saver.settle()
+
+    [error] = saver.take_errors()
+    assert isinstance(error, ZeroDivisionError)
+    assert saver.take_errors() == []
+
+
+def test_a_wait_names_the_processes_that_are_late():
+    """And the saves that are under way; an error of an earlier save comes first."""
+    goes_on, saver, late = threading.Event(), worker(), Save(step=2, waits_for=(3,))
+    saver.put(late, lambda: goes_on.wait(60))
+
+    with pytest.raises(CheckpointTimeout, match=r"steps \[2\] .* for processes \[3\]") as caught:
+        saver.wait([late], 0.0)
+    assert caught.value.missing == (3,)
+    goes_on.set()
+    saver.stop()
+
+
+def test_a_caller_that_has_to_save_itself_raises_the_error(monkeypatch):
+    """As at the end of a program, where no thread starts any more."""
+
+    def refuse(_):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    saver = worker()
+    saver.put(Save(), lambda: 1 / 0)
+
+    [error] = saver.take_errors()
+    assert isinstance(error, ZeroDivisionError)
