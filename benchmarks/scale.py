@@ -56,8 +56,8 @@ def measure_plans(counts: Sequence[int], *, leaves: int) -> dict[int, dict[str, 
 
 def measure_merges(counts: Sequence[int], *, keys: int, root: Path) -> dict[int, dict[str, float]]:
     """Returns the seconds to unite the tables of all processes, in total and per key."""
+    from jaxckpt._disk.commit import Work
     from jaxckpt._disk.places import Table, decode_table, encode_table, sums_of, unite
-    from jaxckpt._disk.transaction import Work
     from jaxckpt.format import names
     from jaxckpt.format.ocdbt import Place
     from jaxckpt.format.tree import StoredArray
