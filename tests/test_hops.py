@@ -132,8 +132,8 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1776, 11, 11),
-    "manager open + save": (3546, 14, 21),
+    "save again": (1773, 11, 11),
+    "manager open + save": (3541, 14, 21),
     "open + save, local": (6060, 18, 92),  # its threads may do a little more or less
     "restore(path, like)": (2160, 14, 10),
     "manager.restore(like)": (2592, 18, 12),
@@ -175,14 +175,14 @@ FOLDERS = {
     ".": (840, 452),
     "_convert": (1193, 811),
     "_core": (2102, 1374),
-    "_disk": (4288, 3051),
+    "_disk": (4306, 3062),
     "_inspect": (1143, 785),
     "_progress": (213, 160),
     "_restore": (1324, 1022),
-    "_run": (7780, 5488),
-    "_save": (1866, 1305),
-    "cli": (3634, 2611),
-    "format": (3074, 2036),
+    "_run": (7713, 5407),
+    "_save": (1861, 1300),
+    "cli": (3642, 2616),
+    "format": (3081, 2040),
     "integrations": (2371, 1614),
     "multihost": (874, 569),
     "orbax": (5993, 3683),

@@ -429,6 +429,12 @@ def take_over(storage: Storage, path: str, token: str) -> Transaction | None:
     return transaction
 
 
+def has_begun(storage: Storage, path: str, token: str) -> bool:
+    """Returns whether process 0 has begun the attempt with this token, and did not commit yet."""
+    work = work_for(storage, path, token).path
+    return Transaction(storage, path, work, token, False)._read(names.WRITER) == token
+
+
 def _delete_first(
     storage: Storage, path: str, foreign: list[str], fence: Callable[[], None] | None
 ) -> None:

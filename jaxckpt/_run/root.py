@@ -255,7 +255,12 @@ def open_roots(
     If only the directory cannot be used, the run goes on with the local steps, if there are any:
     later saves are uploaded when it answers again.
     """
-    opened = [_open_local(root, processes, metadata, timeout_s=timeout_s) for root in roots[:-1]]
+    opened = [
+        _open_own(root, processes, metadata, timeout_s=timeout_s)
+        if root.own
+        else root.opening.open(metadata, timeout_s=timeout_s)
+        for root in roots[:-1]
+    ]
     last, newest = roots[-1], opened[0]["newest"] if opened else None
     last.owner.spared = newest
     if settled is not None:  # its id is known, unless it is away
@@ -280,12 +285,10 @@ def open_roots(
     }
 
 
-def _open_local(
+def _open_own(
     root: Root, processes: Processes, metadata: Mapping[str, Any] | None, *, timeout_s: float
 ) -> Any:  # JSON
-    """Opens the local root; where each process has one, its newest step is one that all have."""
-    if not root.own:
-        return root.opening.open(metadata, timeout_s=timeout_s)
+    """Opens the local root of each process; the newest step is one that all have."""
     opened, problem = {}, None
     try:
         opened = root.opening.open(metadata, timeout_s=timeout_s)

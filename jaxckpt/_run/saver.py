@@ -718,15 +718,13 @@ class Saver:
                 if self._tiers is not None and upload is not None:
                     self._tiers.follow(root, upload, info)
                 is_local = self._tiers is not None and root is self._tiers.local
-                is_good, turn = root.committed(info, life() if is_local else None), None
-                if self._tiers is not None and self._root.own:
-                    turn = self._tiers.turn()
-                led.value = [is_good, turn]
-        is_good, turn = led.value
+                is_good = root.committed(info, life() if is_local else None)
+                led.value = [is_good, self._tiers and self._tiers.decided()]
+        is_good, decided = led.value
         if not is_good:
             self.share_nothing()
-        if self._tiers is not None and self._root.own:
-            self._tiers.take_turn(root, info, turn)
+        if self._tiers is not None:
+            self._tiers.follow_decided(decided, info if root is self._root else None)
         if self._on_commit is not None:
             with calling(f"on_commit; step {step} is committed"):
                 self._on_commit(timing)
