@@ -134,7 +134,7 @@ def verbs(ram_path, mesh, monkeypatch):
 CEILINGS = {
     "save again": (1773, 11, 11),
     "manager open + save": (3541, 14, 21),
-    "open + save, local": (6060, 18, 92),  # its threads may do a little more or less
+    "open + save, local": (6055, 18, 92),  # its threads may do a little more or less
     "restore(path, like)": (2160, 14, 10),
     "manager.restore(like)": (2592, 18, 12),
     "open": (939, 10, 7),
@@ -179,7 +179,7 @@ FOLDERS = {
     "_inspect": (1143, 785),
     "_progress": (213, 160),
     "_restore": (1324, 1022),
-    "_run": (7713, 5407),
+    "_run": (7777, 5456),
     "_save": (1861, 1300),
     "cli": (3642, 2616),
     "format": (3081, 2040),

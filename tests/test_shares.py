@@ -23,9 +23,10 @@ from jaxckpt._disk.find import find
 from jaxckpt._disk.transaction import work_for
 from jaxckpt._run import upload as uploading
 from jaxckpt._run.copies import over_disks
+from jaxckpt._run.heal import heal
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.shares import refuse, share_on_disk
-from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, ProcessesDisagree
+from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, ProcessesDisagree, SaveFailed
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, locate
 from jaxckpt.storage._limit import LimitedStorage
@@ -232,10 +233,23 @@ def test_a_damaged_share_that_only_one_disk_has_is_set_aside(train, tmp_path):
     assert jaxckpt.verify(shares[0] / "5").ok
 
 
-def test_damage_in_the_directory_is_replaced(train, run_processes, tmp_path):
-    """By what is on the disks, which all processes upload again."""
+def test_damage_in_the_directory_is_mended(train, run_processes, tmp_path):
+    """Each process replaces the files that it has sent."""
     train(4)
-    damage(tmp_path / "run" / "4" / "state")
+    for file in data_files(tmp_path / "run" / "4"):
+        flip(file)
+
+    said = [one.result for one in run_processes("tiers:scrub_apart", args=[tmp_path, TWO])]
+
+    assert [one["ok"] for one in said] == [{"2": True, "3": True, "4": True}] * 2
+    assert jaxckpt.verify(tmp_path / "run" / "4").ok
+    assert not [*(tmp_path / "run").glob("4.jaxckpt-bad-*")]
+
+
+def test_damage_that_no_share_can_mend_is_replaced(train, run_processes, tmp_path):
+    """What unites the parts is on no disk: the step is set aside, and uploaded again."""
+    train(4)
+    (tmp_path / "run" / "4" / "state" / names.OCDBT_MANIFEST).write_bytes(b"")
 
     said = [one.result for one in run_processes("tiers:scrub_apart", args=[tmp_path, TWO])]
 
@@ -243,6 +257,29 @@ def test_damage_in_the_directory_is_replaced(train, run_processes, tmp_path):
     assert [one["durable"] for one in said] == [[2, 4], [2, 4]]
     assert jaxckpt.verify(tmp_path / "run" / "4").ok
     assert [*(tmp_path / "run").glob("4.jaxckpt-bad-*")]
+
+
+def test_heal_mends_a_step_from_the_shares(run_processes, tmp_path):
+    """One share after the other; also the step that shares the files, and in a store."""
+    run_processes("tiers:train_unchanged", args=[tmp_path, TWO, 3])
+    shares = [tmp_path / f"host{process}" / "local" / "share_0" for process in TWO]
+    run, to = tmp_path / "run", StepIndex(*locate(f"memory://{tmp_path.name}/run"))
+    for share in reversed(shares):
+        uploading.upload(StepIndex(LocalStorage(), str(share)), to, 3)
+    token = uploading.upload_token(find(LocalStorage(), str(shares[0] / "3")))
+    for file in data_files(run / "3"):
+        flip(file)
+        there = f"{to.path(3)}/state/{names.data_file_of(file.name, token)}"
+        to.storage.write(there, file.read_bytes())
+    assert not jaxckpt.verify(to.path(3)).ok
+
+    assert cli("heal", run, shares[0])[0] == 1
+    assert cli("heal", run, shares[1])[0] == 0
+    with pytest.raises(SaveFailed, match="Heal it from the other shares too"):
+        heal(to, StepIndex(LocalStorage(), str(shares[0])), 3)
+    heal(to, StepIndex(LocalStorage(), str(shares[1])), 3)
+
+    assert all(jaxckpt.verify(path).ok for path in (run / "1", run / "3", to.path(3)))
 
 
 def test_scrub_mends_a_share(train, run_processes, tmp_path):
@@ -466,10 +503,21 @@ def test_hosts_share_what_has_not_changed(run_processes, tmp_path):
     assert all(jaxckpt.verify(run / str(step)).ok for step in (1, 2, 3, 4))
 
 
+def data_files(step):
+    """The data files of a step of both processes, without the file of its database's nodes."""
+    found = sorted((step / "state" / "d").iterdir(), key=size_of)[1:]
+    assert len(found) >= 2
+    return found
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
 def inodes(step):
-    """The data files of a step; the smallest has the nodes of its database."""
-    found = sorted((step / "state" / "d").iterdir(), key=size_of)
-    return {path.stat().st_ino for path in found[1:]}
+    return {path.stat().st_ino for path in data_files(step)}
 
 
 def test_a_part_that_will_not_come_ends_the_upload(shares, target):

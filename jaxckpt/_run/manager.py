@@ -692,6 +692,7 @@ class CheckpointManager:
                 writes=self.mode == "w",
                 timeout_s=self.timeout_s,
                 mend=partial(self._mend, root),
+                mend_part=partial(self._roots[0].mend_part, root),
             )
             reports |= {n: one for n, one in found.items() if n not in reports or not one.ok}
             self._upload_again([n for n, one in found.items() if one.damaged], root)

@@ -179,6 +179,25 @@ class Root:
         self.index.report(f"{path} was damaged and is mended from {good.path(step)}: {files}")
         return True
 
+    def mend_part(self, directory: Root, step: int) -> None:
+        """Mends what came from this process's share, if it has one, of a step in the directory."""
+        from jaxckpt._run.heal import replace_part
+
+        if not self.own or directory.own or not self.has(step):
+            return
+        bad = directory.index
+        try:
+            with self.leases.hold(step):
+                files = replace_part(bad, self.index, step)
+        except (CheckpointError, OSError) as error:
+            bad.report(
+                f"step {step} in {bad.root} cannot be mended from {self.index.root}: {error}"
+            )
+            return
+        if files:
+            what = f"{files} are of {self.index.path(step)} now"
+            bad.report(f"{bad.path(step)} was damaged: {what}")
+
 
 def reachable(roots: Sequence[Root], ask: Callable[[Root], T]) -> dict[int, T]:
     """Returns the answer of each root; one that cannot be reached is left out and reported.

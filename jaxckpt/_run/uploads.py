@@ -105,11 +105,12 @@ class Uploads:
 
     # --- in the threads of the caller and of the saves -------------------------------------------
 
-    def expect(self, step: int) -> Upload:
+    def expect(self, step: int, *, is_ours: bool = True) -> Upload:
         """Returns the upload of a step that is being saved locally."""
         index = self.target.index
         # Listing the root would wait for the store.
-        return Upload(step, f"{index.root}/{(index.naming or StepNames()).of(step)}")
+        path = f"{index.root}/{(index.naming or StepNames()).of(step)}"
+        return Upload(step, path, is_ours=is_ours)
 
     def hurry(self, step: int) -> None:
         """Lets an older upload give way to a step, as soon as that is committed locally."""
@@ -133,7 +134,7 @@ class Uploads:
             self._taken.intersection_update(steps)
             left = {one.step: one for one in self._waiting}
             new = [step for step in steps if step not in self._taken]
-            self._waiting = [left.get(step) or self._of_others(step) for step in new]
+            self._waiting = [left.get(step) or self.expect(step, is_ours=False) for step in new]
         self._begin()
 
     def _begin(self) -> None:
@@ -146,11 +147,6 @@ class Uploads:
         if starts:
             ending.start(self, self._work, f"jaxckpt-upload {self.target.index.root}")
 
-    def _of_others(self, step: int) -> Upload:
-        one = self.expect(step)
-        one.is_ours = False
-        return one
-
     def note_committed(self, one: Upload) -> None:
         """Records a step that was saved in the directory itself."""
         with self._changed:
@@ -160,7 +156,7 @@ class Uploads:
     def resume(self, step: int) -> None:
         """Adds a local step that an earlier job did not upload; called in every process."""
         if self.leads:
-            self.put(self._of_others(step))
+            self.put(self.expect(step, is_ours=False))
         self._taken.discard(step)
         self.follow([*self.steps(), step])
 
@@ -310,12 +306,15 @@ class Uploads:
 
     def _has_begun(self, one: Upload) -> bool:
         """Returns whether process 0 has begun to upload a step."""
-        source, target = self.source.index, self.target.index
-        try:
-            found = find(source.storage, source.path(one.step))
-            return has_begun(target.storage, target.path(one.step), upload_token(found))
-        except (CheckpointError, OSError):
-            return False
+        with contextlib.suppress(CheckpointError, OSError):
+            return has_begun(self.target.index.storage, *self._attempt_of(one))
+        return False
+
+    def _attempt_of(self, one: Upload) -> tuple[str, str]:
+        """Returns the path and the token of the attempt to upload a step."""
+        source = self.source.index
+        token = upload_token(find(source.storage, source.path(one.step)))
+        return self.target.index.path(one.step), token
 
     def _send(self, one: Upload) -> None:
         source, target, step = self.source, self.target, one.step
@@ -408,11 +407,10 @@ class Uploads:
 
     def _refuse(self, one: Upload, error: Exception) -> None:
         """Lets process 0 know that the part of this process will not come."""
-        source, target = self.source.index, self.target.index
+        storage = self.target.index.storage
         with contextlib.suppress(CheckpointError, OSError):
-            token = upload_token(find(source.storage, source.path(one.step)))
-            work = work_for(target.storage, target.path(one.step), token)
-            refuse(target.storage, work, self.processes.index, error)
+            work = work_for(storage, *self._attempt_of(one))
+            refuse(storage, work, self.processes.index, error)
 
 
 def _may_pass(error: BaseException) -> bool:
