@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socket
 import subprocess
+import tarfile
 import time
+from itertools import count
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,20 +19,26 @@ from hypothesis import strategies as st
 import jaxckpt
 from jaxckpt._core.plan import plan_save
 from jaxckpt._disk import reader
+from jaxckpt._disk.find import find
+from jaxckpt._disk.transaction import work_for
+from jaxckpt._run import upload as uploading
 from jaxckpt._run.copies import over_disks
-from jaxckpt._run.shares import share_on_disk
-from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint
+from jaxckpt._run.heal import heal
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.shares import refuse, share_on_disk
+from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, ProcessesDisagree, SaveFailed
 from jaxckpt.format import names
-from jaxckpt.storage import LocalStorage
+from jaxckpt.storage import LocalStorage, locate
 from jaxckpt.storage._limit import LimitedStorage
 from jaxckpt.storage._mounts import Mount
-from jaxckpt.testing import simulate
-from tests.commandline import cli
+from jaxckpt.testing import CrashingStorage, SimulatedCrash, simulate
+from tests.commandline import cli, said_json
 from tests.test_identity import as_before
 from tests.test_plan import array_specs, held
 from tests.test_tiers import damage
 
 TWO = [0, 1]
+GOLDEN = Path(__file__).parent / "golden"
 FILES = ("_jaxckpt.disk", "_jaxckpt.run")
 
 pytestmark = pytest.mark.multihost
@@ -223,10 +233,23 @@ def test_a_damaged_share_that_only_one_disk_has_is_set_aside(train, tmp_path):
     assert jaxckpt.verify(shares[0] / "5").ok
 
 
-def test_damage_in_the_directory_is_replaced(train, run_processes, tmp_path):
-    """By what is on the disks, which all processes upload again."""
+def test_damage_in_the_directory_is_mended(train, run_processes, tmp_path):
+    """Each process replaces the files that it has sent."""
     train(4)
-    damage(tmp_path / "run" / "4" / "state")
+    for file in data_files(tmp_path / "run" / "4"):
+        flip(file)
+
+    said = [one.result for one in run_processes("tiers:scrub_apart", args=[tmp_path, TWO])]
+
+    assert [one["ok"] for one in said] == [{"2": True, "3": True, "4": True}] * 2
+    assert jaxckpt.verify(tmp_path / "run" / "4").ok
+    assert not [*(tmp_path / "run").glob("4.jaxckpt-bad-*")]
+
+
+def test_damage_that_no_share_can_mend_is_replaced(train, run_processes, tmp_path):
+    """What unites the parts is on no disk: the step is set aside, and uploaded again."""
+    train(4)
+    (tmp_path / "run" / "4" / "state" / names.OCDBT_MANIFEST).write_bytes(b"")
 
     said = [one.result for one in run_processes("tiers:scrub_apart", args=[tmp_path, TWO])]
 
@@ -234,6 +257,29 @@ def test_damage_in_the_directory_is_replaced(train, run_processes, tmp_path):
     assert [one["durable"] for one in said] == [[2, 4], [2, 4]]
     assert jaxckpt.verify(tmp_path / "run" / "4").ok
     assert [*(tmp_path / "run").glob("4.jaxckpt-bad-*")]
+
+
+def test_heal_mends_a_step_from_the_shares(run_processes, tmp_path):
+    """One share after the other; also the step that shares the files, and in a store."""
+    run_processes("tiers:train_unchanged", args=[tmp_path, TWO, 3])
+    shares = [tmp_path / f"host{process}" / "local" / "share_0" for process in TWO]
+    run, to = tmp_path / "run", StepIndex(*locate(f"memory://{tmp_path.name}/run"))
+    for share in reversed(shares):
+        uploading.upload(StepIndex(LocalStorage(), str(share)), to, 3)
+    token = uploading.upload_token(find(LocalStorage(), str(shares[0] / "3")))
+    for file in data_files(run / "3"):
+        flip(file)
+        there = f"{to.path(3)}/state/{names.data_file_of(file.name, token)}"
+        to.storage.write(there, file.read_bytes())
+    assert not jaxckpt.verify(to.path(3)).ok
+
+    assert cli("heal", run, shares[0])[0] == 1
+    assert cli("heal", run, shares[1])[0] == 0
+    with pytest.raises(SaveFailed, match="Heal it from the other shares too"):
+        heal(to, StepIndex(LocalStorage(), str(shares[0])), 3)
+    heal(to, StepIndex(LocalStorage(), str(shares[1])), 3)
+
+    assert all(jaxckpt.verify(path).ok for path in (run / "1", run / "3", to.path(3)))
 
 
 def test_scrub_mends_a_share(train, run_processes, tmp_path):
@@ -294,6 +340,33 @@ def test_what_a_dead_job_left_is_uploaded(train, tmp_path):
     assert jaxckpt.verify(tmp_path / "run" / "3").ok
 
 
+@pytest.fixture
+def shares(tmp_path):
+    """The shares of two hosts with steps 2 and 3, as an older layout has them."""
+    with tarfile.open(GOLDEN / "shares.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    for host in ("host0", "host1"):
+        file = tmp_path / host / "local" / names.RUN
+        about = json.loads(file.read_text())
+        file.write_text(json.dumps({**about, "directory": str(tmp_path / "run")}))
+    return [tmp_path / host / "local" / "share_0" for host in ("host0", "host1")]
+
+
+def test_an_upload_waits_for_no_commit_and_no_call(shares, run_processes, tmp_path):
+    """The newest step of an earlier job gets there by itself, also from an older layout."""
+    first, _ = run_processes("tiers:wait_for_none", args=[tmp_path, TWO])
+
+    assert first.result == [3]
+    assert jaxckpt.verify(tmp_path / "run" / "3").ok
+
+
+def test_shares_of_an_older_layout_are_restored(shares, train, tmp_path):
+    said = train(0, args=[["small", "count"]])
+
+    assert [one["start"] for one in said] == [3, 3]
+    assert places(said, tmp_path) == ["host0", "host1"]
+
+
 @pytest.mark.parametrize("process", TWO)
 def test_an_upload_goes_on_where_a_dead_job_ended(start_processes, tmp_path, process):
     """What it has sent is not sent again."""
@@ -337,16 +410,127 @@ def test_a_share_is_no_checkpoint_for_others(train, tmp_path, monkeypatch):
     with pytest.raises(CheckpointNotFound, match="has what process 1 of 2 held, and lacks"):
         jaxckpt.restore(share / "3", as_numpy=True)
     assert "float32[480000]" in str(jaxckpt.open(share / "3"))
-    status, _, said = cli("upload", share, tmp_path / "elsewhere")
-    assert status != 0
-    assert "process 1 of 2" in said
-    assert not (tmp_path / "elsewhere").exists() or not [*(tmp_path / "elsewhere").glob("3*")]
-
     assert jaxckpt.restore(share / "3", only="count", as_numpy=True) == {"count": 3}
     keys = reader.keys_here
     monkeypatch.setattr(reader, "keys_here", lambda item: dict.fromkeys(keys(item), b""))
     with pytest.raises(CorruptCheckpoint, match=r'count/c" has 0 bytes, expected .* or more'):
         jaxckpt.restore(share / "3", only="count", as_numpy=True)
+
+
+# --- uploads by hand ---------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["dir", "memory"])
+def target(request, tmp_path):
+    if request.param == "dir":
+        return str(tmp_path / "remote")
+    return f"memory://{tmp_path.name}/remote"
+
+
+def check_uploaded(target, step):
+    """It has the values of all processes, and of process 0 what they do not hold together."""
+    assert jaxckpt.verify(f"{target}/{step}").ok
+    with jaxckpt.CheckpointManager(target, mode="r") as manager:
+        state = manager.restore(step=step, as_numpy=True)
+        assert [*state["small"]] == [n + step for n in range(64)]
+        assert state["count"] == step
+        states = [{"process": n, "at": step} for n in TWO]
+        assert manager.restore_items(step)["data"] == states
+        assert manager.metrics(step) == {"n": step}
+
+
+def test_upload_brings_shares_together(shares, target):
+    """In any order; only process 0 commits, and says which parts it lacks."""
+    status, said, _ = cli("upload", shares[0], target, "--step", "2")
+    assert (status, "upload the parts of processes 1" in said) == (1, True)
+    assert not StepIndex(*locate(target)).steps()
+
+    status, said, _ = cli("upload", shares[1], target)
+
+    assert (status, said.count("wrote the part of process 1")) == (0, 2)
+    assert not StepIndex(*locate(target)).steps()
+    assert [one["lacks"] for one in said_json("upload", shares[0], target)[1]] == [[], []]
+    check_uploaded(target, 2)
+    check_uploaded(target, 3)
+    storage, root = locate(target)
+    assert not [file for file in storage.files(root) if "part" in file]
+    assert "has every step" in cli("upload", shares[1], target)[1]
+
+
+def test_after_a_crash_at_any_change_the_next_upload_of_shares_ends_it(shares, target):
+    """Until then the step is either not there, or there and whole; of each process."""
+    sources = [StepIndex(LocalStorage(), str(share), quiet=True) for share in shares]
+    storage, root = locate(target)
+    crashes = [0, 0]
+    for victim in TWO:
+        for after in count():
+            there = StepIndex(storage, f"{root}/{victim}{after}", quiet=True)
+            crashing = StepIndex(CrashingStorage(storage, after), there.root, quiet=True)
+            try:
+                for process in (1, 0):
+                    to = crashing if process == victim else there
+                    uploading.upload(sources[process], to, 3)
+            except SimulatedCrash:
+                crashes[victim] += 1
+            if crashes[victim] == after:
+                break
+            if there.steps():
+                check_uploaded(f"{target}/{victim}{after}", 3)
+            for process in (1, 0):
+                uploading.upload(sources[process], there, 3)
+            check_uploaded(f"{target}/{victim}{after}", 3)
+    assert crashes > [2, 10]
+
+
+def test_hosts_share_what_has_not_changed(run_processes, tmp_path):
+    """In the directory as on their disks, with the last step but one; a store copies it."""
+    done = run_processes("tiers:train_unchanged", args=[tmp_path, TWO, 4])
+
+    assert [one.result for one in done] == [[], []]
+    run, to = tmp_path / "run", StepIndex(*locate(f"memory://{tmp_path.name}/run"))
+    assert [inodes(run / step) == inodes(run / "4") for step in "123"] == [False, True, False]
+    assert inodes(run / "1") == inodes(run / "3")
+    sent, trusted = [], [{}, {}]
+    for step in (1, 2, 3, 4):
+        for process in (1, 0):
+            share = tmp_path / f"host{process}" / "local" / "share_0"
+            source = StepIndex(LocalStorage(), str(share))
+            one = uploading.upload(source, to, step, trusted=trusted[process])
+            sent.append((one.sent_bytes > 1_000_000, one.found_bytes > 1_000_000))
+    # Neighbours on a disk share no file, so the first two are sent.
+    assert sent == [(True, False)] * 4 + [(False, True)] * 4
+    assert all(jaxckpt.verify(to.path(step)).ok for step in (1, 2, 3, 4))
+    assert all(jaxckpt.verify(run / str(step)).ok for step in (1, 2, 3, 4))
+
+
+def data_files(step):
+    """The data files of a step of both processes, without the file of its database's nodes."""
+    found = sorted((step / "state" / "d").iterdir(), key=size_of)[1:]
+    assert len(found) >= 2
+    return found
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def inodes(step):
+    return {path.stat().st_ino for path in data_files(step)}
+
+
+def test_a_part_that_will_not_come_ends_the_upload(shares, target):
+    """Process 0 does not wait for it, and names the process and its problem."""
+    source, there = StepIndex(LocalStorage(), str(shares[0])), StepIndex(*locate(target))
+    token = uploading.upload_token(find(LocalStorage(), str(shares[0] / "3")))
+    work = work_for(there.storage, there.path(3), token)
+    refuse(there.storage, work, 1, CorruptCheckpoint("its disk is bad"))
+
+    with pytest.raises(ProcessesDisagree, match="process 1: CorruptCheckpoint: its disk is bad"):
+        uploading.upload(source, there, 3, wait_s=60)
+
+    assert there.steps() == []
 
 
 # --- where each process saves ------------------------------------------------------------------

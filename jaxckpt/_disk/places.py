@@ -34,6 +34,18 @@ class Table(NamedTuple):
     units: Sequence[int] = ()  # the numbers of chunks and inner chunks; see `checksums`
     sums: Sequence[int] = ()  # their checksums
 
+    def files(self) -> list[str]:
+        """Returns the files that have values."""
+        return sorted({place.file for place in self.places.values() if isinstance(place, Place)})
+
+    def renamed(self, to: Mapping[str, str]) -> Table:
+        """Returns the table once its files have other names."""
+        places = {
+            key: place if isinstance(place, bytes) else place._replace(file=to[place.file])
+            for key, place in self.places.items()
+        }
+        return self._replace(places=places)
+
 
 def encode_table(table: Table) -> bytes:
     sums = np.array([table.units, table.sums], _NUMBER).tobytes()

@@ -313,6 +313,13 @@ def take_over(storage: Storage, path: str, token: str) -> Transaction | None:
     return transaction
 
 
+def has_begun(storage: Storage, path: str, token: str) -> bool:
+    """Returns whether process 0 has begun the attempt with this token, and did not commit yet."""
+    return (
+        read_small(storage, f"{commit_of(storage, path).work(token).path}/{names.WRITER}") == token
+    )
+
+
 def _delete_first(place: Commit, foreign: list[str], fence: Fence) -> None:
     """Deletes the checkpoint that a store cannot replace."""
     if foreign:

@@ -11,6 +11,8 @@ one save. Steps whose unchanged arrays share a bad file get a link to the mended
 
 The share of a process has other files than the step in the directory, but the same chunks. So the
 chunks of a damaged file are copied from there one by one, and the share is verified by its record.
+In the other direction, each process replaces the files that it has sent; a file that unites the
+parts of all is in no share.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.index import StepIndex
-from jaxckpt._run.upload import same_bytes
+from jaxckpt._run.shares import part_of
+from jaxckpt._run.upload import same_bytes, upload_token
 from jaxckpt.errors import CheckpointError, CorruptCheckpoint, SaveFailed, is_io_failure
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.step import MAX_RECORD_BYTES, decode, decode_record, encode_record
@@ -50,8 +54,10 @@ def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
     is_alike = (
         _is_alike(bad.storage, path, theirs) if ours is None else ours.origin == theirs.origin
     )
-    if theirs.record is None or theirs.is_share or not is_alike:
+    if theirs.record is None or not is_alike or (theirs.is_share and ours is None):
         raise SaveFailed(f"{path} and {theirs.path} are different steps; nothing was changed")
+    if theirs.is_share and ours is not None:
+        return _mend_with_part(bad, ours, good, step)
     if ours is None or not ours.is_share:
         _check_good(verify_in(theirs.storage, theirs.path))
     if ours is None:
@@ -59,6 +65,36 @@ def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
         bad.storage.write(f"{path}/{names.RECORD}", encode_record(record))
         return [names.RECORD, *_mend(bad, find(bad.storage, path), theirs, step)]
     return _mend(bad, ours, theirs, step)
+
+
+def _mend_with_part(bad: StepIndex, ours: Found, good: StepIndex, step: int) -> list[str]:
+    replaced = replace_part(bad, good, step)
+    if not (report := verify_in(ours.storage, ours.path)).ok:
+        what = f"{good.path(step)} has {replaced or 'no files'} of it, which are good now"
+        raise SaveFailed(f"{what}. Heal it from the other shares too: {report.problems[0].message}")
+    return replaced
+
+
+def replace_part(bad: StepIndex, share: StepIndex, step: int) -> list[str]:
+    """Replaces the bad files of a step that came from the share of a process; returns them."""
+    ours, theirs = find(bad.storage, bad.path(step)), find(share.storage, share.check_step(step))
+    if ours.origin != theirs.origin:
+        raise SaveFailed(f"{ours.path} and {theirs.path} are different steps")
+    _check_good(verify_in(theirs.storage, theirs.path))
+    sent = part_of(theirs, commit_of(ours.storage, ours.path).work(upload_token(theirs)))
+    recorded, replaced = ours.recorded(ours.path), []
+    for name, facts in sent.facts().items():
+        file = f"{theirs.path}/{sent.files[name]}"
+        if recorded.get(name) != facts or _has_bytes(ours, name, theirs.storage, file, facts.size):
+            continue
+        path = f"{ours.path}/{name}"
+        ours.storage.make_dir(posixpath.dirname(path))
+        ours.storage.write(path, pieces(theirs.storage, file, facts.size))
+        replaced.append(name)
+        if names.is_data_file(name):
+            _link_to_others(bad, step, name)
+    bad.forget(step)
+    return replaced
 
 
 def _complete(bad: StepIndex, theirs: Found, step: int) -> list[str]:
@@ -165,9 +201,13 @@ def _bad_files(ours: Found, theirs: Found, report: VerifyReport, besides: list[s
 def _is_same(ours: Found, theirs: Found, name: str) -> bool:
     assert theirs.record is not None
     size = theirs.record.files[name].size
+    return _has_bytes(ours, name, theirs.storage, f"{theirs.path}/{name}", size)
+
+
+def _has_bytes(ours: Found, name: str, storage: Storage, file: str, size: int) -> bool:
+    """Returns whether a file of a step has the same bytes as another file."""
     try:
-        here, there = f"{ours.path}/{name}", f"{theirs.path}/{name}"
-        return same_bytes(ours.storage, here, theirs.storage, there, size)
+        return same_bytes(ours.storage, f"{ours.path}/{name}", storage, file, size)
     except (CheckpointError, OSError, EOFError) as error:
         if is_io_failure(error):
             raise

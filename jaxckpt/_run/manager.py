@@ -53,6 +53,7 @@ from jaxckpt._run.saver import SaveOptions, Saver
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.scrub import scrub
 from jaxckpt._run.tiers import Tiers
+from jaxckpt._run.uploads import Uploads
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import check_metadata
 from jaxckpt.format import names
@@ -210,14 +211,9 @@ class CheckpointManager:
         )
         self._tiers = None
         if local is not None:
-            self._tiers = Tiers.of(
-                self._roots,
-                self._processes,
-                save=local_save,
-                timeout_s=timeout_s,
-                durable_timeout_s=durable_timeout_s,
-                max_bytes_per_s=max_upload_bytes_per_s,
-            )
+            rate, limit_s = max_upload_bytes_per_s, durable_timeout_s
+            uploads = Uploads(self._roots, self._processes, max_bytes_per_s=rate, timeout_s=limit_s)
+            self._tiers = Tiers(save=local_save, uploads=uploads, timeout_s=timeout_s)
         self._saver = Saver(
             self._directory,
             self._processes,
@@ -238,7 +234,7 @@ class CheckpointManager:
         self._roots[0].opening.saves = self._saver.worker
         if self._tiers is not None:
             self._opening.saves = self._tiers.uploads
-            if opened.local_only is not None and self._processes.index == 0:
+            if opened.local_only is not None:
                 self._tiers.uploads.resume(opened.local_only)
         self._resume = Resume(
             roots=self._roots,
@@ -680,6 +676,7 @@ class CheckpointManager:
                 writes=self.mode == "w",
                 timeout_s=self.timeout_s,
                 mend=partial(self._mend, root),
+                mend_part=partial(self._roots[0].mend_part, root),
             )
             reports |= {n: one for n, one in found.items() if n not in reports or not one.ok}
             self._upload_again([n for n, one in found.items() if one.damaged], root)
@@ -691,9 +688,10 @@ class CheckpointManager:
     def _upload_again(self, damaged: Sequence[int], root: Root) -> None:
         """Uploads again, from the hosts' disks, steps of the directory that were set aside."""
         local = self._roots[0]
-        if self._tiers is None or not local.own or root.own or self._processes.index != 0:
+        if self._tiers is None or not local.own or root.own:
             return
         for step in damaged:
+            root.index.forget(step)
             if local.has(step) and not root.has(step):
                 self._tiers.uploads.resume(step)
 

@@ -178,6 +178,25 @@ class Root:
         self.index.report(f"{path} was damaged and is mended from {good.path(step)}: {files}")
         return True
 
+    def mend_part(self, directory: Root, step: int) -> None:
+        """Mends what came from this process's share, if it has one, of a step in the directory."""
+        from jaxckpt._run.heal import replace_part
+
+        if not self.own or directory.own or not self.has(step):
+            return
+        bad = directory.index
+        try:
+            with self.leases.hold(step):
+                files = replace_part(bad, self.index, step)
+        except (CheckpointError, OSError) as error:
+            bad.report(
+                f"step {step} in {bad.root} cannot be mended from {self.index.root}: {error}"
+            )
+            return
+        if files:
+            what = f"{files} are of {self.index.path(step)} now"
+            bad.report(f"{bad.path(step)} was damaged: {what}")
+
 
 def reachable(roots: Sequence[Root], ask: Callable[[Root], T]) -> dict[int, T]:
     """Returns the answer of each root; one that cannot be reached is left out and reported.
@@ -298,7 +317,12 @@ def open_roots(
     If only the directory cannot be used, the run goes on with the local steps, if there are any:
     later saves are uploaded when it answers again.
     """
-    opened = [_open_local(root, processes, metadata, timeout_s=timeout_s) for root in roots[:-1]]
+    opened = [
+        _open_own(root, processes, metadata, timeout_s=timeout_s)
+        if root.own
+        else root.opening.open(metadata, timeout_s=timeout_s)
+        for root in roots[:-1]
+    ]
     last, newest = roots[-1], opened[0]["newest"] if opened else None
     last.owner.spared = newest
     if settled is not None:  # its id is known, unless it is away
@@ -324,12 +348,10 @@ def open_roots(
     )
 
 
-def _open_local(
+def _open_own(
     root: Root, processes: Processes, metadata: Mapping[str, Any] | None, *, timeout_s: float
 ) -> Any:  # JSON
-    """Opens the local root; where each process has one, its newest step is one that all have."""
-    if not root.own:
-        return root.opening.open(metadata, timeout_s=timeout_s)
+    """Opens the local root of each process; the newest step is one that all have."""
     opened, problem = {}, None
     try:
         opened = root.opening.open(metadata, timeout_s=timeout_s)

@@ -410,16 +410,13 @@ class Saver:
                 if tiers is not None and upload is not None:
                     tiers.follow(root, upload, info)
                 is_local = tiers is not None and root is tiers.local
-                life = request.life() if is_local else None
-                is_good, turn = root.committed(info, life), None
-                if tiers is not None and self._root.own:
-                    turn = tiers.turn()
-                led.value = [is_good, turn]
-        is_good, turn = led.value
+                is_good = root.committed(info, request.life() if is_local else None)
+                led.value = [is_good, tiers and tiers.decided()]
+        is_good, decided = led.value
         if not is_good:
             self.sharing.clear()
-        if tiers is not None and self._root.own:
-            tiers.take_turn(root, info, turn)
+        if tiers is not None:
+            tiers.follow_decided(decided, info if root is self._root else None)
         if self._options.on_commit is not None:
             with calling(f"on_commit; step {step} is committed"):
                 self._options.on_commit(timing)

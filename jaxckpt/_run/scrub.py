@@ -23,6 +23,7 @@ def scrub(
     writes: bool,
     timeout_s: float,
     mend: Callable[[int], bool] = lambda step: False,
+    mend_part: Callable[[int], object] = lambda step: None,
 ) -> dict[int, VerifyReport]:
     """Verifies all steps, divided among the processes; returns all reports to each process.
 
@@ -31,6 +32,7 @@ def scrub(
             only damaged steps must not come to look like a new one.
         timeout_s: For a process to verify one step.
         mend: Mends a damaged step in process 0, and returns whether it did.
+        mend_part: Mends before, in each process, what this process has of a damaged step.
     """
     index = deletion.index
     name = f"manager {index.root}/scrub"
@@ -45,6 +47,10 @@ def scrub(
             if of_process[0] is not None:
                 reports[number] = _decode(of_process[0])
     if writes and not all(report.ok for report in reports.values()):
+        for number, report in reports.items():
+            if report.damaged:
+                mend_part(number)
+        processes.barrier(f"{name} mended", timeout_s=timeout_s)
 
         def settle() -> list[int]:
             damaged = [number for number, report in reports.items() if report.damaged]

@@ -3,7 +3,8 @@
     disk      each has a file that identifies it
     share     a checkpoint of what one process held: its part of the step, as in the directory of
               the run, and the other chunks of its shards; see `_save.snapshot`
-    upload    all processes send their parts, in one save there; process 0 unites the tables
+    part      what a process sends of its share: its data files, and a table of their places.
+              Process 0 also sends the metadata, and unites the tables
 
 A share has every chunk that its process needs to restore the step as it was, and nothing more.
 """
@@ -13,11 +14,12 @@ from __future__ import annotations
 import posixpath
 import secrets
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, Final, final
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 
@@ -26,21 +28,23 @@ from jaxckpt._disk.find import find, open_item
 from jaxckpt._disk.found import Found
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.places import Table, decode_table, encode_table, sums_of, unite
-from jaxckpt._progress.meter import Meter
 from jaxckpt._run.index import StepIndex
-from jaxckpt._run.upload import Pace, Sending, checked, lineage_of, upload_token
-from jaxckpt._save.job import SaveRequest
-from jaxckpt._save.snapshot import FileItem, Finished, SaveItem, folder_of
-from jaxckpt.errors import CheckpointError, CheckpointNotFound
-from jaxckpt.format import names, step
-from jaxckpt.format.ocdbt import Place
-from jaxckpt.format.step import FileFacts, Record
-from jaxckpt.multihost import Json, Processes, meet
-from jaxckpt.storage import LocalStorage, Storage
+from jaxckpt.errors import CheckpointError
+from jaxckpt.format import names
+from jaxckpt.format.ocdbt import decode_leaves, encode_leaves
+from jaxckpt.format.step import FileFacts
+from jaxckpt.multihost import Processes, meet, text_of
+from jaxckpt.multihost._collective import disagreement
+from jaxckpt.storage import LocalStorage, Storage, together
 from jaxckpt.storage._values import find_values
 
 _MAX_ID_BYTES: Final = 64
-_NOTHING: Final = Table({})
+_MAX_PART_BYTES: Final = 1 << 30
+_FIRST_PAUSE_S: Final = 0.05  # between looks for the parts of other processes
+_LONGEST_PAUSE_S: Final = 2.0
+_PROBLEM: Final = "problem/"  # never the name of an item or a file
+# The copy has its own.
+_NOT_COPIED: Final = frozenset({names.RECORD, names.COMMIT_MARKER, names.WRITER, names.PINNED})
 
 
 def machine() -> str:
@@ -124,185 +128,146 @@ def origin_in(index: StepIndex, number: int) -> str | None:
         return None
 
 
-def upload_request(
-    source: StepIndex,
-    target: StepIndex,
-    number: int,
-    processes: Processes,
-    *,
-    name: str,
-    fence: Callable[[], None],
-    pace: Pace,
-    timeout_s: float,
-) -> SaveRequest:
-    """Returns the save of a step in the directory of a run, of the parts on the hosts' disks."""
-    path = target.path(number)
-    common = partial(
-        SaveRequest,
-        storage=target.storage,
-        path=path,
-        processes=processes,
-        name=name,
-        meter=Meter("save", path, step=number),
-        is_step=True,
-        fence=fence if processes.index == 0 else None,
-        resumes=True,
-        timeout_s=timeout_s,
-    )
-    try:
-        found = find(source.storage, source.check_step(number))
-        record = _checked_share(found, processes)
-        main = [record.item] if record.item in found.items else []
-        items = [_item(found, one, pace, processes) for one in dict.fromkeys([*main, *found.items])]
-        return common(
-            items=items,
-            custom_metadata=found.metadata.custom_metadata or {},
-            started_ns=found.metadata.init_ns or 0,
-            lineage=lineage_of(found),
-            life=lambda: record.life,
-            token=upload_token(found),
-        )
-    except Exception as error:  # reported to the others, then raised
-        return common(items=[], problem=error, token=secrets.token_hex(8))
+# --- uploading -------------------------------------------------------------------------------
 
 
-def _checked_share(found: Found, processes: Processes) -> Record:
-    record, own = checked(found), (processes.index, processes.count)
-    if record.share != own:
-        what = f"is not what process {own[0]} of {own[1]} held, but {record.share}"
-        raise CheckpointNotFound(f"{found.path} {what}")
-    return record
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one process adds to a step in the directory of its run; if it is alone, everything."""
+
+    found: Found  # on its disk
+    work: Work  # in the directory
+    process: int
+    count: int
+    files: Mapping[str, str]  # the files to send: their names on its disk by their names there
+    tables: Mapping[str, Table]  # where the values of each item lie there
+
+    def facts(self) -> dict[str, FileFacts]:
+        """Returns the facts about each file to send."""
+        recorded = self.found.recorded(self.found.path)
+        return {name: recorded[file] for name, file in self.files.items()}
+
+    def leave(self, storage: Storage) -> None:
+        """Leaves the tables and this process's own files for process 0, after the data files."""
+        own = names.process_file(self.process, self.count)
+        mine = [f for f in self.found.recorded(self.found.path) if posixpath.basename(f) == own]
+        left = {file: _read(self.found, file) for file in mine}
+        left |= {item: encode_table(table) for item, table in self.tables.items()}
+        _leave(storage, self.work, self.process, left)
+
+    def take(
+        self,
+        storage: Storage,
+        parts: dict[int, bytes],
+        rest: Callable[[float], None],
+        wait_s: float,
+    ) -> list[int]:
+        """Adds to `parts` what the other processes left, once all have.
+
+        Args:
+            rest: Waits for some seconds.
+
+        Returns:
+            The processes that have left nothing after `wait_s`; then nothing is taken.
+        """
+        deadline_s, pause_s = time.monotonic() + wait_s, _FIRST_PAUSE_S
+        files = {i: names.part(i, self.work.mark) for i in range(1, self.count) if i not in parts}
+        while files:
+            there = {*storage.entries(self.work.path)}
+            if there.issuperset(files.values()):
+                break
+            if (left_s := deadline_s - time.monotonic()) <= 0:
+                return [i for i, file in files.items() if file not in there]
+            rest(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        paths = [f"{self.work.path}/{file}" for file in files.values()]
+        reads = [partial(storage.read, path, max_bytes=_MAX_PART_BYTES) for path in paths]
+        parts.update(zip(files, together(storage, reads), strict=True))
+        storage.delete_files(paths)
+        return []
+
+    def unite(
+        self, storage: Storage, parts: Mapping[int, bytes]
+    ) -> tuple[dict[str, bytes], dict[str, FileFacts]]:
+        """Returns the files that unite all parts, and facts about the files already there.
+
+        Raises:
+            ProcessesDisagree: another process could not send its part.
+        """
+        others = {i: _decode(parts[i]) for i in sorted(parts)}
+        if why := {i: left[_PROBLEM].decode() for i, left in others.items() if _PROBLEM in left}:
+            raise disagreement(f"{self.found.path} was not uploaded", why, count=len(why))
+        files, known = {}, self.facts()
+        for left in others.values():
+            files |= {file: data for file, data in left.items() if file not in self.tables}
+        for item, mine in self.tables.items():
+            tables = [mine, *(decode_table(left[item]) for left in others.values() if item in left)]
+            opened = open_item(self.found, item)
+            assert isinstance(opened, Item)
+            stored = [leaf.array for leaf in opened.tree.leaves if leaf.has_array]
+            folder = posixpath.join(self.work.path, item)
+            manifest, sizes = unite(storage, folder, tables, stored, self.work)
+            files[posixpath.join(item, names.CHUNK_SUMS)] = sums_of(tables, stored)
+            files[posixpath.join(item, names.OCDBT_MANIFEST)] = manifest
+            facts = {file: FileFacts(size=size) for file, size in sizes.items()}
+            known = {posixpath.join(item, file): one for file, one in facts.items()} | known
+        return files, known
 
 
-def _item(found: Found, name: str, pace: Pace, processes: Processes) -> SaveItem:
-    handler = found.metadata.handlers.get(name, step.JSON_HANDLER)
-    path = found.items[name]
-    files = found.recorded(path)
-    if names.TREE_METADATA in files:
-        return SentTree(name=name, found=found, pace=pace, handler=handler)
-    own = names.process_file(processes.index, processes.count)
-
-    def read(file: str) -> bytes:
-        folder = posixpath.join(path, posixpath.dirname(file)).rstrip("/")
-        return found.read(folder, posixpath.basename(file))
-
-    shared = [file for file in files if file not in (own, names.COMMIT_MARKER)]
-    return FileItem(
-        name=name,
-        mine={own: read(own)} if own in files else {},
-        shared=lambda: {file: read(file) for file in shared},
-        handler=handler,
-    )
+def part_of(found: Found, work: Work) -> Part:
+    """Returns what this process sends of a step on its disk."""
+    assert found.record is not None
+    files = {file: file for file in found.record.files if file not in _NOT_COPIED}
+    if found.record.share is not None:
+        return _part_of_share(found, work, files, *found.record.share)
+    return Part(found=found, work=work, process=0, count=1, files=files, tables={})
 
 
-@final
-@dataclass(kw_only=True)
-class SentTree:
-    """A pytree whose part of this process is on its disk, in the form to be uploaded."""
+def _part_of_share(
+    found: Found, work: Work, files: dict[str, str], process: int, count: int
+) -> Part:
+    tables, data = {}, {}
+    for item, path in found.items.items():
+        if names.OCDBT_MANIFEST not in found.recorded(path):
+            continue
+        table = _table(found, path)
+        there = {file: names.data_file_of(file, work.mark) for file in table.files()}
+        tables[item] = table.renamed(there)
+        data |= {posixpath.join(item, to): posixpath.join(item, file) for file, to in there.items()}
+        united = (names.CHUNK_SUMS, names.OCDBT_MANIFEST, f"{names.OCDBT_DATA}/")
+        merged = tuple(posixpath.join(item, name) for name in (*united, names.OCDBT_PROCESS))
+        files = {name: file for name, file in files.items() if not name.startswith(merged)}
+    sent = data if process else data | files  # process 0 sends the metadata
+    return Part(found=found, work=work, process=process, count=count, files=sent, tables=tables)
 
-    name: str
-    found: Found
-    pace: Pace
-    handler: str
-    sent: Table = _NOTHING  # where the values lie in the directory
 
-    @property
-    def size_bytes(self) -> int:
-        """The size of the files to send."""
-        return sum(self._files().values())
+def _table(found: Found, path: str) -> Table:
+    """Returns where the values of this process's part lie on its disk, and their checksums."""
+    places = find_values(found.storage, path) or {}
+    mine = {
+        key: place
+        for key, place in places.items()
+        if isinstance(place, bytes) or not place.file.startswith(names.OCDBT_HELD)
+    }
+    sums = np.frombuffer(found.read(path, names.CHUNK_SUMS), "<u4")
+    units = sums.nonzero()[0]  # it has 0 for chunks that are not here
+    return Table(mine, units.tolist(), sums[units].tolist())
 
-    @property
-    def _path(self) -> str:
-        return self.found.items[self.name]
 
-    @cached_property
-    def _table(self) -> Table:
-        """Where the values of this process's part lie on its disk, with the checksums."""
-        if names.OCDBT_MANIFEST not in self._recorded:
-            return _NOTHING
-        places = find_values(self.found.storage, self._path) or {}
-        mine = {
-            key: place
-            for key, place in places.items()
-            if isinstance(place, bytes) or not place.file.startswith(names.OCDBT_HELD)
-        }
-        sums = np.frombuffer(self._read(names.CHUNK_SUMS), "<u4")
-        units = sums.nonzero()[0]  # of the others it has 0
-        return Table(mine, units.tolist(), sums[units].tolist())
+def refuse(storage: Storage, work: Work, process: int, error: Exception) -> None:
+    """Lets process 0 know that the part of another process will not come."""
+    _leave(storage, work, process, {_PROBLEM: (text_of(error) or "").encode()})
 
-    @property
-    def _recorded(self) -> Mapping[str, FileFacts]:
-        return self.found.recorded(self._path)
 
-    def _files(self) -> dict[str, int]:
-        """Returns the files of this process's part, with their sizes."""
-        places = self._table.places.values()
-        files = {place.file for place in places if isinstance(place, Place)}
-        return {file: self._recorded[file].size for file in sorted(files)}
+def _leave(storage: Storage, work: Work, process: int, left: Mapping[str, bytes]) -> None:
+    storage.make_dir(work.path)
+    storage.write(f"{work.path}/{names.part(process, work.mark)}", encode_leaves(left))
 
-    def arrive(self) -> None:
-        """Waits for nothing: the values are on the disk."""
 
-    def write(self, storage: Storage, work: Work, processes: Processes) -> None:
-        """Sends this process's part, but not files already in the target."""
-        del processes
-        names_there = {file: names.data_file_of(file, work.mark) for file in self._files()}
-        Sending(
-            source=self.found.storage,
-            source_folder=self._path,
-            target=storage,
-            folder=folder_of(self, work),
-            pace=self.pace,
-            sources={name: file for file, name in names_there.items()},
-            is_alone=False,
-        ).send_all({names_there[file]: size for file, size in self._files().items()})
-        places = {
-            key: place if isinstance(place, bytes) else place._replace(file=names_there[place.file])
-            for key, place in self._table.places.items()
-        }
-        self.sent = self._table._replace(places=places)
+def _decode(data: bytes) -> dict[str, bytes]:
+    return {name: one for name, one in decode_leaves(data).items() if isinstance(one, bytes)}
 
-    def part(self) -> bytes | None:
-        """Returns where the values lie in the directory."""
-        return encode_table(self.sent) if self.sent.places else None
 
-    def said(self) -> Json:
-        """Returns the facts that the processes compare."""
-        return {"item": "tree", "tree": self.found.origin}
-
-    def disagreement(self, said: Sequence[Any]) -> dict[int, str]:
-        """Returns which processes have the part of another save than process 0."""
-        others = [i for i, one in enumerate(said) if one["tree"] != said[0]["tree"]]
-        return dict.fromkeys(others, "has the part of another save than process 0")
-
-    def finish(
-        self, storage: Storage, work: Work, processes: Processes, parts: Mapping[int, bytes]
-    ) -> Finished:
-        """Completes the database with the chunks that the other processes sent."""
-        del processes
-        files = {name: self._read(name) for name in self._metadata()}
-        for folder in {posixpath.dirname(name) for name in files}:
-            storage.make_dir(posixpath.join(folder_of(self, work), folder).rstrip("/"))
-        if names.OCDBT_MANIFEST not in self._recorded:
-            return files, {}
-        opened = open_item(self.found, self.name)
-        assert isinstance(opened, Item)
-        stored = [leaf.array for leaf in opened.tree.leaves if leaf.has_array]
-        tables = [self.sent, *map(decode_table, parts.values())]
-        files[names.CHUNK_SUMS] = sums_of(tables, stored)
-        manifest, sizes = unite(storage, folder_of(self, work), tables, stored, work)
-        known = {name: FileFacts(size=size) for name, size in sizes.items()}
-        return {**files, names.OCDBT_MANIFEST: manifest}, known
-
-    def _metadata(self) -> list[str]:
-        merged = (names.CHUNK_SUMS, names.OCDBT_MANIFEST, names.COMMIT_MARKER)
-        return [
-            name
-            for name in self.found.recorded(self._path)
-            if name not in merged
-            and not name.startswith((names.OCDBT_PROCESS, f"{names.OCDBT_DATA}/"))
-        ]
-
-    def _read(self, name: str) -> bytes:
-        folder = posixpath.join(self._path, posixpath.dirname(name)).rstrip("/")
-        return self.found.read(folder, posixpath.basename(name))
+def _read(found: Found, file: str) -> bytes:
+    folder, name = posixpath.split(file)
+    return found.read(posixpath.join(found.path, folder), name)

@@ -7,7 +7,6 @@ finish    waits for all uploads
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -15,7 +14,7 @@ from typing import Any, Final
 from jaxckpt._run.root import Root
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.uploads import Upload, Uploads
-from jaxckpt.multihost import Json, Processes, lead, meet, raise_first
+from jaxckpt.multihost import Json, lead, meet, raise_first
 from jaxckpt.storage import free_bytes
 from jaxckpt.types import StepInfo
 
@@ -28,56 +27,34 @@ _LEAST_ROOM_BYTES: Final = 4 << 20
 class Tiers:
     """The local place of a run with its directory behind it."""
 
-    local: Root
-    directory: Root
     save: SavePolicy | None  # which steps are saved locally; if None, as for the directory
     uploads: Uploads
-    processes: Processes
     timeout_s: float
 
-    @classmethod
-    def of(
-        cls,
-        roots: Sequence[Root],
-        processes: Processes,
-        *,
-        save: SavePolicy | None,
-        timeout_s: float,
-        durable_timeout_s: float,
-        max_bytes_per_s: float | None,
-    ) -> Tiers:
-        """Returns the tiers of a run: its local place, then its directory."""
-        local, directory = roots
-        return cls(
-            local=local,
-            directory=directory,
-            save=save,
-            uploads=Uploads(
-                local,
-                directory,
-                processes,
-                max_bytes_per_s=max_bytes_per_s,
-                timeout_s=durable_timeout_s,
-            ),
-            processes=processes,
-            timeout_s=timeout_s,
-        )
+    @property
+    def local(self) -> Root:
+        return self.uploads.source
+
+    @property
+    def directory(self) -> Root:
+        return self.uploads.target
 
     def finish(self, timeout_s: float | None) -> None:
         """Waits for all uploads, in every process; raises their errors."""
         place = self.directory.index.root
 
-        def wait() -> None:
+        def wait() -> Json:
             waited_for = self.uploads.under_way()
             self.uploads.finish(timeout_s)
             if not self.local.own:  # steps stayed for their uploads
                 self.local.tidy()
             raise_first(self.uploads.take_errors(waited_for))
+            return self.decided()
 
         limit_s = self.uploads.timeout_s if timeout_s is None else timeout_s
-        if self.local.own:
-            self.uploads.drive(lambda: False, limit_s)
-        lead(self.processes, f"uploads {place}", wait, place=place, timeout_s=limit_s + 60)
+        name = f"uploads {place}"
+        decided = lead(self.uploads.processes, name, wait, place=place, timeout_s=limit_s + 60)
+        self.follow_decided(decided)
 
     def place(self, size_bytes: int, name: str) -> Root:
         """Returns where to save, alike in all processes: locally, while the disk has room.
@@ -86,24 +63,27 @@ class Tiers:
             size_bytes: Of this process's share.
             name: Of the save.
         """
-        where, timeout_s = self.local.index.root, self.timeout_s
         if self.local.own:
-            full, problem = False, None
-            try:
-                full = self._is_full(size_bytes)
-            except OSError as error:
-                problem = error
-            met = meet(self.processes, f"{name}/place", full, problem, any, timeout_s=timeout_s)
-            met.check(problem, f"{name}: the local disks")
-            return self.directory if met.verdict else self.local
+            return self.directory if self._one_is_full(size_bytes, name) else self.local
         is_full = lead(
-            self.processes,
+            self.uploads.processes,
             f"{name}/place",
-            partial(self._is_full, size_bytes * self.processes.count),
-            place=where,
-            timeout_s=timeout_s,
+            partial(self._is_full, size_bytes * self.uploads.processes.count),
+            place=self.local.index.root,
+            timeout_s=self.timeout_s,
         )
         return self.directory if is_full else self.local
+
+    def _one_is_full(self, size_bytes: int, name: str) -> bool:
+        """Returns whether the disk of a process is full, alike in all processes."""
+        full, problem, timeout_s = False, None, self.timeout_s
+        try:
+            full = self._is_full(size_bytes)
+        except OSError as error:
+            problem = error
+        met = meet(self.uploads.processes, f"{name}/place", full, problem, any, timeout_s=timeout_s)
+        met.check(problem, f"{name}: the local disks")
+        return met.verdict
 
     def _is_full(self, size_bytes: int) -> bool:
         """Returns whether the disk is full although older local steps were deleted."""
@@ -138,15 +118,19 @@ class Tiers:
         else:
             self.uploads.put(upload)
 
-    def turn(self) -> Json:
-        """Returns instructions to the other processes for their disks after a commit."""
-        return {"stay": self.local.index.steps(), **self.uploads.turn()}
+    def decided(self) -> Json:
+        """Returns what the other processes need for their own disks, if they have any."""
+        if not self.local.own:
+            return None
+        return {"stay": self.local.index.steps(), "uploads": self.uploads.steps()}
 
-    def take_turn(self, root: Root, info: StepInfo, told: Any) -> None:
-        """Does on this process's disk what process 0 decided."""
-        if root is self.local and not self.uploads.leads:
-            root.follow(info, told["stay"])
-        self.uploads.take_turn(told)
+    def follow_decided(self, decided: Any, info: StepInfo | None = None) -> None:
+        """Does on this process's disk what process 0 decided, after a local commit if given."""
+        if decided is None or self.uploads.processes.index == 0:
+            return
+        if info is not None:
+            self.local.follow(info, decided["stay"])
+        self.uploads.follow(decided["uploads"])
 
     def wait_for(
         self, root: Root, step: int, upload: Upload | None, timeout_s: float | None

@@ -4,6 +4,10 @@ The copy of a step is a save there like any other (see `_disk.transaction`), but
 which is made of the token of the step. So the next upload of the step takes a dead upload over. A
 file already in the target is compared byte for byte, and sent again if it differs.
 
+A step of several hosts is uploaded in parts, each by the process that has it on its disk; see
+`shares`. The processes meet in the target: process 0 begins the copy, and commits it once the
+tables of all parts are there.
+
 A file of values that an earlier step there has too is linked, or copied by the store, by the rules
 of `_save.unchanged`. On a file system, neighbouring steps share no file. A file is compared with
 the file to send before its first reference and each tenth. If it differs, the file is sent, and
@@ -16,11 +20,11 @@ import hashlib
 import posixpath
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from jaxckpt._disk import transaction as _transaction
 from jaxckpt._disk.commit import commit_of
@@ -30,6 +34,7 @@ from jaxckpt._disk.found import Found
 from jaxckpt._disk.read_back import MOST_BYTES, TRUSTED, put_instead
 from jaxckpt._inspect.verify import verify_in
 from jaxckpt._run.index import StepIndex, newest_saved, run_metadata, write_run_metadata
+from jaxckpt._run.shares import part_of
 from jaxckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -42,9 +47,6 @@ from jaxckpt.format.step import Record
 from jaxckpt.storage import Entry, Storage, drop_cached, together
 from jaxckpt.storage._large import pieces
 
-# The copy has its own.
-_NOT_COPIED: Final = frozenset({names.RECORD, names.COMMIT_MARKER, names.WRITER, names.PINNED})
-
 
 class Uploaded(NamedTuple):
     """Reports the upload of one step."""
@@ -53,6 +55,8 @@ class Uploaded(NamedTuple):
     path: str
     sent_bytes: int
     found_bytes: int  # of files already in the target, or in the step before
+    process: int = 0  # whose part was sent
+    lacks: Sequence[int] = ()  # the processes whose parts are missing, so that it is not committed
 
 
 def missing_steps(source: StepIndex, target: StepIndex) -> list[int]:
@@ -73,13 +77,17 @@ def upload(
     fence: Callable[[], None] | None = None,
     pace: Pace | None = None,
     trusted: dict[str, int] | None = None,
+    parts: dict[int, bytes] | None = None,
+    wait_s: float = 0.0,
 ) -> Uploaded:
-    """Copies a step that jaxckpt wrote, and checks it before.
+    """Copies a step that jaxckpt wrote, or the part of it on this disk, and checks it before.
 
     Args:
         fence: Raises if this process may not commit in the target.
         trusted: How many steps may refer to each file there before it is read again, kept between
             uploads. If None, all is sent.
+        parts: The tables of other processes read so far, kept between tries.
+        wait_s: How long process 0 waits for these tables.
 
     Raises:
         CheckpointNotFound: no such step.
@@ -87,43 +95,60 @@ def upload(
         UnsupportedFormat: another program wrote the step.
         StepExists: the target has another step of this number.
         SaveFailed: another process uploads the step, or took over.
+        ProcessesDisagree: another process cannot upload its part.
     """
     source.check_there(step)
     found = find(source.storage, source.path(step))
     record = checked(found)
-    if found.is_share:
-        raise UnsupportedFormat(str(found.not_here("the others' parts")))
     path = target.path(step)
     if target.is_committed(step):
         return already_there(found, record, target, step)
-    token = upload_token(found)
     before, beside = ([], []) if trusted is None else _earlier(target, step)
-    work = _transaction.begin(
-        target.storage, path, overwrite=False, token=token, fence=fence, resumes=True
-    )
+    work = commit_of(target.storage, path).work(token := upload_token(found))
+    part, attempt, lacks = part_of(found, work), None, []
+    if part.process == 0:
+        attempt = _transaction.begin(
+            target.storage, path, overwrite=False, token=token, fence=fence, resumes=True
+        )
     sending = Sending(
         source=found.storage,
         source_folder=found.path,
-        target=work.storage,
-        folder=work.work,
+        target=target.storage,
+        folder=work.path,
         pace=pace or Pace(),
         before=before,
         beside=beside,
         trusted={} if trusted is None else trusted,
+        sources=part.files,
     )
     try:
-        sizes = {name: record.files[name].size for name in record.files.keys() - _NOT_COPIED}
-        sending.send_all(sizes, first=record.item)  # the time may not suffice for all
-        known = {name: record.files[name] for name in sizes}
-        lineage = lineage_of(found)
-        work.commit({}, known=known, lineage=lineage, item=record.item, life=record.life)
+        files, known = {}, part.facts()
+        # First the main item: the time may not suffice for all.
+        sending.send_all({name: facts.size for name, facts in known.items()}, first=record.item)
+        for name, bad in sending.bad.items():  # before the commit moves the files
+            _mend(target, f"{work.path}/{name}", name, bad)
+        if attempt is None:
+            part.leave(target.storage)
+        elif part.count > 1:
+            parts = {} if parts is None else parts
+            lacks = part.take(target.storage, parts, sending.pace.rest, wait_s)
+            files, known = ({}, {}) if lacks else part.unite(target.storage, parts)
+        if attempt is not None and not lacks:
+            sending.clear(known)
+            about = {"lineage": lineage_of(found), "item": record.item, "life": record.life}
+            attempt.commit(files, known=known, **about)
+        elif attempt is not None:
+            attempt.release()
     except BaseException as error:
-        work.release()  # the sent files stay for the next upload
+        if attempt is not None:
+            attempt.release()  # the sent files stay for the next upload
         _transaction.raise_save_error(path, error)
-    sending.trusted.update({f"{path}/{name}": left for name, left in sending.linked.items()})
-    _mend(target, path, sending.bad)
-    copy_run_metadata(source, target)
-    return Uploaded(step, path, sending.sent_bytes, sending.found_bytes)
+    if not lacks:
+        linked = {f"{path}/{name}": left for name, left in sending.linked.items()}
+        sending.trusted.update(linked)
+    if attempt is not None and attempt.committed:
+        copy_run_metadata(source, target)
+    return Uploaded(step, path, sending.sent_bytes, sending.found_bytes, part.process, lacks)
 
 
 def _earlier(target: StepIndex, step: int) -> tuple[list[str], list[str]]:
@@ -138,21 +163,18 @@ def _earlier(target: StepIndex, step: int) -> tuple[list[str], list[str]]:
     return [target.path(n) for n in above[1:2] if not below], []
 
 
-def _mend(target: StepIndex, path: str, bad: Mapping[str, str]) -> None:
-    """Replaces files that were found damaged in older steps, now that they are sent again."""
+def _mend(target: StepIndex, good: str, name: str, bad: str) -> None:
+    """Replaces a file that was found damaged in older steps by the one that was sent again."""
     storage = target.storage
-    for name, folder in bad.items():
-        target.report(f"{folder}/{name} is damaged, so it was sent again with {path}")
-        for other in [other for other in map(target.path, target.steps()) if other != path]:
-            try:
-                size = storage.size(f"{path}/{name}")
-                is_there = storage.kind(f"{other}/{name}") == "file"
-                both = storage, f"{path}/{name}", storage, f"{other}/{name}"
-                if is_there and not same_bytes(*both, size):
-                    put_instead(storage, f"{path}/{name}", f"{other}/{name}")
-                    target.report(f"{other}/{name} is mended")
-            except (CheckpointError, OSError, EOFError) as error:
-                target.report(f"{other}/{name} cannot be mended: {error}")
+    target.report(f"{bad} is damaged, so it was sent again")
+    for other in dict.fromkeys([bad, *(f"{target.path(n)}/{name}" for n in target.steps())]):
+        try:
+            size, is_there = storage.size(good), storage.kind(other) == "file"
+            if is_there and not same_bytes(storage, good, storage, other, size):
+                put_instead(storage, good, other)
+                target.report(f"{other} is mended")
+        except (CheckpointError, OSError, EOFError) as error:
+            target.report(f"{other} cannot be mended: {error}")
 
 
 def checked(found: Found) -> Record:
@@ -212,7 +234,11 @@ class Pace:
             with self._lock:
                 start_s = max(self._due_s, start_s)
                 self._due_s = start_s + size / self.max_bytes_per_s
-        if self.ends.wait(max(0.0, start_s - time.monotonic())):
+        self.rest(start_s - time.monotonic())
+
+    def rest(self, seconds: float) -> None:
+        """Waits; raises `GaveWay` if nothing more may be sent."""
+        if self.ends.wait(max(0.0, seconds)):
             raise GaveWay("the upload gives way to that of a newer step; it goes on later")
 
 
@@ -229,11 +255,11 @@ class Sending:
     beside: Sequence[str] = ()  # steps that must not share them
     trusted: dict[str, int] = field(default_factory=dict)  # as in `upload`
     linked: dict[str, int] = field(default_factory=dict)  # how many further steps may refer to it
-    bad: dict[str, str] = field(default_factory=dict)  # files that differ, and in which step
+    bad: dict[str, str] = field(default_factory=dict)  # files that differ from those of older steps
     sources: Mapping[str, str] = field(default_factory=dict)  # other names in the source
-    is_alone: bool = True  # whether nobody else sends to the directory
-    _shared: dict[str, str] = field(default_factory=dict)  # files to link, and of which step
+    _shared: dict[str, str] = field(default_factory=dict)  # files to link, and to which others
     _unread: set[str] = field(default_factory=set)  # linked without reading: there are too many
+    _there: set[str] = field(default_factory=set)  # files that were there before
     sent_bytes: int = 0
     found_bytes: int = 0
 
@@ -244,10 +270,9 @@ class Sending:
             first: The item to begin with.
         """
         there = self.target.files(self.folder)
-        self._find_shared(sizes)
-        if self.is_alone:
-            stray = there.keys() - sizes - {names.WRITER}  # of an upload that died in its commit
-            self.target.delete_files([f"{self.folder}/{name}" for name in stray])
+        if self.before:
+            self._find_shared(sizes)
+        self._there = there.keys() - {names.WRITER}
         sends = [
             partial(self._send_if_missing, name, sizes[name], there.get(name))
             for name in sorted(sizes, key=lambda name: (not name.startswith(f"{first}/"), name))
@@ -256,18 +281,22 @@ class Sending:
             self.sent_bytes += size if sent else 0
             self.found_bytes += 0 if sent else size
 
+    def clear(self, keep: Iterable[str]) -> None:
+        """Deletes files of an upload that died in its commit, but not those to keep."""
+        stray = sorted(self._there.difference(keep))
+        self.target.delete_files([f"{self.folder}/{name}" for name in stray])
+
     def _find_shared(self, sizes: Mapping[str, int]) -> None:
         """Finds the files of values that earlier steps have too; no other file has their names."""
-        beside = {name for step in self.beside for name in self.target.files(step)}
+        ends = {names.end_of(name): name for name in sizes if names.is_data_file(name)}
+        beside = {names.end_of(name) for step in self.beside for name in self.target.files(step)}
         is_store, left = self.target.server_copies, MOST_BYTES
         for step in self.before:
-            for name, entry in self.target.files(step).items():
+            for file, entry in self.target.files(step).items():
+                name = ends.get(names.end_of(file), "") if names.end_of(file) not in beside else ""
                 size = sizes.get(name, -1)
-                is_worth_it = not is_store or size in COPIED_BYTES
-                if entry == Entry("file", size) and names.is_data_file(name) and is_worth_it:
-                    self._shared.setdefault(name, step)
-        for name in beside:
-            self._shared.pop(name, None)
+                if entry == Entry("file", size) and (not is_store or size in COPIED_BYTES):
+                    self._shared.setdefault(name, f"{step}/{file}")
         for name in self._shared if is_store else ():
             left -= 0 if self._left(name) else sizes[name]
             if left < 0:  # its bytes cost money: this is read another time
@@ -276,7 +305,7 @@ class Sending:
     def _left(self, name: str) -> int:
         """Returns how many steps may refer to a shared file without reading it."""
         new = TRUSTED if self.target.server_copies else 0
-        return self.trusted.get(f"{self._shared[name]}/{name}", new)
+        return self.trusted.get(self._shared[name], new)
 
     def _send_if_missing(self, name: str, size: int, there: Entry | None) -> tuple[bool, int]:
         if there is not None and there.size == size and self._is_same(name, size):
@@ -288,20 +317,20 @@ class Sending:
 
     def _is_linked(self, name: str, size: int) -> bool:
         """Links a file of an earlier step, which is read back before if that is due."""
-        storage, path, step = self.target, f"{self.folder}/{name}", self._shared[name]
+        storage, path, other = self.target, f"{self.folder}/{name}", self._shared[name]
         try:
             left = self._left(name) or (1 if name in self._unread else 0)
             if not left:
                 left = TRUSTED
-                drop_cached(storage, f"{step}/{name}")
-                if not same_bytes(storage, f"{step}/{name}", *self._source_of(name), size):
-                    self.bad[name] = step
+                drop_cached(storage, other)
+                if not same_bytes(storage, other, *self._source_of(name), size):
+                    self.bad[name] = other
                     return False
             storage.make_dir(posixpath.dirname(path))
-            storage.link(f"{step}/{name}", path)  # durable with the commit
+            storage.link(other, path)  # durable with the commit
         except (OSError, EOFError):  # then it is sent
             return False
-        self.trusted.pop(f"{step}/{name}", None)
+        self.trusted.pop(other, None)
         self.linked[name] = left - 1
         return True
 

@@ -7,32 +7,40 @@
 
 Training never waits for it: the queue is bounded, and what no longer fits is dropped and reported.
 
-Where each host has a disk of its own, all processes send together. Process 0 chooses the step, and
-announces it where they meet anyway: after a local commit, or when all wait for uploads.
+Where each host has a disk of its own, each process sends its part by itself. Process 0 chooses the
+step, by beginning it in the directory, where the others look for it. There it also waits for their
+parts. After each local commit it tells them which steps are not uploaded yet.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Final, final
+from dataclasses import dataclass, field
+from typing import Final, final
 
+from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import find
+from jaxckpt._disk.transaction import has_begun
 from jaxckpt._run.copies import over_bound
 from jaxckpt._run.index import newest_saved
 from jaxckpt._run.root import Root
-from jaxckpt._run.shares import upload_request
-from jaxckpt._run.upload import GaveWay, Pace, already_there, checked, copy_run_metadata, upload
+from jaxckpt._run.shares import refuse
+from jaxckpt._run.upload import GaveWay, Pace, upload, upload_token
 from jaxckpt._save import worker
-from jaxckpt._save.job import SaveJob
 from jaxckpt._save.worker import Failure, hear
-from jaxckpt.errors import CheckpointNotFound, CheckpointTimeout, CorruptCheckpoint, SaveFailed
+from jaxckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointTimeout,
+    CorruptCheckpoint,
+    SaveFailed,
+)
 from jaxckpt.format.run import StepNames
-from jaxckpt.multihost import Json, Processes, lead
+from jaxckpt.multihost import Processes, Single, lead
 from jaxckpt.types import StepInfo
 
 _logger = logging.getLogger("jaxckpt")
@@ -40,6 +48,8 @@ _logger = logging.getLogger("jaxckpt")
 _MOST_WAITING: Final = 2  # besides the upload under way
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
+_FIRST_LOOK_S: Final = 0.05  # between looks for a step that process 0 has begun
+_LONGEST_LOOK_S: Final = 2.0
 
 
 @dataclass(slots=True, eq=False)
@@ -48,10 +58,10 @@ class Upload:
 
     step: int
     path: str  # there
-    number: int = 0  # of this try, where all processes upload together
     is_ours: bool = True  # whether this job saved it, and wants to know of errors
     metrics: dict[str, object] = field(default_factory=dict)
-    since_s: float = 0.0  # when it was committed locally
+    since_s: float = field(default_factory=time.monotonic)  # when it was committed locally
+    parts: dict[int, bytes] = field(default_factory=dict)  # of the other processes
     caller: threading.Thread = field(default_factory=threading.current_thread)
     error: BaseException | None = None
     failure: Failure | None = None  # the same, unless it is only reported
@@ -60,18 +70,22 @@ class Upload:
 
 @final
 class Uploads:
-    """The steps on their way from one root to another. Process 0 sends them, or decides when."""
+    """The steps on their way from one root to another. Process 0 decides which, and commits."""
 
     def __init__(
         self,
-        source: Root,
-        target: Root,
+        roots: Sequence[Root],  # where its steps are, and where they go
         processes: Processes,
         *,
         max_bytes_per_s: float | None,
         timeout_s: float,
     ) -> None:
-        self._source, self._target, self._processes = source, target, processes
+        self.source, self.target = source, target = roots
+        self.processes = processes
+        # Those that have parts of a step, of which process 0 decides when they are sent.
+        self._senders: Processes = processes if source.own else Single()
+        self.leads = processes.index == 0
+        self._taken: set[int] = set()  # steps whose upload has begun here
         self._pace = Pace(max_bytes_per_s)
         shares = target.index.storage.server_copies or target.keep.keeps_two
         self._trusted: dict[str, int] | None = {} if shares else None
@@ -83,33 +97,24 @@ class Uploads:
         self._failures: list[Failure] = []
         self._given_up: list[int] = []  # steps whose upload ended with an error
         self._pause_s = 0.0
-        self._next_s = 0.0  # when the next upload may begin, of all processes together
         self._is_stopped = False
-        self._started = 0  # uploads of all processes together
         self._urgent: int | None = None  # the step for which others give way
         self._bytes_per_s: float | None = None  # of the last upload
         self.newest: int | None = None  # that this process has brought to the directory
         self.newest_direct: int | None = None  # that it saves or has saved in the directory itself
         source.needed = self.steps
 
-    @property
-    def leads(self) -> bool:
-        """Whether this process decides what is uploaded."""
-        return self._processes.index == 0
-
     # --- in the threads of the caller and of the saves -------------------------------------------
 
-    def expect(self, step: int) -> Upload:
+    def expect(self, step: int, *, is_ours: bool = True) -> Upload:
         """Returns the upload of a step that is being saved locally."""
-        index = self._target.index
+        index = self.target.index
         # Listing the root would wait for the store.
-        return Upload(step, f"{index.root}/{(index.naming or StepNames()).of(step)}")
+        path = f"{index.root}/{(index.naming or StepNames()).of(step)}"
+        return Upload(step, path, is_ours=is_ours)
 
     def hurry(self, step: int) -> None:
-        """Lets an older upload give way to a step, as soon as that is committed locally.
-
-        Not where all processes upload together: they would have to agree on it.
-        """
+        """Lets an older upload give way to a step, as soon as that is committed locally."""
         self._urgent = step
 
     def put(self, one: Upload) -> None:
@@ -118,14 +123,30 @@ class Uploads:
         with self._changed:
             self._waiting.append(one)
             self._drop_oldest()
-            if one.step == self._urgent and not self._source.own:
+            if one.step == self._urgent:
                 self._pace.ends.set()
+        self._begin()
+
+    def follow(self, steps: Sequence[int]) -> None:
+        """Lets a process other than 0 send its parts of these steps, once they have begun."""
+        if self._senders.index == 0:
+            return
+        with self._changed:
+            self._taken.intersection_update(steps)
+            left = {one.step: one for one in self._waiting}
+            new = [step for step in steps if step not in self._taken]
+            self._waiting = [left.get(step) or self.expect(step, is_ours=False) for step in new]
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begins to work, unless that is under way or not needed."""
+        with self._changed:
             self._changed.notify_all()
-            starts = self._thread is None and not self._source.own
+            starts = self._thread is None and bool(self._waiting)
             if starts:
                 self._thread = threading.Thread()  # no other caller starts one
         if starts:
-            worker.start(self, self._work, f"jaxckpt-upload {self._target.index.root}")
+            worker.start(self, self._work, f"jaxckpt-upload {self.target.index.root}")
 
     def note_committed(self, one: Upload) -> None:
         """Records a step that was saved in the directory itself."""
@@ -134,110 +155,20 @@ class Uploads:
             self._end(one, None)
 
     def resume(self, step: int) -> None:
-        """Adds a local step that an earlier job did not upload."""
-        one = self.expect(step)
-        one.is_ours = False
-        self.put(one)
+        """Adds a local step that an earlier job did not upload; called in every process."""
+        if self.leads:
+            self.put(self.expect(step, is_ours=False))
+        self._taken.discard(step)
+        self.follow([*self.steps(), step])
 
     def _drop_oldest(self, most: int = _MOST_WAITING) -> None:
-        gone = over_bound([one.step for one in self._waiting], most=most)
+        bound = most if self.leads else len(self._waiting)  # process 0 decides
+        gone = over_bound([one.step for one in self._waiting], most=bound)
         for one in [one for one in self._waiting if one.step in gone]:
             self._waiting.remove(one)
             why = f"{one.path} was not uploaded: newer steps wait for a slow store"
-            self._source.index.report(f"{why}. Step {one.step} stays local while it is kept there")
+            self.source.index.report(f"{why}. Step {one.step} stays local while it is kept there")
             self._end(one, SaveFailed(why))
-
-    # --- where all processes upload together -----------------------------------------------------
-
-    def turn(self) -> dict[str, Json]:
-        """Returns the waiting steps, and the step to upload now, if any; only in process 0."""
-        with self._changed:
-            chosen = None
-            if self._waiting and self._current is None and time.monotonic() >= self._next_s:
-                chosen = self._current = max(self._waiting, key=lambda one: one.step)
-                self._waiting.remove(chosen)
-                self._started += 1
-                chosen.number = self._started
-            return {
-                "waiting": sorted(one.step for one in self._waiting),
-                "next": None if chosen is None else [chosen.step, chosen.number],
-            }
-
-    def take_turn(self, told: Any) -> None:
-        """Follows the decision of process 0; begins to upload in the background."""
-        if not self.leads:
-            with self._changed:
-                self._waiting = [self.expect(step) for step in told["waiting"]]
-                if told["next"] is not None:
-                    step, number = told["next"]
-                    self._current = replace(self.expect(step), number=number)
-        if told["next"] is not None:
-            work = partial(self._work_once, self._thread)
-            worker.start(self, work, f"jaxckpt-upload {self._target.index.root}")
-
-    def drive(self, over: Callable[[], bool], timeout_s: float) -> None:
-        """Uploads in all processes until nothing waits, or it is `over` for process 0."""
-        place, deadline_s = self._target.index.root, time.monotonic() + timeout_s
-
-        def turn() -> Json:
-            with self._changed:
-                left_s = deadline_s - time.monotonic()
-                self._changed.wait_for(lambda: self._current is None or over(), max(0.0, left_s))
-                if over() or self._current is not None or not self._waiting:
-                    return None
-            pause_s = self._next_s - time.monotonic()
-            time.sleep(max(0.0, min(pause_s, deadline_s - time.monotonic())))
-            return None if time.monotonic() > deadline_s else self.turn()
-
-        name, most_s = f"uploads {place}/turn", timeout_s + self.timeout_s
-        while (
-            told := lead(self._processes, name, turn, place=place, timeout_s=most_s)
-        ) is not None:
-            self.take_turn(told)
-        if (thread := self._thread) is not None and not self.leads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-
-    def _work_once(self, earlier: threading.Thread | None) -> None:
-        one, self._thread = self._current, threading.current_thread()
-        if earlier is not None:  # it has ended in process 0; the store may not answer here
-            earlier.join()
-        assert one is not None
-        self._attempt(one)
-        if self._thread is threading.current_thread():
-            self._thread = None
-
-    def _send_together(self, one: Upload) -> None:
-        """Uploads the parts of all processes; either all return or all raise."""
-        source, target, step = self._source, self._target, one.step
-        name, place = f"upload {one.path}/{one.number}", one.path
-
-        def is_there() -> bool:
-            self._open_target(step)
-            if not target.index.is_committed(step):
-                return False
-            found = find(source.index.storage, source.index.check_step(step))
-            already_there(found, checked(found), target.index, step)
-            return True
-
-        if lead(self._processes, f"{name}/there", is_there, place=place, timeout_s=self.timeout_s):
-            return
-        with source.leases.hold(step):
-            request = upload_request(
-                source.index,
-                target.index,
-                step,
-                self._processes,
-                name=name,
-                fence=self._fence(one),
-                pace=self._pace,
-                timeout_s=self.timeout_s,
-            )
-            job = SaveJob(request)
-            timing = job.run()
-        if self._processes.index == 0:
-            copy_run_metadata(source.index, target.index)
-            self._bytes_per_s = job.size_bytes / max(timing.seconds, 1e-9)
-            target.committed(StepInfo(step=step, saved_s=time.time(), metrics=one.metrics))
 
     # --- in any thread ---------------------------------------------------------------------------
 
@@ -253,8 +184,7 @@ class Uploads:
     def under_way(self) -> Sequence[Upload]:
         """Returns the uploads that are waiting or under way."""
         with self._changed:
-            waiting = self._waiting if self.leads else []  # the others only mirror the queue
-            return [*waiting, *([self._current] if self._current is not None else [])]
+            return [*self._waiting, *([self._current] if self._current is not None else [])]
 
     def take_errors(self, waited_for: Sequence[Upload] = ()) -> list[BaseException]:
         """Returns the errors that this thread has not raised, as `Saver.take_errors` does."""
@@ -282,9 +212,7 @@ class Uploads:
                 raise one.error
 
         name = f"upload {one.path}"
-        if self._source.own:
-            self.drive(one.ended.is_set, limit_s)
-        lead(self._processes, name, wait, place=one.path, timeout_s=limit_s + self.timeout_s)
+        lead(self.processes, name, wait, place=one.path, timeout_s=limit_s + self.timeout_s)
 
     def seconds_for(self, size_bytes: int) -> float | None:
         """Returns how long an upload takes at the last upload's speed; None before the first."""
@@ -300,20 +228,16 @@ class Uploads:
         if self._is_stopped:
             limit_s = 0.0
         with self._changed:
-            # Only `drive` and commits begin uploads of all processes together.
-            self._changed.wait_for(
-                lambda: not (self._current or (self._waiting and not self._source.own)), limit_s
-            )
+            self._changed.wait_for(lambda: not self.under_way(), limit_s)
             if not self.under_way():
                 return
         raise CheckpointTimeout(self._left(self.steps(), f" after {limit_s:g} s"))
 
     def _left(self, steps: Sequence[int], when: str = "") -> str:
         """Returns which steps are not uploaded, and what to do about it."""
-        source, target = self._source.index.root, self._target.index.root
-        later = f"To upload them later: jaxckpt upload {source} {target}"
-        if self._source.own:
-            later = "The next job on the same hosts uploads the newest"
+        source, target = self.source.index.root, self.target.index.root
+        hosts = "on each host, this last: " if self._senders.count > 1 else ""
+        later = f"To upload them later: {hosts}jaxckpt upload {source} {target}"
         return f"{target}: steps {steps} are not uploaded{when}; they are in {source}. {later}"
 
     def is_own_thread(self) -> bool:
@@ -323,17 +247,19 @@ class Uploads:
     def refuse_own_thread(self) -> None:
         """Raises RuntimeError in the uploading thread, which would wait for itself."""
         if self.is_own_thread():
-            raise RuntimeError(f"{self._target.index.root}: an upload cannot wait for itself")
+            raise RuntimeError(f"{self.target.index.root}: an upload cannot wait for itself")
 
     def stop(self) -> None:
         """Waits until everything is uploaded, for the last time."""
-        try:
-            if self._source.own:
-                self.drive(lambda: False, self.timeout_s)
-            if self.leads:
-                self.finish()
-                if left := [n for n in self._given_up if self.newest is None or n > self.newest]:
-                    self._source.index.report(self._left(left))
+
+        def finish() -> None:
+            self.finish()
+            if left := [n for n in self._given_up if self.newest is None or n > self.newest]:
+                self.source.index.report(self._left(left))
+
+        place, limit_s = self.target.index.root, self.timeout_s + _LONGEST_PAUSE_S
+        try:  # the others send their parts while they wait
+            lead(self._senders, f"uploads {place}/end", finish, place=place, timeout_s=limit_s)
         finally:
             with self._changed:
                 self._is_stopped = True
@@ -350,51 +276,77 @@ class Uploads:
 
     def _attempt(self, one: Upload) -> None:
         try:
-            (self._send_together if self._source.own else self._send)(one)
+            self._send(one)
         except BaseException as error:
             self._again_or_end(one, error)
         else:
-            self._pause_s = self._next_s = 0.0
-            self._target.reach.answered()
+            self._pause_s = 0.0
+            self.target.reach.answered()
             self.note_committed(one)
 
     def _next(self) -> Upload | None:
-        """Waits out the pause after an error; returns the newest step that waits."""
-        until_s = time.monotonic() + self._pause_s
+        """Waits out the pause after an error; returns the newest step that may be sent."""
+        until_s, look_s = time.monotonic() + self._pause_s, _FIRST_LOOK_S
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped, max(0.0, until_s - time.monotonic()))
-            if not self._waiting or self._is_stopped:
-                self._thread = None
-                return None
-            self._current = max(self._waiting, key=lambda one: one.step)
-            self._waiting.remove(self._current)
-            self._pace.ends.clear()
-            return self._current
+        while True:
+            waiting = sorted(self._waiting, key=lambda one: -one.step)
+            ready = next((x for x in waiting if self.leads or self._has_begun(x)), None)
+            with self._changed:
+                if not self._waiting or self._is_stopped:
+                    self._thread = None
+                    return None
+                if ready in self._waiting:
+                    self._current = ready
+                    self._waiting.remove(ready)
+                    self._taken.add(ready.step)
+                    self._pace.ends.clear()
+                    return ready
+                self._changed.wait(look_s)
+            look_s = min(2 * look_s, _LONGEST_LOOK_S)
+
+    def _has_begun(self, one: Upload) -> bool:
+        """Returns whether process 0 has begun to upload a step."""
+        with contextlib.suppress(CheckpointError, OSError):
+            return has_begun(self.target.index.storage, *self._attempt_of(one))
+        return False
+
+    def _attempt_of(self, one: Upload) -> tuple[str, str]:
+        """Returns the path and the token of the attempt to upload a step."""
+        source = self.source.index
+        token = upload_token(find(source.storage, source.path(one.step)))
+        return self.target.index.path(one.step), token
 
     def _send(self, one: Upload) -> None:
-        source, target, step = self._source, self._target, one.step
-        self._open_target(step)
+        source, target, step = self.source, self.target, one.step
+        if self.leads:
+            self._open_target(step)
         start_s = time.monotonic()
         with source.leases.hold(step):
-            fence = self._fence(one)
             done = upload(
                 source.index,
                 target.index,
                 step,
-                fence=fence,
+                fence=self._fence(one),
                 pace=self._pace,
                 trusted=self._trusted,
+                parts=one.parts,
+                wait_s=self.timeout_s,
             )
+        if done.lacks:
+            text = f"{done.path}: the parts of processes {done.lacks} have not come"
+            raise CheckpointTimeout(text, missing=done.lacks)
         seconds = time.monotonic() - start_s
         if done.sent_bytes:
             self._bytes_per_s = done.sent_bytes / max(seconds, 1e-9)
-        sent = f"sent {done.sent_bytes} bytes in {seconds:.2f} s, found {done.found_bytes}"
-        _logger.info("uploaded %s: %s", done.path, sent)
-        target.committed(StepInfo(step=step, saved_s=time.time(), metrics=one.metrics))
+        if self.leads:
+            sent = f"sent {done.sent_bytes} bytes in {seconds:.2f} s, found {done.found_bytes}"
+            _logger.info("uploaded %s: %s", done.path, sent)
+            target.committed(StepInfo(step=step, saved_s=time.time(), metrics=one.metrics))
 
     def _open_target(self, step: int) -> None:
         """Opens a directory that could not be reached before, unless the run went on without us."""
-        source, target = self._source.index, self._target
+        source, target = self.source.index, self.target
         if target.owner.token:
             return
         newest = newest_saved(target.index)
@@ -411,32 +363,30 @@ class Uploads:
             # An older step may follow a newer step of ours, but not a newer step of another job.
             ours = (self.newest, self.newest_direct)
             is_newest = all(step is None or one.step > step for step in ours)
-            self._target.owner.fence(one.step if is_newest else None)
+            self.target.owner.fence(one.step if is_newest else None)
 
         return check
 
     def _again_or_end(self, one: Upload, error: BaseException) -> None:
-        if not self.leads:  # process 0 decides
-            with self._changed:
-                self._current = None
-            return
         waited_s = time.monotonic() - one.since_s
         gave_way = isinstance(error, GaveWay)
         if not (gave_way or _may_pass(error)) or waited_s > self.timeout_s:
             self._end(one, error)
             return
-        self._source.index.warn(f"{one.path} is not uploaded yet, and tried again: {error}")
+        self.source.index.warn(f"{one.path} is not uploaded yet, and tried again: {error}")
         with self._changed:
             self._pause_s = (
                 0.0 if gave_way else min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
             )
-            self._next_s = time.monotonic() + self._pause_s
             self._current = None
+            self._taken.discard(one.step)
             self._waiting.append(one)
             self._drop_oldest()
             self._changed.notify_all()
 
     def _end(self, one: Upload, error: BaseException | None) -> None:
+        if not self.leads and isinstance(error, Exception):
+            self._refuse(one, error)
         with self._changed:
             is_current = one is self._current
             one.error = error
@@ -447,7 +397,7 @@ class Uploads:
                 error.add_note(left)
                 self._given_up.append(one.step)
             if error is not None and (was_deleted or not one.is_ours):
-                self._source.index.report(f"{one.path} was not uploaded: {error}. {left}".rstrip())
+                self.source.index.report(f"{one.path} was not uploaded: {error}. {left}".rstrip())
             elif error is not None and is_current:
                 one.failure = Failure(error, one.caller)
                 self._failures.append(one.failure)
@@ -455,6 +405,13 @@ class Uploads:
                 self._current = None
             one.ended.set()
             self._changed.notify_all()
+
+    def _refuse(self, one: Upload, error: Exception) -> None:
+        """Lets process 0 know that the part of this process will not come."""
+        storage = self.target.index.storage
+        with contextlib.suppress(CheckpointError, OSError):
+            path, token = self._attempt_of(one)
+            refuse(storage, commit_of(storage, path).work(token), self.processes.index, error)
 
 
 def _may_pass(error: BaseException) -> bool:

@@ -69,10 +69,8 @@ class SaveRequest:
     name: str  # where the processes meet; unique
     meter: Meter  # started when the caller called
     custom_metadata: Mapping[str, Any] = field(default_factory=dict)
-    lineage: Mapping[str, Any] = field(default_factory=dict)
     overwrite: Overwrite = False
     own: bool = False  # whether each process saves what it holds on a disk of its own
-    resumes: bool = False  # whether to go on where an attempt with this token ended
     life: Callable[[], Life | None] = lambda: None  # of the run; called once all have written
     is_step: bool = False  # whether to lay it out like a step of an Orbax manager
     token: str | None = None  # of the attempt; if None, process 0 makes one
@@ -130,7 +128,6 @@ class SaveJob:
                         overwrite=request.overwrite,
                         token=request.token,
                         fence=request.fence,
-                        resumes=request.resumes,
                     )
                     led.value = self._place_of(self._transaction.token)
             work = Work(*led.value, own=request.own, landed=self._meter.landed)
@@ -150,7 +147,7 @@ class SaveJob:
                     self._transaction.commit(
                         files,
                         known=known,
-                        lineage=request.lineage,
+                        lineage={},
                         phases=self._meter.timing().phases,
                         item=request.items[0].name,
                         share=(processes.index, processes.count) if request.own else None,
@@ -172,11 +169,9 @@ class SaveJob:
             yield
         except BaseException as error:
             leads = request.own or request.processes.index == 0
-            if self._transaction is not None and request.resumes:
-                self._transaction.release()  # the files stay for the next attempt
-            elif self._transaction is not None:
+            if self._transaction is not None:
                 self._transaction.abort()
-            elif leads and request.token is not None and not request.resumes:
+            elif leads and request.token is not None:
                 # Other processes may have written where process 0 could not.
                 commit_of(request.storage, request.path).discard(request.token)
             _transaction.raise_save_error(request.path, error, size_bytes=self.size_bytes)

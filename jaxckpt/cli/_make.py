@@ -154,13 +154,16 @@ def fork(src: str, root: str, step: int | None, as_json: bool) -> None:
 @_options.as_json
 def upload(
     src: str, dst: str, steps: tuple[int, ...], max_rate: int | None, no_job: bool, as_json: bool
-) -> None:
+) -> int:
     """Copy the steps of a run that another place lacks.
 
     SRC and DST are roots of runs; DST may be in a bucket, and is made if missing. Copies the newest
     step first, or only those given, and goes on where an earlier upload was cut off. Each is
     verified before it is sent. Refuses steps of another run, and leaves out those that the run
     abandoned for an earlier step.
+
+    Of a run on several hosts, SRC is the share of a process. Run this on each host, on that of
+    process 0 last: it commits the steps of which all parts are there.
     """
     from jaxckpt._run.index import StepIndex, existing_root
     from jaxckpt._run.local import check_same_run, join
@@ -180,11 +183,16 @@ def upload(
             done.append(sent)
             if not as_json:
                 kept = f", {size_text(sent.found_bytes)} were there" if sent.found_bytes else ""
-                _output.echo(f"wrote {sent.path}: sent {size_text(sent.sent_bytes)}{kept}")
+                what = f"the part of process {sent.process} of " if sent.process else ""
+                _output.echo(f"wrote {what}{sent.path}: sent {size_text(sent.sent_bytes)}{kept}")
+            if not as_json and sent.lacks:
+                who = ", ".join(map(str, sent.lacks))
+                _output.echo(f"not committed: upload the parts of processes {who}, then this again")
     if as_json:
         _output.print_json([sent._asdict() for sent in done])
     elif not done:
         _output.echo(f"{root} has every step of {source.root}")
+    return 1 if any(sent.lacks for sent in done) else 0
 
 
 @click.command()

@@ -110,6 +110,7 @@ _DELETING: Final = TEMPORARY + "-deleting-"
 _REPLACEMENT: Final = ".jaxckpt-committed"
 _SET_ASIDE: Final = ".jaxckpt-bad-"
 _TOKEN: Final = re.compile("[0-9a-f]{16}")
+_END: Final = 16  # digits of a data file's name that it has in each copy of it
 _MAX_ITEM_NAME: Final = 128
 _PROCESS_FILE: Final = re.compile(r"process_\d{1,9}-of-(\d{1,9})\.json")
 _FLAX_FILE: Final = re.compile(r"(.*)_(\d+(?:\.\d+)?(?:e[+-]?\d+)?)$")
@@ -260,7 +261,13 @@ def new_held_file() -> str:
 def data_file_of(file: str, mark: str) -> str:
     """Returns the name of a data file in an attempt to copy it; see `part`."""
     name = file.rpartition("/")[2]
-    return f"{OCDBT_DATA}/n{mark}{name[-len(mark) :]}" if mark else f"{OCDBT_DATA}/{name}"
+    return f"{OCDBT_DATA}/n{mark}{name[-_END:]}" if mark else f"{OCDBT_DATA}/{name}"
+
+
+def end_of(file: str) -> tuple[str, str]:
+    """Returns the part of a data file's path that `data_file_of` keeps, and all of other paths."""
+    folder, _, name = file.rpartition("/")
+    return folder, name[-_END:] if is_data_file(file) else name
 
 
 _OF_ATTEMPT = re.compile(

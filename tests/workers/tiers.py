@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
 import numpy as np
 
@@ -159,14 +160,13 @@ def train_and_die(me, root, steps, hosts, process, change):
 
 def train_and_die_uploading(me, root, hosts, process):
     """A process is killed when it has sent its arrays, but not where they are."""
-    from jaxckpt._run.shares import SentTree
+    from jaxckpt._run.shares import Part
 
-    def write(self, storage, work, processes):
-        real(self, storage, work, processes)
-        if me.index == process:
-            me.die()
+    def die(*_: Any, **__: Any) -> Any:
+        me.die()
 
-    real, SentTree.write = SentTree.write, write
+    if me.index == process:
+        Part.take = Part.leave = die
     return train_apart(me, root, 2, hosts)
 
 
@@ -174,12 +174,31 @@ def train_and_count(me, root, hosts):
     """As `train_apart`; also the bytes sent, and those that were there."""
     from jaxckpt._run.upload import Sending
 
-    def send_all(self, sizes):
-        real(self, sizes)
+    def send_all(self, sizes, **options):
+        real(self, sizes, **options)
         counted.append((self.sent_bytes, self.found_bytes))
 
     counted, real, Sending.send_all = [], Sending.send_all, send_all
     return {**train_apart(me, root, 0, hosts), "counted": counted}
+
+
+def wait_for_none(me, root, hosts):
+    """Opens the run and lets it upload by itself; nothing is saved, and no process waits."""
+    with _open(root, host=hosts[me.index]) as manager:
+        assert manager._tiers is not None
+        for one in manager._tiers.uploads.under_way():
+            one.ended.wait(30)
+        return manager._directory.known_steps()
+
+
+def train_unchanged(me, root, hosts, steps):
+    """Saves the same values in every step, and uploads each."""
+    options = {"save": SavePolicy(every_steps=1), "local_keep": KeepPolicy(), "keep": KeepPolicy()}
+    with _open(root, host=hosts[me.index], **options) as manager:
+        for step in range(1, steps + 1):
+            manager.save(step, _state(0, ["split", "whole"]), items={"data": Data(me.index)})
+            manager.wait_until_finished()
+        return manager.problems
 
 
 def scrub_apart(me, root, hosts):
@@ -263,6 +282,7 @@ def _values(step, kinds):
         "split": np.arange(480_000, dtype=np.float32) + step,
         "whole": np.arange(600_000, dtype=np.float32) * step,
         "count": np.int32(step),
+        "small": np.arange(64, dtype=np.float32) + step,
     }
     return {name: value for name, value in values.items() if name in kinds}
 
@@ -270,7 +290,7 @@ def _values(step, kinds):
 def _state(step, kinds):
     import jax
 
-    mesh, spec_of = mesh_of(x=jax.device_count()), specs()
+    mesh, spec_of = mesh_of(x=jax.device_count()), {**specs(), "small": ("x",)}
     return {name: put(value, mesh, spec_of[name]) for name, value in _values(step, kinds).items()}
 
 
@@ -289,12 +309,8 @@ def _check(state, step, kinds):
             assert (shard.data == wanted[name][shard.index]).all()
 
 
-def _open(root, host=None, url=None):
-    return CheckpointManager(
-        url or f"{root}/run",
-        save=SavePolicy(every_steps=2),
-        local=f"{root}/local" if host is None else f"{root}/host{host}/local",
-        local_save=SavePolicy(every_steps=1),
-        timeout_s=10,
-        durable_timeout_s=10,
-    )
+def _open(root, host=None, url=None, **options):
+    where = f"{root}/local" if host is None else f"{root}/host{host}/local"
+    defaults = {"save": SavePolicy(every_steps=2), "local_save": SavePolicy(every_steps=1)}
+    limits = {"timeout_s": 10, "durable_timeout_s": 10}
+    return CheckpointManager(url or f"{root}/run", local=where, **{**defaults, **limits, **options})
