@@ -174,7 +174,7 @@ APART = {"cli", "integrations", "testing", "_convert", "orbax"}
 FOLDERS = {
     ".": (840, 452),
     "_convert": (1193, 811),
-    "_core": (2102, 1374),
+    "_core": (2262, 1463),
     "_disk": (4288, 3051),
     "_inspect": (1143, 785),
     "_progress": (213, 160),
