@@ -172,13 +172,13 @@ def test_the_count_sees_what_is_called(tmp_path):
 # Lines, and lines of code, by folder. Those of the core are all but `APART`.
 APART = {"cli", "integrations", "testing", "_convert", "orbax"}
 FOLDERS = {
-    ".": (840, 452),
+    ".": (846, 455),
     "_convert": (1193, 811),
-    "_core": (2262, 1463),
+    "_core": (2263, 1464),
     "_disk": (4288, 3051),
     "_inspect": (1143, 785),
     "_progress": (213, 160),
-    "_restore": (1324, 1022),
+    "_restore": (1745, 1328),
     "_run": (7780, 5488),
     "_save": (1866, 1305),
     "cli": (3634, 2611),
