@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ def read_so_far():
     return int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
 
 
-def restore_each(me, path, wanted, options=None):
+def restore_each(me, path, wanted, options: dict[str, Any] | None = None):
     """Restores leaves, each alone; says what was read and moved, and whether the bits are right.
 
     Args:
@@ -32,9 +33,8 @@ def restore_each(me, path, wanted, options=None):
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
         like = {name: jax.ShapeDtypeStruct(want.shape, want.dtype, sharding=sharding)}
         reports, before = [], read_so_far()
-        got = jaxckpt.restore(
-            path, like, only=[name], report=reports.append, **(options or {"read_once": True})
-        )[name]
+        chosen: dict[str, Any] = options or {"read_once": True}
+        got = jaxckpt.restore(path, like, only=[name], report=reports.append, **chosen)[name]
         read = read_so_far() - before
         found[name] = {
             "same": got.dtype == want.dtype
