@@ -1,4 +1,4 @@
-"""A job that reads each value once loses a process, or finds a bad chunk: no wrong value, no hang."""
+"""A job that reads each value once loses a process or finds a bad chunk: no hang, no wrong bit."""
 
 from __future__ import annotations
 
