@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import jaxckpt
-from tests.workers.saves import mesh_of
+from jaxckpt.multihost import current
+from tests.workers.saves import mesh_of, put
 
 
 def read_so_far():
@@ -50,3 +53,32 @@ def restore_each(me, path, wanted, options: dict[str, Any] | None = None):
             "size": want.nbytes,
         }
     return found
+
+
+def save_parts(me, url, megabytes, env):
+    """Saves an array in rows, one part for each device."""
+    os.environ.update(env)
+    value = np.arange(megabytes * 1_000_000 // 4096 // 64 * 64 * 1024, dtype=np.float32)
+    jaxckpt.save(url, {"w": put(value.reshape(-1, 1024), mesh_of(x=8), ("x",))})
+
+
+def time_restore(me, url, target, once, env):
+    """Restores an array; how long it took from the moment at which all began, and what was read."""
+    import jax
+
+    os.environ.update(env)
+    axes, spec = target
+    sharding = jax.sharding.NamedSharding(mesh_of(**axes), jax.sharding.PartitionSpec(*spec))
+    (leaf,) = jaxckpt.open(url).leaves.values()
+    like = {"w": jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=sharding)}
+    reports = []
+    current().barrier("begin", timeout_s=60)
+    start_s = time.monotonic()
+    got = jaxckpt.restore(url, like, read_once=once, report=reports.append)["w"]
+    got.block_until_ready()
+    seconds = time.monotonic() - start_s
+    for shard in got.addressable_shards:
+        first = np.asarray(shard.data)[:, 0].astype(np.int64)
+        start = shard.index[1].start or 0
+        assert np.array_equal(first, np.arange(len(first)) * 1024 + start)
+    return {"seconds": seconds, "job": reports[0].job_bytes, "size": got.nbytes}
