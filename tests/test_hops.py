@@ -174,11 +174,11 @@ APART = {"cli", "integrations", "testing", "_convert", "orbax"}
 FOLDERS = {
     ".": (846, 455),
     "_convert": (1193, 811),
-    "_core": (2263, 1464),
+    "_core": (2243, 1457),
     "_disk": (4288, 3051),
     "_inspect": (1143, 785),
     "_progress": (213, 160),
-    "_restore": (1745, 1328),
+    "_restore": (1677, 1282),
     "_run": (7780, 5488),
     "_save": (1866, 1305),
     "cli": (3634, 2611),

@@ -1,7 +1,4 @@
-"""Plans how a job reads every stored value once, whatever the shards that its processes want.
-
-Pure: the shapes, the mesh and the process of each device decide, and no jax is needed.
-"""
+"""Plans how a job reads every stored value once, whatever shards its processes want; pure."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ Axes = tuple[tuple[str, ...], ...]
 class Hosts:
     """The process of each device of a mesh, whose axes are cut into axes of prime sizes.
 
-    So one axis of 8 devices can split two dimensions, as an array is stored. Every process has
-    equally many of the devices.
+    So one axis can split two dimensions. Every process has equally many of the devices.
     """
 
     axes: dict[str, tuple[str, ...]]  # the names of the cut axes, by the name of the whole axis
@@ -55,20 +51,13 @@ def hosts_of(names: Sequence[str], processes: np.ndarray[Any, Any]) -> Hosts:
     """Returns the hosts of a mesh, given the process of each device in its shape."""
     axes, shape = {}, []
     for name, size in zip(names, processes.shape, strict=True):
-        primes = _primes(size)
+        primes = []
+        while size > 1:
+            primes.append(next(n for n in range(2, size + 1) if size % n == 0))
+            size //= primes[-1]
         axes[name] = tuple(f"{name}.{i}" for i in range(len(primes)))
         shape += primes
     return Hosts(axes, processes.reshape(shape))
-
-
-def _primes(number: int) -> list[int]:
-    found, prime = [], 2
-    while number > 1:
-        while number % prime == 0:
-            found.append(prime)
-            number //= prime
-        prime += 1
-    return found
 
 
 class Spread(NamedTuple):
@@ -84,11 +73,6 @@ def times_read(hosts: Hosts, axes: Axes, shape: Sequence[int], unit: Sequence[in
 
     A stored unit is read as a whole, and once in each process that needs any of it. The shards of a
     process form a block, as on the usual meshes; if they do not, this is more than it reads.
-
-    Args:
-        axes: Divide the array into shards of one size.
-        shape: Of the array.
-        unit: The shape of what is read and checked on its own.
 
     Example:
         >>> hosts = hosts_of(("x",), np.arange(4))
@@ -110,10 +94,8 @@ def spread(hosts: Hosts, wanted: Axes, shape: Sequence[int], unit: Sequence[int]
     """Divides an array among all devices such that the job reads as little as possible.
 
     Tries the wanted sharding with the unused axes of the mesh on one dimension, then all axes on
-    one dimension, as for a change of axis, then dimensions divided as they are stored.
-
-    Returns:
-        None if no way divides it.
+    one dimension, as for a change of axis, then dimensions divided as they are stored. Returns None
+    if no way divides it.
 
     Example:
         >>> hosts = hosts_of(("dp", "tp"), np.arange(6).reshape(3, 2))
@@ -130,9 +112,7 @@ def spread(hosts: Hosts, wanted: Axes, shape: Sequence[int], unit: Sequence[int]
             found = times, axes
         if times <= 1:
             break
-    if found is None:
-        return None
-    return Spread(times_read(hosts, wanted, shape, unit), *found)
+    return found and Spread(times_read(hosts, wanted, shape, unit), *found)
 
 
 def _ways(hosts: Hosts, wanted: Axes, grid: Sequence[int]) -> Iterator[Axes]:

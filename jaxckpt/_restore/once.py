@@ -7,8 +7,8 @@
 5. move      XLA's collective operations, in the same order everywhere
 
 A process that fails before 5 reports it in the next round, so no process enters a collective
-operation that another will never reach. If any fails at 3 or 5, every process reads directly what
-its shards need: then the same error, and what follows from it, is as without this module.
+operation that another will never reach. If one fails at 3, every process reads directly what its
+shards need: so an error, and what follows from it, are as without this module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import accumulate, groupby, islice
 from typing import Any, Final, TypeVar, final
 
 import jax
@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxckpt._core.plan import count_chunks, plan_chunks
-from jaxckpt._core.spread import Axes, Hosts, Spread, hosts_of, spread
+from jaxckpt._core.spread import Hosts, hosts_of, spread
 from jaxckpt._core.text import counted, size_text
 from jaxckpt._core.transfer import boxes_here, in_layout
 from jaxckpt._disk.found import Found
@@ -48,6 +48,8 @@ _logger = logging.getLogger("jaxckpt")
 # Smaller leaves are read directly: a collective operation takes about as long as reading them.
 _LEAST_BYTES: Final = 1 << 20
 _PLAN, _GROUP = "restore plan", "restore group"
+# On CPUs, XLA writes past the end of gathered arrays of these.
+_ODD: Final = ("int2", "uint2")
 
 T = TypeVar("T")
 
@@ -85,7 +87,7 @@ class Together:
     request: RestoreRequest
     meter: Meter
     place: str  # for messages
-    read_bytes: int = 0  # by this process, of stored values, as stored units
+    read_bytes: int = 0  # by this process, uncompressed
     moved_bytes: int = 0  # to this process
     moves: Sequence[Move] = ()
     _has_met: bool = field(default=False, init=False)  # in the round of the plan
@@ -95,29 +97,28 @@ class Together:
     ) -> T | None:
         """Reads once, or if that fails directly; returns None if another process has failed.
 
-        Every process takes part in the round of the plan, whatever happens to it before.
-
-        Args:
-            within: Finds the checkpoint; may call its argument several times.
-            reading: Reads what was found, given `together`.
+        Every process takes part in the round of the plan, whatever happens to it before. `within`
+        may call its argument several times.
         """
         read = partial(reading, together=self)
         try:
             result = within(read)
-            if not self._has_met:
-                self._agree(None)
+            self.end(None)  # it may not be a tree
         except _Stopped:
             return None
         except _ReadDirectly as failure:
             _logger.warning("%s", failure)
-            self.moves = ()
         except Exception as error:
-            if not self._has_met:
-                self._meet(_PLAN, None, error)
+            self.end(error)
             raise
         else:
             return result
         return within(read)
+
+    def end(self, problem: Exception | None) -> None:
+        """Takes part in the round of the plan, if this process has not, since others wait in it."""
+        if not self._has_met:
+            self._meet(_PLAN, None, problem)
 
     def values(
         self,
@@ -125,29 +126,27 @@ class Together:
         plans: Sequence[LeafPlan],
         read: Callable[..., Generator[tuple[Path, Any], None, None]],
     ) -> Iterator[tuple[Path, Any]]:
-        """Yields all leaves, within the phase "read".
-
-        Takes part in the round of the plan, but in the first attempt only: another one follows if
-        the checkpoint was replaced in the meantime, or if reading once failed.
-
-        Args:
-            read: Reads leaves as planned, within `budget_bytes`.
-        """
-        is_first, self.moves = not self._has_met, ()
-        if is_first:
-            with _aside(self.meter, "move"):  # compiles
-                moves = self._choose(item, plans)
-                text = _described(item, moves, self.request) if moves and _fits(moves) else None
-            with _aside(self.meter, "meet"):
-                self.moves = moves if self._agree(text) else ()
-        once = {id(move.plan) for move in self.moves}
+        """Yields all leaves, within the phase "read"; all are read directly if called again."""
+        self.moves = () if self._has_met else self._agreed(item, plans)
+        once = {move.plan.path for move in self.moves}
         parts = [move.part for move in self.moves]
-        parts += [plan for plan in plans if id(plan) not in once]
+        parts += [plan for plan in plans if plan.path not in once]
         self.read_bytes = sum(_read_bytes(item, part) for part in parts if part.saved.has_array)
         self.moved_bytes = sum(move.moved_bytes() for move in self.moves)
         # The rest of the budget is for two groups of parts.
         budget_bytes = self.request.budget_bytes // (2 if self.moves else 1)
         return self._moved(read(parts, budget_bytes=budget_bytes))
+
+    def _agreed(self, item: Item, plans: Sequence[LeafPlan]) -> Sequence[Move]:
+        """Returns what is read once, if every process has this plan and room for it."""
+        with _aside(self.meter, "move"):  # compiles
+            moves = self._choose(item, plans)
+            text = _described(item, moves, self.request) if moves and _fits(moves) else None
+        with _aside(self.meter, "meet"):
+            met = self._meet(_PLAN, text, None)
+        if met.failed:
+            raise _Stopped
+        return moves if met.verdict else ()
 
     def completed(self, report: RestoreReport, read_bytes: int, moved_bytes: int) -> RestoreReport:
         """Returns a report with what was read once, and the sums of all processes."""
@@ -156,20 +155,22 @@ class Together:
 
     def _moved(self, values: Generator[tuple[Path, Any], None, None]) -> Iterator[tuple[Path, Any]]:
         """Yields leaves as wanted, given the parts of those that are read once, and the others."""
-        meter = self.meter
         problem, moving = None, []
         try:
-            for group in _groups(self.moves, self.request.budget_bytes // 4):
+            for group in _groups(self.moves, self.request.budget_bytes // 4, self.processes.count):
                 parts: list[Any] = []
                 try:
                     if problem is None:
                         parts = [value for _, value in islice(values, len(group))]
                 except Exception as error:  # reported to the other processes
                     problem = error
-                with _aside(meter, "meet"):
-                    self._have_read(problem)
+                with _aside(self.meter, "meet"):
+                    met = self._meet(_GROUP, None, problem)
+                if met.failed:
+                    what = "could not read its part, so that every process reads all that it needs"
+                    raise _ReadDirectly(f"{self.place}: a process {what}: {met.problems}")
                 try:
-                    with _aside(meter, "move"):
+                    with _aside(self.meter, "move"):
                         jax.block_until_ready(moving)  # so that two groups are in memory at most
                         moving = list(map(_moved, group, parts))
                 except Exception as error:  # reported in the next round
@@ -178,7 +179,7 @@ class Together:
                     yield from zip((move.plan.path for move in group), moving, strict=True)
             if problem is not None:
                 raise problem
-            with _aside(meter, "move"):
+            with _aside(self.meter, "move"):
                 jax.block_until_ready(moving)
             yield from values
         finally:
@@ -186,36 +187,18 @@ class Together:
             del problem  # its traceback refers to this frame
 
     def _choose(self, item: Item, plans: Sequence[LeafPlan]) -> list[Move]:
-        asked, found = self.request.read_once, item.found
-        storage: Any = found.storage  # each process may see other files under a local path
+        asked, storage = self.request.read_once, item.found.storage
+        # Local disks are as quick, and each process may see other files there.
         is_shared = storage.scheme not in ("file", "memory") or isinstance(storage, LimitedStorage)
-        if not asked or found.is_share or not (is_shared or asked is True):
+        if not asked or item.found.is_share or not (is_shared or asked is True):
             return []
         least_bytes = 0 if asked is True else _LEAST_BYTES
         moves = (_move_of(item, plan, self.processes, least_bytes) for plan in plans)
         return [move for move in moves if move is not None]
 
-    def _agree(self, text: str | None) -> bool:
-        """Returns whether every process has this plan and room for it."""
-        met = self._meet(_PLAN, text, None)
-        if met.failed:
-            raise _Stopped
-        return met.verdict
-
-    def _have_read(self, problem: Exception | None) -> None:
-        met = self._meet(_GROUP, None, problem)
-        if met.failed:
-            who, text = next(iter(met.problems.items()))
-            count = counted(met.failed, "process")
-            raise _ReadDirectly(
-                f"{self.place}: reading each value once failed in {count}, so every process reads "
-                f"what it needs. Process {who}: {text}"
-            )
-
     def _meet(self, name: str, value: Json, problem: Exception | None) -> Any:  # a Meeting
         self._has_met = True
-        timeout_s, place = self.request.timeout_s, self.place
-        how: Any = {"timeout_s": timeout_s, "place": place}
+        how: Any = {"timeout_s": self.request.timeout_s, "place": self.place}
         return meet(self.processes, name, value, problem, _are_alike, **how)
 
 
@@ -252,22 +235,63 @@ def _move_of(item: Item, plan: LeafPlan, processes: Processes, least_bytes: int)
         return None
     if saved.kind not in ARRAY_KINDS or not saved.has_array or saved.array.shape != saved.shape:
         return None
-    dtype = plan.dtype or dtype_of(saved.array.dtype)
+    dtype, here = plan.dtype or dtype_of(saved.array.dtype), target.mesh.local_devices
     size_bytes = math.prod(saved.shape) * dtype.itemsize
-    # XLA on CPUs writes past the end of gathered arrays of 2-bit integers.
-    is_odd = jax.numpy.issubdtype(dtype, np.integer) and jax.numpy.iinfo(dtype).bits < 4
-    if size_bytes <= least_bytes or is_odd or not _is_default(target):
+    if size_bytes <= least_bytes or dtype.name in _ODD or not here:
+        return None
+    if target.memory_kind not in (None, here[0].default_memory().kind):
         return None
     unit = (1,) * len(saved.shape) if item.tensors is not None else saved.array.unit_shape
-    way = _way(target, saved.shape, unit, processes.process_of, processes.count)
-    if way is None or way.once >= way.direct:
+    way = _way(target, saved.shape, dtype, unit, processes.process_of, processes.count)
+    if way is None:
         return None
-    bits, args = _bits(dtype), (target, way.axes, processes.process_of)
-    part = plan._replace(
-        sharding=_cut(*args), layout=None, bits=bits, boxes=boxes_here(_cut(*args), saved.shape)
-    )
-    program = _program(saved.shape, dtype, bits, *args)
+    given, bits, program = way
+    boxes = boxes_here(given, saved.shape)
+    part = plan._replace(sharding=given, layout=None, bits=bits, boxes=boxes)
     return Move(plan=plan, part=part, program=program, size_bytes=size_bytes)
+
+
+@lru_cache(maxsize=1 << 12)
+def _way(
+    target: NamedSharding,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    unit: tuple[int, ...],
+    process_of: Callable[[Any], int],
+    count: int,
+) -> tuple[NamedSharding, np.dtype[Any] | None, Any] | None:
+    """Returns the spread sharding, the integers that a dtype moves as, and the compiled program."""
+    hosts, mesh = _hosts(target.mesh, process_of, count)
+    if hosts is None or 0 in shape:
+        return None
+    spec = (*target.spec, *(None,) * (len(shape) - len(target.spec)))
+    names = [axes if isinstance(axes, tuple) else () if axes is None else (axes,) for axes in spec]
+    axes = tuple(tuple(cut for one in some for cut in hosts.axes[str(one)]) for some in names)
+    found = spread(hosts, axes, shape, unit)
+    if found is None or found.once >= found.direct:
+        return None
+    given, wanted = (NamedSharding(mesh, PartitionSpec(*one)) for one in (found.axes, axes))
+    is_float = jax.numpy.issubdtype(dtype, np.floating) and jax.numpy.finfo(dtype).bits >= 8
+    bits = np.dtype(f"uint{8 * dtype.itemsize}") if is_float else None
+
+    def move(parts: Any) -> Any:
+        # As integers all the way: XLA may compute with floats, which changes NaNs.
+        values = jax.lax.with_sharding_constraint(parts, wanted)
+        return values if bits is None else jax.lax.bitcast_convert_type(values, dtype)
+
+    parts = jax.ShapeDtypeStruct(shape, bits or dtype, sharding=given)
+    return given, bits, jax.jit(move, out_shardings=target).lower(parts).compile()
+
+
+@lru_cache(maxsize=1 << 6)
+def _hosts(mesh: Any, process_of: Callable[[Any], int], count: int) -> tuple[Hosts | None, Any]:
+    """Returns the hosts of a mesh and the mesh as they cut it, if each process has its share."""
+    processes = np.vectorize(process_of, otypes=[np.int64])(mesh.devices)
+    shares = np.bincount(processes.ravel(), minlength=count)
+    if len({*shares.tolist()}) > 1:
+        return None, mesh
+    hosts = hosts_of(tuple(map(str, mesh.axis_names)), processes)
+    return hosts, Mesh(mesh.devices.reshape(hosts.processes.shape), hosts.names)
 
 
 def _moved(move: Move, parts: jax.Array) -> jax.Array:
@@ -276,96 +300,15 @@ def _moved(move: Move, parts: jax.Array) -> jax.Array:
     return array if move.plan.layout is None else in_layout(array, move.plan.layout)
 
 
-def _bits(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-    """Returns the integers that floats move as, since XLA may compute with these: NaNs change."""
-    is_float = jax.numpy.issubdtype(dtype, np.floating)
-    if not is_float or jax.numpy.finfo(dtype).bits != 8 * dtype.itemsize:
-        return None
-    return np.dtype(f"uint{8 * dtype.itemsize}")
-
-
-def _is_default(target: NamedSharding) -> bool:
-    """Returns whether a sharding is of the memory that programs use by default."""
-    kind, devices = target.memory_kind, target.mesh.local_devices
-    return kind is None or (bool(devices) and kind == devices[0].default_memory().kind)
-
-
-@lru_cache(maxsize=1 << 14)
-def _way(
-    target: NamedSharding,
-    shape: tuple[int, ...],
-    unit: tuple[int, ...],
-    process_of: Callable[[Any], int],
-    count: int,
-) -> Spread | None:
-    hosts = _hosts(target.mesh, process_of)
-    if hosts is None or 0 in shape or len(np.unique(hosts.processes)) != count:
-        return None
-    return spread(hosts, _axes(target, hosts, len(shape)), shape, unit)
-
-
-@lru_cache(maxsize=1 << 6)
-def _hosts(mesh: Mesh, process_of: Callable[[Any], int]) -> Hosts | None:
-    processes = np.vectorize(process_of, otypes=[np.int64])(mesh.devices)
-    _, counts = np.unique(processes, return_counts=True)
-    return hosts_of(tuple(map(str, mesh.axis_names)), processes) if len({*counts}) == 1 else None
-
-
-def _axes(sharding: NamedSharding, hosts: Hosts, rank: int) -> Axes:
-    spec = (*sharding.spec, *(None,) * (rank - len(sharding.spec)))
-    names = [axes if isinstance(axes, tuple) else () if axes is None else (axes,) for axes in spec]
-    return tuple(tuple(cut for name in some for cut in hosts.axes[str(name)]) for some in names)
-
-
-def _cut(target: NamedSharding, axes: Axes, process_of: Callable[[Any], int]) -> NamedSharding:
-    """Returns the sharding of some cut axes on the devices of another sharding, in their order."""
-    hosts = _hosts(target.mesh, process_of)
-    assert hosts is not None
-    assert isinstance(target.mesh, Mesh)
-    mesh = Mesh(target.mesh.devices.reshape(hosts.processes.shape), hosts.names)
-    return NamedSharding(mesh, PartitionSpec(*axes))
-
-
-@lru_cache(maxsize=1 << 10)
-def _program(
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    bits: np.dtype[Any] | None,
-    target: NamedSharding,
-    axes: Axes,
-    process_of: Callable[[Any], int],
-) -> Any:  # jax's compiled program
-    hosts = _hosts(target.mesh, process_of)
-    assert hosts is not None
-    wanted = _cut(target, _axes(target, hosts, len(shape)), process_of)
-
-    def move(parts: Any) -> Any:
-        # As integers all the way: only what has arrived becomes floats.
-        values = jax.lax.with_sharding_constraint(parts, wanted)
-        return values if bits is None else jax.lax.bitcast_convert_type(values, dtype)
-
-    given = jax.ShapeDtypeStruct(shape, bits or dtype, sharding=_cut(target, axes, process_of))
-    return jax.jit(move, out_shardings=target).lower(given).compile()
-
-
 # --- all leaves ------------------------------------------------------------------------------
 
 
-def _groups(moves: Sequence[Move], most_bytes: int) -> Iterator[list[Move]]:
-    """Yields leaves of which each process reads at most so many bytes, and at least one leaf."""
-    group: list[Move] = []
-    size = 0
-    for move in moves:
-        # Alike in every process: the parts are of one size.
-        here = sum(box.size for box in move.part.boxes) * move.size_bytes
-        here //= math.prod(move.plan.saved.shape)
-        if group and size + here > most_bytes:
-            yield group
-            group, size = [], 0
-        group.append(move)
-        size += here
-    if group:
-        yield group
+def _groups(moves: Sequence[Move], most_bytes: int, count: int) -> Iterator[list[Move]]:
+    """Yields leaves of which each process reads about so many bytes, or a single one."""
+    ends = accumulate(move.size_bytes // count for move in moves)
+    pairs = zip(ends, moves, strict=True)
+    for _, group in groupby(pairs, lambda pair: pair[0] // max(1, most_bytes)):
+        yield [move for _, move in group]
 
 
 def _fits(moves: Sequence[Move]) -> bool:
@@ -382,25 +325,17 @@ def _fits(moves: Sequence[Move]) -> bool:
 def _read_bytes(item: Item, plan: LeafPlan) -> int:
     """Returns the bytes of the stored units that a process reads for a leaf, uncompressed."""
     stored, boxes = plan.saved.array, plan.stored_boxes()
-    itemsize = dtype_of(stored.dtype).itemsize
-    if item.tensors is not None:
-        return sum(box.size for box in boxes) * itemsize
-    unit = stored.unit_shape
+    unit = (1,) * len(stored.shape) if item.tensors is not None else stored.unit_shape
     count = len(plan_chunks(unit, boxes)) if item.ours else count_chunks(unit, boxes)
-    return count * math.prod(unit) * itemsize
+    return count * math.prod(unit) * dtype_of(stored.dtype).itemsize
 
 
 def _described(item: Item, moves: Sequence[Move], request: RestoreRequest) -> str:
     """Returns a digest of everything that must be alike in all processes."""
-    meshes: dict[Mesh, int] = {}
     facts: list[object] = [item.found.origin, request.budget_bytes]
     for move in moves:
-        target, part = move.plan.sharding, move.part.sharding
-        assert isinstance(target, NamedSharding)
-        assert isinstance(target.mesh, Mesh)
-        assert isinstance(part, NamedSharding)
-        mesh = meshes.setdefault(target.mesh, len(meshes))
-        what = (path_text(move.plan.path), move.plan.saved.shape, str(move.plan.dtype))
-        facts.append((*what, mesh, str(target.spec), str(part.spec)))
-    facts += [(m.axis_names, m.devices.shape, [d.id for d in m.devices.flat]) for m in meshes]
+        plan, part = move.plan, move.part
+        facts.append((plan.path, plan.saved.shape, str(plan.dtype), plan.sharding, part.sharding))
+    meshes = dict.fromkeys(getattr(move.plan.sharding, "mesh", None) for move in moves)
+    facts += [[d.id for d in mesh.devices.flat] for mesh in meshes if mesh is not None]
     return hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -332,10 +332,11 @@ def _attempt(
     """
     read, place = None, f"restoring {source.where}"
     together = Together(processes=processes, request=request, meter=meter, place=place)
-    if problem is not None:
-        within = partial(_raise, problem)
     try:
-        read = together.attempt(within, reading)
+        if problem is None:
+            read = together.attempt(within, reading)
+        else:
+            together.end(problem)
     except CheckpointTimeout:  # of a round: alike in all processes, which do not meet again
         raise
     except Exception as error:  # reported to the other processes, then raised
@@ -368,11 +369,7 @@ def _attempt(
         return read
     finally:
         # The traceback of an error refers to this frame, and would keep what was read.
-        del problem, read, item, found, within
-
-
-def _raise(error: Exception, _: object) -> Never:
-    raise error
+        del problem, read, item, found
 
 
 def _judge(given: list[Any]) -> Json:
