@@ -78,3 +78,37 @@ def test_each_value_is_read_once_whatever_is_wanted(run_processes, stored):
         assert (job, ones[0]["once"]) == (ones[0]["size"] * times, once), name
         # Every process reads the metadata.
         assert job <= sum(one["kernel"] for one in ones) <= job + 4 * METADATA, name
+
+
+def test_what_is_not_read_once_is_read_directly(run_processes, tmp_path):
+    """By option, by default on a disk, by kind of leaf, or since the processes disagree."""
+    rows = NamedSharding(mesh_of(x=8), P("x"))
+    tree = {
+        "rows": jax.device_put(bits_of("uint8").astype(np.float32), rows),
+        "alone": jax.device_put(np.arange(8, dtype=np.float32), rows),
+        "key": jax.random.key(7),
+        "host": np.int64(3),
+        "count": 4,
+    }
+    jaxckpt.save(tmp_path / "a", tree)
+
+    done = run_processes("once:restore_ways", devices_per_process=2, args=[tmp_path / "a"])
+
+    for one in done:
+        line, misfit = one.result.pop("line"), one.result.pop("one misfits")
+        assert "; read 1 leaf once: 2.1 MB read by the job, 2.1 MB moved" in line
+        assert misfit.startswith("TreeMismatch" if one.index else "ProcessesDisagree")
+        assert one.result == {
+            "asked": ["rows"],
+            "auto": [],
+            "refused": [],
+            "one refuses": [],
+            "other budgets": [],
+        }
+
+
+def test_the_option_has_three_values(tmp_path):
+    jaxckpt.save(tmp_path / "a", {"w": 1})
+
+    with pytest.raises(ValueError, match="read_once must be True or False or 'auto', got 'no'"):
+        jaxckpt.restore(tmp_path / "a", read_once="no")  # pyright: ignore

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate, groupby, islice
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, final
 
 import jax
 import numpy as np
@@ -45,13 +45,12 @@ from jaxckpt.types import RestoreReport
 
 _logger = logging.getLogger("jaxckpt")
 
-# Smaller leaves are read directly: a collective operation takes about as long as reading them.
+# By default, smaller leaves are read directly, as a collective operation takes as long, and so are
+# smaller trees: the first compilations and connections take a second or so.
 _LEAST_BYTES: Final = 1 << 20
-_PLAN, _GROUP = "restore plan", "restore group"
+_LEAST_TREE_BYTES: Final = 1 << 26
 # On CPUs, XLA writes past the end of gathered arrays of these.
 _ODD: Final = ("int2", "uint2")
-
-T = TypeVar("T")
 
 
 class _ReadDirectly(Exception):
@@ -93,8 +92,8 @@ class Together:
     _has_met: bool = field(default=False, init=False)  # in the round of the plan
 
     def attempt(
-        self, within: Callable[[Callable[[Found], T]], T], reading: Callable[..., T]
-    ) -> T | None:
+        self, within: Callable[[Callable[[Found], Any]], Any], reading: Callable[..., Any]
+    ) -> Any:
         """Reads once, or if that fails directly; returns None if another process has failed.
 
         Every process takes part in the round of the plan, whatever happens to it before. `within`
@@ -118,7 +117,7 @@ class Together:
     def end(self, problem: Exception | None) -> None:
         """Takes part in the round of the plan, if this process has not, since others wait in it."""
         if not self._has_met:
-            self._meet(_PLAN, None, problem)
+            self._meet("restore plan", None, problem)
 
     def values(
         self,
@@ -133,8 +132,7 @@ class Together:
         parts += [plan for plan in plans if plan.path not in once]
         self.read_bytes = sum(_read_bytes(item, part) for part in parts if part.saved.has_array)
         self.moved_bytes = sum(move.moved_bytes() for move in self.moves)
-        # The rest of the budget is for two groups of parts.
-        budget_bytes = self.request.budget_bytes // (2 if self.moves else 1)
+        budget_bytes = self.request.budget_bytes // (2 if self.moves else 1)  # or two groups
         return self._moved(read(parts, budget_bytes=budget_bytes))
 
     def _agreed(self, item: Item, plans: Sequence[LeafPlan]) -> Sequence[Move]:
@@ -143,7 +141,7 @@ class Together:
             moves = self._choose(item, plans)
             text = _described(item, moves, self.request) if moves and _fits(moves) else None
         with _aside(self.meter, "meet"):
-            met = self._meet(_PLAN, text, None)
+            met = self._meet("restore plan", text, None)
         if met.failed:
             raise _Stopped
         return moves if met.verdict else ()
@@ -165,7 +163,7 @@ class Together:
                 except Exception as error:  # reported to the other processes
                     problem = error
                 with _aside(self.meter, "meet"):
-                    met = self._meet(_GROUP, None, problem)
+                    met = self._meet("restore group", None, problem)
                 if met.failed:
                     what = "could not read its part, so that every process reads all that it needs"
                     raise _ReadDirectly(f"{self.place}: a process {what}: {met.problems}")
@@ -189,8 +187,11 @@ class Together:
     def _choose(self, item: Item, plans: Sequence[LeafPlan]) -> list[Move]:
         asked, storage = self.request.read_once, item.found.storage
         # Local disks are as quick, and each process may see other files there.
-        is_shared = storage.scheme not in ("file", "memory") or isinstance(storage, LimitedStorage)
-        if not asked or item.found.is_share or not (is_shared or asked is True):
+        pays = storage.scheme not in ("file", "memory") or isinstance(storage, LimitedStorage)
+        stored = [plan.saved.array for plan in plans if plan.saved.has_array]
+        total_bytes = sum(math.prod(one.shape) * dtype_of(one.dtype).itemsize for one in stored)
+        pays = pays and total_bytes > _LEAST_TREE_BYTES
+        if not asked or item.found.is_share or not (pays or asked is True):
             return []
         least_bytes = 0 if asked is True else _LEAST_BYTES
         moves = (_move_of(item, plan, self.processes, least_bytes) for plan in plans)

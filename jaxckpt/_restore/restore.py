@@ -130,7 +130,7 @@ def restore(
         budget_bytes: Host memory to use beside the returned arrays: about a quarter for one array,
             at least 32 MiB, and half for copies to accelerators, while the next arrays are read.
         read_once: Whether only one process reads a value that several need, and XLA carries it to
-            the others, where possible. "auto": arrays over 1 MB, not on local disks.
+            the others, where possible. "auto": not from local disks, nor for small trees.
         on_progress: Called a few times a second with a `Progress`, in its own thread; its error is
             raised at the end. If None, tqdm, if installed, shows a bar; not so `lambda _: None`.
 
@@ -344,8 +344,7 @@ def _attempt(
     mark = "damage" if isinstance(problem, (CorruptCheckpoint, CheckpointNotFound)) else ""
     item = None if read is None else read.opened
     found = item.found if isinstance(item, Item) else None
-    # Checkpoints of other programs lack a token.
-    token = found and (found.origin or found.path)
+    token = found and (found.origin or found.path)  # other programs write no token
     facts = {"token": token, "seconds": meter.phases.get("read", 0.0)}
     facts |= {"read": together.read_bytes, "moved": together.moved_bytes}
     try:

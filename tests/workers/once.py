@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -82,3 +83,53 @@ def time_restore(me, url, target, once, env):
         start = shard.index[1].start or 0
         assert np.array_equal(first, np.arange(len(first)) * 1024 + start)
     return {"seconds": seconds, "job": reports[0].job_bytes, "size": got.nbytes}
+
+
+def restore_ways(me, path):
+    """Restores in each way that does not read once, or not all; what was reported and logged."""
+    import jax
+
+    lines, found = [], {}
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("jaxckpt").addHandler(handler)
+    logging.getLogger("jaxckpt").setLevel(logging.INFO)
+    spread = jax.sharding.NamedSharding(mesh_of(x=4), jax.sharding.PartitionSpec())
+    alone = jax.sharding.NamedSharding(
+        mesh_of(jax.local_devices(), x=2), jax.sharding.PartitionSpec()
+    )
+    saved = jaxckpt.restore(path, as_numpy=True)
+    like = {
+        "rows": jax.ShapeDtypeStruct(saved["rows"].shape, np.float32, sharding=spread),
+        "alone": jax.ShapeDtypeStruct(saved["alone"].shape, np.float32, sharding=alone),
+        "key": jax.random.key(0),
+        "host": np.zeros((), np.int64),
+        "count": 0,
+    }
+
+    def restore(name, like=like, **options):
+        reports = []
+        try:
+            got = jaxckpt.restore(path, like, report=reports.append, **options)
+        except (jaxckpt.CheckpointError, ValueError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+            return
+        same = all(
+            np.array_equal(np.asarray(shard.data), saved[leaf][shard.index])
+            for leaf in ("rows", "alone")
+            for shard in got[leaf].addressable_shards
+        )
+        assert same
+        assert (got["host"], got["count"]) == (saved["host"], saved["count"])
+        assert jax.random.key_data(got["key"]).tolist() == [0, 7]
+        found[name] = list(reports[0].read_once)
+
+    restore("asked", read_once=True)
+    found["line"] = lines[-1]
+    restore("auto")
+    restore("refused", read_once=False)
+    restore("one refuses", read_once=me.index != 0)
+    restore("other budgets", read_once=True, budget_bytes=(1 + me.index) << 20)
+    other = {**like, "rows": jax.ShapeDtypeStruct((1,), np.float32)} if me.index else like
+    restore("one misfits", other, read_once=True)
+    return found
