@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 Operation = Literal["save", "restore"]
-PHASES: Final = ("snapshot", "wait", "find", "read", "place", "copy", "write", "meet", "commit")
+PHASES: Final = tuple("snapshot wait find read place move copy write meet commit".split())
 MAX_LINES: Final = 200
 _ROOT: Final = "(the tree itself)"
 _NUMBERS: Final = ("differ", "at most", "relative", "NaN")
@@ -87,7 +87,7 @@ class Timing:
         total_bytes: Bytes of the values that this process wrote or read, uncompressed.
         seconds: From the call to the commit, or to the return of the tree.
         phases: Seconds by phase: snapshot, wait, copy, write, meet and commit of a save; find,
-            read, place and meet of a restore. The training loop waits only for `snapshot`,
+            read, place, move and meet of a restore. The training loop waits only for `snapshot`,
             which enqueues the copies of accelerators; `copy` is until they have arrived.
         slowest: Index of the process that took longest to write or read, if there are several.
     """
@@ -127,6 +127,9 @@ class RestoreReport:
         cast: The (saved, restored) dtypes of leaves restored with another dtype, by path.
         renamed: The wanted path of each renamed leaf, by saved path.
         resized: Leaves that were cut off, or padded with zeros, to the wanted shape.
+        read_once: Leaves of which each value was read by one process, which others got it from.
+        job_bytes: Uncompressed bytes of the chunks that all processes read; None for one process.
+        moved_bytes: Bytes that came from other processes.
         timing: The time that the restore took.
     """
 
@@ -136,6 +139,9 @@ class RestoreReport:
     cast: Mapping[str, tuple[str, str]]
     renamed: Mapping[str, str]
     resized: tuple[str, ...] = ()
+    read_once: tuple[str, ...] = ()
+    job_bytes: int | None = None
+    moved_bytes: int = 0
     timing: Timing | None = None
 
 

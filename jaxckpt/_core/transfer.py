@@ -255,7 +255,7 @@ class Arriving:
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._under_way: deque[jax.Array] = deque()
+        self._under_way: deque[tuple[jax.Array, int]] = deque()
         self._taken_bytes = 0
 
     def add(self, value: Any) -> None:
@@ -263,8 +263,8 @@ class Arriving:
         import jax
 
         if isinstance(value, jax.Array) and is_away(value.sharding):
-            self._under_way.append(value)
-            self._taken_bytes += _host_bytes(value)
+            self._under_way.append((value, size_bytes := _host_bytes(value)))
+            self._taken_bytes += size_bytes
             while self._taken_bytes > self._most_bytes:
                 self._wait()
 
@@ -274,9 +274,10 @@ class Arriving:
             self._wait()
 
     def _wait(self) -> None:
-        value = self._under_way.popleft()
-        value.block_until_ready()
-        self._taken_bytes -= _host_bytes(value)
+        value, size_bytes = self._under_way.popleft()
+        if not value.is_deleted():  # as one that has moved on
+            value.block_until_ready()
+        self._taken_bytes -= size_bytes
 
 
 def _host_bytes(value: jax.Array) -> int:

@@ -25,6 +25,11 @@ from jaxckpt.types import OnProgress, RestoreReport
 
 # Kinds whose values are numbers in an array.
 _NUMERIC: Final = frozenset({"array", "numpy", "generic", "int", "float", "complex", "bool"})
+_CHOICES: Final = {
+    "missing": ("error", "keep"),
+    "extra": ("error", "ignore"),
+    "read_once": (True, False, "auto"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +48,14 @@ class RestoreRequest:
     resize: bool = False
     report: Callable[[RestoreReport], None] | None = None
     budget_bytes: int = 1 << 30
+    read_once: bool | Literal["auto"] = "auto"
     on_progress: OnProgress | None = None
     timeout_s: float = 1200.0  # limit of the wait for other processes
 
     def __post_init__(self) -> None:
-        if self.missing not in ("error", "keep"):
-            raise ValueError(f"missing must be 'error' or 'keep', got {self.missing!r}")
-        if self.extra not in ("error", "ignore"):
-            raise ValueError(f"extra must be 'error' or 'ignore', got {self.extra!r}")
+        for name, known in _CHOICES.items():
+            if (found := getattr(self, name)) not in known:
+                raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {found!r}")
         if self.dtype is not None:
             check_dtype("restore", self.dtype)
         check_type("restore", "mesh", self.mesh, jax.sharding.Mesh | None, "a jax.sharding.Mesh")

@@ -44,10 +44,13 @@ class LeafPlan(NamedTuple):
     sharding: Sharding | None = None  # of a jax array; None for the default device, uncommitted
     boxes: tuple[Box, ...] = ()  # the parts of the stored array that this process needs
     layout: Any = None  # jax's, of the returned array; None for the default
+    bits: np.dtype[Any] | None = None  # to place the values as, in place of `dtype`
     resized: bool = False  # whether `boxes` are parts of an array of the wanted shape instead
 
     def stored_boxes(self) -> tuple[Box, ...]:
-        """Returns the parts of the stored array to read for the boxes of a resized one."""
+        """Returns the parts of the stored array to read."""
+        if not self.resized:
+            return self.boxes
         stored = whole(self.saved.shape)
         return tuple(dict.fromkeys(filter(None, map(stored.intersect, self.boxes))))
 

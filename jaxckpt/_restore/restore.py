@@ -14,7 +14,7 @@ import os
 import posixpath
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,10 +44,12 @@ from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import check_here, read_leaves
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._restore.match import RestoreRequest, Wanted, flatten_like, match
+from jaxckpt._restore.once import Together, said
 from jaxckpt._restore.placement import LeafPlan, ShardingChooser, key_data_sharding, plan_leaves
 from jaxckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
+    CheckpointTimeout,
     CorruptCheckpoint,
     UnsupportedFormat,
 )
@@ -91,6 +93,7 @@ def restore(
     resize: bool = False,
     report: Callable[[RestoreReport], None] | None = None,
     budget_bytes: int = 1 << 30,
+    read_once: bool | Literal["auto"] = "auto",
     on_progress: OnProgress | None = None,
     **unknown: Never,  # a decorator would hold the arrays of `like`
 ) -> Any:  # any pytree
@@ -119,23 +122,21 @@ def restore(
         only, skip: Globs over leaf paths (`params/*`); the name of a container includes its leaves.
             Leaves of `like` that are left out are returned as they are.
         rename: Maps regular expressions over saved paths to the replacement of the match.
-        missing: Whether a leaf of `like` that was not saved is an error, or keeps the value in
-            `like`.
+        missing: Whether a leaf of `like` that was not saved is an error, or keeps its value.
         extra: Whether a saved leaf that is not in `like` is an error, or is ignored.
-        resize: Whether to cut off arrays that are longer than in `like`, and to add zeros to those
-            that are shorter, at the end of each dimension, as for a vocabulary that grows.
+        resize: Whether to cut off arrays that are longer than in `like`, and to pad shorter arrays
+            with zeros, at the end of each dimension, as for a vocabulary that grows.
         report: Called with a `RestoreReport` before the restore returns.
-        budget_bytes: Host memory to use beside the returned arrays. One array uses about a quarter
-            of it, and at least a chunk of 32 MiB. Half of it is for copies to accelerators that
-            are under way while the next arrays are read.
-        on_progress: Called a few times a second with a `Progress`, in a thread of its own. An error
-            that it raises is raised at the end. If None, a bar is shown in a terminal or notebook
-            if tqdm is installed; pass `lambda _: None` to show nothing.
+        budget_bytes: Host memory to use beside the returned arrays: about a quarter for one array,
+            at least 32 MiB, and half for copies to accelerators, while the next arrays are read.
+        read_once: Whether only one process reads a value that several need, and XLA carries it to
+            the others, where possible. "auto": not from local disks, nor for small trees.
+        on_progress: Called a few times a second with a `Progress`, in its own thread; its error is
+            raised at the end. If None, tqdm, if installed, shows a bar; not so `lambda _: None`.
 
     Returns:
         The tree, with the types of `like`, or else with the saved types that can be rebuilt safely.
-        Without a target, arrays return to the devices they were on, if available, or else to a mesh
-        of the same axes on the available devices.
+        Without a target, arrays return to their devices, or to an available mesh of the same axes.
 
     Raises:
         CheckpointNotFound: there is no committed checkpoint at `path`.
@@ -150,16 +151,14 @@ def restore(
     storage, where = locate(path)
     if step is not None:
         where = step_path(storage, where, as_step("restore", step))
-    alone = as_numpy or current().count == 1
     source = Source(
         where=where,
-        within=partial(at_rest, storage, where, fallback=alone),
+        within=partial(at_rest, storage, where, fallback=as_numpy or current().count == 1),
         open=partial(open_item, name=item),
         steps=partial(steps_to_try, storage, where),
         step=partial(read_step, storage),
     )
-    # In a list, so that `restore_from` can drop the last reference to the arrays of `like`.
-    target = [like]
+    target = [like]  # so that `restore_from` can drop the last reference to the arrays of `like`
     del like
     return restore_from(
         source,
@@ -177,6 +176,7 @@ def restore(
             resize=resize,
             report=report,
             budget_bytes=budget_bytes,
+            read_once=read_once,
             on_progress=on_progress,
         ),
     )
@@ -219,13 +219,12 @@ def restore_from(
             wanted, treedef = flatten_like(like, keep_values=request.keeps_values)
     except Exception as error:  # reported to the other processes, then raised
         problem = error
-    # From here on nothing refers to the arrays of `like`, and the caller may free them.
-    del like
+    del like  # from here on nothing refers to its arrays, and the caller may free them
     meter.watch(display(request.on_progress, processes.index))
     try:
         reading = partial(_read, source, request, meter, wanted)
         if processes.count > 1 and not request.as_numpy:
-            attempt = partial(_attempt, processes, source, reading, meter, request.timeout_s)
+            attempt = partial(_attempt, processes, source, reading, meter, request)
             read = _read_together(processes, source, attempt, problem, request.timeout_s)
         elif problem is not None:
             raise problem
@@ -240,7 +239,8 @@ def restore_from(
     if request.report is not None:
         with calling(f"the function `report`, after {source.where} was read"):
             request.report(replace(read.report, timing=timing))
-    _logger.info("%s%s", timing, _cast_text(read.report.cast) if read.report.cast else "")
+    once = said(read.report) if read.report.read_once else ""
+    _logger.info("%s%s%s", timing, once, _cast_text(read.report.cast) if read.report.cast else "")
     if meter.error is not None:
         raise meter.error
     if treedef is not None and wanted is not None:
@@ -256,6 +256,7 @@ def _read(
     meter: Meter,
     wanted: Sequence[Wanted] | None,
     found: Found,
+    together: Together | None = None,
 ) -> _Read:
     """Resolves, plans and reads; every mismatch is found before anything is read."""
     with meter.phase("find"):
@@ -268,7 +269,9 @@ def _read(
         )
         plans = plan_leaves(matched.leaves, chooser, request, place=item.path)
     with placing(), meter.phase("read"):
-        values = {**matched.kept, **dict(_values(item, plans, request.budget_bytes, meter))}
+        read = partial(_values, item, budget_bytes=request.budget_bytes, meter=meter)
+        pairs = together.values(item, plans, read) if together else read(plans)
+        values = {**matched.kept, **dict(pairs)}
     if chooser.replicated:
         _logger.warning(
             "%s: %d arrays cannot be split as they were saved, and are replicated along some axes "
@@ -319,7 +322,7 @@ def _attempt(
     source: Source,
     reading: Callable[[Found], _Read],
     meter: Meter,
-    timeout_s: float,
+    request: RestoreRequest,
     within: Callable[[Callable[[Found], _Read]], _Read],
     problem: Exception | None,
 ) -> _Read | CheckpointError:
@@ -327,22 +330,26 @@ def _attempt(
 
     Keeps any process from entering a collective operation that another will never reach.
     """
-    read = None
+    read, place = None, f"restoring {source.where}"
+    together = Together(processes=processes, request=request, meter=meter, place=place)
     try:
         if problem is None:
-            read = within(reading)
+            read = together.attempt(within, reading)
+        else:
+            together.end(problem)
+    except CheckpointTimeout:  # of a round: alike in all processes, which do not meet again
+        raise
     except Exception as error:  # reported to the other processes, then raised
         problem = error
     mark = "damage" if isinstance(problem, (CorruptCheckpoint, CheckpointNotFound)) else ""
     item = None if read is None else read.opened
     found = item.found if isinstance(item, Item) else None
-    # Checkpoints of other programs lack a token.
-    token = found and (found.origin or found.path)
+    token = found and (found.origin or found.path)  # other programs write no token
     facts = {"token": token, "seconds": meter.phases.get("read", 0.0)}
+    facts |= {"read": together.read_bytes, "moved": together.moved_bytes}
     try:
         with meter.phase("meet"):
-            place = f"restoring {source.where}"
-            how: Any = {"timeout_s": timeout_s, "mark": mark, "place": place}
+            how: Any = {"timeout_s": request.timeout_s, "mark": mark, "place": place}
             met = meet(processes, "restore", facts, problem, _judge, **how)
         try:
             place = f"{source.where} was not restored"
@@ -355,6 +362,9 @@ def _attempt(
                 return error
             raise
         assert read is not None
+        if read.report is not None:
+            report = together.completed(read.report, met.verdict["read"], met.verdict["moved"])
+            read = replace(read, report=report)
         return read
     finally:
         # The traceback of an error refers to this frame, and would keep what was read.
@@ -364,7 +374,8 @@ def _attempt(
 def _judge(given: list[Any]) -> Json:
     others = [i for i, one in enumerate(given) if one["token"] != given[0]["token"]]
     replaced = "read a different checkpoint than process 0: it was replaced in the meantime"
-    return {**first_of(dict.fromkeys(others, replaced)), "slowest": slowest_of(given)}
+    sums = {name: sum(one[name] for one in given) for name in ("read", "moved")}
+    return {**first_of(dict.fromkeys(others, replaced)), **sums, "slowest": slowest_of(given)}
 
 
 # --- the value of each leaf ------------------------------------------------------------------
@@ -384,14 +395,10 @@ def _cast_text(cast: Mapping[str, tuple[str, str]]) -> str:
 
 
 def _values(
-    item: Item, plans: Sequence[LeafPlan], budget_bytes: int, meter: Meter
-) -> Iterator[tuple[Path, object]]:
+    item: Item, plans: Sequence[LeafPlan], *, budget_bytes: int, meter: Meter
+) -> Generator[tuple[Path, object], None, None]:
     reads = [
-        LeafRead(
-            leaf=plan.saved,
-            boxes=plan.stored_boxes() if plan.resized else plan.boxes,
-            dtype=_read_dtype(plan),
-        )
+        LeafRead(leaf=plan.saved, boxes=plan.stored_boxes(), dtype=_read_dtype(plan))
         for plan in plans
         if plan.saved.has_array
     ]
@@ -420,11 +427,8 @@ def _values(
 
 def _read_dtype(plan: LeafPlan) -> np.dtype[Any]:
     """Returns the dtype to read into: the final dtype, unless the leaf is stored as another."""
-    saved = plan.saved
-    stored = dtype_of(saved.array.dtype)
-    if plan.dtype is None or saved.dtype != saved.array.dtype:
-        return stored
-    return plan.dtype
+    saved, stored = plan.saved, dtype_of(plan.saved.array.dtype)
+    return stored if plan.dtype is None or saved.dtype != saved.array.dtype else plan.dtype
 
 
 def _inline(plan: LeafPlan) -> dict[Box, np.ndarray[Any, Any]]:
@@ -432,8 +436,8 @@ def _inline(plan: LeafPlan) -> dict[Box, np.ndarray[Any, Any]]:
     value = plan.saved.value
     if not isinstance(value, np.ndarray):
         return {}
-    boxes = plan.stored_boxes() if plan.resized else plan.boxes
-    return {box: np.array(value[box.slices]) for box in boxes or (whole(value.shape),)}
+    boxes = plan.stored_boxes() or (whole(value.shape),)
+    return {box: np.array(value[box.slices]) for box in boxes}
 
 
 def _convert(plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]], place: str) -> object:
@@ -454,9 +458,8 @@ def _convert(plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]], place: str)
         if plan.sharding is None:
             return to_default_device(next(iter(parts.values())))
         shape = saved.shape if saved.kind != "key" else saved.array.shape
-        if plan.resized and wanted is not None:
-            shape = wanted.shape
-        dtype = plan.dtype or dtype_of(saved.array.dtype)
+        shape = wanted.shape if plan.resized and wanted is not None else shape
+        dtype = plan.bits or plan.dtype or dtype_of(saved.array.dtype)
         array = to_device(parts, plan.sharding, shape, dtype)
         return array if plan.layout is None else in_layout(array, plan.layout)
     values = next(iter(parts.values()))
@@ -477,9 +480,9 @@ def _as_wanted(plan: LeafPlan, values: np.ndarray[Any, Any], place: str) -> np.n
         return values
     if saved.stored is not None and saved.dtype != saved.stored.dtype:
         values = values.view(dtype_of(saved.dtype))
-    if values.dtype == plan.dtype:
-        return values
-    return cast(values, plan.dtype, leaf=path_text(plan.path), place=place)
+    if values.dtype != plan.dtype:
+        values = cast(values, plan.dtype, leaf=path_text(plan.path), place=place)
+    return values if plan.bits is None else values.view(plan.bits)
 
 
 def _resized(

@@ -310,6 +310,11 @@ ROWS = {
         title="a run or checkpoint inside a step: refused, or kept with the step around it",
         count=24,
     ),
+    "53": Row(
+        title="a process killed or stopped, or a chunk damaged or unreadable, at each phase of a "
+        "restore that reads each value once: no hang and no wrong value",
+        count=23,
+    ),
 }
 
 

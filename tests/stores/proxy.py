@@ -122,8 +122,10 @@ class Proxy(LoopbackServer):
         host, port = urlsplit(target).netloc.rsplit(":", 1)
         self.target = (host, int(port))
         self.delay_s = 0.0  # waited before each request is passed on
-        # The speed of the line to the server, which all connections share; None for no limit.
+        # The speed of the line to the server, and of that from it, each of which all connections
+        # share; None for no limit.
         self.bytes_per_s: float | None = None
+        self.answers_bytes_per_s: float | None = None
         self._free_s = 0.0  # when the line is free again
         self.faults: list[Fault] = []
         self._lock = threading.Lock()  # guards faults and what they count
@@ -159,12 +161,12 @@ class Proxy(LoopbackServer):
         with self._lock:
             self.faults.clear()
 
-    def wait_for_line(self, size: int) -> None:
-        """Waits as long as the line to the server takes for so many bytes."""
-        if self.bytes_per_s is None:
+    def wait_for_line(self, size: int, bytes_per_s: float | None) -> None:
+        """Waits as long as a line of this speed takes for so many bytes."""
+        if bytes_per_s is None:
             return
         with self._lock:
-            self._free_s = max(self._free_s, time.monotonic()) + size / self.bytes_per_s
+            self._free_s = max(self._free_s, time.monotonic()) + size / bytes_per_s
             until_s = self._free_s
         time.sleep(max(0.0, until_s - time.monotonic()))
 
@@ -321,6 +323,7 @@ class _Connection(socketserver.StreamRequestHandler):
             if isinstance(action, Slow):
                 due = started + request.sent_bytes / action.bytes_per_s
                 time.sleep(max(0.0, due - time.monotonic()))
+            self.server.wait_for_line(len(kept), self.server.answers_bytes_per_s)
             self.wfile.write(kept)
         is_cut = isinstance(action, Truncate)
         return not (is_cut or _closes(head) or _closes(answer) or not _has_length(answer))
@@ -330,7 +333,7 @@ class _Connection(socketserver.StreamRequestHandler):
         upstream = self._connect()
         upstream.sendall(head.raw)
         for piece in _pieces(head, self.rfile):
-            self.server.wait_for_line(len(piece))
+            self.server.wait_for_line(len(piece), self.server.bytes_per_s)
             upstream.sendall(piece)
         while True:
             answer = _Head.read(self._answers)

@@ -60,3 +60,20 @@ def test_hosts_upload_what_is_on_their_disks(request, use_store, run_processes, 
     damage(share / "state" / "ocdbt.process_held" / "d")
     assert "is mended from" in "".join(train(0)[1]["problems"])
     assert jaxckpt.verify(share).ok
+
+
+def test_a_store_is_asked_once_for_what_all_processes_want(gcs_server, use_store, run_processes):
+    """By default, if it pays: counted at the store, with all metadata."""
+    server = use_store(gcs_server)
+    url, target = f"gs://{server.bucket}/a", ({"x": 2}, [])
+    args = [url, 70, server.env]
+    run_processes("once:save_parts", count=1, devices_per_process=8, args=args)
+    server.running.requests.clear()
+
+    done = run_processes(
+        "once:time_restore", devices_per_process=1, args=[url, target, "auto", server.env]
+    )
+
+    size = done[0].result["size"]
+    assert done[0].result["job"] == size
+    assert size < sum(one.sent_bytes for one in server.running.requests.all()) < 1.05 * size

@@ -1,0 +1,92 @@
+"""A job that reads each value once loses a process or finds a bad chunk: no hang, no wrong bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults import once_children as children
+from tests.faults.jobs import HANGS, started
+from tests.faults.test_dead_process import ABORTED, side_by_side  # noqa: F401  # a fixture
+
+TIMEOUT_S = 4.0
+
+
+def lose(zygote, root, how, victim, point):
+    """Kills or stops a process at a point; what became of the others, and of a new job."""
+    root.mkdir()
+    # Who waits in a collective operation for a stopped process is ended by the heartbeat of JAX.
+    heartbeat_s = 5 if how == "stop" else 100
+    with started(
+        zygote,
+        children.lose_one,
+        args=[root, point, victim, TIMEOUT_S],
+        heartbeat_s=heartbeat_s,
+        limit_s=60,
+    ) as job:
+        job.wait_for(victim, "paused")
+        getattr(job, how)(victim)
+        job.release("on")
+        job.wait_for_others()
+        others = [job.ended(index) for index in range(3) if index != victim]
+        job.wait()
+    return others, zygote.run(children.go_on, root)
+
+
+@pytest.mark.parametrize(("how", "victim"), [("kill", 0), ("kill", 1), ("stop", 2)])
+def test_a_process_is_lost_at_each_phase(trial, side_by_side, ram_path, how, victim):  # noqa: F811
+    """The others hear in time who it was, or JAX ends them; the checkpoint is as it was."""
+    cases = [(ram_path / str(i), how, victim, point) for i, point in enumerate(children.POINTS)]
+    for case, future in side_by_side(lose, cases):
+        with trial("53", f"{how} {victim} {case[-1]}"):
+            others, new = future.result()
+            for end in others:
+                assert end.status != HANGS, end.out
+                if end.result is None:
+                    assert end.status == ABORTED, end.out
+                    assert victim == 0 or how == "stop", end.out
+                    continue
+                assert end.result["error"] in ("CheckpointTimeout", "ProcessesDisagree"), end.result
+                assert victim in end.result["named"], end.result
+            assert new == {"same": True}
+
+
+@pytest.mark.parametrize("by", ["manager", "path"])
+def test_a_damaged_chunk_leads_to_the_step_before(trial, zygote, ram_path, by):
+    """Whichever process finds it, and whatever has been moved already."""
+    for leaf in (0, 2):
+        with (
+            trial("53", f"damage in leaf {leaf}, restored by {by}"),
+            started(
+                zygote,
+                children.read_bad,
+                args=[ram_path / f"{leaf}", "damaged", leaf, by],
+            ) as job,
+        ):
+            for end in job.wait():
+                assert end.result is not None, end.out
+                assert (end.result["error"], end.result["step"]) == (None, 1), end.result
+                assert end.result["once"] == [[*children.LEAVES]], end.result
+                assert any("could not read its part" in w for w in end.result["warned"])
+
+
+@pytest.mark.parametrize("how", ["at first", "always"])
+def test_a_chunk_that_one_process_cannot_read(trial, zygote, ram_path, how):
+    """All read directly; if it still cannot be read, all raise, and no step counts as damaged."""
+    for leaf in (0, 2):
+        with (
+            trial("53", f"{how} an error after {leaf} reads"),
+            started(
+                zygote,
+                children.read_bad,
+                args=[ram_path / f"{leaf}", how, leaf, "manager"],
+            ) as job,
+        ):
+            ends = job.wait()
+            assert all(end.result is not None for end in ends), ends
+            errors = [end.result["error"] for end in ends]
+            if how == "at first":
+                assert errors == [None] * 3, ends
+                assert [end.result["step"] for end in ends] == [2] * 3
+                assert [end.result["once"] for end in ends] == [[[]]] * 3
+            else:
+                assert errors == ["ProcessesDisagree", "OSError", "ProcessesDisagree"], ends

@@ -1,0 +1,114 @@
+"""Several real processes read each stored value once, and carry it to where it is wanted."""
+
+from __future__ import annotations
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxckpt
+from tests.workers.saves import mesh_of
+
+pytestmark = pytest.mark.multihost
+SHAPE = (512, 1024)
+METADATA = 20_000  # bytes
+# How many times leaves are read for which reading once gains nothing: chunks are read as a whole.
+DIRECT = {"half": 2}
+
+
+def bits_of(dtype, shape=SHAPE):
+    """Values with all bit patterns of a dtype: NaNs and negative zeros too."""
+    rng = np.random.default_rng(0)
+    if np.dtype(dtype).name == "int4":
+        return rng.integers(-8, 8, shape).astype(dtype)
+    return rng.integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8).view(dtype)[..., 0]
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """One leaf for each way in which it is saved by 8 devices, and for each dtype."""
+    path = tmp_path_factory.mktemp("once") / "a"
+    mesh = mesh_of(a=4, b=2)
+    specs = dict.fromkeys(["first", "rows"], P(("a", "b"))) | {"block": P("a", "b"), "half": P("b")}
+    dtypes = ["bfloat16", "int4", "float8_e5m2", "complex64"]
+    tree = {
+        name: jax.device_put(bits_of("float32"), NamedSharding(mesh, spec))
+        for name, spec in specs.items()
+    }
+    for name in [*dtypes, "float64"]:
+        value = bits_of(getattr(ml_dtypes, name, name))
+        with jax.enable_x64(True):
+            tree[name] = jax.device_put(value, NamedSharding(mesh, P(("a", "b"))))
+    jaxckpt.save(path, tree)
+    return path, dtypes
+
+
+def restored(run_processes, path, wanted, count=4, devices=1, **options):
+    done = run_processes(
+        "once:restore_each",
+        count=count,
+        devices_per_process=devices,
+        args=[path, wanted, options or None],
+    )
+    return {name: [one.result[name] for one in done] for name in wanted}
+
+
+def test_each_value_is_read_once_whatever_is_wanted(run_processes, stored):
+    """From rows to columns, dp x tp, dp x fsdp, other axes, all bits of each dtype: as counted."""
+    path, dtypes = stored
+    wanted = {
+        "first": ({"x": 4}, []),
+        "rows": ({"x": 4}, [None, "x"]),
+        "block": ({"dp": 2, "tp": 2}, [None, "tp"]),
+        "half": ({"dp": 2, "fsdp": 2}, ["fsdp"]),
+        **{name: ({"x": 4}, []) for name in dtypes},
+        "float64": ({"x": 2, "y": 2}, ["y", "x"]),
+    }
+
+    found = restored(run_processes, path, wanted)
+
+    del found["first"]  # the kernel counts the modules too that the first restore imports
+    for name, ones in found.items():
+        assert all(one["same"] for one in ones), name
+        times, once = DIRECT.get(name, 1), [] if name in DIRECT else [name]
+        job = ones[0]["job"]
+        assert (job, ones[0]["once"]) == (ones[0]["size"] * times, once), name
+        # Every process reads the metadata.
+        assert job <= sum(one["kernel"] for one in ones) <= job + 4 * METADATA, name
+
+
+def test_what_is_not_read_once_is_read_directly(run_processes, tmp_path):
+    """By option, by default on a disk, by kind of leaf, or since the processes disagree."""
+    rows = NamedSharding(mesh_of(x=8), P("x"))
+    tree = {
+        "rows": jax.device_put(bits_of("uint8").astype(np.float32), rows),
+        "alone": jax.device_put(np.arange(8, dtype=np.float32), rows),
+        "key": jax.random.key(7),
+        "host": np.int64(3),
+        "count": 4,
+    }
+    jaxckpt.save(tmp_path / "a", tree)
+
+    done = run_processes("once:restore_ways", devices_per_process=2, args=[tmp_path / "a"])
+
+    for one in done:
+        line, misfit = one.result.pop("line"), one.result.pop("one misfits")
+        assert "; read 1 leaf once: 2.1 MB read by the job, 2.1 MB moved" in line
+        assert misfit.startswith("TreeMismatch" if one.index else "ProcessesDisagree")
+        assert one.result == {
+            "asked": ["rows"],
+            "auto": [],
+            "refused": [],
+            "one refuses": [],
+            "other budgets": [],
+        }
+
+
+def test_the_option_has_three_values(tmp_path):
+    jaxckpt.save(tmp_path / "a", {"w": 1})
+
+    with pytest.raises(ValueError, match="read_once must be True or False or 'auto', got 'no'"):
+        jaxckpt.restore(tmp_path / "a", read_once="no")  # pyright: ignore

@@ -1,0 +1,144 @@
+"""A job reads each stored value once, if its processes divide the reading."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxckpt._core.box import Box
+from jaxckpt._core.plan import plan_chunks
+from jaxckpt._core.spread import hosts_of, spread, times_read
+
+
+def mesh_of(devices=1, **axes):
+    """A mesh of these axes, of which each process has some devices in a row."""
+    shape = tuple(axes.values())
+    return hosts_of(tuple(axes), (np.arange(math.prod(shape)) // devices).reshape(shape))
+
+
+def cut(hosts, axes):
+    return tuple(tuple(one for name in names for one in hosts.axes[name]) for names in axes)
+
+
+def boxes_of(hosts, axes, shape, process):
+    """The shards of one process, device by device: what `times_read` must count."""
+    for at in np.argwhere(hosts.processes == process):
+        where = dict(zip(hosts.names, at.tolist(), strict=True))
+        start, stop = [], []
+        for names, size in zip(axes, shape, strict=True):
+            index, parts = 0, 1
+            for name in names:
+                sides = hosts.processes.shape[hosts.names.index(name)]
+                index, parts = index * sides + where[name], parts * sides
+            start.append(index * size // parts)
+            stop.append((index + 1) * size // parts)
+        yield Box(tuple(start), tuple(stop))
+
+
+def counted(hosts, axes, shape, unit):
+    """How many times the chunks are read, as the plan of each process's reads says."""
+    chunks = math.prod(-(-n // u) for n, u in zip(shape, unit, strict=True))
+    read = 0
+    for process in range(int(hosts.processes.max()) + 1):
+        boxes = tuple(dict.fromkeys(boxes_of(hosts, axes, shape, process)))
+        read += len(plan_chunks(tuple(unit), boxes))
+    return read / chunks
+
+
+POWERS = st.sampled_from([1, 2, 4])
+
+
+@given(
+    copies=POWERS,
+    saved=st.tuples(POWERS, POWERS, POWERS),
+    wanted=st.tuples(POWERS, POWERS, POWERS),
+)
+def test_the_closed_form_is_what_the_plan_of_the_reads_gives(copies, saved, wanted):
+    """c = d * prod_i max(1, t_i / g_i), for host grids that divide each other."""
+    shape = (8, 8, 8)
+    hosts = mesh_of(d=copies, x=wanted[0], y=wanted[1], z=wanted[2])
+    unit = tuple(n // g for n, g in zip(shape, saved, strict=True))
+    axes = cut(hosts, (("x",), ("y",), ("z",)))
+
+    found = counted(hosts, axes, shape, unit)
+
+    assert found == copies * math.prod(max(1, t / g) for t, g in zip(wanted, saved, strict=True))
+    assert times_read(hosts, axes, shape, unit) == found
+
+
+@given(
+    devices=POWERS,
+    unit=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    axes=st.sampled_from(
+        [((), ()), (("a",), ()), ((), ("b", "a")), (("b",), ("a",)), (("c", "a"), ("b",))]
+    ),
+)
+def test_a_unit_that_devices_of_a_process_share_is_read_once(devices, unit, axes):
+    """Whatever the shape of the stored units, and however many devices a process has."""
+    hosts, shape = mesh_of(devices, a=2, b=2, c=2), (8, 12)
+    axes = cut(hosts, axes)
+
+    assert times_read(hosts, axes, shape, unit) == counted(hosts, axes, shape, unit)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wanted", "unit", "direct"),
+    [
+        (mesh_of(x=8), ((), ()), (8, 64), 8),
+        (mesh_of(4, x=8), ((), ()), (32, 64), 2),
+        (mesh_of(dp=4, tp=2), ((), ("tp",)), (16, 32), 4),
+        (mesh_of(dp=2, fsdp=4), (("fsdp",), ()), (8, 64), 2),
+        (mesh_of(dp=4, fsdp=4), (("fsdp",), ()), (4, 64), 4),
+        (mesh_of(x=8), ((), ("x",)), (8, 64), 8),
+        (mesh_of(a=1, b=8, c=1), (("a",), ("b",)), (16, 32), 4),
+        (mesh_of(a=2, b=2, c=2), (("a",), ("b",)), (64, 8), 4),
+    ],
+    ids=[
+        "replicated",
+        "two hosts",
+        "dp4tp2",
+        "dp2fsdp4",
+        "16",
+        "columns",
+        "4-2-1",
+        "rows of two axes",
+    ],
+)
+def test_every_element_is_read_by_one_process(hosts, wanted, unit, direct):
+    """The spread sharding covers the array, and no stored unit is read twice."""
+    shape = (64, 64)
+
+    found = spread(hosts, cut(hosts, wanted), shape, unit)
+
+    assert found is not None
+    assert (found.direct, found.once) == (direct, 1)
+    assert counted(hosts, found.axes, shape, unit) == 1
+    seen = np.zeros(shape, int)
+    for process in range(int(hosts.processes.max()) + 1):
+        for box in dict.fromkeys(boxes_of(hosts, found.axes, shape, process)):
+            seen[box.slices] += 1
+    assert (seen == 1).all()
+
+
+def test_an_array_that_no_axis_divides_is_read_directly():
+    assert spread(mesh_of(x=8), ((),), (7,), (7,)) is None
+    assert spread(mesh_of(x=8), (), (), ()) is None
+
+
+def test_a_plan_for_thousands_of_processes_asks_little():
+    """4,096 processes of 4 devices, 40 shapes: CPU time, so that other programs do not count."""
+    hosts = mesh_of(4, dp=64, fsdp=64, tp=4)
+    wanted = cut(hosts, (("fsdp",), ("tp",)))
+    before_s = time.process_time()
+    for i in range(40):
+        shape = (4096 * (1 + i), 16384)
+        found = spread(hosts, wanted, shape, (shape[0] // 64, 4096))
+        assert found is not None
+        assert found.direct == 64
+
+    assert time.process_time() - before_s < 1

@@ -1,0 +1,135 @@
+"""Jobs that read each stored value once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import jaxckpt
+from jaxckpt.multihost import current
+from tests.workers.saves import mesh_of, put
+
+
+def read_so_far():
+    """The bytes that this process has read by system calls, as the kernel counts them."""
+    return int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
+
+
+def restore_each(me, path, wanted, options: dict[str, Any] | None = None):
+    """Restores leaves, each alone; says what was read and moved, and whether the bits are right.
+
+    Args:
+        wanted: The axes of the mesh and the spec of each leaf, by name.
+    """
+    import jax
+
+    host = jaxckpt.restore(path, as_numpy=True)
+    found = {}
+    for name, (axes, spec) in wanted.items():
+        mesh, want = mesh_of(**axes), host[name]
+        spec = [tuple(axis) if isinstance(axis, list) else axis for axis in spec]
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        like = {name: jax.ShapeDtypeStruct(want.shape, want.dtype, sharding=sharding)}
+        reports, before = [], read_so_far()
+        chosen: dict[str, Any] = options or {"read_once": True}
+        got = jaxckpt.restore(path, like, only=[name], report=reports.append, **chosen)[name]
+        read = read_so_far() - before
+        found[name] = {
+            "same": got.dtype == want.dtype
+            and got.sharding == sharding
+            and all(
+                np.asarray(shard.data).tobytes() == want[shard.index].tobytes()
+                for shard in got.addressable_shards
+            ),
+            "kernel": read,
+            "once": list(reports[0].read_once),
+            "job": reports[0].job_bytes,
+            "moved": reports[0].moved_bytes,
+            "size": want.nbytes,
+        }
+    return found
+
+
+def save_parts(me, url, megabytes, env):
+    """Saves an array in rows, one part for each device."""
+    os.environ.update(env)
+    value = np.arange(megabytes * 1_000_000 // 4096 // 64 * 64 * 1024, dtype=np.float32)
+    jaxckpt.save(url, {"w": put(value.reshape(-1, 1024), mesh_of(x=8), ("x",))})
+
+
+def time_restore(me, url, target, once, env):
+    """Restores an array; how long it took from the moment at which all began, and what was read."""
+    import jax
+
+    os.environ.update(env)
+    axes, spec = target
+    sharding = jax.sharding.NamedSharding(mesh_of(**axes), jax.sharding.PartitionSpec(*spec))
+    (leaf,) = jaxckpt.open(url).leaves.values()
+    like = {"w": jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=sharding)}
+    reports = []
+    current().barrier("begin", timeout_s=60)
+    start_s = time.monotonic()
+    got = jaxckpt.restore(url, like, read_once=once, report=reports.append)["w"]
+    got.block_until_ready()
+    seconds = time.monotonic() - start_s
+    for shard in got.addressable_shards:
+        first = np.asarray(shard.data)[:, 0].astype(np.int64)
+        start = shard.index[1].start or 0
+        assert np.array_equal(first, np.arange(len(first)) * 1024 + start)
+    return {"seconds": seconds, "job": reports[0].job_bytes, "size": got.nbytes}
+
+
+def restore_ways(me, path):
+    """Restores in each way that does not read once, or not all; what was reported and logged."""
+    import jax
+
+    lines, found = [], {}
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("jaxckpt").addHandler(handler)
+    logging.getLogger("jaxckpt").setLevel(logging.INFO)
+    spread = jax.sharding.NamedSharding(mesh_of(x=4), jax.sharding.PartitionSpec())
+    alone = jax.sharding.NamedSharding(
+        mesh_of(jax.local_devices(), x=2), jax.sharding.PartitionSpec()
+    )
+    saved = jaxckpt.restore(path, as_numpy=True)
+    like = {
+        "rows": jax.ShapeDtypeStruct(saved["rows"].shape, np.float32, sharding=spread),
+        "alone": jax.ShapeDtypeStruct(saved["alone"].shape, np.float32, sharding=alone),
+        "key": jax.random.key(0),
+        "host": np.zeros((), np.int64),
+        "count": 0,
+    }
+
+    def restore(name, like=like, **options):
+        reports = []
+        try:
+            got = jaxckpt.restore(path, like, report=reports.append, **options)
+        except (jaxckpt.CheckpointError, ValueError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+            return
+        same = all(
+            np.array_equal(np.asarray(shard.data), saved[leaf][shard.index])
+            for leaf in ("rows", "alone")
+            for shard in got[leaf].addressable_shards
+        )
+        assert same
+        assert (got["host"], got["count"]) == (saved["host"], saved["count"])
+        assert jax.random.key_data(got["key"]).tolist() == [0, 7]
+        found[name] = list(reports[0].read_once)
+
+    restore("asked", read_once=True)
+    found["line"] = lines[-1]
+    restore("auto")
+    restore("refused", read_once=False)
+    restore("one refuses", read_once=me.index != 0)
+    restore("other budgets", read_once=True, budget_bytes=(1 + me.index) << 20)
+    other = {**like, "rows": jax.ShapeDtypeStruct((1,), np.float32)} if me.index else like
+    restore("one misfits", other, read_once=True)
+    return found
