@@ -69,9 +69,9 @@ class FolderItem(FileItem):
 
     def write(self, storage: Storage, work: Any, processes: Processes) -> None:
         """Waits for the handler and copies its files."""
-        self.end()
         own = names.process_file(processes.index, processes.count)
         with self.source as root:
+            self.end()
             for file, path in files_in(root).items():
                 if file == own and processes.count > 1:
                     self.mine = {file: path.read_bytes()}
@@ -288,15 +288,18 @@ def store(handler: Any, given: Any) -> Items:
     return {"": take}
 
 
-def run(work: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine to its end, also where an event loop runs already, as in notebooks."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
+def run(work: Coroutine[Any, Any, Any], runner: asyncio.Runner | None = None) -> Any:
+    """Runs a coroutine to its end, also where an event loop runs already, as in notebooks.
+
+    Args:
+        runner: Has the loop to run it in, so that a later call can go on with what it returns.
+    """
+    call: Callable[..., Any] = asyncio.run if runner is None else runner.run
+    if asyncio._get_running_loop() is None:
+        return call(work)
     context = contextvars.copy_context()
     with ThreadPoolExecutor(1, "jaxckpt-orbax") as thread:
-        return thread.submit(context.run, asyncio.run, work).result()
+        return thread.submit(context.run, call, work).result()
 
 
 def files_in(directory: str | os.PathLike[str]) -> dict[str, Path]:

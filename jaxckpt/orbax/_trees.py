@@ -147,14 +147,11 @@ def restore_pytree(
     found = open_checkpoint(path)
     abstract = plain(found.abstract())
     saved, args = by_name(abstract), by_name(restore_args)
-    containers = _above(saved)
     resize = any(getattr(arg, "strict", True) is False for arg in args.values())
 
     def wanted(names: Names, leaf: Any) -> Any:
         if leaf is not PLACEHOLDER and names in saved:
-            return wanted_leaf(saved[names], args.get(names))
-        if leaf is PLACEHOLDER and not partial and names in containers:
-            raise ValueError(f"{_DIFFER}: PLACEHOLDER stands for a leaf, not for all of {names}")
+            return wanted_leaf(saved[names], args.get(names), leaf)
         return leaf
 
     like = map_named(wanted, abstract if target is None else target)
@@ -228,12 +225,21 @@ def _dtype_of(leaf: Any) -> np.dtype[Any] | None:
     return dtype if isinstance(dtype, np.dtype) else None
 
 
+def cast(leaf: Any, dtype: Any) -> Any:
+    """Returns an array or number in a dtype, and other leaves, such as keys, as they are."""
+    if isinstance(leaf, _NUMBERS):
+        return np.asarray(leaf).astype(dtype).item()
+    return leaf if _dtype_of(leaf) is None else leaf.astype(dtype)
+
+
 def _cast_to(wanted: Any, value: Any) -> Any:
     if _dtype_of(wanted) in (None, _dtype_of(value)):
         return value
     if isinstance(wanted, _NUMBERS):
         return type(wanted)(value)
-    return (np.asarray(value) if isinstance(value, _NUMBERS) else value).astype(wanted.dtype)
+    value = (np.asarray(value) if isinstance(value, _NUMBERS) else value).astype(wanted.dtype)
+    is_placed = getattr(wanted, "sharding", None) is not None
+    return jax.device_put(value, wanted.sharding) if is_placed else value
 
 
 def _restore_onto(
@@ -250,6 +256,9 @@ def _restore_onto(
     if not left_out and not isinstance(source, Checkpoint):
         return restore(source, like, resize=resize)
     found = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    holes = [names_of(keys) for keys, leaf in leaves if leaf is PLACEHOLDER]
+    if holes and (wrong := _above(by_name(found.abstract())).intersection(holes)):
+        raise ValueError(f"{_DIFFER}: PLACEHOLDER stands for a leaf, not for all of {wrong}")
     skipped = [name for name in left_out if getattr(found.leaves.get(name), "kind", "") != "empty"]
     return found.restore(like, resize=resize, skip=skipped or None)
 
@@ -279,8 +288,11 @@ def _unsaved(like: Any, saved: Mapping[Names, Any]) -> dict[Names, Any]:
     return unsaved
 
 
-def wanted_leaf(saved: Any, args: Any) -> Any:
-    """Returns the target for a leaf, from what was saved and Orbax's `RestoreArgs`."""
+def wanted_leaf(saved: Any, args: Any, target: Any = None) -> Any:
+    """Returns the target for a leaf, from what was saved and Orbax's `RestoreArgs`.
+
+    Strict `ArrayRestoreArgs` without a shape or dtype take it from an array in the target.
+    """
     kind, dtype = getattr(args, "restore_type", None), getattr(args, "dtype", None)
     if kind in (int, float, bool, str, bytes):
         return kind()
@@ -292,13 +304,15 @@ def wanted_leaf(saved: Any, args: Any) -> Any:
     sharding = sharding_of(args)
     if not isinstance(saved_dtype, np.dtype):  # the dtype of keys
         return _placed(shape, saved_dtype, _cut(sharding, len(shape)))
-    sizes = (getattr(args, name, None) for name in ("global_shape", "shape"))
+    sizes = [getattr(args, name, None) for name in ("global_shape", "shape")]
+    if getattr(args, "strict", False) and getattr(target, "shape", ()) and _dtype_of(target):
+        sizes, dtype = [*sizes, target.shape], dtype or target.dtype
     shape = next((tuple(size) for size in sizes if size is not None), shape)
     if kind is np.ndarray:
         return _zeros(shape, dtype or saved_dtype)
     is_jax = kind is jax.Array or isinstance(saved, jax.ShapeDtypeStruct)
     if sharding is not None or is_jax:
-        return _placed(shape, dtype or saved_dtype, sharding)
+        return _placed(shape, jax.dtypes.canonicalize_dtype(dtype or saved_dtype), sharding)
     if isinstance(saved, np.ndarray):
         return _zeros(shape, dtype or saved_dtype)
     return saved if dtype is None else np.zeros((), dtype).item()

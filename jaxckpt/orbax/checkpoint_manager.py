@@ -258,8 +258,8 @@ class CheckpointManager(Run, AbstractCheckpointManager):
     def metadata(self, step: int | None = None) -> Any:
         """Returns the metadata of a step, or of the run if no step is given."""
         if step is None:
-            found = {} if self._metadata and self._options.read_only else run_metadata(self._index)
-            return metadata.RootMetadata(custom_metadata=found or dict(self._metadata))
+            found = run_metadata(self._index) or dict(self._metadata)
+            return metadata.RootMetadata(custom_metadata=found)
         self._wait_for(step)
         path = self._index.check_step(step)
         if self._is_default is None:

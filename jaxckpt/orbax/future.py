@@ -10,10 +10,6 @@ from jaxckpt.orbax._handling import Future as Future
 from jaxckpt.orbax._handling import run
 
 
-class NoopFuture(Future):
-    """Stands for nothing."""
-
-
 class CommitFutureAwaitingContractedSignals(Future):
     """Stands for a coroutine, which runs when it is waited for."""
 

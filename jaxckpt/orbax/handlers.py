@@ -31,7 +31,7 @@ def _cast(tree: Any, save_args: Any) -> Any:
 
     def cast(path: _trees.Names, leaf: Any) -> Any:
         dtype = dtypes.get(path)
-        return leaf if dtype is None else leaf.astype(dtype)
+        return leaf if dtype is None else _trees.cast(leaf, dtype)
 
     return _trees.map_named(cast, tree)
 

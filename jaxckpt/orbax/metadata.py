@@ -62,24 +62,15 @@ class RootMetadata:
 
 @dataclass
 class Metadata:
-    """A leaf: its `name`, and the `directory` of its tree."""
+    """A leaf: its `name`, and the `directory` of its tree; equal also where these differ."""
 
-    name: str
-    directory: Any
+    name: str = field(compare=False)
+    directory: Any = field(compare=False)
 
 
 @dataclass
 class StringMetadata(Metadata):
     """Text."""
-
-
-@dataclass
-class ValueMetadataEntry:
-    """How Orbax records a leaf: `value_type`, `skip_deserialize` and `write_shape`."""
-
-    value_type: str
-    skip_deserialize: bool = False
-    write_shape: tuple[int, ...] | None = None
 
 
 @dataclass

@@ -46,17 +46,6 @@ class FileOptions:
     skip_sync_file_validations: bool = False
 
 
-@dataclass
-class MemoryLimitOptions:
-    """Limits of Orbax's own writing.
-
-    Attributes:
-        max_transfer_concurrent_gb: No effect.
-    """
-
-    max_transfer_concurrent_gb: int | None = None
-
-
 class AtomicityMode(enum.StrEnum):
     """Names how a save becomes visible: jaxckpt has one protocol, so only AUTO is taken."""
 

@@ -163,17 +163,6 @@ def latest_step_metadata(root_path: str | os.PathLike[str], name_format: Any) ->
     return max(name_format.find_all(root_path), default=None, key=lambda found: found.step)
 
 
-def step_metadata_of_checkpoint_path(
-    checkpoint_path: str | os.PathLike[str], name_format: Any
-) -> Any:
-    """Returns the step that a directory is; ValueError if it is none."""
-    path = epath.Path(checkpoint_path)
-    for found in name_format.find_all(path.parent):
-        if found.path == path:
-            return found
-    raise ValueError(f"Failed to resolve step metadata of checkpoint path: {path}")
-
-
 def find_step_path(
     base_path: str | os.PathLike[str],
     name_format: Any,

@@ -44,10 +44,6 @@ class ParamInfo:
 class TypeHandler:
     """The base of Orbax's handlers of leaves, which jaxckpt does not call."""
 
-    def typestr(self) -> str:
-        """Returns the name of the handler."""
-        return type(self).__name__
-
 
 class ArrayHandler(TypeHandler):
     """The handler of arrays."""
@@ -56,11 +52,8 @@ class ArrayHandler(TypeHandler):
         del tuning
 
 
-NumpyHandler = ScalarHandler = StringHandler = ArrayHandler
-
-
-class SingleReplicaArrayHandler(ArrayHandler):
-    """The handler of arrays: each process reads what its devices need, so nothing is broadcast."""
+# Nothing is broadcast: each process reads what its devices need.
+NumpyHandler = ScalarHandler = StringHandler = SingleReplicaArrayHandler = ArrayHandler
 
 
 def register_type_handler(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -15,6 +17,11 @@ from jaxckpt.orbax.step import is_path_temporary as is_tmp_checkpoint  # noqa: F
 from jaxckpt.orbax.tree import *  # noqa: F403
 
 TMP_DIR_SUFFIX = f"{names.TEMPORARY}-"
+
+
+def is_scalar(x: Any) -> bool:
+    """Returns whether it is a number of Python or numpy."""
+    return isinstance(x, (int, float, np.number))
 
 
 def record_saved_duration(checkpoint_start_time: float) -> None:

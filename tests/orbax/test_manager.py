@@ -389,6 +389,11 @@ def test_metadata_of_the_run(tmp_path):
     def program(ocp, path):
         with ocp.CheckpointManager(path / "run", metadata={"lr": 1}) as manager:
             out = [manager.metadata().custom_metadata]
+        reader = ocp.CheckpointManagerOptions(read_only=True)
+        for run in ("run", "none"):
+            more = {"metadata": {"lr": 2}, "options": reader}
+            with ocp.CheckpointManager(path / run, **more) as manager:
+                out += [manager.metadata().custom_metadata]
         with ocp.CheckpointManager(path / "run") as manager:
             steps = [manager.all_steps(), manager.latest_step(), manager.best_step()]
             out += [raised(manager.restore, None)]

@@ -235,17 +235,28 @@ def test_targets_of_another_size(saved):
             "n": ocp.RestoreArgs(),
             "i": ocp.RestoreArgs(),
         },
+        lambda tree: dict.fromkeys(tree, ocp.ArrayRestoreArgs(mesh=MESH, mesh_axes=P())),
     ],
-    ids=map(str, range(6)),
+    ids=map(str, range(7)),
 )
 def test_restore_args_of_orbax(saved, args):
     """Restore args, also Orbax's own objects, give types, dtypes, shapes and shardings."""
     path, tree = saved
 
-    for target in (None, tree):
+    half = {"a": jnp.zeros(8, jnp.bfloat16), "n": np.zeros(3, np.int16), "i": 1}
+    for target in (None, tree, half):
         given = {"item": target, "restore_args": args(tree)}
         wanted = outcome(lambda given=given: ocp.PyTreeCheckpointer().restore(path, **given))
         assert outcome(lambda t=target: _trees.restore_pytree(path, t, args(tree))) == wanted
+
+
+def test_strict_restore_args_take_the_shape_of_the_target(saved):
+    """An array of another size is an error, as with Orbax."""
+    path, tree = saved
+    args = dict.fromkeys(tree, drop_in.ArrayRestoreArgs(mesh=MESH, mesh_axes=P()))
+
+    with pytest.raises(jaxckpt.TreeMismatch, match=r"wanted float32\[12\]"):
+        _trees.restore_pytree(path, tree | {"a": jnp.zeros(12)}, args)
 
 
 @pytest.mark.parametrize("dtype", ["uint32", "bool", "int8", "float16"])
@@ -287,7 +298,11 @@ def test_a_placeholder_for_a_subtree_is_refused(tmp_path):
     ocp.PyTreeCheckpointer().save(tmp_path / "a", {"b": {"c": 1, "d": 2}, "e": 3})
     target = {"b": _trees.PLACEHOLDER, "e": 0}
 
-    for restore in (ocp.PyTreeCheckpointer().restore, _trees.restore_pytree):
+    for restore in (
+        ocp.PyTreeCheckpointer().restore,
+        _trees.restore_pytree,
+        _trees.restore_standard,
+    ):
         with pytest.raises(ValueError, match="User-provided restore item and on-disk value"):
             restore(tmp_path / "a", target)
 

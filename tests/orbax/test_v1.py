@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import threading
 from typing import Any, NamedTuple
 
 import jax
@@ -312,6 +313,81 @@ def test_items_of_all_kinds(tmp_path):
     twice(program, tmp_path, read=read, api="v1")
 
 
+def test_a_handler_that_saves_a_tree_with_that_of_trees(tmp_path):
+    """With the options of the context, targets of any kind, and metadata as of other trees."""
+
+    class Pairs:
+        def __init__(self):
+            self.trees = ocp_now.handlers.PyTreeHandler()
+
+        async def save(self, directory, checkpointable):
+            return await self.trees.save(directory, dict(checkpointable))
+
+        async def load(self, directory, abstract_checkpointable=None):
+            return await self.trees.load(directory, abstract_checkpointable)
+
+        async def metadata(self, directory):
+            return await self.trees.metadata(directory)
+
+        def is_handleable(self, checkpointable):
+            return isinstance(checkpointable, list)
+
+        def is_abstract_handleable(self, abstract_checkpointable):
+            return True
+
+    def context(ocp, dtype=None):
+        nonlocal ocp_now
+        ocp_now = ocp
+        context = ocp.Context()
+        context.array.saving.storage_options.dtype = dtype
+        context.checkpointables.registry = ocp.handlers.local_registry()
+        context.checkpointables.registry.add(Pairs, checkpointable_name="pairs")
+        return context
+
+    def program(ocp, path):
+        pairs = [("w", np.ones(2)), ("n", 3)]
+        with context(ocp, np.dtype(np.float16)):
+            ocp.save_checkpointables(path / "a", {"pairs": pairs, "state": {"n": 1}})
+            found = ocp.checkpointables_metadata(path / "a").metadata["pairs"]
+            target = {"pairs": {"w": np.ndarray, "n": float}}
+            loaded = ocp.load_checkpointables(path / "a", target)
+        return found["n"], type(found["w"]).__name__, found["w"].dtype, loaded
+
+    ocp_now = ocp
+    twice(program, tmp_path, api="v1")
+
+
+def test_an_object_that_saves_itself_does_so_in_the_background(tmp_path):
+    """Its `save` runs at once, and the rest ends before the commit; `result` raises its error."""
+
+    class Slow(State):
+        async def save(self, directory):
+            async def rest():
+                go.wait(10)
+                (await directory.await_creation() / "n.json").write_text(json.dumps(10 // n))
+
+            n = self.n
+            return rest()
+
+    def program(ocp, path):
+        go.clear()
+        slow = Slow(5)
+        response = ocp.save_checkpointables_async(path / "a", {"state": {"n": 1}, "data": slow})
+        slow.n = 6
+        go.set()
+        return response.result()
+
+    def read(ocp, path):
+        return ocp.load_checkpointables(path / "a", {"data": (state := State(0))}) and state.n
+
+    go = threading.Event()
+    twice(program, tmp_path, read=read, api="v1")
+    response = ocp.save_checkpointables_async(tmp_path / "b", {"data": Slow(0)})
+    with pytest.raises(ZeroDivisionError):
+        response.result()
+    assert not (tmp_path / "b").exists()
+
+
 def test_an_object_without_a_handler_is_an_error_on_both_sides(tmp_path):
     """KeyError for one that cannot be saved or loaded, ValueError without the object to load."""
 
@@ -382,14 +458,16 @@ def test_leaves_may_be_left_out(tmp_path):
     """By PLACEHOLDER, by a partial load, and a type stands for its values."""
 
     def program(ocp, path):
-        ocp.save(path / "a", {"w": jnp.ones(2), "h": np.ones(2), "n": 1})
+        ocp.save(path / "a", {"w": jnp.ones(2), "h": np.ones(2), "n": 1, "d": {"x": 2}})
 
     def read(ocp, path):
         context = ocp.Context()
         context.pytree.loading.partial_load = True
         with context:
             some = ocp.load(path / "a", {"n": 0}), ocp.load(path / "a", {"n": 0, "new": 7})
-        return some, ocp.load(path / "a", {"w": ocp.PLACEHOLDER, "h": np.ndarray, "n": float})
+        subtree = {"w": ocp.PLACEHOLDER, "h": np.ones(2), "n": 1, "d": ocp.PLACEHOLDER}
+        wanted = {"w": ocp.PLACEHOLDER, "h": np.ndarray, "n": float, "d": {"x": int}}
+        return some, ocp.load(path / "a", wanted), raised(ocp.load, path / "a", subtree)
 
     twice(program, tmp_path, read=read, api="v1")
 
@@ -401,7 +479,7 @@ def test_options_of_arrays(tmp_path):
         context = ocp.Context()
         context.array.saving.storage_options.dtype = np.dtype(jnp.bfloat16)
         with context:
-            ocp.save(path / "a", {"w": jnp.ones(2), "i": jnp.arange(3), "f": 1.5})
+            ocp.save(path / "a", {"w": jnp.ones(2), "i": jnp.arange(3), "f": 1.5, "n": 3})
         saving = ocp.options.ArrayOptions.Saving
         scoped = saving.StorageOptions(dtype=np.dtype(np.float16))
         context = ocp.Context()
@@ -465,6 +543,7 @@ def test_safetensors(tmp_path):
             with ocp.Context(checkpoint_layout=layout):
                 found += [ocp.load(path), ocp.metadata(path).metadata]
                 found += [ocp.metadata(path / "a.safetensors").custom_metadata]
+                found += [ocp.metadata(path / "a.safetensors").commit_timestamp is not None]
                 found += [raised(ocp.load_checkpointables, path), raised(ocp.load, path / "no")]
         with ocp.Context(checkpoint_layout="safetensors"):
             found += [raised(ocp.save, path / "x", {"n": 1}), raised(ocp.load, path, {"no": 1})]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, Self, final
 
 from jaxckpt.orbax import options as v0_options
 from jaxckpt.orbax.policies import warn_once
 from jaxckpt.orbax.v1 import options
+from jaxckpt.orbax.v1._trees import ACTIVE
 
 # The attribute, the keyword that also reads it, and the class.
 _PARTS: Final = (
@@ -27,8 +27,6 @@ _PARTS: Final = (
     ("atomicity", "atomicity_options", options.AtomicityOptions),
 )
 _ATTRIBUTES: Final = {keyword: name for name, keyword, _ in _PARTS}
-
-_active: Final[ContextVar[Context | None]] = ContextVar("context", default=None)
 
 
 @final
@@ -84,12 +82,12 @@ class Context:
 
     def __enter__(self) -> Self:
         frozen = options.FROZEN.get() | {id(self), *_ids(self._parts.values())}
-        self._entered.append((options.FROZEN.set(frozen), _active.set(self)))
+        self._entered.append((options.FROZEN.set(frozen), ACTIVE.set(self)))
         return self
 
     def __exit__(self, *_: object) -> None:
         frozen, before = self._entered.pop()
-        _active.reset(before)
+        ACTIVE.reset(before)
         options.FROZEN.reset(frozen)
 
     def check(self) -> None:
@@ -110,4 +108,4 @@ def _ids(parts: Any) -> Iterator[int]:
 
 def get_context(default: Context | None = None) -> Context:
     """Returns the active context, or else the given one, or one without options."""
-    return _active.get() or default or Context()
+    return ACTIVE.get() or default or Context()

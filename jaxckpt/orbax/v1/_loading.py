@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import jax
-import numpy as np
 from etils import epath
 from jax import tree_util
 
@@ -30,14 +29,12 @@ from jaxckpt.orbax.v1._saving import (
     check_names,
     renamed,
 )
+from jaxckpt.orbax.v1._trees import load_tree
 from jaxckpt.orbax.v1.errors import DeletionInProgressError, InvalidLayoutError
 from jaxckpt.orbax.v1.options import CheckpointLayout
 from jaxckpt.storage import locate, real
 
 PLACEHOLDER: Final = _trees.PLACEHOLDER
-# Leaves of a target that mean the same to jaxckpt.
-_ARRAYS: Final = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-_KNOWN: Final = (*_ARRAYS, bool, int, float, str, bytes, type(PLACEHOLDER))
 PathLike = str | os.PathLike[str]
 
 
@@ -211,43 +208,6 @@ def _lacks_tree(error: CorruptCheckpoint) -> bool:
     """Returns whether an error is about the file that describes a tree, which is missing."""
     file = error.file or ""
     return file.endswith(f"/{names.TREE_METADATA}") and locate(file)[0].kind(file) is None
-
-
-def load_tree(path: PathLike, target: Any = None) -> Any:
-    """Loads the tree in a directory."""
-    context = get_context()
-    found = open_checkpoint(path)
-    if target is None:
-        limit = context.memory.read_concurrent_bytes
-        return _trees.plain(found.restore(**({} if limit is None else {"budget_bytes": limit})))
-    like = target
-    if not all(isinstance(leaf, _KNOWN) for leaf in jax.tree.leaves(target)):
-        saved = _trees.by_name(found.abstract())
-        like = _trees.map_named(lambda names, leaf: _wanted(leaf, saved.get(names)), target)
-    return _trees.restore_like(
-        found,
-        like,
-        resize=context.array.loading.enable_padding_and_truncation,
-        partial=context.pytree.loading.partial_load,
-    )
-
-
-def _wanted(leaf: Any, saved: Any) -> Any:
-    """Returns the target of jaxckpt for one of Orbax: a type, an abstract array or a value."""
-    if isinstance(leaf, _KNOWN):
-        return leaf
-    kind = leaf if isinstance(leaf, type) else type(leaf)
-    if issubclass(kind, (bool, int, float, str, bytes, np.generic)):
-        return kind()
-    shape, dtype = (getattr(leaf, n, None) for n in ("shape", "dtype"))
-    if isinstance(leaf, type):
-        shape = dtype = None
-    shape = np.shape(saved) if shape is None else shape
-    dtype = getattr(saved, "dtype", None) if dtype is None else dtype
-    if hasattr(kind, "sharding"):
-        sharding = None if isinstance(leaf, type) else _trees.sharding_of(leaf)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def check_target(target: Any) -> None:

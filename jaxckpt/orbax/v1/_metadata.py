@@ -7,14 +7,11 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-import jax
-import numpy as np
 from etils import epath
 
-from jaxckpt import open as open_checkpoint
 from jaxckpt._disk.found import Found
 from jaxckpt.orbax import _trees
-from jaxckpt.orbax.metadata import ShardingMetadata, custom_of, items_of, of_array
+from jaxckpt.orbax.metadata import custom_of, items_of
 from jaxckpt.orbax.v1 import handlers
 from jaxckpt.orbax.v1._context import get_context
 from jaxckpt.orbax.v1._loading import (
@@ -29,35 +26,11 @@ from jaxckpt.orbax.v1._loading import (
     tensors,
 )
 from jaxckpt.orbax.v1._saving import AUTO, RESERVED, renamed
+from jaxckpt.orbax.v1._trees import tree_metadata
 from jaxckpt.orbax.v1.arrays import to_shape_dtype_struct
-from jaxckpt.types import LeafInfo
 
 PyTreeMetadata = Any
 _T = TypeVar("_T")
-
-
-@dataclass
-class ArrayMetadata:
-    """A jax array."""
-
-    shape: tuple[int, ...] | None
-    dtype: Any
-    sharding_metadata: ShardingMetadata | None
-    storage_metadata: Any  # the shape of its chunks
-
-    @property
-    def sharding(self) -> jax.sharding.Sharding | None:
-        """The saved sharding, on the devices of this job."""
-        return self.sharding_metadata and self.sharding_metadata.to_jax_sharding()
-
-
-@dataclass
-class NumpyMetadata:
-    """A numpy array."""
-
-    shape: tuple[int, ...] | None
-    dtype: Any
-    storage_metadata: Any  # the shape of its chunks
 
 
 @dataclass(kw_only=True)
@@ -87,24 +60,6 @@ def _time(nsecs: int | None) -> datetime.datetime | None:
     return datetime.datetime.fromtimestamp(nsecs / 1e9, tz=datetime.UTC)
 
 
-def tree_metadata(path: PathLike) -> Any:
-    """Describes the leaves of a tree, in its shape as Orbax returns it."""
-    found = open_checkpoint(path)
-    tree = _trees.plain(found.abstract())
-    return _trees.map_named(lambda n, leaf: _of_leaf(leaf, found.leaves.get("/".join(n))), tree)
-
-
-def _of_leaf(leaf: Any, saved: LeafInfo | None) -> Any:
-    if isinstance(leaf, (str, bytes)):
-        return "string"
-    if isinstance(leaf, (bool, int, float)):
-        return leaf
-    sharding, storage = of_array(saved)
-    if isinstance(leaf, np.ndarray):
-        return NumpyMetadata(leaf.shape, leaf.dtype, storage)
-    return ArrayMetadata(tuple(leaf.shape), leaf.dtype, sharding, storage)
-
-
 def _of_checkpoint(path: PathLike, found: Found, metadata: Any) -> CheckpointMetadata[Any]:
     saved = found.metadata
     return CheckpointMetadata(
@@ -127,7 +82,9 @@ def metadata(path: PathLike, checkpointable_name: str | None = AUTO) -> Checkpoi
         leaves = [_trees.by_name(file.abstract()) for file in files]
         named = {".".join(n): to_shape_dtype_struct(x) for one in leaves for n, x in one.items()}
         custom = {key: text for file in files for key, text in custom_of(file).items()}
-        return CheckpointMetadata(epath.Path(path), metadata=named, custom_metadata=custom)
+        changed = int(max(epath.Path(file.path).stat().mtime for file in files) * 1e9)
+        more = {"commit_timestamp_nsecs": changed, "custom_metadata": custom}
+        return CheckpointMetadata(epath.Path(path), metadata=named, **more)
     found = found_checkpoint(path)
     folder = item_path(path, found, checkpointable_name)
     with reading_tree(path, folder):

@@ -9,17 +9,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-import jax
-import numpy as np
-from jax import tree_util
-
 from jaxckpt import SaveHandle, StepExists
 from jaxckpt import save as save_checkpoint
 from jaxckpt import save_async as start_checkpoint
 from jaxckpt._run.items import take_metrics
 from jaxckpt._save.snapshot import Items
 from jaxckpt.format import names
-from jaxckpt.orbax._handling import several
+from jaxckpt.orbax._handling import as_raised, several
 from jaxckpt.orbax.policies import warn_once
 from jaxckpt.orbax.v1 import handlers
 from jaxckpt.orbax.v1._context import get_context
@@ -79,9 +75,10 @@ class SaveResponse(AsyncResponse):
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """Raises ValueError where a checkpoint exists, as Orbax does."""
+    """Raises ValueError where a checkpoint exists, and the errors of handlers, as Orbax does."""
     try:
-        yield
+        with as_raised():
+            yield
     except StepExists as error:
         raise ValueError(f"Destination already exists: {error}") from error
 
@@ -105,7 +102,7 @@ def items(checkpointables: Mapping[str, Any]) -> Items:
         names.check_item(name)
     order = sorted(checkpointables, key=lambda name: name != STATE)  # else as they are given
     registry = context.checkpointables.registry
-    takes = {n: handlers.for_save(registry, _cast(checkpointables[n]), n) for n in order}
+    takes = {n: handlers.for_save(registry, checkpointables[n], n) for n in order}
     return several(takes, context.file.path_permission_mode)
 
 
@@ -116,22 +113,6 @@ def with_metrics(items: Items, metrics: Any) -> Items:
     return Items(
         {**items.take, names.METRICS_ITEM: lambda *_: take_metrics(metrics, lambda _: None)}
     )
-
-
-def _cast(tree: Any) -> Any:
-    """Returns a tree in the dtypes of the context's storage options."""
-    saving = get_context().array.saving
-    scoped, dtype = saving.scoped_storage_options_creator, saving.storage_options.dtype
-    if scoped is None and dtype is None:
-        return tree
-
-    def cast(keys: Any, leaf: Any) -> Any:
-        own = scoped(keys, leaf) if scoped is not None else None
-        wanted = dtype if own is None or own.dtype is None else own.dtype
-        is_array = isinstance(leaf, (jax.Array, np.ndarray))
-        return leaf.astype(wanted) if is_array and wanted is not None else leaf
-
-    return tree_util.tree_map_with_path(cast, tree)
 
 
 def save(path: PathLike, state: Any, *, checkpointable_name: str = STATE, **options: Any) -> None:

@@ -6,6 +6,7 @@ that saves itself, write files into a directory that is copied into the checkpoi
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import tempfile
@@ -22,10 +23,9 @@ from jaxckpt import save as save_checkpoint
 from jaxckpt._save.snapshot import Items, SaveItem
 from jaxckpt.format import jsontext, names, step
 from jaxckpt.multihost import Processes
-from jaxckpt.orbax import metadata
 from jaxckpt.orbax._handling import FolderItem, Stored, Taker, files_in, run, typestr
-from jaxckpt.orbax._trees import restore_standard
 from jaxckpt.orbax.handlers import AlreadyExistsError, NoEntryError
+from jaxckpt.orbax.v1._trees import cast, load_tree, tree_metadata
 
 Checkpointable = Any
 AbstractCheckpointable = Any
@@ -110,11 +110,11 @@ class _Builtin:
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
         """Loads what `save` saved."""
-        return _done(restore_standard(directory, abstract_checkpointable))
+        return _done(load_tree(directory, abstract_checkpointable))
 
     async def metadata(self, directory: Any) -> Any:
         """Describes what `save` saved."""
-        return metadata.of_tree(directory)
+        return tree_metadata(directory)
 
 
 async def _done(value: Any = None) -> Any:
@@ -138,7 +138,7 @@ class PyTreeHandler(_Builtin):
         check_tree(value)
         if not jax.tree.leaves(value) and not value:
             raise ValueError("Found empty item. There is nothing to save")
-        return Stored(tree=value, handler=step.PYTREE_HANDLER)
+        return Stored(tree=cast(value), handler=step.PYTREE_HANDLER)
 
 
 @final
@@ -214,23 +214,25 @@ class _Directory:
 
 
 def take_files(handler: Any, value: Any) -> Taker:
-    """Returns the function that runs a handler and takes the files that it writes."""
-
-    async def save(folder: epath.Path) -> None:
-        await (await handler.save(_Directory(folder), value))
+    """Returns the function that runs a handler, and its rest in the background, for its files."""
 
     def take(name: str, processes: Processes) -> SaveItem:
         source = tempfile.TemporaryDirectory(prefix="jaxckpt-")
-        run(save(epath.Path(source.name)))
-        own = names.process_file(processes.index, processes.count)
-        if processes.index and (others := files_in(source.name).keys() - {own}):
-            raise NotImplementedError(
-                f"item {name!r}: process {processes.index} wrote {', '.join(sorted(others))}; only "
-                f"process 0 may, or {own}. Give the object get_state and set_state, and save it "
-                "with jaxckpt.CheckpointManager.save(items=...)."
-            )
-        saved_by = typestr(type(handler))
-        return FolderItem(name=name, source=source, end=lambda: None, handler=saved_by)
+        runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # of no thread
+        rest = run(handler.save(_Directory(epath.Path(source.name)), value), runner)
+
+        def end() -> None:
+            with runner:
+                run(_loaded(rest, None), runner)
+            own = names.process_file(processes.index, processes.count)
+            if processes.index and (others := files_in(source.name).keys() - {own}):
+                raise NotImplementedError(
+                    f"item {name!r}: process {processes.index} wrote {', '.join(sorted(others))}; "
+                    f"only process 0 may, or {own}. Give the object get_state and set_state, and "
+                    "save it with jaxckpt.CheckpointManager.save(items=...)."
+                )
+
+        return FolderItem(name=name, source=source, end=end, handler=typestr(type(handler)))
 
     return take
 
