@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import jaxckpt
 from jaxckpt._core.plan import plan_save
 from jaxckpt._disk import reader
+from jaxckpt._disk.commit import commit_of
 from jaxckpt._disk.find import find
-from jaxckpt._disk.transaction import work_for
 from jaxckpt._run import upload as uploading
 from jaxckpt._run.copies import over_disks
 from jaxckpt._run.heal import heal
@@ -524,7 +524,7 @@ def test_a_part_that_will_not_come_ends_the_upload(shares, target):
     """Process 0 does not wait for it, and names the process and its problem."""
     source, there = StepIndex(LocalStorage(), str(shares[0])), StepIndex(*locate(target))
     token = uploading.upload_token(find(LocalStorage(), str(shares[0] / "3")))
-    work = work_for(there.storage, there.path(3), token)
+    work = commit_of(there.storage, there.path(3)).work(token)
     refuse(there.storage, work, 1, CorruptCheckpoint("its disk is bad"))
 
     with pytest.raises(ProcessesDisagree, match="process 1: CorruptCheckpoint: its disk is bad"):

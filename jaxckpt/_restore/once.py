@@ -187,7 +187,7 @@ class Together:
     def _choose(self, item: Item, plans: Sequence[LeafPlan]) -> list[Move]:
         asked, storage = self.request.read_once, item.found.storage
         # Local disks are as quick, and each process may see other files there.
-        pays = storage.scheme not in ("file", "memory") or isinstance(storage, LimitedStorage)
+        pays = storage.server_copies or isinstance(storage, LimitedStorage)
         stored = [plan.saved.array for plan in plans if plan.saved.has_array]
         total_bytes = sum(math.prod(one.shape) * dtype_of(one.dtype).itemsize for one in stored)
         pays = pays and total_bytes > _LEAST_TREE_BYTES
