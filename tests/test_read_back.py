@@ -220,7 +220,7 @@ def test_a_step_that_begins_before_the_files_are_read_is_whole(ram_path, monkeyp
 
         with monkeypatch.context() as patch:
             patch.setattr(unchanged, "damaged_chunks", begins)
-            patch.setattr(manager._saver, "refuse_own_thread", lambda: None)
+            patch.setattr(manager._saver.worker, "refuse_own_thread", lambda: None)
             manager.save(3, state(3, kept)).result()
             manager.wait_until_finished()
     links = [largest(ram_path / step).stat().st_nlink for step in ("1", "2", "3", "4")]

@@ -9,7 +9,6 @@ import os
 import posixpath
 import threading
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -120,12 +119,13 @@ def start(request: SaveRequest) -> SaveHandle:
     name, place = f"jaxckpt-save {request.path}", request.path
     worker = Worker[SaveHandle](name=name, place=place, timeout_s=None)
     handle = SaveHandle(SaveJob(request), worker)
-    worker.put(handle, partial(_run, handle))
+    handle.on_end(_log_failure)
+    worker.put(handle, handle.attempt)
     return handle
 
 
-def _run(handle: SaveHandle) -> None:
-    if not handle.attempt():  # nobody may ask the handle
+def _log_failure(handle: SaveHandle) -> None:
+    if handle.error is not None:  # nobody may ask the handle
         _logger.error("the save of %s failed", handle.path, exc_info=handle.error)
         handle.failure = None  # the end of the program does not report it again
 
