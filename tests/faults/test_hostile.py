@@ -124,7 +124,7 @@ _IMPORT = {
     "jaxckpt/cli/_migrate.py": 2,
 }
 # It compiles a function of its own: a method of jax, which takes no text.
-_COMPILE = {"jaxckpt/_core/fingerprint.py": ["compile"]}
+_COMPILE = {f"jaxckpt/{name}.py": ["compile"] for name in ("_core/fingerprint", "_restore/once")}
 
 
 def run_by(text):

@@ -72,7 +72,8 @@ def test_a_kill_while_a_manager_saves_and_deletes(zygote, make_run, trial, what,
             seen.add((tuple(found["steps"]), acknowledged))
 
     assert {(before, False), (after, True)} <= seen
-    assert (with_new, True) in seen or ending == "tear"
+    # Whether it is acknowledged before the oldest goes is up to the threads.
+    assert with_new in {steps for steps, _ in seen} or ending == "tear"
 
 
 @pytest.mark.parametrize(("row", "ending"), ENDINGS)
