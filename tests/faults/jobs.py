@@ -35,6 +35,15 @@ _START_TRIES = 3
 HANGS = "hangs"
 
 
+def _stands_still(pid):
+    """Returns whether all threads of a process are stopped, or have ended."""
+    states = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+            states.add(stat.read_text().rpartition(")")[2].split()[0])
+    return states <= {*"TtZX"}
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """How a member ended.
@@ -151,6 +160,8 @@ class Job:
 
     def stop(self, index):
         os.kill(self.pids[index], signal.SIGSTOP)
+        while not _stands_still(self.pids[index]):
+            time.sleep(_POLL_S)  # until then, other threads go on
         self._stopped.add(index)
 
     def resume(self, index):
