@@ -177,7 +177,7 @@ class LeafInfo:
 
     @property
     def type_text(self) -> str:
-        """The type as text: `float32[4,8]`, `str`, `{}`, `EmptyState()`."""
+        """Returns the type as text: `float32[4,8]`, `str`, `{}`, `EmptyState()`."""
         if self.kind == "empty":
             word = {"Dict": "{}", "List": "[]", "Tuple": "()"}.get(self.dtype, self.dtype)
             return f"{self.container}()" if self.container else word
@@ -272,12 +272,12 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there are no problems."""
+        """Returns whether there are no problems."""
         return not self.problems
 
     @property
     def damaged(self) -> bool:
-        """Whether data is missing or differs from what was written."""
+        """Returns whether data is missing or differs from what was written."""
         return any(not problem.unreadable for problem in self.problems)
 
     def __repr__(self) -> str:
@@ -386,7 +386,7 @@ class DiffReport:
 
     @property
     def equal(self) -> bool:
-        """Whether there are no differences."""
+        """Returns whether there are no differences."""
         return not (self.only_a or self.only_b or self.changed)
 
     def __repr__(self) -> str:

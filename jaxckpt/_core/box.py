@@ -28,7 +28,7 @@ class Box:
 
     @property
     def size(self) -> int:
-        """The number of elements; 1 for a 0-d box."""
+        """Returns the number of elements; 1 for a 0-d box."""
         return math.prod(map(operator.sub, self.stop, self.start))
 
     @property

@@ -44,12 +44,12 @@ class Found:
 
     @property
     def is_share(self) -> bool:
-        """Whether it has only the shards that one process of several held."""
+        """Returns whether it has only the shards that one process of several held."""
         return self.record is not None and self.record.share is not None
 
     @property
     def origin(self) -> str | None:
-        """The token of the save that it comes from; None if another program wrote it."""
+        """Returns the token of the save that it comes from; None if another program wrote it."""
         if self.record is None:
             return None
         lineage = self.record.lineage

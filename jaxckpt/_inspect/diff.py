@@ -174,7 +174,7 @@ class _Pair:
 
     @property
     def differs(self) -> bool:
-        """Whether a difference was found so far."""
+        """Returns whether a difference was found so far."""
         types_differ = _type(self.a) != _type(self.b) or self._shapes[0] != self._shapes[1]
         return types_differ or bool(self._differing)
 

@@ -63,7 +63,7 @@ class Checkpoint:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all values, uncompressed."""
+        """Returns the bytes of all values, uncompressed."""
         return sum(leaf.size_bytes for leaf in self.leaves.values())
 
     @property

@@ -177,15 +177,15 @@ class Moments:
 
     @property
     def mean(self) -> float | None:
-        """The mean; None without any numbers."""
+        """Returns the mean; None without any numbers."""
         return self._mean * self._unit if self.count else None
 
     @property
     def std(self) -> float | None:
-        """The population standard deviation; None without any numbers."""
+        """Returns the population standard deviation; None without any numbers."""
         return math.sqrt(self._spread / self.count) * self._unit if self.count else None
 
     @property
     def norm(self) -> float:
-        """The square root of the sum of squares."""
+        """Returns the square root of the sum of squares."""
         return math.sqrt(self._squares) * self._unit

@@ -70,7 +70,7 @@ class RestoreRequest:
 
     @property
     def keeps_values(self) -> bool:
-        """Whether leaves of `like` may be returned in place of saved leaves."""
+        """Returns whether leaves of `like` may be returned in place of saved leaves."""
         return self.missing == "keep" or self.only is not None or self.skip is not None
 
 

@@ -105,7 +105,7 @@ class Saved(NamedTuple):
 
     @property
     def start(self) -> str | None:
-        """The start that saved it."""
+        """Returns the start that saved it."""
         return self.starts[-1][0] if self.starts else None
 
     def led_to(self, later: Saved) -> bool:

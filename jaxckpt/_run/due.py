@@ -34,12 +34,12 @@ class DueSteps:
 
     @property
     def schedule(self) -> Schedule:
-        """When steps are saved in the directory."""
+        """Returns when steps are saved in the directory."""
         return self.schedules[0]
 
     @property
     def last_step(self) -> int | None:
-        """The step for which `move_on` was called last."""
+        """Returns the step for which `move_on` was called last."""
         return self.schedules[-1].last_step
 
     def decide(self, step: int, is_busy: Callable[[], bool]) -> tuple[Decision, bool]:
@@ -70,7 +70,7 @@ class DueSteps:
 
     @property
     def is_by_clock(self) -> bool:
-        """Whether the processes have to agree on the measured times before a save."""
+        """Returns whether the processes have to agree on the measured times before a save."""
         by_clock = any(schedule.policy.is_by_clock for schedule in self.schedules)
         return self.processes.count > 1 and by_clock
 

@@ -284,7 +284,7 @@ class CheckpointManager:
 
     @property
     def decision(self) -> Decision | None:
-        """The latest answer of `should_save` or `save`, with its reason."""
+        """Returns the latest answer of `should_save` or `save`, with its reason."""
         return self._saver.decision
 
     def save(
@@ -346,7 +346,7 @@ class CheckpointManager:
 
     @property
     def _ended(self) -> str:
-        """Why the manager is closed, or ""."""
+        """Returns why the manager is closed, or ""."""
         return self._roots[0].opening.ended
 
     def _begin_call(self, *, writes: bool = False) -> None:
@@ -646,7 +646,7 @@ class CheckpointManager:
 
     @property
     def run_metadata(self) -> dict[str, Any]:
-        """The `run_metadata` stored with the run, or the metadata that Orbax stored."""
+        """Returns the `run_metadata` stored with the run, or the metadata that Orbax stored."""
         return run_metadata(self._index)
 
     @property
@@ -701,7 +701,7 @@ class CheckpointManager:
 
     @property
     def timings(self) -> list[Timing]:
-        """The durations by phase of this manager's last thousand saves and restores."""
+        """Returns the durations by phase of this manager's last thousand saves and restores."""
         return list(self._saver.timings)
 
     # --- keeping and deleting by hand ------------------------------------------------------------

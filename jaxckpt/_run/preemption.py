@@ -58,7 +58,7 @@ class Preemption:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the job is stopped, according to a notice."""
+        """Returns the seconds until the job is stopped, according to a notice."""
         return None if self._deadline_s is None else self._deadline_s - time.monotonic()
 
     def _poll(self, notice: Notice) -> None:

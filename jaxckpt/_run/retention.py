@@ -85,24 +85,24 @@ class KeepPolicy:
 
     @property
     def has_rules(self) -> bool:
-        """Whether there is any rule."""
+        """Returns whether there is any rule."""
         rules = (self.last, self.every_steps, self.every_seconds, self.best)
         return any(rule is not None for rule in (*rules, self.newer_than_s, self.when))
 
     @property
     def keeps_two(self) -> bool:
-        """Whether the two newest steps always stay."""
+        """Returns whether the two newest steps always stay."""
         return not self.has_rules or (self.last or 0) >= 2
 
     @property
     def needs_facts(self) -> bool:
-        """Whether a rule depends on more than the number of a step."""
+        """Returns whether a rule depends on more than the number of a step."""
         rules = (self.every_seconds, self.best, self.newer_than_s, self.when)
         return any(rule is not None for rule in rules)
 
     @property
     def metric_name(self) -> str | None:
-        """The name of the metric, or of the function that computes it."""
+        """Returns the name of the metric, or of the function that computes it."""
         return getattr(self.metric, "__name__", None) if callable(self.metric) else self.metric
 
     def kept(self, steps: Iterable[StepInfo], *, now_s: float) -> dict[int, str]:

@@ -108,12 +108,12 @@ class SavePolicy:
 
     @property
     def is_by_clock(self) -> bool:
-        """Whether a rule depends on the clock."""
+        """Returns whether a rule depends on the clock."""
         return bool(self.continuous) or (self.every_seconds or self.job_mtbf_s) is not None
 
     @property
     def has_rules(self) -> bool:
-        """Whether there is any rule."""
+        """Returns whether there is any rule."""
         rules = (self.every_steps, self.at_steps, self.when)
         return self.is_by_clock or bool(self.first) or any(rule is not None for rule in rules)
 

@@ -138,7 +138,7 @@ class SaveHandle:
 
     @property
     def waits_for(self) -> tuple[int, ...]:
-        """The processes that have not reported their work yet."""
+        """Returns the processes that have not reported their work yet."""
         return self.job.request.meter.waiting_for()
 
     def __repr__(self) -> str:

@@ -39,7 +39,7 @@ class FileItem:
 
     @property
     def size_bytes(self) -> int:
-        """The approximate size of the values in memory."""
+        """Returns the approximate size of the values in memory."""
         return sum(map(len, self.mine.values()))
 
     def arrive(self) -> None:
@@ -86,7 +86,7 @@ class TreeItem:
 
     @property
     def size_bytes(self) -> int:
-        """The approximate size of the values in memory."""
+        """Returns the approximate size of the values in memory."""
         return self.tree.plan.total_bytes + self.tree.plan.held_bytes
 
     @property

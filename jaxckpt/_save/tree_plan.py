@@ -47,12 +47,12 @@ class TreePlan:
 
     @cached_property
     def writes(self) -> WritePlan:
-        """The writes of this process to the database, without the values."""
+        """Returns the writes of this process to the database, without the values."""
         return self._writes_of(self.plan)
 
     @cached_property
     def held(self) -> WritePlan:
-        """The writes of the other chunks that this process holds, if the plan has them."""
+        """Returns the writes of the other chunks that this process holds, if the plan has them."""
         return self._writes_of(replace(self.plan, writes=self.plan.held))
 
     def _writes_of(self, plan: SavePlan) -> WritePlan:
@@ -62,7 +62,7 @@ class TreePlan:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest that is equal in all processes if their trees differ only in values."""
+        """Returns a digest that is equal in all processes if their trees differ only in values."""
         leaves = [(leaf.path, leaf.kind, leaf.shape) for leaf in self.tree.leaves]
         stored = [(one.shape, one.dtype, one.chunk_shape, one.zstd) for one in self.plan.stored]
         specs = [(name, saved.axis_sizes, saved.spec) for name, saved in self.shardings.items()]
@@ -70,7 +70,7 @@ class TreePlan:
 
     @cached_property
     def files(self) -> Mapping[str, bytes]:
-        """The metadata files, by name in the item."""
+        """Returns the metadata files, by name in the item."""
         return metadata_files(self.tree, self.shardings)
 
 

@@ -42,7 +42,7 @@ class Failure:
 
     @property
     def is_over(self) -> bool:
-        """Whether the thread that began the work has raised it."""
+        """Returns whether the thread that began the work has raised it."""
         return self._caller in self._heard
 
     def hear(self) -> list[BaseException]:

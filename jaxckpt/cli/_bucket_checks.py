@@ -92,7 +92,7 @@ class BucketPlace:
 
     @property
     def checks(self) -> Sequence[Check]:
-        """The checks, in order."""
+        """Returns the checks, in order."""
         there, made = ("obstore", "answers", "credentials", "bucket"), ("create",)
         return [
             Check(name="obstore", call=_obstore),

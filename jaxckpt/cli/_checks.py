@@ -78,7 +78,7 @@ class Place(Protocol):
 
     @property
     def checks(self) -> Sequence[Check]:
-        """The checks, in order."""
+        """Returns the checks, in order."""
         ...
 
     def advice(self, check: str, error: Exception) -> str:

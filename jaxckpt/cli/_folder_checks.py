@@ -55,7 +55,7 @@ class FolderPlace:
 
     @property
     def checks(self) -> Sequence[Check]:
-        """The checks, in order."""
+        """Returns the checks, in order."""
         written = ("write",)
         return [
             Check(name="file system", call=self._file_system),

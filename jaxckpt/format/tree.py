@@ -79,7 +79,7 @@ class StoredArray:
 
     @property
     def unit_shape(self) -> tuple[int, ...]:
-        """The shape of the smallest part that can be read and checked on its own."""
+        """Returns the shape of the smallest part that can be read and checked on its own."""
         return self.inner_shape or self.chunk_shape
 
 
@@ -106,19 +106,19 @@ class Leaf:
 
     @property
     def prefix(self) -> str:
-        """The prefix of the array's keys; empty for a bare leaf."""
+        """Returns the prefix of the array's keys; empty for a bare leaf."""
         return f"{self.name}/" if self.doubled else prefix_of(self.name)
 
     @property
     def array(self) -> StoredArray:
-        """The array on disk; raises CorruptCheckpoint if there is none."""
+        """Returns the array on disk; raises CorruptCheckpoint if there is none."""
         if self.stored is None:
             raise CorruptCheckpoint(f"leaf {self.text} has no array", leaf=self.text)
         return self.stored
 
     @property
     def has_array(self) -> bool:
-        """Whether the values are in a zarr array."""
+        """Returns whether the values are in a zarr array."""
         return self.kind not in ("empty", "ellipsis", "absent") and self.value is None
 
     @property

@@ -39,7 +39,7 @@ class Processes(Protocol):
 
     @property
     def count(self) -> int:
-        """The number of processes, as in `jax.process_count()`."""
+        """Returns the number of processes, as in `jax.process_count()`."""
         ...
 
     def process_of(self, device: Device) -> int:

@@ -75,7 +75,7 @@ class Run(Closing):
 
     @property
     def directory(self) -> epath.Path:  # of the class: programs mock it
-        """The root of the run."""
+        """Returns the root of the run."""
         return self._directory
 
     # --- the steps ---------------------------------------------------------------------------

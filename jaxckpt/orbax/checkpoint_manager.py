@@ -79,7 +79,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
 
     @property
     def _checkpoints(self) -> list[policies.CheckpointInfo]:
-        """The steps, for programs whose manager is a subclass of this class."""
+        """Returns the steps, for programs whose manager is a subclass of this class."""
         return policies.infos(self._infos())
 
     def all_steps(self, read: bool = False) -> list[int]:

@@ -49,7 +49,7 @@ class Checkpointer(AbstractCheckpointer):
 
     @property
     def handler(self) -> Any:
-        """The handler."""
+        """Returns the handler."""
         return self._handler
 
     def save(

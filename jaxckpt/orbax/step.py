@@ -29,12 +29,12 @@ class Metadata:
 
     @property
     def init_timestamp_nsecs(self) -> int | None:
-        """When the save began, if that is recorded."""
+        """Returns when the save began, if that is recorded."""
         return self._recorded("init_timestamp_nsecs")
 
     @property
     def commit_timestamp_nsecs(self) -> int | None:
-        """When the save was committed, if that is recorded."""
+        """Returns when the save was committed, if that is recorded."""
         return self._recorded("commit_timestamp_nsecs")
 
     def _recorded(self, name: str) -> int | None:

@@ -24,7 +24,7 @@ class Mount(NamedTuple):
 
     @property
     def is_bucket(self) -> bool:
-        """Whether this is a bucket, in which a rename copies and deletes."""
+        """Returns whether this is a bucket, in which a rename copies and deletes."""
         return self.kind in _BUCKETS
 
     @property

@@ -337,7 +337,7 @@ class Requests:
 
     @property
     def endpoint(self) -> str:
-        """The endpoint and its origin, for messages."""
+        """Returns the endpoint and its origin, for messages."""
         return endpoint_of(self._scheme, self._bucket, self._settings)
 
 

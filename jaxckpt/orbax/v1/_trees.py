@@ -86,7 +86,7 @@ class ArrayMetadata:
 
     @property
     def sharding(self) -> jax.sharding.Sharding | None:
-        """The saved sharding, on the devices of this job."""
+        """Returns the saved sharding, on the devices of this job."""
         return self.sharding_metadata and self.sharding_metadata.to_jax_sharding()
 
 

@@ -82,12 +82,12 @@ class Checkpointer(Run):
 
     @property
     def latest(self) -> CheckpointMetadata | None:
-        """The newest step, or None."""
+        """Returns the newest step, or None."""
         return self._described(self._info(self._steps[-1])) if self._steps else None
 
     @property
     def checkpoints(self) -> list[CheckpointMetadata]:
-        """The steps in order."""
+        """Returns the steps in order."""
         return [self._described(info) for info in self._infos()]
 
     def _described(self, info: StepInfo) -> CheckpointMetadata:
