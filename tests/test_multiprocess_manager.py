@@ -247,6 +247,7 @@ def cases(counts):
     ]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(("count", "phase", "victim"), cases({2: [0, 1], 4: [0, 1, 3]}))
 def test_a_process_is_killed(start_processes, ram_path, count, phase, victim):
     """The others end, or name the missing process; a smaller job resumes from a complete step."""
@@ -284,6 +285,7 @@ def rounds_of_stops(victims, phases):
     return [(f"{phase}-{victim}", phase, victim) for victim in victims for phase in phases]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("count", "rounds"),
     [

@@ -38,7 +38,7 @@ from tests.test_plan import array_specs, held
 from tests.test_tiers import damage
 
 TWO = [0, 1]
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 FILES = ("_jaxckpt.disk", "_jaxckpt.run")
 
 pytestmark = pytest.mark.multihost
