@@ -50,7 +50,7 @@ Fence = Callable[[], None] | None  # raises if this writer may no longer write h
 
 
 class Work(NamedTuple):
-    """Where an attempt writes a checkpoint."""
+    """Names where an attempt writes a checkpoint."""
 
     path: str
     # The token of the attempt, if attempts share the directory: it is then in the name of whatever

@@ -34,7 +34,7 @@ _CHOICES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
-    """How to restore a tree; the fields are the arguments of `jaxckpt.restore`."""
+    """Describes how to restore a tree; the fields are the arguments of `jaxckpt.restore`."""
 
     mesh: jax.sharding.Mesh | None = None
     shardings: Any = None  # a tree of shardings, or a function

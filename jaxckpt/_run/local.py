@@ -75,7 +75,7 @@ def join(target: StepIndex, source: StepIndex) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
-    """Where a process has the local steps of its run."""
+    """Names where a process has the local steps of its run."""
 
     run: str  # the id of the run
     root: str

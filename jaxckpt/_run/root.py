@@ -286,7 +286,7 @@ def at_home(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """What all processes know of a run that they have opened; by default, for reading."""
+    """Describes what all processes know of a run that they have opened; by default, for reading."""
 
     writes: bool = False
     run: str = ""  # its id

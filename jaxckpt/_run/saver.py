@@ -41,7 +41,7 @@ _MAX_TIMINGS: Final = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
-    """How a manager saves, whatever the step."""
+    """Describes how a manager saves, whatever the step."""
 
     item: str  # of the state
     zstd: int | None  # the level at which each step is compressed

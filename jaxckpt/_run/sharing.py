@@ -24,7 +24,7 @@ from jaxckpt.storage import Storage
 
 @final
 class Sharing:
-    """What the next step in a root may share."""
+    """Describes what the next step in a root may share."""
 
     def __init__(self, root: Root, *, wanted: bool) -> None:
         storage = root.index.storage

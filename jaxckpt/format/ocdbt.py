@@ -61,7 +61,7 @@ _Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Place(NamedTuple):
-    """Where a value lies: a file relative to the database, offset and size in bytes."""
+    """Names where a value lies: a file relative to the database, offset and size in bytes."""
 
     file: str
     offset: int

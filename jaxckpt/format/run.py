@@ -141,7 +141,7 @@ def _has_more(some: set[str], others: set[str], is_step: Callable[[str], bool]) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Which run a directory has the steps of."""
+    """Names which run a directory has the steps of."""
 
     id: str  # random, made once with the run
     directory: str = ""  # in a local directory of the run: the URL of the run's directory

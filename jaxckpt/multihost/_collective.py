@@ -28,7 +28,7 @@ _SEEN_BY_ALL: Final = {error.__name__: error for error in (StepExists, Unsupport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """What every process knows of the reports of all.
+    """Describes what every process knows of the reports of all.
 
     The failed processes are the first few of each mark.
     """

@@ -292,7 +292,7 @@ def as_ours(args: Any) -> Any:
 
 @dataclass
 class SaveArgs:
-    """How to store a leaf.
+    """Describes how to store a leaf.
 
     Attributes:
         aggregate: No effect.
@@ -309,7 +309,7 @@ class SaveArgs:
 
 @dataclass
 class RestoreArgs:
-    """How to restore a leaf.
+    """Describes how to restore a leaf.
 
     Attributes:
         restore_type: Its type; None for the saved one.
@@ -322,7 +322,7 @@ class RestoreArgs:
 
 @dataclass
 class ArrayRestoreArgs(RestoreArgs):
-    """How to restore an array.
+    """Describes how to restore an array.
 
     Attributes:
         restore_type: Its type.

@@ -13,7 +13,7 @@ from jaxckpt.orbax import policies
 
 @dataclass
 class AsyncOptions:
-    """How to save in the background.
+    """Describes how to save in the background.
 
     Attributes:
         timeout_secs: Limit in seconds for each wait for another process or an earlier save.
@@ -33,7 +33,7 @@ MultiprocessingOptions = policies.MultiprocessingOptions
 
 @dataclass(unsafe_hash=True)
 class FileOptions:
-    """How to make directories.
+    """Describes how to make directories.
 
     Attributes:
         path_permission_mode: The permissions of the directories of a run, its steps and their
@@ -56,7 +56,7 @@ class AtomicityMode(enum.StrEnum):
 
 @dataclass(unsafe_hash=True)
 class AtomicityOptions:
-    """How a save becomes visible.
+    """Describes how a save becomes visible.
 
     Attributes:
         mode: Only AUTO is supported.
@@ -127,7 +127,7 @@ _FOR_READERS |= {"save_interval_steps": 0, "create": False, "cleanup_tmp_directo
 
 @dataclass
 class CheckpointManagerOptions:
-    """When a manager saves, what it keeps and how it names steps.
+    """Describes when a manager saves, what it keeps and how it names steps.
 
     Attributes:
         save_interval_steps: Save multiples of this.

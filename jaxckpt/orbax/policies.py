@@ -49,7 +49,7 @@ class CheckpointInfo:
 
 @dataclass
 class MultiprocessingOptions:
-    """Who takes part in a save; only the defaults are supported.
+    """Names who takes part in a save; only the defaults are supported.
 
     Attributes:
         primary_host: The process that leads.

@@ -13,7 +13,7 @@ from jaxckpt.orbax import _trees
 
 @dataclass
 class Transform:
-    r"""Where the value of a leaf comes from.
+    r"""Names where the value of a leaf comes from.
 
     Attributes:
         original_key: The saved path, in which `\1` is a group of the regular expression over the

@@ -89,7 +89,7 @@ _SCOPE: Final = "https://www.googleapis.com/auth/devstorage.read_write"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where the credentials for a bucket come from.
+    """Names where the credentials for a bucket come from.
 
     Attributes:
         name: As messages have it. Sources of the same name are the same.

@@ -19,7 +19,7 @@ _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """How to reach the buckets of an object store, and how long to wait for it.
+    """Describes how to reach the buckets of an object store, and how long to wait for it.
 
     Without settings for a bucket, the standard environment variables decide, such as
     `AWS_ENDPOINT_URL`, `AWS_REGION`, `GOOGLE_APPLICATION_CREDENTIALS` and

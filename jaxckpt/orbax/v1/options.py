@@ -33,22 +33,22 @@ class _Options:
 
 @dataclass(kw_only=True)
 class AsyncOptions(_Options, v0.AsyncOptions):
-    """How to save in the background, with the fields of v0."""
+    """Describes how to save in the background, with the fields of v0."""
 
 
 @dataclass(kw_only=True)
 class AtomicityOptions(_Options, v0.AtomicityOptions):
-    """How a save becomes visible, with the fields of v0."""
+    """Describes how a save becomes visible, with the fields of v0."""
 
 
 @dataclass(kw_only=True)
 class MultiprocessingOptions(_Options, v0.MultiprocessingOptions):
-    """Who takes part in a save, with the fields of v0."""
+    """Names who takes part in a save, with the fields of v0."""
 
 
 @dataclass(kw_only=True)
 class FileOptions(_Options, v0.FileOptions):
-    """How to make directories; the other fields are as in v0.
+    """Describes how to make directories; the other fields are as in v0.
 
     Attributes:
         path_class: No effect.
@@ -59,7 +59,7 @@ class FileOptions(_Options, v0.FileOptions):
 
 @dataclass(kw_only=True)
 class PyTreeOptions(_Options):
-    """How to save (`saving`) and load (`loading`) trees."""
+    """Describes how to save (`saving`) and load (`loading`) trees."""
 
     @dataclass(kw_only=True)
     class Saving(_Options):
@@ -79,11 +79,11 @@ class PyTreeOptions(_Options):
 
 @dataclass(kw_only=True)
 class ArrayOptions(_Options):
-    """How to save (`saving`) and load (`loading`) arrays."""
+    """Describes how to save (`saving`) and load (`loading`) arrays."""
 
     @dataclass(kw_only=True)
     class Saving(_Options):
-        """How to save arrays.
+        """Describes how to save arrays.
 
         Attributes:
             storage_options: How to store all of them.
@@ -121,7 +121,7 @@ class ArrayOptions(_Options):
 
     @dataclass(kw_only=True)
     class Loading(_Options):
-        """How to load arrays.
+        """Describes how to load arrays.
 
         Attributes:
             enable_padding_and_truncation: Whether arrays are cut off or padded to the shapes of the
@@ -164,7 +164,7 @@ class PathwaysOptions(_Options):
 
 @dataclass(kw_only=True)
 class DeletionOptions(_Options):
-    """How to delete steps in buckets: `gcs_deletion_options`."""
+    """Describes how to delete steps in buckets: `gcs_deletion_options`."""
 
     @dataclass(kw_only=True)
     class GcsDeletionOptions(_Options):
@@ -177,7 +177,7 @@ class DeletionOptions(_Options):
 
 @dataclass(kw_only=True)
 class MemoryOptions(_Options):
-    """How much memory to use.
+    """Describes how much memory to use.
 
     Attributes:
         read_concurrent_bytes: Of the host, while a tree is loaded.
