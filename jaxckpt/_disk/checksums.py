@@ -8,7 +8,8 @@ a little-endian uint32 for each chunk (or inner chunk): leaves in order, and eac
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, product
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from jaxckpt.format.arrays import CRC_BYTES, chunk_key, decode_index, index_byte
 from jaxckpt.format.tree import Leaf, StoredArray
 
 _SUM: Final = np.dtype("<u4")
+_CHUNK_KEY: Final = re.compile(r"(.*?)c((?:/\d+)*)", re.DOTALL)  # see `chunk_key`
 _ANYWHERE: Final = 1 << 62  # no limit on offsets: only TensorStore knows how large the chunk is
 
 Sums = np.ndarray[Any, np.dtype[np.uint32]]
@@ -46,6 +48,17 @@ def units_in(stored: StoredArray, index: Sequence[int]) -> list[int]:
     for n, at, chunk, unit in zip(grid, index, stored.chunk_shape, stored.unit_shape, strict=True):
         count = chunk // unit
         units = [outer * n + at * count + i for outer in units for i in range(count)]
+    return units
+
+
+def units_of_keys(stored: Mapping[str, StoredArray], keys: Iterable[str]) -> list[int]:
+    """Returns the numbers of the chunks of some keys; `stored` has the arrays by prefix."""
+    starts, units = dict(zip(stored, starts_of(stored.values()), strict=False)), []
+    for match in filter(None, map(_CHUNK_KEY.fullmatch, keys)):
+        prefix, index = match.groups()
+        if prefix in stored:
+            found = units_in(stored[prefix], [int(n) for n in index.split("/")[1:]])
+            units += [starts[prefix] + unit for unit in found]
     return units
 
 

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from jaxckpt._disk.checksums import units_of_keys
 from jaxckpt._disk.commit import Work
 from jaxckpt._disk.find import find, open_item
 from jaxckpt._disk.found import Found
@@ -33,6 +34,7 @@ from jaxckpt.errors import CheckpointError
 from jaxckpt.format import names
 from jaxckpt.format.ocdbt import decode_leaves, encode_leaves
 from jaxckpt.format.step import FileFacts
+from jaxckpt.format.tree import StoredArray
 from jaxckpt.multihost import Processes, meet, text_of
 from jaxckpt.multihost._collective import disagreement
 from jaxckpt.storage import LocalStorage, Storage, together
@@ -201,10 +203,9 @@ class Part:
         for left in others.values():
             files |= {file: data for file, data in left.items() if file not in self.tables}
         for item, mine in self.tables.items():
-            tables = [mine, *(decode_table(left[item]) for left in others.values() if item in left)]
-            opened = open_item(self.found, item)
-            assert isinstance(opened, Item)
-            stored = [leaf.array for leaf in opened.tree.leaves if leaf.has_array]
+            tables = [decode_table(left[item]) for left in others.values() if item in left]
+            tables.append(mine)  # last: of small host arrays all have a value, and its own counts
+            stored = [*_stored(self.found, item).values()]
             folder = posixpath.join(self.work.path, item)
             manifest, sizes = unite(storage, folder, tables, stored, self.work)
             files[posixpath.join(item, names.CHUNK_SUMS)] = sums_of(tables, stored)
@@ -230,7 +231,7 @@ def _part_of_share(
     for item, path in found.items.items():
         if names.OCDBT_MANIFEST not in found.recorded(path):
             continue
-        table = _table(found, path)
+        table = _table(found, item)
         there = {file: names.data_file_of(file, work.mark) for file in table.files()}
         tables[item] = table.renamed(there)
         data |= {posixpath.join(item, to): posixpath.join(item, file) for file, to in there.items()}
@@ -241,8 +242,9 @@ def _part_of_share(
     return Part(found=found, work=work, process=process, count=count, files=sent, tables=tables)
 
 
-def _table(found: Found, path: str) -> Table:
+def _table(found: Found, item: str) -> Table:
     """Returns where the values of this process's part lie on its disk, and their checksums."""
+    path = found.items[item]
     places = find_values(found.storage, path) or {}
     mine = {
         key: place
@@ -250,8 +252,16 @@ def _table(found: Found, path: str) -> Table:
         if isinstance(place, bytes) or not place.file.startswith(names.OCDBT_HELD)
     }
     sums = np.frombuffer(found.read(path, names.CHUNK_SUMS), "<u4")
-    units = sums.nonzero()[0]  # it has 0 for chunks that are not here
-    return Table(mine, units.tolist(), sums[units].tolist())
+    # Not those of held chunks: host arrays, and replicas gone astray, differ between processes.
+    units = units_of_keys(_stored(found, item), mine)
+    return Table(mine, units, sums[units].tolist())
+
+
+def _stored(found: Found, item: str) -> dict[str, StoredArray]:
+    """Returns the storage layout of an item's arrays, by the prefix of their keys."""
+    opened = open_item(found, item)
+    assert isinstance(opened, Item)
+    return {leaf.prefix: leaf.array for leaf in opened.tree.leaves if leaf.has_array}
 
 
 def refuse(storage: Storage, work: Work, process: int, error: Exception) -> None:

@@ -12,6 +12,7 @@ import time
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -480,6 +481,29 @@ def test_after_a_crash_at_any_change_the_next_upload_of_shares_ends_it(shares, t
                 uploading.upload(sources[process], there, 3)
             check_uploaded(f"{target}/{victim}{after}", 3)
     assert crashes > [2, 10]
+
+
+def test_host_arrays_may_differ_between_processes(tmp_path):
+    """The directory has those of process 0, whatever the other processes held."""
+
+    def run(processes):
+        here = processes.index
+        state = {"large": np.full(70_000, here), "small": np.int32(here)}
+        with manager_of(tmp_path, here) as manager:
+            manager.save(1, state)
+            manager.wait_until_finished()
+
+    simulate(2, run)
+
+    assert jaxckpt.verify(tmp_path / "run" / "1").ok
+    state = jaxckpt.restore(tmp_path / "run" / "1", as_numpy=True)
+    assert (state["small"], state["large"].max()) == (0, 0)
+
+
+def manager_of(root, process, **options):
+    """The manager of a simulated process with a disk of its own."""
+    limits = {"timeout_s": 10, "durable_timeout_s": 10, **options}
+    return jaxckpt.CheckpointManager(root / "run", local=root / f"host{process}", **limits)
 
 
 def test_hosts_share_what_has_not_changed(run_processes, tmp_path):
