@@ -101,10 +101,17 @@ class Tiers:
         return True
 
     def _newest_unless_durable(self) -> int | None:
-        newest, durable = self.local.index.newest(), self.uploads.newest
-        if newest is None or durable is None:
+        newest, sent = self.local.index.newest(), self.uploads.newest
+        if newest is None or sent is None or newest > sent:
             return newest
-        return newest if newest > durable else None
+        return None if self.uploads.leads or self._is_durable(sent) else newest
+
+    def _is_durable(self, step: int) -> bool:
+        """Returns whether process 0 is known to have committed a step in the directory."""
+        try:
+            return self.directory.reach.ask(partial(self.directory.has, step))
+        except OSError:
+            return False
 
     def _has_room(self, size_bytes: int) -> bool:
         free = free_bytes(self.local.index.root)

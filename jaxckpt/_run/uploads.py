@@ -100,7 +100,9 @@ class Uploads:
         self._is_stopped = False
         self._urgent: int | None = None  # the step for which others give way
         self._bytes_per_s: float | None = None  # of the last upload
-        self.newest: int | None = None  # that this process has brought to the directory
+        self.newest: int | None = (
+            None  # that this process sent; once process 0 has, it is committed
+        )
         self.newest_direct: int | None = None  # that it saves or has saved in the directory itself
         source.needed = self.steps
 

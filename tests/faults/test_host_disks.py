@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import tarfile
+import threading
 import time
 from itertools import count
 from pathlib import Path
@@ -33,6 +34,7 @@ from jaxckpt.storage import LocalStorage, locate
 from jaxckpt.storage._limit import LimitedStorage
 from jaxckpt.storage._mounts import Mount
 from jaxckpt.testing import CrashingStorage, SimulatedCrash, simulate
+from jaxckpt.testing._storage import _Relay
 from tests.commandline import cli, said_json
 from tests.test_identity import as_before
 from tests.test_plan import array_specs, held
@@ -504,6 +506,43 @@ def manager_of(root, process, **options):
     """The manager of a simulated process with a disk of its own."""
     limits = {"timeout_s": 10, "durable_timeout_s": 10, **options}
     return jaxckpt.CheckpointManager(root / "run", local=root / f"host{process}", **limits)
+
+
+def test_a_full_disk_keeps_a_step_until_all_parts_are_committed(tmp_path, monkeypatch):
+    """A process that has sent its part does not take the step for durable."""
+    slow, full = Slow(names.RECORD, "/run/"), []
+    monkeypatch.setattr("jaxckpt._run.root.locate", lambda path: (slow, locate(path)[1]))
+    free_bytes = lambda path: 0 if any(host in path for host in full) else None  # noqa: E731
+    monkeypatch.setattr("jaxckpt._run.tiers.free_bytes", free_bytes)
+
+    def run(processes):
+        with manager_of(tmp_path, processes.index) as manager:
+            manager.save(1, {"a": 1}).result()
+            manager._saver.wait_for_all()
+            if processes.index == 1:
+                for one in manager._tiers.uploads.under_way():
+                    one.ended.wait(30)
+                full.append("host1")
+            handle = manager.save(2, {"a": 2})
+            found = [file.exists() for file in steps]
+            slow.goes_on.set()
+            handle.result()
+            return found
+
+    steps = [tmp_path / "host1" / "share_0" / "1", tmp_path / "run" / "1"]
+    assert simulate(2, run) == [[True, False]] * 2
+
+
+class Slow(_Relay):
+    """A place that waits with the first write of a file until `goes_on` is set."""
+
+    def __init__(self, *of_path):
+        super().__init__(LocalStorage())
+        self.of_path, self.goes_on = of_path, threading.Event()
+
+    def _before(self, verb, path, data=b""):
+        if verb in ("write", "create") and all(part in path for part in self.of_path):
+            self.goes_on.wait(30)
 
 
 def test_hosts_share_what_has_not_changed(run_processes, tmp_path):
