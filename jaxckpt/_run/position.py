@@ -46,9 +46,13 @@ class Position:
         if step < self._of_other:
             return f"the job before has saved step {self._of_other}"
 
+        def is_in(root: Root) -> bool:
+            # If its save failed, another process may lack its part on its own disk.
+            failed = root.own and (self.floor is None or step > self.floor)
+            return not failed and root.has(step)  # not from memory: it may have been deleted
+
         def is_there() -> bool:
-            # Not from memory: another program may have deleted it.
-            return step in saving() or is_in_any(self.roots, lambda root: root.has(step))
+            return step in saving() or is_in_any(self.roots, is_in)
 
         found = self._lead("there", is_there)
         return f"step {step} is there already or being saved" if found else ""

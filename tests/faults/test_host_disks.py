@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -543,6 +544,32 @@ class Slow(_Relay):
     def _before(self, verb, path, data=b""):
         if verb in ("write", "create") and all(part in path for part in self.of_path):
             self.goes_on.wait(30)
+
+
+class Failing(Slow):
+    """A place that is full when a file is written."""
+
+    def _before(self, verb, path, data=b""):
+        if verb in ("write", "create") and all(part in path for part in self.of_path):
+            raise OSError(errno.ENOSPC, "no room", path)
+
+
+def test_a_step_that_one_process_could_not_commit_is_saved_again(tmp_path, monkeypatch):
+    """Though another process has committed its part."""
+    failing = Failing(names.RECORD, "/host1/")
+    monkeypatch.setattr("jaxckpt._run.root.locate", lambda path: (failing, locate(path)[1]))
+
+    def run(processes):
+        with manager_of(tmp_path, processes.index) as manager:
+            with pytest.raises((SaveFailed, ProcessesDisagree)):
+                manager.save(1, {"a": 1}).result()
+            processes.barrier("failed", timeout_s=10)
+            failing.of_path = ["nowhere"]
+            manager.save(1, {"a": 1}).result()
+            return manager.save(1, {"a": 1})
+
+    assert simulate(2, run) == [None, None]
+    assert all(jaxckpt.verify(tmp_path / f"host{n}" / "share_0" / "1").ok for n in TWO)
 
 
 def test_hosts_share_what_has_not_changed(run_processes, tmp_path):
