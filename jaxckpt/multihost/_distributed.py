@@ -5,7 +5,8 @@ A gather, in O(processes) messages:
 1. Every process puts its value under `from/<index>`.
 2. Process 0 waits for all values until the time limit. It lists the values so far, and waits for
    single values in between, twice as many each time: few requests if they come almost together.
-3. Process 0 puts the outcome: what it makes of the values, or the missing processes.
+3. Process 0 puts the outcome: what it makes of the values, or the missing processes, or the error
+   that it got in judging the values.
 4. The others wait for the outcome. A process that times out first puts the outcome "missing".
 5. The outcome is put with create-if-absent: the first wins, and every process, including process 0
    and late ones, returns or raises accordingly. No process can succeed where another failed.
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast, final
 from urllib.parse import quote
 
-from jaxckpt.errors import CheckpointTimeout
+from jaxckpt.errors import CheckpointTimeout, ProcessesDisagree
 from jaxckpt.multihost._protocol import Device, Json, decode, encode
 
 _logger = logging.getLogger("jaxckpt")
@@ -168,12 +169,13 @@ class Distributed:
         missing = self._lacking(found)
         told = [_unpack(found[index]) for index in sorted(found)]
         try:
-            verdict = None if missing else judge([decode(value) for _, value in told])
-        except BaseException:  # the others hear of it now, and not after their time limit
-            self._publish(round_, _pack([0], b"null"), _last_words_s(round_.timeout_s))
+            verdict = encode(None if missing else judge([decode(value) for _, value in told]))
+        except BaseException as error:  # the others hear of it now, not after their time limit
+            why = encode(f"{type(error).__name__}: {error}")
+            self._publish(round_, _pack([0], why), _last_words_s(round_.timeout_s))
             raise
         patience_s = max(round_.left_s, _last_words_s(round_.timeout_s))
-        outcome = self._publish(round_, _pack(missing, encode(verdict)), patience_s)
+        outcome = self._publish(round_, _pack(missing, verdict), patience_s)
         self._forget([old for read, _ in told for old in cast("list[str]", read)], patience_s)
         return outcome
 
@@ -242,6 +244,8 @@ class Distributed:
         with self._lock:
             self._read.append(round_.key)
         missing, value = _unpack(outcome)
+        if missing and (why := decode(value)) is not None:
+            raise ProcessesDisagree(f"{round_.place}: process 0 failed: {why}", {0: str(why)})
         if missing:
             raise _timed_out(round_, cast("list[int]", missing), self.index, self.count)
         return decode(value)

@@ -9,7 +9,7 @@ import traceback
 
 import pytest
 
-from jaxckpt.errors import CheckpointTimeout
+from jaxckpt.errors import CheckpointTimeout, ProcessesDisagree
 from jaxckpt.multihost import Distributed, current
 
 LONG_S = 60.0  # never reached
@@ -161,15 +161,20 @@ def law_process_0_may_be_the_missing_one(us):
 
 
 def law_a_judge_that_fails_ends_the_round_on_all(us):
-    """Process 0 raises its error at once, and nobody waits for the verdict until the time limit."""
+    """Process 0 raises its error at once, and the others are told of it before the time limit."""
 
     def judge(values):
         raise ZeroDivisionError(values)
 
-    with pytest.raises(ZeroDivisionError if us.index == 0 else CheckpointTimeout) as caught:
-        us.gather("judged", us.index, judge, timeout_s=600.0)  # longer than a test may take
-    if us.index:
-        assert list(caught.value.missing) == [0]
+    def give_no_json(values):
+        return judge
+
+    for bad, kind in ((judge, ZeroDivisionError), (give_no_json, TypeError)):
+        with pytest.raises(ProcessesDisagree if us.index else kind) as caught:
+            us.gather("judged", us.index, bad, timeout_s=600.0)  # longer than a test may take
+        if us.index:
+            assert caught.value.failures[0].startswith(f"{kind.__name__}: ")
+            assert "judged: process 0 failed: " in str(caught.value)
     assert us.agree("next", us.index, timeout_s=LONG_S) == 0
 
 
