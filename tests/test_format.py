@@ -103,7 +103,8 @@ def test_json_that_is_too_large_is_not_parsed(monkeypatch):
 
 @LAWS
 @given(
-    st.dictionaries(texts.filter(bool), texts, max_size=3),  # without a name, it is one text
+    st.dictionaries(texts.filter(bool), texts, max_size=3)
+    | st.builds(lambda text: {"": text}, texts.filter(bool)),  # of a flat checkpoint
     st.none() | st.integers(0, 2**62),
     st.dictionaries(texts, json_values, max_size=3),
 )

@@ -43,7 +43,8 @@ JSON_HANDLER: Final = "orbax.checkpoint._src.handlers.json_checkpoint_handler.Js
 class StepMetadata:
     """The contents of `_CHECKPOINT_METADATA`. Times are wall clock, ns since 1970."""
 
-    handlers: Mapping[str, str] = field(default_factory=dict)  # Orbax's handler by item name
+    # Orbax's handler by item name, "" if the checkpoint is the item.
+    handlers: Mapping[str, str] = field(default_factory=dict)
     init_ns: int | None = None
     commit_ns: int | None = None
     custom_metadata: Mapping[str, Any] | None = None  # the caller's JSON
@@ -53,7 +54,7 @@ def encode(step: StepMetadata) -> bytes:
     """Encodes `_CHECKPOINT_METADATA`. Orbax refuses further keys."""
     return jsontext.dumps(
         {
-            # A flat checkpoint has one string here, for an unnamed item.
+            # A flat checkpoint has one string here.
             "item_handlers": step.handlers.get("") or dict(step.handlers),
             "metrics": {},
             "performance_metrics": {},
@@ -67,6 +68,8 @@ def encode(step: StepMetadata) -> bytes:
 def decode(data: bytes, *, file: str) -> StepMetadata:
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     handlers = top.get("item_handlers")
+    if isinstance(handlers, str):
+        handlers = {"": handlers}
     times = [top.get("init_timestamp_nsecs"), top.get("commit_timestamp_nsecs")]
     init_ns, commit_ns = (
         None if t is None else expect(t, int, "a timestamp", file=file) for t in times

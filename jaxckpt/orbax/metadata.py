@@ -212,7 +212,7 @@ def of_step(found: Found, items: Any) -> Any:
     """Returns the metadata of a checkpoint."""
     saved = found.metadata
     return StepMetadata(
-        item_handlers=dict(saved.handlers),
+        item_handlers=saved.handlers.get("") or dict(saved.handlers),
         item_metadata=items,
         init_timestamp_nsecs=saved.init_ns,
         commit_timestamp_nsecs=saved.commit_ns,

@@ -25,6 +25,16 @@ def tree(n=0.0):
     return {"w": jnp.arange(4.0) + n, "n": np.arange(3.0), "step": 3}
 
 
+def test_the_handler_of_a_flat_checkpoint(tmp_path):
+    """It is one text, whichever handler asks; Orbax's composite handler refuses to describe it."""
+    with ours.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "a", tree())
+
+    found = ours.Checkpointer(ours.CompositeCheckpointHandler()).metadata(tmp_path / "a")
+
+    assert found.item_handlers.endswith(".StandardCheckpointHandler")
+
+
 def read_flat(ocp, path):
     with ocp.StandardCheckpointer() as checkpointer:
         return ocp.PyTreeCheckpointer().restore(path / "a"), checkpointer.restore(
