@@ -516,3 +516,8 @@ def test_files_of_another_program_alone_are_no_damage(tmp_path):
         with pytest.raises(jaxckpt.UnsupportedFormat, match=r"only my\.H reads"):
             manager.restore()
         assert manager.all_steps() == [1]
+    (tmp_path / "1" / names.RECORD).unlink()  # as Orbax writes it
+    with pytest.raises(jaxckpt.UnsupportedFormat, match=r"only my\.H reads"):
+        jaxckpt.restore(tmp_path)
+    assert "only a program's own handler" in str(jaxckpt.verify(tmp_path / "1").unchecked)
+    assert jaxckpt.verify(tmp_path / "1").ok

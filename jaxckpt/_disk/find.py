@@ -261,7 +261,8 @@ def read_found(storage: Storage, path: str, entries: Entries) -> Found:
     if names.DELETION_RECORD in entries:
         file = f"{path}/{names.DELETION_RECORD}"
         deleting = step.decode_deletion(storage.read(file, max_bytes=jsontext.MAX_BYTES), file=file)
-    items = _items(found, entries)
+    handled = {n: f"{path}/{n}" for n in metadata.handlers if n in entries}
+    items = _items(found, entries) or handled  # which only a program's own handlers read
     if not items:
         what = f"{path} is a checkpoint without items; it contains {', '.join(sorted(entries))}"
         raise CorruptCheckpoint(what, file=path)
@@ -487,7 +488,7 @@ def open_item(found: Found, name: str | None = None) -> Item | JsonItem:
         return JsonItem(found=found, name=name, value=value)
     found.refuse_holes(path)
     if names.TREE_METADATA not in inside:
-        if found.record is not None and not is_item(found, path):
+        if name and not is_item(found, path):
             handler = found.metadata.handlers.get(name, "")
             raise UnsupportedFormat(f"{path} has files of a program, which only {handler} reads")
         return foreign.read_item(found, name)

@@ -67,9 +67,11 @@ def _verify(found: Found) -> VerifyReport:
     files = _check_files(found, problems, unchecked)
     leaves = size = 0
     for name, place in found.items.items():
-        is_tree = found.record is None or f"{name}/{names.TREE_METADATA}" in found.record.files
-        if not is_tree and not is_item(found, place):
-            continue  # files of a program's own handler, which have been checked
+        was_tree = found.record and f"{name}/{names.TREE_METADATA}" in found.record.files
+        if name and not was_tree and not is_item(found, place):
+            if found.record is None:  # otherwise its files have been checked
+                unchecked.append(f"{place}: only a program's own handler reads it")
+            continue
         try:
             item = open_item(found, name)
         except CheckpointNotFound:
