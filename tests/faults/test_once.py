@@ -50,43 +50,35 @@ def test_a_process_is_lost_at_each_phase(trial, side_by_side, ram_path, how, vic
             assert new == {"same": True}
 
 
+def restored(zygote, *args):
+    """What each member says that restores a checkpoint with a bad chunk."""
+    with started(zygote, children.read_bad, args=args) as job:
+        ends = job.wait()
+    assert all(end.result is not None for end in ends), ends
+    return [end.result for end in ends]
+
+
 @pytest.mark.parametrize("by", ["manager", "path"])
 def test_a_damaged_chunk_leads_to_the_step_before(trial, zygote, ram_path, by):
     """Whichever process finds it, and whatever has been moved already."""
     for leaf in (0, 2):
-        with (
-            trial("53", f"damage in leaf {leaf}, restored by {by}"),
-            started(
-                zygote,
-                children.read_bad,
-                args=[ram_path / f"{leaf}", "damaged", leaf, by],
-            ) as job,
-        ):
-            for end in job.wait():
-                assert end.result is not None, end.out
-                assert (end.result["error"], end.result["step"]) == (None, 1), end.result
-                assert end.result["once"] == [[*children.LEAVES]], end.result
-                assert any("could not read its part" in w for w in end.result["warned"])
+        with trial("53", f"damage in leaf {leaf}, restored by {by}"):
+            for one in restored(zygote, ram_path / f"{leaf}", "damaged", leaf, by):
+                assert (one["error"], one["step"]) == (None, 1), one
+                assert one["once"] == [[*children.LEAVES]], one
+                assert any("could not read its part" in text for text in one["warned"])
 
 
 @pytest.mark.parametrize("how", ["at first", "always"])
 def test_a_chunk_that_one_process_cannot_read(trial, zygote, ram_path, how):
     """All read directly; if it still cannot be read, all raise, and no step counts as damaged."""
     for leaf in (0, 2):
-        with (
-            trial("53", f"{how} an error after {leaf} reads"),
-            started(
-                zygote,
-                children.read_bad,
-                args=[ram_path / f"{leaf}", how, leaf, "manager"],
-            ) as job,
-        ):
-            ends = job.wait()
-            assert all(end.result is not None for end in ends), ends
-            errors = [end.result["error"] for end in ends]
+        with trial("53", f"{how} an error after {leaf} reads"):
+            results = restored(zygote, ram_path / f"{leaf}", how, leaf, "manager")
+            errors = [one["error"] for one in results]
             if how == "at first":
-                assert errors == [None] * 3, ends
-                assert [end.result["step"] for end in ends] == [2] * 3
-                assert [end.result["once"] for end in ends] == [[[]]] * 3
+                assert errors == [None] * 3, results
+                assert [one["step"] for one in results] == [2] * 3
+                assert [one["once"] for one in results] == [[[]]] * 3
             else:
-                assert errors == ["ProcessesDisagree", "OSError", "ProcessesDisagree"], ends
+                assert errors == ["ProcessesDisagree", "OSError", "ProcessesDisagree"], results
