@@ -61,6 +61,7 @@ class Upload:
     is_ours: bool = True  # whether this job saved it, and wants to know of errors
     metrics: dict[str, object] = field(default_factory=dict)
     since_s: float = field(default_factory=time.monotonic)  # when it was committed locally
+    token: str = ""  # of the attempts, once read; the record may be lost later
     parts: dict[int, bytes] = field(default_factory=dict)  # of the other processes
     caller: threading.Thread = field(default_factory=threading.current_thread)
     error: BaseException | None = None
@@ -138,6 +139,10 @@ class Uploads:
             left = {one.step: one for one in self._waiting}
             new = [step for step in steps if step not in self._taken]
             self._waiting = [left.get(step) or self.expect(step, is_ours=False) for step in new]
+            waiting = [*self._waiting]
+        for one in waiting:
+            with contextlib.suppress(CheckpointError, OSError):  # reported when it is sent
+                self._token_of(one)
         self._begin()
 
     def _begin(self) -> None:
@@ -315,9 +320,12 @@ class Uploads:
 
     def _attempt_of(self, one: Upload) -> tuple[str, str]:
         """Returns the path and the token of the attempt to upload a step."""
+        return self.target.index.path(one.step), self._token_of(one)
+
+    def _token_of(self, one: Upload) -> str:
         source = self.source.index
-        token = upload_token(find(source.storage, source.path(one.step)))
-        return self.target.index.path(one.step), token
+        one.token = one.token or upload_token(find(source.storage, source.path(one.step)))
+        return one.token
 
     def _send(self, one: Upload) -> None:
         source, target, step = self.source, self.target, one.step

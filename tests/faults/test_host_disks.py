@@ -546,6 +546,25 @@ class Slow(_Relay):
             self.goes_on.wait(30)
 
 
+def test_a_process_that_lost_its_record_says_so(tmp_path, monkeypatch):
+    """Process 0 does not wait for its part until the time limit."""
+    slow = Slow(names.WRITER, "/run/")
+    monkeypatch.setattr("jaxckpt._run.root.locate", lambda path: (slow, locate(path)[1]))
+
+    def run(processes):
+        with manager_of(tmp_path, processes.index, durable_timeout_s=60) as manager:
+            manager.save(1, {"a": 1})
+            manager._saver.wait_for_all()
+            if processes.index == 1:
+                (tmp_path / "host1" / "share_0" / "1" / names.RECORD).unlink()
+                slow.goes_on.set()
+            with pytest.raises(ProcessesDisagree, match="process 1: CorruptCheckpoint") as caught:
+                manager.wait_until_finished()
+            return names.RECORD in str(caught.value)
+
+    assert simulate(2, run) == [True, True]
+
+
 class Failing(Slow):
     """A place that is full when a file is written."""
 
