@@ -395,7 +395,8 @@ class Uploads:
             self._changed.notify_all()
 
     def _end(self, one: Upload, error: BaseException | None) -> None:
-        if not self.leads and isinstance(error, Exception):
+        # If a store failed, the next job tries again: it must not find the part refused.
+        if not self.leads and isinstance(error, Exception) and not _may_pass(error):
             self._refuse(one, error)
         with self._changed:
             is_current = one is self._current

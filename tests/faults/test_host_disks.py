@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import re
@@ -29,7 +30,13 @@ from jaxckpt._run.copies import over_disks
 from jaxckpt._run.heal import heal
 from jaxckpt._run.index import StepIndex
 from jaxckpt._run.shares import refuse, share_on_disk
-from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, ProcessesDisagree, SaveFailed
+from jaxckpt.errors import (
+    CheckpointNotFound,
+    CheckpointTimeout,
+    CorruptCheckpoint,
+    ProcessesDisagree,
+    SaveFailed,
+)
 from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, locate
 from jaxckpt.storage._limit import LimitedStorage
@@ -565,11 +572,36 @@ def test_a_process_that_lost_its_record_says_so(tmp_path, monkeypatch):
     assert simulate(2, run) == [True, True]
 
 
+def test_a_store_that_failed_in_one_process_ends_no_later_upload(tmp_path, monkeypatch):
+    """Process 0 gives up first, then the other; in the directory is nothing like a refusal."""
+    failing = Failing("part_1", "/run/")
+    failing.spared = "problem"  # a refusal
+    monkeypatch.setattr("jaxckpt._run.root.locate", lambda path: (failing, locate(path)[1]))
+
+    def run(processes):
+        limits = {"durable_timeout_s": 0.5 if processes.index else 0.1}
+        manager = manager_of(tmp_path, processes.index, **limits)
+        manager.save(1, {"a": 1})
+        manager._saver.wait_for_all()
+        for one in manager._tiers.uploads.under_way():
+            one.ended.wait(30)
+        with contextlib.suppress(CheckpointTimeout):  # in process 0
+            manager.close()
+
+    simulate(2, run)
+
+    assert [*tmp_path.glob("run/1.*")]
+    assert not [*tmp_path.glob("run/1.*/*part_1*")]
+
+
 class Failing(Slow):
-    """A place that is full when a file is written."""
+    """A place that is full when a file is written, unless that has some text."""
+
+    spared = "never"
 
     def _before(self, verb, path, data=b""):
-        if verb in ("write", "create") and all(part in path for part in self.of_path):
+        is_file = verb in ("write", "create") and all(part in path for part in self.of_path)
+        if is_file and self.spared.encode() not in data:
             raise OSError(errno.ENOSPC, "no room", path)
 
 
