@@ -20,6 +20,8 @@ def get_config() -> ml_collections.ConfigDict:
             "at_steps": (1,),  # also the first step, so that a full disk is noticed immediately
             "first": None,  # also saves the first step after each start of the program
             "on_preemption": True,  # on SIGTERM, or on SIGUSR1 from a scheduler
+            "check_replicas": 20,  # compares the replicas of each shard at every 20th save
+            "may_differ": None,  # globs over leaves whose replicas differ on purpose
             "continuous": None,  # starts each save when the previous one has ended
         },
         # Rules add up here too; the newest step and pinned steps always stay.

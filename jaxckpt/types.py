@@ -444,9 +444,11 @@ class StepInfo:
         saved_s: Wall clock of its commit, in seconds since 1970.
         metrics: The metrics passed to `save`.
         pinned: Whether it is pinned.
+        differences: Replicas that differed when it was saved; see `SavePolicy.check_replicas`.
     """
 
     step: int
     saved_s: float
     metrics: Mapping[str, Any] = field(default_factory=dict)
     pinned: bool = False
+    differences: Sequence[str] = ()

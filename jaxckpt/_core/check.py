@@ -46,12 +46,12 @@ def check_type(who: str, name: str, value: object, kind: Any, wanted: str) -> No
         raise TypeError(f"{who}: {name} must be {wanted}, got {shown(value)}")
 
 
-def check_count(who: str, **values: int | None) -> None:
-    """Checks that each value is None or an int of 1 or more."""
+def check_count(who: str, *, least: int = 1, **values: int | None) -> None:
+    """Checks that each value is None or an int that is large enough."""
     for name, value in values.items():
         check_type(who, name, value, int | None, "an int")
-        if value is not None and value < 1:
-            raise ValueError(f"{who}: {name} must be at least 1, got {value}")
+        if value is not None and value < least:
+            raise ValueError(f"{who}: {name} must be at least {least}, got {value}")
 
 
 def check_positive(who: str, **values: float | None) -> None:

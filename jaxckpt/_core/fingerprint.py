@@ -65,9 +65,10 @@ def _sums(values: np.ndarray[Any, Any]) -> Iterator[bytes]:
 
 
 def send(shards: Sequence[jax.Array]) -> list[Sent]:
-    """Enqueues the fingerprints of arrays, each on one device.
+    """Enqueues the fingerprints of arrays, each on one device or replicated on several.
 
-    The arrays may be overwritten afterwards: the fingerprints are of their present values.
+    The fingerprints of replicas come one after the other. The arrays may be overwritten afterwards:
+    the fingerprints are of their present values.
 
     Returns:
         For each array its fingerprint, on the way; LATER if `prepare` must compile its program
@@ -84,7 +85,7 @@ def prepare() -> None:
         key, shape = _wanted.popitem()
         try:
             with jax.enable_x64(True):
-                _programs[key] = jax.jit(_reduce).lower(shape).compile()
+                _programs[key] = jax.jit(_reduction(shape.sharding)).lower(shape).compile()
         except (TypeError, ValueError, NotImplementedError, RuntimeError):  # a dtype without bits
             _programs[key] = None
 
@@ -120,6 +121,18 @@ def _sent(shard: jax.Array) -> Sent:
         shape = jax.ShapeDtypeStruct(shard.shape, shard.dtype, sharding=shard.sharding)
         _wanted[key] = shape
     return LATER
+
+
+def _reduction(sharding: Any) -> Any:
+    """Returns the function that each device computes of its own replica."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    if sharding.num_devices == 1:
+        return _reduce
+    (axis,) = sharding.mesh.axis_names
+    how = {"in_specs": P(), "out_specs": P(axis), "check_vma": False}
+    return jax.shard_map(_reduce, mesh=sharding.mesh, **how)
 
 
 def _reduce(values: jax.Array) -> jax.Array:

@@ -140,7 +140,12 @@ def _positions(value: jax.Array) -> tuple[dict[Box, int], bool]:
     """Maps each shard to its place in `addressable_shards`; also, whether all are on CPU."""
     shards = value.addressable_shards
     positions = {_box.from_index(shard.index, value.shape): i for i, shard in enumerate(shards)}
-    return positions, all(shard.device.platform == "cpu" for shard in shards)
+    return positions, on_host(shards)
+
+
+def on_host(shards: Sequence[jax.Shard]) -> bool:
+    """Returns whether shards are in host memory already."""
+    return all(shard.device.platform == "cpu" for shard in shards)
 
 
 def _as_stored(host: np.ndarray[Any, Any], source: Source) -> np.ndarray[Any, Any]:

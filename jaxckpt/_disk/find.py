@@ -426,7 +426,7 @@ def _steps(entries: Entries) -> list[str]:
 
 
 def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Found:
-    problems = []
+    problems, marked = [], None
     for name in steps:
         try:
             found = find(ahead(storage, f"{path}/{name}"), f"{path}/{name}")
@@ -439,11 +439,22 @@ def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Found:
                 raise
             problems.append(f"{name}: {error}")
             continue
+        if found.differences:
+            problems.append(f"{name}: {marked_as(found)}")
+            marked = marked or found
+            continue
         warn_skipped(path, problems, name)
         return found
+    if marked is not None:
+        return marked
     raise CheckpointNotFound(
         f"{path}: none of its {len(steps)} steps can be read:\n  " + "\n  ".join(problems[:10])
     )
+
+
+def marked_as(found: Found) -> str:
+    """Describes a step that was saved although replicas differed."""
+    return f"{found.path} is marked: replicas differed at its save: {'; '.join(found.differences)}"
 
 
 def warn_skipped(root: str, problems: Sequence[str], good: str) -> None:

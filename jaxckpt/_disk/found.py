@@ -48,6 +48,11 @@ class Found:
         return self.record is not None and self.record.share is not None
 
     @property
+    def differences(self) -> tuple[str, ...]:
+        """Returns the replicas that differed when the checkpoint was saved."""
+        return () if self.record is None else self.record.differences
+
+    @property
     def origin(self) -> str | None:
         """Returns the token of the save that it comes from; None if another program wrote it."""
         if self.record is None:

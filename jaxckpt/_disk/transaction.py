@@ -39,7 +39,7 @@ import io
 import os
 import posixpath
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NoReturn
@@ -129,13 +129,14 @@ class Transaction:
         item: str = names.STATE_ITEM,
         share: tuple[int, int] | None = None,
         life: Life | None = None,
+        differences: Sequence[str] = (),
     ) -> None:
         """Makes the checkpoint durable and visible.
 
         Args:
             files: The metadata files, still to be written, by path inside the checkpoint.
             known: Facts about files already written, by path inside the checkpoint; size at least.
-            lineage, phases, item, share, life: For the record.
+            lineage, phases, item, share, life, differences: For the record.
 
         Raises:
             SaveFailed: another writer took over.
@@ -151,6 +152,7 @@ class Transaction:
             item=item,
             share=share,
             life=life,
+            differences=tuple(differences),
         )
         written = f"{self.work}/{names.RECORD}", step.encode_record(record)
         if self.overwrite:

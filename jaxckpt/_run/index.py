@@ -453,17 +453,18 @@ class StepIndex:
         if number in self._infos:
             return self._infos[number]
         # A step without a recorded time counts as saved now.
-        when_s, metrics = time.time(), {}
+        when_s, metrics, differences = time.time(), {}, ()
         self.unknown.discard(number)
         try:
             path = self.path(number)
             found = read_found(self.storage, path, self.storage.entries(path))
             when_s = saved_s(found) or when_s
             metrics = metrics_of(found)
+            differences = found.differences
         except (CheckpointError, OSError) as error:
             self.report(f"the facts about step {number} cannot be read: {error}")
             self.unknown.add(number)
-        info = StepInfo(step=number, saved_s=when_s, metrics=metrics)
+        info = StepInfo(step=number, saved_s=when_s, metrics=metrics, differences=differences)
         if self.owned and number not in self.unknown:
             self._infos[number] = info
         return info

@@ -492,6 +492,7 @@ class CheckpointManager:
         for root in self._roots:
             root.owner.seen = max(root.owner.seen, self.restored_step)
         reading.set_objects(state)
+        self._saver.restored()
         if isinstance(reading, StateReading):
             self._saver.timings.append(reading.meter.timing())
             self._saver.due.record(restore_s=time.monotonic() - start_s)

@@ -50,6 +50,7 @@ class StepOverview:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     pinned: bool = False
     problem: str | None = None  # why the step cannot be restored; None if it is complete
+    differences: tuple[str, ...] = ()  # between replicas, found at the save
     unreadable: bool = False  # whether only reading failed, so that the step may be good
     writer: str = ""  # program and version, as far as known
     lineage: Mapping[str, Any] = field(default_factory=dict)  # the checkpoint that it came from
@@ -60,7 +61,8 @@ class StepOverview:
     def info(self, now_s: float) -> StepInfo:
         """Returns the facts for a policy; a step without a recorded time counts as saved now."""
         saved_s = now_s if self.saved_s is None else self.saved_s
-        return StepInfo(step=self.step, saved_s=saved_s, metrics=self.metrics, pinned=self.pinned)
+        facts = {"metrics": self.metrics, "pinned": self.pinned, "differences": self.differences}
+        return StepInfo(step=self.step, saved_s=saved_s, **facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +238,7 @@ def _recorded(found: Found, *, is_file: bool) -> dict[str, Any]:
     return {
         "saved_s": saved_s(found),
         "writer": record.writer if record is not None else "flax" if is_file else "orbax",
+        "differences": found.differences,
         "lineage": dict(record.lineage if record is not None else {}),
         "custom_metadata": dict(found.metadata.custom_metadata or {}),
         "items": tuple(found.items),

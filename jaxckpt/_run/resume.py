@@ -15,7 +15,7 @@ import jax
 
 from jaxckpt._core.check import as_step
 from jaxckpt._core.text import nearest
-from jaxckpt._disk.find import at_rest, open_item
+from jaxckpt._disk.find import at_rest, marked_as, open_item
 from jaxckpt._disk.found import Found
 from jaxckpt._progress.meter import Meter
 from jaxckpt._restore.match import RestoreRequest
@@ -35,16 +35,23 @@ from jaxckpt.errors import (
     ProcessesDisagree,
     UnsupportedFormat,
 )
+from jaxckpt.format import names
 from jaxckpt.multihost import Processes, leading, meet
 from jaxckpt.types import StepInfo
 
 T = TypeVar("T")
-Check = Callable[[], None]
+Check = Callable[[Found | None], None]
 
 _POLL_S: Final = 0.5
+
+
+class _Marked(CorruptCheckpoint):
+    """Replicas differed when the step was saved; another step is better, this one than none."""
+
+
 _NAMED: Final = ("latest", "best")
 # The errors that mean a damaged step, by their mark in a report.
-_DAMAGE: Final = {"corrupt": CorruptCheckpoint, "absent": CheckpointNotFound}
+_DAMAGE: Final = {"marked": _Marked, "corrupt": CorruptCheckpoint, "absent": CheckpointNotFound}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +183,7 @@ class Resume:
         *,
         fallback: bool,
         again: Callable[[], Sequence[Copy]] | None = None,
+        avoids_marked: bool = True,
     ) -> tuple[int, T]:
         """Reads the first complete copy of a step, the same in every process.
 
@@ -185,6 +193,7 @@ class Resume:
             reading: Returns the function that reads a step, given one that raises if it is gone.
             fallback: Whether to try the next step if all copies of one are damaged.
             again: Returns the copies there are now, if all were deleted meanwhile.
+            avoids_marked: Whether to prefer steps that are not marked, if there is a fallback.
 
         Returns:
             The step and the value read.
@@ -204,9 +213,10 @@ class Resume:
         for copy in copies:
             if damaged and not fallback and copy.step != copies[0].step:
                 break
-            attempt = self._try(copy, reading)
+            read = partial(self._try, copy, reading, avoids_marked=fallback and avoids_marked)
+            attempt = read()
             if attempt.problem is not None:
-                attempt = self._try(copy, reading)  # damaged only if seen twice
+                attempt = read()  # damaged only if seen twice
             if attempt.problem is None:
                 # Only now: a run with only damaged steps must not come to look like a new one.
                 for failed in damaged:
@@ -214,6 +224,8 @@ class Resume:
                 return copy.step, attempt.value
             damaged.append(attempt)
             self.on_damage()
+        if any(attempt.is_marked for attempt in damaged):
+            return self.first_whole(copies, reading, fallback=fallback, avoids_marked=False)
         is_gone = not any(attempt.is_corrupt for attempt in damaged)
         if is_gone and again is not None and (now := again()) != copies:
             return self.first_whole(now, reading, fallback=fallback)
@@ -226,7 +238,11 @@ class Resume:
         )
 
     def _try(
-        self, copy: Copy, reading: Callable[[StepIndex, int], Callable[[Check], Any]]
+        self,
+        copy: Copy,
+        reading: Callable[[StepIndex, int], Callable[[Check], Any]],
+        *,
+        avoids_marked: bool,
     ) -> _Attempt:
         """Reads a step in all processes, which agree on its damage; raises other errors."""
         step, root = copy.step, self._root_of(copy)
@@ -234,7 +250,7 @@ class Resume:
         try:
             with nullcontext(True) if self.writes else root.leases.hold(step) as there:
                 # Checked inside, where the processes report to each other: all enter, or none.
-                value = read(partial(self._check, copy, there))
+                value = read(partial(self._check, copy, there, avoids_marked))
         except CheckpointTimeout:  # of a meeting: alike in all, which do not meet again
             raise
         except Exception as caught:  # reported to the others, then judged
@@ -252,7 +268,8 @@ class Resume:
         )
         if problem is not None and self.roots[0].own:
             problem = f"process {who} on {met.values[who]}: {problem}"
-        is_corrupt = "corrupt" in met.marks.values()
+        is_marked = "marked" in met.marks.values()
+        is_corrupt = is_marked or "corrupt" in met.marks.values()
         if problem is not None and not mark:
             error = self._other_failed(copy, problem) if is_corrupt else None
         return _Attempt(
@@ -260,15 +277,24 @@ class Resume:
             value=value,
             problem=problem,
             is_corrupt=is_corrupt,
+            is_marked=is_marked,
             error=error,
             is_mine=bool(mark),
         )
 
-    def _check(self, copy: Copy, there: bool) -> None:
+    def _check(
+        self, copy: Copy, there: bool, avoids_marked: bool, found: Found | None = None
+    ) -> None:
+        """Checks a step before it is found, or that it is not marked."""
         index = self._root_of(copy).index
-        index.check_there(copy.step)
-        if not there:
-            raise CheckpointNotFound(f"{index.path(copy.step)} is being deleted")
+        if found is None:
+            index.check_there(copy.step)
+            if not there:
+                raise CheckpointNotFound(f"{index.path(copy.step)} is being deleted")
+        elif found.differences and avoids_marked:
+            raise _Marked(marked_as(found), file=f"{found.path}/{names.RECORD}")
+        elif found.differences:
+            index.report(f"step {copy.step} is restored, though {marked_as(found)}")
 
     def _root_of(self, copy: Copy) -> Root:
         """Returns where this process reads a copy."""
@@ -312,6 +338,7 @@ class _Attempt:
     value: Any  # read by this process
     problem: str | None  # the damage, worded alike in every process
     is_corrupt: bool  # whether it is damage and not a lack, alike in every process
+    is_marked: bool  # whether it is only marked, alike in every process
     error: Exception | None  # for this process to raise
     is_mine: bool  # whether this process found the damage
 
@@ -421,10 +448,14 @@ def _source(index: StepIndex, step: int, check: Check, open_: Callable[[Found], 
     path = index.path(step)
 
     def within(read: Callable[[Found], T]) -> T:
-        check()
+        check(None)
         return at_rest(index.storage, path, read)
 
-    return Source(where=path, within=within, open=open_)
+    def open_checked(found: Found) -> Any:
+        check(found)
+        return open_(found)
+
+    return Source(where=path, within=within, open=open_checked)
 
 
 def watch(index: StepIndex, leases: Leases, timeout_s: float, after: int | None) -> Iterator[int]:

@@ -27,6 +27,8 @@ _FOLDER: Final = "a name for a directory beside the steps, such as 'deleted', or
 class KeepPolicy:
     """Decides which steps stay: the newest, and those kept by any rule. Without rules, all stay.
 
+    If the newest is marked (see `SavePolicy.check_replicas`), so does the newest without a mark.
+
     Attributes:
         last: Keeps this many of the newest steps.
         every_steps: Keeps steps divisible by this number.
@@ -133,6 +135,8 @@ class KeepPolicy:
                 reasons[info.step] = (*reasons.get(info.step, ()), reason)
 
         keep(infos[-1:], "newest")
+        if any(info.differences for info in infos[-1:]):
+            keep([info for info in infos if not info.differences][-1:], "newest without a mark")
         keep((info for info in infos if info.pinned), "pinned")
         if not self.has_rules:
             keep(infos, "no rule, so all")

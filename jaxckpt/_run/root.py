@@ -127,11 +127,12 @@ class Root:
     def _what_goes(self) -> list[int]:
         steps = self.index.steps()
         infos = [StepInfo(step=step, saved_s=0.0) for step in steps]
-        if self.keep.needs_facts:
+        asks = self.keep.needs_facts or any(self.index.info(n).differences for n in steps[-1:])
+        if asks:
             infos = self.index.infos(steps)
         kept = self.keep.kept(infos, now_s=time.time())
         # A step that cannot be read now may be the best.
-        unknown = self.index.unknown if self.keep.needs_facts else set()
+        unknown = self.index.unknown if asks else set()
         stay = {*kept, *unknown, *self.needed()}
         gone = [n for n in steps if n not in stay]
         if self.keep.verified:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from jaxckpt._run.tiers import Tiers
 from jaxckpt._run.uploads import Upload
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.job import SaveJob, SaveRequest
+from jaxckpt._save.replicas import Replicas
 from jaxckpt._save.save import check_metadata
 from jaxckpt._save.snapshot import Items, SaveItem, TreeItem, take_tree
 from jaxckpt._save.worker import Worker
@@ -111,6 +113,8 @@ class Saver:
         self._numbers = itertools.count()
         self._latest: SaveHandle | None = None
         self._for_preemption: SaveHandle | None = None
+        self._unchecked = math.inf  # saves since replicas were compared; infinite: they are due
+        self._differences: list[str] = []  # between replicas, when they were last compared
         self._lacked_metric = False  # whether a step did, which is reported once
 
     # --- which calls save ------------------------------------------------------------------------
@@ -156,6 +160,10 @@ class Saver:
         self.position.go_back(newest, good)
         self.sharing.clear()
 
+    def restored(self) -> None:
+        """Lets the next save compare replicas."""
+        self._unchecked = math.inf
+
     # --- in the caller's thread ------------------------------------------------------------------
 
     def save(
@@ -183,7 +191,7 @@ class Saver:
         meter.waited()
         name = f"manager {self.session}/{next(self._numbers)}"
         agreed = self._agree(name, step, errors) if self.due.is_by_clock else None
-        problem, held, metadata = None, [], {}
+        problem, held, replicas, metadata = None, [], None, {}
         numbers: dict[str, Any] = {}  # of `metrics`
         take = partial(self._take, state, items, metrics, numbers, meter, dtype)
         meter.watch(display(self._options.on_progress, self._processes.index))
@@ -192,12 +200,13 @@ class Saver:
             raise_first(errors)
             self.position.check(step, self._saving())
             metadata = check_metadata(custom_metadata)
-            held = take()
+            held, replicas = take()
         except BaseException as error:
             meter.end()
             if self._processes.count == 1 or not isinstance(error, Exception):
                 raise
             problem = error  # reported to the others, then raised
+        self._unchecked = 1 if replicas and replicas.compares else self._unchecked + 1
         self.due.move_on(step, entered_s, agreed, is_durable=self._is_durable)
         root, upload = self._root, None
         if self._tiers is not None:
@@ -206,7 +215,7 @@ class Saver:
         token = hashlib.sha256(name.encode()).hexdigest()[:16]
         work = commit_of(storage, path).work(token)._replace(own=root.own)
         if problem is None and not self.sharing.link(held, root, work):
-            held = take()
+            held, replicas = take()
         trees = [item for item in held if self.sharing.storage and isinstance(item, TreeItem)]
         request = SaveRequest(
             storage=storage,
@@ -222,6 +231,7 @@ class Saver:
             own=root.own,
             overwrite=root.own or step in root.index.astray,  # of an earlier life
             life=self.position.life(name),
+            replicas=replicas,
             problem=problem,
             skips=bool(errors),
             timeout_s=self._options.timeout_s,
@@ -289,14 +299,21 @@ class Saver:
         numbers: dict[str, Any],  # receives the metrics once they are computed
         meter: Meter,
         dtype: str | None,
-    ) -> list[SaveItem]:
-        """Copies everything to the host."""
+    ) -> tuple[list[SaveItem], Replicas]:
+        """Copies everything to the host, and begins to compare replicas, if that is due."""
         main, processes = self._options.item, self._processes
         for name in items:
             names.check_item(name, main, names.STATE_ITEM, names.DEFAULT_ITEM)
+        policy = self.due.schedule.policy
+        replicas = Replicas(
+            processes,
+            policy.may_differ,
+            compares=0 < policy.check_replicas <= self._unchecked,
+            known=lambda: self._differences,
+        )
         with meter.phase("snapshot"):
             how: dict[str, Any] = {"zstd": self._options.zstd, "holds": self._root.own}
-            how["storage"] = self.sharing.storage
+            how |= {"storage": self.sharing.storage, "replicas": replicas}
             bases = self.sharing.begin(is_saving=bool(self.under_way()))
             held: list[SaveItem] = []
             if isinstance(state, Items):
@@ -314,7 +331,7 @@ class Saver:
                 self._check_metric(metrics or {}, root.keep.metric, meter.step)
         if metrics is not None:
             held.append(_items.take_metrics(metrics, numbers.update))
-        return held
+        return held, replicas
 
     def _check_metric(self, metrics: Mapping[str, Any], wanted: str, step: int | None) -> None:
         """Reports the first step that lacks the metric of the policy."""
@@ -392,6 +409,14 @@ class Saver:
         self._follow(saving)
         fingerprint.prepare()  # once the upload is under way
 
+    def _report_differences(self, step: int, differences: Sequence[str]) -> None:
+        text = f"step {step} is marked: replicas differed, so a device may compute wrongly: "
+        text += f"{'; '.join(differences)}. A restore prefers the step before. See docs/runs.md"
+        if self._processes.index == 0:
+            self._index.report(text)
+        else:  # one of all logs it
+            self._index.problems.append(text)
+
     def _follow(self, saving: SavingStep) -> None:
         """Records a commit, deletes steps and calls `on_commit`."""
         handle, root, upload = saving.handle, saving.root, saving.upload
@@ -403,7 +428,15 @@ class Saver:
         self.position.floor = step
         self.due.record(save_s=timing.seconds)
         place, timeout_s = self._index.root, self._options.timeout_s
-        info = StepInfo(step=step, saved_s=time.time(), metrics=dict(saving.metrics))
+        differences = [] if request.replicas is None else request.replicas.differences
+        if differences:
+            self._report_differences(step, differences)
+        if request.replicas is not None and request.replicas.compares:
+            self._differences = [f"at step {step}: {text}" for text in differences]
+            if differences or request.replicas.is_later:
+                self._unchecked = math.inf  # at the next save again
+        facts = {"metrics": dict(saving.metrics), "differences": differences}
+        info = StepInfo(step=step, saved_s=time.time(), **facts)
         name = f"{request.name}/kept"
         with leading(self._processes, name, place=place, timeout_s=timeout_s) as led:
             if self._processes.index == 0:  # only it knows the metrics

@@ -26,6 +26,7 @@ from jaxckpt._core.check import (
     check_type,
     explained,
 )
+from jaxckpt._core.select import Globs
 from jaxckpt.types import Decision
 
 FIRST_GUESS: Final = 8
@@ -48,6 +49,11 @@ class SavePolicy:
         when: A function of the step that must return the same in every process.
         job_mtbf_s: Mean time between failures of the whole job. Saves at the interval that loses
             the least time, see `auto`.
+        check_replicas: At the first save, the first after a restore, and each so manieth after
+            these, checks that the replicas of each shard have the same bits, on all devices of all
+            processes. If they differ, a device computes wrongly: the step is marked, see
+            `docs/runs.md`. 0 for never. Not a rule either.
+        may_differ: Globs over the paths of leaves whose replicas differ on purpose.
 
     Example:
         >>> policy = SavePolicy(every_steps=100, at_steps=(1, 10))
@@ -63,6 +69,8 @@ class SavePolicy:
     continuous: bool | None = None
     when: Callable[[int], Any] | None = None
     job_mtbf_s: float | None = None
+    check_replicas: int = 20
+    may_differ: Globs = None
 
     def __post_init__(self) -> None:
         check_count(_SAVE, every_steps=self.every_steps)
@@ -77,6 +85,7 @@ class SavePolicy:
                 raise ValueError(f"{_SAVE}: at_steps must be ints of 0 or more, got {steps}")
             object.__setattr__(self, "at_steps", steps)
         check_type(_SAVE, "when", self.when, Callable | None, "a function")
+        check_count(_SAVE, least=0, check_replicas=self.check_replicas)
 
     @classmethod
     def auto(cls, *, mtbf_hours: float, processes: int = 1, **rules: Any) -> SavePolicy:

@@ -136,6 +136,7 @@ def upload(
         if attempt is not None and not lacks:
             sending.clear(known)
             about = {"lineage": lineage_of(found), "item": record.item, "life": record.life}
+            about["differences"] = record.differences
             attempt.commit(files, known=known, **about)
         elif attempt is not None:
             attempt.release()

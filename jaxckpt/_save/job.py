@@ -47,6 +47,7 @@ from jaxckpt.storage import Storage, together
 from jaxckpt.types import Timing
 
 if TYPE_CHECKING:  # which needs jax
+    from jaxckpt._save.replicas import Replicas
     from jaxckpt._save.snapshot import SaveItem
 
 _logger = logging.getLogger("jaxckpt")
@@ -72,6 +73,7 @@ class SaveRequest:
     overwrite: Overwrite = False
     own: bool = False  # whether each process saves what it holds on a disk of its own
     life: Callable[[], Life | None] = lambda: None  # of the run; called once all have written
+    replicas: Replicas | None = None  # whose differences mark a step of a run
     is_step: bool = False  # whether to lay it out like a step of an Orbax manager
     token: str | None = None  # of the attempt; if None, process 0 makes one
     fence: Callable[[], None] | None = None  # before the commit; raises if this job lost the run
@@ -152,6 +154,7 @@ class SaveJob:
                         item=request.items[0].name,
                         share=(processes.index, processes.count) if request.own else None,
                         life=request.life(),
+                        differences=request.replicas.differences if request.replicas else (),
                     )
             timing = self._meter.timing()
             if request.processes.index == 0:
@@ -208,6 +211,8 @@ class SaveJob:
                 with self._meter.phase("copy"):
                     for item in request.items:
                         item.arrive()
+                    if request.replicas is not None:
+                        request.replicas.compare()
                 with self._meter.phase("write"), _explaining(request):
                     for item in request.items:
                         item.write(request.storage, work, request.processes)
@@ -234,13 +239,15 @@ class SaveJob:
             "path": "" if request.own else request.path,
             "items": {item.name: item.said() for item in request.items},
             "parts": self._parts,
+            "replicas": request.replicas and request.replicas.said(),
         }
         written: list[Any] = []  # in process 0
 
         def judge(reports: list[Any]) -> Json:
             written.extend(one["parts"] for one in reports)
             differences = _differences(request.items, reports)
-            return {**first_of(differences), "slowest": slowest_of(reports)}
+            replicas = request.replicas and request.replicas.judge([r["replicas"] for r in reports])
+            return {**first_of(differences), "slowest": slowest_of(reports), "replicas": replicas}
 
         name, mark = f"{request.name}/written", _SKIPS if request.skips else ""
         self._meter.missing = partial(request.processes.missing, name)
@@ -258,6 +265,9 @@ class SaveJob:
         met.check(self._problem, f"{request.path} was not saved", _HINT)
         raise_if_any(met.verdict, f"{request.path} was not saved", _HINT)
         self._meter.slowest = met.verdict["slowest"]
+        if request.replicas is not None:
+            name = f"{request.name}/replicas"
+            request.replicas.settle(met.verdict["replicas"], name, timeout_s=request.timeout_s)
         return [] if request.own else written
 
 

@@ -19,6 +19,7 @@ from jaxckpt._disk.commit import Work
 from jaxckpt._disk.data_files import Written
 from jaxckpt._disk.places import Table, decode_table, encode_table, sums_of, unite
 from jaxckpt._disk.writer import NOTHING_KEPT, write_arrays
+from jaxckpt._save.replicas import Replicas
 from jaxckpt._save.tree_plan import TreePlan, plan_tree
 from jaxckpt._save.unchanged import Base, Changes, changes_since
 from jaxckpt.errors import TreeMismatch, UnsupportedLeaf
@@ -241,6 +242,7 @@ def take_tree(
     holds: bool = False,
     storage: Storage | None = None,
     base: Base | None = None,
+    replicas: Replicas | None = None,
 ) -> TreeItem:
     """Copies this process's share of a tree to the host.
 
@@ -251,11 +253,14 @@ def take_tree(
         holds: Whether to copy all shards that this process holds.
         storage: Where the next save may refer to this save; None if it shall not.
         base: The earlier step that this save may refer to there.
+        replicas: Takes the fingerprints of all replicas, if they are to be compared.
 
     Raises:
         UnsupportedLeaf: leaves cannot be stored; the message names all of them.
     """
     tree, values = plan_tree(value, processes, dtype, zstd, holds=holds)
+    if replicas is not None:
+        replicas.add(tree, values)
     changes = None if storage is None else changes_since(base, tree, values, storage)
     left = set[int]() if changes is None else changes.left
     try:

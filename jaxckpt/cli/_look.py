@@ -89,6 +89,8 @@ def print_steps(
             what = "cannot be read" if step.unreadable else "is incomplete"
             problem = step.problem.replace(f"{step.path}/", "")
             _output.echo(f"step {step.step} {what}: {problem}")
+        if step.differences:
+            _output.echo(f"step {step.step} is marked: {'; '.join(step.differences)}")
 
 
 STEP_HEAD = ("step", "state", "age", "size", "metrics")
@@ -109,6 +111,8 @@ def step_row(step: StepOverview, state: Styled, metrics: Mapping[str, Any], *why
 
 def _state(step: StepOverview) -> Styled:
     pinned = ", pinned" if step.pinned else ""
+    if step.problem is None and step.differences:
+        return Styled(f"marked{pinned}", "bold yellow")
     if step.problem is None:
         return Styled(f"complete{pinned}", "green")
     state = "UNREADABLE" if step.unreadable else "INCOMPLETE"

@@ -5,13 +5,15 @@ The record, `_jaxckpt.json`, has two lines. The first is JSON:
     {"version": 1, "writer": "jaxckpt 0.1.0", "token": ..., "name": "1000", "lineage": ...,
      "phases": {"snapshot": 0.01, "write": 1.2, ...}, "item": "model",
      "share": [1, 4], "run": {"id": ..., "starts": [["5f0c...", null], ["a9d2...", 800]]},
+     "differences": ["leaf params/w has other bits on device 3 than on devices 0, 1, 2"],
      "files": {"state/_METADATA": {"bytes": 1234, "sha256": ...},
                "state/d/5c1f...": {"bytes": 99}}}
 
 The second is the SHA-256 of the first, in hex. The record lists every file of the checkpoint except
 itself and `commit_success.txt`; "item" is the main item, left out if it is "state". "share" is the
 index of a process and their number, if the checkpoint has only the shards that this process held.
-"run" is present if it is a step of a run; see `Life`. Data files lack a SHA-256: each chunk carries
+"run" is present if it is a step of a run; see `Life`. "differences" is present if replicas of
+a shard differed, of which the step has one. Data files lack a SHA-256: each chunk carries
 a checksum, and a file with a SHA-256 lists the checksums of all chunks.
 """
 
@@ -164,6 +166,7 @@ class Record:
     item: str = names.STATE_ITEM  # the item to restore by default; "" if the tree is flat
     share: tuple[int, int] | None = None  # the process whose shards it has, and their number
     life: Life | None = None  # None if it is not a step of a run, or an older release saved it
+    differences: tuple[str, ...] = ()  # between replicas of the values, found when they were saved
     digest: str = field(default="", compare=False)  # of the file, once read
 
 
@@ -179,6 +182,7 @@ def encode_record(record: Record) -> bytes:
             **({} if record.item == names.STATE_ITEM else {"item": record.item}),
             **({} if record.share is None else {"share": record.share}),
             **({} if record.life is None else {"run": _life_json(record.life)}),
+            **({"differences": record.differences} if record.differences else {}),
             "files": {
                 path: {"bytes": facts.size} | ({"sha256": facts.sha256} if facts.sha256 else {})
                 for path, facts in record.files.items()
@@ -225,6 +229,10 @@ def decode_record(data: bytes, *, file: str) -> Record:
         item=expect(top.get("item", names.STATE_ITEM), str, "'item'", file=file),
         share=(share[0], share[1]) if "share" in top else None,
         life=_life(top["run"], file=file) if "run" in top else None,
+        differences=tuple(
+            expect(one, str, "a difference", file=file)
+            for one in expect(top.get("differences", []), list, "'differences'", file=file)
+        ),
         digest=digest(data),
     )
 

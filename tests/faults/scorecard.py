@@ -315,6 +315,11 @@ ROWS = {
         "restore that reads each value once: no hang and no wrong value",
         count=23,
     ),
+    "54": Row(
+        title="a bit flips in one replica of a shard before the save: the leaf and the device are "
+        "named, the step is marked, and the step before is restored",
+        count=104,
+    ),
 }
 
 
