@@ -172,7 +172,10 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], tuple[str, ...]]] = {
     ),
     "SavePolicy(interval=)": (lambda s: EVERY(interval=10), ("Did you mean 'every_steps'?",)),
     "SavePolicy(10)": (lambda s: EVERY(10), ("SavePolicy does not take 10", "every_steps=10")),
-    "every_steps=0": (lambda s: EVERY(every_steps=0), ("every_steps must be at least 1, got 0",)),
+    "every_steps=-1": (
+        lambda s: EVERY(every_steps=-1),
+        ("every_steps must be at least 0, got -1",),
+    ),
     "a text of seconds": (lambda s: EVERY(every_seconds="15m"), ("must be a number, got '15m'",)),
     "step and state swapped": (
         managed(lambda m: m.save(make_state(), 1)),

@@ -122,6 +122,16 @@ def test_what_each_rule_says(policy, steps):
     assert run(policy, [1] * 6, save_s=3) == steps
 
 
+def test_a_period_of_zero_is_never():
+    """A config switches the saves off so; other rules still count."""
+    for never in ({"every_steps": 0}, {"every_seconds": 0}, {"every_steps": 0, "every_seconds": 0}):
+        policy = SavePolicy(**never)
+        assert [step for step in range(50) if policy.matches(step)] == []
+        assert policy.has_rules
+        assert not policy.is_by_clock
+        assert SavePolicy(**never, at_steps=[3]).matches(3)
+
+
 def test_a_step_may_be_zero():
     """Step 0 is divisible by everything."""
     schedule = Schedule(policy=SavePolicy(every_steps=1000))
@@ -376,12 +386,10 @@ def test_saves_by_the_step_do_not_bring_more_by_the_clock():
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
-        ("every_steps", 0, ValueError),
         ("every_steps", -1, ValueError),
         ("every_steps", 1.0, TypeError),
         ("every_steps", True, TypeError),
         ("every_steps", "5", TypeError),
-        ("every_seconds", 0, ValueError),
         ("every_seconds", -0.5, ValueError),
         ("every_seconds", math.nan, ValueError),
         ("every_seconds", math.inf, ValueError),

@@ -54,11 +54,11 @@ def check_count(who: str, *, least: int = 1, **values: int | None) -> None:
             raise ValueError(f"{who}: {name} must be at least {least}, got {value}")
 
 
-def check_positive(who: str, **values: float | None) -> None:
+def check_positive(who: str, *, or_zero: bool = False, **values: float | None) -> None:
     """Checks that each value is None or a positive number."""
     for name, value in values.items():
         check_type(who, name, value, Real | None, "a number")
-        if value is not None and not 0 < value < math.inf:
+        if value is not None and not (0 < value < math.inf or (or_zero and value == 0)):
             raise ValueError(f"{who}: {name} must be positive and finite, got {value}")
 
 

@@ -38,9 +38,9 @@ class SavePolicy:
     """Decides when `CheckpointManager.save` saves: if any rule matches, or always without rules.
 
     Attributes:
-        every_steps: Saves at steps divisible by this number.
-        every_seconds: Saves when this much time has passed since the previous save. Several
-            processes agree on the step expected to reach it.
+        every_steps: Saves at steps divisible by this number; 0 for never.
+        every_seconds: Saves when this much time has passed since the previous save; 0 for never.
+            Several processes agree on the step expected to reach it.
         at_steps: Saves at these steps.
         first: Saves at the first call, if the run has no step yet.
         on_preemption: Saves once when the job is about to be stopped. Does not count as a rule:
@@ -73,8 +73,9 @@ class SavePolicy:
     may_differ: Globs = None
 
     def __post_init__(self) -> None:
-        check_count(_SAVE, every_steps=self.every_steps)
-        check_positive(_SAVE, every_seconds=self.every_seconds, job_mtbf_s=self.job_mtbf_s)
+        check_count(_SAVE, least=0, every_steps=self.every_steps)
+        check_positive(_SAVE, or_zero=True, every_seconds=self.every_seconds)
+        check_positive(_SAVE, job_mtbf_s=self.job_mtbf_s)
         check_flag(
             _SAVE, first=self.first, on_preemption=self.on_preemption, continuous=self.continuous
         )
@@ -118,19 +119,19 @@ class SavePolicy:
     @property
     def is_by_clock(self) -> bool:
         """Returns whether a rule depends on the clock."""
-        return bool(self.continuous) or (self.every_seconds or self.job_mtbf_s) is not None
+        return bool(self.continuous or self.every_seconds or self.job_mtbf_s)
 
     @property
     def has_rules(self) -> bool:
         """Returns whether there is any rule."""
-        rules = (self.every_steps, self.at_steps, self.when)
+        rules = (self.every_steps, self.every_seconds, self.at_steps, self.when)
         return self.is_by_clock or bool(self.first) or any(rule is not None for rule in rules)
 
     def matches(self, step: int) -> str | None:
         """Returns the rule that saves this step regardless of the time, or None."""
         if not self.has_rules:
             return "no rule, so every call"
-        if self.every_steps is not None and step % self.every_steps == 0:
+        if self.every_steps and step % self.every_steps == 0:
             return f"every_steps={self.every_steps}"
         if self.at_steps is not None and step in self.at_steps:
             return "at_steps"
@@ -155,7 +156,7 @@ class Costs:
     def interval_s(self, policy: SavePolicy) -> float:
         """Returns the interval between saves by the rules on the clock, or inf."""
         intervals = [math.inf]
-        if policy.every_seconds is not None:
+        if policy.every_seconds:
             intervals.append(policy.every_seconds)
         if policy.continuous:
             intervals.append(self.save_s or 0.0)
