@@ -117,7 +117,7 @@ def test_a_step_without_its_record_is_damaged_in_a_bucket_too(tmp_path, kind):
     assert index.to_restore() == [2, 1]
 
 
-@pytest.mark.parametrize("lost", ["gone", "damaged"])
+@pytest.mark.parametrize("lost", ["gone", "damaged", "gone with the marker"])
 def test_heal_takes_the_record_from_the_copy(tmp_path, lost):
     """And then every other bad file, so that the step is as it was."""
     local, run = tmp_path / "local", tmp_path / "run"
@@ -125,14 +125,18 @@ def test_heal_takes_the_record_from_the_copy(tmp_path, lost):
         manager.save(1, state(1), items={"data": {"at": 1}}).durable()
     file = local / "1" / names.RECORD
     file.write_bytes(file.read_bytes()[:-7])
-    if lost == "gone":
+    if lost.startswith("gone"):
         file.unlink()
         (local / "1" / "data" / names.JSON_ITEM_FILE).write_bytes(b"{}")
+
+    if lost.endswith("marker"):
+        (local / "1" / names.COMMIT_MARKER).unlink()
 
     code, found = said_json("heal", local, run)
 
     assert (code, found["failed"]) == (0, {})
     assert found["mended"]["1"][0] == names.RECORD
+    assert (names.COMMIT_MARKER in found["mended"]["1"]) == lost.endswith("marker")
     assert jaxckpt.verify(local / "1").ok
     with CheckpointManager(run, local=local) as manager:
         assert manager.restore_items()["data"] == {"at": 1}

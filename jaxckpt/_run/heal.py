@@ -63,6 +63,8 @@ def heal(bad: StepIndex, good: StepIndex, step: int) -> list[str]:
     if ours is None:
         record = replace(theirs.record, name=posixpath.basename(path))
         bad.storage.write(f"{path}/{names.RECORD}", encode_record(record))
+        if bad.missing_file(step) is not None:  # the commit marker
+            return [names.RECORD, *_complete(bad, theirs, step)]
         return [names.RECORD, *_mend(bad, find(bad.storage, path), theirs, step)]
     return _mend(bad, ours, theirs, step)
 
