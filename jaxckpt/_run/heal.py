@@ -184,13 +184,11 @@ def _check_good(report: VerifyReport) -> None:
 
 
 def _bad_files(ours: Found, theirs: Found, report: VerifyReport, besides: list[str]) -> list[str]:
-    assert ours.record is not None
-    assert theirs.record is not None
     removed = {f"{ours.path}/{item}" for item in ours.removed}
     for problem in report.problems:
         if problem.unreadable and problem.file not in removed:
             raise SaveFailed(f"{ours.path} cannot be read now: {problem.message}")
-    recorded = ours.record.files.keys() & theirs.record.files.keys()
+    recorded = ours.recorded(ours.path).keys() & theirs.recorded(theirs.path).keys()
     named = {posixpath.relpath(p.file, ours.path) for p in report.problems if p.file}
     named |= {name for name in recorded if name.partition("/")[0] in ours.removed}
     found = sorted((named & recorded) - {*besides})
@@ -201,8 +199,7 @@ def _bad_files(ours: Found, theirs: Found, report: VerifyReport, besides: list[s
 
 
 def _is_same(ours: Found, theirs: Found, name: str) -> bool:
-    assert theirs.record is not None
-    size = theirs.record.files[name].size
+    size = theirs.recorded(theirs.path)[name].size
     return _has_bytes(ours, name, theirs.storage, f"{theirs.path}/{name}", size)
 
 
@@ -217,10 +214,8 @@ def _has_bytes(ours: Found, name: str, storage: Storage, file: str, size: int) -
 
 
 def _replace(ours: Found, theirs: Found, name: str) -> None:
-    assert ours.record is not None
-    assert theirs.record is not None
-    size = theirs.record.files[name].size
-    if ours.record.files[name].size != size:
+    size = theirs.recorded(theirs.path)[name].size
+    if ours.recorded(ours.path)[name].size != size:
         raise SaveFailed(f"{ours.path}/{name} had another size than {theirs.path}/{name}")
     path = f"{ours.path}/{name}"
     kind = ours.storage.kind(path)
@@ -232,21 +227,18 @@ def _replace(ours: Found, theirs: Found, name: str) -> None:
 
 def _bad_parts(ours: Found, theirs: Found, report: VerifyReport, besides: list[str]) -> list[str]:
     """Returns the bad files of a share that can be made again."""
-    assert ours.record is not None
-    assert theirs.record is not None
     named = {posixpath.relpath(p.file, ours.path) for p in report.problems if p.file}
+    mine, good = ours.recorded(ours.path), theirs.recorded(theirs.path)
     return [
         name
-        for name in sorted((named & ours.record.files.keys()) - {*besides})
-        if names.is_data_file(name) or ours.record.files[name] == theirs.record.files.get(name)
+        for name in sorted((named & mine.keys()) - {*besides})
+        if names.is_data_file(name) or mine[name] == good.get(name)
     ]
 
 
 def _put_chunks(ours: Found, theirs: Found, name: str) -> None:
     """Writes a data file again, its chunks as the other copy has them."""
-    assert ours.record is not None
-    size = ours.record.files[name].size
-    path = f"{ours.path}/{name}"
+    size, path = ours.recorded(ours.path)[name].size, f"{ours.path}/{name}"
     data: Any = np.zeros(size, np.uint8)
     if ours.storage.kind(path) == "file" and ours.storage.size(path) == size:
         ours.storage.read_into(path, 0, [data])

@@ -279,17 +279,14 @@ class Uploads:
     def _work(self) -> None:
         self._thread = threading.current_thread()
         while (one := self._next()) is not None:
-            self._attempt(one)
-
-    def _attempt(self, one: Upload) -> None:
-        try:
-            self._send(one)
-        except BaseException as error:
-            self._again_or_end(one, error)
-        else:
-            self._pause_s = 0.0
-            self.target.reach.answered()
-            self.note_committed(one)
+            try:
+                self._send(one)
+            except BaseException as error:
+                self._again_or_end(one, error)
+            else:
+                self._pause_s = 0.0
+                self.target.reach.answered()
+                self.note_committed(one)
 
     def _next(self) -> Upload | None:
         """Waits out the pause after an error; returns the newest step that may be sent."""

@@ -181,7 +181,7 @@ def encode_record(record: Record) -> bytes:
             "phases": {name: round(seconds, 6) for name, seconds in record.phases.items()},
             **({} if record.item == names.STATE_ITEM else {"item": record.item}),
             **({} if record.share is None else {"share": record.share}),
-            **({} if record.life is None else {"run": _life_json(record.life)}),
+            **({"run": {"id": life.run, "starts": life.starts}} if (life := record.life) else {}),
             **({"differences": record.differences} if record.differences else {}),
             "files": {
                 path: {"bytes": facts.size} | ({"sha256": facts.sha256} if facts.sha256 else {})
@@ -235,10 +235,6 @@ def decode_record(data: bytes, *, file: str) -> Record:
         ),
         digest=digest(data),
     )
-
-
-def _life_json(life: Life) -> dict[str, Any]:
-    return {"id": life.run, "starts": life.starts}
 
 
 def _life(value: Any, *, file: str) -> Life:
