@@ -135,10 +135,10 @@ CEILINGS = {
     "save again": (1666, 11, 20),
     "manager open + save": (3633, 14, 37),
     "open + save, local": (6185, 18, 127),  # its threads may do a little more or less
-    "restore(path, like)": (2155, 14, 9),
-    "manager.restore(like)": (2631, 18, 11),
+    "restore(path, like)": (2156, 14, 9),
+    "manager.restore(like)": (2632, 18, 11),
     "open": (938, 10, 7),
-    "verify": (1685, 15, 17),
+    "verify": (1686, 15, 17),
 }
 
 
@@ -175,7 +175,7 @@ FOLDERS = {
     ".": (848, 456),
     "_convert": (1193, 811),
     "_core": (2288, 1487),
-    "_disk": (4416, 3137),
+    "_disk": (4455, 3169),
     "_inspect": (1145, 787),
     "_progress": (218, 163),
     "_restore": (1677, 1284),
