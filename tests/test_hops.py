@@ -134,7 +134,7 @@ def verbs(ram_path, mesh, monkeypatch):
 CEILINGS = {
     "save again": (1666, 11, 20),
     "manager open + save": (3633, 14, 37),
-    "open + save, local": (6185, 18, 127),  # its threads may do a little more or less
+    "open + save, local": (6210, 18, 137),  # its threads may do a little more or less
     "restore(path, like)": (2156, 14, 9),
     "manager.restore(like)": (2632, 18, 11),
     "open": (938, 10, 7),
@@ -179,7 +179,7 @@ FOLDERS = {
     "_inspect": (1145, 787),
     "_progress": (218, 163),
     "_restore": (1677, 1284),
-    "_run": (7936, 5535),
+    "_run": (7944, 5542),
     "_save": (2285, 1596),
     "cli": (3646, 2620),
     "format": (3092, 2048),
