@@ -950,6 +950,18 @@ def test_pinned_steps_and_those_of_others_stay(world):
     assert found.deletion.delete([1]) == [1]
 
 
+def test_a_refused_pin_leaves_no_file(world):
+    """A writer that has listed the step's files would not delete it."""
+    world.add("1")
+    found = world.run()
+    world.write("_jaxckpt.doomed", run.encode_doomed(Doomed(steps=["1"])))
+
+    with pytest.raises(CheckpointNotFound, match="can no longer be pinned"):
+        found.deletion.pin(1)
+
+    assert not found.deletion.is_pinned(1)
+
+
 def test_a_step_that_somebody_else_deleted_is_gone(world):
     """This is not a problem."""
     world.add("1", "2")

@@ -48,6 +48,7 @@ from jaxckpt.format.safetensors import MAX_HEADER_BYTES, WORDS
 from jaxckpt.storage import LocalStorage, MemoryStorage
 from jaxckpt.storage._large import LargeFile, LargeFiles
 from tests.strategies import random_bits, same
+from tests.test_hops import hops_of
 
 ROOT = Path(__file__).parents[1]
 # Those that the numpy loader of the reference implementation knows.
@@ -495,6 +496,40 @@ def test_only_the_wanted_part_of_a_tensor_is_read(model, monkeypatch, leaf, box,
     wanted = functools.reduce(dict.__getitem__, leaf.split("/"), tree)[box.slices]
     assert np.array_equal(buffers[box], wanted)
     assert wanted.nbytes <= sum(sizes) <= max(least, wanted.nbytes + 2 * 4096)
+
+
+def test_small_tensors_are_read_together(ram_path):
+    """500 tensors of 2 kB take a few reads."""
+    tensors = {f"{i:03}": np.full(512, i, np.float32) for i in range(500)}
+    file = str(ram_path / "model.safetensors")
+    safetensors.numpy.save_file(tensors, file)
+    got = {}
+    jaxckpt.restore(file)
+
+    whole = hops_of(lambda: got.update(jaxckpt.restore(file)))
+
+    assert all(np.array_equal(got[name], values) for name, values in tensors.items())
+    assert whole.storage_calls <= 12
+
+
+def test_of_tensors_read_together_the_error_names_those_that_are_bad(ram_path):
+    """A file that ends within the second of three: the first one is good."""
+    file = str(ram_path / "model.safetensors")
+    safetensors.numpy.save_file({name: np.full(512, 1.0, np.float32) for name in "abc"}, file)
+    item = jaxckpt.open(file)["a"]._opened
+    reads = [
+        LeafRead(leaf=leaf, boxes=(Box((0,), (512,)),), dtype=np.dtype(np.float32))
+        for leaf in item.tree.leaves
+    ]
+    os.truncate(file, os.path.getsize(file) - 3000)
+    failed = []
+
+    good = [
+        *read_leaves(item, reads, budget_bytes=1 << 30, failed=lambda read, _: failed.append(read))
+    ]
+
+    assert failed == reads[1:]
+    assert [buffers[reads[0].boxes[0]].tolist() for buffers in good] == [[1.0] * 512]
 
 
 def test_a_file_that_ends_early_names_the_tensor(model):

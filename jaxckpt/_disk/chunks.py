@@ -131,7 +131,7 @@ class Chunks:
             except (CheckpointError, OSError, MemoryError) as error:
                 self._note(read.leaf, error)
             self._buffers.append(buffers)
-        self._under_way = [self._submit(run) for run in _runs(jobs)]
+        self._under_way = [self._submit(run) for run in adjacent(jobs)]
 
     def finish(self, failed: Failed, landed: Landed) -> Iterator[Buffers]:
         """Waits for the reads, and yields the buffers of each good leaf."""
@@ -295,12 +295,12 @@ def _whole_place(plan: ChunkRead, buffers: Sequence[Values], stored: StoredArray
     return out.reshape(-1).view(np.uint8)
 
 
-def _runs(jobs: Sequence[ChunkJob]) -> Iterator[list[ChunkJob]]:
-    """Yields the chunks that are adjacent in a file, to be read together."""
-    run: list[ChunkJob] = []
+def adjacent(jobs: Sequence[Any], *, after: int = CRC_BYTES) -> Iterator[list[Any]]:
+    """Yields what is adjacent in a file, with `after` bytes behind each, to be read together."""
+    run: list[Any] = []
     size, end = 0, ("", 0)
     for job in sorted(jobs, key=lambda job: (job.file, job.offset)):
-        taken = job.size + CRC_BYTES
+        taken = job.size + after
         full = len(run) >= _RUN_CHUNKS or size + taken > _RUN_BYTES
         if run and (full or (job.file, job.offset) != end):
             yield run

@@ -5,10 +5,10 @@
 To delete, `RenameCommit` renames to `...-deleting-...`, then removes the files. A crash leaves a
 name that no reader takes for a checkpoint, and the next writer finishes the job.
 
-`MarkerCommit` removes `commit_success.txt` first, and last the files by which the next writer
-recognizes the remains. All writers share the directory. So a deletion first takes
-`_jaxckpt.writing`, and then looks whether there is a commit; and a writer checks after its commit
-that this file is still its own.
+`MarkerCommit` removes `commit_success.txt` first, and last `_jaxckpt.writing`, by which the next
+writer recognizes the remains. All writers share the directory. So a deletion first takes this file,
+and then looks whether there is a commit; and a writer checks after its commit that the file is
+still its own.
 
 A `check` raises if another writer has taken over. It is called at the last moment: after a rename,
 which is undone then, or before the first request that deletes something.
@@ -22,7 +22,7 @@ import io
 import logging
 import posixpath
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, NamedTuple, final
@@ -47,6 +47,7 @@ _NO_LOCKS = (
 _REMAINS = "removing the remains of an interrupted save or deletion"
 Check = Callable[[], object]  # see the module
 Fence = Callable[[], None] | None  # raises if this writer may no longer write here
+Files = Collection[str] | None
 
 
 class Work(NamedTuple):
@@ -167,7 +168,14 @@ class RenameCommit:
         with _warning(work := self.work(token).path):
             self.storage.delete(work)
 
-    def remove(self, *, by_force: bool = True, check: Check = int, renamed: Check = int) -> None:
+    def remove(
+        self,
+        files: Files = None,
+        *,
+        by_force: bool = True,
+        check: Check = int,
+        renamed: Check = int,
+    ) -> None:
         check()
         # Rename even if another writer is about to delete it: that writer may undo its rename.
         doomed = self._doomed()
@@ -355,29 +363,42 @@ class MarkerCommit:
         with _warning(self.path):
             self._delete([file for file in self.storage.files(self.path) if token in file])
 
-    def remove(self, *, by_force: bool = True, check: Check = int, renamed: Check = int) -> None:
+    def remove(
+        self,
+        files: Files = None,
+        *,
+        by_force: bool = True,
+        check: Check = int,
+        renamed: Check = int,
+    ) -> None:
         """Deletes the checkpoint; after a crash in the middle no reader takes the rest for one.
 
         Args:
+            files: The files of the checkpoint, if they are known.
             by_force: Whether to delete even if another writer holds the directory that all share.
-            check: Called before anything is changed.
+            check: Called before anything is deleted.
             renamed: Called after a rename, which is undone if it raises.
 
         Raises:
             SaveFailed: another writer holds it.
         """
-        with self._taken(by_force=by_force) as is_ours:
+        with contextlib.ExitStack() as stack:
+            take = partial(stack.enter_context, self._taken(by_force=by_force))
+            try:
+                is_ours, _ = together(self.storage, [take, check])
+            except BaseException:
+                self._delete([names.WRITER] if by_force else [])
+                raise
             if not is_ours:
                 raise SaveFailed(
                     f"{self.path}: another writer is saving or deleting there; not changed"
                 )
-            try:
-                check()
-            except BaseException:
-                self._delete([names.WRITER])
-                raise
             self._delete([names.COMMIT_MARKER])
-            self._delete_all()
+            found = self.storage.files(self.path) if files is None else files
+            self._delete([f for f in found if f not in (names.COMMIT_MARKER, names.WRITER)])
+            self._delete([names.WRITER])
+            if not self.storage.parallel_writes:  # a mounted bucket has directories
+                self.storage.delete(self.path)
 
     def remove_work(self) -> None:
         """Removes the temporary directory of another writer, who can then no longer commit."""

@@ -155,9 +155,10 @@ def _batches(
         places, reader = _places(item, reads), None
         sums = None if places is None else item.read_sums()
         ahead: deque[_Batch] = deque()
-        for group in _grouped(reads, min(_BATCH_BYTES, window_bytes), places is not None):
+        may_group = places is not None or item.tensors is not None
+        for group in _grouped(reads, min(_BATCH_BYTES, window_bytes), may_group):
             if item.tensors is not None:
-                ahead.append(Tensors(item, group[0], executor))
+                ahead.append(Tensors(item, group, executor))
             elif places is not None and group[0].is_plain:
                 ahead.append(Chunks(item, group, places, sums, executor))
             else:

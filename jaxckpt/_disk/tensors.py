@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import posixpath
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any, Final
+from itertools import chain
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from jaxckpt._core.box import Box, cut, widened
 from jaxckpt._core.cast import cast
-from jaxckpt._disk.chunks import Buffers, Failed, Landed, LeafRead, make_buffers
+from jaxckpt._disk.chunks import Buffers, Failed, Landed, LeafRead, adjacent, make_buffers
 from jaxckpt._disk.found import Found
 from jaxckpt._disk.native import Item
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat
@@ -113,71 +116,106 @@ def _leaf(tensor: Tensor) -> Leaf:
     return Leaf(path=path, key_types=kinds, kind="numpy", dtype=dtype, shape=shape, stored=stored)
 
 
-class Tensors:
-    """One tensor whose parts are read in pieces."""
+class _Piece(NamedTuple):
+    """A part of a tensor to read, for one of the wanted boxes."""
 
-    def __init__(self, item: Item, read: LeafRead, executor: Executor) -> None:
-        assert item.tensors is not None
-        self.reads = (read,)
-        self._item, self._read, self._executor = item, read, executor
-        self._file, self._tensor = item.tensors[read.leaf.name]
-        self._buffers: list[np.ndarray[Any, Any]] = []
+    file: str
+    offset: int  # of the tensor
+    size: int  # bytes of `out`
+    tensor: Tensor
+    read: LeafRead
+    box: Box  # what is read
+    wanted: Box
+    out: np.ndarray[Any, Any]  # the memory of `wanted`
+    is_direct: bool  # whether the file has the bytes of `out`
+
+
+class Tensors:
+    """Tensors that are read together, in pieces; whole ones that are adjacent in one piece."""
+
+    def __init__(self, item: Item, reads: Sequence[LeafRead], executor: Executor) -> None:
+        self.reads = reads
+        self._item, self._executor = item, executor
+        self._buffers: deque[list[np.ndarray[Any, Any]]] = deque()
+        self._failures: dict[int, OSError] = {}  # the first of each leaf, by `id` of its read
         self._under_way: list[Future[int]] = []
 
     def start(self) -> None:
         """Starts to fill the buffers; `finish` reports errors."""
-        self._buffers = make_buffers(self._item, self._read)
-        for box, out in zip(self._read.boxes, self._buffers, strict=True):
-            for piece in self._pieces(box) if box.size else ():
-                self._under_way.append(self._executor.submit(self._fill, piece, box, out))
+        assert self._item.tensors is not None
+        apart, whole = [], []
+        for read in self.reads:
+            self._buffers.append(make_buffers(self._item, read))
+            file, tensor = self._item.tensors[read.leaf.name]
+            for box, out in zip(read.boxes, self._buffers[-1], strict=True):
+                is_same = out.dtype == dtype_of(tensor.dtype) and out.flags.c_contiguous
+                place, rest = (file, tensor.offset, out.nbytes, tensor, read), (box, out)
+                for part in _pieces(tensor, box) if box.size else ():
+                    piece = _Piece(*place, part, *rest, is_same and part == box)
+                    alone = part.shape != tensor.shape or not piece.is_direct
+                    (apart if alone else whole).append(piece)
+        groups = chain(([piece] for piece in apart), adjacent(whole, after=0))
+        self._under_way = [self._executor.submit(self._fill, group) for group in groups]
 
     def finish(self, failed: Failed, landed: Landed) -> Iterator[Buffers]:
-        """Waits for the reads, and yields the buffers of a good leaf."""
-        try:
-            for one in self._under_way:
-                landed(one.result())
-        except OSError as error:
-            failed(self._read, error)
-            return
-        buffers, self._buffers = self._buffers, []
-        yield dict(zip(self._read.boxes, buffers, strict=True))
+        """Waits for the reads, and yields the buffers of each good leaf."""
+        for one in self._under_way:
+            landed(one.result())
+        self._under_way.clear()
+        for read in self.reads:
+            buffers = self._buffers.popleft()
+            if (error := self._failures.get(id(read))) is not None:
+                failed(read, error)
+            else:
+                yield dict(zip(read.boxes, buffers, strict=True))
 
     def drop(self) -> None:
         """Releases the buffers."""
         self._under_way.clear()
         self._buffers.clear()
 
-    def _pieces(self, box: Box) -> Iterator[Box]:
-        itemsize = dtype_of(self._tensor.dtype).itemsize
-        if box.shape == self._tensor.shape and box.size * itemsize <= _PIECE_BYTES:
-            return iter((box,))
-        wide = _with_long_runs(box, self._tensor.shape, _LEAST_RUN_BYTES // itemsize)
-        ones = (1,) * len(wide.start)
-        return (
-            cut(wide, widened(ones, wide.shape, _PIECE_BYTES // itemsize)) if box.size else iter(())
-        )
+    def _fill(self, pieces: list[_Piece]) -> int:
+        """Fills the memory of adjacent pieces; returns the number of bytes."""
+        if len(pieces) > 1:
+            flat = [piece.out.reshape(-1).view(np.uint8) for piece in pieces]
+            with contextlib.suppress(EOFError, OSError):  # one by one shows which of them is bad
+                self._item.found.storage.read_into(*pieces[0][:2], flat)
+                return sum(map(len, flat))
+        size = 0
+        for piece in pieces:
+            try:
+                size += self._fill_one(piece)
+            except OSError as error:
+                self._failures.setdefault(id(piece.read), error)
+        return size
 
-    def _fill(self, piece: Box, box: Box, out: np.ndarray[Any, Any]) -> int:
-        """Reads a piece and copies its part of `box`; returns the number of bytes copied."""
-        dtype = dtype_of(self._tensor.dtype)
-        is_direct = piece == box and out.dtype == dtype and out.flags.c_contiguous
-        values = out if is_direct else np.empty(piece.shape, dtype)
+    def _fill_one(self, piece: _Piece) -> int:
+        """Reads a piece and copies its part of the wanted box; returns the bytes copied."""
+        file, _, _, tensor, read, box, wanted, out, is_direct = piece
+        values = out if is_direct else np.empty(box.shape, dtype_of(tensor.dtype))
         flat, at = values.reshape(-1).view(np.uint8), 0
         try:
-            for offset, size in runs(piece, self._tensor.shape, values.itemsize):
-                place = self._tensor.offset + offset
-                self._item.found.storage.read_into(self._file, place, [flat[at : at + size]])
+            for offset, size in runs(box, tensor.shape, values.itemsize):
+                place = tensor.offset + offset
+                self._item.found.storage.read_into(file, place, [flat[at : at + size]])
                 at += size
         except EOFError as error:
-            what = f"{self._file} was truncated: {error}"
-            raise CorruptCheckpoint(what, leaf=self._read.leaf.text, file=self._file) from error
+            what = f"{file} was truncated: {error}"
+            raise CorruptCheckpoint(what, leaf=read.leaf.text, file=file) from error
         if is_direct:
             return values.nbytes
-        part = piece.intersect(box) or piece
-        some = values[part.within(piece)]
-        leaf, place = self._read.leaf.text, self._item.path
-        out[part.within(box)] = cast(some, out.dtype, leaf=leaf, place=place)
+        part = box.intersect(wanted) or box
+        some = values[part.within(box)]
+        out[part.within(wanted)] = cast(some, out.dtype, leaf=read.leaf.text, place=self._item.path)
         return some.size * out.itemsize
+
+
+def _pieces(tensor: Tensor, box: Box) -> Iterator[Box]:
+    itemsize = dtype_of(tensor.dtype).itemsize
+    if box.shape == tensor.shape and box.size * itemsize <= _PIECE_BYTES:
+        return iter((box,))
+    wide = _with_long_runs(box, tensor.shape, _LEAST_RUN_BYTES // itemsize)
+    return cut(wide, widened((1,) * len(wide.start), wide.shape, _PIECE_BYTES // itemsize))
 
 
 def _with_long_runs(box: Box, shape: tuple[int, ...], least: int) -> Box:

@@ -67,6 +67,7 @@ from jaxckpt.storage import (
     is_temporary_file,
     listing,
     real,
+    store_of,
     together,
 )
 
@@ -347,7 +348,7 @@ def _remove_empty(storage: Storage, path: str, around: dict[str, Entry]) -> None
 def refuse_inside(storage: Storage, folder: str) -> None:
     """Raises StepExists if a directory is in a checkpoint, at any depth: it would go with it."""
     above, parent = [], posixpath.dirname(real(storage, folder))
-    while parent != posixpath.dirname(parent):
+    while parent != posixpath.dirname(parent) and parent.startswith(store_of(folder)):
         above.append(parent)
         parent = posixpath.dirname(parent)
     places = [(parent, mark) for parent in above for mark in _ABOUT]

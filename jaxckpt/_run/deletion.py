@@ -29,9 +29,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Final, Protocol, final
+from typing import Any, Final, Protocol, final
 
-from jaxckpt._disk.commit import commit_of, nested, remove_item, take_away
+from jaxckpt._disk.commit import Files, commit_of, nested, remove_item, take_away
 from jaxckpt._disk.find import choose_item, find
 from jaxckpt._disk.found import Found
 from jaxckpt._run.index import StepIndex, is_ours
@@ -39,7 +39,7 @@ from jaxckpt._run.leases import Leases
 from jaxckpt.errors import CheckpointNotFound, SaveFailed, is_full
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed
-from jaxckpt.storage import Storage, is_temporary_file
+from jaxckpt.storage import Storage, is_temporary_file, together
 
 _MOVE_TO: Final = "KeepPolicy.move_to"
 
@@ -79,16 +79,18 @@ class Deletion:
         index, gone = self.index, []
         with self._reporting():
             wanted = {posixpath.basename(index.path(n)): n for n in numbers}
-            self._finish_deletions()
+            if self._failed or self.half or index.storage.atomic_rename:
+                self._finish_deletions()
             if not wanted:
                 return []
-            self._doom([*wanted, *self.half])
-            held = self.leases.held(index.entries())
-            for name, number in wanted.items():
-                if name not in held and self._delete_step(name, asked_for=asked_for):
-                    gone.append(number)
+            looks = [index.entries, *(partial(self._files, name) for name in wanted)]
+            entries, *found = self._doom([*wanted, *self.half], looks)
+            held = self.leases.held(entries)
+            for name, files in zip(wanted, found, strict=True):
+                if name not in held and self._delete_step(name, files, asked_for=asked_for):
+                    gone.append(wanted[name])
                 elif name in self.half:
-                    index.forget(number)
+                    index.forget(wanted[name])
             self.half = self._remove_halves(self.half)
             if index.storage.atomic_rename:  # else each look is a request
                 self.owner.check()
@@ -117,20 +119,21 @@ class Deletion:
             self.index.report(f"{root}: old steps cannot be deleted: {error}")
             self._disown_doomed()
 
-    def _doom(self, steps: list[str]) -> None:
-        """Names the steps that go, unless another job owns the run."""
+    def _doom(self, steps: list[str], looks: Iterable[Callable[[], Any]]) -> list[Any]:
+        """Names the steps that go, unless another job owns the run; returns what is seen then."""
         storage, file = self.index.storage, f"{self.index.root}/{names.DOOMED}"
         doomed = Doomed(steps=steps, owner=self.owner.token, move_to=self.move_to)
-        data = run.encode_doomed(doomed)
         try:
-            if not storage.create(file, data):
+            if not storage.create(file, run.encode_doomed(doomed)):
                 self.owner.check()  # then the file is of an owner before, or of a failed deletion
-                storage.write(file, data)
+                self.half = self._remove_halves(self.leases.doomed().steps)
+                steps += self.half
+                storage.write(file, run.encode_doomed(doomed))
         except OSError as error:
             if not is_full(error):
                 raise
         try:
-            self.owner.check()
+            return together(storage, [self.owner.check, *looks])[1:]
         except SaveFailed:
             if self.leases.doomed().owner == self.owner.token:
                 storage.delete(file)
@@ -191,10 +194,14 @@ class Deletion:
             self._failed = True
             self.index.report(f"{path} is left over and cannot be removed: {error}")
 
-    def _delete_step(self, name: str, *, asked_for: bool) -> bool:
+    def _files(self, name: str) -> Files:
+        with contextlib.suppress(OSError):  # which is raised when the step is deleted
+            return self.index.storage.files(f"{self.index.root}/{name}")
+
+    def _delete_step(self, name: str, inside: Files = None, *, asked_for: bool) -> bool:
         storage, path = self.index.storage, f"{self.index.root}/{name}"
         try:
-            inside = storage.files(path)
+            inside = storage.files(path) if inside is None else inside
             if not inside and storage.kind(path) is None:  # somebody deleted it
                 return True
             if names.PINNED in inside:
@@ -209,7 +216,7 @@ class Deletion:
                 return False
             check, renamed = self.owner.check, partial(self._check_renamed, name)
             if self.folder is None:
-                commit_of(storage, path).remove(check=check, renamed=renamed)
+                commit_of(storage, path).remove(inside, check=check, renamed=renamed)
             else:
                 check()
                 storage.make_dir(self.folder)
@@ -336,6 +343,7 @@ class Deletion:
         self.index.storage.write(f"{path}/{names.PINNED}", b"")
         # A writer dooms a step before it looks for pins, so either it sees the pin or we see it.
         if not self.leases.is_staying(posixpath.basename(path)):
+            self.index.storage.delete_files([f"{path}/{names.PINNED}"])  # nothing else may
             raise CheckpointNotFound(f"{path} is being deleted and can no longer be pinned")
 
     def unpin(self, number: int) -> None:

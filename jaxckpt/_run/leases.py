@@ -96,7 +96,7 @@ class Leases:
         if steps:
             self.index.storage.write(file, run.encode_doomed(Doomed(steps=list(steps))))
         else:
-            self.index.storage.delete(file)
+            self.index.storage.delete_files([file])
 
     def doomed(self) -> Doomed:
         """Returns the steps that a writer deletes, or was deleting when it died."""

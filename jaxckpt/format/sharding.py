@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Final
 
 from jaxckpt.errors import damaged
@@ -15,6 +15,9 @@ from jaxckpt.format.jsontext import expect, expect_shape
 
 # 10,000 leaves on a mesh of 128 devices take this much; with 4,096 devices they would take 600 MB.
 _MAX_BYTES: Final = 16 << 20
+# Names the entry with the devices of all meshes. No leaf has it: it is outside base64's alphabet.
+_MESHES: Final = "*"
+_MOST_IDS: Final = 1 << 18  # in that entry, about: 64 meshes of 4,096 devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,41 +47,38 @@ def encode(shardings: Mapping[str, SavedSharding]) -> bytes:
     """Encodes `_sharding`, by leaf name.
 
     Orbax fails on a file that lacks a jax.Array leaf, so every leaf has an entry, and every entry
-    lists the devices of its mesh. If this made the file large, the devices are left out; readers
-    then take `jax.devices()` in order.
+    lists the devices of its mesh. If this made the file large, one more entry lists the devices of
+    each mesh once, and those of the leaves have its number; Orbax then takes `jax.devices()` in
+    order.
     """
-    texts = {sharding: json.dumps(_to_json(sharding)) for sharding in set(shardings.values())}
-    if sum(len(texts[sharding]) for sharding in shardings.values()) > _MAX_BYTES:
-        bare = {sharding: replace(sharding, device_ids=()) for sharding in texts}
-        texts = {sharding: json.dumps(_to_json(bare[sharding])) for sharding in texts}
-    return jsontext.dumps(
-        {
-            base64.urlsafe_b64encode(name.encode()).decode(): texts[sharding]
-            for name, sharding in shardings.items()
-        }
-    )
+    kinds = {id(sharding): sharding for sharding in shardings.values()}
+    meshes: dict[Any, int] = {}  # the devices of each, and its number
+    texts = {kind: json.dumps(_to_json(sharding, None)) for kind, sharding in kinds.items()}
+    if sum(len(texts[id(sharding)]) for sharding in shardings.values()) > _MAX_BYTES:
+        texts = {kind: json.dumps(_to_json(sharding, meshes)) for kind, sharding in kinds.items()}
+    top: dict[str, object] = {_MESHES: dict(enumerate(meshes))} if meshes else {}
+    for name, sharding in shardings.items():
+        top[base64.urlsafe_b64encode(name.encode()).decode()] = texts[id(sharding)]
+    return jsontext.dumps(top)
 
 
 def decode(data: bytes, *, file: str) -> dict[str, SavedSharding]:
     """Decodes `_sharding`; skips entries of unknown kinds."""
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
-    parsed: dict[str, SavedSharding | None] = {}
+    meshes = expect(top.pop(_MESHES, {}), dict, f"{_MESHES!r}", file=file)
+    parse = cache(partial(_from_json, meshes=meshes, file=file))  # as the entries are alike
     shardings = {}
     for key, text in top.items():
         try:
-            name = binascii.a2b_base64(key.replace("-", "+").replace("_", "/")).decode()
+            name = base64.urlsafe_b64decode(key).decode()
         except ValueError as error:
             raise damaged(file, f"key {key!r} is not base64") from error
-        if not isinstance(text, str) or not text:
-            continue
-        if text not in parsed:
-            parsed[text] = _from_json(jsontext.loads(text.encode(), file=file), file)
-        if (sharding := parsed[text]) is not None:
+        if isinstance(text, str) and text and (sharding := parse(text)) is not None:
             shardings[name] = sharding
     return shardings
 
 
-def _to_json(sharding: SavedSharding) -> dict[str, object]:
+def _to_json(sharding: SavedSharding, meshes: dict[Any, int] | None) -> dict[str, object]:
     if sharding.is_single_device:
         return {"sharding_type": "SingleDeviceSharding", "device_str": sharding.device}
     fields: dict[str, object] = {
@@ -88,16 +88,19 @@ def _to_json(sharding: SavedSharding) -> dict[str, object]:
         "axis_types": [f"AxisType.{kind}" for kind in sharding.axis_types],
         "partition_spec": sharding.spec,
     }
-    if sharding.device_ids:
-        mesh: Any = [{"id": i} for i in sharding.device_ids]
+    ids = sharding.device_ids
+    if ids and meshes is None:
+        mesh: Any = [{"id": i} for i in ids]
         for size in reversed(sharding.axis_sizes[1:]):
             mesh = [mesh[i : i + size] for i in range(0, len(mesh), size)]
         fields["device_mesh"] = {"mesh": mesh}
+    elif ids and meshes is not None and (ids in meshes or sum(map(len, meshes)) < _MOST_IDS):
+        fields["mesh"] = meshes.setdefault(ids, len(meshes))
     return fields
 
 
-def _from_json(value: object, file: str) -> SavedSharding | None:
-    fields = expect(value, dict, "a sharding", file=file)
+def _from_json(text: str, meshes: dict[str, Any], file: str) -> SavedSharding | None:
+    fields = expect(jsontext.loads(text.encode(), file=file), dict, "a sharding", file=file)
     if fields.get("sharding_type") == "SingleDeviceSharding":
         # jax before 0.10 named CPU devices differently.
         device = str(fields.get("device_str", "")).replace("TFRT_CPU_", "cpu:")
@@ -109,40 +112,36 @@ def _from_json(value: object, file: str) -> SavedSharding | None:
     spec = expect(fields.get("partition_spec"), list, "'partition_spec'", file=file)
     if len(names) != len(sizes) or not all(isinstance(name, str) for name in names):
         raise damaged(file, f"axes {names} do not fit a mesh of {sizes}")
-    used = [a for axes in spec for a in (axes if isinstance(axes, list) else [axes]) if a]
-    if len(set(names)) < len(names) or len({*map(str, used)}) < len(used) or 0 in sizes:
+    lists = [axes if isinstance(axes, list) else [axes] for axes in spec if axes is not None]
+    used = [axis for axes in lists for axis in axes]
+    is_twice = len(set(names)) < len(names) or len({*map(str, used)}) < len(used)
+    if is_twice or 0 in sizes or not all(axis in names for axis in used):
         raise damaged(file, f"invalid sharding: spec {spec} on axes {names} of sizes {sizes}")
     types = fields.get("axis_types") or []
-    ids = _ids(fields.get("device_mesh"))
+    ids = _ids(fields.get("device_mesh") or {"mesh": meshes.get(str(fields.get("mesh")))})
     return SavedSharding(
         axis_names=tuple(names),
         axis_sizes=sizes,
         axis_types=tuple(
             str(kind).rpartition(".")[2] for kind in expect(types, list, "'axis_types'", file=file)
         ),
-        spec=tuple(_axes(axes, names, file) for axes in spec),
+        spec=tuple(tuple(axes) if isinstance(axes, list) else axes for axes in spec),
         device_ids=tuple(ids) if len(set(ids)) == len(ids) else (),
     )
 
 
-def _axes(axes: object, names: list[str], file: str) -> str | tuple[str, ...] | None:
-    if axes is None or (isinstance(axes, str) and axes in names):
-        return axes
-    if isinstance(axes, list) and all(isinstance(a, str) and a in names for a in axes):
-        return tuple(axes)
-    raise damaged(file, f"partition spec {axes!r} does not name the mesh axes {names}")
-
-
 def _ids(device_mesh: object) -> list[int]:
-    """Flattens the nested lists of `{"id": n}`; returns [] if there is anything else."""
+    """Flattens the nested lists of n or `{"id": n}`; returns [] if there is anything else."""
     stack: list[object] = [device_mesh.get("mesh")] if isinstance(device_mesh, dict) else []
     ids = []
     while stack:
         item = stack.pop()
+        if isinstance(item, dict):
+            item = item.get("id")
         if isinstance(item, list):
             stack.extend(reversed(item))
-        elif isinstance(item, dict) and isinstance(item.get("id"), int):
-            ids.append(item["id"])
+        elif isinstance(item, int):
+            ids.append(item)
         else:
             return []
     return ids
