@@ -26,8 +26,8 @@ from jaxckpt._disk.find import find
 from jaxckpt._inspect import open as inspection
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._run.config import (
-    LOCAL_KEEP,
     MANAGER,
+    LocalTier,
     check_arguments,
     check_arguments_alike,
     manager_arguments,
@@ -115,11 +115,7 @@ class CheckpointManager:
         item: str = names.STATE_ITEM,
         compression: str | None = None,
         incremental: Literal["auto", False] = "auto",
-        local: str | os.PathLike[str] | None = None,
-        local_save: SavePolicy | None = None,
-        local_keep: KeepPolicy = LOCAL_KEEP,
-        durable_timeout_s: float = 600.0,
-        max_upload_bytes_per_s: float | None = None,
+        local: str | os.PathLike[str] | LocalTier | None = None,
         notice: Callable[[], float | None] | None = None,
     ) -> None:
         """Opens a run without reading a checkpoint.
@@ -150,13 +146,8 @@ class CheckpointManager:
                 the store copies files of the last step. Each file is read back before its first and
                 each tenth reference; in a bucket, only before each tenth, and at most 256 MiB after
                 a save. If False, each step is written as a whole.
-            local: A directory on a disk of each host, such as an NVMe or RAM disk. Steps are saved
-                there first, and uploaded to `directory` in the background.
-            local_save: Decides which further steps are saved only locally.
-            local_keep: Decides which steps stay locally, beside those that wait to be uploaded.
-            durable_timeout_s: How long `directory` may be away before an upload is given up, and
-                how long closing waits for uploads.
-            max_upload_bytes_per_s: Limits the rate of uploads.
+            local: A directory on a disk of each host, or a `LocalTier` with its options. Steps are
+                saved there first, and uploaded to `directory` in the background.
             notice: Returns in how many seconds this host ends, or None; asked every second in the
                 background. An answer acts like SIGTERM, see `SavePolicy.on_preemption`.
                 `jaxckpt.integrations.notices` has notices of cloud providers.
@@ -182,8 +173,8 @@ class CheckpointManager:
         self._directory = at(directory, tier=DURABLE, keep=keep)
         self._roots = (self._directory,)
         self.directory = root = self._directory.index.root
-        if local is not None:
-            here = at(local, tier=LOCAL, keep=local_keep)
+        if (near := LocalTier.of(local)) is not None:
+            here = at(near.directory, tier=LOCAL, keep=near.keep)
             check_local(here, self._directory)
             self._roots = (here, self._directory)
         self._index, self._opening = self._directory.index, self._directory.opening
@@ -191,13 +182,13 @@ class CheckpointManager:
             arguments = {"directory": root, "step_prefix": step_prefix}
             arguments |= {"step_digits": step_digits, "save": save, "keep": keep}
             arguments |= {"run_metadata": metadata, "item": item, "compression": zstd}
-            if local is not None:
-                arguments |= {"local_save": local_save, "local_keep": local_keep}
+            if near is not None:
+                arguments |= {"local.save": near.save, "local.keep": near.keep}
             check_arguments_alike(self._processes, arguments, timeout_s=timeout_s)
         self._directory.owner.run, settled = "", None
-        if local is not None:
+        if near is not None:
             here, settled = at_home(
-                partial(at, tier=LOCAL, keep=local_keep),
+                partial(at, tier=LOCAL, keep=near.keep),
                 self._roots,
                 self._processes,
                 writes=mode == "w",
@@ -210,10 +201,14 @@ class CheckpointManager:
             else look_at(self._roots)
         )
         self._tiers = None
-        if local is not None:
-            rate, limit_s = max_upload_bytes_per_s, durable_timeout_s
-            uploads = Uploads(self._roots, self._processes, max_bytes_per_s=rate, timeout_s=limit_s)
-            self._tiers = Tiers(save=local_save, uploads=uploads, timeout_s=timeout_s)
+        if near is not None:
+            uploads = Uploads(
+                self._roots,
+                self._processes,
+                max_bytes_per_s=near.max_upload_bytes_per_s,
+                timeout_s=near.durable_timeout_s,
+            )
+            self._tiers = Tiers(save=near.save, uploads=uploads, timeout_s=timeout_s)
         self._saver = Saver(
             self._directory,
             self._processes,
@@ -260,8 +255,9 @@ class CheckpointManager:
 
         Args:
             config: The arguments of `CheckpointManager` by name; `save` and `keep` are dicts of the
-                fields of `SavePolicy` and `KeepPolicy`. `save` may contain `auto`, a dict of the
-                arguments of `SavePolicy.auto`. Bytes and seconds may be texts: "8GB", "15m".
+                fields of `SavePolicy` and `KeepPolicy`, and `local` is a path or a dict of the
+                fields of `LocalTier`. `save` may contain `auto`, a dict of the arguments of
+                `SavePolicy.auto`. Bytes and seconds may be texts: "8GB", "15m".
             overrides: Arguments that replace those in `config`.
 
         Raises:
