@@ -1069,7 +1069,7 @@ def test_every_thread_that_closes_waits_for_the_end(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         assert entered.wait(30)
         first = pool.submit(manager.close)
-        while not manager._opening.ended:
+        while not manager._saver.ended:
             time.sleep(0.01)
         second = pool.submit(lambda: (manager.close(), closed_in.append("second")))
         assert not wait_for_threads([second], timeout=0.2).done

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from numbers import Real
 from types import NoneType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from jaxckpt._core.check import check_count, check_names, check_positive, check_type, explained
 from jaxckpt._core.text import nearest, seconds_of, size_of
@@ -75,9 +75,9 @@ class LocalTier:
             check_positive(_LOCAL, **{name: getattr(self, name)})
 
     @classmethod
-    def of(cls, local: object) -> Self | None:
-        """Returns the argument `local` of a manager, which may be a path, as a tier."""
-        return local if local is None or isinstance(local, cls) else cls(local)
+    def of(cls, local: str | os.PathLike[str] | LocalTier) -> LocalTier:
+        """Returns a path as a tier."""
+        return local if isinstance(local, LocalTier) else cls(local)
 
 
 LocalTier.__init__ = explained(_LOCAL)(LocalTier.__init__)

@@ -43,17 +43,12 @@ from jaxckpt._run.root import (
     DURABLE,
     LOCAL,
     Root,
-    at_home,
-    check_local,
-    look_at,
     newest_of,
-    open_roots,
 )
 from jaxckpt._run.saver import SaveOptions, Saver
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.scrub import scrub
 from jaxckpt._run.tiers import Tiers
-from jaxckpt._run.uploads import Uploads
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import check_metadata
 from jaxckpt.format import names
@@ -158,85 +153,57 @@ class CheckpointManager:
             ProcessesDisagree: the directories or policies of the processes differ.
         """
         check_arguments(locals())
-        self.budget_bytes, self.timeout_s = budget_bytes, timeout_s
         zstd = None if compression is None else zstd_level(MANAGER, compression)
         metadata = run_metadata and check_metadata(run_metadata, "run_metadata")
-        naming = None
+        naming, near = None, None if local is None else LocalTier.of(local)
         if step_prefix is not None or step_digits is not None:
             naming = StepNames(prefix=step_prefix, digits=step_digits)
-        self.mode, self.keep = mode, keep
+        self.budget_bytes, self.timeout_s, self.mode, self.keep = (
+            budget_bytes,
+            timeout_s,
+            mode,
+            keep,
+        )
         self.restored_step: int | None = None
-        self._item = item
-        self._on_progress = on_progress
-        self._processes = current()
+        self._item, self._on_progress = item, on_progress
+        self._processes, writes = current(), mode == "w"
         at = partial(Root.at, naming=naming, processes=self._processes)
         self._directory = at(directory, tier=DURABLE, keep=keep)
-        self._roots = (self._directory,)
-        self.directory = root = self._directory.index.root
-        if (near := LocalTier.of(local)) is not None:
-            here = at(near.directory, tier=LOCAL, keep=near.keep)
-            check_local(here, self._directory)
-            self._roots = (here, self._directory)
-        self._index, self._opening = self._directory.index, self._directory.opening
-        if mode == "w" and self._processes.count > 1:
+        self._index = self._directory.index
+        self.directory = root = self._index.root
+        if writes and self._processes.count > 1:
             arguments = {"directory": root, "step_prefix": step_prefix}
             arguments |= {"step_digits": step_digits, "save": save, "keep": keep}
             arguments |= {"run_metadata": metadata, "item": item, "compression": zstd}
             if near is not None:
                 arguments |= {"local.save": near.save, "local.keep": near.keep}
             check_arguments_alike(self._processes, arguments, timeout_s=timeout_s)
-        self._directory.owner.run, settled = "", None
+        self._tiers, self._roots = None, (self._directory,)
         if near is not None:
-            here, settled = at_home(
-                partial(at, tier=LOCAL, keep=near.keep),
-                self._roots,
-                self._processes,
-                writes=mode == "w",
-                timeout_s=timeout_s,
+            self._tiers = Tiers.at(
+                near, self._directory, at, self._processes, writes=writes, timeout_s=timeout_s
             )
-            self._roots = (here, self._directory)
-        opened = (
-            open_roots(self._roots, self._processes, metadata, settled, timeout_s=timeout_s)
-            if mode == "w"
-            else look_at(self._roots)
+            self._roots = (self._tiers.local, self._directory)
+        options = SaveOptions(
+            writes=writes,
+            policy=save,
+            run_metadata=metadata,
+            item=item,
+            zstd=zstd,
+            incremental=incremental == "auto",
+            budget_bytes=budget_bytes,
+            timeout_s=timeout_s,
+            on_progress=on_progress,
+            on_commit=on_commit,
+            notice=notice,
         )
-        self._tiers = None
-        if near is not None:
-            uploads = Uploads(
-                self._roots,
-                self._processes,
-                max_bytes_per_s=near.max_upload_bytes_per_s,
-                timeout_s=near.durable_timeout_s,
-            )
-            self._tiers = Tiers(save=near.save, uploads=uploads, timeout_s=timeout_s)
-        self._saver = Saver(
-            self._directory,
-            self._processes,
-            save,
-            SaveOptions(
-                item=item,
-                zstd=zstd,
-                incremental=incremental == "auto",
-                budget_bytes=budget_bytes,
-                timeout_s=timeout_s,
-                on_progress=on_progress,
-                on_commit=on_commit,
-                notice=notice,
-            ),
-            opened,
-            tiers=self._tiers,
-        )
-        self._roots[0].opening.saves = self._saver.worker
-        if self._tiers is not None:
-            self._opening.saves = self._tiers.uploads
-            if opened.local_only is not None:
-                self._tiers.uploads.resume(opened.local_only)
+        self._saver = Saver(self._roots, self._processes, options, self._tiers)
         self._resume = Resume(
             roots=self._roots,
             processes=self._processes,
             keep=keep,
             timeout_s=timeout_s,
-            writes=mode == "w",
+            writes=writes,
             on_damage=self._saver.sharing.clear,
         )
 
@@ -324,7 +291,7 @@ class CheckpointManager:
                 `timeout_s`.
             Any error of an earlier save that has not been raised yet; this step is not saved then.
         """
-        if self._ended or (force and self.mode == "r"):
+        if self._saver.ended or (force and self.mode == "r"):
             self._refuse()
         if self.mode == "r":
             self._index.report(f"{self.directory} is open with mode='r', so nothing is saved")
@@ -340,22 +307,17 @@ class CheckpointManager:
             custom_metadata=custom_metadata,
         )
 
-    @property
-    def _ended(self) -> str:
-        """Returns why the manager is closed, or ""."""
-        return self._roots[0].opening.ended
-
     def _begin_call(self, *, writes: bool = False) -> None:
         # `close` waits for `on_commit`, which may still list steps.
-        is_closed = self._ended and not self._saver.worker.is_own_thread()
+        is_closed = self._saver.ended and not self._saver.worker.is_own_thread()
         if is_closed or (writes and self.mode == "r"):
             self._refuse()
         raise_first(self._saver.take_errors())
 
     def _refuse(self) -> NoReturn:
-        if not self._ended:
+        if not self._saver.ended:
             raise ValueError(f"the manager of {self.directory} was opened with mode='r'")
-        raise ValueError(f"the manager of {self.directory} is closed: {self._ended}")
+        raise ValueError(f"the manager of {self.directory} is closed: {self._saver.ended}")
 
     def wait_until_finished(self, timeout_s: float | None = None) -> None:
         """Waits until all saves have ended and the steps not kept are deleted, in every process.
@@ -371,7 +333,7 @@ class CheckpointManager:
             ValueError: this process was forked from the process that saves.
             Any error of a save that has not been raised yet.
         """
-        if self._ended == FORKED:
+        if self._saver.ended == FORKED:
             self._refuse()
         check_type("wait_until_finished", "timeout_s", timeout_s, Real | None, "a number")
         self._saver.wait_for_all(timeout_s)
@@ -386,20 +348,10 @@ class CheckpointManager:
         Raises:
             Any error of a save that has not been raised yet.
         """
-        if self._ended == FORKED:
+        if self._saver.ended == FORKED:
             return
         why = "close() was called, or its `with` block has ended. Open another one"
-        errors: list[BaseException] = []
-        saves = self._saver.under_way()
-        for root in self._roots:  # first the saves, then their uploads
-            try:
-                root.opening.end(why)
-            except Exception as error:
-                errors.append(error)
-        if self._tiers is not None:
-            errors += self._tiers.uploads.take_errors()
-        # Also after another manager has closed it.
-        raise_first([*errors, *self._saver.take_errors(saves)])
+        raise_first(self._saver.close(why))
 
     def __enter__(self) -> Self:
         return self
@@ -810,6 +762,11 @@ class CheckpointManager:
 
     def _repr_html_(self) -> str | None:
         return notebook.html("manager", self)
+
+
+def saver_of(manager: CheckpointManager) -> Saver:
+    """Returns the saving half of a manager, for the drop-in, which decides and waits as Orbax."""
+    return manager._saver
 
 
 def _suggest_option(name: str, known: Sequence[str]) -> str:

@@ -7,14 +7,17 @@ finish    waits for all uploads
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from jaxckpt._run.root import Root
+from jaxckpt._run.config import LocalTier
+from jaxckpt._run.local import Local
+from jaxckpt._run.root import LOCAL, Root, at_home, check_local
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.uploads import Upload, Uploads
-from jaxckpt.multihost import Json, lead, meet, raise_first
+from jaxckpt.multihost import Json, Processes, lead, meet, raise_first
 from jaxckpt.storage import free_bytes
 from jaxckpt.types import StepInfo
 
@@ -29,7 +32,29 @@ class Tiers:
 
     save: SavePolicy | None  # which steps are saved locally; if None, as for the directory
     uploads: Uploads
+    settled: Local
     timeout_s: float
+
+    @classmethod
+    def at(
+        cls,
+        given: LocalTier,
+        directory: Root,
+        root_at: Callable[..., Root],
+        processes: Processes,
+        *,
+        writes: bool,
+        timeout_s: float,
+    ) -> Tiers:
+        """Finds where this process has the local steps of a run; opens nothing yet."""
+        at = partial(root_at, tier=LOCAL, keep=given.keep)
+        check_local(place := at(given.directory), directory)
+        local, settled = at_home(
+            at, (place, directory), processes, writes=writes, timeout_s=timeout_s
+        )
+        rate, limit_s = given.max_upload_bytes_per_s, given.durable_timeout_s
+        uploads = Uploads((local, directory), processes, max_bytes_per_s=rate, timeout_s=limit_s)
+        return cls(save=given.save, uploads=uploads, settled=settled, timeout_s=timeout_s)
 
     @property
     def local(self) -> Root:
@@ -47,7 +72,7 @@ class Tiers:
             waited_for = self.uploads.under_way()
             self.uploads.finish(timeout_s)
             if not self.local.own:  # steps stayed for their uploads
-                self.local.tidy()
+                self.local.tidy(self.uploads.steps())
             raise_first(self.uploads.take_errors(waited_for))
             return self.decided()
 

@@ -50,9 +50,10 @@ def manager_config(**fields: Any) -> ConfigDict:
         Traceback (most recent call last):
         AttributeError: ...Did you mean "last" instead of "lats"...
     """
+    local = {**_entries(LocalTier), **_policies()}
+    local["keep"]["last"] = LocalTier("").keep.last
     entries = {**_entries(CheckpointManager.__init__), **_policies()}
-    config = ConfigDict({**entries, "local": {**_entries(LocalTier), **_policies()}})
-    config.local.keep.last = LocalTier("").keep.last
+    config = ConfigDict({**entries, "local": local})
     config.lock()
     fields = _with_texts(fields)
     if (local := fields.pop("local", None)) is not None:
