@@ -147,13 +147,13 @@ __all__ = [
 
 
 def _draw_checkpoint(ckpt: Checkpoint) -> str:
-    from jaxckpt.integrations.notebook import checkpoint_html
+    from jaxckpt.pages.notebook import checkpoint_html
 
     return checkpoint_html(ckpt)
 
 
 def _draw_manager(manager: CheckpointManager) -> str:
-    from jaxckpt.integrations.notebook import manager_html
+    from jaxckpt.pages.notebook import manager_html
 
     return manager_html(manager)
 

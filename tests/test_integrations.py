@@ -378,7 +378,7 @@ def test_nothing_imports_the_integrations():
     code = (
         "import sys, jaxckpt; [getattr(jaxckpt, name) for name in jaxckpt.__all__];"
         "print([name for name in sys.modules if name.split('.')[0] in ('gin', 'ml_collections')"
-        " or name.startswith('jaxckpt.integrations')])"
+        " or name.startswith(('jaxckpt.integrations', 'jaxckpt.pages'))])"
     )
 
     done = subprocess.run(
