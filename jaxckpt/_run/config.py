@@ -20,15 +20,6 @@ from jaxckpt.multihost import Processes, check_alike
 
 MANAGER: Final = "CheckpointManager"
 _LOCAL: Final = "LocalTier"
-_KINDS: Final[Mapping[str, tuple[Any, str]]] = {
-    "save": (SavePolicy, "a SavePolicy(every_steps=...)"),
-    "keep": (KeepPolicy, "a KeepPolicy(last=...)"),
-    "budget_bytes": (int, "an int"),
-    "timeout_s": (Real, "a number"),
-    "on_progress": ((Callable, NoneType), "a function"),
-    "on_commit": ((Callable, NoneType), "a function"),
-    "notice": ((Callable, NoneType), "a function"),
-}
 _POLICIES: Final[Mapping[str, type]] = {"save": SavePolicy, "keep": KeepPolicy}
 # Options of Orbax's manager, as docs/orbax.md explains them, and what people try for `LocalTier`.
 _HABITS: Final = {
@@ -74,13 +65,18 @@ class LocalTier:
         for name in ("durable_timeout_s", "max_upload_bytes_per_s"):
             check_positive(_LOCAL, **{name: getattr(self, name)})
 
-    @classmethod
-    def of(cls, local: str | os.PathLike[str] | LocalTier) -> LocalTier:
-        """Returns a path as a tier."""
-        return local if isinstance(local, LocalTier) else cls(local)
-
 
 LocalTier.__init__ = explained(_LOCAL)(LocalTier.__init__)
+_KINDS: Final[Mapping[str, tuple[Any, str]]] = {
+    "save": (SavePolicy, "a SavePolicy(every_steps=...)"),
+    "keep": (KeepPolicy, "a KeepPolicy(last=...)"),
+    "local": (str | os.PathLike | LocalTier | None, "a path or a LocalTier"),
+    "budget_bytes": (int, "an int"),
+    "timeout_s": (Real, "a number"),
+    "on_progress": ((Callable, NoneType), "a function"),
+    "on_commit": ((Callable, NoneType), "a function"),
+    "notice": ((Callable, NoneType), "a function"),
+}
 
 
 def manager_arguments(
@@ -105,10 +101,7 @@ def manager_arguments(
 
 def _local_tier(fields: dict[str, Any]) -> LocalTier | None:
     """Returns the tier of these fields, or None if their directory was left empty."""
-    check_names("local has no field", fields, [one.name for one in dataclasses.fields(LocalTier)])
-    if "directory" not in fields:
-        raise TypeError("local lacks 'directory', the place on each host")
-    if fields["directory"] is None:
+    if fields.get("directory", "") is None:
         return None
     fields = _with_policies("local", fields)
     if fields.get("save") == SavePolicy():  # an empty policy

@@ -155,7 +155,7 @@ class CheckpointManager:
         check_arguments(locals())
         zstd = None if compression is None else zstd_level(MANAGER, compression)
         metadata = run_metadata and check_metadata(run_metadata, "run_metadata")
-        naming, near = None, None if local is None else LocalTier.of(local)
+        naming, near = None, LocalTier(local) if isinstance(local, str | os.PathLike) else local
         if step_prefix is not None or step_digits is not None:
             naming = StepNames(prefix=step_prefix, digits=step_digits)
         self.budget_bytes, self.timeout_s, self.mode, self.keep = (
@@ -401,14 +401,7 @@ class CheckpointManager:
         self._begin_call()
         start_s = time.monotonic()
         reading = self._reading(like, items, self._request(options))
-        steps = self._resume.candidates(step)
-        found = self._resume.first_whole(
-            steps,
-            reading.of,
-            fallback=fallback and isinstance(step, str),
-            again=partial(self._resume.candidates, step),
-        )
-        return self._go_on(steps, found, reading, start_s)
+        return self._read(step, reading, fallback, start_s)
 
     def _newest(self) -> int | None:
         return newest_of(self._roots)
@@ -429,14 +422,21 @@ class CheckpointManager:
         objects = dict(items or {})
         return StateReading(self._processes, self._item, like, objects, request)
 
-    def _go_on(
+    def _read(
         self,
-        copies: list[Copy],
-        found: tuple[int, Any],
+        step: int | str,
         reading: StateReading | ItemsReading,
+        fallback: bool,
         start_s: float,
+        copies: Sequence[Copy] | None = None,
     ) -> Any:  # any pytree, or items by name
-        self.restored_step, state = found
+        """Reads a step, or an earlier one if it is damaged, and goes on from there."""
+        again = partial(self._resume.candidates, step)
+        copies = again() if copies is None else copies
+        falls_back = fallback and isinstance(step, str)
+        self.restored_step, state = self._resume.first_whole(
+            copies, reading.of, fallback=falls_back, again=again
+        )
         for root in self._roots:
             root.owner.seen = max(root.owner.seen, self.restored_step)
         reading.set_objects(state)
@@ -485,10 +485,8 @@ class CheckpointManager:
             return init(), 0
         like = init() if request.keeps_values else shapes_of(init)
         reading = self._reading(like, items, request)
-        found = self._resume.first_whole(
-            steps, reading.of, fallback=fallback, again=partial(self._resume.candidates, "latest")
-        )
-        return self._go_on(steps, found, reading, start_s), found[0]
+        state = self._read("latest", reading, fallback, start_s, steps)
+        return state, self.restored_step or 0
 
     def restore_items(
         self,
@@ -516,15 +514,7 @@ class CheckpointManager:
             targets=None if items is None else dict(items),
             request=self._request({}),
         )
-        start_s = time.monotonic()
-        steps = self._resume.candidates(step)
-        found = self._resume.first_whole(
-            steps,
-            reading.of,
-            fallback=fallback and isinstance(step, str),
-            again=partial(self._resume.candidates, step),
-        )
-        return self._go_on(steps, found, reading, start_s)
+        return self._read(step, reading, fallback, time.monotonic())
 
     # --- listing steps ---------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from jaxckpt._run.copies import Disks, Saved, over_disks
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex, check_root
 from jaxckpt._run.leases import Leases
-from jaxckpt._run.local import Local, settle
+from jaxckpt._run.local import Local
 from jaxckpt._run.owner import Opening, Ownership
 from jaxckpt._run.reach import AWAY_S, Reach
 from jaxckpt._run.retention import KeepPolicy
@@ -245,45 +245,6 @@ def newest_of(roots: Sequence[Root]) -> int | None:
     found = reachable(roots, lambda root: root.index.newest())
     shared = (step for i, step in found.items() if not roots[i].own)
     return max((step for step in shared if step is not None), default=None)
-
-
-def check_local(local: Root, directory: Root) -> None:
-    """Raises ValueError unless a place may hold the local steps of a run."""
-    storage, root, behind = local.index.storage, local.index.root, directory.index.root
-    if not storage.hard_links:
-        raise ValueError(f"local must be a directory on a disk of this host, got {root}")
-    if any(f"{a}/".startswith(f"{b.rstrip('/')}/") for a, b in ((root, behind), (behind, root))):
-        raise ValueError(f"local and directory must not contain each other: {root} and {behind}")
-
-
-def at_home(
-    at: Callable[..., Root],
-    roots: Sequence[Root],
-    processes: Processes,
-    *,
-    writes: bool,
-    timeout_s: float,
-) -> tuple[Root, Local]:
-    """Returns where this process has its local steps, and what is known of them.
-
-    Args:
-        at: Returns the local root at a path.
-        roots: The local place that the user gave, and the directory.
-    """
-    given, directory = roots
-    settled = settle(
-        given.index,
-        directory.index,
-        processes if writes else Single(),
-        writes=writes,
-        timeout_s=timeout_s,
-        reach=directory.reach,
-    )
-    root = at(settled.root, own=settled.own)
-    root.index.astray.update(settled.astray)
-    for problem in settled.problems:
-        root.index.report(problem)
-    return root, settled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

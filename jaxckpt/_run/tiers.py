@@ -13,11 +13,12 @@ from functools import partial
 from typing import Any, Final
 
 from jaxckpt._run.config import LocalTier
-from jaxckpt._run.local import Local
-from jaxckpt._run.root import LOCAL, Root, at_home, check_local
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.local import Local, settle
+from jaxckpt._run.root import LOCAL, Root
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.uploads import Upload, Uploads
-from jaxckpt.multihost import Json, Processes, lead, meet, raise_first
+from jaxckpt.multihost import Json, Processes, Single, lead, meet, raise_first
 from jaxckpt.storage import free_bytes
 from jaxckpt.types import StepInfo
 
@@ -38,23 +39,27 @@ class Tiers:
     @classmethod
     def at(
         cls,
-        given: LocalTier,
+        tier: LocalTier,
         directory: Root,
-        root_at: Callable[..., Root],
+        root_at: Callable[..., Root],  # takes a path
         processes: Processes,
         *,
         writes: bool,
         timeout_s: float,
     ) -> Tiers:
         """Finds where this process has the local steps of a run; opens nothing yet."""
-        at = partial(root_at, tier=LOCAL, keep=given.keep)
-        check_local(place := at(given.directory), directory)
-        local, settled = at_home(
-            at, (place, directory), processes, writes=writes, timeout_s=timeout_s
-        )
-        rate, limit_s = given.max_upload_bytes_per_s, given.durable_timeout_s
+        at = partial(root_at, tier=LOCAL, keep=tier.keep)
+        place, behind = at(tier.directory).index, directory.index
+        _check_apart(place, behind.root)
+        mates, reach = processes if writes else Single(), directory.reach
+        settled = settle(place, behind, mates, writes=writes, timeout_s=timeout_s, reach=reach)
+        local = at(settled.root, own=settled.own)
+        local.index.astray.update(settled.astray)
+        for problem in settled.problems:
+            local.index.report(problem)
+        rate, limit_s = tier.max_upload_bytes_per_s, tier.durable_timeout_s
         uploads = Uploads((local, directory), processes, max_bytes_per_s=rate, timeout_s=limit_s)
-        return cls(save=given.save, uploads=uploads, settled=settled, timeout_s=timeout_s)
+        return cls(save=tier.save, uploads=uploads, settled=settled, timeout_s=timeout_s)
 
     @property
     def local(self) -> Root:
@@ -176,3 +181,12 @@ class Tiers:
                 f"{self.directory.index.root}"
             )
         self.uploads.wait_for(upload, timeout_s)
+
+
+def _check_apart(local: StepIndex, behind: str) -> None:
+    """Raises ValueError unless a place may hold the local steps of the run in a directory."""
+    root = local.root
+    if not local.storage.hard_links:
+        raise ValueError(f"local must be a directory on a disk of this host, got {root}")
+    if any(f"{a}/".startswith(f"{b.rstrip('/')}/") for a, b in ((root, behind), (behind, root))):
+        raise ValueError(f"local and directory must not contain each other: {root} and {behind}")
