@@ -33,7 +33,6 @@ from jaxckpt._run.config import (
     manager_arguments,
     suggest,
 )
-from jaxckpt._run.copies import Copy
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex, run_metadata
 from jaxckpt._run.owner import FORKED
@@ -401,19 +400,13 @@ class CheckpointManager:
         self._begin_call()
         start_s = time.monotonic()
         reading = self._reading(like, items, self._request(options))
-        return self._read(step, reading, fallback, start_s)
-
-    def _newest(self) -> int | None:
-        return newest_of(self._roots)
+        found = self._resume.first_whole(step, reading.of, fallback=fallback)
+        return self._go_on(found, reading, start_s)
 
     def _request(self, options: Mapping[str, Any]) -> RestoreRequest:
         check_names("restore takes no argument", options, _OPTIONS, _suggest_option)
-        defaults = {
-            "budget_bytes": self.budget_bytes,
-            "on_progress": self._on_progress,
-            "timeout_s": self.timeout_s,
-        }
-        return RestoreRequest(**{**defaults, **options})
+        limits = {"budget_bytes": self.budget_bytes, "timeout_s": self.timeout_s}
+        return RestoreRequest(**{"on_progress": self._on_progress, **limits, **options})
 
     def _reading(
         self, like: Any, items: Mapping[str, object] | None, request: RestoreRequest
@@ -422,21 +415,14 @@ class CheckpointManager:
         objects = dict(items or {})
         return StateReading(self._processes, self._item, like, objects, request)
 
-    def _read(
+    def _go_on(
         self,
-        step: int | str,
+        found: tuple[int, int, Any],
         reading: StateReading | ItemsReading,
-        fallback: bool,
         start_s: float,
-        copies: Sequence[Copy] | None = None,
     ) -> Any:  # any pytree, or items by name
-        """Reads a step, or an earlier one if it is damaged, and goes on from there."""
-        again = partial(self._resume.candidates, step)
-        copies = again() if copies is None else copies
-        falls_back = fallback and isinstance(step, str)
-        self.restored_step, state = self._resume.first_whole(
-            copies, reading.of, fallback=falls_back, again=again
-        )
+        """Sets the states of objects, and continues from the step that was read."""
+        first, self.restored_step, state = found
         for root in self._roots:
             root.owner.seen = max(root.owner.seen, self.restored_step)
         reading.set_objects(state)
@@ -444,8 +430,8 @@ class CheckpointManager:
         if isinstance(reading, StateReading):
             self._saver.timings.append(reading.meter.timing())
             self._saver.due.record(restore_s=time.monotonic() - start_s)
-        if self.mode == "w" and self.restored_step != copies[0].step:
-            newest = self._lead("newest", self._newest)  # some were set aside
+        if self.mode == "w" and self.restored_step != first:
+            newest = self._lead("newest", partial(newest_of, self._roots))  # some were set aside
             newest = max(self.restored_step, -1 if newest is None else newest)
             self._saver.went_back(newest, good=self.restored_step)
         return state
@@ -485,8 +471,8 @@ class CheckpointManager:
             return init(), 0
         like = init() if request.keeps_values else shapes_of(init)
         reading = self._reading(like, items, request)
-        state = self._read("latest", reading, fallback, start_s, steps)
-        return state, self.restored_step or 0
+        found = self._resume.first_whole("latest", reading.of, fallback=fallback, copies=steps)
+        return self._go_on(found, reading, start_s), found[1]
 
     def restore_items(
         self,
@@ -514,7 +500,9 @@ class CheckpointManager:
             targets=None if items is None else dict(items),
             request=self._request({}),
         )
-        return self._read(step, reading, fallback, time.monotonic())
+        start_s = time.monotonic()
+        found = self._resume.first_whole(step, reading.of, fallback=fallback)
+        return self._go_on(found, reading, start_s)
 
     # --- listing steps ---------------------------------------------------------------------------
 
@@ -534,9 +522,6 @@ class CheckpointManager:
                 return step
         return None
 
-    def _is_whole(self, step: int) -> bool:
-        return any(root.index.is_whole(step) for root in self._roots)
-
     @property
     def tiers(self) -> dict[str, list[int] | None]:
         """The steps in each place: "local" and "durable", and those "waiting" to be uploaded.
@@ -544,9 +529,8 @@ class CheckpointManager:
         "durable" is None while the directory behind `local` is away. Without `local`, all steps are
         durable.
         """
-        nearest, *others = self._roots
-        found = {nearest.tier: nearest.index.steps()}
-        found |= {root.tier: root.known_steps() for root in others}
+        found = {one.tier: one.known_steps() for one in self._roots[1:]}
+        found[self._roots[0].tier] = self._roots[0].index.steps()
         waiting = [] if self._tiers is None else self._tiers.uploads.steps()
         return {LOCAL: [], **found, "waiting": waiting}
 
@@ -556,7 +540,8 @@ class CheckpointManager:
         ranked = [info.step for info in self._resume.ranked()]
         if not ranked:
             self._resume.report_unranked()
-        return next(filter(self._is_whole, ranked), None)
+        indexes = [root.index for root in self._roots]
+        return next((n for n in ranked if any(one.is_whole(n) for one in indexes)), None)
 
     def metrics(self, step: int) -> dict[str, Any]:
         """Returns the metrics of a step, empty if it has none."""
@@ -620,7 +605,7 @@ class CheckpointManager:
             reports |= {n: one for n, one in found.items() if n not in reports or not one.ok}
             self._upload_again([n for n, one in found.items() if one.damaged], root)
         if self.mode == "w" and not all(report.ok for report in reports.values()):
-            newest = self._lead("newest", self._newest)  # some were set aside
+            newest = self._lead("newest", partial(newest_of, self._roots))  # some were set aside
             self._saver.went_back(newest, good=newest)
         return reports
 
@@ -701,7 +686,7 @@ class CheckpointManager:
                 elif step not in root.deletion.delete([step], asked_for=True):
                     why = root.deletion.why_not(step)
                     raise ValueError(f"{root.index.path(step)} was not deleted: {why}")
-            return self._newest()
+            return newest_of(self._roots)
 
         newest = self._lead("delete", delete)
         if item is None:

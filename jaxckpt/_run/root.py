@@ -268,7 +268,7 @@ def look_at(roots: Sequence[Root]) -> Opened:
 
 def open_roots(
     roots: Sequence[Root],
-    saves: Sequence[Saves],
+    saves: Sequence[Saves],  # what writes to each
     processes: Processes,
     metadata: Mapping[str, Any] | None,
     settled: Local | None,
@@ -279,25 +279,17 @@ def open_roots(
 
     If only the directory cannot be used, the run goes on with the local steps, if there are any:
     later saves are uploaded when it answers again.
-
-    Args:
-        saves: What writes to each root.
     """
-    opened = [
-        _open_own(root, processes, metadata, saves[0], timeout_s=timeout_s)
-        if root.own
-        else root.opening.open(metadata, saves=saves[0], timeout_s=timeout_s)
-        for root in roots[:-1]
-    ]
+    opened = []
+    for root in roots[:-1]:
+        begin = partial(root.opening.open, metadata, saves=saves[0], timeout_s=timeout_s)
+        opened += [_open_own(root, processes, begin, timeout_s) if root.own else begin()]
     last, newest, run = roots[-1], opened[0]["newest"] if opened else None, ""
     if settled is not None:  # its id is known, unless it is away
         run = settled.run if settled.away is not None else None
     reach = None if newest is None else last.reach
-    opened.append(
-        last.opening.open(
-            metadata, saves=saves[-1], timeout_s=timeout_s, run=run, spared=newest, reach=reach
-        )
-    )
+    begin = partial(last.opening.open, metadata, saves=saves[-1], timeout_s=timeout_s)
+    opened.append(begin(run=run, spared=newest, reach=reach))
     if away := opened[-1].get("away"):
         if opened[-1]["silent"]:  # to process 0; let no other wait for it
             last.reach.away = away
@@ -317,17 +309,12 @@ def open_roots(
 
 
 def _open_own(
-    root: Root,
-    processes: Processes,
-    metadata: Mapping[str, Any] | None,
-    saves: Saves,
-    *,
-    timeout_s: float,
+    root: Root, processes: Processes, begin: Callable[[], Any], timeout_s: float
 ) -> Any:  # JSON
     """Opens the local root of each process; the newest step is one that all have."""
     opened, problem = {}, None
     try:
-        opened = root.opening.open(metadata, saves=saves, timeout_s=timeout_s)
+        opened = begin()
     except Exception as error:  # reported to the others, then raised
         problem = error
     name = f"open the local disks of {processes.count} processes"

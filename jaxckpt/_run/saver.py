@@ -102,9 +102,8 @@ class Saver:
         saves, settled = [self.worker], None
         if tiers is not None:
             saves, settled = [self.worker, tiers.uploads], tiers.settled
-        metadata = options.run_metadata
         opened = (
-            open_roots(roots, saves, processes, metadata, settled, timeout_s=limit_s)
+            open_roots(roots, saves, processes, options.run_metadata, settled, timeout_s=limit_s)
             if options.writes
             else look_at(roots)
         )
@@ -409,10 +408,6 @@ class Saver:
         # With several processes, only the next save reports process 0's errors to all.
         uploads = [] if self._tiers is None else self._tiers.uploads.take_errors()
         return [*errors, *self.take_errors(), *uploads]
-
-    def finish(self) -> None:
-        """Waits until all saves have ended."""
-        self.worker.finish()
 
     def wait_for_all(self, timeout_s: float | None = None) -> None:
         """Waits until all saves have ended and the files that the next may share are read back.

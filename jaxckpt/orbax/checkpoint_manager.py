@@ -148,7 +148,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
             return False
         if step in self._steps:
             raise StepAlreadyExistsError(f"Checkpoint for step {step} already exists.")
-        saver_of(self._open()).finish()  # `save` below raises the errors, in every process
+        saver_of(self._open()).worker.finish()  # `save` below raises the errors, in every process
         given = self._composite("save", items, save_kwargs, args)
         metrics = metrics if self._ranks() and not self._options.prevent_write_metrics else None
         stored = _handling.several(_handling.store(self._handler, given), self._mode)

@@ -178,7 +178,7 @@ class Checkpointer(Run):
         writer = self._open()
         saver = saver_of(writer)
         if saver.decide(step, force=force).save:
-            saver.finish()  # `save` raises the errors, in every process
+            saver.worker.finish()  # `save` raises the errors, in every process
         handle = writer.save(step, items, force=force, **more)
         if handle is None:
             return None
