@@ -133,10 +133,10 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1666, 11, 20),
-    "manager open + save": (3629, 14, 37),
+    "manager open + save": (3604, 14, 37),
     "open + save, local": (6173, 18, 127),  # its threads may do a little more or less
     "restore(path, like)": (2155, 14, 9),
-    "manager.restore(like)": (2631, 18, 11),
+    "manager.restore(like)": (2629, 18, 11),
     "open": (938, 10, 7),
     "verify": (1685, 15, 17),
 }
@@ -172,21 +172,21 @@ def test_the_count_sees_what_is_called(tmp_path):
 # Lines, and lines of code, by folder. Those of the core are all but `APART`.
 APART = {"cli", "integrations", "pages", "testing", "_convert", "orbax"}
 FOLDERS = {
-    ".": (848, 456),
+    ".": (851, 459),
     "_convert": (1193, 811),
-    "_core": (2288, 1487),
+    "_core": (2289, 1488),
     "_disk": (4394, 3116),
-    "_inspect": (1145, 787),
+    "_inspect": (1149, 788),
     "_progress": (218, 163),
     "_restore": (1677, 1284),
-    "_run": (7936, 5535),
+    "_run": (7935, 5517),
     "_save": (2285, 1596),
-    "cli": (3646, 2620),
+    "cli": (3651, 2620),
     "format": (3092, 2048),
-    "integrations": (2371, 1614),
-    "pages": (1936, 1373),
+    "integrations": (456, 247),
     "multihost": (878, 572),
-    "orbax": (5988, 3681),
+    "orbax": (5988, 3684),
+    "pages": (1936, 1373),
     "storage": (4050, 2727),
     "testing": (514, 348),
 }

@@ -81,7 +81,6 @@ class Saver:
         options: SaveOptions,
         tiers: Tiers | None,
     ) -> None:
-        """Opens the run."""
         self.decision: Decision | None = None  # the latest
         self.timings: deque[Timing] = deque(maxlen=_MAX_TIMINGS)  # of saves and restores
         self._is_durable = True  # whether the step of the decision goes to the directory
