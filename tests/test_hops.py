@@ -134,7 +134,7 @@ def verbs(ram_path, mesh, monkeypatch):
 CEILINGS = {
     "save again": (1666, 11, 20),
     "manager open + save": (3604, 14, 37),
-    "open + save, local": (6173, 18, 127),  # its threads may do a little more or less
+    "open + save, local": (6173, 18, 137),  # its threads may do a little more or less
     "restore(path, like)": (2155, 14, 9),
     "manager.restore(like)": (2629, 18, 11),
     "open": (938, 10, 7),
