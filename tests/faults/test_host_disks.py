@@ -533,6 +533,7 @@ def test_a_full_disk_keeps_a_step_until_all_parts_are_committed(tmp_path, monkey
                 full.append("host1")
             handle = manager.save(2, {"a": 2})
             found = [file.exists() for file in steps]
+            processes.barrier("all have looked", timeout_s=30)
             slow.goes_on.set()
             handle.result()
             return found
