@@ -46,10 +46,12 @@ def get_config() -> ml_collections.ConfigDict:
         compression=None,  # "zstd" for slow or costly storage; "zstd:3" for level 3
         incremental="auto",  # steps refer to arrays that have not changed; False writes them anew
         # With a `directory` in a bucket: a directory on this host's own disk, saved to first.
-        local=None,  # such as "/mnt/nvme/single_host"
-        local_save={"every_steps": None},  # steps that are saved only there, besides
-        local_keep={"last": 2},  # and how many stay there
-        durable_timeout_s=600.0,  # how long the bucket may be away
-        max_upload_bytes_per_s=None,  # such as "100MB", to leave others some of the network
+        local={
+            "directory": None,  # such as "/mnt/nvme/single_host"
+            "save": {"every_steps": None},  # steps that are saved only there, besides
+            "keep": {"last": 2},  # and how many stay there
+            "durable_timeout_s": 600.0,  # how long the bucket may be away
+            "max_upload_bytes_per_s": None,  # such as "100MB", to leave others some of the network
+        },
     )
     return config

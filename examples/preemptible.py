@@ -84,11 +84,11 @@ def main() -> int:
     batches = Batches(NamedSharding(mesh, PartitionSpec("data")))
     save = jaxckpt.SavePolicy(every_steps=args.save_every)
     keep = jaxckpt.KeepPolicy(last=3)
-    options = {}
+    local = None
     if args.local:
         often = jaxckpt.SavePolicy(every_steps=args.local_every)
-        options = {"local": args.local, "local_save": often}
-    with jaxckpt.CheckpointManager(args.run, save=save, keep=keep, **options) as manager:
+        local = jaxckpt.LocalTier(args.local, save=often)
+    with jaxckpt.CheckpointManager(args.run, save=save, keep=keep, local=local) as manager:
         replicated = jax.jit(init, out_shardings=NamedSharding(mesh, PartitionSpec()))
         params, step = manager.restore_or(replicated, items={"batches": batches})
         while step < args.steps and not manager.reached_preemption(step):

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from jaxckpt._inspect.open import Checkpoint, open  # jaxckpt.open is its name
     from jaxckpt._inspect.verify import verify
     from jaxckpt._restore.restore import restore
+    from jaxckpt._run.config import LocalTier
     from jaxckpt._run.fork import fork
     from jaxckpt._run.manager import CheckpointManager
     from jaxckpt._run.retention import KeepPolicy
@@ -78,6 +79,7 @@ _HOME = {
     "CheckpointManager": "_run.manager",
     "SavePolicy": "_run.schedule",
     "KeepPolicy": "_run.retention",
+    "LocalTier": "_run.config",
     "convert": "_convert.convert",
     "diff": "_inspect.diff",
     "export_safetensors": "_convert.safetensors",
@@ -119,6 +121,7 @@ __all__ = [
     "CheckpointTimeout",
     "CorruptCheckpoint",
     "KeepPolicy",
+    "LocalTier",
     "ProcessesDisagree",
     "SaveFailed",
     "SaveHandle",
@@ -144,13 +147,13 @@ __all__ = [
 
 
 def _draw_checkpoint(ckpt: Checkpoint) -> str:
-    from jaxckpt.integrations.notebook import checkpoint_html
+    from jaxckpt.pages.notebook import checkpoint_html
 
     return checkpoint_html(ckpt)
 
 
 def _draw_manager(manager: CheckpointManager) -> str:
-    from jaxckpt.integrations.notebook import manager_html
+    from jaxckpt.pages.notebook import manager_html
 
     return manager_html(manager)
 

@@ -14,14 +14,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TENSORSTORE_MODULE = "jaxckpt/storage/_arrays.py"
 DROP_IN = "jaxckpt/orbax/"  # uses the namespace, as programs do
-# What the drop-in uses that is not public: items of free names, the steps of a run that any number
-# of managers read, and the deletion of one checkpoint.
+# What the drop-in uses of the core that is not public: items of free names, the steps of a run that
+# any number of managers read, the deletion of one checkpoint, metadata inside a tree, and a
+# manager's saving half.
 BELOW_DROP_IN = {
     "jaxckpt._disk.find",
     "jaxckpt._disk.found",
     "jaxckpt._disk.commit",
+    "jaxckpt._inspect.open",
     "jaxckpt._run.index",
     "jaxckpt._run.items",
+    "jaxckpt._run.manager",
     "jaxckpt._save.snapshot",
 }
 
@@ -191,6 +194,60 @@ def test_the_drop_in_uses_the_public_names() -> None:
     }
 
     assert used == BELOW_DROP_IN
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """The private attributes, methods and functions that a module defines."""
+    made: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            made.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            made.add(node.attr)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):  # a field
+            made.add(node.target.id)
+    return {name for name in made if name.startswith("_") and not name.startswith("__")}
+
+
+def private_uses(sources: Mapping[str, str]) -> list[str]:
+    """Where the drop-in reads a private attribute of an object of the core."""
+    trees = {path: ast.parse(source) for path, source in sources.items()}
+    own = {
+        name for path in trees if path.startswith(DROP_IN) for name in private_names(trees[path])
+    }
+    core = {
+        name
+        for path in trees
+        if not path.startswith(DROP_IN)
+        for name in private_names(trees[path])
+    }
+    return [
+        f"{path}: {ast.unparse(node)}"
+        for path, tree in trees.items()
+        if path.startswith(DROP_IN)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls")
+        if node.attr in core - own
+    ]
+
+
+def test_the_drop_in_uses_no_private_member_of_the_core() -> None:
+    sources = {
+        path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
+        for path in (ROOT / "jaxckpt").rglob("*.py")
+    }
+
+    assert private_uses(sources) == []
+
+
+@pytest.mark.parametrize(
+    "core",
+    ["class M:\n def __init__(self): self._saver = 1", "class M:\n _saver: int", "def _saver(): 1"],
+)
+def test_a_private_member_that_the_drop_in_uses_is_found(core: str) -> None:
+    planted = {"jaxckpt/m.py": core, "jaxckpt/orbax/a.py": "print(manager._saver.ended)"}
+
+    assert private_uses(planted) == ["jaxckpt/orbax/a.py: manager._saver"]
 
 
 BUILD = """

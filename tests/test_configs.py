@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxckpt import CheckpointManager, KeepPolicy, SavePolicy
+from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
 from jaxckpt._run.config import manager_arguments
 
 gin = pytest.importorskip("gin")
@@ -95,7 +95,9 @@ def test_single_host_says_all_options(kind):
     """But for functions, which a program gives, and for what `auto` works out."""
     text = (CONFIGS / f"single_host.{kind}").read_text()
     options = {*inspect.signature(CheckpointManager).parameters}
-    options |= {field.name for policy in (SavePolicy, KeepPolicy) for field in fields(policy)}
+    options |= {
+        field.name for kind in (SavePolicy, KeepPolicy, LocalTier) for field in fields(kind)
+    }
     options -= {"when", "on_progress", "on_commit", "notice", "job_mtbf_s"}
 
     said = {*re.findall(r'\b(\w+)"?\s*[=:]', text)}

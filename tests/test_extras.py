@@ -38,7 +38,7 @@ NEEDS = {
     "legacy": ("import jaxckpt; jaxckpt.open('old.msgpack')", "pip install msgpack"),
     "ml-collections": ("import jaxckpt.integrations.ml_collections", "pip install ml-collections"),
     "notebook": (
-        "from jaxckpt.integrations import plots; plots._axes(None)",
+        "from jaxckpt.pages import plots; plots._axes(None)",
         "pip install matplotlib",
     ),
     "opentelemetry": (

@@ -13,22 +13,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt
-from jaxckpt import CheckpointManager, KeepPolicy
+from jaxckpt import CheckpointManager, KeepPolicy, LocalTier
 from jaxckpt._run.copies import Saved, astray, over_disks, unusable
 from jaxckpt.errors import SaveFailed, StepExists
 from jaxckpt.format import step as step_format
 from tests.commandline import cli, said_json
 from tests.test_tiers import store  # noqa: F401  # a fixture
 
+LAST = KeepPolicy(last=2)
+
 
 @pytest.fixture
 def train(tmp_path):
     """Saves steps of a run, each with its own value; returns where it began and its problems."""
 
-    def run(name, steps, *, value=None, local="nvme", durable=True, upload=None, **options):
-        with CheckpointManager(
-            tmp_path / name, local=local and tmp_path / local, **options
-        ) as manager:
+    def run(name, steps, *, value=None, local="nvme", local_keep=LAST, durable=True, **options):
+        tier = LocalTier(tmp_path / local, keep=local_keep) if local else None
+        with CheckpointManager(tmp_path / name, local=tier, **options) as manager:
             state, start = manager.restore_or(lambda: {"of": "nobody"})
             for step in steps:
                 handle = manager.save(step, {"of": value or f"{name} {step}"})
@@ -294,10 +295,11 @@ def test_a_damaged_id_is_read_from_the_newest_step(tmp_path, train):
 
 def test_a_disk_that_comes_back_is_older_than_what_the_run_did_since(tmp_path, train, caplog):
     """Its steps have higher numbers, but the run went on elsewhere from an older one."""
-    last = {"local_keep": KeepPolicy(last=9)}
-    train("A", [1, 2], **last)
+    nine = KeepPolicy(last=9)
+    train("A", [1, 2], local_keep=nine)
+    nvme = LocalTier(tmp_path / "nvme", keep=nine)
     with CheckpointManager(
-        tmp_path / "A", local=tmp_path / "nvme", save=jaxckpt.SavePolicy(every_steps=100), **last
+        tmp_path / "A", local=nvme, save=jaxckpt.SavePolicy(every_steps=100)
     ) as manager:
         for step in (5, 6):
             manager.save(step, {"of": f"first life {step}"}, force=True).result()
@@ -309,7 +311,7 @@ def test_a_disk_that_comes_back_is_older_than_what_the_run_did_since(tmp_path, t
         assert reader.restore()["of"] == "second life"
         assert reader.latest_step() == 4
     caplog.clear()
-    with CheckpointManager(tmp_path / "A", local=tmp_path / "nvme", **last) as manager:
+    with CheckpointManager(tmp_path / "A", local=nvme) as manager:
         assert manager.all_steps() == [1, 2, 3, 4]
         assert manager.restore()["of"] == "second life"
         [warning] = [r.message for r in caplog.records if r.levelno == logging.WARNING]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import jaxckpt
-from jaxckpt import CheckpointManager, KeepPolicy, SavePolicy
+from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
 from jaxckpt._run.config import manager_arguments
 
 ROOT = Path(__file__).parents[1]
@@ -92,6 +92,29 @@ def test_fields_of_policies_apply_without_a_reference(configured, ram_path, bind
         assert manager.budget_bytes == 10**9
 
 
+def test_gin_sets_the_local_place(configured, ram_path):
+    """A bound directory is enough; the policies of the place are bound to it."""
+    configured.load(
+        (),
+        [
+            f"CheckpointManager.directory = '{ram_path}/run'",
+            f"LocalTier.directory = '{ram_path}/local'",
+            "LocalTier.keep = @local/KeepPolicy()",
+            "LocalTier.durable_timeout_s = '15m'",
+            "local/KeepPolicy.last = 1",
+        ],
+    )
+
+    with configured.CheckpointManager() as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": step}).durable()
+        assert manager.tiers == {"local": [2], "durable": [1, 2], "waiting": []}
+        assert manager._tiers.uploads.timeout_s == 900
+
+    with configured.CheckpointManager(local=None) as manager:
+        assert manager.tiers == {"local": [], "durable": [1, 2], "waiting": []}
+
+
 def test_two_bound_save_policies_are_an_error(configured, ram_path):
     """One of them would be ignored."""
     configured.load((), ["SavePolicy.first = True", "SavePolicy.auto.mtbf_hours = 9"])
@@ -149,6 +172,8 @@ def test_gin_files_come_before_bindings(configured, tmp_path):
         ("SavePolicy.auto.zzz = 3", "It has mtbf_hours, processes, every_steps,"),
         ("KeepPolicy.zzz = 3", "It has last, every_steps,"),
         ("KepPolicy.last = 3", "Did you mean 'KeepPolicy'?"),
+        ("LocalTier.kep = 3", "Did you mean 'keep'?"),
+        ("CheckpointManager.local_keep = 3", "Pass local=LocalTier(..., keep=...)."),
         ("CheckpointManager.keep = @KeepPolcy()", "Did you mean 'KeepPolicy'?"),
     ],
 )
@@ -239,6 +264,21 @@ def test_manager_config_has_auto(manager_config, ram_path):
     assert manager_arguments(CheckpointManager, config, {})["save"] == wanted
 
 
+def test_manager_config_has_the_local_place(manager_config, ram_path):
+    """In force once it has `directory`; its policies are not those of the run."""
+    config = manager_config(directory=ram_path / "run", save={"every_steps": 2})
+    assert manager_arguments(CheckpointManager, config, {})["local"] is None
+
+    config.local.directory = "/mnt/disk"
+    tier = manager_arguments(CheckpointManager, config, {})["local"]
+    assert tier == LocalTier("/mnt/disk")
+    config.local.save.every_steps = 1
+    tier = manager_arguments(CheckpointManager, config, {})["local"]
+    assert (tier.save, config.save.every_steps) == (SavePolicy(every_steps=1), 2)
+    assert manager_config(local=ram_path).local.directory == str(ram_path)
+    assert manager_config(local={"directory": ram_path}).local.directory == str(ram_path)
+
+
 def test_manager_config_takes_units(manager_config, ram_path):
     """At once, or set later; the error of a wrong one comes when the run is opened."""
     config = manager_config(directory=ram_path / "run", save={"every_seconds": "15m"})
@@ -274,6 +314,7 @@ def test_manager_config_needs_a_directory(manager_config):
         ({"keep": {"lats": 3}}, "last"),
         ({"save": {"evry_steps": 3}}, "every_steps"),
         ({"save": {"auto": {"mtbf_hour": 3}}}, "mtbf_hours"),
+        ({"local": {"durable_timeout": 3}}, "durable_timeout_s"),
     ],
 )
 def test_a_name_that_is_misspelt_in_manager_config_is_an_error(manager_config, said, likely):
@@ -337,7 +378,7 @@ def test_nothing_imports_the_integrations():
     code = (
         "import sys, jaxckpt; [getattr(jaxckpt, name) for name in jaxckpt.__all__];"
         "print([name for name in sys.modules if name.split('.')[0] in ('gin', 'ml_collections')"
-        " or name.startswith('jaxckpt.integrations')])"
+        " or name.startswith(('jaxckpt.integrations', 'jaxckpt.pages'))])"
     )
 
     done = subprocess.run(

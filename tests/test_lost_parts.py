@@ -15,6 +15,7 @@ from jaxckpt import (
     CheckpointNotFound,
     CorruptCheckpoint,
     KeepPolicy,
+    LocalTier,
     TreeMismatch,
 )
 from jaxckpt._run.index import StepIndex
@@ -212,8 +213,8 @@ def sharing(tmp_path):
     """Local steps that share a bad file, and the directory, which has only the newest of them."""
     local, run = tmp_path / "local", tmp_path / "run"
     frozen = np.arange(SIZE, dtype=np.float32)
-    keep = {"local_keep": KeepPolicy(), "keep": KeepPolicy(last=1)}
-    with CheckpointManager(run, local=local, **keep) as manager:
+    tier = LocalTier(local, keep=KeepPolicy())
+    with CheckpointManager(run, local=tier, keep=KeepPolicy(last=1)) as manager:
         for step in range(1, 5):
             manager.save(step, {"w": frozen, "step": step}).durable()
         manager.wait_until_finished()
@@ -233,7 +234,7 @@ def test_scrub_mends_all_steps_that_share_a_bad_file(sharing):
     """The steps that only this place has get a link to the mended file, and stay."""
     local, run, bad = sharing
 
-    with CheckpointManager(run, local=local, local_keep=KeepPolicy()) as manager:
+    with CheckpointManager(run, local=LocalTier(local, keep=KeepPolicy())) as manager:
         reports = manager.scrub()
         assert all(report.ok for report in reports.values())
         assert manager.tiers["local"] == [1, 2, 3, 4]

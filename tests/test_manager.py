@@ -35,6 +35,7 @@ from jaxckpt import (
     CheckpointTimeout,
     CorruptCheckpoint,
     KeepPolicy,
+    LocalTier,
     ProcessesDisagree,
     SaveFailed,
     SavePolicy,
@@ -316,9 +317,10 @@ def test_a_failure_that_another_thread_raised_stops_the_one_that_saves(tmp_path,
             return False
         return True
 
-    local = tmp_path / "local" if fails == "the upload" else None
+    short = LocalTier(tmp_path / "local", durable_timeout_s=1e-9)
+    local = short if fails == "the upload" else None
     more = {"on_commit": lambda timing: 1 / 0} if fails == "on_commit" else {}
-    manager = CheckpointManager(tmp_path / "run", local=local, durable_timeout_s=1e-9, **more)
+    manager = CheckpointManager(tmp_path / "run", local=local, **more)
     if fails != "on_commit":
         storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
         manager._index.storage = manager._directory.index.storage = storage
@@ -1067,7 +1069,7 @@ def test_every_thread_that_closes_waits_for_the_end(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         assert entered.wait(30)
         first = pool.submit(manager.close)
-        while not manager._opening.ended:
+        while not manager._saver.ended:
             time.sleep(0.01)
         second = pool.submit(lambda: (manager.close(), closed_in.append("second")))
         assert not wait_for_threads([second], timeout=0.2).done

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt.orbax
-from jaxckpt.cli._migrate import _lack
-from jaxckpt.cli._orbax_source import parse
+from jaxckpt.cli._migrate.command import _lack
+from jaxckpt.cli._migrate.source import parse
 from tests.commandline import cli, said_json
 
 PROGRAM = """\

@@ -16,9 +16,9 @@ import treescope
 import jaxckpt
 from jaxckpt import KeepPolicy
 from jaxckpt._run.overview import StepOverview
-from jaxckpt.integrations import _palette, _steps
-from jaxckpt.integrations._html import escape
-from jaxckpt.integrations.notebook import checkpoint_html, manager_html
+from jaxckpt.pages import _palette, _steps
+from jaxckpt.pages._html import escape
+from jaxckpt.pages.notebook import checkpoint_html, manager_html
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import SlowStorage
 from tests.golden.fixture import golden_names

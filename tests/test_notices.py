@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxckpt
-from jaxckpt import CheckpointManager, SavePolicy
+from jaxckpt import CheckpointManager, LocalTier, SavePolicy
 from jaxckpt._run import preemption
 from jaxckpt.integrations import notices
 
@@ -152,8 +152,8 @@ def test_an_older_upload_gives_way_if_the_last_one_fits(
             tmp_path / "run",
             save=SavePolicy(every_steps=1),
             notice=lambda: left_s if noticed.is_set() else None,
-            local=tmp_path / "local",
-            max_upload_bytes_per_s=400_000,  # a step takes a second
+            # A step takes a second.
+            local=LocalTier(tmp_path / "local", max_upload_bytes_per_s=400_000),
         ) as manager,
     ):
         manager.save(1, {"w": np.zeros(100_000, np.float32)}).durable()

@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 import jaxckpt
 from jaxckpt import KeepPolicy
 from jaxckpt.format.sharding import SavedSharding
-from jaxckpt.integrations import _palette, plots
+from jaxckpt.pages import _palette, plots
 from jaxckpt.types import Timing
 
 LOSSES = {1: 0.5, 2: 0.1, 3: 0.4, 4: 0.3}

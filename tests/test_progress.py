@@ -122,7 +122,7 @@ class Closing:
 
     def wait(self, timeout_s):
         deadline_s = time.monotonic() + timeout_s
-        while not self._manager._opening.ended and time.monotonic() < deadline_s:
+        while not self._manager._saver.ended and time.monotonic() < deadline_s:
             pass
 
 

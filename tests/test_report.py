@@ -27,10 +27,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxckpt
 from jaxckpt import KeepPolicy
 from jaxckpt._run.overview import overview
-from jaxckpt.integrations import _svg
-from jaxckpt.integrations import report as report_module
-from jaxckpt.integrations._svg import Bar, Mark
-from jaxckpt.integrations.report import report
+from jaxckpt.pages import _svg
+from jaxckpt.pages import report as report_module
+from jaxckpt.pages._svg import Bar, Mark
+from jaxckpt.pages.report import report
 from tests.test_notebook import EVIL, Outline
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -159,7 +159,7 @@ def test_a_report_that_cannot_be_written_names_its_file(run, tmp_path):
     """A full disk reports no file by itself; here it is the limit of a file's size."""
     code = """
 import resource, sys
-from jaxckpt.integrations.report import report
+from jaxckpt.pages.report import report
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 report(sys.argv[1], sys.argv[2])
 """

@@ -807,7 +807,7 @@ def opened(disk):
     """Opens the run as a manager does."""
     found = disk.run()
     opening = Opening(found.owner, found.deletion, Single())
-    opening.open(None, timeout_s=30)
+    opening.open(None, saves=None, timeout_s=30)
     opening.end("the test is over")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt
-from jaxckpt import CheckpointManager, KeepPolicy, SavePolicy
+from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
 from jaxckpt._run import tiers, uploads
 from jaxckpt._run.copies import newest_first, over_bound
 from jaxckpt._run.upload import Sending
@@ -109,14 +110,12 @@ def test_a_step_is_committed_locally_then_uploaded(directory, local):
 
 
 def test_each_place_has_its_own_policies(directory, local):
-    """`save` names what is uploaded, `local_save` what is saved besides."""
+    """`save` names what is uploaded, `LocalTier.save` what is saved besides."""
     with CheckpointManager(
         directory,
         save=SavePolicy(every_steps=4),
         keep=KeepPolicy(last=2),
-        local=local,
-        local_save=SavePolicy(every_steps=3),
-        local_keep=KeepPolicy(last=3),
+        local=LocalTier(local, save=SavePolicy(every_steps=3), keep=KeepPolicy(last=3)),
     ) as manager:
         handles = {step: manager.save(step, state(step)) for step in range(1, 13)}
         manager.wait_until_finished()
@@ -142,9 +141,8 @@ def test_without_local_there_is_one_place(tmp_path):
 def test_a_policy_by_the_clock_saves_when_it_is_due(tmp_path, local):
     """`every_seconds` of the directory counts from its own saves, not from the local ones."""
     save = SavePolicy(every_seconds=3600.0)
-    with CheckpointManager(
-        tmp_path / "run", save=save, local=local, local_save=SavePolicy(every_steps=1)
-    ) as manager:
+    tier = LocalTier(local, save=SavePolicy(every_steps=1))
+    with CheckpointManager(tmp_path / "run", save=save, local=tier) as manager:
         for step in (1, 2):
             manager.save(step, state(step))
         manager._saver.due.schedules[0] = manager._saver.due.schedule.saved(0, now_s=-7200.0)
@@ -159,7 +157,9 @@ def test_a_policy_by_the_clock_saves_when_it_is_due(tmp_path, local):
 
 def test_a_store_that_does_not_answer_stops_nothing(tmp_path, local, store):
     """Saves are committed locally; what the queue cannot hold is dropped and reported."""
-    with CheckpointManager(tmp_path / "run", local=local, local_keep=KeepPolicy(last=1)) as manager:
+    with CheckpointManager(
+        tmp_path / "run", local=LocalTier(local, keep=KeepPolicy(last=1))
+    ) as manager:
         store.answers.clear()
         handles = [manager.save(step, state(step)) for step in range(1, 8)]
         for handle in handles:
@@ -203,7 +203,9 @@ def test_an_upload_is_tried_again_until_the_store_is_back(tmp_path, local, store
 
 def test_an_upload_is_given_up_after_its_time(tmp_path, local, store):
     """The error is raised once: by the handle, or else by the next call; the step stays local."""
-    with CheckpointManager(tmp_path / "run", local=local, durable_timeout_s=0.05) as manager:
+    with CheckpointManager(
+        tmp_path / "run", local=LocalTier(local, durable_timeout_s=0.05)
+    ) as manager:
         store.away = OSError(errno.EACCES, "no permission")
         handle = manager.save(1, state(1))
         with pytest.raises(OSError, match="no permission") as caught:
@@ -220,7 +222,7 @@ def test_an_upload_is_given_up_after_its_time(tmp_path, local, store):
 
 
 def test_closing_names_what_is_not_uploaded(tmp_path, local, store):
-    manager = CheckpointManager(tmp_path / "run", local=local, durable_timeout_s=0.2)
+    manager = CheckpointManager(tmp_path / "run", local=LocalTier(local, durable_timeout_s=0.2))
     store.answers.clear()
     manager.save(1, state(1))
     with pytest.raises(CheckpointTimeout, match=r"steps \[1\] are not uploaded.*jaxckpt upload"):
@@ -316,12 +318,12 @@ def test_a_new_host_restores_what_is_durable(directory, local):
 
 
 def test_the_same_host_restores_the_newest_local_step(directory, local):
-    policies = {"save": SavePolicy(every_steps=2), "local_save": SavePolicy(every_steps=1)}
-    with CheckpointManager(directory, local=local, **policies) as manager:
+    tier = LocalTier(local, save=SavePolicy(every_steps=1))
+    with CheckpointManager(directory, local=tier, save=SavePolicy(every_steps=2)) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step))
 
-    with CheckpointManager(directory, local=local, **policies) as manager:
+    with CheckpointManager(directory, local=tier, save=SavePolicy(every_steps=2)) as manager:
         assert manager.latest_step() == 3
         assert manager.restore_or(lambda: state(0))[1] == 3
         with pytest.raises(StepExists):
@@ -528,7 +530,7 @@ def test_closing_does_not_wait_for_a_lock_in_a_directory_that_does_not_answer(
         manager.save(1, state(1)).durable()
     monkeypatch.setattr("jaxckpt._run.root.AWAY_S", 0.2)
     store.answers.clear()
-    manager = CheckpointManager(tmp_path / "run", local=local, durable_timeout_s=0.1)
+    manager = CheckpointManager(tmp_path / "run", local=LocalTier(local, durable_timeout_s=0.1))
     told = []
     try:
         manager.close()
@@ -545,8 +547,10 @@ def test_closing_does_not_wait_for_a_lock_in_a_directory_that_does_not_answer(
 
 
 def test_steps_are_pinned_and_deleted_in_both_places(tmp_path, local):
-    keep = {"keep": KeepPolicy(last=1), "local_keep": KeepPolicy(last=1)}
-    with CheckpointManager(tmp_path / "run", local=local, **keep) as manager:
+    last = KeepPolicy(last=1)
+    with CheckpointManager(
+        tmp_path / "run", local=LocalTier(local, keep=last), keep=last
+    ) as manager:
         manager.save(1, state(1)).durable()
         manager.pin(1)
         manager.save(2, state(2)).durable()
@@ -561,9 +565,8 @@ def test_steps_are_pinned_and_deleted_in_both_places(tmp_path, local):
 
 def test_the_best_step_counts_wherever_it_is(tmp_path, local):
     best = KeepPolicy(best=1, metric="loss")
-    with CheckpointManager(
-        tmp_path / "run", local=local, keep=best, local_keep=KeepPolicy(last=1)
-    ) as manager:
+    tier = LocalTier(local, keep=KeepPolicy(last=1))
+    with CheckpointManager(tmp_path / "run", local=tier, keep=best) as manager:
         for step, loss in ((1, 0.1), (2, 0.5), (3, 0.4)):
             manager.save(step, state(step), metrics={"loss": loss}).durable()
         manager.wait_until_finished()
@@ -575,7 +578,7 @@ def test_the_best_step_counts_wherever_it_is(tmp_path, local):
 
 def test_heal_mends_by_hand(tmp_path, local):
     """Every step that a verified copy can mend; the exit code says whether some are left."""
-    with CheckpointManager(tmp_path / "run", local=local, local_keep=KeepPolicy()) as manager:
+    with CheckpointManager(tmp_path / "run", local=LocalTier(local, keep=KeepPolicy())) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step)).durable()
     assert cli("heal", local, tmp_path / "run") == (0, f"{local}: no step is damaged\n", "")
@@ -594,9 +597,8 @@ def test_heal_mends_by_hand(tmp_path, local):
 
 
 def test_ls_shows_where_each_step_is(tmp_path, local):
-    with CheckpointManager(
-        tmp_path / "run", save=SavePolicy(every_steps=2), local=local, local_save=SavePolicy()
-    ) as manager:
+    every, tier = SavePolicy(every_steps=2), LocalTier(local, save=SavePolicy())
+    with CheckpointManager(tmp_path / "run", save=every, local=tier) as manager:
         for step in range(1, 5):
             manager.save(step, state(step), metrics={"loss": 1.0})
             manager.wait_until_finished()
@@ -617,9 +619,8 @@ def test_ls_shows_where_each_step_is(tmp_path, local):
 
 def test_commands_know_both_places(tmp_path, local):
     """One option, as for `ls`; with several processes also their shares."""
-    with CheckpointManager(
-        tmp_path / "run", save=SavePolicy(every_steps=2), local=local, local_save=SavePolicy()
-    ) as manager:
+    every, tier = SavePolicy(every_steps=2), LocalTier(local, save=SavePolicy())
+    with CheckpointManager(tmp_path / "run", save=every, local=tier) as manager:
         for step in range(1, 4):
             manager.save(step, state(step), metrics={"loss": 1.0})
             manager.wait_until_finished()
@@ -659,7 +660,9 @@ def test_a_full_disk_makes_the_local_place_give_way(tmp_path, local, monkeypatch
     """First older steps go; then steps are saved in the directory itself, which is told once."""
     free = [1 << 40]
     monkeypatch.setattr(tiers, "free_bytes", lambda path: free[0])
-    with CheckpointManager(tmp_path / "run", local=local, local_keep=KeepPolicy(last=3)) as manager:
+    with CheckpointManager(
+        tmp_path / "run", local=LocalTier(local, keep=KeepPolicy(last=3))
+    ) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step)).durable()
         assert manager.tiers["local"] == [1, 2, 3]
@@ -684,24 +687,55 @@ def test_what_cannot_be_a_local_place_is_refused(tmp_path):
     for wrong in ("memory://name/local", run / "local", run, tmp_path):
         with pytest.raises(ValueError, match="local"):
             CheckpointManager(run, local=wrong)
-    with pytest.raises(ValueError, match="local_save needs `local`"):
-        CheckpointManager(run, local_save=SavePolicy())
-    with pytest.raises(TypeError, match="local_keep"):
-        CheckpointManager(run, local=tmp_path / "local", local_keep=3)
+    with pytest.raises(TypeError, match=r"local must be a path or a LocalTier, got \{\}"):
+        CheckpointManager(run, local={})
+    for field, wrong in (("save", 3), ("keep", None), ("durable_timeout_s", "10")):
+        with pytest.raises(TypeError, match=f"LocalTier: {field} must be"):
+            LocalTier(tmp_path / "local", **{field: wrong})
     with pytest.raises(ValueError, match="max_upload_bytes_per_s"):
-        CheckpointManager(run, local=tmp_path / "local", max_upload_bytes_per_s=0)
+        LocalTier(tmp_path / "local", max_upload_bytes_per_s=0)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("local_save", "Pass local=LocalTier(..., save=...)."),
+        ("local_keep", "Pass local=LocalTier(..., keep=...)."),
+        ("durable_timeout_s", "Pass local=LocalTier(durable_timeout_s=...)."),
+        ("max_upload_bytes_per_s", "Pass local=LocalTier(max_upload_bytes_per_s=...)."),
+    ],
+)
+def test_an_option_of_the_local_place_is_a_field_of_it(tmp_path, name, hint):
+    """The manager, and a config of it, answer with where it belongs."""
+    with pytest.raises(TypeError, match=re.escape(f"takes no argument {name!r}. {hint}")):
+        CheckpointManager(tmp_path / "run", **{name: None})
+    with pytest.raises(TypeError, match=re.escape(f"has no field {name!r}. {hint}")):
+        CheckpointManager.from_config({"directory": tmp_path / "run", name: None})
+
+
+def test_a_misspelt_field_of_the_local_place_is_an_error(tmp_path):
+    for field in ("local_keep", "kep"):
+        with pytest.raises(TypeError, match="Did you mean 'keep'"):
+            LocalTier(tmp_path, **{field: KeepPolicy()})
+    config = {"directory": tmp_path / "run", "local": {"directory": tmp_path, "kep": {}}}
+    with pytest.raises(TypeError, match=r"LocalTier takes no argument 'kep'\. Did you mean 'keep'"):
+        CheckpointManager.from_config(config)
+    with pytest.raises(TypeError, match="'directory'"):
+        CheckpointManager.from_config({"directory": tmp_path / "run", "local": {"save": {}}})
 
 
 def test_a_config_may_have_a_local_place(tmp_path):
     config = {
         "directory": str(tmp_path / "run"),
-        "local": str(tmp_path / "local"),
-        "local_save": {"every_steps": 1},
-        "local_keep": {"last": 1},
+        "local": {
+            "directory": str(tmp_path / "local"),
+            "save": {"every_steps": 1},
+            "keep": {"last": 1},
+            "max_upload_bytes_per_s": "1GB",
+            "durable_timeout_s": "15m",
+        },
         "save": {"every_steps": 2},
-        "max_upload_bytes_per_s": "1GB",
-        "durable_timeout_s": "15m",
     }
     with CheckpointManager.from_config(config) as manager:
         for step in (1, 2, 3):
@@ -749,9 +783,7 @@ def _save_until_it_crashes(here, told):
         manager = CheckpointManager(
             here / "run",
             keep=KeepPolicy(last=1),
-            local=here / "local",
-            local_keep=KeepPolicy(last=1),
-            durable_timeout_s=5,
+            local=LocalTier(here / "local", keep=KeepPolicy(last=1), durable_timeout_s=5),
         )
         for step in (1, 2, 3):
             handle = manager.save(step, {"step": step})

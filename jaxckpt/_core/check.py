@@ -36,6 +36,7 @@ _HABITS: Final = {
         **dict.fromkeys(("max_to_keep", "keep", "n"), "last"),
         "keep_period": "every_steps",
     },
+    "LocalTier": {"local_save": "save", "local_keep": "keep", "path": "directory"},
 }
 
 

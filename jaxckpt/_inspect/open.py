@@ -235,11 +235,15 @@ def _info(leaf: Leaf, sharding: SavedSharding | None) -> LeafInfo:
     )
 
 
+def custom_of(ckpt: Checkpoint) -> Any:
+    """Returns the metadata that is stored in a tree itself, for the drop-in."""
+    return None if ckpt._tree is None else ckpt._tree.tree.custom_metadata
+
+
 # --- as text ---------------------------------------------------------------------------------
 
 
 def _lines(ckpt: Checkpoint) -> list[str]:
-    tree = ckpt._tree  # this module's own class
     below = path_text(ckpt._below)
     writer = ckpt._found.record.writer if ckpt._found.record else "another program"
     head = (
@@ -254,7 +258,7 @@ def _lines(ckpt: Checkpoint) -> list[str]:
         lines.append(f"other items: {', '.join(others)}")
     if ckpt.custom_metadata:
         lines.append(f"custom metadata: {ckpt.custom_metadata}")
-    if tree is None:
+    if ckpt._tree is None:
         return [*lines, "(a JSON item)"]
     nodes = tree_text.lines(tree_text.nested(ckpt.leaves.values()))
     rows = [(name, str(node) if isinstance(node, LeafInfo) else "") for name, node, _ in nodes]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from numbers import Real
 from types import NoneType
 from typing import Any, Final
 
-from jaxckpt._core.check import check_count, check_names, check_positive, check_type
+from jaxckpt._core.check import check_count, check_names, check_positive, check_type, explained
 from jaxckpt._core.text import nearest, seconds_of, size_of
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.schedule import SavePolicy
@@ -17,33 +19,63 @@ from jaxckpt.format import names
 from jaxckpt.multihost import Processes, check_alike
 
 MANAGER: Final = "CheckpointManager"
-_KINDS: Final[Mapping[str, tuple[Any, str]]] = {
-    "save": (SavePolicy, "a SavePolicy(every_steps=...)"),
-    "keep": (KeepPolicy, "a KeepPolicy(last=...)"),
-    "local_save": (SavePolicy | None, "a SavePolicy(every_steps=...)"),
-    "local_keep": (KeepPolicy, "a KeepPolicy(last=...)"),
-    "budget_bytes": (int, "an int"),
-    "timeout_s": (Real, "a number"),
-    "on_progress": ((Callable, NoneType), "a function"),
-    "on_commit": ((Callable, NoneType), "a function"),
-    "notice": ((Callable, NoneType), "a function"),
-}
-_POLICIES: Final = {
-    "save": SavePolicy,
-    "keep": KeepPolicy,
-    "local_save": SavePolicy,
-    "local_keep": KeepPolicy,
-}
-LOCAL_KEEP: Final = KeepPolicy(last=2)
-_OF_LOCAL: Final = ("local_save", "max_upload_bytes_per_s")
-# Options of Orbax's manager, as docs/orbax.md explains them.
-_ORBAX: Final = {
+_LOCAL: Final = "LocalTier"
+_POLICIES: Final[Mapping[str, type]] = {"save": SavePolicy, "keep": KeepPolicy}
+# Options of Orbax's manager, as docs/orbax.md explains them, and what people try for `LocalTier`.
+_HABITS: Final = {
     "options": "its options as save=SavePolicy(...) and keep=KeepPolicy(...)",
     "save_interval_steps": "save=SavePolicy(every_steps=...)",
     "max_to_keep": "keep=KeepPolicy(last=...)",
     "keep_period": "keep=KeepPolicy(every_steps=...)",
     "best_fn": "keep=KeepPolicy(best=..., metric=...)",
     "read_only": "mode='r'",
+    "local_save": "local=LocalTier(..., save=...)",
+    "local_keep": "local=LocalTier(..., keep=...)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTier:
+    """A directory on a disk of each host, where a manager saves steps before it uploads them.
+
+    Attributes:
+        directory: Its path, such as on an NVMe or RAM disk.
+        save: Decides which steps are saved only here, besides those for the run's directory.
+        keep: Decides which steps stay here, besides those that wait to be uploaded.
+        durable_timeout_s: How long the run's directory may be away before an upload is given up,
+            and how long closing waits for uploads.
+        max_upload_bytes_per_s: Limits the rate of each process's uploads. If None, no limit.
+
+    Example:
+        >>> LocalTier("/mnt/nvme/run", save=SavePolicy(every_steps=10)).keep.last
+        2
+    """
+
+    directory: str | os.PathLike[str]
+    _: KW_ONLY
+    save: SavePolicy | None = None
+    keep: KeepPolicy = KeepPolicy(last=2)  # noqa: RUF009  # frozen
+    durable_timeout_s: float = 600.0
+    max_upload_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_type(_LOCAL, "directory", self.directory, str | os.PathLike, "a path")
+        check_type(_LOCAL, "save", self.save, SavePolicy | None, _KINDS["save"][1])
+        check_type(_LOCAL, "keep", self.keep, *_KINDS["keep"])
+        for name in ("durable_timeout_s", "max_upload_bytes_per_s"):
+            check_positive(_LOCAL, **{name: getattr(self, name)})
+
+
+LocalTier.__init__ = explained(_LOCAL)(LocalTier.__init__)
+_KINDS: Final[Mapping[str, tuple[Any, str]]] = {
+    "save": (SavePolicy, "a SavePolicy(every_steps=...)"),
+    "keep": (KeepPolicy, "a KeepPolicy(last=...)"),
+    "local": (str | os.PathLike | LocalTier | None, "a path or a LocalTier"),
+    "budget_bytes": (int, "an int"),
+    "timeout_s": (Real, "a number"),
+    "on_progress": ((Callable, NoneType), "a function"),
+    "on_commit": ((Callable, NoneType), "a function"),
+    "notice": ((Callable, NoneType), "a function"),
 }
 
 
@@ -58,16 +90,33 @@ def manager_arguments(
     parameters = list(inspect.signature(manager).parameters)
     arguments = {**_mapping(config, "the config"), **overrides}
     check_names("the config has no field", arguments, parameters, suggest)
-    arguments = with_units("the config", _given(arguments))
+    arguments = _with_policies("the config", arguments)
     if "directory" not in arguments:
         raise TypeError("the config lacks 'directory', the root of the run")
-    for name, policy in _POLICIES.items():
-        value = arguments.get(name)
-        if value is not None and not isinstance(value, policy):
-            arguments[name] = _policy(name, policy, _mapping(value, name))
-    if arguments.get("local_save") == SavePolicy():  # an empty policy
-        del arguments["local_save"]
+    local = arguments.get("local")
+    if local is not None and not isinstance(local, str | os.PathLike | LocalTier):
+        arguments["local"] = _local_tier(_mapping(local, "local"))
     return arguments
+
+
+def _local_tier(fields: dict[str, Any]) -> LocalTier | None:
+    """Returns the tier of these fields, or None if their directory was left empty."""
+    if fields.get("directory", "") is None:
+        return None
+    fields = _with_policies("local", fields)
+    if fields.get("save") == SavePolicy():  # an empty policy
+        del fields["save"]
+    return LocalTier(**fields)
+
+
+def _with_policies(what: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those arguments that are not None, with policies for dicts of their fields."""
+    found = with_units(what, _given(arguments))
+    for name, policy in _POLICIES.items():
+        value = found.get(name)
+        if value is not None and not isinstance(value, policy):
+            found[name] = _policy(name, policy, _mapping(value, name))
+    return found
 
 
 def _policy(name: str, policy: type[SavePolicy | KeepPolicy], fields: dict[str, Any]) -> object:
@@ -120,17 +169,17 @@ def _mapping(config: Any, what: str) -> dict[str, Any]:
 
 
 def suggest(name: str, known: Sequence[str]) -> str:
-    """Returns a hint for a name that the manager does not take: an option of Orbax, or of a policy.
+    """Returns a hint for a name that is not the manager's: an option of Orbax, or of a policy.
 
     Example:
         >>> suggest("max_to_keep", ["keep"]), suggest("timeout", ["timeout_s"])
         ('Pass keep=KeepPolicy(last=...).', "Did you mean 'timeout_s'?")
     """
-    if name in _ORBAX:
-        return f"Pass {_ORBAX[name]}."
+    if name in _HABITS:
+        return f"Pass {_HABITS[name]}."
     found = [
         f"{argument}={policy.__name__}({name}=...)"
-        for argument, policy in (("save", SavePolicy), ("keep", KeepPolicy))
+        for argument, policy in {**_POLICIES, "local": LocalTier}.items()
         if name in (field.name for field in dataclasses.fields(policy))
     ]
     return f"Pass {' or '.join(found)}." if found else nearest(name, known)
@@ -145,13 +194,9 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     for name, (kind, wanted) in _KINDS.items():
         check_type(MANAGER, name, arguments[name], kind, wanted)
     check_count(MANAGER, **{name: arguments[name] for name in ("budget_bytes", "step_digits")})
-    limits = ("timeout_s", "durable_timeout_s", "max_upload_bytes_per_s")
-    check_positive(MANAGER, **{name: arguments[name] for name in limits})
+    check_positive(MANAGER, timeout_s=arguments["timeout_s"])
     if arguments["notice"] is not None and not arguments["save"].on_preemption:
         raise ValueError(f"{MANAGER}: notice needs SavePolicy(on_preemption=True)")
-    for name in _OF_LOCAL:
-        if arguments[name] is not None and arguments["local"] is None:
-            raise ValueError(f"{MANAGER}: {name} needs `local`, the directory of local steps")
     if arguments["item"] != names.STATE_ITEM:
         names.check_item(arguments["item"])
 

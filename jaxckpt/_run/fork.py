@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Sequence
-from typing import Any
 
 from jaxckpt._core.check import explained
 from jaxckpt._disk import transaction as _transaction
@@ -70,8 +69,9 @@ def fork(
         _check_whole(storage, found, transaction.work, files)
         index = StepIndex(storage, root, quiet=True)
         life = Life(run=ensure_id(index, index.entries()))
-        item = names.STATE_ITEM if found.record is None else found.record.item
-        lineage = _lineage("fork", found)
+        record = found.record
+        item, token = (names.STATE_ITEM, None) if record is None else (record.item, record.token)
+        lineage = {"by": "fork", "path": found.path, "token": token}
         known = {name: f for name, f in found.recorded(found.path).items() if name in files}
         transaction.commit({}, known=known, lineage=lineage, item=item, life=life)
     except BaseException as error:
@@ -120,8 +120,3 @@ def _check_whole(storage: Storage, found: Found, work: str, files: Sequence[str]
         if isinstance(item, Item):
             refuse_swapped(item)
     check_current(found)
-
-
-def _lineage(how: str, found: Found) -> dict[str, Any]:
-    token = found.record.token if found.record is not None else None
-    return {"by": how, "path": found.path, "token": token}

@@ -192,7 +192,7 @@ class StepIndex:
         directories = [name for name, entry in entries.items() if entry.kind == "dir"]
         guesses = guess_names(
             directories,
-            lambda name: self._state_of(name, entries[name]) in ("committed", "unreadable"),
+            lambda name: self.state_of(name, entries[name]) in ("committed", "unreadable"),
             self._is_copy,
         )
         if len(guesses) > 1:
@@ -237,9 +237,9 @@ class StepIndex:
         does not count, and the next owner removes its files. An unreadable step may not be listed.
         """
         name = listing.steps.get(number)
-        return None if name is None else self._state_of(name, listing.entries[name])
+        return None if name is None else self.state_of(name, listing.entries[name])
 
-    def _state_of(self, name: str, entry: Entry) -> State | None:
+    def state_of(self, name: str, entry: Entry) -> State | None:
         if entry.kind != "dir":
             return None
         if name in self._committed:

@@ -135,7 +135,7 @@ def _learn(
     local: StepIndex, directory: StepIndex, reach: Reach, *, writes: bool
 ) -> tuple[str, Saved | None, OSError | None]:
     """Returns the id of a run, the newest step of its directory, and why that is away."""
-    url, here = _url(directory), identities_in(local)
+    url, here = directory.root, identities_in(local)
     ours = {at: one.id for at, one in here.items() if one and one.directory == url}
     named, root = next(iter(ours.values()), ""), here[local.root]
     free = root.id if root is not None and not root.directory else ""
@@ -176,7 +176,7 @@ def _place(
 ) -> dict[str, Any]:
     """Returns the root of the local steps of this process, as fields of `Local`."""
     place, problems = _choose(local, directory, run_id), []
-    identity = Identity(id=run_id, directory=_url(directory))
+    identity = Identity(id=run_id, directory=directory.root)
     for _ in range(_TRIES if writes else 0):
         local.storage.make_dir(place)
         if put_identity(StepIndex(local.storage, place, quiet=True), identity).id == run_id:
@@ -197,7 +197,7 @@ def _place(
 
 def _choose(local: StepIndex, directory: StepIndex, run_id: str) -> str:
     """Returns the place in a local directory that has the steps of a run, or is to have them."""
-    url, here = _url(directory), identities_in(local)
+    url, here = directory.root, identities_in(local)
     for at, one in with_id(here, Identity(id=run_id, directory=url)):
         if not _is_copy(one, directory):
             return at
@@ -207,10 +207,6 @@ def _choose(local: StepIndex, directory: StepIndex, run_id: str) -> str:
         return local.root
     token = hashlib.sha256(f"{run_id} {url}".encode()).hexdigest()[:16]
     return f"{local.root}/{names.guest(token)}"
-
-
-def _url(directory: StepIndex) -> str:
-    return directory.root
 
 
 def _indexes(local: StepIndex) -> list[StepIndex]:
@@ -241,7 +237,7 @@ def _is_copy(identity: Identity, directory: StepIndex) -> bool:
     Both have the same id. If the directory that the local steps name has it no more, the run was
     moved; if that cannot be found out, nothing is taken from there.
     """
-    if identity.directory in ("", _url(directory)):
+    if identity.directory in ("", directory.root):
         return False
     try:
         storage, root = locate(identity.directory)

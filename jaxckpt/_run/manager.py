@@ -26,14 +26,13 @@ from jaxckpt._disk.find import find
 from jaxckpt._inspect import open as inspection
 from jaxckpt._restore.match import RestoreRequest
 from jaxckpt._run.config import (
-    LOCAL_KEEP,
     MANAGER,
+    LocalTier,
     check_arguments,
     check_arguments_alike,
     manager_arguments,
     suggest,
 )
-from jaxckpt._run.copies import Copy
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex, run_metadata
 from jaxckpt._run.owner import FORKED
@@ -43,17 +42,12 @@ from jaxckpt._run.root import (
     DURABLE,
     LOCAL,
     Root,
-    at_home,
-    check_local,
-    look_at,
     newest_of,
-    open_roots,
 )
 from jaxckpt._run.saver import SaveOptions, Saver
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.scrub import scrub
 from jaxckpt._run.tiers import Tiers
-from jaxckpt._run.uploads import Uploads
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.save import check_metadata
 from jaxckpt.format import names
@@ -115,11 +109,7 @@ class CheckpointManager:
         item: str = names.STATE_ITEM,
         compression: str | None = None,
         incremental: Literal["auto", False] = "auto",
-        local: str | os.PathLike[str] | None = None,
-        local_save: SavePolicy | None = None,
-        local_keep: KeepPolicy = LOCAL_KEEP,
-        durable_timeout_s: float = 600.0,
-        max_upload_bytes_per_s: float | None = None,
+        local: str | os.PathLike[str] | LocalTier | None = None,
         notice: Callable[[], float | None] | None = None,
     ) -> None:
         """Opens a run without reading a checkpoint.
@@ -150,13 +140,8 @@ class CheckpointManager:
                 the store copies files of the last step. Each file is read back before its first and
                 each tenth reference; in a bucket, only before each tenth, and at most 256 MiB after
                 a save. If False, each step is written as a whole.
-            local: A directory on a disk of each host, such as an NVMe or RAM disk. Steps are saved
-                there first, and uploaded to `directory` in the background.
-            local_save: Decides which further steps are saved only locally.
-            local_keep: Decides which steps stay locally, beside those that wait to be uploaded.
-            durable_timeout_s: How long `directory` may be away before an upload is given up, and
-                how long closing waits for uploads.
-            max_upload_bytes_per_s: Limits the rate of uploads.
+            local: A directory on a disk of each host, or a `LocalTier` with its options. Steps are
+                saved there first, and uploaded to `directory` in the background.
             notice: Returns in how many seconds this host ends, or None; asked every second in the
                 background. An answer acts like SIGTERM, see `SavePolicy.on_preemption`.
                 `jaxckpt.integrations.notices` has notices of cloud providers.
@@ -167,81 +152,57 @@ class CheckpointManager:
             ProcessesDisagree: the directories or policies of the processes differ.
         """
         check_arguments(locals())
-        self.budget_bytes, self.timeout_s = budget_bytes, timeout_s
         zstd = None if compression is None else zstd_level(MANAGER, compression)
         metadata = run_metadata and check_metadata(run_metadata, "run_metadata")
-        naming = None
+        naming, near = None, LocalTier(local) if isinstance(local, str | os.PathLike) else local
         if step_prefix is not None or step_digits is not None:
             naming = StepNames(prefix=step_prefix, digits=step_digits)
-        self.mode, self.keep = mode, keep
+        self.budget_bytes, self.timeout_s, self.mode, self.keep = (
+            budget_bytes,
+            timeout_s,
+            mode,
+            keep,
+        )
         self.restored_step: int | None = None
-        self._item = item
-        self._on_progress = on_progress
-        self._processes = current()
+        self._item, self._on_progress = item, on_progress
+        self._processes, writes = current(), mode == "w"
         at = partial(Root.at, naming=naming, processes=self._processes)
         self._directory = at(directory, tier=DURABLE, keep=keep)
-        self._roots = (self._directory,)
-        self.directory = root = self._directory.index.root
-        if local is not None:
-            here = at(local, tier=LOCAL, keep=local_keep)
-            check_local(here, self._directory)
-            self._roots = (here, self._directory)
-        self._index, self._opening = self._directory.index, self._directory.opening
-        if mode == "w" and self._processes.count > 1:
+        self._index = self._directory.index
+        self.directory = root = self._index.root
+        if writes and self._processes.count > 1:
             arguments = {"directory": root, "step_prefix": step_prefix}
             arguments |= {"step_digits": step_digits, "save": save, "keep": keep}
             arguments |= {"run_metadata": metadata, "item": item, "compression": zstd}
-            if local is not None:
-                arguments |= {"local_save": local_save, "local_keep": local_keep}
+            if near is not None:
+                arguments |= {"local.save": near.save, "local.keep": near.keep}
             check_arguments_alike(self._processes, arguments, timeout_s=timeout_s)
-        self._directory.owner.run, settled = "", None
-        if local is not None:
-            here, settled = at_home(
-                partial(at, tier=LOCAL, keep=local_keep),
-                self._roots,
-                self._processes,
-                writes=mode == "w",
-                timeout_s=timeout_s,
+        self._tiers, self._roots = None, (self._directory,)
+        if near is not None:
+            self._tiers = Tiers.at(
+                near, self._directory, at, self._processes, writes=writes, timeout_s=timeout_s
             )
-            self._roots = (here, self._directory)
-        opened = (
-            open_roots(self._roots, self._processes, metadata, settled, timeout_s=timeout_s)
-            if mode == "w"
-            else look_at(self._roots)
+            self._roots = (self._tiers.local, self._directory)
+        options = SaveOptions(
+            writes=writes,
+            policy=save,
+            run_metadata=metadata,
+            item=item,
+            zstd=zstd,
+            incremental=incremental == "auto",
+            budget_bytes=budget_bytes,
+            timeout_s=timeout_s,
+            on_progress=on_progress,
+            on_commit=on_commit,
+            notice=notice,
         )
-        self._tiers = None
-        if local is not None:
-            rate, limit_s = max_upload_bytes_per_s, durable_timeout_s
-            uploads = Uploads(self._roots, self._processes, max_bytes_per_s=rate, timeout_s=limit_s)
-            self._tiers = Tiers(save=local_save, uploads=uploads, timeout_s=timeout_s)
-        self._saver = Saver(
-            self._directory,
-            self._processes,
-            save,
-            SaveOptions(
-                item=item,
-                zstd=zstd,
-                incremental=incremental == "auto",
-                budget_bytes=budget_bytes,
-                timeout_s=timeout_s,
-                on_progress=on_progress,
-                on_commit=on_commit,
-                notice=notice,
-            ),
-            opened,
-            tiers=self._tiers,
-        )
-        self._roots[0].opening.saves = self._saver.worker
-        if self._tiers is not None:
-            self._opening.saves = self._tiers.uploads
-            if opened.local_only is not None:
-                self._tiers.uploads.resume(opened.local_only)
+        self._saver = Saver(self._roots, self._processes, options, self._tiers)
         self._resume = Resume(
             roots=self._roots,
             processes=self._processes,
             keep=keep,
             timeout_s=timeout_s,
-            writes=mode == "w",
+            writes=writes,
             on_damage=self._saver.sharing.clear,
         )
 
@@ -260,8 +221,9 @@ class CheckpointManager:
 
         Args:
             config: The arguments of `CheckpointManager` by name; `save` and `keep` are dicts of the
-                fields of `SavePolicy` and `KeepPolicy`. `save` may contain `auto`, a dict of the
-                arguments of `SavePolicy.auto`. Bytes and seconds may be texts: "8GB", "15m".
+                fields of `SavePolicy` and `KeepPolicy`, and `local` is a path or a dict of the
+                fields of `LocalTier`. `save` may contain `auto`, a dict of the arguments of
+                `SavePolicy.auto`. Bytes and seconds may be texts: "8GB", "15m".
             overrides: Arguments that replace those in `config`.
 
         Raises:
@@ -328,7 +290,7 @@ class CheckpointManager:
                 `timeout_s`.
             Any error of an earlier save that has not been raised yet; this step is not saved then.
         """
-        if self._ended or (force and self.mode == "r"):
+        if self._saver.ended or (force and self.mode == "r"):
             self._refuse()
         if self.mode == "r":
             self._index.report(f"{self.directory} is open with mode='r', so nothing is saved")
@@ -344,22 +306,17 @@ class CheckpointManager:
             custom_metadata=custom_metadata,
         )
 
-    @property
-    def _ended(self) -> str:
-        """Returns why the manager is closed, or ""."""
-        return self._roots[0].opening.ended
-
     def _begin_call(self, *, writes: bool = False) -> None:
         # `close` waits for `on_commit`, which may still list steps.
-        is_closed = self._ended and not self._saver.worker.is_own_thread()
+        is_closed = self._saver.ended and not self._saver.worker.is_own_thread()
         if is_closed or (writes and self.mode == "r"):
             self._refuse()
         raise_first(self._saver.take_errors())
 
     def _refuse(self) -> NoReturn:
-        if not self._ended:
+        if not self._saver.ended:
             raise ValueError(f"the manager of {self.directory} was opened with mode='r'")
-        raise ValueError(f"the manager of {self.directory} is closed: {self._ended}")
+        raise ValueError(f"the manager of {self.directory} is closed: {self._saver.ended}")
 
     def wait_until_finished(self, timeout_s: float | None = None) -> None:
         """Waits until all saves have ended and the steps not kept are deleted, in every process.
@@ -375,7 +332,7 @@ class CheckpointManager:
             ValueError: this process was forked from the process that saves.
             Any error of a save that has not been raised yet.
         """
-        if self._ended == FORKED:
+        if self._saver.ended == FORKED:
             self._refuse()
         check_type("wait_until_finished", "timeout_s", timeout_s, Real | None, "a number")
         self._saver.wait_for_all(timeout_s)
@@ -390,20 +347,10 @@ class CheckpointManager:
         Raises:
             Any error of a save that has not been raised yet.
         """
-        if self._ended == FORKED:
+        if self._saver.ended == FORKED:
             return
         why = "close() was called, or its `with` block has ended. Open another one"
-        errors: list[BaseException] = []
-        saves = self._saver.under_way()
-        for root in self._roots:  # first the saves, then their uploads
-            try:
-                root.opening.end(why)
-            except Exception as error:
-                errors.append(error)
-        if self._tiers is not None:
-            errors += self._tiers.uploads.take_errors()
-        # Also after another manager has closed it.
-        raise_first([*errors, *self._saver.take_errors(saves)])
+        raise_first(self._saver.close(why))
 
     def __enter__(self) -> Self:
         return self
@@ -453,26 +400,13 @@ class CheckpointManager:
         self._begin_call()
         start_s = time.monotonic()
         reading = self._reading(like, items, self._request(options))
-        steps = self._resume.candidates(step)
-        found = self._resume.first_whole(
-            steps,
-            reading.of,
-            fallback=fallback and isinstance(step, str),
-            again=partial(self._resume.candidates, step),
-        )
-        return self._go_on(steps, found, reading, start_s)
-
-    def _newest(self) -> int | None:
-        return newest_of(self._roots)
+        found = self._resume.first_whole(step, reading.of, fallback=fallback)
+        return self._go_on(found, reading, start_s)
 
     def _request(self, options: Mapping[str, Any]) -> RestoreRequest:
         check_names("restore takes no argument", options, _OPTIONS, _suggest_option)
-        defaults = {
-            "budget_bytes": self.budget_bytes,
-            "on_progress": self._on_progress,
-            "timeout_s": self.timeout_s,
-        }
-        return RestoreRequest(**{**defaults, **options})
+        limits = {"budget_bytes": self.budget_bytes, "timeout_s": self.timeout_s}
+        return RestoreRequest(**{"on_progress": self._on_progress, **limits, **options})
 
     def _reading(
         self, like: Any, items: Mapping[str, object] | None, request: RestoreRequest
@@ -483,12 +417,12 @@ class CheckpointManager:
 
     def _go_on(
         self,
-        copies: list[Copy],
-        found: tuple[int, Any],
+        found: tuple[int, int, Any],
         reading: StateReading | ItemsReading,
         start_s: float,
     ) -> Any:  # any pytree, or items by name
-        self.restored_step, state = found
+        """Sets the states of objects, and continues from the step that was read."""
+        first, self.restored_step, state = found
         for root in self._roots:
             root.owner.seen = max(root.owner.seen, self.restored_step)
         reading.set_objects(state)
@@ -496,8 +430,8 @@ class CheckpointManager:
         if isinstance(reading, StateReading):
             self._saver.timings.append(reading.meter.timing())
             self._saver.due.record(restore_s=time.monotonic() - start_s)
-        if self.mode == "w" and self.restored_step != copies[0].step:
-            newest = self._lead("newest", self._newest)  # some were set aside
+        if self.mode == "w" and self.restored_step != first:
+            newest = self._lead("newest", partial(newest_of, self._roots))  # some were set aside
             newest = max(self.restored_step, -1 if newest is None else newest)
             self._saver.went_back(newest, good=self.restored_step)
         return state
@@ -537,10 +471,8 @@ class CheckpointManager:
             return init(), 0
         like = init() if request.keeps_values else shapes_of(init)
         reading = self._reading(like, items, request)
-        found = self._resume.first_whole(
-            steps, reading.of, fallback=fallback, again=partial(self._resume.candidates, "latest")
-        )
-        return self._go_on(steps, found, reading, start_s), found[0]
+        found = self._resume.first_whole("latest", reading.of, fallback=fallback, copies=steps)
+        return self._go_on(found, reading, start_s), found[1]
 
     def restore_items(
         self,
@@ -569,14 +501,8 @@ class CheckpointManager:
             request=self._request({}),
         )
         start_s = time.monotonic()
-        steps = self._resume.candidates(step)
-        found = self._resume.first_whole(
-            steps,
-            reading.of,
-            fallback=fallback and isinstance(step, str),
-            again=partial(self._resume.candidates, step),
-        )
-        return self._go_on(steps, found, reading, start_s)
+        found = self._resume.first_whole(step, reading.of, fallback=fallback)
+        return self._go_on(found, reading, start_s)
 
     # --- listing steps ---------------------------------------------------------------------------
 
@@ -596,9 +522,6 @@ class CheckpointManager:
                 return step
         return None
 
-    def _is_whole(self, step: int) -> bool:
-        return any(root.index.is_whole(step) for root in self._roots)
-
     @property
     def tiers(self) -> dict[str, list[int] | None]:
         """The steps in each place: "local" and "durable", and those "waiting" to be uploaded.
@@ -606,9 +529,8 @@ class CheckpointManager:
         "durable" is None while the directory behind `local` is away. Without `local`, all steps are
         durable.
         """
-        nearest, *others = self._roots
-        found = {nearest.tier: nearest.index.steps()}
-        found |= {root.tier: root.known_steps() for root in others}
+        found = {one.tier: one.known_steps() for one in self._roots[1:]}
+        found[self._roots[0].tier] = self._roots[0].index.steps()
         waiting = [] if self._tiers is None else self._tiers.uploads.steps()
         return {LOCAL: [], **found, "waiting": waiting}
 
@@ -618,7 +540,8 @@ class CheckpointManager:
         ranked = [info.step for info in self._resume.ranked()]
         if not ranked:
             self._resume.report_unranked()
-        return next(filter(self._is_whole, ranked), None)
+        indexes = [root.index for root in self._roots]
+        return next((n for n in ranked if any(one.is_whole(n) for one in indexes)), None)
 
     def metrics(self, step: int) -> dict[str, Any]:
         """Returns the metrics of a step, empty if it has none."""
@@ -682,7 +605,7 @@ class CheckpointManager:
             reports |= {n: one for n, one in found.items() if n not in reports or not one.ok}
             self._upload_again([n for n, one in found.items() if one.damaged], root)
         if self.mode == "w" and not all(report.ok for report in reports.values()):
-            newest = self._lead("newest", self._newest)  # some were set aside
+            newest = self._lead("newest", partial(newest_of, self._roots))  # some were set aside
             self._saver.went_back(newest, good=newest)
         return reports
 
@@ -763,7 +686,7 @@ class CheckpointManager:
                 elif step not in root.deletion.delete([step], asked_for=True):
                     why = root.deletion.why_not(step)
                     raise ValueError(f"{root.index.path(step)} was not deleted: {why}")
-            return self._newest()
+            return newest_of(self._roots)
 
         newest = self._lead("delete", delete)
         if item is None:
@@ -814,6 +737,11 @@ class CheckpointManager:
 
     def _repr_html_(self) -> str | None:
         return notebook.html("manager", self)
+
+
+def saver_of(manager: CheckpointManager) -> Saver:
+    """Returns the saving half of a manager, for the drop-in, which decides and waits as Orbax."""
+    return manager._saver
 
 
 def _suggest_option(name: str, known: Sequence[str]) -> str:

@@ -77,10 +77,9 @@ class Ownership:
         self.token = ""  # unique to this opening; "" until this process owns the run
         self.is_guest = False  # whether another job was running when we opened the run
         self.seen = -1  # the newest step that this job has found or restored
-        # The id that the root must have, "" for any; later its actual id. If None, not checked.
-        self.run: str | None = None
-        self.spared: int | None = None  # a step whose unfinished upload is kept for resuming
-        self.spared_work: list[str] = []  # the directories of such uploads
+        self.run: str | None = None  # the id of the root, once it was checked
+        self.spared_work: list[str] = []  # directories of unfinished uploads, kept for resuming
+        self._spared: int | None = None  # the step of such uploads
         self._index = index
         self._leases = leases
         self._keep = keep
@@ -91,15 +90,19 @@ class Ownership:
         self._half: list[str] = []  # the steps in `_left` that were being deleted
         self._is_sure = True  # that no other job has saved since we took the run over
 
-    def open(self) -> Listing:
+    def open(self, run: str | None = None, spared: int | None = None) -> Listing:
         """Makes the root, takes the run over unless its owner is running and lists the run.
+
+        Args:
+            run: The id that the root must have, "" for any. If None, it is not checked.
+            spared: A step whose unfinished upload is kept for resuming.
 
         Raises:
             NotADirectoryError, ValueError, PermissionError, OSError: the root cannot hold a run.
             CorruptCheckpoint: the lock is not a file.
         """
         storage, root = self._index.storage, self._index.root
-        self._closed, self.token = False, ""
+        self._closed, self.token, self._spared = False, "", spared
         try:
             entries = check_root(storage, root)
             refuse_inside(storage, root)
@@ -107,8 +110,8 @@ class Ownership:
                 storage.make_dir(root)
             elif self._index.naming is None:
                 self._index.learn_naming(entries)  # may raise, so before anything is written
-            if self.run is not None:
-                self.run = check_id(self._index, entries, self.run)
+            if run is not None:
+                self.run = check_id(self._index, entries, run)
             self._hold = self._lock()
             if self._hold is not None:
                 return self.take_over()
@@ -357,7 +360,7 @@ class Ownership:
 
     def _is_spared(self, name: str) -> bool:
         naming = self._index.naming or StepNames()
-        return self.spared is not None and self.spared == naming.step(name)
+        return self._spared is not None and self._spared == naming.step(name)
 
     def _was_saving(self, path: str, files: list[str]) -> bool:
         """Returns whether a save left these files.
@@ -424,7 +427,7 @@ class Opening:
 
     def __init__(self, owner: Ownership, deletion: Deletion, processes: Processes) -> None:
         self.ended = ""  # why, once it has
-        self.saves: Saves | None = None  # None until the run is open
+        self._saves: Saves | None = None  # None until the run is open
         self._owner = owner
         self._deletion = deletion
         self._index = deletion.index
@@ -438,7 +441,10 @@ class Opening:
         self,
         metadata: Mapping[str, Any] | None,
         *,
+        saves: Saves | None,
         timeout_s: float,
+        run: str | None = None,
+        spared: int | None = None,
         reach: Reach | None = None,
     ) -> Any:  # JSON
         """Opens the run for writing in process 0; returns its newest step to all processes.
@@ -446,10 +452,12 @@ class Opening:
         First ends this process's earlier opening for writing, after its saves.
 
         Args:
+            saves: What writes there, which the end of the opening waits for and stops.
+            run, spared: See `Ownership.open`.
             reach: Given if the job can do without the place. If it cannot be used, the result has
                 the reason as "away"; the first upload that gets through opens the run.
         """
-        self._reach = reach
+        self._reach, self._take = reach, partial(self._owner.open, run, spared)
         with _open_lock:
             earlier = _open.get(self._key)
             _open[self._key] = self
@@ -460,33 +468,35 @@ class Opening:
         try:
             with leading(self._processes, name, place=root, timeout_s=timeout_s) as led:
                 if self._processes.index == 0:
-                    found = self._begin_or_go_on(metadata)
+                    found = (
+                        self._begin(metadata)
+                        if reach is None
+                        else self._begin_or_go_on(metadata, reach)
+                    )
                     led.value = {"session": secrets.token_hex(8), **found}
         except BaseException:
             self.ended = "it could not open the run"  # the next manager does not wait for it
             self._owner.close()
             raise
-        opened = led.value
+        opened, self._saves = led.value, saves
         if opened["naming"] is not None:
             index.naming = StepNames(**opened["naming"])
         return opened
 
-    def _begin_or_go_on(self, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-        if self._reach is None:
-            return self._begin(metadata)
+    def _begin_or_go_on(self, metadata: Mapping[str, Any] | None, reach: Reach) -> dict[str, Any]:
         try:
-            return self._reach.ask(partial(self._begin, metadata))
+            return reach.ask(partial(self._begin, metadata))
         except CorruptCheckpoint:
             raise
         except OSError as error:
             self._owner.doubt()
-            silent = bool(self._reach.away)
-            return {"newest": None, "naming": None, "away": str(error), "silent": silent}
+            away = {"away": str(error), "silent": bool(reach.away)}
+            return {"newest": None, "naming": None, **away}
 
     def _begin(self, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
         index = self._index
         with self._beginning:
-            listing = self._owner.open()
+            listing = self._take()
         if self.ended:  # while the place did not answer
             self._owner.close()
             return {}
@@ -513,7 +523,7 @@ class Opening:
             raise TimeoutError(f"{self._index.root} has not answered for {timeout_s:g} s")
         try:
             if not self._owner.token and not self.ended:
-                self._owner.open()
+                self._take()
             if self.ended:  # while the place did not answer
                 self._owner.close()
                 raise SaveFailed(f"{self._index.root}: {self.ended}")
@@ -523,18 +533,18 @@ class Opening:
     def end(self, why: str) -> None:
         """Waits for the saves under way and releases the run, unless that was done before."""
         if not self._ending.acquire(blocking=False):
-            if self.saves is not None and self.saves.is_own_thread():
+            if self._saves is not None and self._saves.is_own_thread():
                 return  # the thread that ends it waits for us
             self._ending.acquire()
         try:
             if self.ended:
                 return
-            if self.saves is not None:
-                self.saves.refuse_own_thread()
+            if self._saves is not None:
+                self._saves.refuse_own_thread()
             self.ended = why
             try:
-                if self.saves is not None:
-                    self.saves.stop()
+                if self._saves is not None:
+                    self._saves.stop()
             finally:
                 if self._reach is None:
                     self._owner.close()

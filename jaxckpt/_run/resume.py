@@ -178,31 +178,36 @@ class Resume:
 
     def first_whole(
         self,
-        copies: Sequence[Copy],
+        wanted: Any,
         reading: Callable[[StepIndex, int], Callable[[Check], T]],
         *,
         fallback: bool,
-        again: Callable[[], Sequence[Copy]] | None = None,
+        copies: Sequence[Copy] | None = None,
+        again: bool = True,
         avoids_marked: bool = True,
-    ) -> tuple[int, T]:
+    ) -> tuple[int, int, T]:
         """Reads the first complete copy of a step, the same in every process.
 
         A damaged copy is mended from the good one of the same step, or else set aside.
 
         Args:
+            wanted: "latest", "best" or a number, which has no fallback.
             reading: Returns the function that reads a step, given one that raises if it is gone.
             fallback: Whether to try the next step if all copies of one are damaged.
-            again: Returns the copies there are now, if all were deleted meanwhile.
+            copies: The candidates, if they are known.
+            again: Whether to list the copies once more if all were deleted meanwhile.
             avoids_marked: Whether to prefer steps that are not marked, if there is a fallback.
 
         Returns:
-            The step and the value read.
+            The step to try first, the step read, and its value.
 
         Raises:
             CorruptCheckpoint, CheckpointNotFound: no step is complete, or the first is not and
                 there is no fallback.
             ProcessesDisagree: another process failed.
         """
+        copies = self.candidates(wanted) if copies is None else copies
+        fallback = fallback and isinstance(wanted, str)
         if not copies:
             index = self.roots[-1].index
             raise CheckpointNotFound(
@@ -221,14 +226,17 @@ class Resume:
                 # Only now: a run with only damaged steps must not come to look like a new one.
                 for failed in damaged:
                     self._settle(failed, copy)
-                return copy.step, attempt.value
+                return copies[0].step, copy.step, attempt.value
             damaged.append(attempt)
             self.on_damage()
         if any(attempt.is_marked for attempt in damaged):
-            return self.first_whole(copies, reading, fallback=fallback, avoids_marked=False)
+            return self.first_whole(
+                wanted, reading, fallback=fallback, copies=copies, again=False, avoids_marked=False
+            )
         is_gone = not any(attempt.is_corrupt for attempt in damaged)
-        if is_gone and again is not None and (now := again()) != copies:
-            return self.first_whole(now, reading, fallback=fallback)
+        if is_gone and again and (now := self.candidates(wanted)) != copies:
+            found = self.first_whole(wanted, reading, fallback=fallback, copies=now, again=False)
+            return copies[0].step, *found[1:]
         if not fallback:
             raise damaged[0].error or self._other_failed(damaged[0].copy, str(damaged[0].problem))
         raise CheckpointNotFound(

@@ -15,12 +15,13 @@ from jaxckpt._run.copies import Disks, Saved, over_disks
 from jaxckpt._run.deletion import Deletion
 from jaxckpt._run.index import StepIndex, check_root
 from jaxckpt._run.leases import Leases
-from jaxckpt._run.local import Local, settle
+from jaxckpt._run.local import Local
 from jaxckpt._run.owner import Opening, Ownership
 from jaxckpt._run.reach import AWAY_S, Reach
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.scrub import look
 from jaxckpt._run.shares import steps_on_disk
+from jaxckpt._save.worker import Saves
 from jaxckpt.errors import CheckpointError
 from jaxckpt.format.run import StepNames
 from jaxckpt.format.step import Life
@@ -48,8 +49,6 @@ class Root:
     reach: Reach
     keep: KeepPolicy
     own: bool  # whether each process has its own root, on a disk of its host
-    # Steps that stay whatever the policy, such as steps on their way to another place.
-    needed: Callable[[], Collection[int]] = tuple
     _verified: set[int] = field(default_factory=set)  # steps read back without damage
     _life: Life | None = None  # of the newest step that this job saved
 
@@ -82,11 +81,14 @@ class Root:
             own=own,
         )
 
-    def committed(self, info: StepInfo, life: Life | None = None) -> bool:
+    def committed(
+        self, info: StepInfo, life: Life | None = None, stay: Collection[int] = ()
+    ) -> bool:
         """Records a step just committed, and deletes those that the policy does not keep.
 
         Args:
             life: How the run got to the step, if this is a local root.
+            stay: Steps that stay whatever the policy, such as those on their way to another place.
 
         Returns:
             False if the step was read back and is damaged.
@@ -96,7 +98,7 @@ class Root:
             self._life = life
             self._leave_behind(Saved.of(info.step, life))
         is_good = not self.keep.verified or self._read_back(info.step)
-        self.tidy()
+        self.tidy(stay)
         return is_good
 
     def _leave_behind(self, newest: Saved) -> None:
@@ -105,10 +107,10 @@ class Root:
         index.astray.update(index.earlier_lives(newest))
         index.astray.difference_update(self.deletion.delete(sorted(index.astray)))
 
-    def tidy(self) -> None:
-        """Deletes the steps that the policy does not keep."""
+    def tidy(self, stay: Collection[int] = ()) -> None:
+        """Deletes the steps that neither the policy nor `stay` keeps."""
         if self.keep.has_rules or self.deletion.half:
-            self.deletion.delete(self._what_goes())
+            self.deletion.delete(self._what_goes(stay))
 
     def _read_back(self, step: int) -> bool:
         """Returns whether a step just committed has the values of its checksums."""
@@ -124,7 +126,7 @@ class Root:
             )
         return report is None or report.ok
 
-    def _what_goes(self) -> list[int]:
+    def _what_goes(self, stay: Collection[int]) -> list[int]:
         steps = self.index.steps()
         infos = [StepInfo(step=step, saved_s=0.0) for step in steps]
         asks = self.keep.needs_facts or any(self.index.info(n).differences for n in steps[-1:])
@@ -133,8 +135,7 @@ class Root:
         kept = self.keep.kept(infos, now_s=time.time())
         # A step that cannot be read now may be the best.
         unknown = self.index.unknown if asks else set()
-        stay = {*kept, *unknown, *self.needed()}
-        gone = [n for n in steps if n not in stay]
+        gone = [n for n in steps if n not in {*kept, *unknown, *stay}]
         if self.keep.verified:
             good = max(self._verified & kept.keys(), default=-1)
             gone = [n for n in gone if n < good]
@@ -246,50 +247,10 @@ def newest_of(roots: Sequence[Root]) -> int | None:
     return max((step for step in shared if step is not None), default=None)
 
 
-def check_local(local: Root, directory: Root) -> None:
-    """Raises ValueError unless a place may hold the local steps of a run."""
-    storage, root, behind = local.index.storage, local.index.root, directory.index.root
-    if not storage.hard_links:
-        raise ValueError(f"local must be a directory on a disk of this host, got {root}")
-    if any(f"{a}/".startswith(f"{b.rstrip('/')}/") for a, b in ((root, behind), (behind, root))):
-        raise ValueError(f"local and directory must not contain each other: {root} and {behind}")
-
-
-def at_home(
-    at: Callable[..., Root],
-    roots: Sequence[Root],
-    processes: Processes,
-    *,
-    writes: bool,
-    timeout_s: float,
-) -> tuple[Root, Local]:
-    """Returns where this process has its local steps, and what is known of them.
-
-    Args:
-        at: Returns the local root at a path.
-        roots: The local place that the user gave, and the directory.
-    """
-    given, directory = roots
-    settled = settle(
-        given.index,
-        directory.index,
-        processes if writes else Single(),
-        writes=writes,
-        timeout_s=timeout_s,
-        reach=directory.reach,
-    )
-    root = at(settled.root, own=settled.own)
-    root.index.astray.update(settled.astray)
-    for problem in settled.problems:
-        root.index.report(problem)
-    return root, settled
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
     """Describes what all processes know of a run that they have opened; by default, for reading."""
 
-    writes: bool = False
     run: str = ""  # its id
     session: str = ""  # begins the names of attempts; see `Opening.open`
     newest: int | None = None  # step
@@ -307,6 +268,7 @@ def look_at(roots: Sequence[Root]) -> Opened:
 
 def open_roots(
     roots: Sequence[Root],
+    saves: Sequence[Saves],  # what writes to each
     processes: Processes,
     metadata: Mapping[str, Any] | None,
     settled: Local | None,
@@ -318,18 +280,16 @@ def open_roots(
     If only the directory cannot be used, the run goes on with the local steps, if there are any:
     later saves are uploaded when it answers again.
     """
-    opened = [
-        _open_own(root, processes, metadata, timeout_s=timeout_s)
-        if root.own
-        else root.opening.open(metadata, timeout_s=timeout_s)
-        for root in roots[:-1]
-    ]
-    last, newest = roots[-1], opened[0]["newest"] if opened else None
-    last.owner.spared = newest
+    opened = []
+    for root in roots[:-1]:
+        begin = partial(root.opening.open, metadata, saves=saves[0], timeout_s=timeout_s)
+        opened += [_open_own(root, processes, begin, timeout_s) if root.own else begin()]
+    last, newest, run = roots[-1], opened[0]["newest"] if opened else None, ""
     if settled is not None:  # its id is known, unless it is away
-        last.owner.run = settled.run if settled.away is not None else None
+        run = settled.run if settled.away is not None else None
     reach = None if newest is None else last.reach
-    opened.append(last.opening.open(metadata, timeout_s=timeout_s, reach=reach))
+    begin = partial(last.opening.open, metadata, saves=saves[-1], timeout_s=timeout_s)
+    opened.append(begin(run=run, spared=newest, reach=reach))
     if away := opened[-1].get("away"):
         if opened[-1]["silent"]:  # to process 0; let no other wait for it
             last.reach.away = away
@@ -340,7 +300,6 @@ def open_roots(
     there = opened[-1]["newest"]
     is_behind = newest is not None and (there is None or there < newest)
     return Opened(
-        writes=True,
         run=opened[-1]["run"] if settled is None else settled.run,
         session=opened[-1]["session"],
         owned=all(one.get("owned", True) for one in opened),
@@ -350,12 +309,12 @@ def open_roots(
 
 
 def _open_own(
-    root: Root, processes: Processes, metadata: Mapping[str, Any] | None, *, timeout_s: float
+    root: Root, processes: Processes, begin: Callable[[], Any], timeout_s: float
 ) -> Any:  # JSON
     """Opens the local root of each process; the newest step is one that all have."""
     opened, problem = {}, None
     try:
-        opened = root.opening.open(metadata, timeout_s=timeout_s)
+        opened = begin()
     except Exception as error:  # reported to the others, then raised
         problem = error
     name = f"open the local disks of {processes.count} processes"

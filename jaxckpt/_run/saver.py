@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, final
@@ -20,7 +21,7 @@ from jaxckpt._run import items as _items
 from jaxckpt._run.due import DueSteps
 from jaxckpt._run.position import Position
 from jaxckpt._run.preemption import Notice, Preemption
-from jaxckpt._run.root import Opened, Root
+from jaxckpt._run.root import Root, look_at, open_roots
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
 from jaxckpt._run.sharing import Sharing
 from jaxckpt._run.tiers import Tiers
@@ -45,6 +46,9 @@ _MAX_TIMINGS: Final = 1000
 class SaveOptions:
     """Describes how a manager saves, whatever the step."""
 
+    writes: bool  # whether there are saves at all
+    policy: SavePolicy
+    run_metadata: Mapping[str, Any] | None  # stored with a run that has none
     item: str  # of the state
     zstd: int | None  # the level at which each step is compressed
     incremental: bool  # whether steps refer to earlier steps
@@ -72,23 +76,40 @@ class Saver:
 
     def __init__(
         self,
-        root: Root,
+        roots: Sequence[Root],  # the nearest first
         processes: Processes,
-        policy: SavePolicy,
         options: SaveOptions,
-        opened: Opened,
-        *,
         tiers: Tiers | None,
     ) -> None:
         self.decision: Decision | None = None  # the latest
         self.timings: deque[Timing] = deque(maxlen=_MAX_TIMINGS)  # of saves and restores
-        self.session = opened.session
         self._is_durable = True  # whether the step of the decision goes to the directory
-        self._writes, self._options = opened.writes, options
-        self._tiers, self._processes = tiers, processes
-        self._roots = [root] if tiers is None else [tiers.local, root]
-        self._root = self._roots[0]  # where steps are saved
+        self._options, self._tiers, self._processes = options, tiers, processes
+        self._roots, self._root = roots, roots[0]  # where steps are saved
         self._index, limit_s = self._root.index, options.timeout_s
+        self._held = ExitStack()  # given back after the last save
+        self.sharing = Sharing(self._root, wanted=options.incremental)
+        # A little longer than a meeting, whose error is the same in every process.
+        self.worker = Worker[SaveHandle](
+            name=f"jaxckpt-manager {self._index.root}",
+            place=self._index.root,
+            timeout_s=limit_s + min(_LAST_WORDS_S, limit_s / 4),
+            idle=self.sharing.read_back,
+            last=self._held.close,
+        )
+        self._held.callback(self.sharing.end)
+        saves, settled = [self.worker], None
+        if tiers is not None:
+            saves, settled = [self.worker, tiers.uploads], tiers.settled
+        opened = (
+            open_roots(roots, saves, processes, options.run_metadata, settled, timeout_s=limit_s)
+            if options.writes
+            else look_at(roots)
+        )
+        if tiers is not None and opened.local_only is not None:
+            tiers.uploads.resume(opened.local_only)
+        self.session = opened.session
+        policy = options.policy
         schedule = Schedule(
             policy=policy,
             processes=processes.count,
@@ -97,25 +118,35 @@ class Saver:
         )
         local = [replace(schedule, policy=tiers.save)] if tiers and tiers.save else []
         self.due = DueSteps([schedule, *local], processes, opened.session, limit_s)
-        self.position = Position(self._roots, processes, opened, limit_s)
-        self.sharing = Sharing(self._root, wanted=options.incremental)
-        # A little longer than a meeting, whose error is the same in every process.
-        self.worker = Worker[SaveHandle](
-            name=f"jaxckpt-manager {self._index.root}",
-            place=self._index.root,
-            timeout_s=limit_s + min(_LAST_WORDS_S, limit_s / 4),
-            idle=self.sharing.read_back,
-            last=self._stop,
-        )
-        self.preemption = Preemption(
-            processes, listens=self._writes and policy.on_preemption, notice=options.notice
-        )
+        self.position = Position(roots, processes, opened, limit_s)
+        listens = options.writes and policy.on_preemption
+        self.preemption = Preemption(processes, listens=listens, notice=options.notice)
+        self._held.callback(self.preemption.close)
         self._numbers = itertools.count()
         self._latest: SaveHandle | None = None
         self._for_preemption: SaveHandle | None = None
         self._unchecked = math.inf  # saves since replicas were compared; infinite: they are due
         self._differences: list[str] = []  # between replicas, when they were last compared
         self._lacked_metric = False  # whether a step did, which is reported once
+
+    @property
+    def ended(self) -> str:
+        """Returns why the run is closed, or ""."""
+        return self._root.opening.ended
+
+    def close(self, why: str) -> list[BaseException]:
+        """Ends the saves, then their uploads, and releases the run; returns their errors."""
+        errors: list[BaseException] = []
+        saves = self.under_way()
+        for root in self._roots:
+            try:
+                root.opening.end(why)
+            except Exception as error:
+                errors.append(error)
+        if self._tiers is not None:
+            errors += self._tiers.uploads.take_errors()
+        # Also after another manager has closed it.
+        return [*errors, *self.take_errors(saves)]
 
     # --- which calls save ------------------------------------------------------------------------
 
@@ -132,7 +163,7 @@ class Saver:
         def because(reason: str, *, save: bool = True) -> tuple[Decision, bool]:
             return Decision(step=step, save=save, reason=reason), True
 
-        if not self._writes:
+        if not self._options.writes:
             return because("the manager was opened with mode='r'", save=False)
         if not force and (why := self.position.why_not(step, self.due.last_step, self._saving)):
             return because(why, save=False)
@@ -377,10 +408,6 @@ class Saver:
         uploads = [] if self._tiers is None else self._tiers.uploads.take_errors()
         return [*errors, *self.take_errors(), *uploads]
 
-    def finish(self) -> None:
-        """Waits until all saves have ended."""
-        self.worker.finish()
-
     def wait_for_all(self, timeout_s: float | None = None) -> None:
         """Waits until all saves have ended and the files that the next may share are read back.
 
@@ -390,11 +417,6 @@ class Saver:
         self.worker.wait(handles, timeout_s)
         self.worker.settle(timeout_s)
         raise_first(self.take_errors(handles))
-
-    def _stop(self) -> None:
-        """Gives back what is held for later steps."""
-        self.sharing.end()
-        self.preemption.close()
 
     # --- in the thread ---------------------------------------------------------------------------
 
@@ -442,8 +464,10 @@ class Saver:
             if self._processes.index == 0:  # only it knows the metrics
                 if tiers is not None and upload is not None:
                     tiers.follow(root, upload, info)
-                is_local = tiers is not None and root is tiers.local
-                is_good = root.committed(info, request.life() if is_local else None)
+                if tiers is not None and root is tiers.local:
+                    is_good = root.committed(info, request.life(), tiers.uploads.steps())
+                else:
+                    is_good = root.committed(info)
                 led.value = [is_good, tiers and tiers.decided()]
         is_good, decided = led.value
         if not is_good:

@@ -41,7 +41,8 @@ def scrub(
     for start in range(0, len(numbers), processes.count):
         together = numbers[start : start + processes.count]
         mine = together[processes.index : processes.index + 1]
-        looked: Any = [_encode(look(deletion.leases, number)) for number in mine]
+        reports_here = [look(deletion.leases, number) for number in mine]
+        looked: Any = [one and dataclasses.asdict(one) for one in reports_here]
         gathered: list[Any] = processes.gather(f"{name} of {start}", looked, timeout_s=timeout_s)
         for number, of_process in zip(together, gathered, strict=False):
             if of_process[0] is not None:
@@ -108,10 +109,6 @@ def set_aside(deletion: Deletion, reports: dict[int, VerifyReport]) -> None:
             deletion.set_aside(number, bad.message, file=bad.file)
         elif not report.ok:
             deletion.index.report(f"step {number} cannot be read: {report.problems[0].message}")
-
-
-def _encode(report: VerifyReport | None) -> Any:  # JSON
-    return None if report is None else dataclasses.asdict(report)
 
 
 def _decode(encoded: Any) -> VerifyReport:  # JSON

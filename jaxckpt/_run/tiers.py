@@ -7,14 +7,18 @@ finish    waits for all uploads
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from jaxckpt._run.root import Root
+from jaxckpt._run.config import LocalTier
+from jaxckpt._run.index import StepIndex
+from jaxckpt._run.local import Local, settle
+from jaxckpt._run.root import LOCAL, Root
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.uploads import Upload, Uploads
-from jaxckpt.multihost import Json, lead, meet, raise_first
+from jaxckpt.multihost import Json, Processes, Single, lead, meet, raise_first
 from jaxckpt.storage import free_bytes
 from jaxckpt.types import StepInfo
 
@@ -29,7 +33,33 @@ class Tiers:
 
     save: SavePolicy | None  # which steps are saved locally; if None, as for the directory
     uploads: Uploads
+    settled: Local
     timeout_s: float
+
+    @classmethod
+    def at(
+        cls,
+        tier: LocalTier,
+        directory: Root,
+        root_at: Callable[..., Root],  # takes a path
+        processes: Processes,
+        *,
+        writes: bool,
+        timeout_s: float,
+    ) -> Tiers:
+        """Finds where this process has the local steps of a run; opens nothing yet."""
+        at = partial(root_at, tier=LOCAL, keep=tier.keep)
+        place, behind = at(tier.directory).index, directory.index
+        _check_apart(place, behind.root)
+        mates, reach = processes if writes else Single(), directory.reach
+        settled = settle(place, behind, mates, writes=writes, timeout_s=timeout_s, reach=reach)
+        local = at(settled.root, own=settled.own)
+        local.index.astray.update(settled.astray)
+        for problem in settled.problems:
+            local.index.report(problem)
+        rate, limit_s = tier.max_upload_bytes_per_s, tier.durable_timeout_s
+        uploads = Uploads((local, directory), processes, max_bytes_per_s=rate, timeout_s=limit_s)
+        return cls(save=tier.save, uploads=uploads, settled=settled, timeout_s=timeout_s)
 
     @property
     def local(self) -> Root:
@@ -47,7 +77,7 @@ class Tiers:
             waited_for = self.uploads.under_way()
             self.uploads.finish(timeout_s)
             if not self.local.own:  # steps stayed for their uploads
-                self.local.tidy()
+                self.local.tidy(self.uploads.steps())
             raise_first(self.uploads.take_errors(waited_for))
             return self.decided()
 
@@ -151,3 +181,12 @@ class Tiers:
                 f"{self.directory.index.root}"
             )
         self.uploads.wait_for(upload, timeout_s)
+
+
+def _check_apart(local: StepIndex, behind: str) -> None:
+    """Raises ValueError unless a place may hold the local steps of the run in a directory."""
+    root = local.root
+    if not local.storage.hard_links:
+        raise ValueError(f"local must be a directory on a disk of this host, got {root}")
+    if any(f"{a}/".startswith(f"{b.rstrip('/')}/") for a, b in ((root, behind), (behind, root))):
+        raise ValueError(f"local and directory must not contain each other: {root} and {behind}")

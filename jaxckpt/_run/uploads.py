@@ -105,7 +105,6 @@ class Uploads:
             None  # that this process sent; once process 0 has, it is committed
         )
         self.newest_direct: int | None = None  # that it saves or has saved in the directory itself
-        source.needed = self.steps
 
     # --- in the threads of the caller and of the saves -------------------------------------------
 

@@ -82,7 +82,7 @@ class SaveHandle:
 
         Differs from `result` with `CheckpointManager(local=...)`, which saves a step locally and
         then uploads it. There, all processes must call it; `timeout_s` is for each of the two, and
-        by default the limit of the upload is the manager's `durable_timeout_s`.
+        by default the limit of the upload is `LocalTier.durable_timeout_s`.
 
         Raises:
             ValueError: the step stays local, since the policy `save` does not name it.

@@ -5,7 +5,7 @@
     _doctor  doctor                    try out a place for checkpoints
     _make    convert, export, ...      make new checkpoints from old ones
     _keep    pin, unpin, rm, gc        keep and delete steps
-    _migrate migrate                   from Orbax to the drop-in
+    _migrate migrate                   a folder: from Orbax to the drop-in
     _output  tables, JSON, questions, errors
 
 Exit codes: 0 success; 1 damage or a difference was found, or something is left to do by hand; 2

@@ -28,7 +28,7 @@ _GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "Check checkpoints, and places for them": {"_check": "verify diff scrub", "_doctor": "doctor"},
     "Copy checkpoints": {"_make": "convert cp export import fork upload"},
     "Mend, keep or delete steps": {"_make": "heal", "_keep": "pin unpin rm gc"},
-    "Change programs from Orbax to jaxckpt.orbax": {"_migrate": "migrate"},
+    "Change programs from Orbax to jaxckpt.orbax": {"_migrate.command": "migrate"},
 }
 _HOMES: Final = {
     name: module

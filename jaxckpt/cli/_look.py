@@ -382,7 +382,7 @@ def _part_rows(part: Part | Space) -> list[Row]:
 def report(root: str, output: str, local: str | None, as_json: bool) -> None:
     """Write an HTML page about a run: steps, metrics, times, newest tree."""
     from jaxckpt.cli._owned import existing_run
-    from jaxckpt.integrations.report import report as write_report
+    from jaxckpt.pages.report import report as write_report
 
     existing_run(root)
     write_report(root, output, local=local)

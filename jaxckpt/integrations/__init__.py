@@ -1,9 +1,7 @@
-"""Interfaces to other libraries, and drawings. No other module imports these.
+"""Interfaces to other libraries and platforms. No other module imports these.
 
-gin              `CheckpointManager`, `SavePolicy` and `KeepPolicy` as gin configurables
+gin              `CheckpointManager` and the classes of its options as gin configurables
 ml_collections   `manager_config`: all their fields as a `ConfigDict`
 metrics          TensorBoard, Prometheus, OpenTelemetry: durations of saves and restores
-notebook         a checkpoint and a manager as HTML, for `_repr_html_`
-plots            matplotlib: a metric over steps, times by phase, a sharding
-report           a run as one HTML page
+notices          what cloud providers say of the end of a spot instance
 """

@@ -8,7 +8,8 @@
 Call `CheckpointManager` of this module: gin does not change the class in `jaxckpt`. The objects are
 instances of jaxckpt's own classes. The policies are made from their bindings unless `save` and
 `keep` are bound themselves, as in `CheckpointManager.keep = @eval/KeepPolicy()`. Bind
-`SavePolicy.auto.mtbf_hours` for the interval that loses the least time.
+`SavePolicy.auto.mtbf_hours` for the interval that loses the least time, and `LocalTier.directory`
+to save on a disk of each host first; `LocalTier.save` and `LocalTier.keep` are bound themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from jaxckpt._core.text import nearest
 from jaxckpt._run import manager as _manager
 from jaxckpt._run import retention as _retention
 from jaxckpt._run import schedule as _schedule
-from jaxckpt._run.config import with_units
+from jaxckpt._run.config import LocalTier as _LocalTier
+from jaxckpt._run.config import suggest, with_units
 from jaxckpt.errors import needing
 
 with needing("gin-config", __name__):
@@ -49,6 +51,7 @@ def _configurable(name: str, target: Any, make: Any = None, **options: Any) -> A
 KeepPolicy = _configurable("KeepPolicy", _retention.KeepPolicy)
 SavePolicy = _configurable("SavePolicy", _schedule.SavePolicy)
 auto = _configurable("SavePolicy.auto", _schedule.SavePolicy.auto, allowlist=_AUTO)
+LocalTier = _configurable("LocalTier", _LocalTier)
 
 
 def _open(*args: Any, **arguments: Any) -> _manager.CheckpointManager:
@@ -56,6 +59,8 @@ def _open(*args: Any, **arguments: Any) -> _manager.CheckpointManager:
     arguments.setdefault("keep", KeepPolicy())
     if "save" not in arguments:
         arguments["save"] = _bound_policy()
+    if "local" not in arguments and gin.get_bindings(LocalTier).get("directory") is not None:
+        arguments["local"] = LocalTier()
     return _manager.CheckpointManager(*args, **arguments)
 
 
@@ -71,7 +76,7 @@ def _bound_policy() -> _schedule.SavePolicy:
 
 CheckpointManager = _configurable("CheckpointManager", _manager.CheckpointManager, _open)
 
-__all__ = ["CheckpointManager", "KeepPolicy", "SavePolicy", "auto", "load"]
+__all__ = ["CheckpointManager", "KeepPolicy", "LocalTier", "SavePolicy", "auto", "load"]
 
 _OPEN_ENDED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NO_FIELD: Final = re.compile(r"Configurable '([^']+)' doesn't (?:have|include) \D*? '([^']+)'")
@@ -103,11 +108,11 @@ def load(files: Iterable[str | os.PathLike[str]] = (), bindings: Iterable[str] =
 
 def _hint(message: str) -> str | None:
     if found := _NO_FIELD.search(message):
-        return nearest(found[2], _parameters(found[1]))
+        hint = suggest if found[1].endswith("CheckpointManager") else nearest
+        return hint(found[2], _parameters(found[1]))
     if found := _NO_CLASS.search(message):
-        return nearest(
-            found[1], ["CheckpointManager", "SavePolicy", "KeepPolicy", "SavePolicy.auto"]
-        )
+        classes = ["CheckpointManager", "SavePolicy", "KeepPolicy", "LocalTier", "SavePolicy.auto"]
+        return nearest(found[1], classes)
     return None
 
 

@@ -7,10 +7,10 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxckpt._run.config import LOCAL_KEEP, has_unit
+from jaxckpt._run.config import LocalTier, has_unit
 from jaxckpt._run.manager import CheckpointManager
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.schedule import SavePolicy
@@ -30,8 +30,9 @@ def manager_config(**fields: Any) -> ConfigDict:
     misspelt field is an error with a suggestion.
 
     Args:
-        fields: Values by name; `save`, `keep`, `local_save` and `local_keep` are dicts. `save.auto`
-            is a dict of the arguments of `SavePolicy.auto`, which applies once `mtbf_hours` is set.
+        fields: Values by name; `save`, `keep` and `local` are dicts, and so are `local.save` and
+            `local.keep`. `local` applies once its `directory` is set. `save.auto` is a dict of the
+            arguments of `SavePolicy.auto`, which applies once `mtbf_hours` is set.
 
     Returns:
         The argument of `CheckpointManager.from_config`.
@@ -49,20 +50,28 @@ def manager_config(**fields: Any) -> ConfigDict:
         Traceback (most recent call last):
         AttributeError: ...Did you mean "last" instead of "lats"...
     """
-    config = ConfigDict(
-        {
-            **_entries(CheckpointManager.__init__),
-            "save": {**_entries(SavePolicy), "auto": _entries(SavePolicy.auto)},
-            "keep": _entries(KeepPolicy),
-            "local_save": {**_entries(SavePolicy), "auto": _entries(SavePolicy.auto)},
-            "local_keep": {**_entries(KeepPolicy), "last": LOCAL_KEEP.last},
-        }
-    )
+    local = {**_entries(LocalTier), **_policies()}
+    local["keep"]["last"] = LocalTier("").keep.last
+    entries = {**_entries(CheckpointManager.__init__), **_policies()}
+    config = ConfigDict({**entries, "local": local})
     config.lock()
-    if "directory" in fields:
-        fields["directory"] = os.fspath(fields["directory"])
+    fields = _with_texts(fields)
+    if (local := fields.pop("local", None)) is not None:
+        is_path = isinstance(local, str)
+        fields["local"] = {"directory": local} if is_path else _with_texts(local)
     config.update(fields)
     return config
+
+
+def _policies() -> dict[str, Any]:
+    """Returns new entries, since a `ConfigDict` changes those it is made of."""
+    save = {**_entries(SavePolicy), "auto": _entries(SavePolicy.auto)}
+    return {"save": save, "keep": _entries(KeepPolicy)}
+
+
+def _with_texts(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns fields with paths as texts."""
+    return {n: os.fspath(x) if isinstance(x, os.PathLike) else x for n, x in fields.items()}
 
 
 def _entries(target: Callable[..., Any]) -> dict[str, Any]:

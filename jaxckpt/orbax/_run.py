@@ -18,6 +18,7 @@ from etils import epath
 
 from jaxckpt import CheckpointManager, SaveHandle
 from jaxckpt._run.index import StepIndex
+from jaxckpt._run.manager import saver_of
 from jaxckpt.format import names
 from jaxckpt.multihost import current
 from jaxckpt.orbax import _handling, policies
@@ -71,7 +72,7 @@ class Run(Closing):
         return writer
 
     def _is_closed(self) -> bool:
-        return self._writer is None or bool(self._writer._opening.ended)
+        return self._writer is None or bool(saver_of(self._writer).ended)
 
     @property
     def directory(self) -> epath.Path:  # of the class: programs mock it
@@ -98,7 +99,7 @@ class Run(Closing):
     def _is_due(self, step: int) -> bool:
         """Returns whether a step is above the newest and due; leaves errors to `save`."""
         is_new = not self._steps or self._steps[-1] < step
-        return is_new and self._open()._saver.decide(step).save
+        return is_new and saver_of(self._open()).decide(step).save
 
     def _count(self, handle: SaveHandle, step: int, metrics: Any) -> None:
         """Counts a step as saved."""
@@ -157,7 +158,7 @@ _open: Final[dict[str, tuple[CheckpointManager, StepIndex]]] = {}  # by root
 
 def _close_run(writer: CheckpointManager, index: StepIndex) -> None:
     """Closes a manager, and removes its files if no other one has the run."""
-    is_last = not writer._opening.ended
+    is_last = not saver_of(writer).ended
     writer.close()
     if _open.get(index.root, (None,))[0] is writer:
         del _open[index.root]

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from jaxckpt import StepExists
 from jaxckpt._run.index import StepIndex, run_metadata
+from jaxckpt._run.manager import saver_of
 from jaxckpt.format import names
 from jaxckpt.orbax import _handling, args, checkpointers, handlers, metadata, options, policies
 from jaxckpt.orbax._run import Run
@@ -147,7 +148,7 @@ class CheckpointManager(Run, AbstractCheckpointManager):
             return False
         if step in self._steps:
             raise StepAlreadyExistsError(f"Checkpoint for step {step} already exists.")
-        self._open()._saver.finish()  # `save` below raises the errors, in every process
+        saver_of(self._open()).worker.finish()  # `save` below raises the errors, in every process
         given = self._composite("save", items, save_kwargs, args)
         metrics = metrics if self._ranks() and not self._options.prevent_write_metrics else None
         stored = _handling.several(_handling.store(self._handler, given), self._mode)

@@ -13,10 +13,10 @@ import numpy as np
 from jax import tree_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxckpt import Checkpoint
 from jaxckpt import open as open_checkpoint
 from jaxckpt._disk.find import find
 from jaxckpt._disk.found import Found
+from jaxckpt._inspect.open import custom_of
 from jaxckpt.format import jsontext, names
 from jaxckpt.format.sharding import SavedSharding
 from jaxckpt.orbax import _trees
@@ -171,11 +171,6 @@ def of_tree(directory: str | os.PathLike[str]) -> TreeMetadata:
         return _of_leaf(".".join(path), directory, leaf, found.leaves.get("/".join(path)))
 
     return TreeMetadata(_trees.map_named(describe, tree), custom_of(found))
-
-
-def custom_of(found: Checkpoint) -> Any:
-    """Returns the program's metadata of a tree or a safetensors file."""
-    return None if found._tree is None else found._tree.tree.custom_metadata
 
 
 def _of_leaf(name: str, directory: Any, leaf: Any, saved: LeafInfo | None) -> Any:

@@ -99,7 +99,7 @@ def _committed(
     for name, entry in index.entries().items():
         step = step_of(name)
         if step is not None and entry.kind == "dir" and not is_path_temporary(name):
-            state = index._state_of(name, entry)
+            state = index.state_of(name, entry)
             if state == "committed" or (state is None and index.storage.atomic_rename):
                 yield Metadata(step, epath.Path(base_path) / name)
 

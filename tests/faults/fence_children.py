@@ -105,10 +105,10 @@ def open_run(me, root, hosts, last=None):
     """A manager whose processes have the disks of these hosts, if any."""
     import jaxckpt
 
-    keep, options = jaxckpt.KeepPolicy(last=last), {}
+    keep, local = jaxckpt.KeepPolicy(last=last), None
     if hosts:
-        options = {"local": f"{root}/host{hosts[me.index]}/local", "local_keep": keep}
-    return jaxckpt.CheckpointManager(f"{root}/run", keep=keep, timeout_s=20, **options)
+        local = jaxckpt.LocalTier(f"{root}/host{hosts[me.index]}/local", keep=keep)
+    return jaxckpt.CheckpointManager(f"{root}/run", keep=keep, timeout_s=20, local=local)
 
 
 def stand_still(me, root, hosts, process, at):

@@ -510,10 +510,10 @@ def test_host_arrays_may_differ_between_processes(tmp_path):
     assert (state["small"], state["large"].max()) == (0, 0)
 
 
-def manager_of(root, process, **options):
+def manager_of(root, process, *, durable_timeout_s=10, timeout_s=10):
     """The manager of a simulated process with a disk of its own."""
-    limits = {"timeout_s": 10, "durable_timeout_s": 10, **options}
-    return jaxckpt.CheckpointManager(root / "run", local=root / f"host{process}", **limits)
+    local = jaxckpt.LocalTier(root / f"host{process}", durable_timeout_s=durable_timeout_s)
+    return jaxckpt.CheckpointManager(root / "run", local=local, timeout_s=timeout_s)
 
 
 def test_a_full_disk_keeps_a_step_until_all_parts_are_committed(tmp_path, monkeypatch):
@@ -533,6 +533,7 @@ def test_a_full_disk_keeps_a_step_until_all_parts_are_committed(tmp_path, monkey
                 full.append("host1")
             handle = manager.save(2, {"a": 2})
             found = [file.exists() for file in steps]
+            processes.barrier("all have looked", timeout_s=30)
             slow.goes_on.set()
             handle.result()
             return found

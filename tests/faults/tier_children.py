@@ -12,9 +12,8 @@ def train(folder, steps, fault=None):
 
     last = jaxckpt.KeepPolicy(last=1)
     arm(folder, fault)
-    with jaxckpt.CheckpointManager(
-        f"{folder}/run", keep=last, local=f"{folder}/local", local_keep=last
-    ) as manager:
+    local = jaxckpt.LocalTier(f"{folder}/local", keep=last)
+    with jaxckpt.CheckpointManager(f"{folder}/run", keep=last, local=local) as manager:
         for step in range(1, steps + 1):
             handle = manager.save(step, tree(step))
             handle.result()

@@ -35,7 +35,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import CheckpointManager, KeepPolicy, SavePolicy
+from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
 from jaxckpt.format.arrays import AS_BYTES_DTYPES, STORABLE_DTYPES, dtype_of
 from tests import multiprocess
 from tests.golden.pack import pack
@@ -268,8 +268,7 @@ def local_disk(ckpt: Path) -> Expected:
     with CheckpointManager(
         ckpt / "run",
         save=SavePolicy(every_steps=2),
-        local=ckpt / "disk",
-        local_save=SavePolicy(every_steps=1),
+        local=LocalTier(ckpt / "disk", save=SavePolicy(every_steps=1)),
     ) as manager:
         for step in (1, 2, 3):
             manager.save(step, {"w": jnp.full(4, step)}).result()

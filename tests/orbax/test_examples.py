@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import jaxckpt.orbax
-from jaxckpt.cli._orbax_source import parse
+from jaxckpt.cli._migrate.source import parse
 from tests.commandline import cli
 from tests.orbax.twice import twice
 

@@ -12,7 +12,7 @@ import orbax.checkpoint as theirs
 import pytest
 
 import jaxckpt.orbax as ours
-from jaxckpt.cli._orbax_source import _HOMES
+from jaxckpt.cli._migrate.source import _HOMES
 
 # Of which a count of 22 programs found no use.
 LEFT_OUT = {

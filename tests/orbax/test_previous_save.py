@@ -50,7 +50,7 @@ def test_a_save_raises_the_error_of_the_previous_one(tmp_path, kind, options):
         if processes.index == 0:
             saver._index.storage = FailingStorage(LocalStorage(), 0, FULL, once=False)
         assert run.save(1, **options)
-        saver.finish()  # only to repair the disk
+        saver.worker.finish()  # only to repair the disk
         saver._index.storage = LocalStorage()
 
         with pytest.raises((jaxckpt.SaveFailed, jaxckpt.ProcessesDisagree), match="No space left"):

@@ -110,7 +110,8 @@ def save_in_tiers(url, env, local, steps):
     """Saves steps on a local disk first, and says which are acknowledged, here and in the store."""
     _begin(url, env)
     last = jaxckpt.KeepPolicy(last=1)
-    with jaxckpt.CheckpointManager(url, keep=last, local=local, local_keep=last) as manager:
+    local = jaxckpt.LocalTier(local, keep=last)
+    with jaxckpt.CheckpointManager(url, keep=last, local=local) as manager:
         for step in steps:
             handle = manager.save(step, state(step))
             handle.result()

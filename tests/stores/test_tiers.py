@@ -12,7 +12,7 @@ import time
 import pytest
 
 import jaxckpt
-from jaxckpt import CheckpointManager, KeepPolicy
+from jaxckpt import CheckpointManager, KeepPolicy, LocalTier
 from jaxckpt.errors import SaveFailed, StoreError
 from jaxckpt.storage import locate
 from tests.faults.conftest import zygote  # noqa: F401  # a fixture
@@ -21,19 +21,19 @@ from tests.stores.children import is_state, state
 from tests.stores.killing import end_leases, kill
 from tests.stores.proxy import Answer, Hang
 
-LAST = {"keep": KeepPolicy(last=2), "local_keep": KeepPolicy(last=2)}
+LAST = KeepPolicy(last=2)
 # Every third request on CI; all of them in the slow tests.
 PARTS = [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))]
 
 
 def test_a_step_goes_to_the_store_and_comes_back_on_another_host(place, tmp_path):
     url, _, _ = place
-    with CheckpointManager(url, local=tmp_path / "a", **LAST) as manager:
+    with CheckpointManager(url, local=tmp_path / "a", keep=LAST) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step)).durable()
         assert manager.tiers == {"local": [2, 3], "durable": [2, 3], "waiting": []}
 
-    with CheckpointManager(url, local=tmp_path / "b", **LAST) as manager:
+    with CheckpointManager(url, local=tmp_path / "b", keep=LAST) as manager:
         assert is_state(manager.restore(), 3)
         manager.save(4, state(4)).durable()
     assert jaxckpt.verify(f"{url}/4").ok
@@ -44,7 +44,7 @@ def test_a_step_goes_to_the_store_and_comes_back_on_another_host(place, tmp_path
 def test_a_store_that_is_away_delays_no_save(place, tmp_path, fault):
     """While it is, local saves go on; afterwards the newest steps get there."""
     url, _, proxy = place
-    with CheckpointManager(url, local=tmp_path / "local", **LAST) as manager:
+    with CheckpointManager(url, local=tmp_path / "local", keep=LAST) as manager:
         manager.save(1, state(1)).durable()
         proxy.add(fault)
         longest_s, handles = 0.0, []
@@ -67,7 +67,9 @@ def test_a_store_that_is_away_delays_no_save(place, tmp_path, fault):
 def test_a_store_that_stays_forbidden_is_told(place, tmp_path):
     url, _, proxy = place
     local = tmp_path / "local"
-    with CheckpointManager(url, local=local, durable_timeout_s=0.5, **LAST) as manager:
+    with CheckpointManager(
+        url, local=LocalTier(local, durable_timeout_s=0.5), keep=LAST
+    ) as manager:
         proxy.add(Answer(403))
         with pytest.raises(StoreError, match="permission"):
             manager.save(1, state(1)).durable(60)
@@ -78,7 +80,7 @@ def test_a_store_that_stays_forbidden_is_told(place, tmp_path):
 
 def test_a_damaged_object_is_mended_from_the_local_copy(place, tmp_path):
     url, _, _ = place
-    with CheckpointManager(url, local=tmp_path / "local", **LAST) as manager:
+    with CheckpointManager(url, local=tmp_path / "local", keep=LAST) as manager:
         manager.save(1, state(1)).durable()
         storage, root = locate(url)
         sizes = {name: entry.size for name, entry in storage.files(f"{root}/1").items()}
@@ -98,10 +100,10 @@ def test_a_run_goes_on_while_its_bucket_is_away(place, tmp_path):
     """A job that starts then has the local steps, and uploads them when the store answers."""
     url, _, proxy = place
     local = tmp_path / "local"
-    with CheckpointManager(url, local=local, **LAST) as manager:
+    with CheckpointManager(url, local=local, keep=LAST) as manager:
         manager.save(1, state(1)).durable()
     proxy.add(Answer(503))
-    with CheckpointManager(url, local=local, **LAST) as manager:
+    with CheckpointManager(url, local=local, keep=LAST) as manager:
         assert is_state(manager.restore(), 1)
         handle = manager.save(2, state(2))
         handle.result(60)
@@ -114,11 +116,11 @@ def test_a_start_does_not_wait_for_a_bucket_that_does_not_answer(place, tmp_path
     """Nor do later calls; the first upload that gets through opens the run there."""
     url, _, proxy = place
     local = tmp_path / "local"
-    with CheckpointManager(url, local=local, **LAST) as manager:
+    with CheckpointManager(url, local=local, keep=LAST) as manager:
         manager.save(1, state(1)).durable()
     monkeypatch.setattr("jaxckpt._run.root.AWAY_S", 0.2)
     proxy.add(Hang())
-    with CheckpointManager(url, local=local, **LAST) as manager:
+    with CheckpointManager(url, local=local, keep=LAST) as manager:
         reach = manager._directory.reach
         reach.away_s = 60.0  # from now on nothing waits for it
         assert is_state(manager.restore(), 1)
@@ -137,13 +139,13 @@ def test_an_upload_does_not_pass_newer_steps_of_another_job(place, tmp_path, mon
     """They were saved elsewhere, and could not be seen when this job began."""
     url, _, proxy = place
     local = tmp_path / "local"
-    with CheckpointManager(url, local=local, **LAST) as manager:
+    with CheckpointManager(url, local=local, keep=LAST) as manager:
         manager.save(1, state(1)).durable()
-    with CheckpointManager(url, keep=LAST["keep"]) as other:
+    with CheckpointManager(url, keep=LAST) as other:
         other.save(10, state(10))
     monkeypatch.setattr("jaxckpt._run.root.AWAY_S", 0.2)
     proxy.add(Answer(503))
-    with CheckpointManager(url, local=local, **LAST) as manager:
+    with CheckpointManager(url, local=local, keep=LAST) as manager:
         handle = manager.save(2, state(2))
         handle.result(60)
         proxy.heal()
@@ -156,14 +158,15 @@ def test_a_program_ends_although_its_bucket_does_not_answer(place, tmp_path):
     """Threads that wait for it do not hold the end, which names the steps not uploaded."""
     url, _, proxy = place
     local = tmp_path / "local"
-    with CheckpointManager(url, local=local, **LAST) as manager:
+    with CheckpointManager(url, local=local, keep=LAST) as manager:
         manager.save(1, state(1)).durable()
     proxy.add(Hang())
     code = """
 import sys, jaxckpt
 from jaxckpt._run import root
 root.AWAY_S = 0.2
-manager = jaxckpt.CheckpointManager(sys.argv[1], local=sys.argv[2], durable_timeout_s=3)
+local = jaxckpt.LocalTier(sys.argv[2], durable_timeout_s=3)
+manager = jaxckpt.CheckpointManager(sys.argv[1], local=local)
 assert manager.restored_step is None and manager.tiers["durable"] is None
 """
     command = [sys.executable, "-W", "ignore", "-c", code, url, str(local)]

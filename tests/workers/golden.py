@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 import jaxckpt
-from jaxckpt import CheckpointManager, SavePolicy
+from jaxckpt import CheckpointManager, LocalTier, SavePolicy
 from tests.golden.ours import sharded_tree
 
 
@@ -46,8 +46,8 @@ def open_run(me, root):
     return CheckpointManager(
         f"{root}/run",
         save=SavePolicy(every_steps=2),
-        local=f"{root}/host{me.index}/local",
-        local_save=SavePolicy(every_steps=1),
+        local=LocalTier(
+            f"{root}/host{me.index}/local", save=SavePolicy(every_steps=1), durable_timeout_s=10
+        ),
         timeout_s=10,
-        durable_timeout_s=10,
     )

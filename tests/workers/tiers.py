@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxckpt import CheckpointManager, KeepPolicy, SavePolicy
+from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing._storage import MUTATING_VERBS, _Relay
 from tests.workers.manages import check_state, make_init, specs, state_at
 from tests.workers.saves import mesh_of, put
+
+EVEN, LAST = SavePolicy(every_steps=2), KeepPolicy(last=2)
 
 
 def train(me, root, steps):
@@ -193,8 +195,8 @@ def wait_for_none(me, root, hosts):
 
 def train_unchanged(me, root, hosts, steps):
     """Saves the same values in every step, and uploads each."""
-    options = {"save": SavePolicy(every_steps=1), "local_keep": KeepPolicy(), "keep": KeepPolicy()}
-    with _open(root, host=hosts[me.index], **options) as manager:
+    save, keep = SavePolicy(every_steps=1), KeepPolicy()
+    with _open(root, host=hosts[me.index], save=save, local_keep=keep) as manager:
         for step in range(1, steps + 1):
             manager.save(step, _state(0, ["split", "whole"]), items={"data": Data(me.index)})
             manager.wait_until_finished()
@@ -309,8 +311,7 @@ def _check(state, step, kinds):
             assert (shard.data == wanted[name][shard.index]).all()
 
 
-def _open(root, host=None, url=None, **options):
+def _open(root, host=None, url=None, save=EVEN, local_keep=LAST):
     where = f"{root}/local" if host is None else f"{root}/host{host}/local"
-    defaults = {"save": SavePolicy(every_steps=2), "local_save": SavePolicy(every_steps=1)}
-    limits = {"timeout_s": 10, "durable_timeout_s": 10}
-    return CheckpointManager(url or f"{root}/run", local=where, **{**defaults, **limits, **options})
+    local = LocalTier(where, save=SavePolicy(every_steps=1), keep=local_keep, durable_timeout_s=10)
+    return CheckpointManager(url or f"{root}/run", save=save, local=local, timeout_s=10)

@@ -10,8 +10,9 @@ from typing import Any, Generic, TypeVar
 from etils import epath
 
 from jaxckpt._disk.found import Found
+from jaxckpt._inspect.open import custom_of
 from jaxckpt.orbax import _trees
-from jaxckpt.orbax.metadata import custom_of, items_of
+from jaxckpt.orbax.metadata import items_of
 from jaxckpt.orbax.v1 import handlers
 from jaxckpt.orbax.v1._context import get_context
 from jaxckpt.orbax.v1._loading import (

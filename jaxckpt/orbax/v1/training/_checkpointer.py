@@ -11,6 +11,7 @@ from etils import epath
 from jaxckpt import CheckpointManager, SaveFailed
 from jaxckpt import save_async as start_checkpoint
 from jaxckpt._run.index import run_metadata
+from jaxckpt._run.manager import saver_of
 from jaxckpt.orbax import policies
 from jaxckpt.orbax._run import Run
 from jaxckpt.orbax.options import CheckpointManagerOptions
@@ -175,8 +176,9 @@ class Checkpointer(Run):
             return self._save_earlier(step, items, metrics, custom_metadata)
         more = {"metrics": metrics or None, "custom_metadata": custom_metadata}
         writer = self._open()
-        if writer._saver.decide(step, force=force).save:
-            writer._saver.finish()  # `save` raises the errors, in every process
+        saver = saver_of(writer)
+        if saver.decide(step, force=force).save:
+            saver.worker.finish()  # `save` raises the errors, in every process
         handle = writer.save(step, items, force=force, **more)
         if handle is None:
             return None

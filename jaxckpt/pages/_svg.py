@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from jaxckpt.format.sharding import SavedSharding
-from jaxckpt.integrations._html import escape
-from jaxckpt.integrations._palette import BAD, BEST, BLUE, KEPT, PINNED, axis_hue, phase_colours
+from jaxckpt.pages._html import escape
+from jaxckpt.pages._palette import BAD, BEST, BLUE, KEPT, PINNED, axis_hue, phase_colours
 
 _WIDTH, _HEIGHT = 340, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 12, 26

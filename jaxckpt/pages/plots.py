@@ -18,7 +18,7 @@ from jaxckpt._core.text import size_text
 from jaxckpt._run.overview import overview
 from jaxckpt.errors import needing
 from jaxckpt.format.sharding import SavedSharding
-from jaxckpt.integrations import _palette, _steps, _svg
+from jaxckpt.pages import _palette, _steps, _svg
 from jaxckpt.types import LeafInfo, Timing
 
 if TYPE_CHECKING:

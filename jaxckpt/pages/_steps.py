@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 from jaxckpt._core.text import size_text
 from jaxckpt._run.overview import StepOverview
 from jaxckpt._run.retention import KeepPolicy
-from jaxckpt.integrations import _svg
-from jaxckpt.integrations._html import count, escape, moment
-from jaxckpt.integrations._svg import Mark
+from jaxckpt.pages import _svg
+from jaxckpt.pages._html import count, escape, moment
+from jaxckpt.pages._svg import Mark
 
 if TYPE_CHECKING:  # showing steps does not need jax
     from jaxckpt._run.manager import CheckpointManager

@@ -22,9 +22,9 @@ from jaxckpt._inspect.tree_text import Branch, nested
 from jaxckpt._run.overview import RunOverview, overview
 from jaxckpt.errors import CheckpointError, CheckpointNotFound
 from jaxckpt.format.tree import path_text
-from jaxckpt.integrations import _steps, _svg
-from jaxckpt.integrations._html import block, count, duration, escape, facts
-from jaxckpt.integrations._palette import axis_hue
+from jaxckpt.pages import _steps, _svg
+from jaxckpt.pages._html import block, count, duration, escape, facts
+from jaxckpt.pages._palette import axis_hue
 from jaxckpt.types import LeafInfo, LeafStatistics, Timing
 
 if TYPE_CHECKING:  # showing a checkpoint does not need jax

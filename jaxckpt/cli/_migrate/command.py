@@ -16,7 +16,7 @@ import click
 
 from jaxckpt._core.text import counted
 from jaxckpt.cli import _options, _output
-from jaxckpt.cli._orbax_source import DROP_IN, Source, Use, parse
+from jaxckpt.cli._migrate.source import DROP_IN, Source, Use, parse
 from jaxckpt.cli._output import Styled
 
 _ENDINGS: Final = (".py", ".pyi")

@@ -24,10 +24,10 @@ from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._version import __version__
 from jaxckpt.errors import CheckpointError
 from jaxckpt.format import names
-from jaxckpt.integrations import _palette, _steps, _svg
-from jaxckpt.integrations._html import STYLE, count, duration, escape, moment
-from jaxckpt.integrations._svg import Bar
-from jaxckpt.integrations.notebook import is_scalar, json_html, listing, tree_head, tree_html
+from jaxckpt.pages import _palette, _steps, _svg
+from jaxckpt.pages._html import STYLE, count, duration, escape, moment
+from jaxckpt.pages._svg import Bar
+from jaxckpt.pages.notebook import is_scalar, json_html, listing, tree_head, tree_html
 from jaxckpt.types import LeafStatistics
 
 _MAX_CHARTS: Final = 12

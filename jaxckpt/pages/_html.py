@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from typing import Final
 
-from jaxckpt.integrations import _palette
+from jaxckpt.pages import _palette
 
 _MAX_CHARS: Final = 300
 
