@@ -174,11 +174,11 @@ APART = {"cli", "integrations", "testing", "_convert", "orbax"}
 FOLDERS = {
     ".": (848, 456),
     "_convert": (1193, 811),
-    "_core": (2288, 1487),
+    "_core": (2354, 1519),
     "_disk": (4394, 3116),
     "_inspect": (1145, 787),
     "_progress": (218, 163),
-    "_restore": (1677, 1284),
+    "_restore": (1949, 1474),
     "_run": (7936, 5535),
     "_save": (2285, 1596),
     "cli": (3646, 2620),

@@ -56,6 +56,79 @@ def restore_each(me, path, wanted, options: dict[str, Any] | None = None):
     return found
 
 
+def tree_of_every_kind():
+    """Leaves that no spread sharding divides, or not in whole chunks; "stage" is in rows."""
+    import jax
+    import ml_dtypes
+
+    rng = np.random.default_rng(0)
+    dtypes = [
+        np.float32,
+        ml_dtypes.bfloat16,
+        ml_dtypes.int4,
+        ml_dtypes.int2,
+        ml_dtypes.float8_e4m3fn,
+    ]
+    small = {
+        f"{i}": rng.integers(0, 2, (i % 7, 3) if i % 5 else ()).astype(dtypes[i % len(dtypes)])
+        for i in range(200)
+    }
+    rows = put(rng.standard_normal((8, 1 << 15), np.float32), mesh_of(x=8), ("x",))
+    return {
+        "stage": [rows, rows + 1],
+        "chunk": np.arange(1 << 19, dtype=np.float32).reshape(2, -1),
+        "resized": np.arange(12, dtype=np.float32),
+        "small": small,
+        "host": {"array": rng.standard_normal((5, 7)), "scalar": np.int64(3)},
+        "key": {"one": jax.random.key(7), "many": jax.random.split(jax.random.key(1), 8)},
+        "bytes": b"abc",
+    }
+
+
+def restore_kinds(me, path, budget_bytes):
+    """Restores that tree, half of it on some processes; what differs, and what was read."""
+    import jax
+
+    saved = jaxckpt.restore(path, as_numpy=True)
+    mesh = mesh_of(x=4)
+    halves = [mesh_of(jax.devices()[at : at + 2], y=2) for at in (0, 2)]
+
+    def like(value, mesh=mesh, spec=()):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+
+    wanted = {
+        "stage": [like(*pair) for pair in zip(saved["stage"], halves, strict=True)],
+        "chunk": like(saved["chunk"], spec=(None, "x")),
+        "resized": like(np.zeros(16, np.float32), spec=("x",)),
+        "small": jax.tree.map(like, saved["small"]),
+        "host": saved["host"],
+        "key": {"one": like(saved["key"]["one"]), "many": like(saved["key"]["many"], spec=("x",))},
+        "bytes": b"",
+    }
+    reports = []
+    options: dict[str, Any] = {"read_once": True, "budget_bytes": budget_bytes, "resize": True}
+    got = jaxckpt.restore(path, wanted, report=reports.append, **options)
+    saved["resized"] = np.pad(saved["resized"], (0, 4))
+    differ = []
+    for name, there in jax.tree_util.tree_leaves_with_path(saved):
+        value = got
+        for key in name:
+            value = value[getattr(key, "key", getattr(key, "idx", None))]
+        if hasattr(value, "dtype") and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+            value, there = map(jax.random.key_data, (value, there))
+        shards = value.addressable_shards if isinstance(value, jax.Array) else None
+        if name[0].key == "stage":
+            assert bool(shards) == (name[1].idx == me.index // 2)
+        pairs = [(value, there)] if shards is None else [(s.data, there[s.index]) for s in shards]
+        if not all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs):
+            differ.append(jax.tree_util.keystr(name))
+    sizes = {name: leaf.size_bytes for name, leaf in jaxckpt.open(path).leaves.items()}
+    (report,) = reports
+    direct = [name for name, size in sizes.items() if size and name not in report.read_once]
+    return {"differ": differ, "direct": direct, "more": report.job_bytes - sum(sizes.values())}
+
+
 def save_parts(me, url, megabytes, env):
     """Saves an array in rows, one part for each device."""
     os.environ.update(env)
