@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import time
@@ -134,6 +135,46 @@ def save_parts(me, url, megabytes, env):
     os.environ.update(env)
     value = np.arange(megabytes * 1_000_000 // 4096 // 64 * 64 * 1024, dtype=np.float32)
     jaxckpt.save(url, {"w": put(value.reshape(-1, 1024), mesh_of(x=8), ("x",))})
+
+
+def save_run(me, url, megabytes, env):
+    """Saves a step of a run, of one array in rows; returns the bytes of the array."""
+    os.environ.update(env)
+    value = np.arange(megabytes * 1_000_000 // 4096 // 64 * 64 * 1024, dtype=np.float32)
+    with jaxckpt.CheckpointManager(url) as manager:
+        manager.save(1, {"w": put(value.reshape(-1, 1024), mesh_of(x=8), ("x",))})
+    return value.nbytes
+
+
+def restore_by(me, url, way, folder, env):
+    """Restores that array replicated, in one of the ways that programs restore a run."""
+    import jax
+
+    os.environ.update(env)
+    everywhere = jax.sharding.NamedSharding(mesh_of(x=me.count), jax.sharding.PartitionSpec())
+    (leaf,) = jaxckpt.open(f"{url}/1").leaves.values()
+    like = {"w": jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=everywhere)}
+    if way == "path":
+        got = jaxckpt.restore(url, like)
+    elif way == "drop-in":
+        import jaxckpt.orbax as ocp
+
+        with ocp.CheckpointManager(url) as manager:
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+            got = manager.restore(1, args=args).state
+    else:
+        options = {"local": f"{folder}/host{me.index}"} if way == "local" else {"mode": "r"}
+        with jaxckpt.CheckpointManager(url, **options) as manager:
+            if way == "restore_or":
+                zeros = jax.jit(
+                    lambda: {"w": jax.numpy.zeros(leaf.shape)}, out_shardings=everywhere
+                )
+                got, _ = manager.restore_or(zeros)
+            else:
+                got = manager.restore(like)
+    (shard,) = got["w"].addressable_shards
+    wanted = np.arange(math.prod(leaf.shape), dtype=np.float32).reshape(leaf.shape)
+    return np.array_equal(shard.data, wanted)
 
 
 def time_restore(me, url, target, once, env):
