@@ -163,7 +163,8 @@ def restore_by(me, url, way, folder, env):
             args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
             got = manager.restore(1, args=args).state
     else:
-        options = {"local": f"{folder}/host{me.index}"} if way == "local" else {"mode": "r"}
+        local = f"{folder}/host{me.index}"
+        options: dict[str, Any] = {"local": local} if way == "local" else {"mode": "r"}
         with jaxckpt.CheckpointManager(url, **options) as manager:
             if way == "restore_or":
                 zeros = jax.jit(
@@ -177,11 +178,54 @@ def restore_by(me, url, way, folder, env):
     return np.array_equal(shard.data, wanted)
 
 
-def time_restore(me, url, target, once, env):
-    """Restores an array; how long it took from the moment at which all began, and what was read."""
+def save_layouts(me, root, env):
+    """Saves checkpoints of one array each, as the mesh divides it, and one of small arrays."""
+    import jax
+    import ml_dtypes
+
+    os.environ.update(env)
+    rng = np.random.default_rng(0)
+    value = rng.integers(0, 256, (3072, 4096), np.uint8)
+    mesh = mesh_of(x=4, y=2)
+    rows = (("x", "y"),)
+    trees = {
+        "rows": put(value.view(np.float32), mesh, rows),
+        "grid": put(value.reshape(768, 64, 256), mesh, ("x", "y")),
+        "chunk": value,
+        "bfloat16": put(value.view(ml_dtypes.bfloat16), mesh, rows),
+        "float8": put(value.view(ml_dtypes.float8_e4m3fn), mesh, rows),
+        "int4": put((value % 16).astype(np.int8).astype(ml_dtypes.int4), mesh, rows),
+        "small": [*map(jax.device_put, value.reshape(1536, -1).view(np.float32)[:1500])],
+    }
+    for name, tree in trees.items():
+        jaxckpt.save(f"{root}/{name}", tree)
+
+
+def count_restore(me, url, target, once, env):
+    """Restores all arrays of a checkpoint in one sharding; what the job read, and their size."""
     import jax
 
     os.environ.update(env)
+    axes, spec = target
+    sharding = jax.sharding.NamedSharding(mesh_of(**axes), jax.sharding.PartitionSpec(*spec))
+    reports, sizes = [], [leaf.size_bytes for leaf in jaxckpt.open(url).leaves.values()]
+    options: dict[str, Any] = {"shardings": lambda *_: sharding, "read_once": once}
+    got = jaxckpt.restore(url, report=reports.append, **options)
+    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(got))
+    return {"job": reports[0].job_bytes, "size": sum(sizes)}
+
+
+def time_restore(me, url, target, once, envs):
+    """Restores an array; how long it took from the moment at which all began, and what was read.
+
+    Args:
+        once: As `read_once`, or "one reader": process 0, which broadcasts it.
+        envs: Of each process, or of all.
+    """
+    import jax
+    from jax.experimental import multihost_utils
+
+    os.environ.update(envs[me.index % len(envs)])
     axes, spec = target
     sharding = jax.sharding.NamedSharding(mesh_of(**axes), jax.sharding.PartitionSpec(*spec))
     (leaf,) = jaxckpt.open(url).leaves.values()
@@ -189,6 +233,13 @@ def time_restore(me, url, target, once, env):
     reports = []
     current().barrier("begin", timeout_s=60)
     start_s = time.monotonic()
+    if once == "one reader":
+        value = np.empty(leaf.shape, np.float32)
+        if me.index == 0:
+            value = jaxckpt.restore(url, as_numpy=True)["w"]
+        value = multihost_utils.broadcast_one_to_all(value)
+        seconds = time.monotonic() - start_s
+        return {"seconds": seconds, "job": value.nbytes, "size": value.nbytes}
     got = jaxckpt.restore(url, like, read_once=once, report=reports.append)["w"]
     got.block_until_ready()
     seconds = time.monotonic() - start_s
