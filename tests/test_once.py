@@ -120,6 +120,22 @@ def test_what_is_not_read_once_is_read_directly(run_processes, tmp_path):
         }
 
 
+def test_devices_hold_the_arrays_and_the_parts_of_a_group(run_processes, tmp_path):
+    """Not those of the next group too, nor more than one leaf on the way."""
+    names, rows = "abcd", NamedSharding(mesh_of(x=8), P("x"))
+    tree = {name: jax.device_put(bits_of("float32"), rows) for name in names}
+    jaxckpt.save(tmp_path / "a", tree)
+
+    done = run_processes(
+        "once:restore_in_groups", devices_per_process=1, args=[tmp_path / "a", [*names], SHAPE]
+    )
+
+    leaf = tree["a"].nbytes
+    for one in done:
+        assert one.result["live"] == [i * leaf + leaf // 2 for i in range(len(names))]
+        assert one.result["temp"] <= leaf
+
+
 @pytest.mark.parametrize(
     ("carried_s", "read", "goes"),
     [
