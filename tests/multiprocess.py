@@ -545,6 +545,7 @@ def _connect(me: Member, *, port: int, heartbeat_s: int) -> None:
         f"127.0.0.1:{port}",
         num_processes=me.count,
         process_id=me.index,
+        local_device_ids=None if os.environ["JAX_PLATFORMS"] == "cpu" else me.index,  # its GPU
         initialization_timeout=int(_START_TIMEOUT_S),
         heartbeat_timeout_seconds=heartbeat_s,
         shutdown_timeout_seconds=20,

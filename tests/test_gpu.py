@@ -167,3 +167,27 @@ def test_a_restore_needs_little_more_device_memory_than_the_state(tmp_path, devi
     peak = device.memory_stats()["peak_bytes_in_use"]
     assert peak <= max(stats["peak_bytes_in_use"], before + size + BUDGET_BYTES)
     assert (got["w7"] == 7).all()
+
+
+def test_processes_read_each_value_once_over_nccl(run_processes, tmp_path):
+    """Two processes of one GPU each: reshards, and adds up, without changing a bit."""
+    if jax.local_device_count() < 2:
+        pytest.skip("needs two GPUs")
+    rows = NamedSharding(Mesh(np.array(jax.devices()[:2]), "x"), P("x"))
+    bits = np.random.default_rng(0).integers(0, 256, (512, 4096), np.uint8)
+    tree = {"rows": jax.device_put(bits.view(np.float32), rows), "small": bits[0].view(np.float16)}
+    jaxckpt.save(tmp_path / "a", {**tree, "columns": tree["rows"]})
+
+    done = run_processes(
+        "once:restore_each",
+        devices_per_process=1,
+        args=[tmp_path / "a", {"rows": ({"x": 2}, []), "columns": ({"x": 2}, [None, "x"])}],
+        fresh=True,
+        # This process has most of the memory.
+        env={"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+    )
+
+    for one in done:
+        for name, found in one.result.items():
+            assert found["same"], name
+            assert (found["once"], found["job"]) == ([name], found["size"])

@@ -10,13 +10,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
+from jaxckpt._restore.once import goes_on
+from tests.workers.once import tree_of_every_kind
 from tests.workers.saves import mesh_of
 
 pytestmark = pytest.mark.multihost
 SHAPE = (512, 1024)
 METADATA = 20_000  # bytes
-# How many times leaves are read for which reading once gains nothing: chunks are read as a whole.
-DIRECT = {"half": 2}
 
 
 def bits_of(dtype, shape=SHAPE):
@@ -73,11 +73,24 @@ def test_each_value_is_read_once_whatever_is_wanted(run_processes, stored):
     del found["first"]  # the kernel counts the modules too that the first restore imports
     for name, ones in found.items():
         assert all(one["same"] for one in ones), name
-        times, once = DIRECT.get(name, 1), [] if name in DIRECT else [name]
         job = ones[0]["job"]
-        assert (job, ones[0]["once"]) == (ones[0]["size"] * times, once), name
+        assert (job, ones[0]["once"]) == (ones[0]["size"], [name]), name
         # Every process reads the metadata.
         assert job <= sum(one["kernel"] for one in ones) <= job + 4 * METADATA, name
+
+
+@pytest.mark.parametrize("budget_bytes", [1 << 30, 1 << 20])
+def test_leaves_of_every_kind_are_read_once(run_processes, tmp_path, budget_bytes):
+    """Small, in one chunk, keys, host arrays, on the devices of some processes: as counted."""
+    jaxckpt.save(tmp_path / "a", tree_of_every_kind())
+
+    done = run_processes(
+        "once:restore_kinds", count=4, devices_per_process=1, args=[tmp_path / "a", budget_bytes]
+    )
+
+    more = 2 * 12 * 4  # three processes need some of the one that is resized
+    for one in done:
+        assert one.result == {"differ": [], "direct": ["resized"], "more": more}
 
 
 def test_what_is_not_read_once_is_read_directly(run_processes, tmp_path):
@@ -96,15 +109,49 @@ def test_what_is_not_read_once_is_read_directly(run_processes, tmp_path):
 
     for one in done:
         line, misfit = one.result.pop("line"), one.result.pop("one misfits")
-        assert "; read 1 leaf once: 2.1 MB read by the job, 2.1 MB moved" in line
+        assert "; read 4 leaves once: 2.1 MB read by the job, 2.1 MB moved" in line
         assert misfit.startswith("TreeMismatch" if one.index else "ProcessesDisagree")
         assert one.result == {
-            "asked": ["rows"],
+            "asked": ["count", "host", "key", "rows"],
             "auto": [],
             "refused": [],
             "one refuses": [],
             "other budgets": [],
         }
+
+
+def test_devices_hold_the_arrays_and_the_parts_of_a_group(run_processes, tmp_path):
+    """Not those of the next group too, nor more than one leaf on the way."""
+    names, rows = "abcd", NamedSharding(mesh_of(x=8), P("x"))
+    tree = {name: jax.device_put(bits_of("float32"), rows) for name in names}
+    jaxckpt.save(tmp_path / "a", tree)
+
+    done = run_processes(
+        "once:restore_in_groups", devices_per_process=1, args=[tmp_path / "a", [*names], SHAPE]
+    )
+
+    leaf = tree["a"].nbytes
+    for one in done:
+        assert one.result["live"] == [i * leaf + leaf // 2 for i in range(len(names))]
+        assert one.result["temp"] <= leaf
+
+
+@pytest.mark.parametrize(
+    ("carried_s", "read", "goes"),
+    [
+        (0.0, 100, True),  # of the first group, nothing is known
+        (0.9, 100, True),  # 8 s to read the rest, 7.2 s to carry it, 24 s to read it directly
+        (2.2, 100, False),  # 17.6 s to carry it
+        (2.2, 500, True),  # all of it has been read ahead
+    ],
+)
+def test_the_rest_is_carried_if_that_is_quicker(carried_s, read, goes):
+    """1,000 bytes at 100 bytes/s; the first two of ten groups have been carried."""
+    fact = {"first": [50, 1.0], "read": [read, 2.0], "carried": [100 * bool(carried_s), carried_s]}
+
+    assert (
+        goes_on(800, 3 * 800, 1000, [fact, {**fact, "carried": [fact["carried"][0], 0.1]}]) is goes
+    )
 
 
 def test_the_option_has_three_values(tmp_path):

@@ -5,10 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, NamedTuple
+from itertools import accumulate, chain, groupby
+from operator import itemgetter
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
+
+from jaxckpt._core.box import Box, cut, whole
+
+T = TypeVar("T")
+
+_ALIGNMENT: Final = 64  # bytes
 
 # The axes that split each dimension of an array, the slowest first.
 Axes = tuple[tuple[str, ...], ...]
@@ -60,12 +67,12 @@ def hosts_of(names: Sequence[str], processes: np.ndarray[Any, Any]) -> Hosts:
     return Hosts(axes, processes.reshape(shape))
 
 
-class Spread(NamedTuple):
+class Division(NamedTuple):
     """How often a job reads an array if each process reads its shards, or a part of its own."""
 
     direct: float
-    once: float
-    axes: Axes  # of the parts
+    once: float  # infinite if no way divides the array
+    axes: Axes = ()  # of the parts
 
 
 def times_read(hosts: Hosts, axes: Axes, shape: Sequence[int], unit: Sequence[int]) -> float:
@@ -90,29 +97,26 @@ def times_read(hosts: Hosts, axes: Axes, shape: Sequence[int], unit: Sequence[in
     return float(counts.sum()) / math.prod(-(-n // u) for n, u in zip(shape, unit, strict=True))
 
 
-def spread(hosts: Hosts, wanted: Axes, shape: Sequence[int], unit: Sequence[int]) -> Spread | None:
+def spread(hosts: Hosts, wanted: Axes, shape: Sequence[int], unit: Sequence[int]) -> Division:
     """Divides an array among all devices such that the job reads as little as possible.
 
     Tries the wanted sharding with the unused axes of the mesh on one dimension, then all axes on
-    one dimension, as for a change of axis, then dimensions divided as they are stored. Returns None
-    if no way divides it.
+    one dimension, as for a change of axis, then dimensions divided as they are stored.
 
     Example:
         >>> hosts = hosts_of(("dp", "tp"), np.arange(6).reshape(3, 2))
         >>> spread(hosts, ((), hosts.axes["tp"]), (60, 60), (20, 30))
-        Spread(direct=3.0, once=1.0, axes=(('dp.0',), ('tp.0',)))
+        Division(direct=3.0, once=1.0, axes=(('dp.0',), ('tp.0',)))
     """
-    found: tuple[float, Axes] | None = None
+    found: tuple[float, Axes] = math.inf, ()
     grid = [-(-n // u) for n, u in zip(shape, unit, strict=True)]
     for axes in _ways(hosts, wanted, grid):
         if any(n % hosts.parts(names) for n, names in zip(shape, axes, strict=True)):
             continue
-        times = times_read(hosts, axes, shape, unit)
-        if found is None or times < found[0]:
-            found = times, axes
-        if times <= 1:
+        found = min(found, (times_read(hosts, axes, shape, unit), axes), key=itemgetter(0))
+        if found[0] <= 1:
             break
-    return found and Spread(times_read(hosts, wanted, shape, unit), *found)
+    return Division(times_read(hosts, wanted, shape, unit), *found)
 
 
 def _ways(hosts: Hosts, wanted: Axes, grid: Sequence[int]) -> Iterator[Axes]:
@@ -138,3 +142,65 @@ def _as_stored(hosts: Hosts, names: Sequence[str], grid: Sequence[int]) -> Axes:
                 left.remove(name)
         axes.append(tuple(taken))
     return tuple(axes)
+
+
+# --- many small arrays -----------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """A part of an array that one process reads for all."""
+
+    array: int  # index
+    box: Box
+    process: int
+    start: int  # of its bytes among those of all pieces
+    stop: int
+
+
+def allot(
+    arrays: Sequence[tuple[Sequence[int], Sequence[int], int]], count: int, *, first: int = 0
+) -> list[Piece]:
+    """Divides arrays among processes, in whole units and about evenly.
+
+    Args:
+        arrays: Shape, shape of a unit, and bytes of an element; none is empty.
+        count: How many processes there are.
+        first: The process that begins.
+
+    Example:
+        >>> pieces = allot([((4,), (4,), 4), ((8,), (2,), 4)], 2)
+        >>> [(piece.array, piece.box.shape, piece.process) for piece in pieces]
+        [(0, (4,), 0), (1, (2,), 0), (1, (2,), 1), (1, (2,), 1), (1, (2,), 1)]
+    """
+    total = sum(math.prod(shape) * itemsize for shape, _, itemsize in arrays)
+    pieces, done, start = [], 0, 0
+    for i, (shape, unit, itemsize) in enumerate(arrays):
+        for box in cut(whole(shape), _stripe(shape, unit, total // (4 * count * itemsize))):
+            size = box.size * itemsize
+            process = (first + done * count // total) % count
+            pieces.append(Piece(i, box, process, start, start + size))
+            done += size
+            start += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return pieces
+
+
+def _stripe(shape: Sequence[int], unit: Sequence[int], most: int) -> Sequence[int]:
+    """Cuts an array along the dimension of most units, into stripes of about so many elements."""
+    if math.prod(shape) <= most or not shape:
+        return shape
+    grid = [-(-n // u) for n, u in zip(shape, unit, strict=True)]
+    dim = grid.index(max(grid))
+    each = math.prod(shape) * unit[dim] // shape[dim]  # elements of a row of units
+    return (*shape[:dim], unit[dim] * max(1, most // max(1, each)), *shape[dim + 1 :])
+
+
+def grouped(items: Sequence[T], sizes: Sequence[int], most: int) -> Iterator[list[T]]:
+    """Yields items in order, in groups of about so much, or of a single one.
+
+    Example:
+        >>> [*grouped("abcd", [2, 1, 5, 1], 3)]
+        [['a'], ['b'], ['c'], ['d']]
+    """
+    pairs = zip(accumulate(sizes), items, strict=True)
+    for _, group in groupby(pairs, lambda pair: pair[0] // max(1, most)):
+        yield [item for _, item in group]

@@ -44,7 +44,7 @@ from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import check_here, read_leaves
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._restore.match import RestoreRequest, Wanted, flatten_like, match
-from jaxckpt._restore.once import Together, said
+from jaxckpt._restore.once import Ended, Together, said
 from jaxckpt._restore.placement import LeafPlan, ShardingChooser, key_data_sharding, plan_leaves
 from jaxckpt.errors import (
     CheckpointError,
@@ -56,14 +56,10 @@ from jaxckpt.errors import (
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.tree import MAX_DIGITS, Leaf, Path, path_text
 from jaxckpt.multihost import (
-    Json,
     Processes,
     current,
-    first_of,
     lead,
-    meet,
     raise_if_any,
-    slowest_of,
 )
 from jaxckpt.storage import locate
 from jaxckpt.types import OnProgress, RestoreReport
@@ -270,7 +266,7 @@ def _read(
         plans = plan_leaves(matched.leaves, chooser, request, place=item.path)
     with placing(), meter.phase("read"):
         read = partial(_values, item, budget_bytes=request.budget_bytes, meter=meter)
-        pairs = together.values(item, plans, read) if together else read(plans)
+        pairs = together.values(item, plans, read, _convert) if together else read(plans)
         values = {**matched.kept, **dict(pairs)}
     if chooser.replicated:
         _logger.warning(
@@ -320,7 +316,7 @@ def _read_together(
 def _attempt(
     processes: Processes,
     source: Source,
-    reading: Callable[[Found], _Read],
+    reading: Callable[..., _Read],
     meter: Meter,
     request: RestoreRequest,
     within: Callable[[Callable[[Found], _Read]], _Read],
@@ -330,15 +326,15 @@ def _attempt(
 
     Keeps any process from entering a collective operation that another will never reach.
     """
-    read, place = None, f"restoring {source.where}"
+    read, met, place = None, None, f"restoring {source.where}"
     together = Together(processes=processes, request=request, meter=meter, place=place)
     try:
         if problem is None:
-            read = together.attempt(within, reading)
-        else:
-            together.end(problem)
+            read = within(partial(reading, together=together))
     except CheckpointTimeout:  # of a round: alike in all processes, which do not meet again
         raise
+    except Ended as ended:
+        met = ended.met
     except Exception as error:  # reported to the other processes, then raised
         problem = error
     mark = "damage" if isinstance(problem, (CorruptCheckpoint, CheckpointNotFound)) else ""
@@ -348,9 +344,9 @@ def _attempt(
     facts = {"token": token, "seconds": meter.phases.get("read", 0.0)}
     facts |= {"read": together.read_bytes, "moved": together.moved_bytes}
     try:
-        with meter.phase("meet"):
-            how: Any = {"timeout_s": request.timeout_s, "mark": mark, "place": place}
-            met = meet(processes, "restore", facts, problem, _judge, **how)
+        if met is None:
+            with meter.phase("meet"):
+                met = together.end(facts, problem, mark)
         try:
             place = f"{source.where} was not restored"
             met.check(problem, place)
@@ -369,13 +365,6 @@ def _attempt(
     finally:
         # The traceback of an error refers to this frame, and would keep what was read.
         del problem, read, item, found
-
-
-def _judge(given: list[Any]) -> Json:
-    others = [i for i, one in enumerate(given) if one["token"] != given[0]["token"]]
-    replaced = "read a different checkpoint than process 0: it was replaced in the meantime"
-    sums = {name: sum(one[name] for one in given) for name in ("read", "moved")}
-    return {**first_of(dict.fromkeys(others, replaced)), **sums, "slowest": slowest_of(given)}
 
 
 # --- the value of each leaf ------------------------------------------------------------------
@@ -413,7 +402,7 @@ def _values(
         for plan in plans:
             parts = next(buffers) if plan.saved.has_array else _inline(plan)
             start_s = time.monotonic()
-            value = _convert(plan, parts, item.path)
+            value = _convert(item.path, plan, parts)
             del parts  # a copy to a device keeps them for as long as it needs them
             arriving.add(value)
             place_s += time.monotonic() - start_s
@@ -440,7 +429,7 @@ def _inline(plan: LeafPlan) -> dict[Box, np.ndarray[Any, Any]]:
     return {box: np.array(value[box.slices]) for box in boxes}
 
 
-def _convert(plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]], place: str) -> object:
+def _convert(place: str, plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]]) -> object:
     saved, wanted = plan.saved, plan.wanted
     if saved.kind == "empty":
         return pytree.empty_value(saved)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+from collections import Counter
 
 import numpy as np
 
@@ -13,23 +14,25 @@ from tests.faults.dead_children import heard
 from tests.faults.zygote import say
 from tests.workers.saves import mesh_of, put
 
-LEAVES = ("a", "b", "c")
-SHAPE = (24, 1 << 12)
+# The first is spread, the others are packed.
+SHAPES = {"a": (24, 1 << 14), "b": (24, 1 << 12), "c": (24, 1 << 12)}
+LEAVES = tuple(SHAPES)
 # Each leaf is a group: less than one of them fits.
 OPTIONS = {"read_once": True, "budget_bytes": 1 << 16}
 POINTS = [
-    "before restore plan",
-    "after restore plan",
-    "before restore group",
-    "after restore group",  # and so before the collective operation, which the others enter
-    "before restore",
+    "before restore 1",
+    "after restore 1",
+    "before restore group 1",
+    "after restore group 1",  # and so before the collective operation, which the others enter
+    "after restore group 2",  # and before one that adds up
+    "before restore 2",
 ]
 
 
 def values_at(step):
     return {
-        name: np.arange(np.prod(SHAPE), dtype=np.float32).reshape(SHAPE) + 100 * step + i
-        for i, name in enumerate(LEAVES)
+        name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 100 * step + i
+        for i, (name, shape) in enumerate(SHAPES.items())
     }
 
 
@@ -56,16 +59,18 @@ def save(root, devices=6):
 
 @contextlib.contextmanager
 def at_rounds(reach):
-    """Calls `reach` before and after each gather of this process."""
+    """Calls `reach` before and after each gather of this process, with its number of this name."""
     from jaxckpt.multihost import current
 
-    processes = current()
+    processes, uses = current(), Counter()
     gather = processes.gather
 
     def gathering(name, *args, **kwargs):
-        reach(f"before {name}")
+        uses[name] += 1
+        where = f"{name} {uses[name]}"
+        reach(f"before {where}")
         found = gather(name, *args, **kwargs)
-        reach(f"after {name}")
+        reach(f"after {where}")
         return found
 
     processes.gather = gathering

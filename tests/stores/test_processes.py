@@ -62,18 +62,19 @@ def test_hosts_upload_what_is_on_their_disks(request, use_store, run_processes, 
     assert jaxckpt.verify(share).ok
 
 
-def test_a_store_is_asked_once_for_what_all_processes_want(gcs_server, use_store, run_processes):
-    """By default, if it pays: counted at the store, with all metadata."""
+def test_a_store_is_asked_once_for_what_all_processes_want(
+    gcs_server, use_store, run_processes, tmp_path
+):
+    """By default, however a program restores: counted at the store, with all metadata."""
     server = use_store(gcs_server)
-    url, target = f"gs://{server.bucket}/a", ({"x": 2}, [])
+    url = f"gs://{server.bucket}/run"
     args = [url, 70, server.env]
-    run_processes("once:save_parts", count=1, devices_per_process=8, args=args)
-    server.running.requests.clear()
+    (saved,) = run_processes("once:save_run", count=1, devices_per_process=8, args=args)
 
-    done = run_processes(
-        "once:time_restore", devices_per_process=1, args=[url, target, "auto", server.env]
-    )
-
-    size = done[0].result["size"]
-    assert done[0].result["job"] == size
-    assert size < sum(one.sent_bytes for one in server.running.requests.all()) < 1.05 * size
+    for way in ("path", "manager", "restore_or", "drop-in", "local"):
+        server.running.requests.clear()
+        args = [url, way, tmp_path, server.env]
+        done = run_processes("once:restore_by", devices_per_process=1, args=args)
+        assert all(one.result for one in done), way
+        sent = sum(one.sent_bytes for one in server.running.requests.all())
+        assert saved.result < sent < 1.05 * saved.result, way

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import time
@@ -56,6 +57,79 @@ def restore_each(me, path, wanted, options: dict[str, Any] | None = None):
     return found
 
 
+def tree_of_every_kind():
+    """Leaves that no spread sharding divides, or not in whole chunks; "stage" is in rows."""
+    import jax
+    import ml_dtypes
+
+    rng = np.random.default_rng(0)
+    dtypes = [
+        np.float32,
+        ml_dtypes.bfloat16,
+        ml_dtypes.int4,
+        ml_dtypes.int2,
+        ml_dtypes.float8_e4m3fn,
+    ]
+    small = {
+        f"{i}": rng.integers(0, 2, (i % 7, 3) if i % 5 else ()).astype(dtypes[i % len(dtypes)])
+        for i in range(200)
+    }
+    rows = put(rng.standard_normal((8, 1 << 15), np.float32), mesh_of(x=8), ("x",))
+    return {
+        "stage": [rows, rows + 1],
+        "chunk": np.arange(1 << 19, dtype=np.float32).reshape(2, -1),
+        "resized": np.arange(12, dtype=np.float32),
+        "small": small,
+        "host": {"array": rng.standard_normal((5, 7)), "scalar": np.int64(3)},
+        "key": {"one": jax.random.key(7), "many": jax.random.split(jax.random.key(1), 8)},
+        "bytes": b"abc",
+    }
+
+
+def restore_kinds(me, path, budget_bytes):
+    """Restores that tree, half of it on some processes; what differs, and what was read."""
+    import jax
+
+    saved = jaxckpt.restore(path, as_numpy=True)
+    mesh = mesh_of(x=4)
+    halves = [mesh_of(jax.devices()[at : at + 2], y=2) for at in (0, 2)]
+
+    def like(value, mesh=mesh, spec=()):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+
+    wanted = {
+        "stage": [like(*pair) for pair in zip(saved["stage"], halves, strict=True)],
+        "chunk": like(saved["chunk"], spec=(None, "x")),
+        "resized": like(np.zeros(16, np.float32), spec=("x",)),
+        "small": jax.tree.map(like, saved["small"]),
+        "host": saved["host"],
+        "key": {"one": like(saved["key"]["one"]), "many": like(saved["key"]["many"], spec=("x",))},
+        "bytes": b"",
+    }
+    reports = []
+    options: dict[str, Any] = {"read_once": True, "budget_bytes": budget_bytes, "resize": True}
+    got = jaxckpt.restore(path, wanted, report=reports.append, **options)
+    saved["resized"] = np.pad(saved["resized"], (0, 4))
+    differ = []
+    for name, there in jax.tree_util.tree_leaves_with_path(saved):
+        value = got
+        for key in name:
+            value = value[getattr(key, "key", getattr(key, "idx", None))]
+        if hasattr(value, "dtype") and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+            value, there = map(jax.random.key_data, (value, there))
+        shards = value.addressable_shards if isinstance(value, jax.Array) else None
+        if name[0].key == "stage":
+            assert bool(shards) == (name[1].idx == me.index // 2)
+        pairs = [(value, there)] if shards is None else [(s.data, there[s.index]) for s in shards]
+        if not all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs):
+            differ.append(jax.tree_util.keystr(name))
+    sizes = {name: leaf.size_bytes for name, leaf in jaxckpt.open(path).leaves.items()}
+    (report,) = reports
+    direct = [name for name, size in sizes.items() if size and name not in report.read_once]
+    return {"differ": differ, "direct": direct, "more": report.job_bytes - sum(sizes.values())}
+
+
 def save_parts(me, url, megabytes, env):
     """Saves an array in rows, one part for each device."""
     os.environ.update(env)
@@ -63,11 +137,124 @@ def save_parts(me, url, megabytes, env):
     jaxckpt.save(url, {"w": put(value.reshape(-1, 1024), mesh_of(x=8), ("x",))})
 
 
-def time_restore(me, url, target, once, env):
-    """Restores an array; how long it took from the moment at which all began, and what was read."""
+def restore_in_groups(me, path, names, shape):
+    """Restores replicated leaves, each a group of its own.
+
+    Returns:
+        The bytes on the device of this process when the groups meet, and the most that a program
+        takes beside its operands and results.
+    """
+    import jax
+
+    everywhere = jax.sharding.NamedSharding(mesh_of(x=me.count), jax.sharding.PartitionSpec())
+    like = {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=everywhere) for name in names}
+    processes, found = current(), []
+    gather = processes.gather
+
+    def gathering(name, *args, **kwargs):
+        if name == "restore group":
+            shards = [one.sharding.shard_shape(one.shape) for one in jax.live_arrays()]
+            found.append(4 * sum(map(math.prod, shards)))  # the data of a shard is an array too
+        return gather(name, *args, **kwargs)
+
+    processes.gather = gathering
+    before = {*map(id, jax.local_devices()[0].client.live_executables())}
+    got = jaxckpt.restore(path, like, read_once=True, budget_bytes=1 << 20)
+    after = jax.local_devices()[0].client.live_executables()
+    assert all(one.is_fully_replicated for one in got.values())
+    stats = [one.get_compiled_memory_stats() for one in after if id(one) not in before]
+    return {"live": found, "temp": max(one.temp_size_in_bytes for one in stats)}
+
+
+def save_run(me, url, megabytes, env):
+    """Saves a step of a run, of one array in rows; returns the bytes of the array."""
+    os.environ.update(env)
+    value = np.arange(megabytes * 1_000_000 // 4096 // 64 * 64 * 1024, dtype=np.float32)
+    with jaxckpt.CheckpointManager(url) as manager:
+        manager.save(1, {"w": put(value.reshape(-1, 1024), mesh_of(x=8), ("x",))})
+    return value.nbytes
+
+
+def restore_by(me, url, way, folder, env):
+    """Restores that array replicated, in one of the ways that programs restore a run."""
     import jax
 
     os.environ.update(env)
+    everywhere = jax.sharding.NamedSharding(mesh_of(x=me.count), jax.sharding.PartitionSpec())
+    (leaf,) = jaxckpt.open(f"{url}/1").leaves.values()
+    like = {"w": jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=everywhere)}
+    if way == "path":
+        got = jaxckpt.restore(url, like)
+    elif way == "drop-in":
+        import jaxckpt.orbax as ocp
+
+        with ocp.CheckpointManager(url) as manager:
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+            got = manager.restore(1, args=args).state
+    else:
+        local = f"{folder}/host{me.index}"
+        options: dict[str, Any] = {"local": local} if way == "local" else {"mode": "r"}
+        with jaxckpt.CheckpointManager(url, **options) as manager:
+            if way == "restore_or":
+                zeros = jax.jit(
+                    lambda: {"w": jax.numpy.zeros(leaf.shape)}, out_shardings=everywhere
+                )
+                got, _ = manager.restore_or(zeros)
+            else:
+                got = manager.restore(like)
+    (shard,) = got["w"].addressable_shards
+    wanted = np.arange(math.prod(leaf.shape), dtype=np.float32).reshape(leaf.shape)
+    return np.array_equal(shard.data, wanted)
+
+
+def save_layouts(me, root, env):
+    """Saves checkpoints of one array each, as the mesh divides it, and one of small arrays."""
+    import jax
+    import ml_dtypes
+
+    os.environ.update(env)
+    rng = np.random.default_rng(0)
+    value = rng.integers(0, 256, (3072, 4096), np.uint8)
+    mesh = mesh_of(x=4, y=2)
+    rows = (("x", "y"),)
+    trees = {
+        "rows": put(value.view(np.float32), mesh, rows),
+        "grid": put(value.reshape(768, 64, 256), mesh, ("x", "y")),
+        "chunk": value,
+        "bfloat16": put(value.view(ml_dtypes.bfloat16), mesh, rows),
+        "float8": put(value.view(ml_dtypes.float8_e4m3fn), mesh, rows),
+        "int4": put((value % 16).astype(np.int8).astype(ml_dtypes.int4), mesh, rows),
+        "small": [*map(jax.device_put, value.reshape(1536, -1).view(np.float32)[:1500])],
+    }
+    for name, tree in trees.items():
+        jaxckpt.save(f"{root}/{name}", tree)
+
+
+def count_restore(me, url, target, once, env):
+    """Restores all arrays of a checkpoint in one sharding; what the job read, and their size."""
+    import jax
+
+    os.environ.update(env)
+    axes, spec = target
+    sharding = jax.sharding.NamedSharding(mesh_of(**axes), jax.sharding.PartitionSpec(*spec))
+    reports, sizes = [], [leaf.size_bytes for leaf in jaxckpt.open(url).leaves.values()]
+    options: dict[str, Any] = {"shardings": lambda *_: sharding, "read_once": once}
+    got = jaxckpt.restore(url, report=reports.append, **options)
+    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(got))
+    return {"job": reports[0].job_bytes, "size": sum(sizes)}
+
+
+def time_restore(me, url, target, once, envs):
+    """Restores an array; how long it took from the moment at which all began, and what was read.
+
+    Args:
+        once: As `read_once`, or "one reader": process 0, which broadcasts it.
+        envs: Of each process, or of all.
+    """
+    import jax
+    from jax.experimental import multihost_utils
+
+    os.environ.update(envs[me.index % len(envs)])
     axes, spec = target
     sharding = jax.sharding.NamedSharding(mesh_of(**axes), jax.sharding.PartitionSpec(*spec))
     (leaf,) = jaxckpt.open(url).leaves.values()
@@ -75,6 +262,13 @@ def time_restore(me, url, target, once, env):
     reports = []
     current().barrier("begin", timeout_s=60)
     start_s = time.monotonic()
+    if once == "one reader":
+        value = np.empty(leaf.shape, np.float32)
+        if me.index == 0:
+            value = jaxckpt.restore(url, as_numpy=True)["w"]
+        value = multihost_utils.broadcast_one_to_all(value)
+        seconds = time.monotonic() - start_s
+        return {"seconds": seconds, "job": value.nbytes, "size": value.nbytes}
     got = jaxckpt.restore(url, like, read_once=once, report=reports.append)["w"]
     got.block_until_ready()
     seconds = time.monotonic() - start_s

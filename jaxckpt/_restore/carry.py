@@ -1,0 +1,307 @@
+"""Carries values from the process that reads them to the processes that want them, by XLA.
+
+Spread    a large leaf, of which each process reads an equal part: XLA reshards it
+Pack      leaves that cannot be spread, in whole units: XLA adds up what the processes have read,
+          with zeros for what they have not, so that each gets all of it
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, final
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxckpt._core.box import Box
+from jaxckpt._core.spread import (
+    Division,
+    Hosts,
+    Piece,
+    allot,
+    grouped,
+    hosts_of,
+    spread,
+)
+from jaxckpt._core.transfer import boxes_here, empty, in_layout, to_device
+from jaxckpt._disk.native import Item
+from jaxckpt._restore.placement import LeafPlan, key_data_sharding
+from jaxckpt.format.arrays import MAX_UNIT_BYTES, dtype_of
+from jaxckpt.format.tree import ARRAY_KINDS, Leaf
+from jaxckpt.multihost import Processes
+
+Values = np.ndarray[Any, Any]
+Convert = Callable[[LeafPlan, dict[Box, Values]], object]
+
+# A collective operation takes as long for fewer bytes, so smaller leaves share one.
+_LEAST_SPREAD_BYTES: Final = 1 << 20
+# Reading a leaf so many times is as good as once.
+_AS_GOOD: Final = 1.05
+# On CPUs, XLA writes past the end of gathered arrays of these.
+_ODD: Final = ("int2", "uint2")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Spread:
+    """One large leaf, of which each process reads a part."""
+
+    plans: tuple[LeafPlan]  # of the wanted array
+    parts: tuple[LeafPlan]  # of what this process reads
+    via: NamedSharding | None  # the wanted one, on the mesh of the parts; None without a part here
+    size_bytes: int  # of the whole leaf
+    direct_bytes: float  # read by the job if each process reads its shards
+
+    def program(self) -> Any:  # jax's, compiled; None if this process has no part in it
+        (plan,), (part,) = self.plans, self.parts
+        if self.via is None:
+            return None
+        shardings = part.sharding, self.via, plan.sharding
+        return _resharding(*shardings, plan.saved.shape, _dtype(plan), part.bits)
+
+    def carry(self, values: Sequence[Any], convert: Convert) -> list[Any]:
+        del convert
+        (plan,), (parts,) = self.plans, values
+        if (program := self.program()) is None:
+            return [parts]
+        array = program(parts)
+        parts.delete()  # as soon as the collective operations have read it
+        return [array if plan.layout is None else in_layout(array, plan.layout)]
+
+    def moved_bytes(self) -> int:
+        """Returns the bytes that this process gets from others."""
+        (plan,), (part,) = self.plans, self.parts
+        there = [box.intersect(one) for box in plan.boxes for one in part.boxes]
+        count = sum(box.size for box in plan.boxes) - sum(box.size for box in there if box)
+        return count * self.size_bytes // math.prod(plan.saved.shape)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pack:
+    """Leaves of which each process reads some whole units, for all."""
+
+    plans: Sequence[LeafPlan]  # of the wanted values
+    direct_bytes: float
+    pieces: Sequence[Piece]
+    mesh: Mesh  # of one device of each process
+    index: int  # of this process in it
+    parts: Sequence[LeafPlan] = field(init=False)
+
+    def __post_init__(self) -> None:
+        raw: dict[str, Any] = dict.fromkeys(["dtype", "wanted", "sharding", "layout", "bits"])
+        parts = [
+            self.plans[piece.array]._replace(kind="numpy", resized=False, boxes=(piece.box,), **raw)
+            for piece in self._mine()
+        ]
+        object.__setattr__(self, "parts", parts)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.pieces[-1].stop
+
+    def program(self) -> Any:  # jax's, compiled
+        return _adding(self.mesh, self._words())
+
+    def carry(self, values: Sequence[Any], convert: Convert) -> list[Any]:
+        words, count = self._words(), self.mesh.size
+        (mine,) = empty([(1, words)], np.dtype(np.uint32))
+        flat = mine.reshape(-1).view(np.uint8)
+        flat.fill(0)
+        for piece, value in zip(self._mine(), values, strict=True):
+            flat[piece.start : piece.stop] = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        rows = {Box((self.index, 0), (self.index + 1, words)): mine}
+        given = NamedSharding(self.mesh, PartitionSpec("process"))
+        added = self.program()(to_device(rows, given, (count, words), mine.dtype))
+        return list(self._unpacked(np.asarray(added.addressable_data(0)).view(np.uint8), convert))
+
+    def _unpacked(self, data: Values, convert: Convert) -> Iterator[Any]:
+        """Yields the value of each leaf."""
+        found: list[dict[Box, Values]] = [{} for _ in self.plans]
+        for piece in self.pieces:
+            dtype = dtype_of(self.plans[piece.array].saved.array.dtype)
+            values = data[piece.start : piece.stop].view(dtype).reshape(piece.box.shape)
+            found[piece.array][piece.box] = values
+        for plan, pieces in zip(self.plans, found, strict=True):
+            boxes, dtype = plan.stored_boxes(), dtype_of(plan.saved.array.dtype)
+            arrays = empty([box.shape for box in boxes], dtype)
+            for box, values in zip(boxes, arrays, strict=True):
+                for piece, part in pieces.items():
+                    if (both := box.intersect(piece)) is not None:
+                        values[both.within(box)] = part[both.within(piece)]
+            yield convert(plan, dict(zip(boxes, arrays, strict=True)))
+
+    def moved_bytes(self) -> int:
+        """Returns the bytes that this process gets from others."""
+        return self.size_bytes - sum(piece.stop - piece.start for piece in self._mine())
+
+    def _mine(self) -> Iterator[Piece]:
+        return (piece for piece in self.pieces if piece.process == self.index)
+
+    def _words(self) -> int:
+        """Returns the room for all pieces in 32 bits each, of few sizes, for few compilations."""
+        step = 1 << max(8, self.size_bytes.bit_length() - 4)
+        return -(-self.size_bytes // step) * step // 4
+
+
+def carriers_of(
+    item: Item, plans: Sequence[LeafPlan], processes: Processes, most_bytes: int
+) -> list[Spread | Pack]:
+    """Returns what carries the leaves that a job would read more than once, alike in all processes.
+
+    Args:
+        most_bytes: For one pack, unless it has a single leaf.
+    """
+    carriers: list[Spread | Pack] = []
+    packed: list[tuple[LeafPlan, float]] = []
+    for plan in plans:
+        if not plan.saved.has_array or 0 in plan.saved.array.shape:
+            continue
+        size, way = size_of(plan.saved), _way_of(plan, unit_of(item, plan.saved), processes)
+        if way is None or way.found.direct <= _AS_GOOD:
+            continue
+        direct_bytes = way.found.direct * size
+        is_small = size <= _LEAST_SPREAD_BYTES or way.found.once > _AS_GOOD
+        may_pack = size <= max(MAX_UNIT_BYTES, 2 * most_bytes)  # every process gets all of it
+        if (is_small and may_pack) or not _can_spread(plan):
+            packed += [(plan, direct_bytes)] * may_pack
+        elif way.found.once < way.found.direct:
+            carriers.append(_spread(plan, way, size, direct_bytes))
+    if packed and (mesh := _one_each(processes)):
+        sizes = [size_of(plan.saved) for plan, _ in packed]
+        for i, some in enumerate(grouped(packed, sizes, most_bytes)):
+            plans, direct = zip(*some, strict=True)
+            arrays = [(plan.saved.array, unit_of(item, plan.saved)) for plan in plans]
+            kinds = [(one.shape, unit, dtype_of(one.dtype).itemsize) for one, unit in arrays]
+            pieces = allot(kinds, processes.count, first=i)
+            one: dict[str, Any] = {"mesh": mesh, "index": processes.index}
+            carriers.append(Pack(plans=plans, pieces=pieces, direct_bytes=sum(direct), **one))
+    return carriers
+
+
+def _one_each(processes: Processes) -> Mesh | None:
+    """Returns a mesh of one device of each process, or None if a process lacks one."""
+    first: dict[int, Any] = {}
+    for device in jax.devices():
+        first.setdefault(processes.process_of(device), device)
+    if len(first) < processes.count:
+        return None
+    return Mesh(np.asarray([first[i] for i in range(processes.count)]), ("process",))
+
+
+def unit_of(item: Item, saved: Leaf) -> tuple[int, ...]:
+    """Returns the shape of the smallest part of a leaf that is read on its own."""
+    stored = saved.array
+    return (1,) * len(stored.shape) if item.tensors is not None else stored.unit_shape
+
+
+def size_of(saved: Leaf) -> int:
+    """Returns the bytes of a leaf as it is stored, uncompressed."""
+    return math.prod(saved.array.shape) * dtype_of(saved.array.dtype).itemsize
+
+
+class _Way(NamedTuple):
+    """How often an array is read, and the spread sharding and the wanted one on a mesh like it."""
+
+    found: Division
+    given: Any = None  # NamedSharding
+    via: Any = None
+
+
+def _way_of(plan: LeafPlan, unit: tuple[int, ...], processes: Processes) -> _Way | None:
+    """Returns None if it is not known how often a leaf is read."""
+    wanted = plan.sharding
+    if wanted is None:  # a host array, or on the default device
+        return _Way(Division(processes.count, math.inf))
+    if plan.kind == "key":
+        rank = len(plan.saved.shape if plan.wanted is None else plan.wanted.shape)
+        wanted = key_data_sharding(wanted, rank)
+    if plan.resized or not isinstance(wanted, NamedSharding):
+        return None
+    return _way(wanted, plan.saved.array.shape, unit, processes.process_of)
+
+
+@lru_cache(maxsize=1 << 12)
+def _way(
+    target: NamedSharding, shape: tuple[int, ...], unit: tuple[int, ...], process_of: Any
+) -> _Way | None:
+    hosts, mesh = _hosts(target.mesh, process_of)
+    if hosts is None:
+        return None
+    spec = (*target.spec, *(None,) * (len(shape) - len(target.spec)))
+    names = [axes if isinstance(axes, tuple) else () if axes is None else (axes,) for axes in spec]
+    wanted = tuple(tuple(cut for one in some for cut in hosts.axes[str(one)]) for some in names)
+    found = spread(hosts, wanted, shape, unit)
+    return _Way(found, *(NamedSharding(mesh, PartitionSpec(*one)) for one in (found.axes, wanted)))
+
+
+@lru_cache(maxsize=1 << 6)
+def _hosts(mesh: Any, process_of: Callable[[Any], int]) -> tuple[Hosts | None, Any]:
+    """Returns the hosts of a mesh and the mesh as they cut it, if they have equally many devices.
+
+    A host is numbered by its place among those that have a part of the mesh.
+    """
+    processes = np.vectorize(process_of, otypes=[np.int64])(mesh.devices)
+    _, ranks, shares = np.unique(processes, return_inverse=True, return_counts=True)
+    if len({*shares.tolist()}) > 1:
+        return None, mesh
+    hosts = hosts_of(tuple(map(str, mesh.axis_names)), ranks.reshape(processes.shape))
+    return hosts, Mesh(mesh.devices.reshape(hosts.processes.shape), hosts.names)
+
+
+def _can_spread(plan: LeafPlan) -> bool:
+    saved, target, dtype = plan.saved, plan.sharding, _dtype(plan)
+    if plan.kind != "array" or target is None or saved.kind not in ARRAY_KINDS:
+        return False
+    default = jax.local_devices()[0].default_memory().kind
+    return dtype.name not in _ODD and target.memory_kind in (None, default)
+
+
+def _spread(plan: LeafPlan, way: _Way, size_bytes: int, direct_bytes: float) -> Spread:
+    dtype, boxes = _dtype(plan), boxes_here(way.given, plan.saved.shape)
+    is_float = jax.numpy.issubdtype(dtype, np.floating) and jax.numpy.finfo(dtype).bits >= 8
+    # As integers all the way: XLA may compute with floats, which changes NaNs.
+    bits = np.dtype(f"uint{8 * dtype.itemsize}") if is_float else None
+    part = plan._replace(sharding=way.given, layout=None, bits=bits, boxes=boxes)
+    sizes: dict[str, Any] = {"size_bytes": size_bytes, "direct_bytes": direct_bytes}
+    if not boxes:  # the others carry it among themselves
+        return Spread(plans=(plan,), parts=(plan,), via=None, **sizes)
+    return Spread(plans=(plan,), parts=(part,), via=way.via, **sizes)
+
+
+def _dtype(plan: LeafPlan) -> np.dtype[Any]:
+    return plan.dtype or dtype_of(plan.saved.array.dtype)
+
+
+# --- programs --------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1 << 12)
+def _resharding(
+    given: NamedSharding,
+    via: NamedSharding,
+    target: NamedSharding,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    bits: np.dtype[Any] | None,
+) -> Any:
+    def move(parts: Any) -> Any:
+        values = jax.lax.with_sharding_constraint(parts, via)
+        return values if bits is None else jax.lax.bitcast_convert_type(values, dtype)
+
+    parts = jax.ShapeDtypeStruct(shape, bits or dtype, sharding=given)
+    return jax.jit(move, out_shardings=target).lower(parts).compile()
+
+
+@lru_cache(maxsize=1 << 6)
+def _adding(mesh: Mesh, words: int) -> Any:
+    def add(rows: Any) -> Any:
+        return rows.sum(0, dtype=np.uint32)
+
+    given, target = (NamedSharding(mesh, PartitionSpec(*axis)) for axis in (("process",), ()))
+    rows = jax.ShapeDtypeStruct((mesh.size, words), np.uint32, sharding=given)
+    return jax.jit(add, out_shardings=target).lower(rows).compile()
