@@ -186,7 +186,7 @@ FOLDERS = {
     "integrations": (2371, 1614),
     "multihost": (878, 572),
     "orbax": (5988, 3681),
-    "storage": (4050, 2727),
+    "storage": (4070, 2738),
     "testing": (514, 348),
 }
 
