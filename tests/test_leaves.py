@@ -5,9 +5,12 @@ Neither depends on how busy the machine is. Calls include those of jax and numpy
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -54,3 +57,65 @@ def test_one_leaf_costs_the_same_in_a_tree_of_any_size(many, tmp_path):
     assert np.array_equal(restore(path), tree["layer_07"]["w9"])
     of_many, of_few = (calls_of(lambda at=at: restore(at)) for at in (path, tmp_path / "few"))
     assert of_many < of_few + 200 < 2000
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+MIDDLING = {f"w{i:02}": (512, 1280) for i in range(40)}  # of 2.5 MiB: numpy asks for no huge pages
+MIB = 1 << 20
+RESTORES = """
+import resource, sys
+import jax, numpy as np
+import jaxckpt
+from tests.test_leaves import MIDDLING
+like = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in MIDDLING.items()}
+jaxckpt.restore(sys.argv[2])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+tree = jaxckpt.restore(sys.argv[1], like)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+assert all((np.asarray(tree[name]) == i).all() for i, name in enumerate(tree))
+"""
+
+
+@pytest.fixture(scope="module")
+def middling(tmp_path_factory):
+    """A tree of 100 MiB in arrays of 2.5 MiB."""
+    path = tmp_path_factory.mktemp("middling") / "a"
+    shapes = enumerate(MIDDLING.items())
+    jaxckpt.save(path, {name: np.full(shape, i, np.float32) for i, (name, shape) in shapes})
+    return path
+
+
+@pytest.mark.skipif(
+    "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(),
+    reason="this kernel gives no huge pages",
+)
+def test_arrays_of_some_size_lie_in_huge_pages(middling, tmp_path):
+    """The first restore of a process takes a fault for 2 MiB; it took one for 4 KiB: 25,600."""
+    jaxckpt.save(tmp_path / "warm", {"a": np.zeros(3, np.float32)})
+    command = [sys.executable, "-c", RESTORES, str(middling), str(tmp_path / "warm")]
+    root = Path(__file__).parents[1]
+
+    done = subprocess.run(command, cwd=root, capture_output=True, check=False, text=True)
+
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 1000
+
+
+@pytest.mark.parametrize("as_numpy", [True, False])
+def test_one_array_that_is_kept_keeps_little_memory(middling, as_numpy):
+    """The arrays that lie around it are freed once nothing else in its piece of memory is used."""
+    tracemalloc.start()
+    try:
+        tree = jaxckpt.restore(middling, as_numpy=as_numpy)
+        everything, _ = tracemalloc.get_traced_memory()
+        kept = tree["w17"]
+        del tree
+        left, _ = tracemalloc.get_traced_memory()
+        tracemalloc.clear_traces()
+    finally:
+        tracemalloc.stop()
+
+    assert everything > 95 * MIB
+    assert left < 20 * MIB
+    assert (np.asarray(kept) == 17).all()

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxckpt._core.box import Box, cut, widened
 from jaxckpt._core.cast import cast
-from jaxckpt._disk.chunks import Buffers, Failed, Landed, LeafRead, make_buffers
+from jaxckpt._disk.chunks import Buffers, Failed, Landed, LeafRead, make_memory
 from jaxckpt._disk.found import Found
 from jaxckpt._disk.native import Item
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat
@@ -126,7 +126,8 @@ class Tensors:
 
     def start(self) -> None:
         """Starts to fill the buffers; `finish` reports errors."""
-        self._buffers = make_buffers(self._item, self._read)
+        memory = make_memory(self._item, self._read)
+        self._buffers = [*self._read.layout.buffers(memory).values()]
         for box, out in zip(self._read.boxes, self._buffers, strict=True):
             for piece in self._pieces(box) if box.size else ():
                 self._under_way.append(self._executor.submit(self._fill, piece, box, out))

@@ -418,6 +418,7 @@ def _values(
             arriving.add(value)
             place_s += time.monotonic() - start_s
             yield plan.path, value
+            del value  # the traceback of an error refers to this frame
     start_s = time.monotonic()
     arriving.finish()
     place_s += time.monotonic() - start_s
@@ -453,7 +454,8 @@ def _convert(plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]], place: str)
         parts = {box: _resized(plan, box, parts) for box in plan.boxes}
     if plan.kind == "key":
         impl = saved.key_impl if wanted is None or wanted.key_impl is None else wanted.key_impl
-        return _wrap_key(plan, parts, impl)
+        # jax frees keys late: a small one must not keep the memory of its neighbours until then.
+        return _wrap_key(plan, {box: values.copy() for box, values in parts.items()}, impl)
     if plan.kind == "array":
         if plan.sharding is None:
             return to_default_device(next(iter(parts.values())))

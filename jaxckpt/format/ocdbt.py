@@ -470,6 +470,6 @@ class _Fields:
         starts = np.where(stored, starts, ends - sizes)
         table = np.stack([stored, numbers, starts, sizes], axis=1)[np.array(rows, np.int64)]
         return [
-            Place(files[number], start, size) if is_apart else inline[start : start + size]
+            Place(files[int(number)], start, size) if is_apart else inline[start : start + size]
             for is_apart, number, start, size in table.tolist()
         ]
