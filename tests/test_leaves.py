@@ -5,6 +5,7 @@ Neither depends on how busy the machine is. Calls include those of jax and numpy
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -12,10 +13,13 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxckpt
+from jaxckpt._core.collector import paused
 
 LEAVES = 4000
 
@@ -59,6 +63,62 @@ def test_one_leaf_costs_the_same_in_a_tree_of_any_size(many, tmp_path):
     assert of_many < of_few + 200 < 2000
 
 
+def test_a_restore_takes_few_calls_for_each_leaf(tmp_path, mesh):
+    """Of arrays that are alike, most facts are found once."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    tree = {
+        f"layer_{n:02}": {f"w{i}": np.full(2048, n * i, np.float32) for i in range(50)}
+        for n in range(20)
+    }
+    jaxckpt.save(tmp_path / "a", jax.device_put(tree, everywhere))
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), tree)
+
+    calls = calls_of(lambda: jaxckpt.restore(tmp_path / "a", like))
+
+    assert calls < 90 * 1000
+
+
+def test_the_collector_does_not_look_through_a_tree_that_grows(many):
+    """It would once for some thousands of leaves, and find nothing."""
+    path, _ = many
+    opened, runs = jaxckpt.open(path), []
+
+    def noted(phase, info):
+        if phase == "start":
+            runs.append(info["generation"])
+
+    gc.collect()
+    gc.callbacks.append(noted)
+    try:
+        opened._opened  # noqa: B018  # which decodes all leaves
+    finally:
+        gc.callbacks.remove(noted)
+
+    assert len(runs) <= 1  # once it may run again
+    assert gc.isenabled()
+
+
+def test_the_collector_is_left_as_it_was():
+    """Off if it was off; and still, until the last of two threads is done."""
+    first, second = paused(), paused()
+    gc.disable()
+    try:
+        with first:
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+    first, outcome = paused(), []
+    with first:
+        thread = threading.Thread(target=lambda: outcome.append(second.__enter__()))
+        thread.start()
+        thread.join()
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
 # --- memory ----------------------------------------------------------------------------------
 
 MIDDLING = {f"w{i:02}": (512, 1280) for i in range(40)}  # of 2.5 MiB: numpy asks for no huge pages
@@ -91,7 +151,7 @@ def middling(tmp_path_factory):
     reason="this kernel gives no huge pages",
 )
 def test_arrays_of_some_size_lie_in_huge_pages(middling, tmp_path):
-    """The first restore of a process takes a fault for 2 MiB; it took one for 4 KiB: 25,600."""
+    """The first restore of a process takes a fault for 2 MiB, not for 4 KiB, which are 25,600."""
     jaxckpt.save(tmp_path / "warm", {"a": np.zeros(3, np.float32)})
     command = [sys.executable, "-c", RESTORES, str(middling), str(tmp_path / "warm")]
     root = Path(__file__).parents[1]

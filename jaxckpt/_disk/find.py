@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from jaxckpt._core.collector import paused
 from jaxckpt._disk.found import (
     Entries,
     Found,
@@ -520,11 +521,12 @@ def decode_item(item: Item | JsonItem | Undecoded) -> Item | JsonItem:
 
     if not isinstance(item, native.Undecoded):
         return item
-    saved = tree.decode(item.data, file=item.file)
-    # As we write it, `_METADATA` alone describes the arrays.
-    described = all(leaf.stored is not None or leaf.kind in _WITHOUT_ARRAY for leaf in saved.leaves)
-    read = native.read_tree if saved.typed and described else foreign.read_tree
-    return read(item.found, item.name, saved)
+    with paused():
+        saved = tree.decode(item.data, file=item.file)
+        # As we write it, `_METADATA` alone describes the arrays.
+        described = all(x.stored is not None or x.kind in _WITHOUT_ARRAY for x in saved.leaves)
+        read = native.read_tree if saved.typed and described else foreign.read_tree
+        return read(item.found, item.name, saved)
 
 
 # The kinds of leaves that are stored without an array; a large int is stored as text.

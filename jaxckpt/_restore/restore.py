@@ -28,6 +28,7 @@ from jaxckpt._core import pytree
 from jaxckpt._core.box import Box, whole
 from jaxckpt._core.cast import cast
 from jaxckpt._core.check import as_step, calling, explain_names
+from jaxckpt._core.collector import paused
 from jaxckpt._core.text import counted
 from jaxckpt._core.transfer import (
     Arriving,
@@ -259,7 +260,7 @@ def _read(
     together: Together | None = None,
 ) -> _Read:
     """Resolves, plans and reads; every mismatch is found before anything is read."""
-    with meter.phase("find"):
+    with paused(), meter.phase("find"):
         item = source.open(found)
         if not isinstance(item, Item):
             return _Read(opened=item, values={}, report=None)
