@@ -214,9 +214,10 @@ def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint
     storage, where = locate(path)
 
     def read(found: Found) -> Checkpoint:
-        opened = read_item(found, item)
-        # Without a record, only decoding shows damage.
-        return Checkpoint(found, opened if found.record else decode_item(opened))
+        opened = Checkpoint(found, read_item(found, item))
+        if found.record is None:  # only decoding shows damage
+            _ = opened.leaves
+        return opened
 
     return at_rest(storage, where, read, fallback=True)
 
