@@ -91,6 +91,12 @@ def _second(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Itera
     yield studies.second_save(args.scales, repeats=args.repeats)
 
 
+def _growth(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
+    del name, peers
+    counts = [max(100, round(count * args.scales["small"])) for count in (1000, 10_000, 100_000)]
+    yield studies.growth(counts, root=args.dir, repeats=args.repeats)
+
+
 def _memory(name: str, args: argparse.Namespace, peers: Sequence[Peer]) -> Iterator[Section]:
     del name, peers
     yield studies.memory(
@@ -186,6 +192,7 @@ STUDIES: Final[
     **dict.fromkeys(WORKLOADS, _workload),
     "profile": _profile,
     "second": _second,
+    "growth": _growth,
     "memory": _memory,
     "interference": _interference,
     "integrity": _integrity,

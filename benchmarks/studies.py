@@ -61,6 +61,45 @@ def second_save(scales: dict[str, float], *, repeats: int) -> Section:
     return Section(title="A second save of the same tree", rows=rows, note=note, samples=samples)
 
 
+def growth(counts: Sequence[int], *, root: Path, repeats: int) -> Section:
+    """Measures what a leaf costs each verb, in trees of ever more leaves of 1 KB."""
+    rows = [["CPU time for a leaf", *(f"{count:,} leaves" for count in counts)]]
+    samples: dict[str, dict[int, list[float]]] = {}
+    for count in counts:
+        tree = {
+            f"layer_{n}": {f"w{i}": np.full(256, i, np.float32) for i in range(100)}
+            for n in range(-(-count // 100))
+        }
+        for _ in range(repeats + 1):
+            with tempfile.TemporaryDirectory(dir=root, prefix="bench-") as folder:
+                for verb, took_s in _time_verbs(tree, folder).items():
+                    of_verb = samples.setdefault(verb, {}).setdefault(count, [])
+                    of_verb.append(took_s / count)
+    for verb, by in samples.items():
+        medians = (statistics.median(values[1:]) for values in by.values())
+        rows.append([verb, *(f"{1e6 * median:.1f} us" for median in medians)])
+    note = "Processor time of all threads. The first save plans; `open` decodes no leaves."
+    return Section(title="Trees of many leaves", rows=rows, note=note, samples=samples)
+
+
+def _time_verbs(tree: Any, folder: str) -> dict[str, float]:
+    verbs: dict[str, Callable[[], object]] = {
+        "first save": lambda: jaxckpt.save(f"{folder}/1", tree),
+        "second save": lambda: jaxckpt.save(f"{folder}/2", tree),
+        "restore(like)": lambda: jaxckpt.restore(f"{folder}/1", tree),
+        "verify": lambda: jaxckpt.verify(f"{folder}/1"),
+        "open": lambda: jaxckpt.open(f"{folder}/1"),
+        "open, all leaves": lambda: jaxckpt.open(f"{folder}/1").leaves,
+    }
+    _forget_plans()
+    took = {}
+    for verb, call in verbs.items():
+        start_s = time.process_time()
+        call()
+        took[verb] = time.process_time() - start_s
+    return took
+
+
 def _time_planning(tree: Any) -> float:
     start = time.perf_counter()
     plan, _ = _tree_plan.plan_tree(tree, current())
@@ -393,12 +432,17 @@ class _Fits(int):
     __hash__ = int.__hash__
 
 
-def _read_run_without(chunks: Any, run: list[Any]) -> None:
+def _read_run_without(chunks: Any, run: list[Any], memory: np.ndarray[Any, Any]) -> None:
     file = f"{chunks._item.path}/{run[0].file}"
-    outs = [np.empty(job.size, np.uint8) if job.out is None else job.out for job in run]
+    outs = [
+        np.empty(part.size, np.uint8)
+        if part.start is None
+        else memory[at + part.start : at + part.start + part.size]
+        for _, at, part, *_ in run
+    ]
     chunks._storage.read_into(file, run[0].offset, outs)
     for job, out in zip(run, outs, strict=True):
-        chunks._take(job, out, 0, file)
+        chunks._take(job, out, 0, file, memory)
 
 
 _COMPRESSIONS: Final = (None, "zstd", "zstd:6")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxckpt._disk.checksums import starts_of
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
 from jaxckpt.format import arrays, jsontext, names, run, sharding, step, tree
 from jaxckpt.format.arrays import STORABLE_DTYPES, dtype_of
@@ -262,15 +263,15 @@ def test_the_devices_of_very_many_meshes_are_left_out():
     assert len(data) < 2 << 20
 
 
-@LAWS
-@given(st.lists(texts, min_size=1, max_size=5, unique=True), st.data())
-def test_a_tree_reads_back(keys, data):
-    """`_METADATA`: paths, kinds, dtypes, shapes, chunks, containers."""
+def a_tree(keys, data):
+    """A tree of arrays, whole or in chunks and inner chunks."""
     leaves = []
     for key in keys:
         dtype = data.draw(st.sampled_from(sorted(STORABLE_DTYPES)))
         shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=3)))
-        stored = StoredArray(shape=shape, dtype=dtype, chunk_shape=tuple(max(1, n) for n in shape))
+        chunk = data.draw(st.sampled_from([tuple(max(1, n) for n in shape), (2,) * len(shape)]))
+        inner = data.draw(st.sampled_from([None, (1,) * len(shape)]))
+        stored = StoredArray(shape=shape, dtype=dtype, chunk_shape=chunk, inner_shape=inner)
         kind = data.draw(st.sampled_from(["array", "numpy"]))
         leaves.append(
             Leaf(
@@ -283,9 +284,80 @@ def test_a_tree_reads_back(keys, data):
             )
         )
     root = tree.Node(type="dict", names=tuple(keys), children=(None,) * len(keys))
-    whole = tree.Tree(leaves=tuple(leaves), root=root, typed=True, uses_ocdbt=True)
+    return tree.Tree(leaves=tuple(leaves), root=root, typed=True, uses_ocdbt=True)
+
+
+@LAWS
+@given(st.lists(texts, min_size=1, max_size=5, unique=True), st.data())
+def test_a_tree_reads_back(keys, data):
+    """`_METADATA`: paths, kinds, dtypes, shapes, chunks, containers."""
+    whole = a_tree(keys, data)
 
     assert tree.decode(tree.encode(whole), file="f") == whole
+
+
+@LAWS
+@given(st.lists(texts, min_size=1, max_size=5, unique=True), st.data())
+def test_one_leaf_is_decoded_as_in_the_whole_tree(keys, data):
+    """With the number of chunks before it, on which the place of its checksums depends."""
+    whole = a_tree(keys, data)
+    n = data.draw(st.integers(0, len(keys) - 1))
+    wanted = whole.leaves[n]
+
+    found = tree.decode_leaf(tree.encode(whole), wanted.path, file="f")
+
+    if keys[n].endswith("/"):  # its keys are those of the version
+        assert found is None
+        return
+    assert found is not None
+    assert found[0].leaves == (wanted,)
+    assert found[1] == [*starts_of(leaf.stored for leaf in whole.leaves)][n]
+    assert (found[0].uses_ocdbt, found[0].zarr_version) == (True, 3)
+
+
+EDITS = {
+    "no such key": lambda data: data.replace(b"('b',)", b"('c',)"),
+    "plain files": lambda data: data.replace(b'"use_ocdbt":true', b'"use_ocdbt":false'),
+    "bad chunks before": lambda data: data.replace(b'"chunk":[4]', b'"chunk":[4,4]'),
+    "another path": lambda data: data.replace(b'{"key":"b"', b'{"key":"d"'),
+    "no array": lambda data: data.replace(b'"shape":[9],', b""),
+    "cut": lambda data: data[: data.index(b"('b',)") + 40],
+    "deep": lambda data: data.replace(b'"key_metadata":[{"key":"b"', b"[" * 50_000),
+    "other spaces": lambda data: json.dumps(json.loads(data)).encode(),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_leaf_that_is_not_found_alone_takes_the_whole_tree(name):
+    """Whatever is not as we write it is left to `decode` and its limits, or is refused."""
+    stored = [StoredArray(shape=(9,), dtype="int8", chunk_shape=c) for c in ((4,), (9,))]
+    leaves = [
+        Leaf(path=(key,), key_types=(2,), kind="numpy", dtype="int8", shape=(9,), stored=one)
+        for key, one in zip("ab", stored, strict=True)
+    ]
+    root = tree.Node(type="dict", names=("a", "b"), children=(None, None))
+    whole = tree.Tree(leaves=tuple(leaves), root=root, typed=True, uses_ocdbt=True)
+    data = tree.encode(whole)
+    assert tree.decode_leaf(data, ("b",), file="f") is not None
+    edited = EDITS[name](data)
+    assert edited != data
+
+    try:
+        found = tree.decode_leaf(edited, ("b",), file="f")
+    except CorruptCheckpoint:
+        found = None
+    assert found is None
+
+
+@LAWS
+@given(st.dictionaries(texts, saved_shardings(), min_size=1, max_size=4), st.data())
+def test_one_sharding_is_decoded_as_with_all(shardings, data):
+    """Also that of a leaf which is not there."""
+    name = data.draw(st.sampled_from(sorted(shardings)) | texts)
+
+    found = sharding.decode(sharding.encode(shardings), file="f", only=name)
+
+    assert found.get(name) == shardings.get(name)
 
 
 def test_a_newer_tree_is_refused():

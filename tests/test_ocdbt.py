@@ -286,6 +286,37 @@ def test_a_changed_node_is_decoded_or_refused(height, database, edits):
             assert min(value.offset, value.size) >= 0
 
 
+short = st.text(st.sampled_from("ab/"), max_size=6)
+
+
+@pytest.mark.parametrize("node_bytes", [60, 1_000_000])
+@settings(deadline=None, max_examples=150)
+@given(
+    database=st.dictionaries(short | keys, values, min_size=1, max_size=40),
+    absent=st.lists(short | keys, max_size=4),
+    data=st.data(),
+)
+def test_some_keys_are_found_as_if_all_were_decoded(node_bytes, database, absent, data):
+    """In leaves, and in the nodes above on the way to them; whether or not a key exists."""
+    some = data.draw(st.lists(st.sampled_from(sorted(database)), max_size=4))
+    asked = sorted(key.encode() for key in {*some, *absent})
+    before, ocdbt.MAX_NODE_BYTES = ocdbt.MAX_NODE_BYTES, node_bytes
+    try:
+        nodes, manifest = encode_database(database, NODES)
+    finally:
+        ocdbt.MAX_NODE_BYTES = before
+    level, found = [decode_manifest(manifest).place], {}
+
+    while level:
+        decoded = [decode_node(nodes[p.offset :][: p.size], "", b"", asked) for p in level]
+        level = [place for node in decoded if node.height for place in node.values]
+        for node in decoded:
+            if not node.height:
+                found |= zip([key.decode() for key in node.keys], node.values, strict=True)
+
+    assert found == {key: database[key] for key in {*some, *absent} & database.keys()}
+
+
 def above_one(data):
     """Yields a node above one that was encoded."""
     below = ocdbt._Node(b"k", 0, len(data), 1, len(data), 0)

@@ -317,11 +317,11 @@ def test_memory_in_flight_is_bounded(tmp_path, monkeypatch, casts):
     alive, peak, done = 0, 0, 0
     empty = _chunks.empty
 
-    def counted(shape, dtype):
+    def counted(size):
         nonlocal alive, peak
         alive += 1
         peak = max(peak, alive - done)
-        return empty(shape, dtype)
+        return empty(size)
 
     monkeypatch.setattr(_chunks, "empty", counted)
 

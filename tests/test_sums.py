@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxckpt
+from jaxckpt._disk import reader
 from jaxckpt._disk.checksums import (
     decode,
     grid_of,
@@ -177,15 +178,17 @@ def test_the_table_says_what_the_chunks_end_with(saved):
     assert end in (saved / "1" / "state" / names.CHUNK_SUMS).read_bytes()
 
 
-def test_an_array_that_says_other_chunks_is_refused(tmp_path):
+def test_an_array_that_says_other_chunks_is_refused(tmp_path, monkeypatch):
     """TensorStore uses the metadata in the database, which could describe chunks of any size."""
-    more = {f"more{i}": np.zeros(2, np.float32) for i in range(200)}
-    jaxckpt.save(tmp_path / "a", {"w": np.arange(1000.0), **more})
+    jaxckpt.save(tmp_path / "a", {"w": np.arange(1000.0)})
     _, where = locate(tmp_path / "a" / "state")
     keys = Keys({"driver": "ocdbt", "base": kvstore(where)})
     data = keys.read("w/zarr.json").replace(b'"chunk_shape":[1000]', b'"chunk_shape":[2000]')
     assert b"2000" in data
     keys.write("w/zarr.json", data)
 
+    with pytest.raises(jaxckpt.CorruptCheckpoint, match=r"array metadata has .*\(2000,\)"):
+        jaxckpt.restore(tmp_path / "a", as_numpy=True)
+    monkeypatch.setattr(reader, "find_values", lambda *_, **__: None)  # as of a foreign database
     with pytest.raises(jaxckpt.CorruptCheckpoint, match="chunks of shape"):
-        jaxckpt.restore(tmp_path / "a", only="w", as_numpy=True)
+        jaxckpt.restore(tmp_path / "a", as_numpy=True)

@@ -454,7 +454,7 @@ def test_too_little_memory_is_not_damage(saved, monkeypatch):
     def no_memory(*_):  # a real limit would end the whole process
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(_chunks, "make_buffers", no_memory)
+    monkeypatch.setattr(_chunks, "make_memory", no_memory)
 
     with pytest.raises(MemoryError):
         jaxckpt.verify(saved)

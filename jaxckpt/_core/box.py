@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):  # which many dicts have as a key: a dataclass takes long to hash
     """The indices `start <= i < stop` of an array, one pair per dimension.
 
     Example:

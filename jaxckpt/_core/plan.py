@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MIN_SLICE_BYTES: Final = 1 << 20
 # A large chunk is one request, and S3 takes no more than 5 GB in one.
 MAX_CHUNK_BYTES: Final = 4 << 30
-_MAX_KEPT_CHUNKS: Final = 64
+MAX_KEPT_CHUNKS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +304,7 @@ def plan_chunks(chunk_shape: tuple[int, ...], targets: tuple[Box, ...]) -> tuple
         [(0,), (1,)]
     """
     # Thousands of small arrays share a plan, so it is cached. A large array's plan is used once.
-    few = count_chunks(chunk_shape, targets) <= _MAX_KEPT_CHUNKS
+    few = count_chunks(chunk_shape, targets) <= MAX_KEPT_CHUNKS
     return (_plan_few if few else _plan_chunks)(chunk_shape, targets)
 
 

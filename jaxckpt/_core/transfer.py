@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +23,8 @@ if TYPE_CHECKING:  # imported where it is used: reading to the host works withou
 
 # XLA's CPU client uses an aligned host buffer in place and copies any other.
 _ALIGNMENT = 64
+_HUGE_BYTES = 2 << 20
+_LARGE_BYTES = 4 * _HUGE_BYTES  # a huge page more is at most a quarter of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,16 +157,21 @@ def _as_stored(host: np.ndarray[Any, Any], source: Source) -> np.ndarray[Any, An
     return np.ascontiguousarray(host).view(source.stored).reshape(host.shape)
 
 
-def empty(shapes: Sequence[Sequence[int]], dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
-    """Returns uninitialised host memory that jax can use in place, for the shards of one array."""
-    sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
-    room = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    raw = np.empty(sum(room) + _ALIGNMENT, np.uint8)
-    starts = accumulate(room, initial=-raw.__array_interface__["data"][0] % _ALIGNMENT)
-    return [
-        raw[start : start + size].view(dtype).reshape(shape)
-        for shape, size, start in zip(shapes, sizes, starts, strict=False)
-    ]
+def in_place(size: int) -> int:
+    """Returns the bytes that a buffer takes in memory, such that jax can use the next in place."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def empty(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Returns uninitialised host memory that jax can use in place; if large, in huge pages.
+
+    A huge page takes one page fault instead of 512. numpy asks for them from 4 MiB on, and the
+    kernel gives them where 2 MiB begin and end in the memory.
+    """
+    step = _HUGE_BYTES if size >= _LARGE_BYTES else _ALIGNMENT
+    raw = np.empty(-(-size // step) * step + step, np.uint8)
+    start = -raw.__array_interface__["data"][0] % step
+    return raw[start : start + size]
 
 
 @lru_cache(maxsize=1 << 14)

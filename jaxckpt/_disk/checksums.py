@@ -86,14 +86,21 @@ def units_of(
 # --- reading ---------------------------------------------------------------------------------
 
 
-def decode(leaves: Sequence[Leaf], data: bytes, *, file: str) -> dict[str, Sums]:
-    """Returns the checksums that each leaf's chunks were written with, by prefix, in C order."""
+def decode(
+    leaves: Sequence[Leaf], data: bytes, *, file: str, before: int | None = None
+) -> dict[str, Sums]:
+    """Returns the checksums that each leaf's chunks were written with, by prefix, in C order.
+
+    Args:
+        before: How many checksums of other leaves precede. If None, these are all leaves.
+    """
     stored = {leaf.prefix: leaf.array for leaf in leaves if leaf.has_array}
-    starts = [*starts_of(stored.values())]
-    if len(data) != starts[-1] * CRC_BYTES:
-        what = f"{file} has {len(data)} bytes, expected {starts[-1] * CRC_BYTES}"
+    starts, first = [*starts_of(stored.values())], CRC_BYTES * (before or 0)
+    size = starts[-1] * CRC_BYTES
+    if len(data) != size if before is None else len(data) < first + size:
+        what = f"{file} has {len(data)} bytes, expected {first + size}"
         raise CorruptCheckpoint(what, file=file)
-    sums = np.frombuffer(data, _SUM)
+    sums = np.frombuffer(data, _SUM, offset=first)
     return {prefix: sums[a:b] for prefix, (a, b) in zip(stored, pairwise(starts), strict=True)}
 
 

@@ -14,16 +14,17 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from jaxckpt._core.box import Box
 from jaxckpt._core.cast import cast
-from jaxckpt._core.plan import ChunkRead, plan_chunks
-from jaxckpt._core.transfer import empty
+from jaxckpt._core.plan import MAX_KEPT_CHUNKS, ChunkRead, count_chunks, plan_chunks
+from jaxckpt._core.transfer import empty, in_place
 from jaxckpt._disk.checksums import Sums, grid_of
 from jaxckpt._disk.damage import blame
 from jaxckpt._disk.native import Item
@@ -53,29 +54,101 @@ Landed = Callable[[int], None]  # takes a number of bytes read, in the caller's 
 Place = tuple[str, int, int]  # file, offset and size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Part(NamedTuple):
+    """One chunk, or inner chunk, of all leaves of a layout."""
+
+    suffix: str  # of the key in the database of its chunk
+    inner: int | None  # its number in that chunk
+    unit: int  # its number in the leaf
+    size: int  # bytes of its values
+    start: int | None  # where they go in the memory of the leaf; None if `plan` divides them
+    plan: ChunkRead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layout:
+    """The facts that leaves share which are stored alike and read alike."""
+
+    boxes: tuple[Box, ...]
+    dtype: np.dtype[Any]
+    starts: tuple[int, ...]  # of the buffers, in the memory of a leaf
+    room: int  # bytes of that memory
+    parts: tuple[Part, ...] | None  # None if there are many, or if they are not stored so
+
+    def buffer(self, memory: Values, at: int, i: int) -> Values:
+        """Returns the buffer of a box, in memory where that of the leaf begins at `at`."""
+        return np.ndarray(self.boxes[i].shape, self.dtype, memory, at + self.starts[i])
+
+    def buffers(self, memory: Values, at: int = 0) -> Buffers:
+        return {box: self.buffer(memory, at, i) for i, box in enumerate(self.boxes)}
+
+
+@lru_cache(maxsize=1 << 12)  # thousands of leaves share a layout
+def _layout(
+    stored: StoredArray | None, boxes: tuple[Box, ...], dtype: np.dtype[Any]
+) -> tuple[Layout, int, bool]:
+    """Returns a layout, the bytes of the buffers, and whether our chunks have those of values."""
+    sizes = [box.size * dtype.itemsize for box in boxes]
+    *starts, room = accumulate((in_place(size) for size in sizes), initial=0)
+    layout = Layout(boxes=boxes, dtype=dtype, starts=tuple(starts), room=room, parts=None)
+    if stored is None or stored.zstd is not None:  # no array: a tensor of safetensors
+        return layout, sum(sizes), False
+    if count_chunks(stored.unit_shape, boxes) <= MAX_KEPT_CHUNKS:
+        layout = replace(layout, parts=tuple(_parts(layout, stored)))
+    return layout, sum(sizes), True
+
+
+def _parts(layout: Layout, stored: StoredArray) -> Iterator[Part]:
+    counts = tuple(map(operator.floordiv, stored.chunk_shape, stored.unit_shape))
+    grid, itemsize = grid_of(stored), dtype_of(stored.dtype).itemsize
+    for plan in plan_chunks(stored.unit_shape, layout.boxes):
+        inner = None
+        if stored.inner_shape is not None:
+            inner = int(np.ravel_multi_index(tuple(map(operator.mod, plan.index, counts)), counts))
+        yield Part(
+            suffix=chunk_key(tuple(map(operator.floordiv, plan.index, counts))),
+            inner=inner,
+            unit=int(np.ravel_multi_index(plan.index, grid)) if grid else 0,
+            size=plan.count * itemsize,
+            start=_start(layout, plan) if layout.dtype == dtype_of(stored.dtype) else None,
+            plan=plan,
+        )
+
+
+def _start(layout: Layout, plan: ChunkRead) -> int | None:
+    """Returns where a chunk lies in the memory of a leaf, if it is one piece of one buffer."""
+    if not plan.is_whole:
+        return None
+    [(target, where, _)] = plan.parts
+    steps = [*accumulate(layout.boxes[target].shape[:0:-1], operator.mul, initial=1)][::-1]
+    first = sum(side.start * step for side, step in zip(where[:-1], steps, strict=False))
+    last = sum((side.stop - 1) * step for side, step in zip(where[:-1], steps, strict=False))
+    is_one_piece = last - first + 1 == plan.count
+    return layout.starts[target] + first * layout.dtype.itemsize if is_one_piece else None
+
+
+@dataclass(slots=True, kw_only=True)
 class LeafRead:
     """One leaf to read."""
 
     leaf: Leaf
     boxes: tuple[Box, ...]  # the distinct parts wanted, in the global array
     dtype: np.dtype[Any]  # of the host buffers
+    layout: Layout = field(init=False)
     total_bytes: int = field(init=False)  # of the buffers
     is_plain: bool = field(init=False)  # whether our chunks have the bytes of its values
 
     def __post_init__(self) -> None:
-        size = sum(box.size for box in self.boxes) * self.dtype.itemsize
-        object.__setattr__(self, "total_bytes", size)
-        stored = self.leaf.stored  # None for tensors of safetensors files
-        is_plain = stored is not None and stored.zstd is None
-        object.__setattr__(self, "is_plain", is_plain)
+        facts = _layout(self.leaf.stored, self.boxes, self.dtype)
+        self.layout, self.total_bytes, self.is_plain = facts
 
 
-def make_buffers(item: Item, read: LeafRead) -> list[Values]:
-    """Allocates memory for the wanted parts of a leaf."""
+def make_memory(item: Item, *reads: LeafRead) -> Values:
+    """Allocates the buffers of all wanted parts of some leaves, one after the other."""
     try:
-        return empty([box.shape for box in read.boxes], read.dtype)
+        return empty(sum(read.layout.room for read in reads))
     except MemoryError as error:
+        read = max(reads, key=lambda read: read.total_bytes)
         raise MemoryError(
             f"leaf {read.leaf.text} of {item.path}: this host cannot allocate "
             f"{read.total_bytes} bytes. Restore it in shards, or skip this leaf."
@@ -85,19 +158,24 @@ def make_buffers(item: Item, read: LeafRead) -> list[Values]:
 class ChunkJob(NamedTuple):  # there may be a million, and dataclasses take three times as long
     """One chunk, or inner chunk, to read and check."""
 
-    leaf: Leaf
-    key: str  # in the database
+    read: LeafRead
+    at: int  # where the memory of the leaf begins
+    part: Part
     file: str  # where its bytes begin; their checksum follows them
     offset: int
-    size: int  # bytes of its values
-    out: Values | None  # the memory that it fills, as bytes; None if `plan` divides it
-    plan: ChunkRead
-    buffers: Sequence[Values]  # of its leaf
     wanted: int | None  # the checksum that it was written with, if recorded
+
+    @property
+    def size(self) -> int:
+        return self.part.size
+
+    @property
+    def key(self) -> str:
+        return self.read.leaf.prefix + self.part.suffix
 
 
 class Chunks:
-    """Leaves that jaxckpt wrote, read together.
+    """Leaves that jaxckpt wrote, read together into one piece of memory.
 
     Args:
         places: Where the value of each key of the database lies, or the value.
@@ -115,23 +193,27 @@ class Chunks:
         self.reads = reads
         self._item, self._places, self._sums, self._executor = item, places, sums, executor
         self._storage = item.found.storage
-        self._buffers: deque[list[Values]] = deque()
+        self._memory: Values | None = None
+        self._buffers: deque[Buffers] = deque()
         self._failures: dict[int, Exception] = {}  # the first of each leaf, by `id` of the leaf
         self._under_way: list[Future[None]] = []
 
     def start(self) -> None:
         """Makes the buffers and starts to fill them; `finish` reports errors."""
-        jobs = []
-        for read in self.reads:
-            buffers = []
-            try:
-                self._check_described(read.leaf)
-                buffers = make_buffers(self._item, read)
-                jobs += self._plan(read, buffers)
-            except (CheckpointError, OSError, MemoryError) as error:
+        jobs, at = [], 0
+        try:
+            self._memory = make_memory(self._item, *self.reads)
+        except MemoryError as error:
+            for read in self.reads:
                 self._note(read.leaf, error)
-            self._buffers.append(buffers)
-        self._under_way = [self._submit(run) for run in adjacent(jobs)]
+            return
+        for read in self.reads:
+            try:
+                jobs += self._plan(read, at, self._memory)
+            except (CheckpointError, OSError) as error:
+                self._note(read.leaf, error)
+            at += read.layout.room
+        self._under_way = [self._submit(run, self._memory) for run in adjacent(jobs)]
 
     def finish(self, failed: Failed, landed: Landed) -> Iterator[Buffers]:
         """Waits for the reads, and yields the buffers of each good leaf."""
@@ -142,17 +224,25 @@ class Chunks:
             landed(part)
             size -= part
         self._under_way.clear()
+        at = 0
+        if (memory := self._memory) is not None:
+            for read in self.reads:
+                self._buffers.append(read.layout.buffers(memory, at))
+                at += read.layout.room
+        memory = self._memory = None  # it lives as long as one of the arrays in it
         for read in self.reads:
             error = self._failures.get(id(read.leaf))
             if error is not None:
                 failed(read, blame(self._item, read.leaf, error))
-                self._buffers.popleft()
+                if self._buffers:  # none if there was no memory
+                    self._buffers.popleft()
                 continue
-            yield dict(zip(read.boxes, self._buffers.popleft(), strict=True))
+            yield self._buffers.popleft()
 
     def drop(self) -> None:
         """Releases the buffers."""
         self._buffers.clear()
+        self._memory = None
 
     def _note(self, leaf: Leaf, error: Exception) -> None:
         """Records the first error of a leaf; several threads read leaves."""
@@ -160,13 +250,11 @@ class Chunks:
             error.add_note(f"while reading leaf {leaf.text}")
         self._failures.setdefault(id(leaf), error)
 
-    def _check_described(self, leaf: Leaf) -> None:
+    def _check_described(self, leaf: Leaf, key: str) -> None:
         """Compares the array's own metadata, which Orbax uses, with the tree."""
-        key = leaf.prefix + ZARR3
-        data = self._places.get(key)
-        if data == encode_zarr3(leaf.array) or _describes(data, leaf.array):
+        data, file = self._places.get(key), f'{self._item.path}: "{key}"'
+        if _describes(data, leaf.array):
             return
-        file = f'{self._item.path}: "{key}"'
         if not isinstance(data, bytes):
             raise bad_leaf(leaf, file, "its array metadata is missing")
         try:
@@ -180,47 +268,41 @@ class Chunks:
             problem = f"its array metadata has {described}, the tree has {leaf.array}"
             raise bad_leaf(leaf, file, problem)
 
-    def _plan(self, read: LeafRead, buffers: Sequence[Values]) -> Iterator[ChunkJob]:
-        """Yields the reads for one leaf. Chunks that lie in a node are put in place at once.
+    def _plan(self, read: LeafRead, at: int, memory: Values) -> list[ChunkJob]:
+        """Returns the reads for one leaf. Chunks that lie in a node are put in place at once.
 
         Raises:
             CorruptCheckpoint: a chunk is missing, or its size or checksum is wrong.
         """
-        leaf, stored, path = read.leaf, read.leaf.array, self._item.path
-        itemsize, prefix = dtype_of(stored.dtype).itemsize, leaf.prefix
-        sums = None if self._sums is None else self._sums[prefix].reshape(grid_of(stored))
-        counts = tuple(map(operator.floordiv, stored.chunk_shape, stored.unit_shape))
+        leaf, layout, path, places = read.leaf, read.layout, self._item.path, self._places
+        prefix, stored, jobs = leaf.prefix, leaf.array, []
+        if places.get(prefix + ZARR3) != encode_zarr3(stored):
+            self._check_described(leaf, prefix + ZARR3)
+        sums = None if self._sums is None else self._sums[prefix]
         inner: dict[str, list[Place]] = {}
-        for plan in plan_chunks(stored.unit_shape, read.boxes):
-            key = prefix + chunk_key(tuple(map(operator.floordiv, plan.index, counts)))
-            place: Place | bytes | None = self._places.get(key)
+        for part in _parts(layout, stored) if layout.parts is None else layout.parts:
+            key = prefix + part.suffix
+            place: Place | bytes | None = places.get(key)
             if place is None:
                 raise bad_leaf(leaf, path, f'chunk "{key}" is missing')
-            if stored.inner_shape is not None:
+            if part.inner is not None:
                 if key not in inner:
                     inner[key] = self._inner_places(leaf, key, place)
-                within = tuple(map(operator.mod, plan.index, counts))
-                place = inner[key][int(np.ravel_multi_index(within, counts))]
+                place = inner[key][part.inner]
             file, offset, size = ("", 0, len(place)) if isinstance(place, bytes) else place
-            job = ChunkJob(
-                leaf=leaf,
-                key=key,
-                file=file,
-                offset=offset,
-                size=plan.count * itemsize,
-                out=_whole_place(plan, buffers, stored) if file else None,
-                plan=plan,
-                buffers=buffers,
-                wanted=None if sums is None else int(sums[plan.index]),
-            )
-            if size != job.size + CRC_BYTES:
-                what = f'chunk "{key}" has {size} bytes, expected {job.size + CRC_BYTES}'
+            if size != part.size + CRC_BYTES:
+                what = f'chunk "{key}" has {size} bytes, expected {part.size + CRC_BYTES}'
                 raise bad_leaf(leaf, f"{path}/{file}" if file else path, what)
+            wanted = None if sums is None else int(sums[part.unit])
+            job = ChunkJob(read, at, part, file, offset, wanted)
             if isinstance(place, bytes):
-                crc = int.from_bytes(place[job.size :], "little")
-                self._take(job, np.frombuffer(place, np.uint8, job.size), crc, path)
+                crc, data = place[part.size :], np.frombuffer(place, np.uint8, part.size)
+                if part.start is not None:
+                    memory[at + part.start :][: part.size] = data
+                self._take(job, data, int.from_bytes(crc, "little"), path, memory)
             else:
-                yield job
+                jobs.append(job)
+        return jobs
 
     def _inner_places(self, leaf: Leaf, key: str, place: Place | bytes) -> list[Place]:
         """Returns the place of each inner chunk of a chunk, in order."""
@@ -236,25 +318,30 @@ class Chunks:
             raise bad_leaf(leaf, path, f'chunk "{key}": {error}') from error
         return [(file, offset + at, length) for at, length in inner]
 
-    def _submit(self, run: list[ChunkJob]) -> Future[None]:
+    def _submit(self, run: list[ChunkJob], memory: Values) -> Future[None]:
         try:
-            return self._executor.submit(self._read_run, run)
+            return self._executor.submit(self._read_run, run, memory)
         except RuntimeError:  # the interpreter is ending, and starts no more threads
             done: Future[None] = Future()
-            done.set_result(self._read_run(run))
+            done.set_result(self._read_run(run, memory))
             return done
 
-    def _read_run(self, run: list[ChunkJob]) -> None:
-        leaf, file = run[0].leaf, f"{self._item.path}/{run[0].file}"
-        crcs = np.empty((len(run), CRC_BYTES), np.uint8)
+    def _read_run(self, run: list[ChunkJob], memory: Values) -> None:
+        leaf, file = run[0].read.leaf, f"{self._item.path}/{run[0].file}"
+        crcs, outs, both = np.empty((len(run), CRC_BYTES), np.uint8), [], []
         try:
-            outs = [np.empty(job.size, np.uint8) if job.out is None else job.out for job in run]
-            both = [part for pair in zip(outs, crcs, strict=True) for part in pair]
+            for (_, at, part, _, _, _), crc in zip(run, crcs, strict=True):
+                if part.start is None:
+                    outs.append(np.empty(part.size, np.uint8))
+                else:
+                    start = at + part.start
+                    outs.append(memory[start : start + part.size])
+                both += outs[-1], crc
             self._storage.read_into(file, run[0].offset, both)
         except (OSError, EOFError, MemoryError) as error:
             if len(run) > 1:  # find the chunk that fails
                 for job in run:
-                    self._read_run([job])
+                    self._read_run([job], memory)
             elif isinstance(error, MemoryError) or is_io_failure(error):
                 self._note(leaf, error)
             else:
@@ -263,46 +350,35 @@ class Chunks:
             return
         stored = crcs.view("<u4").ravel().tolist()
         for job, out, crc in zip(run, outs, stored, strict=True):
-            self._take(job, out, crc, file)
+            self._take(job, out, crc, file, memory)
 
-    def _take(self, job: ChunkJob, data: Values, crc: int, file: str) -> None:
+    def _take(self, job: ChunkJob, data: Values, crc: int, file: str, memory: Values) -> None:
         """Checks the bytes of a chunk, and divides them unless they are in place."""
-        leaf, stored = job.leaf, job.leaf.array
+        leaf, part, layout = job.read.leaf, job.part, job.read.layout
         if (found := checksum(data)) != crc:
             what = f'checksum mismatch in chunk "{job.key}": stored {crc:#010x}'
             what = f"is damaged: {what}, computed {found:#010x}. Restore an older checkpoint."
             self._note(leaf, bad_leaf(leaf, file, what))
         elif job.wanted not in (None, found):
             self._note(leaf, another_chunk(leaf, job.key, file))
-        elif job.out is None:
+        elif part.start is None:
+            stored = leaf.array
             chunk = data.view(dtype_of(stored.dtype)).reshape(stored.unit_shape)
             try:
-                for target, where, part in job.plan.parts:
-                    out = job.buffers[target][where]
-                    out[...] = cast(chunk[part], out.dtype, leaf=leaf.text, place=self._item.path)
+                for target, where, some in part.plan.parts:
+                    out = layout.buffer(memory, job.at, target)[where]
+                    out[...] = cast(chunk[some], out.dtype, leaf=leaf.text, place=self._item.path)
             except TreeMismatch as error:
                 self._note(leaf, error)
-
-
-def _whole_place(plan: ChunkRead, buffers: Sequence[Values], stored: StoredArray) -> Values | None:
-    """Returns the memory that a chunk fills without division or cast, if there is any."""
-    if not plan.is_whole:
-        return None
-    [(target, where, _)] = plan.parts
-    out = buffers[target][where]
-    if out.dtype != dtype_of(stored.dtype) or not out.flags.c_contiguous:
-        return None
-    return out.reshape(-1).view(np.uint8)
 
 
 def adjacent(jobs: Sequence[Any], *, after: int = CRC_BYTES) -> Iterator[list[Any]]:
     """Yields what is adjacent in a file, with `after` bytes behind each, to be read together."""
     run: list[Any] = []
     size, end = 0, ("", 0)
-    for job in sorted(jobs, key=lambda job: (job.file, job.offset)):
-        taken = job.size + after
-        full = len(run) >= _RUN_CHUNKS or size + taken > _RUN_BYTES
-        if run and (full or (job.file, job.offset) != end):
+    for job in sorted(jobs, key=operator.attrgetter("file", "offset")):
+        taken, here = job.size + after, (job.file, job.offset)
+        if run and (here != end or len(run) >= _RUN_CHUNKS or size + taken > _RUN_BYTES):
             yield run
             run, size = [], 0
         run.append(job)

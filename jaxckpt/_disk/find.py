@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from jaxckpt._core.collector import paused
 from jaxckpt._disk.found import (
     Entries,
     Found,
@@ -47,7 +48,7 @@ from jaxckpt.format.step import StepMetadata
 from jaxckpt.storage import Storage, ahead, beside, listing, real
 
 if TYPE_CHECKING:
-    from jaxckpt._disk.native import Item
+    from jaxckpt._disk.native import Item, Undecoded
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -476,7 +477,14 @@ def neighbours(storage: Storage, path: str) -> str:
 
 
 def open_item(found: Found, name: str | None = None) -> Item | JsonItem:
-    """Reads everything about an item but its array data; a JSON item is read completely.
+    """Reads everything about an item but its array data; see `read_item`."""
+    return decode_item(read_item(found, name))
+
+
+def read_item(found: Found, name: str | None = None) -> Item | JsonItem | Undecoded:
+    """Reads the metadata of an item, and decodes them unless we may have written them.
+
+    A JSON item is read completely.
 
     Args:
         name: If None, the main one by the record, the only tree, `state`, or `default`.
@@ -503,12 +511,22 @@ def open_item(found: Found, name: str | None = None) -> Item | JsonItem:
             handler = found.metadata.handlers.get(name, "")
             raise UnsupportedFormat(f"{path} has files of a program, which only {handler} reads")
         return foreign.read_item(found, name)
-    file = f"{path}/{names.TREE_METADATA}"
-    saved = tree.decode(found.read(path, names.TREE_METADATA), file=file)
-    # As we write it, `_METADATA` alone describes the arrays.
-    described = all(leaf.stored is not None or leaf.kind in _WITHOUT_ARRAY for leaf in saved.leaves)
-    read = native.read_tree if saved.typed and described else foreign.read_tree
-    return read(found, name, saved)
+    native.check_data_files(found, path)
+    return native.Undecoded(found=found, name=name, data=found.read(path, names.TREE_METADATA))
+
+
+def decode_item(item: Item | JsonItem | Undecoded) -> Item | JsonItem:
+    """Decodes the metadata of a tree, if they are not yet decoded."""
+    from jaxckpt._disk import foreign, native
+
+    if not isinstance(item, native.Undecoded):
+        return item
+    with paused():
+        saved = tree.decode(item.data, file=item.file)
+        # As we write it, `_METADATA` alone describes the arrays.
+        described = all(x.stored is not None or x.kind in _WITHOUT_ARRAY for x in saved.leaves)
+        read = native.read_tree if saved.typed and described else foreign.read_tree
+        return read(item.found, item.name, saved)
 
 
 # The kinds of leaves that are stored without an array; a large int is stored as text.

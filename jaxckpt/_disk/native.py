@@ -35,8 +35,30 @@ class Item:
     tensors: Mapping[str, tuple[str, Tensor]] | None = None  # of safetensors files, with the file
 
 
-def read_tree(found: Found, name: str, saved: Tree) -> Item:
-    """Completes a tree that jaxckpt wrote, and checks it before memory is allocated for it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undecoded:
+    """A tree whose metadata was read, and compared with the record, but not decoded."""
+
+    found: Found
+    name: str
+    data: bytes
+
+    @property
+    def file(self) -> str:
+        return f"{self.found.items[self.name]}/{names.TREE_METADATA}"
+
+    def leaf(self, path: Path) -> Item | None:
+        """Returns one leaf as an item; None if it takes all leaves to find it."""
+        alone = tree.decode_leaf(self.data, path, file=self.file)
+        return None if alone is None else read_tree(self.found, self.name, *alone)
+
+
+def read_tree(found: Found, name: str, saved: Tree, before: int | None = None) -> Item:
+    """Completes a tree that jaxckpt wrote, and checks it before memory is allocated for it.
+
+    Args:
+        before: If it is one leaf of a tree, the number of chunks of the leaves before it.
+    """
     path = found.items[name]
     if found.record is None and found.path != path:
         file = f"{found.path}/{names.RECORD}"
@@ -45,19 +67,28 @@ def read_tree(found: Found, name: str, saved: Tree) -> Item:
     database = names.OCDBT_MANIFEST in found.entries(path)
     saved = with_texts(found, path, saved)
     _check_arrays(found, path, saved, data_bytes, database)
-    return make_item(found, name, saved, database=database, ours=True)
+    return make_item(found, name, saved, database=database, ours=True, before=before)
 
 
-def make_item(found: Found, name: str, saved: Tree, *, database: bool, ours: bool) -> Item:
+def make_item(
+    found: Found,
+    name: str,
+    saved: Tree,
+    *,
+    database: bool,
+    ours: bool,
+    before: int | None = None,
+) -> Item:
     """Makes an item whose shardings and checksums are read on first use."""
     path = found.items[name]
+    only = None if before is None else saved.leaves[0].name
     return Item(
         found=found,
         name=name,
         path=path,
         tree=saved,
-        read_shardings=cache(partial(_read_shardings, found, path)),
-        read_sums=cache(partial(_read_sums, found, path, saved)),
+        read_shardings=cache(partial(_read_shardings, found, path, only)),
+        read_sums=cache(partial(_read_sums, found, path, saved, before)),
         database=database,
         ours=ours,
     )
@@ -125,18 +156,19 @@ def _check_arrays(found: Found, path: str, saved: Tree, data_bytes: int, databas
         raise missing_database(path)
 
 
-def _read_shardings(found: Found, path: str) -> dict[str, SavedSharding]:
+def _read_shardings(found: Found, path: str, only: str | None) -> dict[str, SavedSharding]:
     if names.SHARDING not in found.entries(path):
         return {}
     data = found.read(path, names.SHARDING)
-    return sharding.decode(data, file=f"{path}/{names.SHARDING}")
+    return sharding.decode(data, file=f"{path}/{names.SHARDING}", only=only)
 
 
-def _read_sums(found: Found, path: str, saved: Tree) -> dict[str, Sums] | None:
+def _read_sums(found: Found, path: str, saved: Tree, before: int | None) -> dict[str, Sums] | None:
     if names.CHUNK_SUMS not in found.recorded(path):
         return None
     data = found.read(path, names.CHUNK_SUMS)
-    return checksums.decode(saved.leaves, data, file=f"{path}/{names.CHUNK_SUMS}")
+    file = f"{path}/{names.CHUNK_SUMS}"
+    return checksums.decode(saved.leaves, data, file=file, before=before)
 
 
 def subtree(item: Item, path: Path) -> Item:

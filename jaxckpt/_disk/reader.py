@@ -1,9 +1,8 @@
 """Reads the parts of stored arrays that the shards of this process need, within a budget.
 
 `chunks` reads our own arrays, small adjacent leaves together. TensorStore (`regions`) reads
-everything else, one leaf at a time: arrays of Orbax, compressed arrays, and a few leaves of a
-checkpoint that has far more, since it finds them without reading about all others. `tensors`
-reads safetensors files.
+everything else, one leaf at a time: arrays of Orbax and compressed arrays. `tensors` reads
+safetensors files.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from jaxckpt._disk.regions import Regions, reader_of
 from jaxckpt._disk.tensors import Tensors
 from jaxckpt.errors import damaged
 from jaxckpt.format.arrays import MAX_UNIT_BYTES, chunk_key, least_stored
-from jaxckpt.format.names import OCDBT_MANIFEST
+from jaxckpt.format.names import OCDBT_MANIFEST, ZARR3
 from jaxckpt.format.tree import bad_leaf
-from jaxckpt.storage import kvstore
 from jaxckpt.storage._values import find_values
 
 # How many arrays to open ahead of the array being read.
@@ -37,7 +35,7 @@ _WINDOW: Final = 0.25
 # Small leaves are read together up to these limits.
 _BATCH_BYTES: Final = 16 << 20
 _BATCH_LEAVES: Final = 1024
-# Listing the whole database pays if at least this share of its keys is wanted.
+# The whole database is listed if at least this share of its keys is wanted.
 _WORTH_LOOKING: Final = 1 / 16
 # A foreign array has as many chunks as its metadata claims, whether they exist or not.
 CHUNKS_AT_ONCE: Final = 1 << 12
@@ -192,17 +190,24 @@ def _grouped(
 
 
 def _places(item: Item, reads: Sequence[LeafRead]) -> Mapping[str, Any] | None:
-    """Returns where the values of the database lie; None if it is foreign or too large to list."""
+    """Returns where the values lie that are read; None if only TensorStore finds them."""
     if not (item.ours and item.database):
         return None
-    wanted = sum(
-        1 + count_chunks(read.leaf.array.chunk_shape, read.boxes) for read in reads if read.is_plain
-    )
-    if not wanted:
+    plain = [read for read in reads if read.is_plain]
+    if not plain:
         return None
-    storage, most = item.found.storage, int(wanted / _WORTH_LOOKING)
-    # Without a driver, nothing else finds a few values of many.
-    return find_values(storage, item.path, max_keys=most if kvstore(item.path) else None)
+    wanted = sum(1 + count_chunks(read.leaf.array.chunk_shape, read.boxes) for read in plain)
+    most, keys = int(wanted / _WORTH_LOOKING), _keys(plain)
+    return find_values(item.found.storage, item.path, max_keys=most, wanted=keys)
+
+
+def _keys(reads: Sequence[LeafRead]) -> Iterator[str]:
+    """Yields the keys of the values that are read."""
+    for read in reads:
+        prefix = read.leaf.prefix
+        yield prefix + ZARR3
+        for plan in plan_chunks(read.leaf.array.chunk_shape, read.boxes):
+            yield prefix + chunk_key(plan.index)
 
 
 # --- streams of unknown length ---------------------------------------------------------------

@@ -21,7 +21,7 @@ from jaxckpt._disk.chunks import (
     Landed,
     LeafRead,
     another_chunk,
-    make_buffers,
+    make_memory,
     nothing,
 )
 from jaxckpt._disk.damage import blame
@@ -113,7 +113,8 @@ class Regions:
             )
         self._try_chunk()
         refuse_others(self._item, self._reader, self._read.leaf, self._read.boxes)
-        self._buffers = make_buffers(self._item, self._read)
+        memory = make_memory(self._item, self._read)
+        self._buffers = [*self._read.layout.buffers(memory).values()]
         boxes = [box for box in self._read.boxes if box.size]
         index = [i for i, box in enumerate(self._read.boxes) if box.size]
         casts = self._dtype != self._read.dtype

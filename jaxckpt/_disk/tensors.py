@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxckpt._core.box import Box, cut, widened
 from jaxckpt._core.cast import cast
-from jaxckpt._disk.chunks import Buffers, Failed, Landed, LeafRead, adjacent, make_buffers
+from jaxckpt._disk.chunks import Buffers, Failed, Landed, LeafRead, adjacent, make_memory
 from jaxckpt._disk.found import Found
 from jaxckpt._disk.native import Item
 from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedFormat
@@ -144,8 +144,10 @@ class Tensors:
         """Starts to fill the buffers; `finish` reports errors."""
         assert self._item.tensors is not None
         apart, whole = [], []
+        memory, at = make_memory(self._item, *self.reads), 0
         for read in self.reads:
-            self._buffers.append(make_buffers(self._item, read))
+            self._buffers.append([*read.layout.buffers(memory, at).values()])
+            at += read.layout.room
             file, tensor = self._item.tensors[read.leaf.name]
             for box, out in zip(read.boxes, self._buffers[-1], strict=True):
                 is_same = out.dtype == dtype_of(tensor.dtype) and out.flags.c_contiguous

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 from jaxckpt._core import notebook
 from jaxckpt._core.check import check_type, explained
 from jaxckpt._core.select import Globs, check_globs, selector
 from jaxckpt._core.text import counted, size_text
-from jaxckpt._disk.find import at_rest, open_item
-from jaxckpt._disk.found import Found, JsonItem, while_current
-from jaxckpt._disk.native import Item, subtree
+from jaxckpt._disk.find import at_rest, decode_item, read_item
+from jaxckpt._disk.found import Found, JsonItem, check_current, while_current
+from jaxckpt._disk.native import Item, Undecoded, subtree
 from jaxckpt._inspect import tree_text
 from jaxckpt.errors import CorruptCheckpoint, printable
 from jaxckpt.format.arrays import dtype_of
@@ -27,6 +27,8 @@ from jaxckpt.types import LeafInfo, LeafStatistics
 
 _logger = logging.getLogger("jaxckpt")
 
+_T = TypeVar("_T")
+
 _MAX_LINES: Final = 200
 
 
@@ -34,7 +36,8 @@ _MAX_LINES: Final = 200
 class Checkpoint:
     """One tree of a committed checkpoint, or a part of the tree; made by `jaxckpt.open`.
 
-    `ckpt["params/layer_0"]` returns a part, `ckpt.restore()` reads it, `print(ckpt)` shows it.
+    `ckpt["params/layer_0"]` returns a part, `ckpt.restore()` reads it, `print(ckpt)` shows it. The
+    leaves are decoded when they are first needed, and `ckpt["one/leaf"]` decodes only that leaf.
 
     Attributes:
         path: Directory of the checkpoint.
@@ -44,22 +47,40 @@ class Checkpoint:
         lineage: The source, if `fork`, `convert` or `import_safetensors` made the checkpoint.
     """
 
-    def __init__(self, found: Found, opened: Item | JsonItem, below: Path = ()) -> None:
-        self._opened, self._below = opened, below
-        self._tree = opened if isinstance(opened, Item) else None
+    def __init__(self, found: Found, opened: Item | JsonItem | Undecoded, below: Path = ()) -> None:
+        self._item, self._below = opened, below
         self.path = found.path
         self.item = opened.name
         self.items = tuple(found.items)
         self.custom_metadata: Mapping[str, Any] = dict(found.metadata.custom_metadata or {})
         self.lineage: Mapping[str, Any] = dict(found.record.lineage if found.record else {})
-        self._shardings = {} if self._tree is None else _shardings(self._tree)
         self._found = found
+
+    @property
+    def _opened(self) -> Item | JsonItem:
+        if isinstance(self._item, Undecoded):
+            self._item = self._current(partial(decode_item, self._item))
+        return self._item
+
+    @property
+    def _tree(self) -> Item | None:
+        return self._opened if isinstance(self._opened, Item) else None
+
+    def _current(self, decode: Callable[[], _T]) -> _T:
+        """Decodes metadata; CheckpointNotFound if the checkpoint was replaced meanwhile."""
+        try:
+            return decode()
+        except (CorruptCheckpoint, FileNotFoundError):
+            check_current(self._found)
+            raise
 
     @cached_property
     def leaves(self) -> Mapping[str, LeafInfo]:
         """The leaves by path, in tree order; a path has `~1` for a `/` in a key, `~0` for a `~`."""
-        leaves = () if self._tree is None else self._tree.tree.leaves
-        return {leaf.text: _info(leaf, self._shardings.get(leaf.name)) for leaf in leaves}
+        if (tree := self._tree) is None:
+            return {}
+        shardings = self._current(partial(_shardings, tree))
+        return {leaf.text: _info(leaf, shardings.get(leaf.name)) for leaf in tree.tree.leaves}
 
     @property
     def size_bytes(self) -> int:
@@ -82,12 +103,16 @@ class Checkpoint:
         Raises:
             KeyError: the tree has no such path.
         """
-        if self._tree is None:
-            raise KeyError(f"item {self.item!r} of {self.path} is JSON, not a tree")
         check_type("open", "the path of a part", path, str | int | tuple, "text or a tuple of keys")
-        names = _names((path,) if isinstance(path, int) else path, self._tree.tree.leaves)
-        part = subtree(self._tree, names)
-        return Checkpoint(self._found, part, (*self._below, *names))
+        path = (path,) if isinstance(path, int) else path
+        names, tree = parse_path(path), None
+        if isinstance(self._item, Undecoded):  # of a large tree, one leaf alone is found quickly
+            tree = self._current(partial(self._item.leaf, names))
+        if tree is None:
+            if (tree := self._tree) is None:
+                raise KeyError(f"item {self.item!r} of {self.path} is JSON, not a tree")
+            names = _names(path, tree.tree.leaves)
+        return Checkpoint(self._found, subtree(tree, names), (*self._below, *names))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.leaves)
@@ -187,9 +212,14 @@ def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint
         float32[2,3] | 7
     """
     storage, where = locate(path)
-    return at_rest(
-        storage, where, lambda found: Checkpoint(found, open_item(found, item)), fallback=True
-    )
+
+    def read(found: Found) -> Checkpoint:
+        opened = Checkpoint(found, read_item(found, item))
+        if found.record is None:  # only decoding shows damage
+            _ = opened.leaves
+        return opened
+
+    return at_rest(storage, where, read, fallback=True)
 
 
 def _names(path: str | tuple[object, ...], leaves: Sequence[Leaf]) -> Path:

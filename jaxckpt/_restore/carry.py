@@ -109,7 +109,7 @@ class Pack:
 
     def carry(self, values: Sequence[Any], convert: Convert) -> list[Any]:
         words, count = self._words(), self.mesh.size
-        (mine,) = empty([(1, words)], np.dtype(np.uint32))
+        mine = empty(words * 4).view(np.uint32).reshape(1, words)
         flat = mine.reshape(-1).view(np.uint8)
         flat.fill(0)
         for piece, value in zip(self._mine(), values, strict=True):
@@ -128,7 +128,11 @@ class Pack:
             found[piece.array][piece.box] = values
         for plan, pieces in zip(self.plans, found, strict=True):
             boxes, dtype = plan.stored_boxes(), dtype_of(plan.saved.array.dtype)
-            arrays = empty([box.shape for box in boxes], dtype)
+            sizes = [box.size * dtype.itemsize for box in boxes]
+            arrays = [
+                empty(size).view(dtype).reshape(box.shape)
+                for box, size in zip(boxes, sizes, strict=True)
+            ]
             for box, values in zip(boxes, arrays, strict=True):
                 for piece, part in pieces.items():
                     if (both := box.intersect(piece)) is not None:

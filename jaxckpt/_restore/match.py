@@ -123,19 +123,27 @@ def flatten_like(like: object, *, keep_values: bool) -> tuple[list[Wanted], Any]
         like = as_like()
     check_levels(like, "like")
     pairs, treedef = tree_util.tree_flatten_with_path(like, is_leaf=is_empty)
-    wanted = []
+    wanted, alike = [], {}
     for keys, value in pairs:
         path = key_path(keys)
         try:
-            want = _want(value, path)
+            # Large trees have thousands of leaves that are alike.
+            is_abstract = type(value) is jax.ShapeDtypeStruct
+            want = alike.get(value) if is_abstract else None
+            if want is None:
+                want = _want(value)
+                if is_abstract:
+                    alike[value] = want
         except TypeError as error:
             raise TypeError(f"like: leaf {path_text(path)} {error}") from None
         keep = keep_values or want.kind in ("empty", "ellipsis")
-        wanted.append(want._replace(value=value) if keep else want)
+        wanted.append(Wanted._make((path, *want[1:-1], value if keep else None)))
     return wanted, treedef
 
 
-def _want(value: object, path: Path) -> Wanted:
+def _want(value: object) -> Wanted:
+    """Returns what a leaf asks for, but not its path."""
+    path = ()
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         sharding = value.sharding if isinstance(value.sharding, jax.sharding.Sharding) else None
         free = isinstance(value, jax.Array) and not getattr(value, "committed", True)

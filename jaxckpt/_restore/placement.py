@@ -67,9 +67,23 @@ def plan_leaves(
     if request.shardings is not None:
         chooser.check_names([leaf.path for leaf in leaves])
     plans, differences = [], []
+    alike: dict[object, LeafPlan] = {}  # large trees have thousands of leaves that are alike
     for leaf in leaves:
+        _, saved, wanted = leaf
+        key, planned = None, None
+        if wanted is not None and chooser.follows(wanted):
+            key = (saved.kind, saved.dtype, saved.shape, id(saved.stored), wanted[1:-1])
+            planned = alike.get(key)
+        if planned is not None:
+            plans.append(LeafPlan(*leaf, *planned[3:]))
+            continue
         planned = _plan_leaf(leaf, chooser, request)
-        (differences if isinstance(planned, Difference) else plans).append(planned)
+        if isinstance(planned, Difference):
+            differences.append(planned)
+            continue
+        plans.append(planned)
+        if key is not None:
+            alike[key] = planned
     if differences:
         do = "does" if len(differences) == 1 else "do"
         raise TreeMismatch(
@@ -198,6 +212,13 @@ class ShardingChooser:
         self._meshes: dict[SavedSharding, Mesh | None] = {}
         self._named, self.choose = ((), None) if shardings is None else _chooser(shardings)
         self.replicated: dict[str, None] = {}
+
+    def follows(self, wanted: Wanted) -> bool:
+        """Returns whether the choice for a leaf depends on the target alone."""
+        if self.choose is not None or self._mesh is not None:
+            return False
+        is_abstract = isinstance(getattr(wanted.sharding, "mesh", None), AbstractMesh)
+        return wanted.uncommitted or (wanted.sharding is not None and not is_abstract)
 
     def check_names(self, paths: Sequence[Path]) -> None:
         """Raises ValueError if the tree of shardings names leaves that do not exist."""

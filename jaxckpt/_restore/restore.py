@@ -28,6 +28,7 @@ from jaxckpt._core import pytree
 from jaxckpt._core.box import Box, whole
 from jaxckpt._core.cast import cast
 from jaxckpt._core.check import as_step, calling, explain_names
+from jaxckpt._core.collector import paused
 from jaxckpt._core.text import counted
 from jaxckpt._core.transfer import (
     Arriving,
@@ -255,7 +256,7 @@ def _read(
     together: Together | None = None,
 ) -> _Read:
     """Resolves, plans and reads; every mismatch is found before anything is read."""
-    with meter.phase("find"):
+    with paused(), meter.phase("find"):
         item = source.open(found)
         if not isinstance(item, Item):
             return _Read(opened=item, values={}, report=None)
@@ -407,6 +408,7 @@ def _values(
             arriving.add(value)
             place_s += time.monotonic() - start_s
             yield plan.path, value
+            del value  # the traceback of an error refers to this frame
     start_s = time.monotonic()
     arriving.finish()
     place_s += time.monotonic() - start_s
@@ -442,7 +444,8 @@ def _convert(place: str, plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]])
         parts = {box: _resized(plan, box, parts) for box in plan.boxes}
     if plan.kind == "key":
         impl = saved.key_impl if wanted is None or wanted.key_impl is None else wanted.key_impl
-        return _wrap_key(plan, parts, impl)
+        # jax frees keys late: a small one must not keep the memory of its neighbours until then.
+        return _wrap_key(plan, {box: values.copy() for box, values in parts.items()}, impl)
     if plan.kind == "array":
         if plan.sharding is None:
             return to_default_device(next(iter(parts.values())))

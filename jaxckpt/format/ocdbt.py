@@ -27,6 +27,7 @@ import re
 import struct
 import time
 import uuid
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
@@ -290,12 +291,16 @@ def decode_leaves(data: bytes) -> dict[str, bytes | Place]:
     return found
 
 
-def decode_node(data: bytes, folder: str, prefix: bytes) -> Node:
+def decode_node(
+    data: bytes, folder: str, prefix: bytes, wanted: Sequence[bytes] | None = None
+) -> Node:
     """Decodes a node, unless it is compressed.
 
     Args:
         folder: The directory of its database, with a slash; its references are relative to that.
         prefix: The beginning of all its keys, which the node above has.
+        wanted: If not None, only the entries for these keys are returned: their values, or the
+            nodes below that can have them. Of the other entries, no object is made.
 
     Raises:
         ValueError: it is damaged.
@@ -304,15 +309,26 @@ def decode_node(data: bytes, folder: str, prefix: bytes) -> Node:
     fields = _Fields(_body(data, _NODE))
     height = fields.text(1)[0]
     files = fields.files(folder)
-    texts, common = fields.strings(marked=height > 0, before=len(prefix))
-    if not texts or any(map(operator.ge, texts, texts[1:])):
-        raise ValueError("it has no keys, or not in order")
-    if height:
-        texts = [text[:size] for text, size in zip(texts, common, strict=True)]
-        values: list[bytes | Place] = [*fields.places(files, len(texts))]
-        fields.numbers(3 * len(texts))  # statistics
+    keys, common = fields.strings(marked=height > 0, before=len(prefix))
+    count, rows, rest = len(common), range(len(common)), None
+    if wanted is not None:
+        rest = [key[len(prefix) :] for key in wanted if key.startswith(prefix)]
+    if rest is not None and not height:
+        texts, rows = keys.find(rest)
     else:
-        values = fields.values(files, len(texts))
+        texts = keys.all()
+        if not texts or any(map(operator.ge, texts, texts[1:])):
+            raise ValueError("it has no keys, or not in order")
+        if rest is not None:
+            rows = sorted({max(0, bisect_right(texts, key) - 1) for key in rest})
+        texts = [texts[row][: common[row]] if height else texts[row] for row in rows]
+    values: list[bytes | Place]
+    if height:
+        places = fields.places(files, count)
+        values = [places[row] for row in rows]
+        fields.numbers(3 * count)  # statistics
+    else:
+        values = fields.values(files, count, rows)
     if fields.at < len(fields.body):
         raise ValueError("it is longer than its fields")
     return Node(height, [prefix + text for text in texts] if prefix else texts, values)
@@ -324,6 +340,54 @@ def _body(data: bytes, magic: bytes) -> bytes:
     if (found := crc32c(data[:-4])) != (stored := int.from_bytes(data[-4:], "little")):
         raise ValueError(f"checksum mismatch: stored {stored:#010x}, computed {found:#010x}")
     return data[_HEAD.size : -4]
+
+
+class _Texts(NamedTuple):
+    """Texts in order, of which each begins like the text before."""
+
+    rests: bytes  # of all, without what they share
+    shared: _Numbers  # bytes that each shares with the text before
+    stops: _Numbers  # of each rest
+
+    def all(self) -> list[bytes]:
+        last, start, found = b"", 0, []
+        for stop, common in zip(self.stops.tolist(), self.shared.tolist(), strict=True):
+            last = last[:common] + self.rests[start:stop]
+            found.append(last)
+            start = stop
+        return found
+
+    def find(self, wanted: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
+        """Returns which of the wanted texts are here, and their rows."""
+        rows = [(text, self._row(text)) for text in wanted]
+        return [text for text, row in rows if row is not None], [
+            r for _, r in rows if r is not None
+        ]
+
+    def _row(self, text: bytes) -> int | None:
+        """Returns the row of a text, making none of the texts before."""
+        row: int | None = 0 if len(self.shared) else None
+        same = 0  # bytes of the wanted text that all since a row began with
+        while row is not None and self.shared[row] == same:
+            start = int(self.stops[row - 1]) if row else 0
+            rest, left = self.rests[start : int(self.stops[row])], text[same:]
+            common = _common(rest, left)
+            if rest[common : common + 1] > left[common : common + 1]:
+                return None
+            if rest == left:
+                return row
+            same += common
+            row = self._next(row + 1, same)
+        return None
+
+    def _next(self, row: int, same: int) -> int | None:
+        """Returns the first row from here on that shares no more than so many bytes."""
+        step = 64
+        while row < len(self.shared):
+            if (found := (self.shared[row : row + step] <= same).nonzero()[0]).size:
+                return row + int(found[0])
+            row, step = row + step, 2 * step
+        return None
 
 
 class _Fields:
@@ -357,16 +421,16 @@ class _Fields:
         self.at += size
         return found
 
-    def strings(self, *, marked: bool, before: int = 0) -> tuple[list[bytes], list[int]]:
+    def strings(self, *, marked: bool, before: int = 0) -> tuple[_Texts, list[int]]:
         """Returns texts that share their beginnings, and the number that each has if marked.
 
         Args:
             before: Bytes that will be put before each text.
         """
-        size = len(self.body)
-        if not (count := int(self.numbers(1)[0])):
-            return [], []
-        shared = np.concatenate([np.zeros(1, np.int64), self.numbers(count - 1, size)])
+        size, count = len(self.body), int(self.numbers(1)[0])
+        shared = np.concatenate(
+            [np.zeros(min(1, count), np.int64), self.numbers(max(0, count - 1), size)]
+        )
         further = self.numbers(count, size)
         marks = self.numbers(count) if marked else np.zeros(count, np.int64)
         lengths = shared + further
@@ -374,36 +438,38 @@ class _Fields:
             raise ValueError("a text shares more than there is")
         if (lengths + before).sum() > max(_SOME_SHARED, _MOST_SHARED * size):
             raise ValueError("its texts are too long")
-        text, last, start, found = self.text(int(further.sum())), b"", 0, []
-        for stop, common in zip(further.cumsum().tolist(), shared.tolist(), strict=True):
-            last = last[:common] + text[start:stop]
-            found.append(last)
-            start = stop
-        return found, marks.tolist()
+        return _Texts(self.text(int(further.sum())), shared, further.cumsum()), marks.tolist()
 
     def files(self, folder: str) -> list[str]:
         """Returns the names of files of a database in `folder`."""
         texts, sizes = self.strings(marked=True)
         names = [
-            (folder + t[:n].decode(), t[n:].decode()) for t, n in zip(texts, sizes, strict=True)
+            (folder + t[:n].decode(), t[n:].decode())
+            for t, n in zip(texts.all(), sizes, strict=True)
         ]
         return [place_of(*name, 0, 0).file for name in names]
 
-    def places(
-        self, files: Sequence[str], count: int, sizes: _Numbers | None = None
-    ) -> list[Place]:
+    def places(self, files: Sequence[str], count: int) -> list[Place]:
         numbers, offsets = self.numbers(count, len(files) - 1), self.numbers(count)
-        sizes = self.numbers(count) if sizes is None else sizes
         names: Iterable[str] = map(files.__getitem__, numbers.tolist())
-        return [*map(Place, names, offsets.tolist(), sizes.tolist())]
+        return [*map(Place, names, offsets.tolist(), self.numbers(count).tolist())]
 
-    def values(self, files: Sequence[str], count: int) -> list[bytes | Place]:
-        """Returns the values of a leaf, or their places."""
+    def values(self, files: Sequence[str], count: int, rows: Sequence[int]) -> list[bytes | Place]:
+        """Returns the values of a leaf in some rows, or their places."""
         sizes = self.numbers(count)
         kinds = np.frombuffer(self.text(count), np.uint8)
-        if kinds.max() > 1:
+        if kinds.max(initial=0) > 1:
             raise ValueError("a value is neither in it nor in a file")
         stored = kinds == 1
-        places = iter(self.places(files, int(stored.sum()), sizes[stored]))
-        both = zip(sizes.tolist(), stored.tolist(), strict=True)
-        return [next(places) if apart else self.text(size) for size, apart in both]
+        apart = int(stored.sum())
+        numbers, starts = np.zeros((2, count), np.int64)
+        numbers[stored] = self.numbers(apart, len(files) - 1)
+        starts[stored] = self.numbers(apart)
+        ends = np.where(stored, 0, sizes).cumsum()
+        inline = self.text(int(ends[-1]) if count else 0)
+        starts = np.where(stored, starts, ends - sizes)
+        table = np.stack([stored, numbers, starts, sizes], axis=1)[np.array(rows, np.int64)]
+        return [
+            Place(files[int(number)], start, size) if is_apart else inline[start : start + size]
+            for is_apart, number, start, size in table.tolist()
+        ]

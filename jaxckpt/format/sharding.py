@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -62,8 +63,12 @@ def encode(shardings: Mapping[str, SavedSharding]) -> bytes:
     return jsontext.dumps(top)
 
 
-def decode(data: bytes, *, file: str) -> dict[str, SavedSharding]:
-    """Decodes `_sharding`; skips entries of unknown kinds."""
+def decode(data: bytes, *, file: str, only: str | None = None) -> dict[str, SavedSharding]:
+    """Decodes `_sharding`, or perhaps `only` one leaf's entry; skips those of unknown kinds."""
+    if only is not None:
+        key = b'"%s":' % base64.urlsafe_b64encode(only.encode())
+        found = re.compile(re.escape(key) + rb'"(?:[^"\\]|\\.)*+"').search(data)
+        data = b"{%s}" % found[0] if found else data
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
     meshes = expect(top.pop(_MESHES, {}), dict, f"{_MESHES!r}", file=file)
     parse = cache(partial(_from_json, meshes=meshes, file=file))  # as the entries are alike

@@ -9,8 +9,11 @@ allow-list of `jaxckpt._core.pytree` are looked up.
 
 from __future__ import annotations
 
+import json
 import math
 import operator
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
@@ -355,6 +358,48 @@ def decode(data: bytes, *, file: str) -> Tree:
         custom_metadata=top.get("custom_metadata"),
         kinds=kinds,
     )
+
+
+# The fields after the leaves, as `encode` writes them for arrays in a database.
+_AFTER_LEAVES: Final = (
+    b'},"use_ocdbt":true,"use_zarr3":true,"store_array_data_equal_to_fill_value":true,"custom_'
+)
+_MOST_ENTRY_BYTES: Final = 64 << 10
+# The shapes of an array that is not exactly one chunk. No string contains this: quotes are escaped.
+_IN_CHUNKS: Final = re.compile(
+    rb'"shape":(\[[\d,]*\]),"dtype":"\w+","chunk":(?!\1(?:\}|,"[^i]))(\[[\d,]*\])'
+    rb'(?:,"inner":(\[[\d,]*\]))?'
+)
+
+
+def decode_leaf(data: bytes, path: Path, *, file: str) -> tuple[Tree, int] | None:
+    """Decodes one leaf that has an array, and makes no objects of the others.
+
+    Returns:
+        The tree with only this leaf, and the number of chunks (or inner chunks) of the arrays
+        before it. None if it takes a whole `decode` to find the leaf.
+    """
+    key = jsontext.dumps(repr(path)) + b":"
+    start, end = data.find(key), data.rfind(_AFTER_LEAVES)
+    if not 0 < start < end or (path and path[-1].endswith("/")):
+        return None
+    text = data[start + len(key) : start + len(key) + _MOST_ENTRY_BYTES].decode(errors="ignore")
+    try:
+        entry, _ = json.JSONDecoder().raw_decode(text)
+        in_chunks = Counter(_IN_CHUNKS.findall(data, 0, start))
+        before = sum(_units(*shapes) * count for shapes, count in in_chunks.items())
+    except (ValueError, RecursionError):
+        return None
+    (leaf,) = _decode_leaves({"": entry}, file)
+    if leaf.path != path or leaf.stored is None:
+        return None
+    before += data.count(b'"shape":[', 0, start) - in_chunks.total()
+    return Tree(leaves=(leaf,), typed=True, uses_ocdbt=True), before
+
+
+def _units(*shapes: bytes) -> int:
+    shape, chunk, inner = (json.loads(text or b"[]") for text in shapes)
+    return math.prod(-(-n // max(1, unit)) for n, unit in zip(shape, inner or chunk, strict=True))
 
 
 def _check_containers(root: Node | None, leaves: Sequence[Leaf], file: str) -> None:

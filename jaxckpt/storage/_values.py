@@ -10,7 +10,7 @@ size of a decoded node.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Final, NamedTuple
@@ -36,17 +36,30 @@ class _Reference(NamedTuple):
     height: int
 
 
-def find_values(storage: Storage, path: str, *, max_keys: int | None = None) -> Values | None:
-    """Returns the values of the database in a directory, or their places.
+def find_values(
+    storage: Storage, path: str, *, max_keys: int | None = None, wanted: Iterable[str] | None = None
+) -> Values | None:
+    """Returns the values of the database in a directory, or their places, by key.
 
-    None if there are more keys than `max_keys`, or if only TensorStore can find the values. Raises
-    ValueError or OSError if the tree is damaged.
+    Args:
+        max_keys: If there are more keys, only those that are wanted are found, on their paths
+            through the tree.
+        wanted: A few keys, whose values are then returned, perhaps with others.
+
+    Returns:
+        None if there are more keys than `max_keys` and `wanted` is None, or if only TensorStore can
+        find the values.
+
+    Raises:
+        ValueError, OSError: the tree is damaged.
     """
     try:
         root = _read_root(storage, path)
-        most = root.keys
+        most, some_keys = root.keys, None
         if max_keys is not None and most > max_keys:
-            return None
+            if wanted is None:
+                return None
+            some_keys = sorted(key.encode() for key in wanted)
         found: Values = {}
         read: list[Place] = []
         level = [_Reference(root.place, b"", root.height)]
@@ -54,10 +67,12 @@ def find_values(storage: Storage, path: str, *, max_keys: int | None = None) -> 
             read = sorted([*read, *(node.place for node in level)])
             _check_apart(path, read)
             batches = _batches(path, level)
-            level = [n for some in batches for n in _take(storage, path, some, found, most)]
+            level = [
+                n for some in batches for n in _take(storage, path, some, found, most, some_keys)
+            ]
     except Foreign:
         return None
-    if len(found) != most:
+    if some_keys is None and len(found) != most:
         raise ValueError(f"{path}/{OCDBT_MANIFEST}: {len(found)} keys were found, not {most}")
     return found
 
@@ -108,13 +123,18 @@ def _batches(path: str, level: Sequence[_Reference]) -> Iterator[list[_Reference
 
 
 def _take(
-    storage: Storage, path: str, some: Sequence[_Reference], found: Values, most: int
+    storage: Storage,
+    path: str,
+    some: Sequence[_Reference],
+    found: Values,
+    most: int,
+    wanted: Sequence[bytes] | None,
 ) -> Iterator[_Reference]:
     """Adds the values in nodes, up to `most` in all; yields references to the nodes below."""
     calls = [partial(read_place, storage, path, node.place) for node in some]
     for (place, prefix, height), data in zip(some, together(storage, calls), strict=True):
         where = f"{path}/{place.file}: the node at {place.offset}"
-        decode = ocdbt.decode_node
+        decode = partial(ocdbt.decode_node, wanted=wanted)
         if ocdbt.is_compressed(data):
             from jaxckpt.storage._arrays import dump_node as decode
         try:

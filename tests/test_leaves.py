@@ -1,0 +1,181 @@
+"""Sets ceilings on what each leaf costs, in calls of Python functions and in page faults.
+
+Neither depends on how busy the machine is. Calls include those of jax and numpy.
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxckpt
+from jaxckpt._core.collector import paused
+
+LEAVES = 4000
+
+
+def calls_of(call: Callable[[], object]) -> int:
+    """Counts the calls of Python functions, in all threads; the second time, with filled caches."""
+    call()
+    events: list[str] = []  # appending is safe in any thread
+    threading.setprofile(lambda _, event, __: events.append(event))
+    sys.setprofile(lambda _, event, __: events.append(event))
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return events.count("call")
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """A tree of many small arrays, as long as a kilobyte, in layers."""
+    path = tmp_path_factory.mktemp("many") / "a"
+    tree = {
+        f"layer_{n:02}": {f"w{i}": np.full(256, n * i, np.float32) for i in range(100)}
+        for n in range(LEAVES // 100)
+    }
+    jaxckpt.save(path, tree)
+    return path, tree
+
+
+def test_one_leaf_costs_the_same_in_a_tree_of_any_size(many, tmp_path):
+    """Neither the other leaves nor their places are decoded."""
+    path, tree = many
+    jaxckpt.save(tmp_path / "few", {"layer_07": {"w9": tree["layer_07"]["w9"], "b": 1}})
+
+    def restore(path):
+        return jaxckpt.open(path)["layer_07/w9"].restore()
+
+    assert np.array_equal(restore(path), tree["layer_07"]["w9"])
+    of_many, of_few = (calls_of(lambda at=at: restore(at)) for at in (path, tmp_path / "few"))
+    assert of_many < of_few + 200 < 2000
+
+
+def test_a_restore_takes_few_calls_for_each_leaf(tmp_path, mesh):
+    """Of arrays that are alike, most facts are found once."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    tree = {
+        f"layer_{n:02}": {f"w{i}": np.full(2048, n * i, np.float32) for i in range(50)}
+        for n in range(20)
+    }
+    jaxckpt.save(tmp_path / "a", jax.device_put(tree, everywhere))
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), tree)
+
+    calls = calls_of(lambda: jaxckpt.restore(tmp_path / "a", like))
+
+    assert calls < 90 * 1000
+
+
+def test_the_collector_does_not_look_through_a_tree_that_grows(many):
+    """It would once for some thousands of leaves, and find nothing."""
+    path, _ = many
+    opened, runs = jaxckpt.open(path), []
+
+    def noted(phase, info):
+        if phase == "start":
+            runs.append(info["generation"])
+
+    gc.collect()
+    gc.callbacks.append(noted)
+    try:
+        opened._opened  # noqa: B018  # which decodes all leaves
+    finally:
+        gc.callbacks.remove(noted)
+
+    assert len(runs) <= 1  # once it may run again
+    assert gc.isenabled()
+
+
+def test_the_collector_is_left_as_it_was():
+    """Off if it was off; and still, until the last of two threads is done."""
+    first, second = paused(), paused()
+    gc.disable()
+    try:
+        with first:
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+    first, outcome = paused(), []
+    with first:
+        thread = threading.Thread(target=lambda: outcome.append(second.__enter__()))
+        thread.start()
+        thread.join()
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+MIDDLING = {f"w{i:02}": (512, 1280) for i in range(40)}  # of 2.5 MiB: numpy asks for no huge pages
+MIB = 1 << 20
+RESTORES = """
+import resource, sys
+import jax, numpy as np
+import jaxckpt
+from tests.test_leaves import MIDDLING
+like = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in MIDDLING.items()}
+jaxckpt.restore(sys.argv[2])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+tree = jaxckpt.restore(sys.argv[1], like)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+assert all((np.asarray(tree[name]) == i).all() for i, name in enumerate(tree))
+"""
+
+
+@pytest.fixture(scope="module")
+def middling(tmp_path_factory):
+    """A tree of 100 MiB in arrays of 2.5 MiB."""
+    path = tmp_path_factory.mktemp("middling") / "a"
+    shapes = enumerate(MIDDLING.items())
+    jaxckpt.save(path, {name: np.full(shape, i, np.float32) for i, (name, shape) in shapes})
+    return path
+
+
+@pytest.mark.skipif(
+    "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(),
+    reason="this kernel gives no huge pages",
+)
+def test_arrays_of_some_size_lie_in_huge_pages(middling, tmp_path):
+    """The first restore of a process takes a fault for 2 MiB, not for 4 KiB, which are 25,600."""
+    jaxckpt.save(tmp_path / "warm", {"a": np.zeros(3, np.float32)})
+    command = [sys.executable, "-c", RESTORES, str(middling), str(tmp_path / "warm")]
+    root = Path(__file__).parents[1]
+
+    done = subprocess.run(command, cwd=root, capture_output=True, check=False, text=True)
+
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 1000
+
+
+@pytest.mark.parametrize("as_numpy", [True, False])
+def test_one_array_that_is_kept_keeps_little_memory(middling, as_numpy):
+    """The arrays that lie around it are freed once nothing else in its piece of memory is used."""
+    tracemalloc.start()
+    try:
+        tree = jaxckpt.restore(middling, as_numpy=as_numpy)
+        everything, _ = tracemalloc.get_traced_memory()
+        kept = tree["w17"]
+        del tree
+        left, _ = tracemalloc.get_traced_memory()
+        tracemalloc.clear_traces()
+    finally:
+        tracemalloc.stop()
+
+    assert everything > 95 * MIB
+    assert left < 20 * MIB
+    assert (np.asarray(kept) == 17).all()
