@@ -44,9 +44,9 @@ from jaxckpt.storage._mounts import Mount
 from jaxckpt.testing import CrashingStorage, SimulatedCrash, simulate
 from jaxckpt.testing._storage import _Relay
 from tests.commandline import cli, said_json
-from tests.test_identity import as_before
-from tests.test_plan import array_specs, held
-from tests.test_tiers import damage
+from tests.core.test_plan import array_specs, held
+from tests.run.test_identity import as_before
+from tests.run.test_tiers import damage
 
 TWO = [0, 1]
 GOLDEN = Path(__file__).parents[1] / "golden"

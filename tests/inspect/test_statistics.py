@@ -27,7 +27,7 @@ from jaxckpt._inspect.value_stream import Data, Moments, as_numbers, boxes_of
 from jaxckpt.storage import locate
 from tests.strategies import host_arrays, random_bits, shapes
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def check(told, values):

@@ -1080,7 +1080,7 @@ def test_bash_takes_the_completion_script():
 
 # --- docs/cli.md ----------------------------------------------------------------------------------
 
-PAGE = (Path(__file__).parents[1] / "docs" / "cli.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")
 SECTIONS = {
     section.partition("\n")[0]: section
     for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TENSORSTORE_MODULE = "jaxckpt/storage/_arrays.py"
 DROP_IN = "jaxckpt/orbax/"  # uses the namespace, as programs do
 # What the drop-in uses that is not public: items of free names, the steps of a run that any number

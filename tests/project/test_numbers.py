@@ -24,7 +24,7 @@ from jaxckpt.format import ocdbt, sharding, tree
 from jaxckpt.storage import _object, _requests
 from tests.faults.scorecard import ROWS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = json.loads((chart.RESULTS / "tmpfs.json").read_text())["studies"]
 WORKLOADS = ("large", "gpt2", "small")
 SAVE, BLOCKED, RESTORE = "save, committed", "save_async blocks", "restore, same mesh"

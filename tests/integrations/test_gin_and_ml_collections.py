@@ -16,7 +16,7 @@ import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy, SavePolicy
 from jaxckpt._run.config import manager_arguments
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 # --- gin -------------------------------------------------------------------------------------

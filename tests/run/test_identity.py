@@ -18,7 +18,7 @@ from jaxckpt._run.copies import Saved, astray, over_disks, unusable
 from jaxckpt.errors import SaveFailed, StepExists
 from jaxckpt.format import step as step_format
 from tests.commandline import cli, said_json
-from tests.test_tiers import store  # noqa: F401  # a fixture
+from tests.run.test_tiers import store  # noqa: F401  # a fixture
 
 
 @pytest.fixture

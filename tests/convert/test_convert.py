@@ -51,7 +51,7 @@ from tests.strategies import same, trees
 # Orbax warns about each restore without a target.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # One of each kind of layout and of release; all of them are read in `test_reads_orbax`.
 SAMPLES = [name for name in golden_names() if "item-kinds" not in name]
 FEW = [

@@ -49,7 +49,7 @@ from jaxckpt.storage import LocalStorage, MemoryStorage
 from jaxckpt.storage._large import LargeFile, LargeFiles
 from tests.strategies import random_bits, same
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Those that the numpy loader of the reference implementation knows.
 LOADABLE = [name for name in WORDS if not name.startswith("float8")]
 

@@ -25,7 +25,7 @@ from jaxckpt.format import names
 from jaxckpt.storage import LocalStorage, kvstore
 from tests.strategies import same
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def chunks_of(path, leaf):

@@ -26,7 +26,7 @@ from tests.golden.compare import leaves_of
 ocp = pytest.importorskip("orbax.checkpoint")
 from orbax.checkpoint import v1  # noqa: E402
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 # Orbax warns about each restore without a target.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")

@@ -24,7 +24,7 @@ from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
 from jaxckpt.format import arrays
 from jaxckpt.format.tree import StoredArray
 from jaxckpt.storage import _values
-from tests.test_chunks_damage import VALUES, hand_made, lying_tree
+from tests.disk.test_chunks_damage import VALUES, hand_made, lying_tree
 
 
 @pytest.mark.parametrize("verb", [jaxckpt.restore, jaxckpt.verify])
@@ -170,7 +170,7 @@ path = {str(tmp_path / "x")!r}
 jaxckpt.restore(path)
 atexit.register(lambda: print(jaxckpt.restore(path, as_numpy=True)["w"].sum()))
 """
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
 
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -31,7 +31,7 @@ from jaxckpt.integrations import _svg
 from jaxckpt.integrations import report as report_module
 from jaxckpt.integrations._svg import Bar, Mark
 from jaxckpt.integrations.report import report
-from tests.test_notebook import EVIL, Outline
+from tests.integrations.test_notebook import EVIL, Outline
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 QUIET = (

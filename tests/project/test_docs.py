@@ -18,9 +18,9 @@ from benchmarks import chart
 from jaxckpt._run import leases
 from jaxckpt.format import run, tree
 from tests.faults.scorecard import ROWS
-from tests.test_report import browse
+from tests.integrations.test_report import browse
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")
 OPTIONAL = ("grain", "ml_collections", "gin")  # their blocks stand alone
 DOCS = sorted((ROOT / "docs").rglob("*.md"))

@@ -270,7 +270,7 @@ def test_an_upload_goes_on_where_a_dead_job_ended(tmp_path, local, monkeypatch):
     """What it had sent is there for the next job on the host, and is not sent again."""
     code = """
 import os, sys, pathlib
-import tests.test_tiers as here
+import tests.run.test_tiers as here
 from jaxckpt._run import upload
 
 def send(self, name, size, *, replace):

@@ -40,7 +40,7 @@ from jaxckpt.testing import (
 )
 from tests.storage_contract import StorageContract
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LIMIT = 1 << 20
 
 

@@ -17,7 +17,7 @@ from jaxckpt._run.config import manager_arguments
 gin = pytest.importorskip("gin")
 pytest.importorskip("ml_collections")
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 # What is left of steps 1 to 2000; those by the clock are not known.
 KEPT = {"single_host": {1, 1000, 2000}, "multi_host": {500, 1500, 2000}, "spot": {1, 2000}}
 

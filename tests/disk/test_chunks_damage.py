@@ -17,9 +17,9 @@ from jaxckpt.format.tree import StoredArray
 from jaxckpt.storage import LocalStorage, locate
 from jaxckpt.storage._values import find_values
 from jaxckpt.testing import FailingStorage
+from tests.disk.test_chunks import UNIT_BYTES, item_at, values_of
 from tests.strategies import random_bits, same
 from tests.test_bad_input import rewrite_record
-from tests.test_chunks import UNIT_BYTES, item_at, values_of
 
 VALUES = np.arange(3000, dtype=np.float32)
 LEAVES = ("a", "inner", "plain", "z")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.golden.fixture import Golden, PrngKey, Sample, golden_names
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 RELEASES = (
     "0.1.0 0.1.6 0.2.7 0.3.5 0.4.8 0.5.10 0.5.15 0.6.4 0.7.0 0.9.1 0.11.0 0.11.25 0.12.4 0.12.8"
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo.py"
 CONFIG = ROOT / "configs" / "demo_quick.py"
 GIN_FILE = ROOT / "configs" / "demo.gin"
