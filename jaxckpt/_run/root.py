@@ -25,7 +25,7 @@ from jaxckpt.errors import CheckpointError
 from jaxckpt.format.run import StepNames
 from jaxckpt.format.step import Life
 from jaxckpt.multihost import Json, Processes, Single, first_of, meet, text_of
-from jaxckpt.storage import heard_s, locate
+from jaxckpt.storage import PathIn, heard_s, locate
 from jaxckpt.types import StepInfo
 
 T = TypeVar("T")
@@ -278,7 +278,7 @@ def at_home(
         timeout_s=timeout_s,
         reach=directory.reach,
     )
-    root = at(settled.root, own=settled.own)
+    root = at(PathIn(given.index.storage, settled.root), own=settled.own)
     root.index.astray.update(settled.astray)
     for problem in settled.problems:
         root.index.report(problem)

@@ -410,18 +410,20 @@ def test_a_directory_without_what_others_installed(tmp_path):
     assert [file["path"] for file in facts["files"]] == [str(tmp_path / "a" / "b" / "train.py")]
 
 
-def test_a_failed_write_leaves_the_file(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_file(tmp_path):
     """And nothing beside it."""
     path = a_file(tmp_path, PROGRAM)
 
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    code, out, _ = cli("migrate", path, "--write")
+    resource = pytest.importorskip("resource")
+    least, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(PROGRAM) // 2, most))  # as on a full disk
+    try:
+        code, out, _ = cli("migrate", path, "--write")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
 
     assert code == 2
-    assert f"{path}: error: not changed: No space left on device" in out
+    assert f"{path}: error: not changed: File too large" in out
     assert (path.read_text(), os.listdir(tmp_path)) == (PROGRAM, ["train.py"])
 
 

@@ -186,13 +186,13 @@ def test_a_tree_of_several_levels(deep, ways):
     assert ways == {"ours": 2000}
 
 
-def test_one_leaf_of_thousands_is_left_to_tensorstore(deep, ways, monkeypatch):
+def test_one_leaf_of_thousands_is_left_to_tensorstore(deep, ways, limits):
     """A scan of all keys is not worth it for one leaf; if it is done, the values are the same."""
     path, tree = deep
 
     slow = jaxckpt.restore(path, only="0777")
     first = dict(ways)
-    monkeypatch.setattr(_reader, "_WORTH_LOOKING", 1e-6)
+    limits(_reader, _WORTH_LOOKING=1e-6)
     fast = jaxckpt.restore(path, only="0777")
 
     assert first == {"theirs": 1}
@@ -203,9 +203,9 @@ def test_one_leaf_of_thousands_is_left_to_tensorstore(deep, ways, monkeypatch):
 
 @pytest.mark.multihost
 @pytest.mark.parametrize("count", [2, 4])
-def test_databases_of_several_processes(ram_path, mesh, ways, monkeypatch, count):
+def test_databases_of_several_processes(ram_path, mesh, ways, limits, count):
     """One process can read files written by several, and several can each read parts."""
-    monkeypatch.setattr(arrays, "MAX_UNIT_BYTES", UNIT_BYTES)
+    limits(arrays, MAX_UNIT_BYTES=UNIT_BYTES)
     on_mesh, last = NamedSharding(mesh, PartitionSpec("x", "y")), f"20000 of {count}"
     values = {f"{n} of {count}": random_bits((8, n), np.dtype("f4"), n) for n in (2, 2000, 20_000)}
     tree = jax.tree.map(lambda x: jax.device_put(x, on_mesh), values)
@@ -222,9 +222,9 @@ def test_databases_of_several_processes(ram_path, mesh, ways, monkeypatch, count
     assert all(same(part, [values[last][box.slices]]) for part in parts)
 
 
-def test_only_the_chunks_that_are_wanted(ram_path, ways, monkeypatch):
+def test_only_the_chunks_that_are_wanted(ram_path, ways, limits):
     """A part of the leaves, and of one leaf a part, are as TensorStore reads them."""
-    monkeypatch.setattr(arrays, "MAX_UNIT_BYTES", UNIT_BYTES)
+    limits(arrays, MAX_UNIT_BYTES=UNIT_BYTES)
     tree = {f"part {i}": np.random.default_rng(i).standard_normal((64, 300)) for i in range(3)}
     jaxckpt.save(ram_path / "x", tree)
     boxes = [_box.Box((3, 7), (3, 9)), _box.Box((5, 0), (41, 300)), _box.Box((60, 299), (64, 300))]

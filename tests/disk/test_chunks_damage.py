@@ -26,10 +26,10 @@ LEAVES = ("a", "inner", "plain", "z")
 
 
 @pytest.fixture
-def saved(ram_path, monkeypatch):
+def saved(ram_path, limits):
     """Four leaves, each in files of its own; where their values begin, by leaf."""
-    monkeypatch.setattr(arrays, "MAX_UNIT_BYTES", UNIT_BYTES)
-    monkeypatch.setattr(ocdbt, "DATA_FILE_BYTES", 1 << 10)
+    limits(arrays, MAX_UNIT_BYTES=UNIT_BYTES)
+    limits(ocdbt, DATA_FILE_BYTES=1 << 10)
     sizes = {"a": 2000, "inner": 3 * 4096, "plain": 4000, "z": 2000}
     tree = {name: random_bits((n,), np.dtype("f4"), ord(name[0])) for name, n in sizes.items()}
     jaxckpt.save(ram_path / "x", tree)
@@ -163,9 +163,9 @@ def test_a_disk_that_fails(saved):
     assert all(same(found, list(tree.values())) for found in good)
 
 
-def test_a_file_cut_short_costs_only_what_was_behind(ram_path, monkeypatch):
+def test_a_file_cut_short_costs_only_what_was_behind(ram_path, limits):
     """Leaves read in one batch are then read one by one: the leaves before the cut are good."""
-    monkeypatch.setattr(ocdbt, "DATA_FILE_BYTES", 60_000)
+    limits(ocdbt, DATA_FILE_BYTES=60_000)
     tree = {f"{i:02}": random_bits((2000,), np.dtype("f4"), i) for i in range(20)}
     jaxckpt.save(ram_path / "x", tree)
     storage, where = locate(ram_path / "x" / "state")

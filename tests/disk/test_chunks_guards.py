@@ -19,12 +19,11 @@ import pytest
 
 import jaxckpt
 from jaxckpt._core.plan import _plan_few, plan_chunks
-from jaxckpt._disk import damage, reader
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
-from jaxckpt.format import arrays
+from jaxckpt.format import arrays, names
 from jaxckpt.format.tree import StoredArray
-from jaxckpt.storage import _values
 from tests.disk.test_chunks_damage import VALUES, hand_made, lying_tree
+from tests.twins import watched
 
 
 @pytest.mark.parametrize("verb", [jaxckpt.restore, jaxckpt.verify])
@@ -138,7 +137,7 @@ def test_no_plans_are_kept_without_bound(tmp_path):
     assert kept < 8 << 20
 
 
-def test_verify_looks_through_the_database_a_few_times(tmp_path, monkeypatch):
+def test_verify_looks_through_the_database_a_few_times(tmp_path):
     """Not once for each bad leaf: of 5,000 in a lost file that takes minutes."""
     jaxckpt.save(tmp_path / "x", {f"{i:03}": np.full(2000, i) for i in range(60)})
     file = max((tmp_path / "x/state/d").iterdir(), key=lambda file: file.stat().st_size)
@@ -146,19 +145,12 @@ def test_verify_looks_through_the_database_a_few_times(tmp_path, monkeypatch):
     for i in range(60):
         data[i * 16_004] ^= 1
     file.write_bytes(data)
-    calls, find_values = [], _values.find_values
+    read = []
 
-    def counted(*args, **options):
-        calls.append(args)
-        return find_values(*args, **options)
-
-    for module in (reader, damage):
-        monkeypatch.setattr(module, "find_values", counted)
-
-    report = jaxckpt.verify(tmp_path / "x")
+    report = jaxckpt.verify(watched(tmp_path / "x", lambda *call: read.append(call)))
 
     assert len({p.leaf for p in report.problems} - {None}) == 60
-    assert len(calls) < 10
+    assert 0 < read.count(("read", f"{tmp_path}/x/state/{names.OCDBT_MANIFEST}")) < 10
 
 
 def test_a_restore_works_while_the_interpreter_ends(tmp_path):

@@ -8,38 +8,36 @@ import numpy as np
 import pytest
 
 import jaxckpt
-from jaxckpt._disk import data_files
+from jaxckpt.format import names
+from tests.twins import watched
 
 # Elsewhere all threads of a process have the same niceness, and none is changed.
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="niceness of threads: only Linux")
 
 
 @pytest.fixture
-def niceness(monkeypatch):
-    """Collects the niceness of the threads that write, beside this one's.
+def niceness(tmp_path):
+    """A path, and what is collected there: the niceness of writing threads, beside this one's."""
+    found, main = set(), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
-    They are gone when the save is over, so it is taken where they ask for the bytes to write.
-    """
-    found, bytes_of = set(), data_files.DataFiles._bytes_of
-    main = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    def before(verb, path):
+        if verb == "write" and path.split("/")[-2] == names.OCDBT_DATA:
+            found.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) - main)
 
-    def watched(self, file):
-        found.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) - main)
-        return bytes_of(self, file)
-
-    monkeypatch.setattr(data_files.DataFiles, "_bytes_of", watched)
-    return found
+    return watched(tmp_path / "a", before), found
 
 
-def test_a_save_in_the_background_gives_way(tmp_path, niceness):
-    with jaxckpt.CheckpointManager(tmp_path / "run") as manager:
+def test_a_save_in_the_background_gives_way(niceness):
+    path, found = niceness
+    with jaxckpt.CheckpointManager(path) as manager:
         manager.save(1, {"w": np.ones(1 << 20)})
-    assert niceness == {10}
+    assert found == {10}
 
 
-def test_a_save_that_is_waited_for_does_not(tmp_path, niceness):
-    jaxckpt.save(tmp_path / "a", {"w": np.ones(1 << 20)})
-    assert niceness == {0}
+def test_a_save_that_is_waited_for_does_not(niceness):
+    path, found = niceness
+    jaxckpt.save(path, {"w": np.ones(1 << 20)})
+    assert found == {0}
 
 
 def test_no_other_thread_does(tmp_path):

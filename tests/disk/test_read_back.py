@@ -24,11 +24,12 @@ from jaxckpt._disk.commit import Work
 from jaxckpt._disk.read_back import damaged_chunks
 from jaxckpt._save import unchanged
 from jaxckpt._save.snapshot import take_tree
-from jaxckpt.format import arrays
+from jaxckpt.format import arrays, names
 from jaxckpt.multihost import Single
 from jaxckpt.storage import LocalStorage, locate
 from jaxckpt.testing import simulate
 from tests.strategies import same
+from tests.twins import watched
 
 KEPT = {"a": np.arange(1 << 14, dtype=np.float32), "b": np.arange(3000)}
 
@@ -81,10 +82,10 @@ def go_on(manager, steps, kept, root):
 
 
 @pytest.mark.parametrize("layout", ["plain", "inner", "zstd", "inner zstd"])
-def test_each_damaged_chunk_is_found(ram_path, monkeypatch, layout):
+def test_each_damaged_chunk_is_found(ram_path, limits, layout):
     """And no other, whatever byte of it is bad; a file that is too short lacks its last chunks."""
-    monkeypatch.setattr(arrays, "MAX_UNIT_BYTES", 1 << 14 if "inner" in layout else 1 << 25)
-    monkeypatch.setattr(read_back, "_PIECE_BYTES", 10_000)
+    limits(arrays, MAX_UNIT_BYTES=1 << 14 if "inner" in layout else 1 << 25)
+    limits(read_back, _PIECE_BYTES=10_000)
     rng = np.random.default_rng(0)
     tree = {f"w{i}": rng.integers(0, 9, (size,)) for i, size in enumerate((1100, 9001, 8192))}
     storage, path = locate(ram_path)
@@ -252,14 +253,25 @@ def test_a_run_whose_steps_share_one_file_is_gone_on_with(ram_path):
     assert all(same(jaxckpt.restore(ram_path / str(n)), state(n, kept)) for n in (5, 6, 7))
 
 
-def test_dense_training_reads_nothing(ram_path, monkeypatch):
+def read_files(seen):
+    """What a watched storage calls: notes files of values that are read."""
+
+    def before(verb, path):
+        if verb in ("read", "read_into") and path.split("/")[-2] == names.OCDBT_DATA:
+            seen(path)
+
+    return before
+
+
+def test_dense_training_reads_nothing(ram_path):
     """Only what has not changed for two steps is worth reading."""
-    monkeypatch.setattr(unchanged, "damaged_chunks", None)  # fails if it is called
-    with CheckpointManager(ram_path) as manager:
+    read = []
+    with CheckpointManager(watched(ram_path, read_files(read.append))) as manager:
         for step in range(1, 26):
             manager.save(step, {"w": jnp.full(1 << 14, step, jnp.float32)}).result()
             manager.wait_until_finished()
         assert not manager.problems
+    assert read == []
 
 
 def test_arrays_that_stop_changing_are_shared(ram_path):
@@ -394,18 +406,12 @@ def read_upload(source, target, step, trusted):
 # --- a store -----------------------------------------------------------------------------------
 
 
-def test_in_a_store_each_tenth_reference_is_read(monkeypatch):
+def test_in_a_store_each_tenth_reference_is_read():
     """Damage to an object is found then, written again and mended; nothing else is read."""
-    url, kept, reads = "memory://read-back", on_device({"a": np.arange(300_000.0)}), []
-    real = unchanged.damaged_chunks
-
-    def damaged(*args, **options):
-        reads.append(step)
-        return real(*args, **options)
-
-    monkeypatch.setattr(unchanged, "damaged_chunks", damaged)
+    url, kept, reads = "memory://read-back", on_device({"a": np.arange(300_000.0)}), {}
     storage, root = locate(url)
-    with CheckpointManager(url) as manager:
+    run = watched(url, read_files(lambda path: reads.setdefault(step, set()).add(path)))
+    with CheckpointManager(run) as manager:
         for step in range(1, 24):
             manager.save(step, state(step, kept)).result()
             manager.wait_until_finished()
@@ -417,25 +423,23 @@ def test_in_a_store_each_tenth_reference_is_read(monkeypatch):
                 storage.write(path, bytes(data))
         problems = manager.problems
 
-    assert reads == [10, 20]
+    # At 11 the damaged one is compared with the one that was written again, and mended.
+    assert {step: len(files) for step, files in reads.items()} == {10: 1, 11: 2, 20: 1}
     assert len(problems) == 2
     assert all(jaxckpt.verify(f"{url}/{n}").ok for n in range(1, 24))
 
 
-def test_in_a_store_few_bytes_are_read_at_a_time(monkeypatch):
+def test_in_a_store_few_bytes_are_read_at_a_time(limits):
     """The other files are read after the next steps."""
     from jaxckpt.format import ocdbt
 
-    monkeypatch.setattr(ocdbt, "DATA_FILE_BYTES", 2 << 20)
-    monkeypatch.setattr(unchanged, "MOST_BYTES", 3 << 20)
-    kept, reads = on_device({f"w{i}": np.arange(300_000.0) + i for i in range(5)}), []
-    real = unchanged.damaged_chunks
-    monkeypatch.setattr(
-        unchanged, "damaged_chunks", lambda *a, **o: reads.append(step) or real(*a, **o)
-    )
-    with CheckpointManager("memory://few-bytes") as manager:
+    limits(ocdbt, DATA_FILE_BYTES=2 << 20)
+    limits(unchanged, MOST_BYTES=3 << 20)
+    kept, reads = on_device({f"w{i}": np.arange(300_000.0) + i for i in range(5)}), {}
+    before = read_files(lambda path: reads.setdefault(step, set()).add(path))
+    with CheckpointManager(watched("memory://few-bytes", before)) as manager:
         for step in range(1, 15):
             manager.save(step, state(step, kept)).result()
             manager.wait_until_finished()
 
-    assert reads == [10, 10, 11, 11, 12]
+    assert {step: len(files) for step, files in reads.items()} == {10: 2, 11: 2, 12: 1}

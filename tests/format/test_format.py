@@ -54,9 +54,9 @@ def test_bad_json_names_its_file(data):
     assert caught.value.file == "the-file"
 
 
-def test_json_of_too_many_parts_is_neither_parsed_nor_written(monkeypatch):
+def test_json_of_too_many_parts_is_neither_parsed_nor_written(limits):
     """Each takes far more memory than its bytes; what strings hold does not count."""
-    monkeypatch.setattr(jsontext, "_MAX_DENSE", 10)
+    limits(jsontext, _MAX_DENSE=10)
     text = ['a "quoted" {{{{[[[[', "\\", "{" * 200]
 
     assert jsontext.loads(jsontext.dumps([*text, [], {}]), file="f") == [*text, [], {}]
@@ -93,9 +93,9 @@ def test_arrays_of_others_have_limits(shape, chunk, inner, problem):
     assert (caught.value.leaf, caught.value.file) == ("w", "f")
 
 
-def test_json_that_is_too_large_is_not_parsed(monkeypatch):
+def test_json_that_is_too_large_is_not_parsed(limits):
     """The limit comes before the parser."""
-    monkeypatch.setattr(jsontext, "MAX_BYTES", 10)
+    limits(jsontext, MAX_BYTES=10)
 
     with pytest.raises(CorruptCheckpoint, match="the limit is 10"):
         jsontext.loads(b"[" + b" " * 20 + b"]", file="f")

@@ -158,10 +158,10 @@ def test_joins_chunked_arrays(flat: np.ndarray, sizes: list[int]) -> None:
     assert same(decode(packed({"a": [{"b": node}]})), {"a": [{"b": flat[None]}]})
 
 
-def test_reads_the_chunks_of_flax(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_the_chunks_of_flax(limits) -> None:
     """Flax's own cutting of big arrays is undone."""
     serialization = pytest.importorskip("flax.serialization")
-    monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 16)
+    limits(serialization, MAX_CHUNK_SIZE=16)
     tree = {"w": np.arange(35, dtype=np.float32).reshape(5, 7), "small": np.arange(3)}
     data = serialization.msgpack_serialize(tree)
 

@@ -22,14 +22,12 @@ import jaxckpt
 from jaxckpt._disk import chunks as _chunks
 from jaxckpt._disk import reader as _reader
 from jaxckpt._inspect import verify as _verify
-from jaxckpt._restore import match as _match
-from jaxckpt._restore import restore as _restore
 from jaxckpt.errors import CheckpointError, CheckpointNotFound, CorruptCheckpoint
 from jaxckpt.format import names
 from jaxckpt.format.step import decode_record, encode_record
 from jaxckpt.storage import _arrays
-from jaxckpt.storage._local import LocalStorage
 from tests.strategies import same
+from tests.twins import watched
 
 
 def sample_tree():
@@ -349,11 +347,11 @@ def test_an_error_lets_go_of_what_was_read(damaged):
     assert left == []
 
 
-def test_an_array_of_others_with_many_chunks_is_read_in_turns(tmp_path, monkeypatch):
+def test_an_array_of_others_with_many_chunks_is_read_in_turns(tmp_path, limits):
     """All of it, and what is bad is named once."""
     # So that small arrays go in turns: at the real limits it takes 4,096 chunks for each turn.
-    monkeypatch.setattr(_verify, "CHUNKS_AT_ONCE", 4)
-    monkeypatch.setattr(_reader, "_READS_AT_ONCE", 3)
+    limits(_verify, CHUNKS_AT_ONCE=4)
+    limits(_reader, _READS_AT_ONCE=3)
     for name in ("a", "b"):
         spec = {
             "driver": "zarr",
@@ -393,7 +391,7 @@ def without_chunk_sums(path):
     (path / names.RECORD).write_bytes(encode_record(dataclasses.replace(record, files=files)))
 
 
-def test_a_checkpoint_without_chunk_sums_is_read_as_of_one_save(tmp_path, monkeypatch):
+def test_a_checkpoint_without_chunk_sums_is_read_as_of_one_save(tmp_path):
     """Only the record shows that the arrays are of another save than the texts."""
 
     def tree_of(n):
@@ -403,15 +401,17 @@ def test_a_checkpoint_without_chunk_sums_is_read_as_of_one_save(tmp_path, monkey
         jaxckpt.save(tmp_path / "a", tree_of(n), **options)
         without_chunk_sums(tmp_path / "a")
 
-    def match_late(*args, **options):
-        monkeypatch.undo()
-        save(2, overwrite=True)
-        return _match.match(*args, **options)
+    replaced = []
+
+    def replace_once(verb, path):
+        if verb == "read_into" and not replaced:
+            replaced.append(path)
+            save(2, overwrite=True)
 
     save(1)
-    monkeypatch.setattr(_restore, "match", match_late)
 
-    assert same(jaxckpt.restore(tmp_path / "a"), tree_of(2))
+    assert same(jaxckpt.restore(watched(tmp_path / "a", replace_once)), tree_of(2))
+    assert replaced
 
 
 def test_a_foreign_checkpoint_deleted_while_it_is_read_has_no_values(tmp_path, monkeypatch):
@@ -434,18 +434,17 @@ def test_a_foreign_checkpoint_deleted_while_it_is_read_has_no_values(tmp_path, m
         jaxckpt.restore(tmp_path / "a")
 
 
-def test_a_place_that_is_empty_for_a_moment_is_looked_at_again(saved, monkeypatch):
+def test_a_place_that_is_empty_for_a_moment_is_looked_at_again(saved):
     """While a checkpoint is replaced there may be nothing under either of its names."""
-    entries, misses = LocalStorage.entries, iter(range(2))
+    misses = [1, 2]
 
-    def entries_late(self, path):
-        if next(misses, None) is not None:
+    def miss(verb, path):
+        if verb == "entries" and misses:
+            misses.pop()
             raise FileNotFoundError(path)
-        return entries(self, path)
 
-    monkeypatch.setattr(LocalStorage, "entries", entries_late)
-
-    assert jaxckpt.verify(saved).ok
+    assert jaxckpt.verify(watched(saved, miss)).ok
+    assert not misses
 
 
 def test_too_little_memory_is_not_damage(saved, monkeypatch):

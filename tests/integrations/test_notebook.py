@@ -20,7 +20,7 @@ from jaxckpt.integrations import _palette, _steps
 from jaxckpt.integrations._html import escape
 from jaxckpt.integrations.notebook import checkpoint_html, manager_html
 from jaxckpt.storage import LocalStorage
-from jaxckpt.testing import SlowStorage
+from jaxckpt.testing import WatchedStorage
 from tests.golden.fixture import golden_names
 
 EVIL = "<script>alert('x')</script>"
@@ -361,12 +361,12 @@ def test_a_manager_shows_what_is_under_way(tmp_path):
     """A save that has not ended is a mark of its own, and no row."""
     gate, here = threading.Event(), threading.current_thread()
 
-    def wait(seconds):
+    def wait(verb, path):
         if threading.current_thread() is not here:  # showing lists the run
-            gate.wait(seconds)
+            gate.wait(60)
 
     with trained(tmp_path, KeepPolicy(), {1: {}}) as manager:
-        manager._index.storage = SlowStorage(LocalStorage(), verb_s=60, sleep=wait)
+        manager._index.storage = WatchedStorage(LocalStorage(), wait)
         manager.save(2, {"w": 1})
         html = manager_html(manager)
         gate.set()

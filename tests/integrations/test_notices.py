@@ -103,9 +103,9 @@ def test_what_is_no_metadata_server_is_an_error(metadata):
 
 
 @pytest.mark.parametrize("tiers", [False, True])
-def test_a_manager_saves_when_there_is_a_notice(tmp_path, monkeypatch, caplog, tiers):
+def test_a_manager_saves_when_there_is_a_notice(tmp_path, limits, caplog, tiers):
     """At the next call; an error of the notice is reported once, and a signal changes nothing."""
-    monkeypatch.setattr(preemption, "_POLL_S", 0.01)
+    limits(preemption, _POLL_S=0.01)
     answers = [OSError("away"), OSError("away"), None, 25.0]
     asked = threading.Event()
 
@@ -140,11 +140,9 @@ def test_a_manager_saves_when_there_is_a_notice(tmp_path, monkeypatch, caplog, t
 
 
 @pytest.mark.parametrize(("left_s", "order"), [(60.0, [1, 3, 2]), (0.5, [1, 2, 3])])
-def test_an_older_upload_gives_way_if_the_last_one_fits(
-    tmp_path, monkeypatch, caplog, left_s, order
-):
+def test_an_older_upload_gives_way_if_the_last_one_fits(tmp_path, limits, caplog, left_s, order):
     """Otherwise the older one, which is further, is more likely to arrive."""
-    monkeypatch.setattr(preemption, "_POLL_S", 0.01)
+    limits(preemption, _POLL_S=0.01)
     noticed = threading.Event()
     with (
         caplog.at_level(logging.INFO, "jaxckpt"),
@@ -183,9 +181,9 @@ def test_a_notice_needs_the_policy(tmp_path):
         CheckpointManager(tmp_path / "run", notice=3)
 
 
-def test_a_notice_that_comes_too_late(tmp_path, monkeypatch, caplog):
+def test_a_notice_that_comes_too_late(tmp_path, limits, caplog):
     """By the history of the run neither fits: it is saved locally, and the log says why."""
-    monkeypatch.setattr(preemption, "_POLL_S", 0.01)
+    limits(preemption, _POLL_S=0.01)
     told = threading.Event()
     save = SavePolicy(every_steps=100)
     with (

@@ -6,6 +6,7 @@ import gc
 import logging
 import shutil
 import tempfile
+import threading
 import tracemalloc
 import weakref
 from collections import Counter
@@ -27,16 +28,16 @@ import jaxckpt
 from jaxckpt import CorruptCheckpoint, TreeMismatch, UnsupportedFormat
 from jaxckpt._core import transfer
 from jaxckpt._disk import chunks as _chunks
-from jaxckpt._disk import find as _find
 from jaxckpt._disk import reader as _reader
 from jaxckpt._disk.chunks import LeafRead
-from jaxckpt._restore import restore as _restore
+from jaxckpt.format import names
 from jaxckpt.format.arrays import MAX_UNIT_BYTES, dtype_of
 from jaxckpt.multihost import current
 from jaxckpt.storage import LocalStorage, _arrays
 from jaxckpt.testing import simulate
 from tests import strategies
 from tests.strategies import same
+from tests.twins import watched
 
 LAWS = settings(
     deadline=None,
@@ -386,7 +387,7 @@ def test_tensorstore_is_asked_for_pieces(tmp_path, monkeypatch, dtype, spec):
     assert 0 < peak <= (16 << 20) // 4 + MAX_UNIT_BYTES
 
 
-def test_a_target_does_not_keep_its_arrays_alive(tmp_path, monkeypatch):
+def test_a_target_does_not_keep_its_arrays_alive(tmp_path):
     """When the caller has let go of `like`, its arrays are gone before the first byte is read."""
     tree = {"a": jnp.arange(1000.0), "b": [jnp.ones((10, 10))]}
     jaxckpt.save(tmp_path / "x", tree)
@@ -394,36 +395,34 @@ def test_a_target_does_not_keep_its_arrays_alive(tmp_path, monkeypatch):
     holder = [tree]
     del tree
     seen = []
-    read_leaves = _reader.read_leaves
 
-    def looked_at(*args, **options):
-        gc.collect()
-        seen.append([ref() is not None for ref in alive])
-        return read_leaves(*args, **options)
+    def look(verb, path):
+        if names.is_data_file(path.removeprefix(f"{tmp_path}/x/")):
+            gc.collect()
+            seen.append([ref() is not None for ref in alive])
 
-    monkeypatch.setattr(_restore, "read_leaves", looked_at)
+    jaxckpt.restore(watched(tmp_path / "x", look), holder.pop())
 
-    jaxckpt.restore(tmp_path / "x", holder.pop())
-
-    assert seen == [[False, False]]
+    assert seen
+    assert seen == [[False, False]] * len(seen)
 
 
-def test_a_part_does_not_keep_the_targets_arrays_alive(tmp_path, monkeypatch):
+def test_a_part_does_not_keep_the_targets_arrays_alive(tmp_path):
     """The same for `open(path)[...].restore(like)`."""
     jaxckpt.save(tmp_path / "x", {"a": jnp.arange(1000.0)})
     holder = [jnp.arange(1000.0)]
     alive = weakref.ref(holder[0])
-    read_leaves = _reader.read_leaves
+    seen = []
 
-    def looked_at(*args, **options):
-        assert alive() is None
-        return read_leaves(*args, **options)
+    def look(verb, path):
+        if names.is_data_file(path.removeprefix(f"{tmp_path}/x/")):
+            seen.append(alive())
 
-    monkeypatch.setattr(_restore, "read_leaves", looked_at)
-
-    got = jaxckpt.open(tmp_path / "x")["a"].restore(holder.pop())
+    got = jaxckpt.open(watched(tmp_path / "x", look))["a"].restore(holder.pop())
 
     assert got.shape == (1000,)
+    assert seen
+    assert not any(one is not None for one in seen)
 
 
 # --- what is wanted --------------------------------------------------------------------------
@@ -1016,22 +1015,23 @@ def test_restore_or_takes_what_is_not_restored_from_init(tmp_path, options):
 
 
 @pytest.mark.multihost
-def test_processes_that_find_different_steps_read_the_same(run, monkeypatch):
+def test_processes_that_find_different_steps_read_the_same(tmp_path, run):
     """One step was committed after process 0 had looked, and before process 1 did."""
-    newest_good = _find._newest_good
-    looked = []
+    jaxckpt.save(tmp_path / "later", {"w": np.full(1 << 17, 4, np.float64)})
+    looks, has_looked = [0, 0], threading.Event()
 
-    def earlier_once(storage, path, steps):
-        if current().index == 0 and not looked:
-            looked.append(steps)
-            steps = steps[1:]
-        return newest_good(storage, path, steps)
+    def before(verb, path):
+        me = current().index
+        if verb == "entries" and path == str(run):
+            looks[me] += 1
+            if (me, looks[me]) == (1, 1):
+                assert has_looked.wait(60)
+                (tmp_path / "later").rename(run / "4")
+        elif me == 0 and looks[0]:
+            has_looked.set()
 
-    # The time between two looks is too short to commit a step in it.
-    monkeypatch.setattr(_find, "_newest_good", earlier_once)
-
-    assert simulate(2, lambda _: jaxckpt.restore(run)["w"][0]) == [3, 3]
-    assert len(looked) == 1
+    assert simulate(2, lambda _: jaxckpt.restore(watched(run, before))["w"][0]) == [4, 4]
+    assert looks[0] > 1
 
 
 @pytest.mark.parametrize("spec", [("x", "y"), (), ("x",), (None, ("x", "y"))])

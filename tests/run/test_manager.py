@@ -47,13 +47,13 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.overview import overview
 from jaxckpt._run.owner import Ownership
-from jaxckpt._run.resume import Resume
 from jaxckpt.format import names
 from jaxckpt.format.step import FileFacts, decode_record, digest, encode_record
 from jaxckpt.multihost import Single, current
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import FailingStorage, simulate
 from tests.strategies import same
+from tests.twins import denied, watched
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 READ_ONLY = OSError(errno.EROFS, "Read-only file system")
@@ -994,35 +994,33 @@ def test_a_root_that_cannot_be_written(tmp_path, error):
         assert "mode='r'" in str(caught.value)
 
 
-def test_opening_reads_no_file_of_a_step(tmp_path, monkeypatch):
+def test_opening_reads_no_file_of_a_step(tmp_path):
     """This holds for opening and listing 20 steps with metrics and a policy that ranks by them."""
     keep = KeepPolicy(best=3, last=20, metric="loss")
     with CheckpointManager(tmp_path, keep=keep) as manager:
         for step in range(20):
             manager.save(step, {"n": step}, metrics={"loss": step})
-    storage = FailingStorage(LocalStorage(), 1 << 30, FULL, reads=True)
-    monkeypatch.setattr("jaxckpt._run.root.locate", lambda path: (storage, str(path)))
+    seen = []
 
-    with CheckpointManager(tmp_path, keep=keep) as manager:
+    run = watched(tmp_path, lambda verb, path: seen.append((verb, path)))
+    with CheckpointManager(run, keep=keep) as manager:
         steps = manager.all_steps()
 
-    read = [event.removeprefix("read ") for event in storage.events if event.startswith("read ")]
     assert steps == [*range(20)]
-    assert {os.path.dirname(path) for path in read} <= {str(tmp_path)}
+    read = {os.path.dirname(path) for verb, path in seen if verb in ("read", "read_into")}
+    assert read == {str(tmp_path)}
 
 
-def test_opening_lists_the_root_and_no_step(tmp_path, monkeypatch):
+def test_opening_lists_the_root_and_no_step(tmp_path):
     """Beyond the newest: a root of many steps opens as fast as one of few."""
     with CheckpointManager(tmp_path) as manager:
         for step in range(20):
             manager.save(step, {"n": step})
-    storage = FailingStorage(LocalStorage(), 1 << 30, FULL, reads=True)
-    monkeypatch.setattr("jaxckpt._run.root.locate", lambda path: (storage, str(path)))
+    seen = []
 
-    CheckpointManager(tmp_path).close()
+    CheckpointManager(watched(tmp_path, lambda *call: seen.append(call))).close()
 
-    events = [event.split(" ", 1) for event in storage.events]
-    looked_at = {path for verb, path in events if verb == "entries"}
+    looked_at = {path for verb, path in seen if verb == "entries"}
     assert {str(tmp_path)} <= looked_at <= {str(tmp_path), str(tmp_path / "19")}
 
 
@@ -1989,28 +1987,14 @@ def test_a_run_is_not_opened_if_its_steps_cannot_be_moved(tmp_path):
     assert restore(tmp_path / "bin" / "1") == {"n": 1}
 
 
-def without(directory, verb):
-    """A verb of a storage with no permission for a directory; root would have it."""
-
-    def denied(self, path, *args, **options):
-        if Path(path).is_relative_to(directory):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-        return verb(self, path, *args, **options)
-
-    return denied
-
-
-def test_a_step_without_permission_stops_only_its_own_restore(tmp_path, monkeypatch):
+def test_a_step_without_permission_stops_only_its_own_restore(tmp_path):
     """It is reported, neither counted nor deleted, and no other is restored in its place."""
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2, 3):
             manager.save(step, {"n": step})
-    for verb in ("entries", "read"):
-        monkeypatch.setattr(
-            LocalStorage, verb, without(tmp_path / "3", getattr(LocalStorage, verb))
-        )
+    run = denied(tmp_path, tmp_path / "3", "entries", "read")
 
-    with CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as manager:
+    with CheckpointManager(run, keep=KeepPolicy(last=1)) as manager:
         assert (manager.all_steps(), manager.latest_step()) == ([1, 2], 2)
         assert manager.problems == [
             f"{tmp_path}/3 cannot be listed (Permission denied); it is left alone"
@@ -2028,7 +2012,7 @@ def test_a_step_without_permission_stops_only_its_own_restore(tmp_path, monkeypa
         manager.wait_until_finished()
         assert manager.all_steps() == [4]
 
-    [listed] = [step for step in overview(tmp_path).steps if step.problem is not None]
+    [listed] = [step for step in overview(run).steps if step.problem is not None]
     assert (listed.step, listed.unreadable) == (3, True)
     assert {"commit_success.txt", "state"} <= {*os.listdir(tmp_path / "3")}
 
@@ -2500,28 +2484,30 @@ def test_what_a_reader_is_at_is_not_deleted(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["restore", "restore_items", "restore_or"])
-def test_a_step_that_is_deleted_once_it_was_found(tmp_path, monkeypatch, call):
+def test_a_step_that_is_deleted_once_it_was_found(tmp_path, call):
     """The newest one is that which was saved meanwhile; any other is an error with the steps."""
+    due = []
+
+    def save_another(verb, path):
+        """Between the look for a step and the lease of it."""
+        if due and verb == "write" and names.is_lease(os.path.basename(path)):
+            due.pop()
+            writer.save(writer.latest_step() + 1, {"w": np.arange(4)}).result()
+            writer.wait_until_finished()
+
     with (
         CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as writer,
-        CheckpointManager(tmp_path, mode="r") as reader,
+        CheckpointManager(watched(tmp_path, save_another), mode="r") as reader,
     ):
         writer.save(1, {"w": np.arange(3)}).result()
-        listed = Resume.candidates
-
-        def candidates(resume, step):
-            found = listed(resume, step)
-            if writer.latest_step() < (2 if call == "restore_or" else 3):
-                writer.save(writer.latest_step() + 1, {"w": np.arange(4)}).result()
-                writer.wait_until_finished()
-            return found
-
-        monkeypatch.setattr(Resume, "candidates", candidates)
         if call != "restore_or":
+            due.append(2)
             with pytest.raises(CheckpointNotFound, match="2"):
                 getattr(reader, call)(step=1)
+        due.append(3)
         assert getattr(reader, call)(*[lambda: {"w": np.arange(4)}] * (call == "restore_or"))
-        assert reader.restored_step == writer.latest_step() > 1
+        assert reader.restored_step == writer.latest_step() == (2 if call == "restore_or" else 3)
+        assert not due
 
 
 def test_a_lease_that_has_expired_holds_nothing(tmp_path):

@@ -29,7 +29,7 @@ from jaxckpt._disk.data_files import DataFiles
 from jaxckpt._run.tiers import Tiers
 from jaxckpt._save import job
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed
-from jaxckpt.storage import LocalStorage, locate
+from jaxckpt.storage import LocalStorage, PathIn, locate
 from jaxckpt.testing import CrashingStorage, SimulatedCrash, simulate
 from tests.strategies import same
 
@@ -148,9 +148,9 @@ def test_no_save_waits_for_a_compiler(ram_path, staged, monkeypatch):
 
 
 @pytest.mark.usefixtures("accelerators")
-def test_there_are_not_too_many_programs(ram_path, monkeypatch):
+def test_there_are_not_too_many_programs(ram_path, limits):
     """The largest arrays have them; the others are written each time."""
-    monkeypatch.setattr(fingerprint, "_MOST_PROGRAMS", 2)
+    limits(fingerprint, _MOST_PROGRAMS=2)
     kept = {f"w{n}": jnp.arange(float(n)) for n in (1000, 2000, 3000, 4000)}
     with CheckpointManager(ram_path) as manager:
         for step in range(4):
@@ -662,26 +662,26 @@ def test_disks_of_several_hosts(ram_path, mesh, where):
         assert same(jaxckpt.restore(ram_path / "run" / str(step)), state(step))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("keep", [1, 2])
-def test_after_a_crash_at_any_change_every_step_restores(ram_path, monkeypatch, caplog, keep):
+def test_after_a_crash_at_any_change_every_step_restores(ram_path, caplog, keep):
     """Of saves with references and of deletions: each listed step has its values."""
     caplog.set_level(logging.CRITICAL)
-    monkeypatch.setattr("threading.excepthook", lambda args: None)
-    kept, real, crashes = {"w": jnp.arange(5000.0)}, locate, 0
+    kept, crashes = {"w": jnp.arange(5000.0)}, 0
     for after in count():
         root, told = ram_path / str(after), -1
         crashing = CrashingStorage(LocalStorage(), after, torn=bool(after % 2))
-        with monkeypatch.context() as patch:
-            patch.setattr("jaxckpt._run.root.locate", lambda p, s=crashing: (s, real(p)[1]))
-            try:
-                with CheckpointManager(root, keep=KeepPolicy(last=keep)) as manager:
-                    for step in range(4):
-                        manager.save(step, {"kept": kept, "step": step}).result()
-                        told = step
-                        manager.wait_until_finished()
-                crashed = False
-            except (SimulatedCrash, SaveFailed, OSError):
-                crashed = True
+        try:
+            with CheckpointManager(
+                PathIn(crashing, str(root)), keep=KeepPolicy(last=keep)
+            ) as manager:
+                for step in range(4):
+                    manager.save(step, {"kept": kept, "step": step}).result()
+                    told = step
+                    manager.wait_until_finished()
+            crashed = False
+        except (SimulatedCrash, SaveFailed, OSError):
+            crashed = True
         crashes += crashed
 
         with CheckpointManager(root, keep=KeepPolicy(last=keep)) as manager:
@@ -760,9 +760,9 @@ def test_every_bit_counts(dtype):
     ("dtype", "most"),
     [("int4", 1023), ("uint8", 1023), ("bfloat16", 1023), ("float32", 1023), ("complex64", 511)],
 )
-def test_positions_do_not_repeat(monkeypatch, dtype, most):
+def test_positions_do_not_repeat(limits, dtype, most):
     """An array with more words than positions has no fingerprint, however few bytes it has."""
-    monkeypatch.setattr(fingerprint, "_MOST_WORDS", 1023)
+    limits(fingerprint, _MOST_WORDS=1023)
 
     assert of_device(jnp.zeros(most, dtype)) is not None
     assert of_device(jnp.zeros(most + 1, dtype)) is None

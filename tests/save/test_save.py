@@ -472,9 +472,9 @@ def test_a_tree_that_contains_itself_is_refused(tmp_path):
     assert set(os.listdir(tmp_path)) == {"a", "run"}
 
 
-def test_a_shard_of_several_chunks(tmp_path, mesh, monkeypatch):
+def test_a_shard_of_several_chunks(tmp_path, mesh, limits):
     """What a store takes in one request is less than a shard may have."""
-    monkeypatch.setattr("jaxckpt._core.plan.MAX_CHUNK_BYTES", 1 << 19)
+    limits("jaxckpt._core.plan", MAX_CHUNK_BYTES=1 << 19)
     values = np.random.default_rng(0).integers(0, 9, (1024, 1536), np.int32)
     split = NamedSharding(mesh, P("x"))
     tree = {"split": jax.device_put(values, split), "host": values}

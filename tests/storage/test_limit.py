@@ -14,7 +14,7 @@ import pytest
 import jaxckpt
 from jaxckpt import storage
 from jaxckpt.errors import SaveFailed, StoreError
-from jaxckpt.storage import LocalStorage, _limit, _mounts, _settings
+from jaxckpt.storage import LocalStorage, _limit, _settings
 from jaxckpt.storage._arrays import _wait
 from jaxckpt.storage._limit import Call, LimitedStorage
 from jaxckpt.storage._mounts import Mount
@@ -222,7 +222,7 @@ def test_a_long_call_tells_where_it_is(tmp_path, monkeypatch, verb):
 
 
 @pytest.mark.parametrize("may_hang", [True, False])
-def test_a_long_file_is_made_durable_in_parts(tmp_path, monkeypatch, may_hang):
+def test_a_long_file_is_made_durable_in_parts(tmp_path, monkeypatch, limits, may_hang):
     """Where a call has a limit; one long `fsync` at the end would be taken for a hang."""
     synced, fsync = [], os.fsync
 
@@ -231,7 +231,7 @@ def test_a_long_file_is_made_durable_in_parts(tmp_path, monkeypatch, may_hang):
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", counted)
-    monkeypatch.setattr("jaxckpt.storage._local._SYNCED_BYTES", 2_000)
+    limits("jaxckpt.storage._local", _SYNCED_BYTES=2_000)
     local = LocalStorage()
     files = LimitedStorage(local, NFS) if may_hang else local
     files.write(f"{tmp_path}/f", iter([b"1" * 1000] * 7))
@@ -285,22 +285,12 @@ def test_a_forked_child_makes_calls_too():
     ("kind", "may_hang"),
     [("nfs4", True), ("lustre", True), ("fuse.s3fs", True), ("fuse", True), ("ext4", False)],
 )
-def test_only_a_file_system_with_a_server_may_hang(monkeypatch, tmp_path, kind, may_hang):
+def test_only_a_file_system_with_a_server_may_hang(tmp_path, mounted, kind, may_hang):
     """The others make their calls in the caller's thread."""
-    device = os.stat(tmp_path).st_dev
-    table = tmp_path / "mountinfo"
-    number = f"{os.major(device)}:{os.minor(device)}"
-    table.write_text(f"36 20 {number} / /mnt rw - {kind} x rw\n")
-    monkeypatch.setattr(_mounts, "_TABLE", str(table))
-    storage._storage_on.cache_clear()
-    _limit.ask.cache_clear()
+    mounted(f"{kind} x rw")
 
-    try:
-        found = storage.locate(tmp_path)[0]
-        asks = _limit.ask() is _limit._ask
-    finally:
-        storage._storage_on.cache_clear()
-        _limit.ask.cache_clear()
+    found = storage.locate(tmp_path)[0]
+    asks = _limit.ask() is _limit._ask
 
     assert isinstance(found, LimitedStorage if may_hang else LocalStorage)
     assert asks == may_hang

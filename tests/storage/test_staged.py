@@ -14,11 +14,12 @@ import jaxckpt
 from jaxckpt.errors import SaveFailed
 from jaxckpt.format import arrays
 from jaxckpt.format.ocdbt import Place
-from jaxckpt.storage import MemoryStorage, _staged, locate
+from jaxckpt.storage import _staged, locate
 from jaxckpt.storage._arrays import Keys
 from jaxckpt.testing import simulate
 from tests.golden import compare
 from tests.golden.fixture import golden_names
+from tests.twins import watched
 
 TREES = [name for name in golden_names() if "item-kinds" not in name]
 RNG = np.random.default_rng(0)
@@ -63,9 +64,9 @@ def nothing_stays_in_memory():
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_a_checkpoint_is_saved_and_restored(root, mesh, make_mesh, monkeypatch, compression):
+def test_a_checkpoint_is_saved_and_restored(root, mesh, make_mesh, limits, compression):
     """With inner chunks; nothing of it stays in memory."""
-    monkeypatch.setattr(arrays, "MAX_UNIT_BYTES", 1 << 20)
+    limits(arrays, MAX_UNIT_BYTES=1 << 20)
     tree = tree_of(mesh)
 
     jaxckpt.save(f"{root}/a", tree, compression=compression)
@@ -153,16 +154,15 @@ def test_several_processes_save_together(root, mesh):
     assert left_in_memory() == []
 
 
-def test_a_failed_upload_fails_the_save(root, monkeypatch):
+def test_a_failed_upload_fails_the_save(root):
     """The checkpoint is not there, and no array is kept in memory."""
 
-    def fail(*_):
-        raise OSError(5, "no answer")
-
-    monkeypatch.setattr(MemoryStorage, "write", fail)
+    def fail(verb, path):
+        if verb == "write":
+            raise OSError(5, "no answer")
 
     with pytest.raises(SaveFailed, match="no answer"):
-        jaxckpt.save(f"{root}/a", {"w": np.zeros(5 << 20, np.float32)})
+        jaxckpt.save(watched(f"{root}/a", fail), {"w": np.zeros(5 << 20, np.float32)})
 
     with pytest.raises(FileNotFoundError):
         jaxckpt.restore(f"{root}/a")

@@ -16,15 +16,17 @@ import threading
 import uuid
 from pathlib import Path, PurePosixPath
 
+import numpy as np
 import pytest
 
+import jaxckpt
 from jaxckpt.errors import CorruptCheckpoint, UnsupportedFormat
 from jaxckpt.storage import (
     Entry,
     LocalStorage,
     MemoryStorage,
+    PathIn,
     _mounts,
-    _storage_on,
     is_temporary_file,
     kvstore,
     locate,
@@ -36,7 +38,7 @@ from jaxckpt.testing import (
     CrashingStorage,
     FailingStorage,
     SimulatedCrash,
-    SlowStorage,
+    WatchedStorage,
 )
 from tests.storage_contract import StorageContract
 
@@ -94,7 +96,8 @@ class TestTwinsThatDoNothing(StorageContract):
     @pytest.fixture
     def storage(self):
         crashing = CrashingStorage(LocalStorage())
-        return SlowStorage(FailingStorage(crashing, 10**9, OSError(errno.EIO, "")))
+        failing = FailingStorage(crashing, 10**9, OSError(errno.EIO, ""))
+        return WatchedStorage(failing, lambda verb, path: None)
 
     @pytest.fixture
     def root(self, tmp_path):
@@ -226,24 +229,6 @@ def test_a_local_path_imports_no_tensorstore():
 # Mounted buckets
 
 
-@pytest.fixture
-def mounted(tmp_path, monkeypatch):
-    """Makes the file system of `tmp_path` appear in the table of mounts with another type."""
-    device = os.stat(tmp_path).st_dev
-
-    def mount(what):
-        table = tmp_path / "mountinfo"
-        number = f"{os.major(device)}:{os.minor(device)}"
-        table.write_text(
-            f"20 1 0:0 / / rw - ext4 /dev/a rw\n36 20 {number} / /mnt/a\\040b rw - {what}\n"
-        )
-        monkeypatch.setattr(_mounts, "_TABLE", str(table))
-        _storage_on.cache_clear()
-
-    yield mount
-    _storage_on.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("what", "is_bucket"),
     [("fuse.s3fs s3fs rw", True), ("fuse bucket rw", True), ("fuse.sshfs host: rw", False)],
@@ -261,11 +246,12 @@ def test_a_mounted_bucket_is_a_store(tmp_path, mounted, caplog, what, is_bucket)
     assert not is_bucket or "/mnt/a b is a mounted bucket (fuse" in caplog.text
 
 
-def test_without_a_table_of_mounts_nothing_is_a_bucket(tmp_path, monkeypatch):
+def test_without_a_table_of_mounts_nothing_is_a_bucket(tmp_path, mounted):
     """As on systems other than Linux."""
-    monkeypatch.setattr(_mounts, "_TABLE", str(tmp_path / "missing"))
+    mounted(None)
 
     assert _mounts.mounts() == {}
+    assert isinstance(locate(tmp_path)[0], LocalStorage)
 
 
 # What lies in the way
@@ -1065,15 +1051,24 @@ def test_a_failing_storage_fails_reads(tmp_path):
     assert [*storage.entries(str(tmp_path))] == []
 
 
-def test_a_slow_storage_waits_by_verb_and_byte(tmp_path):
-    """Each call waits before it acts, a write also by its bytes."""
-    waits: list[float] = []
-    storage = SlowStorage(LocalStorage(), verb_s=1.0, byte_s=0.5, sleep=waits.append)
+def test_a_watched_storage_reports_each_call_before_it_acts(tmp_path):
+    """What the report raises is raised in place of the call."""
+    seen = []
+
+    def before(verb, path):
+        seen.append((verb, os.path.exists(path)))
+        if len(seen) == 3:
+            raise OSError(errno.EIO, "bad")
+
+    storage = WatchedStorage(LocalStorage(), before)
 
     storage.write(f"{tmp_path}/f", b"1234")
-    storage.read(f"{tmp_path}/f", max_bytes=LIMIT)
+    assert storage.read(f"{tmp_path}/f", max_bytes=LIMIT) == b"1234"
+    with pytest.raises(OSError, match="bad"):
+        storage.delete(f"{tmp_path}/f")
 
-    assert waits == [3.0, 1.0]
+    assert seen == [("write", False), ("read", True), ("delete", True)]
+    assert os.path.exists(f"{tmp_path}/f")
 
 
 def test_memory_has_no_rename_and_says_so():
@@ -1082,3 +1077,25 @@ def test_memory_has_no_rename_and_says_so():
         MemoryStorage().rename("/a", "/b")
 
     assert (caught.value.filename, caught.value.filename2) == ("/a", "/b")
+
+
+def test_a_path_in_a_storage_of_ones_own(tmp_path):
+    """Each call takes one, and no file is reached around the storage."""
+    seen = []
+    at = PathIn(WatchedStorage(MemoryStorage(), lambda *call: seen.append(call)), "memory://own/a")
+
+    jaxckpt.save(at, {"w": np.arange(9.0)})
+    assert jaxckpt.verify(at).ok
+    assert jaxckpt.open(at)["w"].restore().shape == (9,)
+    assert np.array_equal(jaxckpt.restore(at)["w"], np.arange(9.0))
+    run = PathIn(at.storage, "memory://own/run")
+    with jaxckpt.CheckpointManager(run) as manager:
+        manager.save(1, {"step": 1})
+        manager.wait_until_finished()
+        assert manager.restore() == {"step": 1}
+
+    assert {"create", "write", "read", "entries"} <= {verb for verb, _ in seen}
+    assert ("read", "memory://own/a/state/manifest.ocdbt") in seen
+    assert jaxckpt.restore("memory://own/run") == {"step": 1}
+    with pytest.raises(FileNotFoundError):
+        jaxckpt.restore(tmp_path / "own")

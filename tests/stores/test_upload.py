@@ -21,9 +21,9 @@ from tests.stores.killing import end_leases
 SIZE = 1 << 20
 
 
-def test_a_killed_upload_goes_on(place, tmp_path, monkeypatch):
+def test_a_killed_upload_goes_on(place, tmp_path, limits):
     """At most 55 % is sent again, once the lease of the dead process has ended."""
-    monkeypatch.setattr(ocdbt, "DATA_FILE_BYTES", 4 * SIZE)  # else a test needs some GB
+    limits(ocdbt, DATA_FILE_BYTES=4 * SIZE)  # else a test needs some GB
     url = place[0]
     root = tmp_path / "local"
     with jaxckpt.CheckpointManager(root) as manager:
@@ -49,9 +49,9 @@ def test_a_killed_upload_goes_on(place, tmp_path, monkeypatch):
         assert np.array_equal(jaxckpt.restore(f"{url}/{step}")["w3"], np.full(SIZE, step))
 
 
-def test_an_upload_that_gives_way_goes_on(place, tmp_path, monkeypatch):
+def test_an_upload_that_gives_way_goes_on(place, tmp_path, limits):
     """What was sent stays; the store reports no error, and nothing is tried again meanwhile."""
-    monkeypatch.setattr(ocdbt, "DATA_FILE_BYTES", 4 * SIZE)
+    limits(ocdbt, DATA_FILE_BYTES=4 * SIZE)
     url, root = place[0], tmp_path / "local"
     with jaxckpt.CheckpointManager(root) as manager:
         manager.save(1, {f"w{i}": np.full(SIZE, i, np.float32) for i in range(12)})
