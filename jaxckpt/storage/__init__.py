@@ -2,6 +2,22 @@
 
 `locate` turns a path or URL into a storage and a path in it; all other modules take both.
 TensorStore is imported only with `jaxckpt.storage._arrays`.
+
+    _protocol     what a place for checkpoints can do, and a path in it
+    _local        files, in the order write, fsync, rename, fsync
+    _limit        calls to file systems that may hang
+    _mounts       which file system a path is on
+    _memory       a store that behaves like an object store
+    _object       `az://`, `gs://` and `s3://`
+    _requests     deadlines, tries and second requests
+    _leases       the leases that are locks there
+    _settings     how to reach a bucket, for both clients
+    _credentials  where its credentials come from
+    _ahead        a checkpoint read in few round trips
+    _large        large files in pieces, and what killed exports left of them
+    _values       where the values of a database lie
+    _arrays       the only module that imports TensorStore
+    _staged       what TensorStore reads where it has no driver, through memory
 """
 
 from __future__ import annotations

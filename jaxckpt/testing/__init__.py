@@ -1,4 +1,8 @@
-"""Twins of the world for tests: processes and storage that fail on request."""
+"""Twins of the world for tests: processes and storage that fail on request.
+
+_storage      storages that crash, fail or report each call
+_processes    several processes in one
+"""
 
 from __future__ import annotations
 
