@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from jaxckpt.cli._folder_checks import FolderPlace
 from jaxckpt.storage import LocalStorage
 from jaxckpt.storage._mounts import find_mounts, mounts
 from tests.commandline import TIMEOUT_S, cli, said_json
+from tests.waiting import wait_until
 
 CHECKS = [
     *("file system", "free space", "write", "fsync", "create again", "exchange", "locks"),
@@ -91,8 +91,7 @@ def test_ctrl_c_leaves_nothing(tmp_path):
     (root := tmp_path / "root").mkdir()
     command = [sys.executable, "-c", program, str(root), str(tmp_path / "interrupted")]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as program:
-        while not os.listdir(root) and program.poll() is None:
-            time.sleep(0.001)  # a directory cannot be waited on
+        wait_until(lambda: os.listdir(root) or program.poll() is not None)
         program.send_signal(signal.SIGINT)
         (tmp_path / "interrupted").touch()
         _, err = program.communicate(timeout=TIMEOUT_S)

@@ -15,6 +15,7 @@ import jaxckpt
 from jaxckpt import CheckpointManager, SavePolicy
 from jaxckpt._run import preemption
 from jaxckpt.integrations import notices
+from tests.waiting import wait_until
 
 
 class Metadata(http.server.BaseHTTPRequestHandler):
@@ -126,8 +127,7 @@ def test_a_manager_saves_when_there_is_a_notice(tmp_path, limits, caplog, tiers)
         manager.save(0, {"w": 0}, force=True)
         manager.wait_until_finished()
         asked.wait(60)
-        while manager._saver.preemption.left_s is None:
-            threading.Event().wait(0.001)
+        wait_until(lambda: manager._saver.preemption.left_s is not None)
         assert manager.save(7, {"w": 7}) is not None
         assert manager.reached_preemption(7)
     said = [record.getMessage() for record in caplog.records]
@@ -157,8 +157,7 @@ def test_an_older_upload_gives_way_if_the_last_one_fits(tmp_path, limits, caplog
         manager.save(1, {"w": np.zeros(100_000, np.float32)}).durable()
         manager.save(2, {"w": np.ones(100_000, np.float32)}).result()
         noticed.set()
-        while manager._saver.preemption.left_s is None:
-            threading.Event().wait(0.001)
+        wait_until(lambda: manager._saver.preemption.left_s is not None)
         manager.save(3, {"w": np.full(100_000, 3, np.float32)})
         manager.wait_until_finished()
         assert manager.tiers["waiting"] == []
@@ -198,8 +197,7 @@ def test_a_notice_that_comes_too_late(tmp_path, limits, caplog):
         manager.save(0, {"w": 0}, force=True)
         manager.wait_until_finished()
         told.set()
-        while manager._saver.preemption.left_s is None:
-            threading.Event().wait(0.001)
+        wait_until(lambda: manager._saver.preemption.left_s is not None)
         manager.save(7, {"w": 7}).result()
         assert manager.tiers["local"] == [0, 7]
     said = [record.getMessage() for record in caplog.records]

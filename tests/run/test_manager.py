@@ -54,6 +54,7 @@ from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import FailingStorage, simulate
 from tests.strategies import same
 from tests.twins import denied, watched
+from tests.waiting import wait_until
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 READ_ONLY = OSError(errno.EROFS, "Read-only file system")
@@ -279,10 +280,8 @@ def test_a_failure_is_raised_in_every_thread_that_waits(tmp_path):
         manager._index.storage = gate
         manager.save(1, {"n": 1})
         waits = [pool.submit(manager.wait_until_finished) for _ in range(6)]
-        while (
-            len(manager._saver.worker.changed._waiters) < 6
-        ):  # only this shows that a thread waits
-            time.sleep(0.01)
+        waiters = manager._saver.worker.changed._waiters  # only this shows that a thread waits
+        wait_until(lambda: len(waiters) >= 6)
         gate.open.set()
 
         for wait in waits:
@@ -1065,8 +1064,7 @@ def test_every_thread_that_closes_waits_for_the_end(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         assert entered.wait(30)
         first = pool.submit(manager.close)
-        while not manager._opening.ended:
-            time.sleep(0.01)
+        wait_until(lambda: manager._opening.ended)
         second = pool.submit(lambda: (manager.close(), closed_in.append("second")))
         assert not wait_for_threads([second], timeout=0.2).done
         go_on.set()

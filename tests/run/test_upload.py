@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from jaxckpt.storage import locate
 from jaxckpt.testing import CrashingStorage, SimulatedCrash
 from tests.commandline import cli, said_json
 from tests.twins import watched
+from tests.waiting import wait_until
 
 SIZE = 1 << 20
 
@@ -160,9 +160,8 @@ def test_a_killed_upload_sends_the_rest(tmp_path, limits):
     command = [sys.executable, "-m", "jaxckpt", "upload", root, target, "--max-rate", "12MB"]
 
     with subprocess.Popen([*map(str, command)]) as child:
-        while _bytes_in(target) < total / 2:
-            assert child.poll() is None
-            time.sleep(0.01)
+        wait_until(lambda: child.poll() is not None or _bytes_in(target) >= total / 2)
+        assert child.poll() is None
         child.kill()
     assert index_of(target).steps() == []
     code, (done,) = said_json("upload", root, target)

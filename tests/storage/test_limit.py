@@ -19,6 +19,7 @@ from jaxckpt.storage._arrays import _wait
 from jaxckpt.storage._limit import Call, LimitedStorage
 from jaxckpt.storage._mounts import Mount
 from jaxckpt.testing._storage import _Relay
+from tests.waiting import wait_until
 
 TREE = {"w": np.arange(1 << 16, dtype=np.float32), "step": 3}
 NFS = Mount("nfs4", "/mnt/nfs")
@@ -71,7 +72,7 @@ def mount(monkeypatch, set_limit):
     yield mount
     for hanging, limited in made:
         hanging.answer()
-        _wait_for(lambda limited=limited: not limited._hanging)
+        wait_until(lambda limited=limited: not limited._hanging)
 
 
 def save_in_a_run(root):
@@ -160,19 +161,12 @@ def test_a_mount_that_hangs_is_asked_again_when_it_answers(tmp_path, mount, set_
 
     set_limit(PATIENCE_S)
     hanging.answer()
-    _wait_for(lambda: not limited._hanging)
+    wait_until(lambda: not limited._hanging)
     assert limited.kind(str(tmp_path)) == "dir"
 
 
 def _count_threads():
     return sum(thread.name == "jaxckpt-files" for thread in threading.enumerate())
-
-
-def _wait_for(is_over):
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not is_over():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)  # the thread that was left behind tells nobody
 
 
 @pytest.mark.parametrize("new", [False, True])
@@ -184,7 +178,7 @@ def test_a_lock_that_is_taken_too_late_is_released(tmp_path, mount, new):
         limited.hold(path, b"x", new=new)
 
     hanging.answer()
-    _wait_for(lambda: not limited._hanging)
+    wait_until(lambda: not limited._hanging)
 
     held = LocalStorage().hold(path)
     assert held is not None

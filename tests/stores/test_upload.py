@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from jaxckpt.format import names, ocdbt
 from jaxckpt.storage import locate
 from tests.commandline import said_json
 from tests.stores.killing import end_leases
+from tests.waiting import wait_until
 
 SIZE = 1 << 20
 
@@ -34,9 +34,8 @@ def test_a_killed_upload_goes_on(place, tmp_path, limits):
     storage, path = locate(url)
 
     with subprocess.Popen([*map(str, command)]) as child:
-        while _bytes_in(storage, path) < total / 2:
-            assert child.poll() is None
-            time.sleep(0.02)  # the store cannot be waited on
+        wait_until(lambda: child.poll() is not None or _bytes_in(storage, path) >= total / 2)
+        assert child.poll() is None
         child.kill()
     end_leases(url)
     code, done = said_json("upload", root, url)
