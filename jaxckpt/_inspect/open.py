@@ -80,7 +80,7 @@ class Checkpoint:
         A name that contains a `/` may be written as it is shown, or escaped as in `leaves`.
 
         Raises:
-            KeyError: the tree has no such path.
+            KeyError: the tree lacks the path.
         """
         if self._tree is None:
             raise KeyError(f"item {self.item!r} of {self.path} is JSON, not a tree")
@@ -175,7 +175,7 @@ def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint
         item: Name of the item, if the checkpoint has several trees.
 
     Raises:
-        CheckpointNotFound: there is no committed checkpoint at `path`.
+        CheckpointNotFound: `path` lacks a committed checkpoint.
         CorruptCheckpoint: its metadata is damaged; the error names the file.
 
     Example:
