@@ -8,7 +8,6 @@ import json
 import math
 import os
 import random
-import tempfile
 import threading
 import time
 import uuid
@@ -901,21 +900,20 @@ parts = st.sampled_from(
 
 @settings(LAWS, max_examples=150)
 @given(st.sets(st.lists(parts, min_size=1, max_size=4).map("".join), max_size=6))
-def test_what_others_wrote_is_never_removed(entries):
+def test_what_others_wrote_is_never_removed(tmp_path_factory, entries):
     """Neither by opening a run nor by deleting steps, however it is called."""
-    with tempfile.TemporaryDirectory(prefix="jaxckpt-") as root:
-        disk = World(LocalStorage(), f"{root}/run")
-        for entry in entries:
-            disk.write(f"{entry}/f")
-        ours = {entry for entry in entries if names.ours_temporary(entry) is not None}
-        disk.add("1", "2")
+    disk = World(LocalStorage(), str(tmp_path_factory.mktemp("others") / "run"))
+    for entry in entries:
+        disk.write(f"{entry}/f")
+    ours = {entry for entry in entries if names.ours_temporary(entry) is not None}
+    disk.add("1", "2")
 
-        found = disk.run(naming=StepNames())
-        found.owner.open()
-        found.deletion.delete([1, 5])
-        found.owner.close()
+    found = disk.run(naming=StepNames())
+    found.owner.open()
+    found.deletion.delete([1, 5])
+    found.owner.close()
 
-        assert disk.entries() == (entries - ours) | {"2"}
+    assert disk.entries() == (entries - ours) | {"2"}
 
 
 # --- what goes -----------------------------------------------------------------------------------
