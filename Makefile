@@ -41,7 +41,7 @@ help:
 
 # In memory nothing waits for the disk; the tests leave a folder there only for those that failed.
 test: $(VENV)/.installed-test
-	PYTEST_DEBUG_TEMPROOT=$(TEST_DIR) $(python) -m pytest -n auto --maxprocesses 2 --dist worksteal $(PYTEST_ARGS)
+	TMPDIR=$(TEST_DIR) PYTEST_DEBUG_TEMPROOT=$(TEST_DIR) $(python) -m pytest -n auto --maxprocesses 2 --dist worksteal $(PYTEST_ARGS)
 
 # These tests wait half of the time, for locks and leases.
 stores: $(VENV)/.installed-test

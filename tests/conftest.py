@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import tempfile
@@ -57,6 +58,22 @@ def ram_path(tmp_path):
 
 
 @pytest.fixture
+def limits(monkeypatch):
+    """Sets limits that a test reaches only with gigabytes, minutes or thousands of files.
+
+    `limits(module, MAX_BYTES=10)`; the module, or its name.
+    """
+
+    def limits(module, **values):
+        module = importlib.import_module(module) if isinstance(module, str) else module
+        for name, value in values.items():
+            assert isinstance(getattr(module, name), int | float)
+            monkeypatch.setattr(module, name, value)
+
+    return limits
+
+
+@pytest.fixture
 def accelerators(monkeypatch):
     """A twin of accelerators: arrays on CPU devices do not count as on the host.
 
@@ -66,11 +83,15 @@ def accelerators(monkeypatch):
     from jaxckpt._save import tree_plan
 
     monkeypatch.setattr(transfer, "on_host", lambda shards: False)
-    monkeypatch.setattr(tree_plan, "_kept", ())  # plans of arrays that were on the host
-    monkeypatch.setattr(fingerprint, "_programs", {})
-    monkeypatch.setattr(fingerprint, "_wanted", {})
+
+    def forget():
+        tree_plan._kept = ()  # plans of arrays that were on the host, or were not
+        fingerprint._programs.clear()
+        fingerprint._wanted.clear()
+
+    forget()
     yield
-    tree_plan._kept = ()
+    forget()
 
 
 @pytest.fixture

@@ -41,9 +41,9 @@ def metadata_of(item, leaf):
 
 
 @pytest.fixture
-def inner_chunks(monkeypatch):
+def inner_chunks(limits):
     """Chunks larger than 1 MiB have inner chunks."""
-    monkeypatch.setattr(arrays, "MAX_UNIT_BYTES", UNIT_BYTES)
+    limits(arrays, MAX_UNIT_BYTES=UNIT_BYTES)
 
 
 @pytest.fixture
@@ -238,9 +238,9 @@ def test_a_run_compresses_every_step(ram_path):
     assert levels[1]["configuration"]["level"] == 3
 
 
-def test_files_of_many_arrays(ram_path, monkeypatch):
+def test_files_of_many_arrays(ram_path, limits):
     """Of chunks whose places are known only when they are compressed, in several files."""
-    monkeypatch.setattr("jaxckpt.format.ocdbt.DATA_FILE_BYTES", 10 << 20)
+    limits("jaxckpt.format.ocdbt", DATA_FILE_BYTES=10 << 20)
     tree = {str(i): np.roll(SMOOTH, i) for i in range(8)} | {"b": np.arange(9), "s": SQUARE}
     jaxckpt.save(ram_path / "a", tree, compression="zstd")
     jaxckpt.save(ram_path / "b", tree)

@@ -14,7 +14,7 @@ import jaxckpt
 from jaxckpt._core import pinned, transfer
 from jaxckpt._save.tree_plan import plan_tree
 from jaxckpt.multihost import current
-from tests.test_pinned import DTYPES, train
+from tests.core.test_pinned import DTYPES, train
 
 pytestmark = pytest.mark.gpu
 

@@ -1,1 +1,19 @@
-"""One checkpoint on disk: found, read, written, committed."""
+"""One checkpoint on disk: found, read, written, committed.
+
+transaction  begin, commit or abort; its docstring is the commit, line by line
+commit       the two ways to commit and to delete, and recovery after a crash
+writer       one process's share of the arrays
+data_files   its files, written in one pass; TensorStore compresses
+checksums    the checksums of all chunks, in one file
+places       the tables of what each process wrote, united into the one database
+read_back    files that steps share, read back and mended
+find         what a path means, and the opening of its items
+found        a checkpoint that was found: its listings, its record, its items
+native       trees that jaxckpt wrote
+foreign      all others
+reader       leaves within a budget, or as a stream
+chunks       our chunks, read straight into the memory where they stay
+regions      everything else, by TensorStore
+tensors      safetensors files
+damage       which leaf and file an error is about
+"""

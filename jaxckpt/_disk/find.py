@@ -490,7 +490,7 @@ def read_item(found: Found, name: str | None = None) -> Item | JsonItem | Undeco
         name: If None, the main one by the record, the only tree, `state`, or `default`.
 
     Raises:
-        CheckpointNotFound: there is no such item, or there are several and `name` is None.
+        CheckpointNotFound: the item does not exist, or `name` is None and there are several.
         CorruptCheckpoint: a metadata file is missing or damaged; the error names it.
         UnsupportedFormat: a newer program wrote it.
     """

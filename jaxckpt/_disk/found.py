@@ -88,7 +88,7 @@ class Found:
         )
 
     def entries(self, folder: str) -> Entries:
-        """Returns the entries of a directory, listed once; empty if there is no such directory.
+        """Returns the entries of a directory, listed once; empty if the directory is missing.
 
         Follows no link inside the checkpoint.
         """
@@ -276,7 +276,7 @@ def is_item(found: Found, path: str) -> bool:
 
 
 def find_trees(found: Found) -> list[str]:
-    """Returns the items that are trees; random keys count only if there is no other tree."""
+    """Returns the items that are trees; random keys count only if they are the only trees."""
     trees = [
         name
         for name, path in found.items.items()

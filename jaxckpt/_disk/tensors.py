@@ -34,9 +34,9 @@ def read_headers(storage: Storage, file: str) -> dict[str, Header]:
     """Returns the header of a safetensors file, or of each file in an index, by path.
 
     Raises:
-        CheckpointNotFound: there is no such file.
+        CheckpointNotFound: the file does not exist.
         CorruptCheckpoint: a file is malformed, or a link leads out of the directory of the index.
-        UnsupportedFormat: there are no tensors, or one has a dtype that jax lacks.
+        UnsupportedFormat: the files lack tensors, or a tensor has a dtype that jax lacks.
     """
     place = _real(storage, file)
     if not file.endswith(safetensors.INDEX_SUFFIX):

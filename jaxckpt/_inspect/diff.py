@@ -72,7 +72,7 @@ def diff(
         A report. The comparison uses at most 256 MiB of memory, or a few chunks if they are larger.
 
     Raises:
-        CheckpointNotFound: there is no committed checkpoint at `a` or `b`.
+        CheckpointNotFound: `a` or `b` lacks a committed checkpoint.
         CorruptCheckpoint: stored data is missing or damaged; the error names leaf and file.
         UnsupportedFormat: the item is not a tree.
         ValueError: `only` or `skip` matches no leaf.

@@ -101,7 +101,7 @@ class Checkpoint:
         A name that contains a `/` may be written as it is shown, or escaped as in `leaves`.
 
         Raises:
-            KeyError: the tree has no such path.
+            KeyError: the tree lacks the path.
         """
         check_type("open", "the path of a part", path, str | int | tuple, "text or a tuple of keys")
         path = (path,) if isinstance(path, int) else path
@@ -200,7 +200,7 @@ def open(path: str | os.PathLike[str], *, item: str | None = None) -> Checkpoint
         item: Name of the item, if the checkpoint has several trees.
 
     Raises:
-        CheckpointNotFound: there is no committed checkpoint at `path`.
+        CheckpointNotFound: `path` lacks a committed checkpoint.
         CorruptCheckpoint: its metadata is damaged; the error names the file.
 
     Example:

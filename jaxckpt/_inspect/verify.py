@@ -44,7 +44,7 @@ def verify(path: str | os.PathLike[str]) -> VerifyReport:
         A report. Damage is listed in `.problems`, not raised.
 
     Raises:
-        CheckpointNotFound: there is no committed checkpoint at `path`.
+        CheckpointNotFound: `path` lacks a committed checkpoint.
         UnsupportedFormat: a newer program wrote it.
     """
     return verify_in(*locate(path))

@@ -1,1 +1,9 @@
-"""One restore, from what is wanted to the tree."""
+"""One restore, from what is wanted to the tree.
+
+restore      `restore`: find, match, read, build
+match        what is wanted against what was saved: every misfit at once
+mismatch     the words of that error
+placement    which sharding each leaf gets here
+once         several processes read each value once
+carry        how XLA carries it to the others
+"""

@@ -1,1 +1,45 @@
-"""A run: when to save, what to keep, who may write, where to go on."""
+"""A run: when to save, what to keep, who may write, where to go on.
+
+Rules, which are pure:
+
+    schedule     when to save
+    retention    what to keep, and why
+    copies       which copy to read and what to upload, if there are two places
+
+One directory of steps:
+
+    index        which steps there are: the one answer for managers and commands
+    root         the directory as a manager opens it, and what goes after a commit
+    identity     the id of a run
+    owner        which job may write, and which manager of a process
+    deletion     what goes, what is set aside, what is pinned
+    leases       how readers keep a step
+    items        the items of a step beside its state
+
+A manager:
+
+    manager      `CheckpointManager`, which is these put together
+    config       its arguments: checked, from dicts, compared between processes
+    saver        the saving half of a manager
+    due          which calls save, alike in all processes
+    position     which step may come next
+    sharing      what a step shares with earlier steps
+    preemption   being told to stop
+    resume       the newest complete step, or the one before it
+
+A local place in front of the directory:
+
+    tiers        where a step is saved, and goes then
+    local        which steps on a disk are of this run
+    shares       what each process saved on the disk of its own host
+    upload       a step copied to another place
+    uploads      the thread that uploads for a manager
+    reach        a place that may not answer
+
+Calls on a whole run:
+
+    scrub        every step verified, damaged ones set aside
+    heal         a copy mended from another
+    fork         a run that begins with a step of another
+    overview     a run at a glance, for people
+"""

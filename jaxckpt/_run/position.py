@@ -1,4 +1,4 @@
-"""Where a run is: its newest steps, which step may come next, and the life that led there."""
+"""Finds the newest steps of a run, which step may come next, and the life that led there."""
 
 from __future__ import annotations
 

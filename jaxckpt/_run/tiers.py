@@ -19,7 +19,7 @@ from jaxckpt._run.root import LOCAL, Root
 from jaxckpt._run.schedule import SavePolicy
 from jaxckpt._run.uploads import Upload, Uploads
 from jaxckpt.multihost import Json, Processes, Single, lead, meet, raise_first
-from jaxckpt.storage import free_bytes
+from jaxckpt.storage import PathIn, free_bytes
 from jaxckpt.types import StepInfo
 
 # The space that a save needs, relative to its values, and the least space beyond them.
@@ -53,7 +53,7 @@ class Tiers:
         _check_apart(place, behind.root)
         mates, reach = processes if writes else Single(), directory.reach
         settled = settle(place, behind, mates, writes=writes, timeout_s=timeout_s, reach=reach)
-        local = at(settled.root, own=settled.own)
+        local = at(PathIn(place.storage, settled.root), own=settled.own)
         local.index.astray.update(settled.astray)
         for problem in settled.problems:
             local.index.report(problem)

@@ -1,12 +1,21 @@
 """The command line, `jaxckpt`: inspect, check, convert and clean up runs and checkpoints.
 
-    _look    ls, show, du, report      inspect; changes nothing
-    _check   verify, diff, scrub       check
-    _doctor  doctor                    try out a place for checkpoints
-    _make    convert, export, ...      make new checkpoints from old ones
-    _keep    pin, unpin, rm, gc        keep and delete steps
-    _migrate migrate                   a folder: from Orbax to the drop-in
-    _output  tables, JSON, questions, errors
+    _look           ls, show, du, report      inspect; changes nothing
+    _check          verify, diff, scrub       check
+    _doctor         doctor                    try out a place for checkpoints
+    _make           convert, export, ...      make new checkpoints from old ones
+    _keep           pin, unpin, rm, gc        keep and delete steps
+    _app            the parser, and how errors end
+    _output         tables, JSON, questions, errors
+    _options        options that several commands have
+    _owned          a run that a command changes while no job does
+    _space          the sizes that `du` prints
+    _examine        what `doctor` tries
+    _checks         one check after the other
+    _bucket_checks  those of buckets
+    _folder_checks  those of local paths
+
+The folder `_migrate` has `migrate`: from Orbax to the drop-in.
 
 Exit codes: 0 success; 1 damage or a difference was found, or something is left to do by hand; 2
 wrong usage, an error, or a question not answered with yes. Each command imports what it needs when

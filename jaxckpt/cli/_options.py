@@ -131,7 +131,7 @@ def _step(root: str, number: int, *, maybe: bool) -> str | None:
         maybe: Whether to return None for a step that is not there, too.
 
     Raises:
-        CheckpointNotFound: the run has no such step.
+        CheckpointNotFound: the run lacks the step.
     """
     from jaxckpt.cli._owned import run_at
     from jaxckpt.storage import locate

@@ -8,6 +8,7 @@ raise `CorruptCheckpoint` for a malformed file and `UnsupportedFormat` for one o
     tree         `_METADATA`: the tree, its leaves and its container types
     sharding     `_sharding`: how each jax.Array was laid out over devices
     arrays       zarr array metadata, and the bytes of one small chunk
+    ocdbt        the database of the chunks, encoded and decoded
     step         `_CHECKPOINT_METADATA`, and our own record of a checkpoint's files
     run          the small files in the root of a run
     msgpack      the format of Orbax before 0.5.16 and of `flax.training.checkpoints`

@@ -1,4 +1,11 @@
-"""Barrier, gather and agree among the processes of a job, each with a time limit."""
+"""Barrier, gather and agree among the processes of a job, each with a time limit.
+
+_protocol     barrier, gather and agree
+_collective   all processes return or all raise: the one place for that
+_distributed  the rounds over a key-value service
+_service      JAX's coordination service
+_single       one process
+"""
 
 from jaxckpt.multihost._collective import (
     Meeting,

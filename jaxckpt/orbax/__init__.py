@@ -1,6 +1,38 @@
 """Orbax's names over jaxckpt: `import jaxckpt.orbax as ocp` for `import orbax.checkpoint as ocp`.
 
 docs/orbax.md has a table of the names, and how each differs. Never imports Orbax.
+
+Runs and checkpoints:
+
+    checkpoint_manager   the manager of a run
+    checkpointers        one checkpoint, saved by a handler
+    handlers             how an item of each kind is stored
+    args                 what to save or restore, with which handler
+    options              options, with the effect of each here
+    policies             Orbax's policies as ours
+    metadata             a checkpoint described
+    transform_utils      a target from saved leaves with other names
+    step                 the directories of steps
+    tree                 trees as dicts from paths to leaves
+    utils                helpers
+    multihost            the processes of a job
+    checkpoint_utils     restore args from targets; waiting for steps of another job
+    _handling            the call of a handler
+    _run                 a run, as both managers see it
+    _trees               trees without a target, and targets for restore args
+
+Places from which programs import the same:
+
+    arrays               of `orbax.checkpoint.arrays`
+    type_handlers        of `orbax.checkpoint.type_handlers`
+    checkpoint_args      of `orbax.checkpoint.checkpoint_args`
+    checkpoint_managers  of `orbax.checkpoint.checkpoint_managers`
+    path                 of `orbax.checkpoint.path`
+    atomicity            of `orbax.checkpoint.path.atomicity`
+    logging              of `orbax.checkpoint.logging`
+    future               of `orbax.checkpoint.future`
+    pathways             of `orbax.checkpoint.pathways`
+    test_utils           of `orbax.checkpoint.test_utils`
 """
 
 from __future__ import annotations

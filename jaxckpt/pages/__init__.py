@@ -3,7 +3,8 @@
 report     a run as one HTML page
 notebook   a checkpoint and a manager as HTML, for `_repr_html_`
 plots      matplotlib: a metric over steps, times by phase, a sharding
-
-They share `_steps` (the steps of a run as a table and marks), `_html` (text and tables), `_svg`
-(charts and shardings) and `_palette` (colours).
+_steps     the steps of a run as a table and marks
+_html      text, styles and tables
+_svg       charts and shardings
+_palette   one colour per meaning
 """

@@ -1,7 +1,23 @@
 """The storages that hold checkpoints: one protocol and its implementations.
 
 `locate` turns a path or URL into a storage and a path in it; all other modules take both.
-TensorStore is imported only for memory stores, or with `jaxckpt.storage._arrays`.
+TensorStore is imported only with `jaxckpt.storage._arrays`.
+
+    _protocol     what a place for checkpoints can do, and a path in it
+    _local        files, in the order write, fsync, rename, fsync
+    _limit        calls to file systems that may hang
+    _mounts       which file system a path is on
+    _memory       a store that behaves like an object store
+    _object       `az://`, `gs://` and `s3://`
+    _requests     deadlines, tries and second requests
+    _leases       the leases that are locks there
+    _settings     how to reach a bucket, for both clients
+    _credentials  where its credentials come from
+    _ahead        a checkpoint read in few round trips
+    _large        large files in pieces, and what killed exports left of them
+    _values       where the values of a database lie
+    _arrays       the only module that imports TensorStore
+    _staged       what TensorStore reads where it has no driver, through memory
 """
 
 from __future__ import annotations
@@ -13,7 +29,7 @@ import posixpath
 import re
 import shutil
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import unquote
 
 from jaxckpt.errors import StoreError, UnsupportedFormat
@@ -26,12 +42,10 @@ from jaxckpt.storage._local import (
     listing,
     usable_cores,
 )
+from jaxckpt.storage._memory import MemoryStorage
 from jaxckpt.storage._mounts import mounts
-from jaxckpt.storage._protocol import Entry, EntryKind, Hold, Storage
+from jaxckpt.storage._protocol import Entry, EntryKind, Hold, PathIn, Storage
 from jaxckpt.storage._settings import SCHEMES, StoreSettings, kvstore, use_store
-
-if TYPE_CHECKING:
-    from jaxckpt.storage._memory import MemoryStorage
 
 __all__ = [
     "Entry",
@@ -39,6 +53,7 @@ __all__ = [
     "Hold",
     "LocalStorage",
     "MemoryStorage",
+    "PathIn",
     "Storage",
     "StoreSettings",
     "ahead",
@@ -63,7 +78,6 @@ __all__ = [
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # pathlib turns the URL "gs://bucket/run" into "gs:/bucket/run", a relative path.
 _BROKEN_URL = re.compile(r"(az|file|gcs|gs|hdfs|hf|https?|memory|s3):/")
-_KEPT: Final = "Pass it as a str or an etils.epath.Path."
 _logger = logging.getLogger("jaxckpt")
 
 
@@ -81,12 +95,11 @@ _MEANT: Final = {
 def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     """Returns the storage of a path or URL, and the absolute path in that storage.
 
-    A leading `~` means the home directory; `..` is resolved by name; links are not resolved. Only a
-    `file://` URL may contain %-escapes.
+    A leading `~` is the home directory, `..` is resolved by name, and links are not resolved.
 
     Args:
-        path: A local path, `file:///...`, `az://container/...`, `gs://bucket/...`,
-            `s3://bucket/...` or `memory://name/...`.
+        path: A local path, `file:///...` with %-escapes, `az://container/...`, `gs://bucket/...`,
+            `s3://bucket/...` or `memory://name/...`; or a `PathIn`, for a storage of your own.
 
     Raises:
         ValueError: the path is empty, contains NUL or a backslash, or is a URL without a name.
@@ -97,13 +110,15 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
         >>> locate("/runs/./vit//b16/")[1], locate("memory://scratch/run/")[1]
         ('/runs/vit/b16', 'memory://scratch/run')
     """
+    if isinstance(path, PathIn):
+        return path.storage, path.path
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise TypeError(f"path must be a str or an os.PathLike of str, got {path!r:.80}")
     if not text or "\0" in text or "\\" in text:
         raise ValueError(f"path must not be empty, or have a NUL byte or backslash, got {text!r}")
     if _BROKEN_URL.match(text) and not _URL.match(text):
-        raise UnsupportedFormat(f"{text!r} is a URL that lost a '/' in pathlib.Path. {_KEPT}")
+        raise UnsupportedFormat(f"{text!r} is a URL that lost a '/'. Pass it as a str or an epath.")
     url = _URL.match(text)
     scheme = url[1].lower() if url else ""
     if scheme == "memory":
@@ -115,8 +130,7 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str]:
     if scheme not in ("", "file"):
         raise _no_storage(text, scheme)
     local = _file_url_path(text) if scheme else os.path.expanduser(text)
-    # POSIX allows two leading slashes to have a special meaning; no system here uses it.
-    absolute = "/" + os.path.abspath(local).lstrip("/")
+    absolute = "/" + os.path.abspath(local).lstrip("/")  # POSIX gives "//" a meaning of its own
     device, there = None, absolute
     while device is None:  # at least the root exists
         try:
@@ -214,17 +228,7 @@ def _file_url_path(text: str) -> str:
 
 
 def _memory_url(text: str) -> tuple[Storage, str]:
-    from jaxckpt.storage._memory import MemoryStorage
-
     path = posixpath.normpath("/" + text.partition("://")[2].lstrip("/"))
     if path == "/":
         raise ValueError(f"{text!r} must have the form memory://name/...")
     return MemoryStorage(), f"memory:/{path}"
-
-
-def __getattr__(name: str) -> object:
-    if name == "MemoryStorage":
-        from jaxckpt.storage._memory import MemoryStorage
-
-        return MemoryStorage
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

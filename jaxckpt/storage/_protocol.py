@@ -155,3 +155,13 @@ class Storage(Protocol):
             io.UnsupportedOperation: the storage cannot lock files (an OSError).
         """
         ...
+
+
+class PathIn(NamedTuple):
+    """An absolute path in a storage of the caller's own; given in place of a path or URL."""
+
+    storage: Storage
+    path: str
+
+    def __fspath__(self) -> str:
+        return self.path

@@ -1,4 +1,4 @@
-"""How to reach a bucket: one settings object for both clients, obstore and TensorStore."""
+"""Holds the settings that reach a bucket, one object for both clients: obstore and TensorStore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Twins of the world for tests: processes and storage that fail on request."""
+"""Twins of the world for tests: processes and storage that fail on request.
+
+_storage      storages that crash, fail or report each call
+_processes    several processes in one
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ if TYPE_CHECKING:  # the names of `_LAZY`, for type checkers
     from jaxckpt.testing._storage import CrashingStorage as CrashingStorage
     from jaxckpt.testing._storage import FailingStorage as FailingStorage
     from jaxckpt.testing._storage import SimulatedCrash as SimulatedCrash
-    from jaxckpt.testing._storage import SlowStorage as SlowStorage
+    from jaxckpt.testing._storage import WatchedStorage as WatchedStorage
 
 _LAZY = {
     "CrashingStorage": "jaxckpt.testing._storage",
@@ -22,7 +26,7 @@ _LAZY = {
     "ProcessKilled": "jaxckpt.testing._processes",
     "SimulatedCrash": "jaxckpt.testing._storage",
     "SimulatedProcesses": "jaxckpt.testing._processes",
-    "SlowStorage": "jaxckpt.testing._storage",
+    "WatchedStorage": "jaxckpt.testing._storage",
     "simulate": "jaxckpt.testing._processes",
 }
 

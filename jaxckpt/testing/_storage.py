@@ -1,4 +1,4 @@
-"""Storages that fail on purpose: one crashes, one returns errors, one is slow.
+"""Storages that fail on purpose, wait, or report their calls.
 
 Each wraps a storage and forwards every call. TensorStore's writes to a `kvstore` bypass them.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
@@ -234,28 +233,27 @@ class FailingStorage(_Relay):
 
 
 @final
-class SlowStorage(_Relay):
-    """A storage that waits before each call.
+class WatchedStorage(_Relay):
+    """A storage that reports each call before it makes it.
 
     Args:
-        inner: The storage that is called after the wait.
-        verb_s: Seconds per call.
-        byte_s: Additional seconds per written byte.
-        sleep: The function that waits.
+        inner: The storage that is called.
+        before: Called with the verb and the path, in the thread of the call. It may wait, or change
+            something at just this moment; what it raises is raised in place of the call.
+
+    Example:
+        >>> import jaxckpt
+        >>> from jaxckpt.storage import MemoryStorage, PathIn
+        >>> seen = []
+        >>> storage = WatchedStorage(MemoryStorage(), lambda verb, path: seen.append(verb))
+        >>> jaxckpt.save(PathIn(storage, "memory://watched/a"), {"step": 7})
+        >>> seen[0], jaxckpt.restore("memory://watched/a")
+        ('entries', {'step': 7})
     """
 
-    def __init__(
-        self,
-        inner: Storage,
-        *,
-        verb_s: float = 0.0,
-        byte_s: float = 0.0,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, inner: Storage, before: Callable[[str, str], object]) -> None:
         super().__init__(inner)
-        self._verb_s = verb_s
-        self._byte_s = byte_s
-        self._sleep = sleep
+        self._tell = before
 
     def _before(self, verb: str, path: str, data: bytes = b"") -> None:
-        self._sleep(self._verb_s + self._byte_s * len(data))
+        self._tell(verb, path)

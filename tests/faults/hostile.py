@@ -19,7 +19,7 @@ from awscrt.checksums import crc32c
 
 from tests.faults.damage import STEP, Reader, attempt, bits
 from tests.faults.metadata import fit_record, limit_memory
-from tests.test_values import HARMFUL, fit, plant
+from tests.storage.test_values import HARMFUL, fit, plant
 
 _MOST_GROWTH = 256 << 20
 _LARGE = (512 << 20) - 1  # as much as a file of JSON may have

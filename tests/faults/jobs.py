@@ -29,6 +29,7 @@ from typing import Any
 from tests import multiprocess
 from tests.faults.zygote import say
 from tests.multiprocess import Member
+from tests.waiting import wait_until
 
 _POLL_S = 0.005
 _START_TRIES = 3
@@ -127,25 +128,29 @@ class Job:
             self._zygote.start(supervise, options)
             self._over, self._ended = False, {}
             self.pids = self._zygote.answer()["members"]
-            while not all(map(self._is_connected, range(self.count))):
-                if any((self._path / f"{index}.failed").exists() for index in range(self.count)):
-                    break
-                time.sleep(_POLL_S)
-            else:
+            wait_until(lambda: self._has_failed() or self._is_connected())
+            if not self._has_failed():
                 return
             self.close()
         raise AssertionError(f"did not start\n{self._outs()}")
 
-    def _is_connected(self, index):
-        return (self._path / f"{index}.at.connected").exists()
+    def _has_failed(self):
+        return any((self._path / f"{index}.failed").exists() for index in range(self.count))
+
+    def _is_connected(self):
+        return all((self._path / f"{n}.at.connected").exists() for n in range(self.count))
 
     def wait_for(self, index, point):
         """Waits until a member has reached a point; fails if it ends before, or hangs."""
-        while not (self._path / f"{index}.at.{point}").exists():
-            assert not (self._path / f"{index}.ended").exists(), (
-                f"{index} ended before {point!r}\n{self._outs()}"
-            )
-            time.sleep(_POLL_S)
+
+        def is_there():
+            has_ended = (self._path / f"{index}.ended").exists()
+            if (self._path / f"{index}.at.{point}").exists():
+                return True
+            assert not has_ended, f"{index} ended before {point!r}\n{self._outs()}"
+            return False
+
+        wait_until(is_there, limit_s=self._options["limit_s"] + 30)
 
     def has_reached(self, point):
         """Whether any member has."""
@@ -160,8 +165,7 @@ class Job:
 
     def stop(self, index):
         os.kill(self.pids[index], signal.SIGSTOP)
-        while not _stands_still(self.pids[index]):
-            time.sleep(_POLL_S)  # until then, other threads go on
+        wait_until(lambda: _stands_still(self.pids[index]))  # until then, other threads go on
         self._stopped.add(index)
 
     def resume(self, index):

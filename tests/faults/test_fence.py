@@ -6,7 +6,6 @@ import itertools
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from tests.faults import fence_children as children
 from tests.faults.jobs import started
 from tests.faults.zygote import Zygote
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +25,15 @@ def other(tmp_path_factory):
 
 def stands_still(pid):
     """Waits until a process has stopped itself; False if it has ended instead."""
-    while True:
+
+    def state():
         try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
-            return False
-        if state in "TZ":
-            return state == "T"
-        time.sleep(0.001)  # neither can be waited on
+            return "gone"
+
+    wait_until(lambda: state() in ("T", "Z", "gone"))
+    return state() == "T"
 
 
 def stop_points(zygote, original, keep, *, act="save", reads=False, every=1):
@@ -97,8 +98,7 @@ def test_a_job_of_two_processes_stood_still(zygote, other, ram_path, trial, host
         root = ram_path / str(at)
         with started(zygote, children.stand_still, count=2, args=[root, hosts, process, at]) as job:
             job.wait_for(process, "committed")
-            while not is_stopped(job.pids[process]) and not job.has_reached("over"):
-                time.sleep(0.001)
+            wait_until(lambda job=job: is_stopped(job.pids[process]) or job.has_reached("over"))
             if job.has_reached("over"):
                 break
             job.stop(1 - process)

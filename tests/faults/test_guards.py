@@ -163,7 +163,7 @@ def test_a_run_inside_a_step(ram_path, trial, below):
 
 def test_restores_leave_no_memory_behind(ram_path, trial):
     """Checkpoints of one process and of two, each restored in thirty rounds."""
-    command = [sys.executable, "-m", "tests.test_values", str(ram_path), "30"]
+    command = [sys.executable, "-m", "tests.storage.test_values", str(ram_path), "30"]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     with trial("49", "bytes a round"):
         assert float(done.stdout) < 100_000

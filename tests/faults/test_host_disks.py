@@ -11,7 +11,6 @@ import socket
 import subprocess
 import tarfile
 import threading
-import time
 from itertools import count
 from pathlib import Path
 
@@ -44,9 +43,10 @@ from jaxckpt.storage._mounts import Mount
 from jaxckpt.testing import CrashingStorage, SimulatedCrash, simulate
 from jaxckpt.testing._storage import _Relay
 from tests.commandline import cli, said_json
-from tests.test_identity import as_before
-from tests.test_plan import array_specs, held
-from tests.test_tiers import damage
+from tests.core.test_plan import array_specs, held
+from tests.run.test_identity import as_before
+from tests.run.test_tiers import damage
+from tests.waiting import wait_until
 
 TWO = [0, 1]
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -382,8 +382,7 @@ def test_shares_of_an_older_layout_are_restored(shares, train, tmp_path):
 def test_an_upload_goes_on_where_a_dead_job_ended(start_processes, tmp_path, process):
     """What it has sent is not sent again."""
     job = start_processes("tiers:train_and_die_uploading", args=[tmp_path, TWO, process])
-    while job.processes[process].poll() is None:
-        time.sleep(0.01)
+    wait_until(lambda: job.processes[process].poll() is not None, limit_s=120)
     job.kill(1 - process)
     assert job.reached(0, "saved 2")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.faults import memory_children as children
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.faults_root
 
@@ -27,13 +28,13 @@ def group():
         path.rmdir()
         pytest.skip("the cgroups here do not count memory")
     yield path
-    while True:  # the last process of it may still be leaving
-        try:
+
+    def is_empty():
+        with contextlib.suppress(OSError):
             path.rmdir()
-        except OSError:
-            time.sleep(0.01)
-        else:
-            break
+        return not path.exists()
+
+    wait_until(is_empty)  # the last process of it may still be leaving
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ import jaxckpt
 from jaxckpt._save import snapshot as _snapshot
 from jaxckpt._save.job import SaveJob
 from tests.golden import compare
-from tests.test_manager_model import Runs
-from tests.test_orbax_reads_ours import ENTRY_POINTS, assert_same
-from tests.test_reads_orbax import TREES
+from tests.interop.test_orbax_reads_ours import ENTRY_POINTS, assert_same
+from tests.interop.test_reads_orbax import TREES
+from tests.run.test_manager_model import Runs
 
 ROUNDS = 50
 
@@ -87,7 +87,7 @@ def test_a_save_that_does_not_copy_is_noticed(ram_path, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_manager_does_what_the_model_does(ram_path, trial, seed):
-    """Fifty random histories for each seed; see `tests/test_manager_model.py`."""
+    """Fifty random histories for each seed; see `tests/run/test_manager_model.py`."""
     histories = []
 
     class Counted(Runs):

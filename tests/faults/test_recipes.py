@@ -10,12 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import jaxckpt
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "preemptible.py"
@@ -314,11 +314,8 @@ def test_kubernetes_goes_on_after_an_eviction(tmp_path, env, uninterrupted):
 
 
 def wait_for_step_after(step, run):
-    deadline_s = time.monotonic() + 60
     with jaxckpt.CheckpointManager(run, mode="r") as manager:
-        while not any(newer > step for newer in manager.all_steps()):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        wait_until(lambda: any(newer > step for newer in manager.all_steps()))
 
 
 @pytest.mark.parametrize("node", ["same", "other"])

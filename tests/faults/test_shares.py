@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from itertools import count
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from tests.faults.jobs import started
 from tests.faults.test_network import HEARTBEAT_S, Network
 from tests.faults.test_network import side_by_side as side_by_side
+from tests.waiting import wait_until
 from tests.workers import tiers
 
 HOSTS = [0, 1]
@@ -26,8 +26,7 @@ def test_a_kill_at_any_change_of_a_disk(start_processes, ram_path, trial, victim
     for change in count(1 + part, 30):
         root = ram_path / str(change)
         job = start_processes("tiers:train_and_die", args=[root, STEPS, HOSTS, victim, change])
-        while job.processes[victim].poll() is None:
-            time.sleep(0.01)
+        wait_until(lambda job=job: job.processes[victim].poll() is not None, limit_s=120)
         survived = job.processes[victim].poll() == 0
         if not survived:
             job.kill(1 - victim)  # as a scheduler does

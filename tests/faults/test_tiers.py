@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from tests.faults import tier_children
-from tests.test_identity import as_before
+from tests.run.test_identity import as_before
 
 STEPS = 2
 # The changes are divided: a test has a limit of time, and every fifth one shows the most.

@@ -19,6 +19,7 @@ from jaxckpt.format import names
 from jaxckpt.format import step as step_format
 from tests.faults import writers_children as children
 from tests.faults.zygote import Zygote
+from tests.waiting import wait_until
 
 # --- strays ------------------------------------------------------------------------------------
 
@@ -398,8 +399,8 @@ def write_unfenced(root, writer, at):
 
 def wait_until_stopped(pid):
     """Until a process that has stopped itself is stopped."""
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.001)
+    stat = Path(f"/proc/{pid}/stat")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
 
 
 # --- clocks ------------------------------------------------------------------------------------

@@ -334,10 +334,10 @@ def test_metadata_of_a_tree(tmp_path):
         )
 
 
-def test_files_of_a_handler_do_not_pass_through_memory(tmp_path, monkeypatch):
+def test_files_of_a_handler_do_not_pass_through_memory(tmp_path, limits):
     """Neither when they are saved, nor when their digests are verified."""
     size = 64 << 20
-    monkeypatch.setattr(jsontext, "MAX_BYTES", 1 << 20)  # as for larger files
+    limits(jsontext, MAX_BYTES=1 << 20)  # as for larger files
 
     class Handler(ours.CheckpointHandler):
         def save(self, directory, item):

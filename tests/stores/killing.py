@@ -10,6 +10,7 @@ import time
 from jaxckpt.storage import locate
 from tests.stores.children import LEASE_S
 from tests.stores.proxy import Hang
+from tests.waiting import wait_until
 
 
 def kill(zygote, proxy, number, function, *args, applied=True, said=None):
@@ -52,9 +53,7 @@ def end_leases(url):
 
 def wait_for(fault, pid):
     """Waits until a fault has happened or the process has ended."""
-    deadline_s = time.monotonic() + 60
-    while not fault.done and time.monotonic() < deadline_s and _lives(pid):
-        time.sleep(0.005)  # neither can be waited on
+    wait_until(lambda: fault.done or not _lives(pid))
 
 
 def _lives(pid):

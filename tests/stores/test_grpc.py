@@ -52,9 +52,9 @@ def test_a_checkpoint_is_saved_restored_and_converted(reached, tmp_path, compres
         assert jaxckpt.verify(path).ok
 
 
-def test_a_file_too_large_for_memory_goes_over_http(reached, monkeypatch):
+def test_a_file_too_large_for_memory_goes_over_http(reached, limits):
     """In parts, as without gRPC; the limit is lowered instead of sending 256 MiB."""
-    monkeypatch.setattr("jaxckpt.storage._object._MOST_GRPC_BYTES", 1 << 20)
+    limits("jaxckpt.storage._object", _MOST_GRPC_BYTES=1 << 20)
     url, calls = reached
 
     jaxckpt.save(f"{url}/a", {"w": TREE["w"]})

@@ -23,6 +23,7 @@ from jaxckpt.errors import SaveFailed, StepExists, StoreError, UnsupportedFormat
 from jaxckpt.storage import _settings, _storage_on, locate
 from tests.storage_contract import StorageContract
 from tests.stores.servers import ACCESS_KEY, SECRET_KEY
+from tests.waiting import wait_until
 
 _numbers = itertools.count()
 _START_TIMEOUT_S = 20.0
@@ -76,8 +77,7 @@ def stop(mounted, monkeypatch):
 def _wait_for_calls(mount):
     """Waits until the calls that were left behind have returned."""
     limited: Any = locate(mount)[0]
-    while limited._hanging:
-        time.sleep(0.05)  # nothing tells when; a call that never returns ends the test by its limit
+    wait_until(lambda: not limited._hanging)
 
 
 @pytest.fixture

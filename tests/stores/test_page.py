@@ -42,10 +42,10 @@ def kind_of(request):
 
 
 @pytest.mark.parametrize("name", ["moto_server", "gcs_server"])
-def test_requests_are_at_most_those_of_the_page(request, proxied, monkeypatch, name):
+def test_requests_are_at_most_those_of_the_page(request, proxied, limits, name):
     """Of a tree of three leaves, one process; the first save to a bucket also tries it out."""
     # A read that takes long on a busy machine would be sent again.
-    monkeypatch.setattr(requests_module, "_LEAST_PEERS", math.inf)
+    limits(requests_module, _LEAST_PEERS=math.inf)
     server, proxy = proxied(request.getfixturevalue(name))
     url = f"{server.scheme}://{server.bucket}"
     counted = {}

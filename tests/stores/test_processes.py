@@ -9,7 +9,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt.storage import locate
-from tests.test_tiers import damage
+from tests.run.test_tiers import damage
 
 SERVERS = ["gcs_server", "moto_server", "azurite_server"]
 

@@ -112,13 +112,13 @@ def test_a_run_goes_on_while_its_bucket_is_away(place, tmp_path):
     assert is_state(jaxckpt.restore(url), 2)
 
 
-def test_a_start_does_not_wait_for_a_bucket_that_does_not_answer(place, tmp_path, monkeypatch):
+def test_a_start_does_not_wait_for_a_bucket_that_does_not_answer(place, tmp_path, limits):
     """Nor do later calls; the first upload that gets through opens the run there."""
     url, _, proxy = place
     local = tmp_path / "local"
     with CheckpointManager(url, local=local, keep=LAST) as manager:
         manager.save(1, state(1)).durable()
-    monkeypatch.setattr("jaxckpt._run.root.AWAY_S", 0.2)
+    limits("jaxckpt._run.root", AWAY_S=0.2)
     proxy.add(Hang())
     with CheckpointManager(url, local=local, keep=LAST) as manager:
         reach = manager._directory.reach
@@ -135,7 +135,7 @@ def test_a_start_does_not_wait_for_a_bucket_that_does_not_answer(place, tmp_path
     assert is_state(jaxckpt.restore(url), 2)
 
 
-def test_an_upload_does_not_pass_newer_steps_of_another_job(place, tmp_path, monkeypatch):
+def test_an_upload_does_not_pass_newer_steps_of_another_job(place, tmp_path, limits):
     """They were saved elsewhere, and could not be seen when this job began."""
     url, _, proxy = place
     local = tmp_path / "local"
@@ -143,7 +143,7 @@ def test_an_upload_does_not_pass_newer_steps_of_another_job(place, tmp_path, mon
         manager.save(1, state(1)).durable()
     with CheckpointManager(url, keep=LAST) as other:
         other.save(10, state(10))
-    monkeypatch.setattr("jaxckpt._run.root.AWAY_S", 0.2)
+    limits("jaxckpt._run.root", AWAY_S=0.2)
     proxy.add(Answer(503))
     with CheckpointManager(url, local=local, keep=LAST) as manager:
         handle = manager.save(2, state(2))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -17,13 +16,14 @@ from jaxckpt.format import names, ocdbt
 from jaxckpt.storage import locate
 from tests.commandline import said_json
 from tests.stores.killing import end_leases
+from tests.waiting import wait_until
 
 SIZE = 1 << 20
 
 
-def test_a_killed_upload_goes_on(place, tmp_path, monkeypatch):
+def test_a_killed_upload_goes_on(place, tmp_path, limits):
     """At most 55 % is sent again, once the lease of the dead process has ended."""
-    monkeypatch.setattr(ocdbt, "DATA_FILE_BYTES", 4 * SIZE)  # else a test needs some GB
+    limits(ocdbt, DATA_FILE_BYTES=4 * SIZE)  # else a test needs some GB
     url = place[0]
     root = tmp_path / "local"
     with jaxckpt.CheckpointManager(root) as manager:
@@ -34,9 +34,8 @@ def test_a_killed_upload_goes_on(place, tmp_path, monkeypatch):
     storage, path = locate(url)
 
     with subprocess.Popen([*map(str, command)]) as child:
-        while _bytes_in(storage, path) < total / 2:
-            assert child.poll() is None
-            time.sleep(0.02)  # the store cannot be waited on
+        wait_until(lambda: child.poll() is not None or _bytes_in(storage, path) >= total / 2)
+        assert child.poll() is None
         child.kill()
     end_leases(url)
     code, done = said_json("upload", root, url)
@@ -49,9 +48,9 @@ def test_a_killed_upload_goes_on(place, tmp_path, monkeypatch):
         assert np.array_equal(jaxckpt.restore(f"{url}/{step}")["w3"], np.full(SIZE, step))
 
 
-def test_an_upload_that_gives_way_goes_on(place, tmp_path, monkeypatch):
+def test_an_upload_that_gives_way_goes_on(place, tmp_path, limits):
     """What was sent stays; the store reports no error, and nothing is tried again meanwhile."""
-    monkeypatch.setattr(ocdbt, "DATA_FILE_BYTES", 4 * SIZE)
+    limits(ocdbt, DATA_FILE_BYTES=4 * SIZE)
     url, root = place[0], tmp_path / "local"
     with jaxckpt.CheckpointManager(root) as manager:
         manager.save(1, {f"w{i}": np.full(SIZE, i, np.float32) for i in range(12)})

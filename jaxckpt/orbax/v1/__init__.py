@@ -1,4 +1,18 @@
-"""Orbax's v1 on jaxckpt: `import jaxckpt.orbax.v1 as ocp` for `from orbax.checkpoint import v1`."""
+"""Orbax's v1 on jaxckpt: `import jaxckpt.orbax.v1 as ocp` for `from orbax.checkpoint import v1`.
+
+_saving      `save` and its relatives
+_loading     `load` and its relatives
+_metadata    `metadata` and its relatives
+_deletion    `delete`
+_trees       trees by the options of the active context
+_context     `Context`
+options      the options of a context
+handlers     who reads and writes what
+arrays       abstract arrays
+tree         types of trees
+errors       errors, raised where Orbax raises them
+multihost    the processes of a job
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Paths, and the names of steps."""
+"""Paths, and the names of steps.
+
+step         the directories of steps, by their names
+"""
 
 import os
 from typing import Protocol

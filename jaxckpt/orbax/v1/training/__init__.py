@@ -1,4 +1,11 @@
-"""The checkpoints of a training run."""
+"""The checkpoints of a training run.
+
+_checkpointer            `Checkpointer`: a run
+_metadata                the metadata of a run and of its steps
+save_decision_policies   when to save
+preservation_policies    which steps stay
+errors                   errors of `Checkpointer`
+"""
 
 from jaxckpt.orbax.v1.training import errors as errors
 from jaxckpt.orbax.v1.training import preservation_policies as preservation_policies

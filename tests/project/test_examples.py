@@ -1,0 +1,48 @@
+"""The short programs in `examples/` assert that they resume with the same bits."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("flax_linen", "flax"),
+        ("flax_nnx", "flax"),
+        ("equinox_model", "equinox"),
+        ("grain_loader", "grain"),
+        ("lora", "optax"),
+    ],
+)
+def test_an_example_goes_on_with_the_same_bits(ram_path, name, needs):
+    """It trains at once and in two parts, in a process of its own, and compares."""
+    pytest.importorskip(needs)
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+        "TMPDIR": str(ram_path),
+    }
+
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / f"{name}.py"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    losses = dict(re.findall(r"(\w+: steps \d+ to \d+), loss (.+)", done.stdout))
+    assert losses["whole: steps 1 to 40"] == losses["parts: steps 21 to 40"], done.stdout
+    assert losses["parts: steps 1 to 20"] != losses["parts: steps 21 to 40"], done.stdout
+    assert not list(ram_path.iterdir())

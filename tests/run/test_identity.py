@@ -1,0 +1,490 @@
+"""Whose local steps are: runs that share a disk, disks that come back, runs that move."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import logging
+import shutil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxckpt
+from jaxckpt import CheckpointManager, KeepPolicy, LocalTier
+from jaxckpt._run.copies import Saved, astray, over_disks, unusable
+from jaxckpt.errors import SaveFailed, StepExists
+from jaxckpt.format import step as step_format
+from tests.commandline import cli, said_json
+from tests.run.test_tiers import store  # noqa: F401  # a fixture
+
+LAST = KeepPolicy(last=2)
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Saves steps of a run, each with its own value; returns where it began and its problems."""
+
+    def run(name, steps, *, value=None, local="nvme", local_keep=LAST, durable=True, **options):
+        tier = LocalTier(tmp_path / local, keep=local_keep) if local else None
+        with CheckpointManager(tmp_path / name, local=tier, **options) as manager:
+            state, start = manager.restore_or(lambda: {"of": "nobody"})
+            for step in steps:
+                handle = manager.save(step, {"of": value or f"{name} {step}"})
+                handle.result()
+                if durable:
+                    handle.durable()
+            return {"start": start, "from": state["of"], "problems": manager.problems}
+
+    return run
+
+
+def of(path):
+    return jaxckpt.restore(path)["of"]
+
+
+def steps_in(root):
+    return sorted(int(path.name) for path in root.iterdir() if path.name.isdigit())
+
+
+def guest(root):
+    [found] = [path for path in root.iterdir() if path.name.startswith("run-")]
+    return found
+
+
+def lives(root, step):
+    record = root / str(step) / "_jaxckpt.json"
+    return json.loads(record.read_bytes().split(b"\n")[0])["run"]["starts"]
+
+
+def as_before(root):
+    """Makes the files of a root those that the release before wrote."""
+    for path in root.rglob("_jaxckpt.run"):
+        path.unlink()
+    for path in root.rglob("_jaxckpt.json"):
+        record = step_format.decode_record(path.read_bytes(), file=str(path))
+        path.write_bytes(step_format.encode_record(dataclasses.replace(record, life=None)))
+
+
+# --- another run -----------------------------------------------------------------------------
+
+
+def test_a_new_run_does_not_take_the_steps_of_another(tmp_path, train):
+    """Run A leaves steps in a local directory; run B, with its own directory, begins anew."""
+    train("A", [1, 2, 3])
+
+    said = train("B", [1, 2])
+
+    assert said["from"] == "nobody"
+    assert [of(tmp_path / "B" / str(n)) for n in (1, 2)] == ["B 1", "B 2"]
+    assert [of(tmp_path / "nvme" / "3"), of(guest(tmp_path / "nvme") / "2")] == ["A 3", "B 2"]
+    assert train("A", [4])["from"] == "A 3"
+    assert train("B", [3])["from"] == "B 2"
+    assert steps_in(tmp_path / "A") == [1, 2, 3, 4]
+    assert steps_in(tmp_path / "B") == [1, 2, 3]
+
+
+def test_a_run_with_steps_does_not_take_the_newer_ones_of_another(tmp_path, train):
+    train("A", [1, 2, 3])
+    train("C", [1, 2], local=None)
+
+    said = train("C", [3], keep=KeepPolicy(last=1), local_keep=KeepPolicy(last=1))
+
+    assert said["from"] == "C 2"
+    assert of(tmp_path / "C" / "3") == "C 3"
+    assert of(tmp_path / "nvme" / "3") == "A 3"
+    with CheckpointManager(tmp_path / "C", local=tmp_path / "nvme", mode="r") as reader:
+        assert reader.restore()["of"] == "C 3"
+        assert reader.tiers["local"] == [3]
+
+
+def test_it_is_said_once_whose_steps_are_in_the_way(tmp_path, train, caplog):
+    """With the command that removes them; afterwards the run stays where its steps are."""
+    train("A", [1, 2, 3])
+
+    said = train("B", [1])
+
+    nvme = tmp_path / "nvme"
+    [problem] = said["problems"]
+    assert f"another run, {tmp_path / 'A'}" in problem
+    assert f"saves in {guest(nvme)}" in problem
+    assert f"jaxckpt rm {nvme} 2 3" in problem
+    assert [r.message for r in caplog.records if r.levelno == logging.WARNING] == [problem]
+    assert cli("rm", nvme, "2", "3", "-y")[0] == 0
+    assert train("B", [2]) == {"start": 1, "from": "B 1", "problems": []}
+
+
+def test_a_step_of_a_crowded_disk_is_uploaded_from_its_own_place(tmp_path, train):
+    """What a killed job left there is uploaded by the next one, and nothing of the other run."""
+    train("A", [7])
+    train("B", [1])
+    with CheckpointManager(guest(tmp_path / "nvme")) as manager:
+        manager.save(2, {"of": "B 2"})
+
+    assert train("B", [])["from"] == "B 2"
+    assert steps_in(tmp_path / "B") == [1, 2]
+
+
+# --- the directory of the run ----------------------------------------------------------------
+
+
+def test_a_run_that_was_moved_keeps_its_disk(tmp_path, train):
+    train("A", [1, 2], durable=True)
+    with CheckpointManager(tmp_path / "nvme") as manager:
+        manager.save(3, {"of": "A 3"})
+    (tmp_path / "A").rename(tmp_path / "renamed")
+
+    said = train("renamed", [4])
+
+    assert said == {"start": 3, "from": "A 3", "problems": []}
+    assert steps_in(tmp_path / "nvme") == [3, 4]
+
+
+def test_a_copy_of_a_run_does_not_take_the_steps_of_the_original(tmp_path, train):
+    """`cp -r` copies the id too; as long as the original is there, the disk is its own."""
+    train("A", [1, 2])
+    shutil.copytree(tmp_path / "A", tmp_path / "copy")
+    train("A", [3])
+
+    said = train("copy", [3])
+
+    assert said["from"] == "A 2"
+    assert of(tmp_path / "copy" / "3") == "copy 3"
+    assert train("A", [4])["from"] == "A 3"
+    assert train("copy", [4])["from"] == "copy 3"
+    shutil.rmtree(tmp_path / "A")
+    assert train("copy", [5])["from"] == "copy 4"
+
+
+def test_one_directory_under_two_names_is_one_run(tmp_path, train):
+    train("A", [1])
+    (tmp_path / "link").symlink_to(tmp_path / "A")
+
+    assert train("link", [2]) == {"start": 1, "from": "A 1", "problems": []}
+    assert train("A", [3]) == {"start": 2, "from": "link 2", "problems": []}
+
+
+def test_a_lost_directory_is_filled_again_from_its_disk(tmp_path, train):
+    train("A", [1, 2])
+    shutil.rmtree(tmp_path / "A")
+    with CheckpointManager(tmp_path / "A", local=tmp_path / "nvme") as manager:
+        assert manager.restore()["of"] == "A 2"
+        manager.wait_until_finished()
+    assert steps_in(tmp_path / "A") == [2]
+    assert train("B", [1])["from"] == "nobody"
+
+
+def test_a_directory_that_is_away_is_known_by_its_url(tmp_path, train, store):  # noqa: F811
+    """Of the runs on a disk, the one goes on that the disk names; another is not begun."""
+    train("A", [1])
+    train("run", [1, 2])
+    store.away = OSError(errno.EIO, "away")
+    with CheckpointManager(tmp_path / "run", local=tmp_path / "nvme") as manager:
+        assert manager.restore()["of"] == "run 2"
+        handle = manager.save(3, {"of": "run 3"})
+        handle.result()
+        store.away = None
+        handle.durable()
+    assert of(tmp_path / "run" / "3") == "run 3"
+    shutil.rmtree(guest(tmp_path / "nvme"))
+    store.away = OSError(errno.EIO, "away")
+    with pytest.raises(OSError, match="away"):
+        CheckpointManager(tmp_path / "run", local=tmp_path / "nvme")
+
+
+def test_nothing_is_uploaded_over_what_another_job_did_meanwhile(
+    tmp_path,
+    train,
+    store,  # noqa: F811
+):
+    """The directory was away when the job began, and has steps that the job did not go on from."""
+    train("run", [1])
+    shutil.copytree(tmp_path / "nvme", tmp_path / "stale")
+    train("run", [2])
+    store.away = OSError(errno.EIO, "away")
+    with CheckpointManager(tmp_path / "run", local=tmp_path / "stale") as manager:
+        assert manager.restore()["of"] == "run 1"
+        handle = manager.save(3, {"of": "stale 3"})
+        handle.result()
+        store.away = None
+        with pytest.raises(SaveFailed, match="step 2 there was saved by another job"):
+            handle.durable()
+    assert steps_in(tmp_path / "run") == [1, 2]
+
+
+def test_a_directory_that_comes_back_may_be_of_another_run(tmp_path, train, store):  # noqa: F811
+    """Somebody has begun a new run there."""
+    train("run", [1])
+    store.away = OSError(errno.EIO, "away")
+    with CheckpointManager(tmp_path / "run", local=tmp_path / "nvme") as manager:
+        shutil.rmtree(tmp_path / "run")
+        with CheckpointManager(tmp_path / "other") as other:
+            other.save(9, {"of": "other 9"})
+        shutil.copytree(tmp_path / "other", tmp_path / "run")
+        handle = manager.save(10, {"of": "run 10"})
+        handle.result()
+        store.away = None
+        with pytest.raises(SaveFailed, match="another"):
+            handle.durable()
+    assert steps_in(tmp_path / "run") == [9]
+
+
+def test_a_local_run_that_never_had_a_directory_gets_one(tmp_path, train):
+    with CheckpointManager(tmp_path / "nvme") as manager:
+        manager.save(1, {"of": "local 1"})
+
+    assert train("A", [2])["from"] == "local 1"
+    assert train("B", [1])["from"] == "nobody"
+
+
+# --- older releases --------------------------------------------------------------------------
+
+
+def test_a_disk_of_an_older_release_is_known_by_a_save_in_both_places(tmp_path, train):
+    """A run begun by the release before goes on, and has an id from then on."""
+    train("A", [1, 2])
+    with CheckpointManager(tmp_path / "nvme", keep=KeepPolicy(last=2)) as manager:
+        manager.save(3, {"of": "A 3"})
+    as_before(tmp_path)
+
+    assert train("A", [4], local_keep=KeepPolicy(last=2)) == {
+        "start": 3,
+        "from": "A 3",
+        "problems": [],
+    }
+    ids = {json.loads((tmp_path / at / "_jaxckpt.run").read_bytes())["id"] for at in ("A", "nvme")}
+    assert len(ids) == 1
+    assert train("B", [1])["from"] == "nobody"
+
+
+def test_a_disk_of_an_older_release_without_such_a_save_is_left_alone(tmp_path, train):
+    """It may be another run's. The message has the command for the case that it is not."""
+    train("A", [1, 2])
+    train("B", [1], local=None)
+    as_before(tmp_path)
+    nvme = tmp_path / "nvme"
+
+    [problem] = train("B", [2])["problems"]
+
+    assert "If they are of this run, stop the job and: rm -r " in problem
+    assert [of(tmp_path / "B" / "2"), of(nvme / "2")] == ["B 2", "A 2"]
+    train("D", [1], local=None)
+    as_before(tmp_path / "D")
+    code, _, said = cli("upload", nvme, tmp_path / "D")
+    assert code != 0
+    assert "--step" in said
+    assert cli("upload", nvme, tmp_path / "D", "--step", "2")[0] == 0
+    assert train("D", [3])["from"] == "A 2"
+
+
+def test_a_damaged_id_is_read_from_the_newest_step(tmp_path, train):
+    train("A", [1])
+    for place in ("A", "nvme"):
+        file = tmp_path / place / "_jaxckpt.run"
+        before = file.read_bytes()
+        file.write_bytes(before[:-3])
+        said = train("A", [])
+        assert said["from"] == "A 1"
+        assert json.loads(file.read_bytes()) == json.loads(before)
+
+
+# --- earlier lives of one run ----------------------------------------------------------------
+
+
+def test_a_disk_that_comes_back_is_older_than_what_the_run_did_since(tmp_path, train, caplog):
+    """Its steps have higher numbers, but the run went on elsewhere from an older one."""
+    nine = KeepPolicy(last=9)
+    train("A", [1, 2], local_keep=nine)
+    nvme = LocalTier(tmp_path / "nvme", keep=nine)
+    with CheckpointManager(
+        tmp_path / "A", local=nvme, save=jaxckpt.SavePolicy(every_steps=100)
+    ) as manager:
+        for step in (5, 6):
+            manager.save(step, {"of": f"first life {step}"}, force=True).result()
+    for step in (5, 6):  # which had not been uploaded when the host was lost
+        shutil.rmtree(tmp_path / "A" / str(step), ignore_errors=True)
+    train("A", [3, 4], local="elsewhere", value="second life")
+
+    with CheckpointManager(tmp_path / "A", local=tmp_path / "nvme", mode="r") as reader:
+        assert reader.restore()["of"] == "second life"
+        assert reader.latest_step() == 4
+    caplog.clear()
+    with CheckpointManager(tmp_path / "A", local=nvme) as manager:
+        assert manager.all_steps() == [1, 2, 3, 4]
+        assert manager.restore()["of"] == "second life"
+        [warning] = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+        assert "steps [5, 6] are of an earlier life of this run" in warning
+        assert of(tmp_path / "nvme" / "6") == "first life 6"  # until the next save
+        manager.save(5, {"of": "third life"}).durable()
+        assert manager.restore()["of"] == "third life"
+    assert steps_in(tmp_path / "nvme") == [1, 2, 5]
+    assert of(tmp_path / "nvme" / "5") == "third life"
+    assert [before for _, before in lives(tmp_path / "A", 5)][-2:] == [2, 4]
+
+
+def test_a_restart_that_goes_back_begins_a_life(tmp_path, train):
+    """A step that was set aside as damaged does not come back from another disk."""
+    with CheckpointManager(tmp_path / "A", local=tmp_path / "nvme") as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"of": step}).durable()
+        manager.wait_until_finished()
+    shutil.copytree(tmp_path / "nvme", tmp_path / "old disk")
+    with CheckpointManager(tmp_path / "A", local=tmp_path / "nvme") as manager:
+        manager.delete(3)
+        manager.save(3, {"of": "again"}).durable()
+        assert [before for _, before in lives(tmp_path / "A", 3)] == [None, 2]
+
+    with CheckpointManager(tmp_path / "A", local=tmp_path / "old disk") as manager:
+        assert manager.restore()["of"] == "again"
+
+
+def test_the_list_of_starts_is_bounded(tmp_path):
+    for step in range(step_format.MAX_STARTS + 3):
+        with CheckpointManager(tmp_path, keep=KeepPolicy(last=2)) as manager:
+            manager.save(step, {"w": 1})
+    found = lives(tmp_path, step)
+    assert len(found) == step_format.MAX_STARTS
+    assert found[-1][1] == step - 1
+
+
+# --- commands --------------------------------------------------------------------------------
+
+
+def test_upload_refuses_the_steps_of_another_run(tmp_path, train):
+    train("A", [1, 2])
+    train("B", [1])
+
+    code, _, said = cli("upload", tmp_path / "nvme", tmp_path / "B")
+
+    assert code != 0
+    assert "another run" in said
+    assert steps_in(tmp_path / "B") == [1]
+    assert cli("upload", guest(tmp_path / "nvme"), tmp_path / "B")[0] == 0
+    assert cli("upload", tmp_path / "nvme", tmp_path / "new")[0] == 0
+    assert train("new", [3])["from"] == "A 2"
+
+
+def test_upload_leaves_steps_of_an_earlier_life(tmp_path, train):
+    train("A", [1])
+    with CheckpointManager(tmp_path / "nvme") as manager:
+        manager.save(5, {"of": "first life 5"})
+    train("A", [2], local="elsewhere")
+
+    assert cli("upload", tmp_path / "nvme", tmp_path / "A")[0] == 0
+
+    assert steps_in(tmp_path / "A") == [1, 2]
+
+
+def test_commands_show_the_local_steps_of_the_run_itself(tmp_path, train):
+    train("A", [1, 2, 3])
+    train("B", [1])
+
+    shown = [said_json("ls", tmp_path / run, "--local", tmp_path / "nvme")[1] for run in "AB"]
+
+    assert [[one["step"] for one in found["steps"]] for found in shown] == [[1, 2, 3], [1]]
+    assert shown[1]["steps"][0]["places"] == ["local", "durable"]
+    found = said_json("verify", tmp_path / "B", "--local", tmp_path / "nvme")[1]
+    assert found["local"][0]["path"] == f"{guest(tmp_path / 'nvme')}/1"
+
+
+def test_heal_refuses_the_steps_of_another_run(tmp_path, train):
+    train("A", [1])
+    train("B", [1])
+    code, _, said = cli("heal", tmp_path / "nvme", tmp_path / "B")
+    assert code != 0
+    assert "another run" in said
+    assert cli("heal", tmp_path / "nvme", tmp_path / "A")[0] == 0
+
+
+def test_a_fork_is_another_run(tmp_path, train):
+    train("A", [1, 2])
+
+    jaxckpt.fork(tmp_path / "A" / "1", tmp_path / "tuned")
+
+    assert train("tuned", [2])["from"] == "A 1"
+    assert train("A", [3])["from"] == "A 2"
+    with pytest.raises(StepExists):
+        jaxckpt.fork(tmp_path / "A" / "1", tmp_path / "tuned")
+
+
+# --- what is decided -------------------------------------------------------------------------
+
+
+@st.composite
+def histories(draw):
+    """Steps that a run saved in several lives, each with the starts before it."""
+    saved = []
+    for life in range(draw(st.integers(1, 5))):
+        before = draw(st.sampled_from([None, *saved])) if saved else None
+        step = -1 if before is None else before.step
+        starts = () if before is None else before.starts
+        starts = (*starts, (str(life), None if before is None else step))
+        for _ in range(draw(st.integers(1, 3))):
+            step += draw(st.integers(1, 2))
+            saved.append(Saved(step, starts))
+    return saved
+
+
+def came_from(step, later, saved):
+    """By walking back from a step to the one before it."""
+    while later is not None:
+        if later == step:
+            return True
+        own = [one for one in saved if one.starts == later.starts and one.step < later.step]
+        parent = later.starts[-1][1]
+        older = [
+            one for one in saved if one.starts == later.starts[:-1] and one.step == parent
+        ] or [
+            one
+            for n in range(len(later.starts) - 1)
+            for one in saved
+            if one.starts == later.starts[:n] and one.step == parent
+        ]
+        later = max(own, default=next(iter(older), None))
+    return False
+
+
+@given(histories(), st.data())
+def test_lineage_is_what_walking_back_finds(saved, data):
+    """A step led to another exactly if the run has come from there."""
+    a, b = (data.draw(st.sampled_from(saved)) for _ in range(2))
+    if a.step <= b.step or a.starts != b.starts:
+        assert a.led_to(b) == came_from(a, b, saved)
+
+
+@given(histories(), st.data())
+def test_no_step_is_left_from_which_the_run_went_on(saved, data):
+    """What stays on a disk is of one life: each step led to the newest, or the durable one did."""
+    local = data.draw(st.lists(st.sampled_from(saved), unique_by=lambda one: one.step))
+    durable = data.draw(st.sampled_from([None, *saved]))
+
+    gone = astray(local, durable)
+
+    stay = [one for one in local if one.step not in gone]
+    newest = max([*stay, *([durable] if durable else [])], key=lambda one: one.step, default=None)
+    assert {*gone} <= {one.step for one in local}
+    if durable is not None:
+        assert all(one.step not in gone for one in stay if one.led_to(durable))
+        assert all(one.led_to(durable) or durable.start in dict(one.starts) for one in stay)
+    if newest in stay:
+        assert all(one.led_to(newest) for one in stay if one.start == newest.start)
+
+
+disks = st.lists(
+    st.dictionaries(st.integers(0, 6), st.sampled_from("ab"), max_size=4), min_size=1, max_size=4
+)
+
+
+@given(disks, st.dictionaries(st.integers(0, 6), st.sampled_from("ab")))
+def test_a_step_is_useless_if_it_is_newer_than_all_that_are_whole(disks, directory):
+    copies = over_disks(disks, directory)
+    newest = max({*directory}.union(*disks), default=-1)
+    found = unusable(disks, copies)
+    if newest < 0 or any(copy.step == newest for copy in copies):
+        assert found is None
+    else:
+        assert found is not None
+        assert found[0] == newest
+        assert found[1]

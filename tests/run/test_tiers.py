@@ -1,0 +1,851 @@
+"""Runs with `local`: steps are saved on the host first, and uploaded in the background."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from itertools import count, pairwise
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxckpt
+from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
+from jaxckpt._run import tiers, uploads
+from jaxckpt._run.copies import newest_first, over_bound
+from jaxckpt.errors import CheckpointTimeout, SaveFailed, StepExists
+from jaxckpt.format import step as step_format
+from jaxckpt.storage import LocalStorage, PathIn, locate
+from jaxckpt.testing import CrashingStorage, SimulatedCrash
+from jaxckpt.testing._storage import _Relay
+from tests.commandline import cli, said_json
+
+SIZE = 100_000  # values of a state, so that its chunk is a file of its own
+
+
+def state(step):
+    return {"w": jnp.full(SIZE, step, jnp.float32), "step": step}
+
+
+@pytest.fixture(params=["dir", "memory"])
+def directory(request, tmp_path):
+    return str(tmp_path / "durable") if request.param == "dir" else f"memory://{tmp_path.name}/run"
+
+
+@pytest.fixture
+def local(tmp_path):
+    return tmp_path / "local"
+
+
+class Store(_Relay):
+    """A place that can be slow, or away."""
+
+    def __init__(self):
+        super().__init__(LocalStorage())
+        self.answers = threading.Event()
+        self.answers.set()
+        self.away: OSError | None = None
+        self.asked = threading.Event()  # while it did not answer
+
+    def _before(self, verb, path, data=b""):
+        if threading.current_thread() is not threading.main_thread():
+            self.asked.set()
+        self.answers.wait(60)
+        if self.away is not None:
+            raise OSError(self.away.errno, self.away.strerror, path)
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch, limits):
+    """The storage behind the path of the run, which the tests hold up."""
+    found = Store()
+    real = locate
+
+    def at(path):
+        storage, root = real(path)
+        return (found if root == str(tmp_path / "run") else storage), root
+
+    monkeypatch.setattr("jaxckpt._run.root.locate", at)
+    limits(uploads, _FIRST_PAUSE_S=0.01)
+    yield found
+    found.away = None
+    found.answers.set()
+
+
+def damage(step):
+    """Flips a bit in the largest file of a step in a directory."""
+    file = max(step.rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+# --- saving ----------------------------------------------------------------------------------
+
+
+def test_a_step_is_committed_locally_then_uploaded(directory, local):
+    with CheckpointManager(directory, local=local) as manager:
+        handle = manager.save(1, state(1), items={"data": {"at": 7}}, metrics={"loss": 2.0})
+        handle.result()
+        assert jaxckpt.verify(local / "1").ok
+        handle.durable()
+        assert manager.tiers == {"local": [1], "durable": [1], "waiting": []}
+
+    for place in (directory, local):
+        with CheckpointManager(place, mode="r") as reader:
+            assert reader.restore()["w"][5] == 1
+            assert reader.restore_items()["data"] == {"at": 7}
+            assert reader.metrics(1) == {"loss": 2.0}
+    assert jaxckpt.verify(f"{directory}/1").ok
+
+
+def test_each_place_has_its_own_policies(directory, local):
+    """`save` names what is uploaded, `LocalTier.save` what is saved besides."""
+    with CheckpointManager(
+        directory,
+        save=SavePolicy(every_steps=4),
+        keep=KeepPolicy(last=2),
+        local=LocalTier(local, save=SavePolicy(every_steps=3), keep=KeepPolicy(last=3)),
+    ) as manager:
+        handles = {step: manager.save(step, state(step)) for step in range(1, 13)}
+        manager.wait_until_finished()
+
+        assert manager.tiers == {"local": [8, 9, 12], "durable": [8, 12], "waiting": []}
+        assert manager.all_steps() == [8, 9, 12]
+        assert [step for step, handle in handles.items() if handle] == [3, 4, 6, 8, 9, 12]
+        with pytest.raises(ValueError, match=r"step 9 stays in .*local"):
+            handles[9].durable()
+        assert not manager.should_save(13)
+        assert manager.save(13, state(13), force=True) is not None
+        manager.wait_until_finished()
+        assert manager.tiers["durable"] == [12, 13]
+
+
+def test_without_local_there_is_one_place(tmp_path):
+    with CheckpointManager(tmp_path / "run") as manager:
+        handle = manager.save(1, state(1))
+        handle.durable()
+        assert manager.tiers == {"local": [], "durable": [1], "waiting": []}
+
+
+def test_a_policy_by_the_clock_saves_when_it_is_due(tmp_path, local):
+    """`every_seconds` of the directory counts from its own saves, not from the local ones."""
+    save = SavePolicy(every_seconds=3600.0)
+    tier = LocalTier(local, save=SavePolicy(every_steps=1))
+    with CheckpointManager(tmp_path / "run", save=save, local=tier) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+        manager._saver.due.schedules[0] = manager._saver.due.schedule.saved(0, now_s=-7200.0)
+        manager.save(3, state(3))
+        manager.save(4, state(4))
+        manager.wait_until_finished()
+        assert manager.tiers["durable"] == [3]
+
+
+# --- the store is slow or away ---------------------------------------------------------------
+
+
+def test_a_store_that_does_not_answer_stops_nothing(tmp_path, local, store):
+    """Saves are committed locally; what the queue cannot hold is dropped and reported."""
+    with CheckpointManager(
+        tmp_path / "run", local=LocalTier(local, keep=KeepPolicy(last=1))
+    ) as manager:
+        store.answers.clear()
+        handles = [manager.save(step, state(step)) for step in range(1, 8)]
+        for handle in handles:
+            handle.result(60)
+        try:
+            store.asked.wait(60)
+            with pytest.raises(CheckpointTimeout, match="the upload continues"):
+                handles[-1].durable(0.01)
+            waiting = manager._tiers.uploads.steps()
+            assert waiting[-2:] == [6, 7]
+            there = {step.name for step in local.iterdir()}  # some of them being deleted
+            assert {*map(str, waiting)} <= there
+        finally:
+            store.answers.set()
+        handles[-1].durable()
+        manager.wait_until_finished()
+        manager.save(8, state(8)).durable()  # now what waited may go
+        tiers = manager.tiers
+        dropped = [problem for problem in manager.problems if "was not uploaded" in problem]
+
+    assert tiers["local"] == [8]
+    assert tiers["durable"] == [*waiting, 8]
+    assert len(dropped) == 7 - len(waiting)
+    with pytest.raises(SaveFailed, match="newer steps wait"):
+        handles[3].durable()
+
+
+def test_an_upload_is_tried_again_until_the_store_is_back(tmp_path, local, store):
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        store.away = OSError(errno.EIO, "away")
+        first = manager.save(1, state(1))
+        first.result()
+        store.asked.wait(60)
+        manager.save(2, state(2)).result()
+        assert manager.restore(step=2)["w"][0] == 2
+        store.away = None
+        first.durable()
+        manager.wait_until_finished()
+        assert manager.tiers["durable"] == [1, 2]
+
+
+def test_an_upload_is_given_up_after_its_time(tmp_path, local, store):
+    """The error is raised once: by the handle, or else by the next call; the step stays local."""
+    with CheckpointManager(
+        tmp_path / "run", local=LocalTier(local, durable_timeout_s=0.05)
+    ) as manager:
+        store.away = OSError(errno.EACCES, "no permission")
+        handle = manager.save(1, state(1))
+        with pytest.raises(OSError, match="no permission") as caught:
+            handle.durable(60)
+        assert f"jaxckpt upload {local} {tmp_path / 'run'}" in caught.value.__notes__[0]
+        manager.save(2, state(2)).result()
+        while manager._tiers.uploads.steps():
+            threading.Event().wait(0.01)
+        with pytest.raises(OSError, match="no permission"):
+            manager.save(3, state(3))
+        store.away = None
+        manager.save(4, state(4)).durable(60)
+        assert manager.tiers == {"local": [2, 4], "durable": [4], "waiting": []}
+
+
+def test_closing_names_what_is_not_uploaded(tmp_path, local, store):
+    manager = CheckpointManager(tmp_path / "run", local=LocalTier(local, durable_timeout_s=0.2))
+    store.answers.clear()
+    manager.save(1, state(1))
+    with pytest.raises(CheckpointTimeout, match=r"steps \[1\] are not uploaded.*jaxckpt upload"):
+        manager.close()
+    store.answers.set()
+    assert cli("upload", local, tmp_path / "run")[0] in (0, 2)  # 2: the thread is still at it
+
+
+def test_a_step_that_another_job_saved_is_not_overwritten(tmp_path, local):
+    """A stale disk: the run went on elsewhere and has another step of this number."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+        with CheckpointManager(tmp_path / "other") as other:
+            other.save(2, state(22))
+        shutil.copytree(tmp_path / "other" / "2", tmp_path / "run" / "2")
+        handle = manager.save(2, state(2))
+        with pytest.raises(StepExists, match="no copy"):
+            handle.durable()
+    assert jaxckpt.restore(tmp_path / "run" / "2")["w"][0] == 22
+
+
+def test_the_program_ends_after_its_uploads(tmp_path):
+    """Without `close`."""
+    code = """
+import sys, jaxckpt
+manager = jaxckpt.CheckpointManager(sys.argv[1] + "/run", local=sys.argv[1] + "/local")
+manager.save(1, {"w": 1})
+manager.save(2, {"w": 2})
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    assert (tmp_path / "run" / "2" / "commit_success.txt").exists()
+    assert (tmp_path / "local" / "2" / "commit_success.txt").exists()
+
+
+def test_what_a_dead_job_left_is_uploaded(tmp_path, local):
+    """The newest local step, if the directory has no newer one."""
+    with CheckpointManager(local) as before:
+        for step in (1, 2, 3):
+            before.save(step, state(step))
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        assert manager.all_steps() == [1, 2, 3]
+        manager.wait_until_finished()
+        assert manager.tiers["durable"] == [3]
+
+
+def test_an_upload_goes_on_where_a_dead_job_ended(tmp_path, local):
+    """What it had sent is there for the next job on the host, and is not sent again."""
+    code = """
+import os, sys, pathlib
+import tests.run.test_tiers as here
+from jaxckpt._run import upload
+
+def send(self, name, size, *, replace):
+    if name == "state/manifest.ocdbt":
+        os._exit(0)
+    real(self, name, size, replace=replace)
+
+real, upload.Sending._send = upload.Sending._send, send
+manager = here.CheckpointManager(f"{sys.argv[1]}/run", local=f"{sys.argv[1]}/local")
+manager.save(1, here.state(1)).durable()
+"""
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    assert not (tmp_path / "run" / "1").exists()
+
+    def files():
+        found = (tmp_path / "run").rglob("d/*")
+        return {(path.name, path.stat().st_ino, path.stat().st_mtime_ns) for path in found}
+
+    sent = files()
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.wait_until_finished()
+        assert manager.tiers["durable"] == [1]
+        assert manager.problems == []
+    assert sent
+    assert files() == sent
+
+
+# --- restoring -------------------------------------------------------------------------------
+
+
+def test_a_new_host_restores_what_is_durable(directory, local):
+    with CheckpointManager(directory, local=local, save=SavePolicy(every_steps=2)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+    shutil.rmtree(local)
+
+    with CheckpointManager(directory, local=local) as manager:
+        found, step = manager.restore_or(lambda: state(0))
+        assert (found["w"][3], step) == (2, 2)
+        manager.save(3, state(33)).durable()
+        assert manager.tiers == {"local": [3], "durable": [2, 3], "waiting": []}
+
+
+def test_the_same_host_restores_the_newest_local_step(directory, local):
+    tier = LocalTier(local, save=SavePolicy(every_steps=1))
+    with CheckpointManager(directory, local=tier, save=SavePolicy(every_steps=2)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+
+    with CheckpointManager(directory, local=tier, save=SavePolicy(every_steps=2)) as manager:
+        assert manager.latest_step() == 3
+        assert manager.restore_or(lambda: state(0))[1] == 3
+        with pytest.raises(StepExists):
+            manager.save(3, state(3), force=True)
+        with pytest.raises(ValueError, match="older than step 3"):
+            manager.save(1, state(1))
+
+
+def test_an_incomplete_copy_is_not_the_latest_step(tmp_path, local):
+    """Here its commit marker is missing, there a file."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step)).durable()
+    for place, step in ((local, 3), (tmp_path / "run", 3)):
+        (place / str(step) / "commit_success.txt").unlink()
+    (local / "2" / "_CHECKPOINT_METADATA").unlink()
+
+    with CheckpointManager(tmp_path / "run", local=local, mode="r") as reader:
+        assert reader.latest_step() == 2
+        assert reader.restore()["step"] == 2
+        assert reader.restored_step == 2
+
+
+def test_readers_see_both_places(directory, local):
+    with CheckpointManager(directory, local=local, save=SavePolicy(every_steps=2)) as manager:
+        manager.save(2, state(2))
+        manager.save(3, state(3), force=True)
+    shutil.rmtree(local / "2")
+
+    with CheckpointManager(directory, local=local, mode="r") as reader:
+        assert reader.tiers == {"local": [3], "durable": [2, 3], "waiting": []}
+        assert reader.restore(step=2)["step"] == 2
+        assert reader.metadata(2).path == f"{directory}/2"
+
+
+@pytest.mark.parametrize("bad", ["local", "run"])
+def test_a_damaged_copy_is_mended_from_the_other(tmp_path, local, bad):
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+    damage(tmp_path / bad / "1")
+
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        if bad == "local":
+            assert manager.restore()["w"][SIZE // 2] == 1
+        else:
+            assert [report.ok for report in manager.scrub().values()] == [True]
+        assert any("is mended from" in problem for problem in manager.problems)
+        assert manager.tiers == {"local": [1], "durable": [1], "waiting": []}
+    assert jaxckpt.verify(tmp_path / bad / "1").ok
+
+
+def test_a_missing_file_is_mended_too(tmp_path, local):
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+    shutil.rmtree(local / "1" / "state" / "d")
+    (local / "1" / "state" / "_METADATA").unlink()
+
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        assert manager.restore()["w"][0] == 1
+    assert jaxckpt.verify(local / "1").ok
+
+
+def test_what_is_damaged_in_both_places_is_set_aside(tmp_path, local):
+    """And the step before is restored; nothing is taken from a bad copy."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step)).durable()
+    damage(tmp_path / "run" / "2")
+    damage(local / "2")
+
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        assert manager.restore()["w"][0] == 1
+        assert manager.restored_step == 1
+        assert manager.tiers == {"local": [1], "durable": [1], "waiting": []}
+        assert manager.save(2, state(2)) is not None
+
+
+def test_another_step_of_the_same_number_mends_nothing(tmp_path, local):
+    """Two jobs of one run have saved it, each in its own place."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(0, state(0)).durable()
+    for place, value in ((tmp_path / "run", 5), (local, 6)):
+        with CheckpointManager(place) as manager:
+            manager.save(1, state(value))
+        for file in place.glob("1/_jaxckpt.json"):  # as an older release wrote it
+            record = step_format.decode_record(file.read_bytes(), file=str(file))
+            file.write_bytes(step_format.encode_record(dataclasses.replace(record, life=None)))
+    damage(local / "1")
+
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        assert manager.restore()["w"][0] == 5
+        assert any("different steps" in problem for problem in manager.problems)
+        assert manager.tiers["local"] == [0]
+
+
+def test_a_run_goes_on_while_its_directory_is_away(tmp_path, local, store):
+    """With the local steps, if there are any; else a run could begin anew by mistake."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+    store.away = OSError(errno.EIO, "away")
+    with pytest.raises(OSError, match="away"):
+        CheckpointManager(tmp_path / "run", local=tmp_path / "empty")
+
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        assert manager.restore_or(lambda: state(0))[1] == 1
+        handle = manager.save(2, state(2))
+        handle.result()
+        store.away = None
+        handle.durable()
+        assert manager.tiers["durable"] == [1, 2]
+        assert any("cannot be reached" in problem for problem in manager.problems)
+
+
+def test_a_start_does_not_wait_for_a_directory_that_does_not_answer(tmp_path, local, store, limits):
+    """What is known comes at once; the first upload that gets through opens the run there."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+    limits("jaxckpt._run.root", AWAY_S=0.2)
+    store.answers.clear()
+
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager._directory.reach.away_s = 60.0  # from now on nothing waits for it
+        assert manager.restore_or(lambda: state(0))[1] == 1
+        assert manager.tiers == {"local": [1], "durable": None, "waiting": [1]}
+        assert (manager.all_steps(), manager.latest_step()) == ([1], 1)
+        handle = manager.save(2, state(2))
+        handle.result(60)
+        assert manager.save(2, state(2)) is None
+        with pytest.raises(ValueError, match="older than step 2"):
+            manager.save(0, state(0), force=True)
+        assert not store.answers.is_set()
+        assert any("newer ones" in problem for problem in manager.problems)
+        store.answers.set()
+        handle.durable(60)
+        assert manager.tiers == {"local": [1, 2], "durable": [1, 2], "waiting": []}
+    with CheckpointManager(tmp_path / "run") as manager:
+        assert manager.problems == []
+
+
+def test_a_reader_does_not_wait_for_a_directory_that_does_not_answer(
+    tmp_path, local, store, limits
+):
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+    limits("jaxckpt._run.root", AWAY_S=0.2)
+    store.answers.clear()
+
+    with CheckpointManager(tmp_path / "run", local=local, mode="r") as reader:
+        assert reader.restore()["step"] == 1
+        assert reader.tiers["durable"] is None
+
+
+def test_a_job_without_local_steps_waits_for_its_directory(tmp_path, local, store, limits):
+    """It would begin the run anew otherwise."""
+    limits("jaxckpt._run.root", AWAY_S=0.0)
+    store.answers.clear()
+    threading.Timer(0.2, store.answers.set).start()
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        assert store.answers.is_set()
+        manager._directory.reach.away_s = 60.0
+        assert manager.all_steps() == []
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ENOTDIR, errno.ENOSPC])
+def test_a_directory_that_refuses_is_away_too(tmp_path, local, store, code):
+    """No permission, a file in its place or a full disk: the run goes on with its local steps."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+    store.away = OSError(code, os.strerror(code))
+    with pytest.raises(OSError, match=os.strerror(code)):
+        CheckpointManager(tmp_path / "run", local=tmp_path / "empty")
+
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        assert manager.restore()["step"] == 1
+        handle = manager.save(2, state(2))
+        handle.result(60)
+        store.away = None
+        handle.durable(60)
+        assert manager.tiers["durable"] == [1, 2]
+
+
+def test_an_upload_does_not_pass_newer_steps_of_another_job(tmp_path, local, store):
+    """They were saved elsewhere, and could not be seen when this job began."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+    with CheckpointManager(tmp_path / "run") as other:
+        other.save(10, state(10))
+    store.away = OSError(errno.EIO, "away")
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        handle = manager.save(2, state(2))
+        handle.result(60)
+        store.away = None
+        with pytest.raises(SaveFailed, match="step 10 there was saved by another job"):
+            handle.durable(60)
+
+
+def test_closing_does_not_wait_for_a_lock_in_a_directory_that_does_not_answer(
+    tmp_path, local, store, limits
+):
+    """The thread that asks for it gives it back if it still gets it."""
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        manager.save(1, state(1)).durable()
+    limits("jaxckpt._run.root", AWAY_S=0.2)
+    store.answers.clear()
+    manager = CheckpointManager(tmp_path / "run", local=LocalTier(local, durable_timeout_s=0.1))
+    told = []
+    try:
+        manager.close()
+    except CheckpointTimeout as error:  # else the upload was given up before
+        told.append(str(error))
+    told += [one for one in manager.problems if "steps [1] are not uploaded" in one]
+    assert f"jaxckpt upload {local} {tmp_path / 'run'}" in told[0]
+    asking = [one for one in threading.enumerate() if one.name.startswith("jaxckpt-ask")]
+    assert len(asking) == 1
+    store.answers.set()
+    asking[0].join(60)
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        assert not any("running job" in problem for problem in manager.problems)
+
+
+def test_steps_are_pinned_and_deleted_in_both_places(tmp_path, local):
+    last = KeepPolicy(last=1)
+    with CheckpointManager(
+        tmp_path / "run", local=LocalTier(local, keep=last), keep=last
+    ) as manager:
+        manager.save(1, state(1)).durable()
+        manager.pin(1)
+        manager.save(2, state(2)).durable()
+        manager.wait_until_finished()
+        assert manager.tiers == {"local": [1, 2], "durable": [1, 2], "waiting": []}
+        with pytest.raises(ValueError, match="pinned"):
+            manager.delete(1)
+        manager.unpin(1)
+        manager.delete(1)
+        assert manager.tiers == {"local": [2], "durable": [2], "waiting": []}
+
+
+def test_the_best_step_counts_wherever_it_is(tmp_path, local):
+    best = KeepPolicy(best=1, metric="loss")
+    tier = LocalTier(local, keep=KeepPolicy(last=1))
+    with CheckpointManager(tmp_path / "run", local=tier, keep=best) as manager:
+        for step, loss in ((1, 0.1), (2, 0.5), (3, 0.4)):
+            manager.save(step, state(step), metrics={"loss": loss}).durable()
+        manager.wait_until_finished()
+        assert manager.tiers == {"local": [3], "durable": [1, 3], "waiting": []}
+        assert manager.best_step() == 1
+        assert manager.restore(step="best")["step"] == 1
+        assert manager.metrics(1) == {"loss": 0.1}
+
+
+def test_heal_mends_by_hand(tmp_path, local):
+    """Every step that a verified copy can mend; the exit code says whether some are left."""
+    with CheckpointManager(tmp_path / "run", local=LocalTier(local, keep=KeepPolicy())) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step)).durable()
+    assert cli("heal", local, tmp_path / "run") == (0, f"{local}: no step is damaged\n", "")
+    damage(local / "1")
+    damage(local / "3")
+    damage(tmp_path / "run" / "3")
+
+    code, found = said_json("heal", local, tmp_path / "run")
+
+    assert code == 1
+    assert [*found["mended"]] == ["1"]
+    assert "damaged too" in found["failed"]["3"]
+    assert [jaxckpt.verify(local / str(n)).ok for n in (1, 2, 3)] == [True, True, False]
+    with CheckpointManager(local):
+        assert "in use" in cli("heal", local, tmp_path / "run")[2]
+
+
+def test_ls_shows_where_each_step_is(tmp_path, local):
+    every, tier = SavePolicy(every_steps=2), LocalTier(local, save=SavePolicy())
+    with CheckpointManager(tmp_path / "run", save=every, local=tier) as manager:
+        for step in range(1, 5):
+            manager.save(step, state(step), metrics={"loss": 1.0})
+            manager.wait_until_finished()
+    (local / "4" / "state" / "_METADATA").unlink()
+
+    found = said_json("ls", tmp_path / "run", "--local", local)[1]["steps"]
+    assert {one["step"]: one["places"] for one in found} == {
+        2: ["durable"],
+        3: ["local"],
+        4: ["durable"],
+    }
+    assert all(one["whole"] for one in found)
+    code, text, _ = cli("ls", tmp_path / "run", "--local", local)
+    assert code == 0
+    assert "newest complete step: 4" in text
+    assert all(word in text for word in ("local", "durable", "loss"))
+
+
+def test_commands_know_both_places(tmp_path, local):
+    """One option, as for `ls`; with several processes also their shares."""
+    every, tier = SavePolicy(every_steps=2), LocalTier(local, save=SavePolicy())
+    with CheckpointManager(tmp_path / "run", save=every, local=tier) as manager:
+        for step in range(1, 4):
+            manager.save(step, state(step), metrics={"loss": 1.0})
+            manager.wait_until_finished()
+
+    both = [tmp_path / "run", "--local", local]
+    code, found = said_json("verify", *both)
+    assert (code, found["ok"], [one["ok"] for one in found["local"]]) == (0, True, [True])
+    assert found["local"][0]["path"].endswith("local/3")
+    code, found = said_json("du", *both)
+    assert [one["name"] for one in found["steps"]] == ["2"]
+    assert [[one["name"] for one in place["steps"]] for place in found["local"]] == [["2", "3"]]
+    assert "local" not in said_json("du", tmp_path / "run")[1]
+    _, text, _ = cli("du", *both)
+    assert f"{local}: " in text
+    assert f"{tmp_path / 'run'}: " in text
+    code, _, _ = cli("report", *both, "-o", tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert code == 0
+    assert "local steps" in page
+    assert "durable steps" in page
+    damage(local / "3")
+    assert cli("verify", *both)[0] == 1
+
+    shares = tmp_path / "shares"
+    for name in ("share_0", "share_1"):
+        (local.parent / "shares").mkdir(exist_ok=True)
+        shutil.copytree(tmp_path / "run", shares / name)
+    found = said_json("ls", tmp_path / "run", "--local", shares)[1]["steps"]
+    assert [(one["step"], one["places"]) for one in found] == [(2, ["local", "durable"])]
+    assert len(said_json("verify", tmp_path / "run", "--local", shares)[1]["local"]) == 2
+
+
+# --- a full disk -----------------------------------------------------------------------------
+
+
+def test_a_full_disk_makes_the_local_place_give_way(tmp_path, local, monkeypatch):
+    """First older steps go; then steps are saved in the directory itself, which is told once."""
+    free = [1 << 40]
+    monkeypatch.setattr(tiers, "free_bytes", lambda path: free[0])
+    with CheckpointManager(
+        tmp_path / "run", local=LocalTier(local, keep=KeepPolicy(last=3))
+    ) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step)).durable()
+        assert manager.tiers["local"] == [1, 2, 3]
+        free[0] = 0
+        for step in (4, 5):
+            manager.save(step, state(step)).durable()
+        manager.wait_until_finished()
+        assert manager.tiers == {"local": [], "durable": [1, 2, 3, 4, 5], "waiting": []}
+        told = [problem for problem in manager.problems if "the disk is full" in problem]
+        assert len(told) == 1
+        free[0] = 1 << 40
+        manager.save(6, state(6)).durable()
+        assert manager.tiers["local"] == [6]
+        assert manager.restore()["step"] == 6
+
+
+# --- arguments -------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_a_local_place_is_refused(tmp_path):
+    run = tmp_path / "run"
+    for wrong in ("memory://name/local", run / "local", run, tmp_path):
+        with pytest.raises(ValueError, match="local"):
+            CheckpointManager(run, local=wrong)
+    with pytest.raises(TypeError, match=r"local must be a path or a LocalTier, got \{\}"):
+        CheckpointManager(run, local={})
+    for field, wrong in (("save", 3), ("keep", None), ("durable_timeout_s", "10")):
+        with pytest.raises(TypeError, match=f"LocalTier: {field} must be"):
+            LocalTier(tmp_path / "local", **{field: wrong})
+    with pytest.raises(ValueError, match="max_upload_bytes_per_s"):
+        LocalTier(tmp_path / "local", max_upload_bytes_per_s=0)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("local_save", "Pass local=LocalTier(..., save=...)."),
+        ("local_keep", "Pass local=LocalTier(..., keep=...)."),
+        ("durable_timeout_s", "Pass local=LocalTier(durable_timeout_s=...)."),
+        ("max_upload_bytes_per_s", "Pass local=LocalTier(max_upload_bytes_per_s=...)."),
+    ],
+)
+def test_an_option_of_the_local_place_is_a_field_of_it(tmp_path, name, hint):
+    """The manager, and a config of it, answer with where it belongs."""
+    with pytest.raises(TypeError, match=re.escape(f"takes no argument {name!r}. {hint}")):
+        CheckpointManager(tmp_path / "run", **{name: None})
+    with pytest.raises(TypeError, match=re.escape(f"has no field {name!r}. {hint}")):
+        CheckpointManager.from_config({"directory": tmp_path / "run", name: None})
+
+
+def test_a_misspelt_field_of_the_local_place_is_an_error(tmp_path):
+    for field in ("local_keep", "kep"):
+        with pytest.raises(TypeError, match="Did you mean 'keep'"):
+            LocalTier(tmp_path, **{field: KeepPolicy()})
+    config = {"directory": tmp_path / "run", "local": {"directory": tmp_path, "kep": {}}}
+    with pytest.raises(TypeError, match=r"LocalTier takes no argument 'kep'\. Did you mean 'keep'"):
+        CheckpointManager.from_config(config)
+    with pytest.raises(TypeError, match="'directory'"):
+        CheckpointManager.from_config({"directory": tmp_path / "run", "local": {"save": {}}})
+
+
+def test_a_config_may_have_a_local_place(tmp_path):
+    config = {
+        "directory": str(tmp_path / "run"),
+        "local": {
+            "directory": str(tmp_path / "local"),
+            "save": {"every_steps": 1},
+            "keep": {"last": 1},
+            "max_upload_bytes_per_s": "1GB",
+            "durable_timeout_s": "15m",
+        },
+        "save": {"every_steps": 2},
+    }
+    with CheckpointManager.from_config(config) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+            manager.wait_until_finished()
+        assert manager.tiers == {"local": [3], "durable": [2], "waiting": []}
+
+
+# --- crashes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("where", ["local", "run"])
+def test_after_a_crash_at_any_change_acknowledged_steps_restore(tmp_path, where):
+    """The newest acknowledged local step on this host, the newest durable one anywhere."""
+    crashes = 0
+    for after in count():
+        here = tmp_path / str(after)
+        crashing = PathIn(CrashingStorage(LocalStorage(), after), str(here / where))
+        told = {"local": 0, "run": 0}
+        crashed = _save_until_it_crashes(here, told, **{where: crashing})
+        crashes += crashed
+
+        with CheckpointManager(here / "run", local=here / "local") as manager:
+            _, step = manager.restore_or(lambda: {"step": 0})
+            assert step >= told["local"]
+        if told["run"]:
+            with CheckpointManager(here / "run", mode="r") as reader:
+                assert reader.restore()["step"] >= told["run"]
+        shutil.rmtree(here)
+        if not crashed:
+            break
+    assert crashes > 20
+
+
+def _save_until_it_crashes(here, told, *, run=None, local=None):
+    try:
+        manager = CheckpointManager(
+            run or here / "run",
+            keep=KeepPolicy(last=1),
+            local=LocalTier(local or here / "local", keep=KeepPolicy(last=1), durable_timeout_s=5),
+        )
+        for step in (1, 2, 3):
+            handle = manager.save(step, {"step": step})
+            handle.result(60)
+            told["local"] = step
+            handle.durable(60)
+            told["run"] = step
+        manager.close()
+    except SimulatedCrash:
+        return True
+    return False
+
+
+# --- what is decided -------------------------------------------------------------------------
+
+steps = st.lists(st.integers(0, 20), unique=True)
+
+
+@given(steps, steps)
+def test_newer_comes_before_nearer(here, there):
+    copies = newest_first({0: here, 1: there})
+    assert sorted(c[:2] for c in copies) == sorted([(n, 0) for n in here] + [(n, 1) for n in there])
+    assert [copy.step for copy in copies] == sorted([*here, *there], reverse=True)
+    for a, b in pairwise(copies):
+        assert a.step > b.step or a.root < b.root
+
+
+@given(steps, st.integers(0, 5))
+def test_the_newest_stay_in_the_queue(waiting, most):
+    gone = over_bound(waiting, most=most)
+    left = [*np.setdiff1d(waiting, gone)]
+    assert len(left) == min(most, len(waiting))
+    assert not gone or not left or max(gone) < min(left)
+
+
+# --- several processes -----------------------------------------------------------------------
+
+
+@pytest.mark.multihost
+def test_processes_learn_that_the_directory_does_not_answer(
+    run_processes, start_processes, tmp_path
+):
+    """Process 0 asks it; none waits for it again."""
+    run_processes("tiers:train", count=2, args=[tmp_path, 5])
+    job = start_processes("tiers:resume_away", count=2, args=[tmp_path])
+    for process in (0, 1):
+        job.wait_for(process, "saved")
+    job.release("answers")
+    done = [one.result for one in job.wait()]
+
+    away = {"local": [4, 5], "durable": None}
+    assert [one["step"] for one in done] == [5, 5]
+    assert [one["steps"] for one in done] == [[4, 5], [4, 5]]
+    assert [{**one["away"], **away} == one["away"] for one in done] == [True, True]
+    assert (done[0]["asked"] > 0, done[1]["asked"]) == (True, 0)
+    assert [one["tiers"]["durable"] for one in done] == [[2, 4, 5, 6]] * 2
+
+
+@pytest.mark.multihost
+def test_processes_share_a_local_directory(run_processes, tmp_path):
+    """They agree on what is durable, on the newest step, and go on without the local disk."""
+    first = run_processes("tiers:train", count=2, args=[tmp_path, 5])
+    tiers = {"local": [4, 5], "durable": [2, 4], "waiting": []}
+    assert [done.result for done in first] == [{"start": 0, "tiers": tiers}] * 2
+    with CheckpointManager(tmp_path / "local") as manager:
+        assert manager.problems == []
+
+    damage(tmp_path / "local" / "5")
+    again = [done.result for done in run_processes("tiers:resume", count=2, args=[tmp_path])]
+    assert [one["step"] for one in again] == [4, 4]
+    shutil.rmtree(tmp_path / "local")
+    again = [done.result for done in run_processes("tiers:resume", count=4, args=[tmp_path])]
+    assert [one["step"] for one in again] == [4] * 4
+    damage(tmp_path / "run" / "4")
+    again = [done.result for done in run_processes("tiers:train", count=2, args=[tmp_path, 1])]
+    assert [one["start"] for one in again] == [2, 2]

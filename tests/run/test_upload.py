@@ -1,0 +1,202 @@
+"""`jaxckpt upload`: steps are copied to another place, checked, and gone on with after a kill."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import jaxckpt
+from jaxckpt._run import upload as uploading
+from jaxckpt._run.index import StepIndex
+from jaxckpt.errors import CorruptCheckpoint, SaveFailed, StepExists, UnsupportedFormat
+from jaxckpt.format import names, ocdbt
+from jaxckpt.storage import locate
+from jaxckpt.testing import CrashingStorage, SimulatedCrash
+from tests.commandline import cli, said_json
+from tests.twins import watched
+from tests.waiting import wait_until
+
+SIZE = 1 << 20
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A run of three steps, each with a few MB in several files."""
+    root = tmp_path / "local"
+    with jaxckpt.CheckpointManager(root, run_metadata={"lr": 0.1}) as manager:
+        for step in (1, 2, 3):
+            state = {f"w{i}": np.full(SIZE, step + i, np.float32) for i in range(3)}
+            manager.save(step, state, items={"data": {"at": step}}, metrics={"loss": 1.0})
+    return root
+
+
+@pytest.fixture(params=["dir", "memory"])
+def target(request, tmp_path):
+    if request.param == "dir":
+        return str(tmp_path / "remote")
+    return f"memory://{tmp_path.name}/remote"
+
+
+def index_of(root):
+    return StepIndex(*locate(root), quiet=True)
+
+
+def bytes_at(root):
+    """The bytes that were sent to a place."""
+    storage, where = locate(root)
+    files = storage.files(where) if storage.kind(where) else {}
+    return sum(entry.size for name, entry in files.items() if not name.endswith(names.WRITER))
+
+
+def test_a_run_is_copied_whole_and_once(source, target):
+    """The copies restore and verify by themselves, and a second upload sends nothing."""
+    _, done = said_json("upload", source, target)
+
+    assert [one["step"] for one in done] == [3, 2, 1]
+    assert all(one["sent_bytes"] > 3 * 4 * SIZE and not one["found_bytes"] for one in done)
+    with jaxckpt.CheckpointManager(target, mode="r") as manager:
+        assert manager.all_steps() == [1, 2, 3]
+        assert np.array_equal(manager.restore()["w1"], np.full(SIZE, 4, np.float32))
+        assert manager.restore_items(2)["data"] == {"at": 2}
+        assert manager.metrics(1) == {"loss": 1.0}
+        assert manager.run_metadata == {"lr": 0.1}
+    for step in (1, 2, 3):
+        assert jaxckpt.verify(f"{target}/{step}").ok
+        assert jaxckpt.open(f"{target}/{step}").lineage["by"] == "upload"
+    assert said_json("upload", source, target) == (0, [])
+    assert "has every step" in cli("upload", source, target)[1]
+
+
+def test_an_upload_goes_on_where_it_was_cut_off(source, target):
+    """What had arrived is compared and not sent again; a torn or changed file is."""
+
+    def cut(verb, path):
+        if verb in ("write", "create") and bytes_at(target) > 4 * SIZE:
+            raise OSError("the line is cut")
+
+    with pytest.raises(SaveFailed, match="the line is cut"):
+        uploading.upload(index_of(source), index_of(watched(target, cut)), 3)
+    assert index_of(target).steps() == []
+    sent = bytes_at(target)
+
+    done = uploading.upload(index_of(source), index_of(target), 3)
+
+    assert done.found_bytes == sent > 4 * SIZE
+    assert done.sent_bytes > 0
+    assert jaxckpt.verify(f"{target}/3").ok
+
+
+def test_the_state_goes_before_other_items(source, target):
+    """So that a host that ends has sent the most valuable."""
+    begun = []
+
+    def before(verb, path):
+        item = path.removeprefix(f"{locate(target)[1]}/").split("/")[1:-1]
+        if verb in ("write", "create") and item:
+            begun.append(item[0])
+
+    uploading.upload(index_of(source), index_of(watched(target, before)), 3)
+
+    first = [name == "state" for name in begun]
+    assert first == sorted(first, reverse=True)
+    assert {"state", "data", "metrics"} == {*begun}
+
+
+def test_what_arrived_is_trusted_only_if_it_is_the_same(source, target):
+    """A flipped byte in a file that was sent before the cut is found, and the file sent again."""
+
+    def cut(verb, path):
+        if path.endswith(f"/{names.RECORD}") and verb in ("write", "create"):
+            raise OSError("the line is cut")
+
+    with pytest.raises(SaveFailed, match="the line is cut"):
+        uploading.upload(index_of(source), index_of(watched(target, cut)), 3)
+    storage, root = locate(target)
+    work = next(f"{root}/{name}" for name in storage.entries(root) if name.startswith("3"))
+    data = next(name for name in storage.files(work) if names.is_data_file(name))
+    flipped = bytearray(storage.read(f"{work}/{data}", max_bytes=1 << 30))
+    flipped[len(flipped) // 2] ^= 1
+    storage.write(f"{work}/{data}", bytes(flipped))
+
+    done = uploading.upload(index_of(source), index_of(target), 3)
+
+    assert done.sent_bytes == len(flipped)
+    assert jaxckpt.verify(f"{target}/3").ok
+
+
+def test_nothing_wrong_is_sent(source, target, tmp_path):
+    """A damaged step, another program's, another step of that number, a run in use."""
+    step = source / "2"
+    data = max(step.rglob("*"), key=lambda path: path.stat().st_size)
+    flipped = bytearray(data.read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    data.write_bytes(flipped)
+    with pytest.raises(CorruptCheckpoint):
+        uploading.upload(index_of(source), index_of(target), 2)
+    (source / "1" / names.RECORD).unlink()
+    with pytest.raises((UnsupportedFormat, CorruptCheckpoint)):
+        uploading.upload(index_of(source), index_of(target), 1)
+    with jaxckpt.CheckpointManager(target) as manager:
+        manager.save(3, {"other": 1})
+        manager.wait_until_finished()
+        code, _, told = cli("upload", source, target, "--step", "3")
+        assert (code, "in use" in told) == (2, True)
+    with pytest.raises(StepExists, match="no copy"):
+        uploading.upload(index_of(source), index_of(target), 3)
+    assert index_of(target).steps() == [3]
+
+
+def test_a_killed_upload_sends_the_rest(tmp_path, limits):
+    """Killed at half of it, the next one sends at most 55 % again: files are sent whole."""
+    limits(ocdbt, DATA_FILE_BYTES=4 * SIZE)  # else a test needs some GB
+    root, target = tmp_path / "many", tmp_path / "remote"
+    with jaxckpt.CheckpointManager(root) as manager:
+        manager.save(1, {f"w{i}": np.full(SIZE, i, np.float32) for i in range(12)})
+    total = sum(path.stat().st_size for path in (root / "1").rglob("*") if path.is_file())
+    command = [sys.executable, "-m", "jaxckpt", "upload", root, target, "--max-rate", "12MB"]
+
+    with subprocess.Popen([*map(str, command)]) as child:
+        wait_until(lambda: child.poll() is not None or _bytes_in(target) >= total / 2)
+        assert child.poll() is None
+        child.kill()
+    assert index_of(target).steps() == []
+    code, (done,) = said_json("upload", root, target)
+
+    assert (code, done["sent_bytes"] <= 0.55 * total) == (0, True)
+    assert jaxckpt.verify(target / "1").ok
+
+
+def _bytes_in(root):
+    found = [path for path in root.rglob("*") if path.parent.name == names.OCDBT_DATA]
+    return sum(path.stat().st_size for path in found if not path.name.startswith("."))
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_after_a_crash_at_any_change_the_next_upload_ends_it(tmp_path, target, torn):
+    """Until then the step is either not there, or there and whole."""
+    with jaxckpt.CheckpointManager(tmp_path / "local") as manager:
+        manager.save(1, {"w": np.arange(9.0)})
+    storage, root = locate(target)
+    crashes = 0
+
+    for after in itertools.count():
+        crashing = StepIndex(CrashingStorage(storage, after, torn=torn), f"{root}/{after}")
+        there = StepIndex(storage, f"{root}/{after}")
+        try:
+            uploading.upload(index_of(tmp_path / "local"), crashing, 1)
+        except SimulatedCrash:
+            crashes += 1
+        else:
+            break
+        assert there.steps() in ([], [1])
+        if there.steps():
+            assert jaxckpt.verify(f"{target}/{after}/1").ok
+        uploading.upload(index_of(tmp_path / "local"), there, 1)
+        assert there.steps() == [1]
+        assert jaxckpt.verify(f"{target}/{after}/1").ok
+
+    assert crashes > 10
