@@ -134,7 +134,7 @@ def verbs(ram_path, mesh, monkeypatch):
 CEILINGS = {
     "save again": (1666, 11, 20),
     "manager open + save": (3605, 14, 37),
-    "open + save, local": (6215, 17, 127),  # its threads may do a little more or less
+    "open + save, local": (6245, 17, 137),  # its threads may do a little more or less
     "restore(path, like)": (2224, 14, 9),
     "manager.restore(like)": (2698, 18, 11),
     "open": (568, 10, 6),

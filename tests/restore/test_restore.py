@@ -283,7 +283,7 @@ def test_no_chunk_is_read_twice_or_for_nothing(data):
     chunk = NamedSharding(mesh_of(sizes), stored_spec).shard_shape(shape)
     chunks = np.prod(np.array(shape) // chunk)
     seen = Counter()
-    original = _chunks._runs
+    original = _chunks.adjacent
 
     def counted(jobs):
         seen.update(job.key for job in jobs)
@@ -292,7 +292,7 @@ def test_no_chunk_is_read_twice_or_for_nothing(data):
     shm = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=shm) as folder, pytest.MonkeyPatch.context() as patch:
         jaxckpt.save(f"{folder}/x", put(np.zeros(shape), mesh_of(sizes), stored_spec))
-        patch.setattr(_chunks, "_runs", counted)
+        patch.setattr(_chunks, "adjacent", counted)
         jaxckpt.restore(f"{folder}/x", like)
 
     assert len(seen) == chunks

@@ -376,10 +376,9 @@ def test_a_save_in_process_0_only_is_explained(tmp_path, caplog):
 
     simulate(3, run, warn_after_s=0.1)
 
-    [warning] = [record.getMessage() for record in caplog.records]
-    assert warning.startswith(
-        f"saving {tmp_path}/7: process 0 of 3 has waited 0.1 s for 2 processes: 1, 2, which"
-    )
+    warnings = [record.getMessage() for record in caplog.records]  # on a busy machine also others
+    wanted = f"saving {tmp_path}/7: process 0 of 3 has waited 0.1 s for 2 processes: 1, 2, which"
+    assert any(warning.startswith(wanted) for warning in warnings)
 
 
 class Recording(threading.Condition):
