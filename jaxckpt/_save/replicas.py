@@ -124,17 +124,18 @@ class Replicas:
             self._end(self._problems, is_final=self.compares)
 
     def said(self) -> Json:
-        """Returns what this process tells the others."""
+        """Returns what this process tells the others; None if it compares nothing."""
+        if not self.compares:
+            return None
         digests = {
             name: hashlib.sha256(repr([one for _, one in digests]).encode()).hexdigest()[:16]
             for name, digests in self._digests.items()
         }
-        problems = self._problems[:_MOST_NAMED]
-        return {"compares": self.compares, "problems": problems, "digests": digests}
+        return {"problems": self._problems[:_MOST_NAMED], "digests": digests}
 
     def judge(self, told: Sequence[Any]) -> Json:
         """Returns the problems within processes, and which processes have to tell more."""
-        numbered = [*enumerate(told)]
+        numbered = [(i, one) for i, one in enumerate(told) if one is not None]
         problems = [f"process {i}: {text}" for i, one in numbered for text in one["problems"]]
         by_name: defaultdict[str, defaultdict[str, list[int]]]
         by_name = defaultdict(lambda: defaultdict(list))
@@ -146,8 +147,11 @@ class Replicas:
             if len(who) > 1:
                 most, *others = sorted(who.values(), key=len, reverse=True)
                 asked[name] = [most[0], *chain.from_iterable(others)][:_MOST_ASKED]
-        all_compare = all(one["compares"] for one in told)
-        return {"problems": problems[:_MOST_NAMED], "asked": asked, "all": all_compare}
+        return {
+            "problems": problems[:_MOST_NAMED],
+            "asked": asked,
+            "all": len(numbered) == len(told),
+        }
 
     def settle(self, judged: Any, name: str, *, timeout_s: float) -> None:  # judged: JSON
         """Sets the differences; the processes meet again if any have to tell more.
