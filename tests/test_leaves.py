@@ -75,7 +75,8 @@ def test_a_restore_takes_few_calls_for_each_leaf(tmp_path, mesh):
 
     calls = calls_of(lambda: jaxckpt.restore(tmp_path / "a", like))
 
-    assert calls < 90 * 1000
+    # Before Python 3.12 a comprehension is a call too.
+    assert calls < (90 if sys.version_info >= (3, 12) else 100) * 1000
 
 
 def test_the_collector_does_not_look_through_a_tree_that_grows(many):
