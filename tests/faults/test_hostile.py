@@ -121,10 +121,13 @@ _IMPORT = {
     "jaxckpt/orbax/__init__.py": 1,
     "jaxckpt/orbax/v1/__init__.py": 1,
     "jaxckpt/cli/_app.py": 1,
-    "jaxckpt/cli/_migrate.py": 2,
+    "jaxckpt/cli/_migrate/command.py": 2,
 }
-# It compiles a function of its own: a method of jax, which takes no text.
-_COMPILE = {f"jaxckpt/{name}.py": ["compile"] for name in ("_core/fingerprint", "_restore/once")}
+# They compile functions of their own: a method of jax, which takes no text.
+_COMPILE = {
+    "jaxckpt/_core/fingerprint.py": ["compile"],
+    "jaxckpt/_restore/carry.py": ["compile", "compile"],
+}
 
 
 def run_by(text):
