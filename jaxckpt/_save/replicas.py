@@ -147,11 +147,7 @@ class Replicas:
             if len(who) > 1:
                 most, *others = sorted(who.values(), key=len, reverse=True)
                 asked[name] = [most[0], *chain.from_iterable(others)][:_MOST_ASKED]
-        return {
-            "problems": problems[:_MOST_NAMED],
-            "asked": asked,
-            "all": len(numbered) == len(told),
-        }
+        return {"problems": problems[:_MOST_NAMED], "asked": asked, "all": None not in told}
 
     def settle(self, judged: Any, name: str, *, timeout_s: float) -> None:  # judged: JSON
         """Sets the differences; the processes meet again if any have to tell more.
