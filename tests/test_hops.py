@@ -133,8 +133,8 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1666, 11, 20),
-    "manager open + save": (3605, 14, 37),
-    "open + save, local": (6245, 17, 137),  # its threads may do a little more or less
+    "manager open + save": (3615, 14, 37),
+    "open + save, local": (6256, 17, 137),  # its threads may do a little more or less
     "restore(path, like)": (2224, 14, 9),
     "manager.restore(like)": (2698, 18, 11),
     "open": (568, 10, 6),
@@ -179,8 +179,8 @@ FOLDERS = {
     "_inspect": (1187, 810),
     "_progress": (222, 163),
     "_restore": (1993, 1505),
-    "_run": (7979, 5517),
-    "_save": (2295, 1596),
+    "_run": (7986, 5524),
+    "_save": (2299, 1599),
     "cli": (3660, 2620),
     "format": (3204, 2134),
     "integrations": (456, 247),

@@ -127,6 +127,7 @@ class Saver:
         self._for_preemption: SaveHandle | None = None
         self._unchecked = math.inf  # saves since replicas were compared; infinite: they are due
         self._differences: list[str] = []  # between replicas, when they were last compared
+        self._was_alike = False  # whether a comparison of this job has found none
         self._lacked_metric = False  # whether a step did, which is reported once
 
     @property
@@ -341,6 +342,7 @@ class Saver:
             policy.may_differ,
             compares=0 < policy.check_replicas <= self._unchecked,
             known=lambda: self._differences,
+            marks=lambda: self._was_alike,
         )
         with meter.phase("snapshot"):
             how: dict[str, Any] = {"zstd": self._options.zstd, "holds": self._root.own}
@@ -432,8 +434,10 @@ class Saver:
         fingerprint.prepare()  # once the upload is under way
 
     def _report_differences(self, step: int, differences: Sequence[str]) -> None:
-        text = f"step {step} is marked: replicas differed, so a device may compute wrongly: "
-        text += f"{'; '.join(differences)}. A restore prefers the step before. See docs/runs.md"
+        text = f"step {step} is marked: replicas differ, so a device may compute wrongly: "
+        if not self._was_alike:  # the program may work so
+            text = f"step {step}: replicas differ, as whenever this job has compared them: "
+        text += f"{'; '.join(differences)}. See 'If replicas differ' in docs/runs.md"
         if self._processes.index == 0:
             self._index.report(text)
         else:  # one of all logs it
@@ -457,7 +461,10 @@ class Saver:
             self._differences = [f"at step {step}: {text}" for text in differences]
             if differences or request.replicas.is_later:
                 self._unchecked = math.inf  # at the next save again
-        facts = {"metrics": dict(saving.metrics), "differences": differences}
+            else:
+                self._was_alike = True
+        marked = () if request.replicas is None else request.replicas.marked
+        facts = {"metrics": dict(saving.metrics), "differences": marked}
         info = StepInfo(step=step, saved_s=time.time(), **facts)
         name = f"{request.name}/kept"
         with leading(self._processes, name, place=place, timeout_s=timeout_s) as led:

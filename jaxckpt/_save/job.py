@@ -154,7 +154,7 @@ class SaveJob:
                         item=request.items[0].name,
                         share=(processes.index, processes.count) if request.own else None,
                         life=request.life(),
-                        differences=request.replicas.differences if request.replicas else (),
+                        differences=request.replicas.marked if request.replicas else (),
                     )
             timing = self._meter.timing()
             if request.processes.index == 0:

@@ -53,6 +53,7 @@ class Replicas:
         *,
         compares: bool = True,
         known: Callable[[], Sequence[str]] = tuple,
+        marks: Callable[[], bool] = lambda: True,
     ) -> None:
         """Has no shards yet.
 
@@ -61,13 +62,15 @@ class Replicas:
             compares: Whether this process compares replicas at this save.
             known: Returns the differences found before, once the save before has ended. They hold
                 until all processes compare again.
+            marks: Returns whether differences mark the step, at the same time.
         """
         self.differences: Sequence[str] = ()  # alike in all processes, once they have met
+        self.marked: Sequence[str] = ()  # those that mark the step
         self.compares = compares
         self.is_later = False  # whether some fingerprints can be taken only at the next save
         self._processes = processes
         self._skip = skip
-        self._known = known
+        self._known, self._marks = known, marks
         self._problems: list[str] = []  # within this process
         # Each shard with its replicas: arrays on the host, or the fingerprints on their way.
         self._taken: list[tuple[_Shard, Any]] = []
@@ -168,6 +171,7 @@ class Replicas:
 
     def _end(self, found: Sequence[str], *, is_final: bool) -> None:
         self.differences = [*found, *(() if is_final else self._known())][:_MOST_NAMED]
+        self.marked = self.differences if self._marks() else ()
 
 
 def _between(told: Sequence[Any]) -> list[str]:

@@ -211,21 +211,22 @@ def test_the_job_goes_on_from_the_step_before_and_nothing_is_lost(tmp_path, mesh
 
 
 def test_a_marked_step_is_better_than_none(tmp_path, mesh):
+    run_with_a_bad_step(tmp_path, mesh)
     with CheckpointManager(tmp_path) as manager:
-        manager.save(1, {"w": flipped(put(mesh, P()), 3)})
+        manager.delete(1)
     with CheckpointManager(tmp_path) as manager:
         manager.restore()
-        assert manager.restored_step == 1
-        assert any("step 1 is restored, though" in one for one in manager.problems)
+        assert manager.restored_step == 2
+        assert any("step 2 is restored, though" in one for one in manager.problems)
     assert jaxckpt.restore(tmp_path)["w"].shape == (8, 8)
 
 
 def test_the_last_step_without_a_mark_is_never_deleted(tmp_path, mesh):
     good = put(mesh, P())
-    with CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as manager:
+    policies = {"save": SavePolicy(check_replicas=1), "keep": KeepPolicy(last=1)}
+    with CheckpointManager(tmp_path, **policies) as manager:
         manager.save(1, {"w": good})
         manager.save(2, {"w": good})
-    with CheckpointManager(tmp_path, keep=KeepPolicy(last=1)) as manager:
         for step in range(3, 6):
             manager.save(step, {"w": flipped(good, 3)})
         manager.wait_until_finished()
@@ -276,20 +277,36 @@ def test_a_step_saved_before_a_difference_was_found_is_marked_too(tmp_path, mesh
     good, both_taken = put(mesh, P()), threading.Event()
 
     def save(me):
-        with CheckpointManager(tmp_path) as manager:
+        with CheckpointManager(tmp_path, save=SavePolicy(check_replicas=2)) as manager:
+            manager.save(1, {"w": good})
+            manager.save(2, {"w": good})
+            manager.wait_until_finished()
             if me.index == 1:
                 assert both_taken.wait(60)
-            manager.save(1, {"w": flipped(good, 1)})
-            second = manager.save(2, {"w": good})
+            manager.save(3, {"w": flipped(good, 1)})
+            second = manager.save(4, {"w": good})
             both_taken.set()
             manager.wait_until_finished()
             return not second.job.request.replicas.compares
 
     assert simulate(2, save)[0]
     with CheckpointManager(tmp_path, mode="r") as manager:
-        manager.restore(step=2)
+        manager.restore(step=4)
         (text,) = manager.problems
-    assert "at step 1: process 0: leaf w has other bits on device 1" in text
+    assert "at step 3: process 0: leaf w has other bits on device 1" in text
+
+
+def test_a_job_in_which_replicas_differ_from_the_start_marks_nothing(tmp_path, mesh):
+    """The program may let them differ: a restore must not go back to its first step for that."""
+    bad = flipped(put(mesh, P()), 3)
+    with CheckpointManager(tmp_path) as manager:
+        for step in range(3):
+            manager.save(step, {"w": bad})
+        manager.wait_until_finished()
+        assert len(manager.problems) == 3
+        assert all("as whenever this job has compared them" in one for one in manager.problems)
+        manager.restore()
+        assert manager.restored_step == 2
 
 
 def test_steps_on_local_disks_are_marked_in_the_directory_too(tmp_path, mesh):
