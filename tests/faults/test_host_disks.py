@@ -37,7 +37,7 @@ from jaxckpt.errors import (
     SaveFailed,
 )
 from jaxckpt.format import names
-from jaxckpt.storage import LocalStorage, locate
+from jaxckpt.storage import LocalStorage, PathIn, locate
 from jaxckpt.storage._limit import LimitedStorage
 from jaxckpt.storage._mounts import Mount
 from jaxckpt.testing import CrashingStorage, SimulatedCrash, simulate
@@ -498,7 +498,7 @@ def test_host_arrays_may_differ_between_processes(tmp_path):
     def run(processes):
         here = processes.index
         state = {"large": np.full(70_000, here), "small": np.int32(here)}
-        with manager_of(tmp_path, here) as manager:
+        with manager_of(tmp_path, here, LocalStorage()) as manager:
             manager.save(1, state)
             manager.wait_until_finished()
 
@@ -509,21 +509,22 @@ def test_host_arrays_may_differ_between_processes(tmp_path):
     assert (state["small"], state["large"].max()) == (0, 0)
 
 
-def manager_of(root, process, *, durable_timeout_s=10, timeout_s=10):
-    """The manager of a simulated process with a disk of its own."""
-    local = jaxckpt.LocalTier(root / f"host{process}", durable_timeout_s=durable_timeout_s)
-    return jaxckpt.CheckpointManager(root / "run", local=local, timeout_s=timeout_s)
+def manager_of(root, process, storage, *, durable_timeout_s=10, timeout_s=10):
+    """The manager of a simulated process with a disk of its own, all in one storage."""
+    disk = PathIn(storage, str(root / f"host{process}"))
+    local = jaxckpt.LocalTier(disk, durable_timeout_s=durable_timeout_s)
+    run = PathIn(storage, str(root / "run"))
+    return jaxckpt.CheckpointManager(run, local=local, timeout_s=timeout_s)
 
 
 def test_a_full_disk_keeps_a_step_until_all_parts_are_committed(tmp_path, monkeypatch):
     """A process that has sent its part does not take the step for durable."""
     slow, full = Slow(names.RECORD, "/run/"), []
-    monkeypatch.setattr("jaxckpt._run.root.locate", lambda path: (slow, locate(path)[1]))
     free_bytes = lambda path: 0 if any(host in path for host in full) else None  # noqa: E731
     monkeypatch.setattr("jaxckpt._run.tiers.free_bytes", free_bytes)
 
     def run(processes):
-        with manager_of(tmp_path, processes.index) as manager:
+        with manager_of(tmp_path, processes.index, slow) as manager:
             manager.save(1, {"a": 1}).result()
             manager._saver.wait_for_all()
             if processes.index == 1:
@@ -553,13 +554,12 @@ class Slow(_Relay):
             self.goes_on.wait(30)
 
 
-def test_a_process_that_lost_its_record_says_so(tmp_path, monkeypatch):
+def test_a_process_that_lost_its_record_says_so(tmp_path):
     """Process 0 does not wait for its part until the time limit."""
     slow = Slow(names.WRITER, "/run/")
-    monkeypatch.setattr("jaxckpt._run.root.locate", lambda path: (slow, locate(path)[1]))
 
     def run(processes):
-        with manager_of(tmp_path, processes.index, durable_timeout_s=60) as manager:
+        with manager_of(tmp_path, processes.index, slow, durable_timeout_s=60) as manager:
             manager.save(1, {"a": 1})
             manager._saver.wait_for_all()
             if processes.index == 1:
@@ -572,15 +572,14 @@ def test_a_process_that_lost_its_record_says_so(tmp_path, monkeypatch):
     assert simulate(2, run) == [True, True]
 
 
-def test_a_store_that_failed_in_one_process_ends_no_later_upload(tmp_path, monkeypatch):
+def test_a_store_that_failed_in_one_process_ends_no_later_upload(tmp_path):
     """Process 0 gives up first, then the other; in the directory is nothing like a refusal."""
     failing = Failing("part_1", "/run/")
     failing.spared = "problem"  # a refusal
-    monkeypatch.setattr("jaxckpt._run.root.locate", lambda path: (failing, locate(path)[1]))
 
     def run(processes):
         limits = {"durable_timeout_s": 0.5 if processes.index else 0.1}
-        manager = manager_of(tmp_path, processes.index, **limits)
+        manager = manager_of(tmp_path, processes.index, failing, **limits)
         manager.save(1, {"a": 1})
         manager._saver.wait_for_all()
         for one in manager._tiers.uploads.under_way():
@@ -605,13 +604,12 @@ class Failing(Slow):
             raise OSError(errno.ENOSPC, "no room", path)
 
 
-def test_a_step_that_one_process_could_not_commit_is_saved_again(tmp_path, monkeypatch):
+def test_a_step_that_one_process_could_not_commit_is_saved_again(tmp_path):
     """Though another process has committed its part."""
     failing = Failing(names.RECORD, "/host1/")
-    monkeypatch.setattr("jaxckpt._run.root.locate", lambda path: (failing, locate(path)[1]))
 
     def run(processes):
-        with manager_of(tmp_path, processes.index) as manager:
+        with manager_of(tmp_path, processes.index, failing) as manager:
             with pytest.raises((SaveFailed, ProcessesDisagree)):
                 manager.save(1, {"a": 1}).result()
             processes.barrier("failed", timeout_s=10)
