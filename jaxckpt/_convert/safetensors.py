@@ -174,9 +174,9 @@ def _check_exportable(source: Leaves) -> None:
         elif leaf.dtype not in safetensors.WORDS:
             problems.append(f"  {leaf.text}: dtype {leaf.dtype}")
     problems += safetensors.name_problems(leaf.name for leaf in leaves)
-    check_leaves(leaves, problems, source.place)
+    check_leaves(leaves, problems, source.where)
     if not leaves:
-        raise UnsupportedLeaf(f"{source.place} has no arrays: there is nothing to export")
+        raise UnsupportedLeaf(f"{source.where} has no arrays: there is nothing to export")
 
 
 def _shards(source: Leaves, most_bytes: int | None) -> list[list[int]]:
@@ -332,7 +332,7 @@ def _of_files(storage: Storage, file: str, dtype: str | None) -> Leaves:
         metadata |= header.metadata
     copies = tuple(with_dtype(leaf, dtype) for leaf in leaves)
     return Leaves(
-        place=file,
+        where=file,
         tree=Tree(leaves=copies, root=plain_root(leaves), typed=True),
         read=partial(_read_parts, storage, places, copies),
         check=partial(_check_unchanged, storage, headers),

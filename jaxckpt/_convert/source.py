@@ -58,7 +58,7 @@ class Part:
 class Leaves:
     """A tree to copy."""
 
-    place: str  # the source, for messages
+    where: str  # the source, for messages
     tree: Tree  # of the copy; `stored` of a leaf is the best layout and the dtype for reading it
     read: Callable[[Iterable[Part]], Generator[Values, None, None]]  # yields the values in order
     check: Callable[[], None]  # raises if the source was replaced in the meantime
@@ -100,7 +100,7 @@ def of_checkpoint(
     storage, where = locate(src)
     saved = at_rest(storage, where, partial(open_tree, name=item))
     found = saved.found
-    check_globs(only, skip, [leaf.path for leaf in saved.tree.leaves], place=found.path)
+    check_globs(only, skip, [leaf.path for leaf in saved.tree.leaves], where=found.path)
     selected = selector(only, skip)
     chosen = [leaf for leaf in saved.tree.leaves if selected(leaf.path)]
     if not chosen:
@@ -119,7 +119,7 @@ def of_checkpoint(
     )
     check_leaves(tree.leaves, _problems(tree.leaves), saved.path)
     return Leaves(
-        place=saved.path,
+        where=saved.path,
         tree=tree,
         shardings=_shardings(saved, sources, tree.leaves),
         read=partial(_read, saved, sources, tree.leaves, held),
@@ -133,12 +133,12 @@ def of_checkpoint(
     )
 
 
-def check_leaves(leaves: Sequence[Leaf], problems: Sequence[str], place: str) -> None:
+def check_leaves(leaves: Sequence[Leaf], problems: Sequence[str], where: str) -> None:
     """Raises UnsupportedLeaf with all problems, including problems of the leaves' names."""
     found = [*problems, *name_problems([leaf.path for leaf in leaves])]
     if found:
         raise UnsupportedLeaf(
-            f"{place}: {counted(len(found), 'leaf')} cannot be copied, and nothing was written:\n"
+            f"{where}: {counted(len(found), 'leaf')} cannot be copied, and nothing was written:\n"
             + "\n".join(found[:50])
             + "\nLeave them out (skip)."
         )
@@ -228,7 +228,7 @@ def _plain_node(children: Mapping[str, Any], path: Path, kinds: Mapping[Path, in
     )
 
 
-def _in_order(leaves: Sequence[Leaf], root: Node | None, place: str) -> list[Leaf]:
+def _in_order(leaves: Sequence[Leaf], root: Node | None, where: str) -> list[Leaf]:
     """Returns the leaves in the order of their containers, with the containers' key types."""
     by_path = {leaf.path: leaf for leaf in leaves}
     found = [
@@ -240,7 +240,7 @@ def _in_order(leaves: Sequence[Leaf], root: Node | None, place: str) -> list[Lea
         if (leaf := by_path.get(path)) is not None
     ]
     if len(found) != len(leaves):
-        raise CorruptCheckpoint(f"{place}: its containers lack some of its leaves", file=place)
+        raise CorruptCheckpoint(f"{where}: its containers lack some of its leaves", file=where)
     return found
 
 
@@ -355,15 +355,15 @@ def _read_dtype(source: Leaf, wanted: Leaf) -> np.dtype[Any]:
     return dtype_of(source.array.dtype if as_bytes else wanted.array.dtype)
 
 
-def _copied_values(values: Values, source: Leaf, wanted: Leaf, place: str) -> Values:
+def _copied_values(values: Values, source: Leaf, wanted: Leaf, where: str) -> Values:
     if source.dtype in AS_BYTES_DTYPES and source.kind != "key":
         values = values.view(dtype_of(source.dtype))
-    return as_stored(values, wanted, place)
+    return as_stored(values, wanted, where)
 
 
-def as_stored(values: Values, wanted: Leaf, place: str) -> Values:
+def as_stored(values: Values, wanted: Leaf, where: str) -> Values:
     """Returns values in the stored dtype; as bytes if zarr lacks their dtype."""
     stored = dtype_of(wanted.array.dtype)
     if wanted.kind != "key" and wanted.dtype in AS_BYTES_DTYPES:
-        return cast(values, dtype_of(wanted.dtype), leaf=wanted.text, place=place).view(stored)
-    return cast(values, stored, leaf=wanted.text, place=place)
+        return cast(values, dtype_of(wanted.dtype), leaf=wanted.text, where=where).view(stored)
+    return cast(values, stored, leaf=wanted.text, where=where)

@@ -92,7 +92,7 @@ def write_checkpoint(
             transaction.abort()
         raise_save_error(path, error)
     seconds = time.monotonic() - start
-    _logger.info("copied %s to %s: %d bytes, %.2f s", source.place, path, total_bytes, seconds)
+    _logger.info("copied %s to %s: %d bytes, %.2f s", source.where, path, total_bytes, seconds)
 
 
 # --- the layout of each array ----------------------------------------------------------------

@@ -63,11 +63,11 @@ def is_floating(name: str) -> bool:
     return name.startswith(("float", "bfloat"))
 
 
-def cast(values: Values, dtype: np.dtype[Any], *, leaf: str, place: str) -> Values:
+def cast(values: Values, dtype: np.dtype[Any], *, leaf: str, where: str) -> Values:
     """Returns the values in another dtype.
 
     Raises:
-        TreeMismatch: some values would be lost; the error names the leaf of `place`.
+        TreeMismatch: some values would be lost; the error names the leaf of `where`.
     """
     if values.dtype == dtype:
         return values
@@ -83,7 +83,7 @@ def cast(values: Values, dtype: np.dtype[Any], *, leaf: str, place: str) -> Valu
     found = f"{values.dtype.name} with {lost.size} values such as {lost[0]}"
     difference = Difference(leaf=leaf, wanted=dtype.name, saved=found)
     raise TreeMismatch(
-        f"{place}: a cast would lose values\n  {difference}\n"
+        f"{where}: a cast would lose values\n  {difference}\n"
         f"Ask for a dtype that holds these values, such as {values.dtype.name}, and convert later.",
         [difference],
     )

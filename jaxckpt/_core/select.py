@@ -26,24 +26,24 @@ def selector(only: Globs, skip: Globs) -> Callable[[Path], bool]:
     return selected
 
 
-def check_globs(only: Globs, skip: Globs, paths: Sequence[Path], *, place: str) -> None:
-    """Raises ValueError if `only` or `skip` matches none of `paths`, all leaves of `place`."""
+def check_globs(only: Globs, skip: Globs, paths: Sequence[Path], *, where: str) -> None:
+    """Raises ValueError if `only` or `skip` matches none of `paths`, all leaves of `where`."""
     for option, globs in (("only", only), ("skip", skip)):
         for glob in globs if isinstance(globs, Iterable) else [globs]:
             wanted = "a glob over leaf paths, or a list of them"
-            check_type(place, option, glob, str | None, wanted)
+            check_type(where, option, glob, str | None, wanted)
         if globs is not None and not any(_is_any(globs, path) for path in paths):
             shown = globs[0] if not isinstance(globs, str) and len(globs) == 1 else globs
             near = _nearest([shown] if isinstance(shown, str) else shown, paths)
             raise ValueError(
-                f"{option} {shown!r} matches no leaf.{near} {some_paths(paths, place)}"
+                f"{option} {shown!r} matches no leaf.{near} {some_paths(paths, where)}"
             )
 
 
-def some_paths(paths: Sequence[Path], place: str) -> str:
+def some_paths(paths: Sequence[Path], where: str) -> str:
     """Returns a phrase that names the first paths, for an error."""
     texts = list(dict.fromkeys(map(path_text, paths)))
-    return f"{place} has {', '.join(texts[:20])}" + (", ..." if len(texts) > 20 else "")
+    return f"{where} has {', '.join(texts[:20])}" + (", ..." if len(texts) > 20 else "")
 
 
 def _nearest(globs: Sequence[str], paths: Sequence[Path]) -> str:

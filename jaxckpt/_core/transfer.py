@@ -153,7 +153,7 @@ def _as_stored(host: np.ndarray[Any, Any], source: Source) -> np.ndarray[Any, An
     if host.dtype.name == source.dtype.name:
         host = host.astype(source.dtype, copy=False)
     else:
-        host = cast(host, source.dtype, leaf=str(source.array), place="the tree")
+        host = cast(host, source.dtype, leaf=str(source.array), where="the tree")
     return np.ascontiguousarray(host).view(source.stored).reshape(host.shape)
 
 

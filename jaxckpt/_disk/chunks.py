@@ -367,7 +367,7 @@ class Chunks:
             try:
                 for target, where, some in part.plan.parts:
                     out = layout.buffer(memory, job.at, target)[where]
-                    out[...] = cast(chunk[some], out.dtype, leaf=leaf.text, place=self._item.path)
+                    out[...] = cast(chunk[some], out.dtype, leaf=leaf.text, where=self._item.path)
             except TreeMismatch as error:
                 self._note(leaf, error)
 

@@ -156,10 +156,10 @@ class Regions:
     ) -> Callable[[Any], None]:
         def divide(_: Any) -> None:
             for target, part in parts:
-                where = part.within(self._read.boxes[target])
-                out, some = self._buffers[target][where], values[part.within(box)]
-                leaf, place = self._read.leaf.text, self._item.path
-                out[...] = cast(some, out.dtype, leaf=leaf, place=place)
+                inside = part.within(self._read.boxes[target])
+                out, some = self._buffers[target][inside], values[part.within(box)]
+                leaf, path = self._read.leaf.text, self._item.path
+                out[...] = cast(some, out.dtype, leaf=leaf, where=path)
 
         return divide
 

@@ -208,7 +208,7 @@ class Tensors:
             return values.nbytes
         part = box.intersect(wanted) or box
         some = values[part.within(box)]
-        out[part.within(wanted)] = cast(some, out.dtype, leaf=read.leaf.text, place=self._item.path)
+        out[part.within(wanted)] = cast(some, out.dtype, leaf=read.leaf.text, where=self._item.path)
         return some.size * out.itemsize
 
 

@@ -112,7 +112,7 @@ def compare_items(
     """Compares two opened trees."""
     all_a = {leaf.path: leaf for leaf in a.tree.leaves}
     all_b = {leaf.path: leaf for leaf in b.tree.leaves}
-    check_globs(only, skip, list(all_a | all_b), place=f"{a.path}, or {b.path},")
+    check_globs(only, skip, list(all_a | all_b), where=f"{a.path}, or {b.path},")
     chosen = selector(only, skip)
     both = [path for path in all_a if path in all_b and chosen(path)]
     pairs = {path: _Pair(all_a[path], all_b[path], rtol=rtol, atol=atol) for path in both}

@@ -171,7 +171,7 @@ class Checkpoint:
         if self._tree is None:
             return {}
         leaves = self._tree.tree.leaves
-        check_globs(only, skip, [leaf.path for leaf in leaves], place=self.path)
+        check_globs(only, skip, [leaf.path for leaf in leaves], where=self.path)
         chosen = selector(only, skip)
         return self._statistics([leaf for leaf in leaves if chosen(leaf.path)])
 

@@ -189,18 +189,18 @@ def match(
     wanted: Sequence[Wanted] | None,
     request: RestoreRequest,
     *,
-    place: str,
+    where: str,
 ) -> Match:
     """Decides which saved leaf becomes which wanted leaf; TreeMismatch lists every difference."""
     names, renamed = [leaf.path for leaf in saved], {}
     if request.rename:
-        names, renamed = _rename(saved, request.rename, place)
+        names, renamed = _rename(saved, request.rename, where)
     by_path = dict(zip(names, saved, strict=True))
     selected: Callable[[Path], bool] | None = None
     if request.only is not None or request.skip is not None:
         selected = selector(request.only, request.skip)
         all_paths = [*names, *(want.path for want in wanted or ())]
-        check_globs(request.only, request.skip, all_paths, place=place)
+        check_globs(request.only, request.skip, all_paths, where=where)
         by_path = {path: leaf for path, leaf in by_path.items() if selected(path)}
     leaves, kept, lost, differences = [], {}, [], []
     if wanted is None:
@@ -229,13 +229,13 @@ def match(
     if differences:
         is_apart = selected is not None and not any(selected(want.path) for want in wanted or ())
         raise TreeMismatch(
-            mismatch.text(differences, place, only=request.only if is_apart else None), differences
+            mismatch.text(differences, where, only=request.only if is_apart else None), differences
         )
     valueless = [w.path for w in lost if isinstance(w.value, jax.ShapeDtypeStruct)]
     if valueless:
         raise TypeError(
             f"like: missing='keep' needs arrays, not jax.ShapeDtypeStructs, for leaves that "
-            f"{place} does not have: {', '.join(map(path_text, valueless[:50]))}"
+            f"{where} does not have: {', '.join(map(path_text, valueless[:50]))}"
         )
     report = RestoreReport(
         loaded=tuple(path_text(leaf.path) for leaf in leaves),
@@ -256,7 +256,7 @@ def _difference(want: Wanted | None, leaf: Leaf | None) -> Difference:
 
 
 def _rename(
-    saved: Sequence[Leaf], rename: Mapping[str, str], place: str
+    saved: Sequence[Leaf], rename: Mapping[str, str], where: str
 ) -> tuple[list[Path], dict[str, str]]:
     paths, renamed = [], {}
     for leaf in saved:
@@ -274,7 +274,7 @@ def _rename(
         twice = sorted({path_text(path) for path in paths if paths.count(path) > 1})
         raise ValueError(f"rename gives the same name to several leaves: {', '.join(twice)}")
     if not renamed:
-        raise ValueError(f"rename {rename!r} matches no leaf. {some_paths(paths, place)}")
+        raise ValueError(f"rename {rename!r} matches no leaf. {some_paths(paths, where)}")
     return paths, renamed
 
 

@@ -22,10 +22,10 @@ _MOST_RULES: Final = 20
 _WIDEST: Final = 60  # of a column; a longer name moves only its own line
 
 
-def text(differences: Sequence[Difference], place: str, *, only: Globs = None) -> str:
+def text(differences: Sequence[Difference], where: str, *, only: Globs = None) -> str:
     """Returns the message of a `TreeMismatch`; `only` is given if it selects nothing wanted."""
     do = "does" if len(differences) == 1 else "do"
-    lines = [f"{counted(len(differences), 'leaf')} of the target {do} not fit {place}"]
+    lines = [f"{counted(len(differences), 'leaf')} of the target {do} not fit {where}"]
     lines += table(differences)
     if only is not None:
         part = (only if isinstance(only, str) else next(iter(only), "")).rstrip("/*")

@@ -72,7 +72,7 @@ class Together:
     processes: Processes
     request: RestoreRequest
     meter: Meter
-    place: str  # for messages
+    where: str  # for messages
     read_bytes: int = 0  # by this process, uncompressed
     moved_bytes: int = 0  # to this process
     _once: list[Path] = field(default_factory=list, init=False)
@@ -169,7 +169,7 @@ class Together:
                 met = self._meet("restore group", pace.facts, problem, judge)
             if met.failed:
                 what = "could not read its part, so that every process reads all that it needs"
-                _logger.warning("%s: a process %s: %s", self.place, what, met.problems)
+                _logger.warning("%s: a process %s: %s", self.where, what, met.problems)
             if met.failed or not met.verdict:
                 break
             try:
@@ -198,8 +198,8 @@ class Together:
         judge: Callable[[list[Any]], Json],
         mark: str = "",
     ) -> Meeting:
-        how: Any = {"timeout_s": self.request.timeout_s, "place": self.place, "mark": mark}
-        return meet(self.processes, name, value, problem, judge, **how)
+        options: Any = {"timeout_s": self.request.timeout_s, "where": self.where, "mark": mark}
+        return meet(self.processes, name, value, problem, judge, **options)
 
 
 def _judge(given: list[Any]) -> Json:

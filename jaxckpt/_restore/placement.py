@@ -56,7 +56,7 @@ class LeafPlan(NamedTuple):
 
 
 def plan_leaves(
-    leaves: Sequence[LeafMatch], chooser: ShardingChooser, request: RestoreRequest, *, place: str
+    leaves: Sequence[LeafMatch], chooser: ShardingChooser, request: RestoreRequest, *, where: str
 ) -> list[LeafPlan]:
     """Plans every leaf before anything is read.
 
@@ -87,7 +87,7 @@ def plan_leaves(
     if differences:
         do = "does" if len(differences) == 1 else "do"
         raise TreeMismatch(
-            f"{counted(len(differences), 'leaf')} of {place} {do} not fit the sharding:\n"
+            f"{counted(len(differences), 'leaf')} of {where} {do} not fit the sharding:\n"
             + "\n".join(table(differences))
             + "\nUse shardings whose mesh axes divide the shapes.",
             differences,

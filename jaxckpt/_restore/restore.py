@@ -260,11 +260,11 @@ def _read(
         item = source.open(found)
         if not isinstance(item, Item):
             return _Read(opened=item, values={}, report=None)
-        matched = match(item.tree.leaves, wanted, request, place=item.found.path)
+        matched = match(item.tree.leaves, wanted, request, where=item.found.path)
         chooser = ShardingChooser(
             mesh=request.mesh, shardings=request.shardings, saved=item.read_shardings
         )
-        plans = plan_leaves(matched.leaves, chooser, request, place=item.path)
+        plans = plan_leaves(matched.leaves, chooser, request, where=item.path)
     with placing(), meter.phase("read"):
         read = partial(_values, item, budget_bytes=request.budget_bytes, meter=meter)
         pairs = together.values(item, plans, read, _convert) if together else read(plans)
@@ -302,7 +302,7 @@ def _read_together(
         return first
     name, problems, step = f"restore {source.where}/steps", [], source.step
     if step is not None:
-        for path in lead(processes, name, source.steps, place=source.where, timeout_s=timeout_s):
+        for path in lead(processes, name, source.steps, where=source.where, timeout_s=timeout_s):
             result = attempt(partial(step, path), None)
             if not isinstance(result, CheckpointError):
                 warn_skipped(source.where, problems, posixpath.basename(path))
@@ -327,8 +327,8 @@ def _attempt(
 
     Keeps any process from entering a collective operation that another will never reach.
     """
-    read, met, place = None, None, f"restoring {source.where}"
-    together = Together(processes=processes, request=request, meter=meter, place=place)
+    read, met, where = None, None, f"restoring {source.where}"
+    together = Together(processes=processes, request=request, meter=meter, where=where)
     try:
         if problem is None:
             read = within(partial(reading, together=together))
@@ -349,9 +349,9 @@ def _attempt(
             with meter.phase("meet"):
                 met = together.end(facts, problem, mark)
         try:
-            place = f"{source.where} was not restored"
-            met.check(problem, place)
-            raise_if_any(met.verdict, place)
+            where = f"{source.where} was not restored"
+            met.check(problem, where)
+            raise_if_any(met.verdict, where)
             if processes.count > 1:
                 meter.slowest = met.verdict["slowest"]
         except CheckpointError as error:
@@ -431,7 +431,7 @@ def _inline(plan: LeafPlan) -> dict[Box, np.ndarray[Any, Any]]:
     return {box: np.array(value[box.slices]) for box in boxes}
 
 
-def _convert(place: str, plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]]) -> object:
+def _convert(where: str, plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]]) -> object:
     saved, wanted = plan.saved, plan.wanted
     if saved.kind == "empty":
         return pytree.empty_value(saved)
@@ -439,7 +439,7 @@ def _convert(place: str, plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]])
         return ...
     if isinstance(saved.value, (str, bytes)):
         return _inline_value(saved)
-    parts = {box: _as_wanted(plan, values, place) for box, values in parts.items()}
+    parts = {box: _as_wanted(plan, values, where) for box, values in parts.items()}
     if plan.resized:
         parts = {box: _resized(plan, box, parts) for box in plan.boxes}
     if plan.kind == "key":
@@ -466,14 +466,14 @@ def _convert(place: str, plan: LeafPlan, parts: dict[Box, np.ndarray[Any, Any]])
     return {"int": int, "float": float, "complex": complex, "bool": bool}[plan.kind](values.item())
 
 
-def _as_wanted(plan: LeafPlan, values: np.ndarray[Any, Any], place: str) -> np.ndarray[Any, Any]:
+def _as_wanted(plan: LeafPlan, values: np.ndarray[Any, Any], where: str) -> np.ndarray[Any, Any]:
     saved = plan.saved
     if saved.kind in ("str", "bytes", "key") or plan.dtype is None:
         return values
     if saved.stored is not None and saved.dtype != saved.stored.dtype:
         values = values.view(dtype_of(saved.dtype))
     if values.dtype != plan.dtype:
-        values = cast(values, plan.dtype, leaf=path_text(plan.path), place=place)
+        values = cast(values, plan.dtype, leaf=path_text(plan.path), where=where)
     return values if plan.bits is None else values.view(plan.bits)
 
 

@@ -109,7 +109,7 @@ def settle(
             local.storage, local.root, processes, timeout_s=timeout_s, machine=machine()
         )
     name = f"manager {directory.root}/run"
-    with leading(processes, name, place=directory.root, timeout_s=timeout_s) as led:
+    with leading(processes, name, where=directory.root, timeout_s=timeout_s) as led:
         if processes.index == 0:
             found, durable, away = _learn(local, directory, reach, writes=writes)
             mine = _place(local, directory, found, share, durable, writes=writes)

@@ -211,7 +211,7 @@ class CheckpointManager:
             self._processes,
             f"manager {self.directory}/{what}",
             do,
-            place=self.directory,
+            where=self.directory,
             timeout_s=self.timeout_s,
         )
 

@@ -466,7 +466,7 @@ class Opening:
         index, root = self._index, self._index.root
         name = f"manager {root}/open"
         try:
-            with leading(self._processes, name, place=root, timeout_s=timeout_s) as led:
+            with leading(self._processes, name, where=root, timeout_s=timeout_s) as led:
                 if self._processes.index == 0:
                     found = (
                         self._begin(metadata)

@@ -36,8 +36,8 @@ class Position:
         self.is_owned = self.opened.owned
 
     def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON
-        name, place = f"manager {self.opened.session}/{what}", self.roots[-1].index.root
-        return lead(self.processes, name, do, place=place, timeout_s=self.timeout_s)
+        name, where = f"manager {self.opened.session}/{what}", self.roots[-1].index.root
+        return lead(self.processes, name, do, where=where, timeout_s=self.timeout_s)
 
     def why_not(self, step: int, last: int | None, saving: Callable[[], list[int]]) -> str:
         """Returns why a step is not saved again, or "" if it is new; `last` was saved last."""

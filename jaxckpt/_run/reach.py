@@ -30,14 +30,14 @@ class Reach:
     """The way to a place, and whether it answers. Any thread may ask."""
 
     def __init__(
-        self, place: str, heard_s: Callable[[], float] = lambda: 0.0, *, away_s: float = AWAY_S
+        self, where: str, heard_s: Callable[[], float] = lambda: 0.0, *, away_s: float = AWAY_S
     ) -> None:
         """Asks nothing yet.
 
         Args:
             heard_s: Returns when the place last answered any call, by `time.monotonic`.
         """
-        self.place, self.away_s = place, away_s
+        self.where, self.away_s = where, away_s
         self.away = ""  # why the place counts as away, or ""
         self._heard_s = heard_s
         self._lock = threading.Lock()  # guards `away` and the two below
@@ -60,7 +60,7 @@ class Reach:
             with self._lock:
                 self._late = call
                 self.away = (
-                    f"{self.place} has not answered for {self.away_s:g} s; it is asked again in "
+                    f"{self.where} has not answered for {self.away_s:g} s; it is asked again in "
                     "the background"
                 )
                 raise self._error()
@@ -85,7 +85,7 @@ class Reach:
         call: Future[T] = Future()
         # A daemon, so that the program can end while the place does not answer.
         thread = threading.Thread(
-            target=self._make, args=(call, do), name=f"jaxckpt-ask {self.place}", daemon=True
+            target=self._make, args=(call, do), name=f"jaxckpt-ask {self.where}", daemon=True
         )
         self._calls[call] = thread
         try:

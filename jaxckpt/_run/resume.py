@@ -76,7 +76,7 @@ class Resume:
         if self.roots[0].own:  # only process 0 needs to know what the disks have
             root, timeout_s = self.roots[0], self.timeout_s
             judge_steps(root, self.processes, lambda *x: known.extend(x), timeout_s=timeout_s)
-        with leading(self.processes, name, place=self._name, timeout_s=self.timeout_s) as led:
+        with leading(self.processes, name, where=self._name, timeout_s=self.timeout_s) as led:
             if self.processes.index == 0:  # it lists the steps
                 copies = self._copies(step, known[0] if known else None)
                 is_latest = known and step == "latest"
@@ -265,9 +265,9 @@ class Resume:
             error = caught
         mark = next((m for m, kind in _DAMAGE.items() if isinstance(error, kind)), "")
         name = f"manager {self._name}/restored"
-        place, timeout_s = f"restoring {root.index.path(step)}", self.timeout_s
+        where, timeout_s = f"restoring {root.index.path(step)}", self.timeout_s
         host = socket.gethostname()
-        met = meet(self.processes, name, host, error, timeout_s=timeout_s, mark=mark, place=place)
+        met = meet(self.processes, name, host, error, timeout_s=timeout_s, mark=mark, where=where)
         if met.problems and not any(met.marks.values()):
             own = None if isinstance(error, ProcessesDisagree) else error
             met.check(own, f"step {step} of {root.index.root} was not restored")

@@ -92,7 +92,7 @@ class Saver:
         # A little longer than a meeting, whose error is the same in every process.
         self.worker = Worker[SaveHandle](
             name=f"jaxckpt-manager {self._index.root}",
-            place=self._index.root,
+            where=self._index.root,
             timeout_s=limit_s + min(_LAST_WORDS_S, limit_s / 4),
             idle=self.sharing.read_back,
             last=self._held.close,
@@ -453,7 +453,7 @@ class Saver:
         self.timings.append(timing)
         self.position.floor = step
         self.due.record(save_s=timing.seconds)
-        place, timeout_s = self._index.root, self._options.timeout_s
+        where, timeout_s = self._index.root, self._options.timeout_s
         differences = [] if request.replicas is None else request.replicas.differences
         if differences:
             self._report_differences(step, differences)
@@ -467,7 +467,7 @@ class Saver:
         facts = {"metrics": dict(saving.metrics), "differences": marked}
         info = StepInfo(step=step, saved_s=time.time(), **facts)
         name = f"{request.name}/kept"
-        with leading(self._processes, name, place=place, timeout_s=timeout_s) as led:
+        with leading(self._processes, name, where=where, timeout_s=timeout_s) as led:
             if self._processes.index == 0:  # only it knows the metrics
                 if tiers is not None and upload is not None:
                     tiers.follow(root, upload, info)

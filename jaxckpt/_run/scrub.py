@@ -36,7 +36,7 @@ def scrub(
     """
     index = deletion.index
     name = f"manager {index.root}/scrub"
-    numbers: list[int] = lead(processes, name, index.present, place=index.root, timeout_s=timeout_s)
+    numbers: list[int] = lead(processes, name, index.present, where=index.root, timeout_s=timeout_s)
     reports: dict[int, VerifyReport] = {}
     for start in range(0, len(numbers), processes.count):
         together = numbers[start : start + processes.count]
@@ -64,7 +64,7 @@ def scrub(
                 set_aside(deletion, left)
             return mended
 
-        mended = lead(processes, f"{name} done", settle, place=index.root, timeout_s=timeout_s)
+        mended = lead(processes, f"{name} done", settle, where=index.root, timeout_s=timeout_s)
         for number in mended:
             reports[number] = replace(reports[number], problems=())
     return reports

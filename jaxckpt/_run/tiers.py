@@ -71,7 +71,7 @@ class Tiers:
 
     def finish(self, timeout_s: float | None) -> None:
         """Waits for all uploads, in every process; raises their errors."""
-        place = self.directory.index.root
+        where = self.directory.index.root
 
         def wait() -> Json:
             waited_for = self.uploads.under_way()
@@ -82,8 +82,8 @@ class Tiers:
             return self.decided()
 
         limit_s = self.uploads.timeout_s if timeout_s is None else timeout_s
-        name = f"uploads {place}"
-        decided = lead(self.uploads.processes, name, wait, place=place, timeout_s=limit_s + 60)
+        name = f"uploads {where}"
+        decided = lead(self.uploads.processes, name, wait, where=where, timeout_s=limit_s + 60)
         self.follow_decided(decided)
 
     def place(self, size_bytes: int, name: str) -> Root:
@@ -99,7 +99,7 @@ class Tiers:
             self.uploads.processes,
             f"{name}/place",
             partial(self._is_full, size_bytes * self.uploads.processes.count),
-            place=self.local.index.root,
+            where=self.local.index.root,
             timeout_s=self.timeout_s,
         )
         return self.directory if is_full else self.local

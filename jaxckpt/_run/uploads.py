@@ -218,7 +218,7 @@ class Uploads:
                 raise one.error
 
         name = f"upload {one.path}"
-        lead(self.processes, name, wait, place=one.path, timeout_s=limit_s + self.timeout_s)
+        lead(self.processes, name, wait, where=one.path, timeout_s=limit_s + self.timeout_s)
 
     def seconds_for(self, size_bytes: int) -> float | None:
         """Returns how long an upload takes at the last upload's speed; None before the first."""
@@ -263,9 +263,9 @@ class Uploads:
             if left := [n for n in self._given_up if self.newest is None or n > self.newest]:
                 self.source.index.report(self._left(left))
 
-        place, limit_s = self.target.index.root, self.timeout_s + _LONGEST_PAUSE_S
+        where, limit_s = self.target.index.root, self.timeout_s + _LONGEST_PAUSE_S
         try:  # the others send their parts while they wait
-            lead(self._senders, f"uploads {place}/end", finish, place=place, timeout_s=limit_s)
+            lead(self._senders, f"uploads {where}/end", finish, where=where, timeout_s=limit_s)
         finally:
             with self._changed:
                 self._is_stopped = True

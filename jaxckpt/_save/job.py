@@ -259,7 +259,7 @@ class SaveJob:
             judge,
             timeout_s=request.timeout_s,
             mark=mark,
-            place=f"saving {request.path}",
+            where=f"saving {request.path}",
         )
         self.skipped = bool(met.marks) and set(met.marks.values()) == {_SKIPS}
         met.check(self._problem, f"{request.path} was not saved", _HINT)
@@ -294,17 +294,17 @@ def _own_commits(request: SaveRequest) -> Iterator[None]:
         yield
     except Exception as error:  # reported to the others, then raised
         problem = error
-    name, place = f"{request.name}/committed", f"{request.path} was not saved"
+    name, where = f"{request.name}/committed", f"{request.path} was not saved"
     timeout_s, path = request.timeout_s, f"saving {request.path}"
-    met = meet(request.processes, name, None, problem, timeout_s=timeout_s, place=path)
-    met.check(problem, place)
+    met = meet(request.processes, name, None, problem, timeout_s=timeout_s, where=path)
+    met.check(problem, where)
 
 
 def _leading(request: SaveRequest, what: str) -> AbstractContextManager[Lead]:
     return leading(
         request.processes,
         f"{request.name}/{what}",
-        place=f"{request.path} was not saved",
+        where=f"{request.path} was not saved",
         timeout_s=request.timeout_s,
     )
 

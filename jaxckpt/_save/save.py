@@ -116,8 +116,8 @@ def save_async(
 
 def start(request: SaveRequest) -> SaveHandle:
     """Runs a save in a new thread."""
-    name, place = f"jaxckpt-save {request.path}", request.path
-    worker = Worker[SaveHandle](name=name, place=place, timeout_s=None)
+    name, where = f"jaxckpt-save {request.path}", request.path
+    worker = Worker[SaveHandle](name=name, where=where, timeout_s=None)
     handle = SaveHandle(SaveJob(request), worker)
     handle.on_end(_log_failure)
     worker.put(handle, handle.attempt)
@@ -223,5 +223,5 @@ def _take_part(processes: Processes, name: str, error: Exception) -> None:
 
     report = {"seconds": 0.0}
     with contextlib.suppress(Exception):  # raise this process's own error instead
-        lead(processes, f"{name}/begin", fail, place="", timeout_s=DEFAULT_TIMEOUT_S)
+        lead(processes, f"{name}/begin", fail, where="", timeout_s=DEFAULT_TIMEOUT_S)
         meet(processes, f"{name}/written", report, error, timeout_s=DEFAULT_TIMEOUT_S)

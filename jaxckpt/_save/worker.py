@@ -87,7 +87,7 @@ class Worker(Generic[S]):
     """Saves in the background, in the order in which saves were put."""
 
     name: str  # of its threads
-    place: str  # where it saves, for messages
+    where: str  # where it saves, for messages
     timeout_s: float | None  # limit of each wait; if None, a wait lasts as long as the saves
     idle: Callable[[], object] = lambda: None  # called in the thread when no save is left
     last: Callable[[], object] = lambda: None  # called when it is stopped, after the saves
@@ -127,7 +127,7 @@ class Worker(Generic[S]):
         """Raises RuntimeError in the saving thread, which would wait for itself."""
         if self.is_own_thread():
             raise RuntimeError(
-                f"{self.place}: functions such as on_commit cannot wait for saves, which wait for "
+                f"{self.where}: functions such as on_commit cannot wait for saves, which wait for "
                 "them; wait in the thread that calls `save`"
             )
 
@@ -156,7 +156,7 @@ class Worker(Generic[S]):
         missing = left[0].waits_for
         who = f", the first waits for processes {[*missing]}" if missing else ""
         return CheckpointTimeout(
-            f"{self.place}: after {waited_s:.3g} s, the saves of steps "
+            f"{self.where}: after {waited_s:.3g} s, the saves of steps "
             f"{[one.step for one in left]} are still under way{why}{who}; they continue. If they "
             "are only slow, raise timeout_s.",
             missing=missing,

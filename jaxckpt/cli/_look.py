@@ -213,8 +213,8 @@ def _show_items(path: str, problem: str, *, as_json: bool) -> int:
     for line in () if as_json else shown.values():
         _output.echo(line)
     for name, text in () if as_json else problems.items():
-        place = f"{found.path} item {name!r}" if name else found.path
-        _output.echo(f"{place}: ", Styled("BAD", "red"), f". {text}")
+        where = f"{found.path} item {name!r}" if name else found.path
+        _output.echo(f"{where}: ", Styled("BAD", "red"), f". {text}")
     return 1
 
 
@@ -229,7 +229,7 @@ def _selected(ckpt: Checkpoint, globs: Sequence[str]) -> dict[str, LeafInfo]:
     only = list(globs) or None
     paths = {text: parse_path(text) for text in ckpt.leaves}
     try:
-        check_globs(only, None, list(paths.values()), place=ckpt.path)
+        check_globs(only, None, list(paths.values()), where=ckpt.path)
     except ValueError as error:
         hint = f"\nThe run has no step {globs[0]} either." if globs[0].isdecimal() else ""
         raise ValueError(str(error).removeprefix("only ") + hint) from None

@@ -39,14 +39,14 @@ class Meeting:
     marks: dict[int, str]  # of failed processes
     values: dict[int, Any]  # JSON, of failed processes
 
-    def check(self, problem: BaseException | None, place: str, hint: str = "") -> None:
-        """Raises this process's `problem`, or an error with all problems from `place` to `hint`."""
+    def check(self, problem: BaseException | None, where: str, hint: str = "") -> None:
+        """Raises this process's `problem`, or an error with all problems from `where` to `hint`."""
         if problem is not None:
             raise problem
         if list(self.problems) == [0]:
-            raise _failure_of_process_0(place, self.problems[0])
+            raise _failure_of_process_0(where, self.problems[0])
         if self.problems:
-            raise disagreement(place, self.problems, hint, count=self.failed)
+            raise disagreement(where, self.problems, hint, count=self.failed)
 
 
 @dataclass(slots=True)
@@ -57,12 +57,12 @@ class Lead:
 
 
 @contextlib.contextmanager
-def leading(processes: Processes, name: str, *, place: str, timeout_s: float) -> Iterator[Lead]:
+def leading(processes: Processes, name: str, *, where: str, timeout_s: float) -> Iterator[Lead]:
     """Lets process 0 act inside the `with`; then every process has its value or raises.
 
     Args:
         name: The round in which process 0 reports; see `Processes`.
-        place: Begins the message of the other processes.
+        where: Begins the message of the other processes.
 
     Raises:
         ProcessesDisagree: in the other processes, if process 0 failed.
@@ -80,15 +80,15 @@ def leading(processes: Processes, name: str, *, place: str, timeout_s: float) ->
         if problem is not None:
             raise problem
         if heard["problem"] is not None:
-            raise _failure_of_process_0(place, heard["problem"])
+            raise _failure_of_process_0(where, heard["problem"])
         led.value = heard["value"]
 
 
 def lead(
-    processes: Processes, name: str, do: Callable[[], Json], *, place: str, timeout_s: float
+    processes: Processes, name: str, do: Callable[[], Json], *, where: str, timeout_s: float
 ) -> Any:  # JSON
     """Calls `do` in process 0; returns its result or raises its error in every process."""
-    with leading(processes, name, place=place, timeout_s=timeout_s) as led:
+    with leading(processes, name, where=where, timeout_s=timeout_s) as led:
         if processes.index == 0:
             led.value = do()
     return led.value
@@ -103,7 +103,7 @@ def meet(
     *,
     timeout_s: float,
     mark: str = "",
-    place: str = "",
+    where: str = "",
 ) -> Meeting:
     """Waits for the reports of all processes.
 
@@ -112,7 +112,7 @@ def meet(
         problem: This process's error, if any; reported here, and raised by `check`.
         judge: Makes the verdict of all values, in process 0, if no process failed.
         mark: One word about the problem, for the caller.
-        place: The subject of the round, if not clear from `name`, for messages about missing
+        where: The subject of the round, if not clear from `name`, for messages about missing
             processes.
     """
 
@@ -126,7 +126,7 @@ def meet(
 
     report = {"problem": text_of(problem), "mark": mark, "value": value}
     if processes.count > 1:
-        heard = processes.gather(name, report, judge_all, timeout_s=timeout_s, place=place)
+        heard = processes.gather(name, report, judge_all, timeout_s=timeout_s, where=where)
     else:
         heard: Any = judge_all([report])
     told = heard["told"]
@@ -170,17 +170,17 @@ def slowest_of(given: list[Any]) -> int:
     return max(range(len(given)), key=lambda i: given[i]["seconds"])
 
 
-def raise_if_any(said: Any, place: str, hint: str = "") -> None:  # said: JSON
+def raise_if_any(said: Any, where: str, hint: str = "") -> None:  # said: JSON
     """Raises the problems of `first_of` in every process, if there are any."""
     if said["told"]:
-        raise disagreement(place, dict(said["told"]), hint, count=said["count"])
+        raise disagreement(where, dict(said["told"]), hint, count=said["count"])
 
 
 def disagreement(
-    place: str, problems: Mapping[int, str], hint: str = "", *, count: int
+    where: str, problems: Mapping[int, str], hint: str = "", *, count: int
 ) -> ProcessesDisagree:
     """Returns an error that lists problems of processes, and how many others have one."""
-    lines = [f"{place}:", *(f"  process {i}: {text}" for i, text in problems.items())]
+    lines = [f"{where}:", *(f"  process {i}: {text}" for i, text in problems.items())]
     if count > len(problems):
         lines.append(f"  and {count - len(problems)} more processes")
     return ProcessesDisagree("\n".join([*lines, *([hint] if hint else [])]), problems)
@@ -200,8 +200,8 @@ def raise_first(errors: list[BaseException]) -> None:
         raise first
 
 
-def _failure_of_process_0(place: str, text: str) -> CheckpointError:
+def _failure_of_process_0(where: str, text: str) -> CheckpointError:
     kind, _, message = text.partition(": ")
     if kind in _SEEN_BY_ALL:
         return _SEEN_BY_ALL[kind](message)
-    return ProcessesDisagree(f"{place}: process 0 failed: {text}", {0: text})
+    return ProcessesDisagree(f"{where}: process 0 failed: {text}", {0: text})

@@ -68,7 +68,7 @@ class _Round:
     """One round in which this process waits."""
 
     key: str
-    place: str  # the subject, for messages
+    where: str  # the subject, for messages
     timeout_s: float
     deadline_s: float  # of the monotonic clock
     warns_s: float  # when this process logs who is missing; infinite once it has
@@ -108,9 +108,9 @@ class Distributed:
         judge: Callable[[list[Any]], Json] = list,
         *,
         timeout_s: float,
-        place: str = "",
+        where: str = "",
     ) -> Any:  # JSON
-        return self._gather("gather", name, value, judge, timeout_s, place)
+        return self._gather("gather", name, value, judge, timeout_s, where)
 
     def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:
         encoded = encode(value)  # everywhere, so that all processes reject an invalid value
@@ -137,10 +137,10 @@ class Distributed:
         value: Json,
         judge: Callable[[list[Any]], Json],
         timeout_s: float,
-        place: str,
+        where: str,
     ) -> Json:
         encoded = encode(value)
-        round_ = self._round(kind, name, timeout_s, place)
+        round_ = self._round(kind, name, timeout_s, where)
         mine = _pack(self._take_read(), encoded)
         self._service.put(_from(round_.key, self.index), mine, timeout_s=timeout_s)
         if self.index == 0:
@@ -149,7 +149,7 @@ class Distributed:
             outcome = self._await_outcome(round_) or self._give_up(round_)
         return self._conclude(round_, outcome)
 
-    def _round(self, kind: str, name: str, timeout_s: float, place: str = "") -> _Round:
+    def _round(self, kind: str, name: str, timeout_s: float, where: str = "") -> _Round:
         """Begins a round with a unique key: its name and the number of its uses."""
         key, now_s = _key(kind, name), time.monotonic()
         with self._lock:
@@ -157,7 +157,7 @@ class Distributed:
             key = f"{key}/{self._uses[key]}"
         return _Round(
             key=key,
-            place=place or name,
+            where=where or name,
             timeout_s=timeout_s,
             deadline_s=now_s + timeout_s,
             warns_s=math.inf if kind == "agree" else now_s + self._warn_after_s,
@@ -216,7 +216,7 @@ class Distributed:
         elif self._service.wait(_from(round_.key, 0), timeout_s=0.0) is not None:
             return
         text = "%s: process %d of %d has waited %g s for %s, which is slow, hangs, was killed, %s"
-        facts = round_.place, self.index, self.count, self._warn_after_s, _these(missing), _CALL
+        facts = round_.where, self.index, self.count, self._warn_after_s, _these(missing), _CALL
         _logger.warning(text, *facts)
 
     def _give_up(self, round_: _Round) -> bytes:
@@ -245,7 +245,7 @@ class Distributed:
             self._read.append(round_.key)
         missing, value = _unpack(outcome)
         if missing and (why := decode(value)) is not None:
-            raise ProcessesDisagree(f"{round_.place}: process 0 failed: {why}", {0: str(why)})
+            raise ProcessesDisagree(f"{round_.where}: process 0 failed: {why}", {0: str(why)})
         if missing:
             raise _timed_out(round_, cast("list[int]", missing), self.index, self.count)
         return decode(value)
@@ -299,7 +299,7 @@ def _timed_out(round_: _Round, missing: Sequence[int], index: int, count: int) -
     if index in missing:
         what = "arrived after the others had timed out"
     return CheckpointTimeout(
-        f"{round_.place}: process {index} of {count} {what}\n"
+        f"{round_.where}: process {index} of {count} {what}\n"
         f"A missing process failed, hangs, was killed, {_CALL}. See its log; if it is only slow, "
         "raise timeout_s.",
         missing=missing,

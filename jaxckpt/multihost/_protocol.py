@@ -57,11 +57,11 @@ class Processes(Protocol):
         judge: Callable[[list[Any]], Json] = list,
         *,
         timeout_s: float,
-        place: str = "",
+        where: str = "",
     ) -> Any:  # JSON
         """Returns to every process what process 0 makes of all values.
 
-        If it takes long, a warning names the missing processes, and `place` or else `name`.
+        If it takes long, a warning names the missing processes, and `where` or else `name`.
 
         Args:
             judge: Called in process 0 with every process's value, by index. It must not raise. What

@@ -30,9 +30,9 @@ class Single:
         judge: Callable[[list[Any]], Json] = list,
         *,
         timeout_s: float,
-        place: str = "",
+        where: str = "",
     ) -> Any:  # JSON
-        del name, timeout_s, place
+        del name, timeout_s, where
         return json.loads(json.dumps(judge([json.loads(json.dumps(value))])))
 
     def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:

@@ -101,10 +101,10 @@ class SimulatedProcesses:
         judge: Callable[[list[Any]], Json] = list,
         *,
         timeout_s: float,
-        place: str = "",
+        where: str = "",
     ) -> Any:  # JSON
         self._arrive()
-        return self._rounds.gather(name, value, judge, timeout_s=timeout_s, place=place)
+        return self._rounds.gather(name, value, judge, timeout_s=timeout_s, where=where)
 
     def agree(self, name: str, value: Json, *, timeout_s: float) -> Json:
         self._arrive()

@@ -253,10 +253,10 @@ def test_an_integer_is_cast_exactly_or_not_at_all(values, dtype):
     numbers = [float(n) if "float" in dtype else int(n) for n in wanted]
 
     if numbers == values:
-        assert same(cast(array, dtype_of(dtype), leaf="w", place=""), wanted)
+        assert same(cast(array, dtype_of(dtype), leaf="w", where=""), wanted)
     else:
         with pytest.raises(TreeMismatch):
-            cast(array, dtype_of(dtype), leaf="w", place="")
+            cast(array, dtype_of(dtype), leaf="w", where="")
 
 
 # --- on save ---------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def test_every_float_holds_what_is_cast_to_it(saved, wanted):
     most = float(ml_dtypes.finfo(dtype_of(wanted)).max)
     for value in values:
         try:
-            out = cast(value.reshape(1), dtype_of(wanted), leaf="w", place="here")
+            out = cast(value.reshape(1), dtype_of(wanted), leaf="w", where="here")
         except TreeMismatch:
             continue
         before, after = float(value), float(out.astype(np.float64)[0])
@@ -336,4 +336,4 @@ def test_every_float_holds_what_is_cast_to_it(saved, wanted):
 
 def test_an_infinite_part_hides_no_other():
     with pytest.raises(TreeMismatch):
-        cast(np.array([complex(1e300, np.nan)]), np.dtype("complex64"), leaf="w", place="here")
+        cast(np.array([complex(1e300, np.nan)]), np.dtype("complex64"), leaf="w", where="here")

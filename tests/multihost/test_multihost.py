@@ -57,7 +57,7 @@ def test_where_process_0_leads_all_raise_if_it_fails(error, others):
 
     def raised(us):
         try:
-            lead(us, "name", fail, place="/run/1", timeout_s=60)
+            lead(us, "name", fail, where="/run/1", timeout_s=60)
         except Exception as caught:
             return type(caught).__name__, str(caught), getattr(caught, "failures", None)
 
@@ -360,7 +360,7 @@ def test_a_long_wait_names_the_process_that_did_not_make_the_call(caplog):
         if us.index == 1:
             return None
         with pytest.raises(CheckpointTimeout) as caught:
-            us.gather("x", us.index, timeout_s=1.0, place="saving /run/5")
+            us.gather("x", us.index, timeout_s=1.0, where="saving /run/5")
         return str(caught.value)
 
     errors = simulate(3, meet_without, warn_after_s=0.1)

@@ -36,7 +36,7 @@ def place():
 
 
 def threads_of(reach):
-    return [one for one in threading.enumerate() if one.name == f"jaxckpt-ask {reach.place}"]
+    return [one for one in threading.enumerate() if one.name == f"jaxckpt-ask {reach.where}"]
 
 
 def wait_for(reach):

@@ -23,7 +23,7 @@ class Save:
 
 
 def worker(**options):
-    return Worker[Save](name="a worker", place="/runs/a", **{"timeout_s": 60.0, **options})
+    return Worker[Save](name="a worker", where="/runs/a", **{"timeout_s": 60.0, **options})
 
 
 def test_an_error_after_the_last_save_is_raised():

@@ -40,7 +40,7 @@ def delete(
         return True
 
     # Process 0 also looks whether it is there: others may look when it is gone already.
-    return lead(current(), f"orbax delete {where}", do, place=where, timeout_s=_TIMEOUT_S)
+    return lead(current(), f"orbax delete {where}", do, where=where, timeout_s=_TIMEOUT_S)
 
 
 def _delete_item(path: PathLike, found: Found, name: str, missing_ok: bool) -> bool:
