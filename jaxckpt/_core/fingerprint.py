@@ -131,8 +131,8 @@ def _reduction(sharding: Any) -> Any:
     if sharding.num_devices == 1:
         return _reduce
     (axis,) = sharding.mesh.axis_names
-    how = {"in_specs": P(), "out_specs": P(axis), "check_vma": False}
-    return jax.shard_map(_reduce, mesh=sharding.mesh, **how)
+    specs = {"in_specs": P(), "out_specs": P(axis), "check_vma": False}
+    return jax.shard_map(_reduce, mesh=sharding.mesh, **specs)
 
 
 def _reduce(values: jax.Array) -> jax.Array:

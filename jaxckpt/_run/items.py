@@ -58,12 +58,12 @@ def take_item(
     name: str,
     value: object,
     processes: Processes,
-    **how: Any,
+    **options: Any,
 ) -> SaveItem:
     """Copies an item to the host; the caller may change the value afterwards.
 
     Args:
-        how: As in `take_tree`.
+        options: As in `take_tree`.
     """
     if is_stateful(value):
         return _take_state(name, value, processes)
@@ -74,7 +74,7 @@ def take_item(
         except ValueError as error:
             raise UnsupportedLeaf(f"item {name!r} cannot be stored as JSON: {error}") from error
         return FileItem(name=name, shared=lambda: {names.JSON_ITEM_FILE: data})
-    return take_tree(name, value, processes, copy=True, **how)
+    return take_tree(name, value, processes, copy=True, **options)
 
 
 def take_metrics(metrics: Mapping[str, Any], found: Callable[[dict[str, Any]], None]) -> FileItem:

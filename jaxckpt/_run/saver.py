@@ -345,8 +345,8 @@ class Saver:
             marks=lambda: self._was_alike,
         )
         with meter.phase("snapshot"):
-            how: dict[str, Any] = {"zstd": self._options.zstd, "holds": self._root.own}
-            how |= {"storage": self.sharing.storage, "replicas": replicas}
+            options: dict[str, Any] = {"zstd": self._options.zstd, "holds": self._root.own}
+            options |= {"storage": self.sharing.storage, "replicas": replicas}
             bases = self.sharing.begin(is_saving=bool(self.under_way()))
             held: list[SaveItem] = []
             if isinstance(state, Items):
@@ -354,11 +354,11 @@ class Saver:
             else:
                 base = bases.get(main)
                 held += [
-                    take_tree(main, state, processes, copy=True, dtype=dtype, base=base, **how)
+                    take_tree(main, state, processes, copy=True, dtype=dtype, base=base, **options)
                 ]
             for name, value in items.items():
                 base = bases.get(name)
-                held.append(_items.take_item(name, value, processes, base=base, **how))
+                held.append(_items.take_item(name, value, processes, base=base, **options))
         for root in self._roots:
             if isinstance(root.keep.metric, str):  # a function needs numbers that may come later
                 self._check_metric(metrics or {}, root.keep.metric, meter.step)

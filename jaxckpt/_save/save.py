@@ -163,12 +163,12 @@ def prepare(
         meter.watch(display(on_progress, processes.index))
         with meter.phase("snapshot"):
             dtype_name = None if dtype is None else floating(dtype)
-            how = {"copy": copy, "dtype": dtype_name, "zstd": zstd}
+            options = {"copy": copy, "dtype": dtype_name, "zstd": zstd}
             taken: list[SaveItem]
             if isinstance(value, Items):
                 taken = value.taken(processes)
             else:
-                taken = [take_tree(item or "", value, processes, **how)]
+                taken = [take_tree(item or "", value, processes, **options)]
     except BaseException as error:
         if meter is not None:
             meter.end()

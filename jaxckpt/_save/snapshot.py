@@ -120,8 +120,8 @@ class TreeItem:
         mark, kept = "" if is_whole else work.mark, NOTHING_KEPT
         if self.changes is not None:
             kept = self.changes.kept(snapshot, storage, folder, mark)
-        how = {"snapshot": snapshot, "is_whole": is_whole, "landed": work.landed}
-        write = partial(write_arrays, storage, folder, **how)
+        options = {"snapshot": snapshot, "is_whole": is_whole, "landed": work.landed}
+        write = partial(write_arrays, storage, folder, **options)
         name = partial(names.new_data_file, mark)
         written = write(writes=writes, describe=leads, kept=kept, name=name)
         if self.changes is not None:

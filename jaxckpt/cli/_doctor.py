@@ -40,8 +40,8 @@ def doctor(path: str, as_json: bool) -> int:
     for finding in found:
         if finding.error:
             _output.echo(f"{finding.name}: {finding.error}")
-    how = Styled(f"{len(failed)} failed", "red") if failed else Styled("all is well", "green")
-    _output.echo(f"{path}: {counted(len(found), 'check')}, ", how)
+    summary = Styled(f"{len(failed)} failed", "red") if failed else Styled("all is well", "green")
+    _output.echo(f"{path}: {counted(len(found), 'check')}, ", summary)
     return 1 if failed else 0
 
 
