@@ -345,7 +345,7 @@ def _add_metadata(
         )
     )
     files[names.ORBAX_MARKER] = b""
-    if transaction.place.work(transaction.token).mark:  # as a save does
+    if transaction.protocol.work(transaction.token).mark:  # as a save does
         files[f"{names.STATE_ITEM}/{names.COMMIT_MARKER}"] = b""
     for name in files:
         transaction.storage.make_dir(posixpath.dirname(f"{transaction.work}/{name}"))

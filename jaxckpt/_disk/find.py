@@ -176,11 +176,11 @@ def _generation(storage: Storage, path: str) -> tuple[str | None, ...]:
     path = real(storage, path)
     inside = storage.entries(path) if storage.kind(path) == "dir" else {}
     replacement = beside(path, names.replacement(posixpath.basename(path)))
-    places = [path, posixpath.dirname(path), replacement]
+    paths = [path, posixpath.dirname(path), replacement]
     if names.RECORD not in inside:
         entries = inside
-        places += [f"{path}/{name}" for name in _steps(entries)[:1]]
-    return (*places, *(_record_digest(storage, place) for place in places))
+        paths += [f"{path}/{name}" for name in _steps(entries)[:1]]
+    return (*paths, *(_record_digest(storage, one) for one in paths))
 
 
 def _record_digest(storage: Storage, path: str) -> str | None:

@@ -123,20 +123,20 @@ class Found:
         there, wanted = self.entries(folder), self.contents(folder)
         has_items = folder == self.path and names.TREE_METADATA not in wanted
         for name, kind in wanted.items() if self.record is not None else ():
-            place = f"{folder}/{name}"
+            path = f"{folder}/{name}"
             if name not in there:
                 if has_items and kind == "dir":
                     continue
                 raise CorruptCheckpoint(
-                    f"{place} is missing. Restore an older checkpoint.", file=place
+                    f"{path} is missing. Restore an older checkpoint.", file=path
                 )
             # A link in place of an item would lead elsewhere.
             if there[name].kind != kind:
                 what = "directory" if kind == "dir" else "regular file"
                 raise CorruptCheckpoint(
-                    f"{place} is not the {what} that was written there. A checkpoint contains no "
+                    f"{path} is not the {what} that was written there. A checkpoint contains no "
                     "links; `cp -rL` makes a copy without them.",
-                    file=place,
+                    file=path,
                 )
 
     def read(self, folder: str, name: str) -> bytes:

@@ -38,12 +38,12 @@ def read_headers(storage: Storage, file: str) -> dict[str, Header]:
         CorruptCheckpoint: a file is malformed, or a link leads out of the directory of the index.
         UnsupportedFormat: the files lack tensors, or a tensor has a dtype that jax lacks.
     """
-    place = _real(storage, file)
+    path = _real(storage, file)
     if not file.endswith(safetensors.INDEX_SUFFIX):
-        headers = {place: _read_header(storage, place)}
+        headers = {path: _read_header(storage, path)}
     else:
-        data = storage.read(place, max_bytes=jsontext.MAX_BYTES)
-        headers = _read_shards(storage, file, place, safetensors.decode_index(data, file=file))
+        data = storage.read(path, max_bytes=jsontext.MAX_BYTES)
+        headers = _read_shards(storage, file, path, safetensors.decode_index(data, file=file))
     if not any(header.tensors for header in headers.values()):
         raise UnsupportedFormat(f"{file} contains no tensors")
     return headers
@@ -73,10 +73,10 @@ def _read_shards(
 
 
 def _real(storage: Storage, file: str) -> str:
-    place = real(storage, file)
-    if storage.kind(place) != "file":
+    path = real(storage, file)
+    if storage.kind(path) != "file":
         raise CheckpointNotFound(f"{file}: no such file")
-    return place
+    return path
 
 
 def _read_header(storage: Storage, file: str) -> Header:
@@ -93,8 +93,8 @@ def _read_header(storage: Storage, file: str) -> Header:
 def read_item(found: Found, name: str) -> Item:
     """Reads the headers of a file or of an index; dots in names make nested dicts."""
     headers = read_headers(found.storage, found.items[name])
-    places = {t.name: (file, t) for file, header in headers.items() for t in header.tensors}
-    leaves = tuple(_leaf(tensor) for _, tensor in places.values())
+    tensors = {t.name: (file, t) for file, header in headers.items() for t in header.tensors}
+    leaves = tuple(_leaf(tensor) for _, tensor in tensors.values())
     said = {key: text for header in headers.values() for key, text in header.metadata.items()}
     return Item(
         found=found,
@@ -105,7 +105,7 @@ def read_item(found: Found, name: str) -> Item:
         read_sums=lambda: None,
         database=False,
         ours=False,
-        tensors=places,
+        tensors=tensors,
     )
 
 
@@ -151,9 +151,9 @@ class Tensors:
             file, tensor = self._item.tensors[read.leaf.name]
             for box, out in zip(read.boxes, self._buffers[-1], strict=True):
                 is_same = out.dtype == dtype_of(tensor.dtype) and out.flags.c_contiguous
-                place, rest = (file, tensor.offset, out.nbytes, tensor, read), (box, out)
+                head, rest = (file, tensor.offset, out.nbytes, tensor, read), (box, out)
                 for part in _pieces(tensor, box) if box.size else ():
-                    piece = _Piece(*place, part, *rest, is_same and part == box)
+                    piece = _Piece(*head, part, *rest, is_same and part == box)
                     alone = part.shape != tensor.shape or not piece.is_direct
                     (apart if alone else whole).append(piece)
         groups = chain(([piece] for piece in apart), adjacent(whole, after=0))
@@ -198,8 +198,8 @@ class Tensors:
         flat, at = values.reshape(-1).view(np.uint8), 0
         try:
             for offset, size in runs(box, tensor.shape, values.itemsize):
-                place = tensor.offset + offset
-                self._item.found.storage.read_into(file, place, [flat[at : at + size]])
+                start = tensor.offset + offset
+                self._item.found.storage.read_into(file, start, [flat[at : at + size]])
                 at += size
         except EOFError as error:
             what = f"{file} was truncated: {error}"

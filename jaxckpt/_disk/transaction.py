@@ -100,12 +100,12 @@ class Transaction:
     fence: Fence = None  # raises if this writer may no longer commit
     publishing: bool = False
     committed: bool = False
-    place: Commit = field(init=False)
+    protocol: Commit = field(init=False)
     work: str = field(init=False)  # the directory until the commit
 
     def __post_init__(self) -> None:
-        self.place = commit_of(self.storage, self.path)
-        self.work = self.place.work(self.token).path
+        self.protocol = commit_of(self.storage, self.path)
+        self.work = self.protocol.work(self.token).path
 
     def claim(self) -> None:
         """Writes our token into the work directory, and locks it.
@@ -158,10 +158,10 @@ class Transaction:
         written = f"{self.work}/{names.RECORD}", step.encode_record(record)
         if self.overwrite:
             self._take_along()
-        check = partial(self.place.check, self.token, self.fence)
-        together(self.storage, [partial(self.place.add, *written), check])
+        check = partial(self.protocol.check, self.token, self.fence)
+        together(self.storage, [partial(self.protocol.add, *written), check])
         self.publishing = True
-        old = self.place.publish(self.token, overwrite=bool(self.overwrite))
+        old = self.protocol.publish(self.token, overwrite=bool(self.overwrite))
         self.committed = True
         try:
             # Readers ignore both leftovers, and the next save removes them.
@@ -186,7 +186,7 @@ class Transaction:
         """Removes the files written, unless they are committed. Never raises an OSError."""
         try:
             if not self.committed:
-                self.place.abort(self.token, published=self.publishing)
+                self.protocol.abort(self.token, published=self.publishing)
         except OSError as error:
             warn(self.work, f"cannot be removed: {error}. The next save removes it.")
         self.release()
@@ -201,7 +201,7 @@ class Transaction:
     ) -> dict[str, FileFacts]:
         """Writes metadata files, and returns the facts about all files."""
         storage, work = self.storage, self.work
-        adds = [partial(self.place.add, f"{work}/{f}", data) for f, data in files.items()]
+        adds = [partial(self.protocol.add, f"{work}/{f}", data) for f, data in files.items()]
         *_, there = together(storage, [*adds, partial(storage.files, work)])
         for path, entry in there.items():
             if entry.kind != "file":
@@ -256,16 +256,16 @@ def begin(
     if resumes and token and (found := take_over(storage, path, token)) is not None:
         found.fence = fence
         return found
-    place = commit_of(storage, path)
+    protocol = commit_of(storage, path)
     # The other processes may already be writing for this attempt.
-    around = place.recover(token=token, fence=fence)
+    around = protocol.recover(token=token, fence=fence)
     if fence is not None and around is not None:
         _remove_empty(storage, path, around)
     foreign = check_target(storage, path, around, overwrite=overwrite, in_run=fence is not None)
     if (parent := posixpath.dirname(path)) not in _outside:
         refuse_inside(storage, parent)
-    if overwrite == "delete_first" and not place.replaces:
-        _delete_first(place, foreign, fence)
+    if overwrite == "delete_first" and not protocol.replaces:
+        _delete_first(protocol, foreign, fence)
     if around is None:
         storage.make_dir(parent)
     problem: FileNotFoundError | None = None
@@ -323,18 +323,18 @@ def has_begun(storage: Storage, path: str, token: str) -> bool:
     )
 
 
-def _delete_first(place: Commit, foreign: list[str], fence: Fence) -> None:
+def _delete_first(protocol: Commit, foreign: list[str], fence: Fence) -> None:
     """Deletes the checkpoint that a store cannot replace."""
     if foreign:
         raise StepExists(
-            f"{place.path} contains files of other programs ({', '.join(foreign[:8])}), and is not "
-            "deleted. Move them away first."
+            f"{protocol.path} contains files of other programs ({', '.join(foreign[:8])}), and is "
+            "not deleted. Move them away first."
         )
-    if place.storage.kind(f"{place.path}/{names.COMMIT_MARKER}") is not None:
+    if protocol.storage.kind(f"{protocol.path}/{names.COMMIT_MARKER}") is not None:
         if fence is not None:
             fence()
-        warn(place.path, "deleting the checkpoint before the new one is written, as asked")
-        place.remove(by_force=fence is not None)
+        warn(protocol.path, "deleting the checkpoint before the new one is written, as asked")
+        protocol.remove(by_force=fence is not None)
 
 
 def _remove_empty(storage: Storage, path: str, around: dict[str, Entry]) -> None:
@@ -351,9 +351,9 @@ def refuse_inside(storage: Storage, folder: str) -> None:
     while parent != posixpath.dirname(parent) and parent.startswith(store_of(folder)):
         above.append(parent)
         parent = posixpath.dirname(parent)
-    places = [(parent, mark) for parent in above for mark in _ABOUT]
-    asked = [partial(_is_there, storage, posixpath.join(*place)) for place in places]
-    for (parent, _), found in zip(places, together(storage, asked), strict=True):
+    pairs = [(parent, mark) for parent in above for mark in _ABOUT]
+    asked = [partial(_is_there, storage, posixpath.join(*pair)) for pair in pairs]
+    for (parent, _), found in zip(pairs, together(storage, asked), strict=True):
         if found:
             raise _lies_in(folder, parent)
     _outside.add(folder)

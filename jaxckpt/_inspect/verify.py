@@ -66,11 +66,11 @@ def _verify(found: Found) -> VerifyReport:
     unchecked: list[str] = []
     files = _check_files(found, problems, unchecked)
     leaves = size = 0
-    for name, place in found.items.items():
+    for name, path in found.items.items():
         was_tree = found.record and f"{name}/{names.TREE_METADATA}" in found.record.files
-        if name and not was_tree and not is_item(found, place):
+        if name and not was_tree and not is_item(found, path):
             if found.record is None:  # otherwise its files have been checked
-                unchecked.append(f"{place}: only a program's own handler reads it")
+                unchecked.append(f"{path}: only a program's own handler reads it")
             continue
         try:
             item = open_item(found, name)

@@ -122,7 +122,7 @@ def _plan_leaf(
         return plan if has_none else plan._replace(boxes=(whole(data_shape),))
     sharding = None
     if not request.as_numpy:
-        sharding = chooser.place(leaf.path, saved.name, shape, out, wanted)
+        sharding = chooser.sharding_of(leaf.path, saved.name, shape, out, wanted)
     if sharding is None:
         return plan._replace(boxes=(whole(data_shape),))
     try:
@@ -227,7 +227,7 @@ class ShardingChooser:
         if unknown:
             raise ValueError(f"shardings: no leaf or container named {', '.join(unknown)}")
 
-    def place(
+    def sharding_of(
         self,
         path: Path,
         name: str,

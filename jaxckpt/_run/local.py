@@ -112,7 +112,7 @@ def settle(
     with leading(processes, name, where=directory.root, timeout_s=timeout_s) as led:
         if processes.index == 0:
             found, durable, away = _learn(local, directory, reach, writes=writes)
-            mine = _place(local, directory, found, share, durable, writes=writes)
+            mine = _home(local, directory, found, share, durable, writes=writes)
             if away is not None and not StepIndex(local.storage, mine["root"], quiet=True).steps():
                 raise away  # the run would look new
             led.value = [found, durable, None if away is None else text_of(away), mine]
@@ -121,7 +121,7 @@ def settle(
         try:
             if processes.index != 0:
                 newest = durable and Saved(durable[0], tuple(map(tuple, durable[1])))
-                mine = _place(local, directory, found, share, newest, writes=writes)
+                mine = _home(local, directory, found, share, newest, writes=writes)
         except Exception as error:  # reported to the others, then raised
             problem = error
         met = meet(processes, f"{name}/places", None, problem, timeout_s=timeout_s)
@@ -165,7 +165,7 @@ def _learn_there(directory: StepIndex, wanted: str, *, writes: bool) -> tuple[st
     return known, newest
 
 
-def _place(
+def _home(
     local: StepIndex,
     directory: StepIndex,
     run_id: str,
@@ -175,16 +175,16 @@ def _place(
     writes: bool,
 ) -> dict[str, Any]:
     """Returns the root of the local steps of this process, as fields of `Local`."""
-    place, problems = _choose(local, directory, run_id), []
+    home, problems = _choose(local, directory, run_id), []
     identity = Identity(id=run_id, directory=directory.root)
     for _ in range(_TRIES if writes else 0):
-        local.storage.make_dir(place)
-        if put_identity(StepIndex(local.storage, place, quiet=True), identity).id == run_id:
+        local.storage.make_dir(home)
+        if put_identity(StepIndex(local.storage, home, quiet=True), identity).id == run_id:
             break
-        place = _choose(local, directory, run_id)  # another job was faster
-    if place != local.root and (text := _about_others(local, identity, place)):
+        home = _choose(local, directory, run_id)  # another job was faster
+    if home != local.root and (text := _about_others(local, identity, home)):
         problems.append(text)
-    index = StepIndex(local.storage, f"{place}/{share}".rstrip("/"), local.naming, quiet=True)
+    index = StepIndex(local.storage, f"{home}/{share}".rstrip("/"), local.naming, quiet=True)
     if gone := index.earlier_lives(durable):
         since = f", which has step {durable.step} in {directory.root}" if durable else ""
         problems.append(
@@ -249,7 +249,7 @@ def _is_copy(identity: Identity, directory: StepIndex) -> bool:
     return there is not None and there.id == identity.id
 
 
-def _about_others(local: StepIndex, identity: Identity, place: str) -> str:
+def _about_others(local: StepIndex, identity: Identity, home: str) -> str:
     """Returns a message about the steps of another run, or "" if there are none."""
     there, other = _steps_in(local), read_identity(local)
     if not there:
@@ -262,11 +262,11 @@ def _about_others(local: StepIndex, identity: Identity, place: str) -> str:
         known = run.encode_identity(identity).decode()
         more = (
             " If they are of this run, stop the job and: "
-            f"rm -r {place} && echo '{known}' > {local.root}/{names.RUN}"
+            f"rm -r {home} && echo '{known}' > {local.root}/{names.RUN}"
         )
     elif other.directory:
         whose = f"another run, {other.directory}"
     return (
-        f"{listed} are steps of {whose}. They are left alone; this run saves in {place}. If nobody "
+        f"{listed} are steps of {whose}. They are left alone; this run saves in {home}. If nobody "
         f"needs them: {remove}.{more}"
     )

@@ -129,19 +129,19 @@ def with_local(
     found: RunOverview, local: str | os.PathLike[str]
 ) -> tuple[RunOverview, dict[int, list[str]]]:
     """Adds the local steps; returns also which places have each step complete."""
-    here = [overview(place) for place in local_roots(local, found.path)]
-    places: dict[int, list[str]] = {}
+    here = [overview(root) for root in local_roots(local, found.path)]
+    tiers: dict[int, list[str]] = {}
     best: dict[int, StepOverview] = {}
     for name, run in (*(("local", one) for one in here), ("durable", found)):
         for step in run.steps:
-            where = places.setdefault(step.step, [])
+            where = tiers.setdefault(step.step, [])
             if step.problem is None and name not in where:
                 where.append(name)
             if step.step not in best or step.problem is None:  # a share is not all of it
                 best[step.step] = step
     strays = [stray for one in (found, *here) for stray in one.strays]
     merged = tuple(best[n] for n in sorted(best))
-    return replace(found, steps=merged, strays=tuple(strays)), places
+    return replace(found, steps=merged, strays=tuple(strays)), tiers
 
 
 def step_overview(path: str | os.PathLike[str]) -> StepOverview | None:

@@ -242,7 +242,7 @@ class Saver:
         self.due.move_on(step, entered_s, agreed, is_durable=self._is_durable)
         root, upload = self._root, None
         if self._tiers is not None:
-            root, upload = self._place(self._tiers, step, held, name)
+            root, upload = self._choose_root(self._tiers, step, held, name)
         storage, path = root.index.storage, root.index.path(step)
         token = hashlib.sha256(name.encode()).hexdigest()[:16]
         work = commit_of(storage, path).work(token)._replace(own=root.own)
@@ -289,12 +289,12 @@ class Saver:
             raise_first([*errors, error])
             raise
 
-    def _place(
+    def _choose_root(
         self, tiers: Tiers, step: int, held: Sequence[SaveItem], name: str
     ) -> tuple[Root, Upload | None]:
         """Returns where to save a step, and its upload from there if it goes to the directory."""
         under_way = sum(handle.job.size_bytes for handle in self.under_way())
-        root = tiers.place(sum(item.size_bytes for item in held) + under_way, name)
+        root = tiers.choose_root(sum(item.size_bytes for item in held) + under_way, name)
         if root is not self._root:
             tiers.uploads.newest_direct = step
         return root, tiers.uploads.expect(step) if self._is_durable else None

@@ -49,11 +49,11 @@ class Tiers:
     ) -> Tiers:
         """Finds where this process has the local steps of a run; opens nothing yet."""
         at = partial(root_at, tier=LOCAL, keep=tier.keep)
-        place, behind = at(tier.directory).index, directory.index
-        _check_apart(place, behind.root)
+        base, behind = at(tier.directory).index, directory.index
+        _check_apart(base, behind.root)
         mates, reach = processes if writes else Single(), directory.reach
-        settled = settle(place, behind, mates, writes=writes, timeout_s=timeout_s, reach=reach)
-        local = at(PathIn(place.storage, settled.root), own=settled.own)
+        settled = settle(base, behind, mates, writes=writes, timeout_s=timeout_s, reach=reach)
+        local = at(PathIn(base.storage, settled.root), own=settled.own)
         local.index.astray.update(settled.astray)
         for problem in settled.problems:
             local.index.report(problem)
@@ -86,7 +86,7 @@ class Tiers:
         decided = lead(self.uploads.processes, name, wait, where=where, timeout_s=limit_s + 60)
         self.follow_decided(decided)
 
-    def place(self, size_bytes: int, name: str) -> Root:
+    def choose_root(self, size_bytes: int, name: str) -> Root:
         """Returns where to save, alike in all processes: locally, while the disk has room.
 
         Args:

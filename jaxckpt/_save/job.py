@@ -131,7 +131,7 @@ class SaveJob:
                         token=request.token,
                         fence=request.fence,
                     )
-                    led.value = self._place_of(self._transaction.token)
+                    led.value = self._work_of(self._transaction.token)
             work = Work(*led.value, own=request.own, landed=self._meter.landed)
             self._write(work)
             with self._meter.phase("meet"):
@@ -196,11 +196,11 @@ class SaveJob:
                 yield led
             return
         try:
-            yield Lead(self._place_of(request.token))
+            yield Lead(self._work_of(request.token))
         except Exception as error:  # reported at `written`, then raised
             self._problem = error
 
-    def _place_of(self, token: str) -> tuple[str, str]:
+    def _work_of(self, token: str) -> tuple[str, str]:
         """Returns path and mark of the `Work` of an attempt."""
         return commit_of(self.request.storage, self.request.path).work(token)[:2]
 

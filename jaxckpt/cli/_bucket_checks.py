@@ -67,7 +67,7 @@ _FILES: Final = ("marker", "data", "copy", "by TensorStore", "large")
 
 
 @final
-class BucketPlace:
+class BucketLocation:
     """A URL in a bucket; see `Place`.
 
     Raises:

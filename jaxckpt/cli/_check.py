@@ -32,7 +32,7 @@ def verify(path: str, local: str | None, as_json: bool) -> int:
     """
     from jaxckpt._inspect.verify import verify as verify_checkpoint
 
-    found, *others = [verify_checkpoint(one) for one in (path, *_options.local_places(local, path))]
+    found, *others = [verify_checkpoint(one) for one in (path, *_options.local_roots(local, path))]
     if as_json:
         here = {} if local is None else {"local": [_facts(one) for one in others]}
         _output.print_json(_facts(found) | here)

@@ -73,7 +73,7 @@ class Check:
     needs: Sequence[str] = field(default=())
 
 
-class Place(Protocol):
+class Location(Protocol):
     """A place to try out."""
 
     @property
@@ -90,30 +90,30 @@ class Place(Protocol):
         ...
 
 
-def try_out(place: Place) -> list[Finding]:
+def try_out(location: Location) -> list[Finding]:
     """Makes all checks of a place. Nothing of them remains there, also after Ctrl-C."""
     stop = threading.Event()
     # Not in this thread: Ctrl-C must not leave a request under way that writes after `clean`.
     with ThreadPoolExecutor(1, thread_name_prefix="jaxckpt-doctor") as thread:
         try:
-            return thread.submit(_run, place, stop).result()
+            return thread.submit(_run, location, stop).result()
         finally:
             stop.set()
 
 
-def _run(place: Place, stop: threading.Event) -> list[Finding]:
+def _run(location: Location, stop: threading.Event) -> list[Finding]:
     found: dict[str, Finding] = {}
     try:
-        for check in place.checks:
+        for check in location.checks:
             if not stop.is_set():
-                found[check.name] = replace(_tried(place, check, found), name=check.name)
+                found[check.name] = replace(_tried(location, check, found), name=check.name)
     finally:
         with contextlib.suppress(CheckpointError, OSError):  # "delete" has found it
-            place.clean()
+            location.clean()
     return [*found.values()]
 
 
-def _tried(place: Place, check: Check, found: Mapping[str, Finding]) -> Finding:
+def _tried(location: Location, check: Check, found: Mapping[str, Finding]) -> Finding:
     for name in check.needs:
         if found[name].state in ("failed", "skipped"):
             return Finding(state="skipped", text=f"needs: {name}")
@@ -125,7 +125,7 @@ def _tried(place: Place, check: Check, found: Mapping[str, Finding]) -> Finding:
         return Problem(str(error), _UNFIT).finding
     except (CheckpointError, OSError, ValueError) as error:
         text = said(error)
-        return Finding(state="failed", advice=place.advice(check.name, error), error=text)
+        return Finding(state="failed", advice=location.advice(check.name, error), error=text)
 
 
 # --- checks of any place -----------------------------------------------------------------------

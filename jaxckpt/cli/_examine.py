@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from jaxckpt.cli._checks import Finding, Place, try_out
+from jaxckpt.cli._checks import Finding, Location, try_out
 from jaxckpt.errors import StoreError, UnsupportedFormat
 from jaxckpt.storage import locate
 from jaxckpt.storage._settings import SCHEMES
@@ -24,23 +24,23 @@ def examine(path: str) -> list[Finding]:
         advice = "install the package obstore: pip install obstore"
         return [Finding(name="obstore", state="failed", advice=advice)]
     try:
-        place = _place(path, scheme)
+        location = _location(path, scheme)
     except StoreError as error:
         if scheme not in SCHEMES:  # a file system that hangs
             raise
         advice = "correct StoreSettings, or the environment"
         return [Finding(name="credentials", state="failed", advice=advice, error=str(error))]
-    return try_out(place)
+    return try_out(location)
 
 
-def _place(path: str, scheme: str) -> Place:
+def _location(path: str, scheme: str) -> Location:
     if scheme in SCHEMES:
-        from jaxckpt.cli._bucket_checks import BucketPlace
+        from jaxckpt.cli._bucket_checks import BucketLocation
 
-        return BucketPlace(scheme, path)
-    from jaxckpt.cli._folder_checks import FolderPlace
+        return BucketLocation(scheme, path)
+    from jaxckpt.cli._folder_checks import FolderLocation
 
     storage, where = locate(path)
     if storage.scheme != "file":
         raise UnsupportedFormat(f"{path} is in the memory of one program: nothing to try out")
-    return FolderPlace(storage, where)
+    return FolderLocation(storage, where)

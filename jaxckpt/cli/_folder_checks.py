@@ -37,7 +37,7 @@ _ADVICE: Final[Mapping[int | None, str]] = {
 
 
 @final
-class FolderPlace:
+class FolderLocation:
     """A local directory, or where it would be made; see `Place`.
 
     Raises:

@@ -44,18 +44,18 @@ def ls(path: str, local: str | None, as_json: bool) -> None:
         found = overview(path)
     else:
         found = RunOverview(path=os.path.dirname(step.path), steps=(step,), strays=())
-    places: dict[int, list[str]] = {}
+    tiers: dict[int, list[str]] = {}
     if local is not None:
-        found, places = with_local(found, local)
+        found, tiers = with_local(found, local)
     if not found.steps:
         existing_run(path)  # else an error describes the path
     if as_json:
         facts = run_facts(found)
-        for fact in facts["steps"] if places else ():
-            fact["places"] = places[fact["step"]]
+        for fact in facts["steps"] if tiers else ():
+            fact["places"] = tiers[fact["step"]]
         _output.print_json(facts)
         return
-    print_steps(found.steps, places)
+    print_steps(found.steps, tiers)
     if step is not None:
         if step.items:  # unknown if it is torn
             items = ", ".join(name or "the only item" for name in step.items)
@@ -75,11 +75,11 @@ def ls(path: str, local: str | None, as_json: bool) -> None:
 
 
 def print_steps(
-    steps: Sequence[StepOverview], places: Mapping[int, Sequence[str]] | None = None
+    steps: Sequence[StepOverview], tiers: Mapping[int, Sequence[str]] | None = None
 ) -> None:
     """Prints a row for each step, and below why steps are incomplete or unreadable."""
     rows = [
-        step_row(step, _state(step), step.metrics, *(places[step.step] if places else ()))
+        step_row(step, _state(step), step.metrics, *(tiers[step.step] if tiers else ()))
         for step in steps
     ]
     if rows:
@@ -321,7 +321,7 @@ def du(path: str, local: str | None, as_json: bool) -> None:
     """
     from jaxckpt.cli._space import space
 
-    found, *others = [space(place) for place in (path, *_options.local_places(local, path))]
+    found, *others = [space(root) for root in (path, *_options.local_roots(local, path))]
     if as_json:
         facts = dataclasses.asdict(found)
         _output.print_json(facts if local is None else {**facts, "local": others})

@@ -87,7 +87,7 @@ overwrite = click.option("--overwrite", is_flag=True, help="Replace an existing 
 local = click.option("--local", type=PATH, help="Also what is in this run's local directory.")
 
 
-def local_places(directory: str | None, run: str) -> list[str]:
+def local_roots(directory: str | None, run: str) -> list[str]:
     """Returns the places with steps of a run in a local directory, if one is given."""
     from jaxckpt._run.overview import local_roots
 

@@ -76,9 +76,9 @@ class FolderItem(FileItem):
                 if file == own and processes.count > 1:
                     self.mine = {file: path.read_bytes()}
                 elif processes.index == 0:
-                    place = posixpath.join(work.path, self.name, file)
-                    storage.make_dir(posixpath.dirname(place))
-                    self.facts[file] = _copy(path, storage, place)
+                    target = posixpath.join(work.path, self.name, file)
+                    storage.make_dir(posixpath.dirname(target))
+                    self.facts[file] = _copy(path, storage, target)
 
     def finish(
         self, storage: Storage, work: Any, processes: Processes, parts: Mapping[int, bytes]
@@ -87,11 +87,11 @@ class FolderItem(FileItem):
         return FileItem.finish(self, storage, work, processes, parts)[0], self.facts
 
 
-def _copy(path: Path, storage: Storage, place: str) -> step.FileFacts:
+def _copy(path: Path, storage: Storage, target: str) -> step.FileFacts:
     """Copies a file, and returns the facts about it."""
     size = path.stat().st_size
     read = partial(pieces, LocalStorage(), f"{path}", size)
-    commit_of(storage, place).add(place, read())
+    commit_of(storage, target).add(target, read())
     return step.FileFacts(size=size, sha256=step.digest_of(read()))
 
 

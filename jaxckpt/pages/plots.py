@@ -306,7 +306,7 @@ def _colours(saved: SavedSharding) -> dict[int, _palette.Colour]:
     """Returns the colour of each device: the product of its tints, one for each dividing axis."""
     hues = _dividing(saved)
     found = {}
-    for device, where in _places(saved):
+    for device, where in _positions(saved):
         tints = [
             _palette.tint(hue, where[axis] / (saved.axis_sizes[hue] - 1))
             for axis, hue in hues.items()
@@ -316,12 +316,12 @@ def _colours(saved: SavedSharding) -> dict[int, _palette.Colour]:
     return found
 
 
-def _places(saved: SavedSharding) -> Iterator[tuple[int, dict[str, int]]]:
+def _positions(saved: SavedSharding) -> Iterator[tuple[int, dict[str, int]]]:
     """Yields each device of the mesh, with its index on each axis."""
     if math.prod(saved.axis_sizes) > _MAX_DEVICES:  # the file is not trusted
         raise ValueError(f"a mesh of {saved.axis_sizes} is too large to draw")
-    for place, at in enumerate(np.ndindex(saved.axis_sizes)):
-        device = saved.device_ids[place] if place < len(saved.device_ids) else place
+    for position, at in enumerate(np.ndindex(saved.axis_sizes)):
+        device = saved.device_ids[position] if position < len(saved.device_ids) else position
         yield device, dict(zip(saved.axis_names, at, strict=True))
 
 
@@ -359,7 +359,7 @@ def _saved_boxes(
         return {0: tuple((0, size) for size in shape)}
     sizes = dict(zip(saved.axis_names, saved.axis_sizes, strict=True))
     boxes = {}
-    for device, where in _places(saved):
+    for device, where in _positions(saved):
         box = []
         for dim, size in enumerate(shape):
             axes = saved.spec[dim] if dim < len(saved.spec) else None

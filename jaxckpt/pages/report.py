@@ -91,10 +91,10 @@ def report(
     """
     file = os.fspath(out)
     _check_out(file)
-    run, places = overview(root), {}
+    run, tiers = overview(root), {}
     if local is not None:
-        run, places = with_local(run, local)
-    page = _page(run, os.fspath(root), keep or run.keep, places, now_s=time.time())
+        run, tiers = with_local(run, local)
+    page = _page(run, os.fspath(root), keep or run.keep, tiers, now_s=time.time())
     _check_out(file)  # again, because making the page took a while
     part = f"{file}.part-{secrets.token_hex(4)}"
     try:
@@ -134,7 +134,7 @@ def _page(
     run: RunOverview,
     root: str,
     keep: KeepPolicy | None,
-    places: Mapping[int, Sequence[str]] | None = None,
+    tiers: Mapping[int, Sequence[str]] | None = None,
     *,
     now_s: float,
 ) -> str:
@@ -163,12 +163,12 @@ def _page(
         '<link rel="icon" href="data:,">\n'
         f"<title>{escape(name)} · checkpoints</title>\n"
         f"<style>{STYLE}{_PAGE_STYLE}</style></head>\n"
-        f'<body><main class="jaxckpt"><h1>{escape(name)}</h1>{_facts(run, places or {})}{body}'
+        f'<body><main class="jaxckpt"><h1>{escape(name)}</h1>{_facts(run, tiers or {})}{body}'
         f"<footer>jaxckpt {__version__} · {moment(now_s)} UTC</footer></main></body></html>\n"
     )
 
 
-def _facts(run: RunOverview, places: Mapping[int, Sequence[str]]) -> str:
+def _facts(run: RunOverview, tiers: Mapping[int, Sequence[str]]) -> str:
     steps = run.steps
     whole = [step for step in steps if step.problem is None]
     times = [step.saved_s for step in steps if step.saved_s is not None]
@@ -179,9 +179,9 @@ def _facts(run: RunOverview, places: Mapping[int, Sequence[str]]) -> str:
         rows.append(("steps", f"{len(steps):,}{missing}"))
         rows.append(("newest complete step", f"{whole[-1].step:,}" if whole else "none"))
         rows.append(("on disk", size_text(sum(step.size_bytes for step in steps))))
-    for place in ("local", "durable"):
-        there = [f"{step:,}" for step, where in sorted(places.items()) if place in where]
-        rows += [(f"{place} steps", ", ".join(there[-8:]))] if there else []
+    for tier in ("local", "durable"):
+        there = [f"{step:,}" for step, where in sorted(tiers.items()) if tier in where]
+        rows += [(f"{tier} steps", ", ".join(there[-8:]))] if there else []
     if free := _free_text(run.path, whole):
         rows.append(("free", free))
     if times:

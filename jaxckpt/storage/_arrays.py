@@ -79,11 +79,11 @@ _SOON_S: Final = 1.0
 _SCHEMES: Final = {"s3": "s3", "gcs": "gs", "gcs_grpc": "gs"}  # by driver
 
 
-def _wait(pending: Any, place: Mapping[str, Any] | ts.TensorStore) -> Any:
+def _wait(pending: Any, spec: Mapping[str, Any] | ts.TensorStore) -> Any:
     """Returns a result of TensorStore; StoreError if it completes no request for long.
 
     Args:
-        place: The spec of the data; or the array.
+        spec: The spec of the data; or the array.
     """
     before, patience_s = None, _SOON_S
     while True:
@@ -91,7 +91,7 @@ def _wait(pending: Any, place: Mapping[str, Any] | ts.TensorStore) -> Any:
             return pending.result(timeout=patience_s)
         if pending.done():  # in time, with an error of this class
             return pending.result()
-        base = place.spec().to_json()["kvstore"] if isinstance(place, ts.TensorStore) else place
+        base = spec.spec().to_json()["kvstore"] if isinstance(spec, ts.TensorStore) else spec
         while "base" in base:
             base = base["base"]
         now = _completed(base["driver"])
@@ -112,7 +112,7 @@ def _completed(driver: str) -> list[Any]:
 
 
 def _patience_s(base: Mapping[str, Any]) -> float:
-    """Returns how long a place may complete no request, whatever tries are left."""
+    """Returns how long a store may complete no request, whatever tries are left."""
     scheme = _SCHEMES.get(base["driver"])
     return _QUIET * limit_s() if scheme is None else settings_of(scheme, base["bucket"]).timeout_s
 
@@ -126,10 +126,10 @@ class _Waited(NamedTuple):
     """A result of TensorStore that is waited for with a limit."""
 
     pending: Any
-    place: Mapping[str, Any] | ts.TensorStore
+    spec: Mapping[str, Any] | ts.TensorStore
 
     def result(self) -> Any:
-        return _wait(self.pending, self.place)
+        return _wait(self.pending, self.spec)
 
 
 class Keys:

@@ -54,8 +54,8 @@ def find_mounts(table: str) -> dict[int, Mount]:
 
 
 def _parse(line: str) -> tuple[int, Mount]:
-    place, _, kind = line.partition(" - ")
-    _, _, device, _, point, *_ = place.split(" ")
+    mount, _, kind = line.partition(" - ")
+    _, _, device, _, point, *_ = mount.split(" ")
     major, minor = map(int, device.split(":"))
     point = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), point)
     return os.makedev(major, minor), Mount(kind.split(" ")[0], point)

@@ -210,14 +210,10 @@ class ObjectStorage:
         store = open_store(
             self.scheme, self._bucket, self.settings, self.source, tries=self.settings.tries
         )
-        options = {
-            "use_multipart": True,
-            "chunk_size": _PART_BYTES,
-            "max_concurrency": _PARTS_AT_ONCE,
-        }
+        options = {"chunk_size": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE}
 
         def put() -> None:
-            obs().put(store, self._key(path), chain(first, some), **options)
+            obs().put(store, self._key(path), chain(first, some), use_multipart=True, **options)
 
         self.requests.change("write", path, put, tries=1)
 

@@ -91,8 +91,8 @@ def use_store(url: str, settings: StoreSettings) -> None:
         ... )
     """
     scheme, _, bucket = url.partition("://")
-    is_place = scheme in SCHEMES or (scheme == "file" and not bucket)
-    if not is_place or "/" in bucket.rstrip("/"):
+    is_store = scheme in SCHEMES or (scheme == "file" and not bucket)
+    if not is_store or "/" in bucket.rstrip("/"):
         raise ValueError(f"url must be such as 's3://bucket', 's3://' or 'file://', got {url!r}")
     if bucket and scheme != "file":
         check_bucket(scheme, bucket.rstrip("/"), url)
@@ -266,18 +266,18 @@ def _store_spec(path: str) -> dict[str, Any] | None:
     bucket, _, key = name.partition("/")
     settings = settings_of(scheme, bucket)
     source = source_of(scheme, settings.credentials)
-    place = {"bucket": bucket, "path": f"{key}/" if key else ""}
+    bucket_spec = {"bucket": bucket, "path": f"{key}/" if key else ""}
     if (target := settings.grpc_endpoint) is not None:
         timeout = f"{settings.timeout_s:g}s"  # of each try
-        return {"driver": "gcs_grpc", **place, "endpoint": target, "timeout": timeout}
+        return {"driver": "gcs_grpc", **bucket_spec, "endpoint": target, "timeout": timeout}
     if source.tensorstore is None:  # no driver, as for Azure, or not these credentials
         return None
     if scheme == "gs":
         _set_gcs_endpoint(settings)
-        return {"driver": "gcs", **place}
+        return {"driver": "gcs", **bucket_spec}
     spec: dict[str, Any] = {
         "driver": "s3",
-        **place,
+        **bucket_spec,
         "aws_region": settings.region or "us-east-1",
         # The default chain of credentials would try others first, and log each that is missing.
         "aws_credentials": {"type": source.tensorstore},

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxckpt.cli._checks import clock
-from jaxckpt.cli._folder_checks import FolderPlace
+from jaxckpt.cli._folder_checks import FolderLocation
 from jaxckpt.storage import LocalStorage
 from jaxckpt.storage._mounts import find_mounts, mounts
 from tests.commandline import TIMEOUT_S, cli, said_json
@@ -69,7 +69,7 @@ def test_a_place_that_cannot_be_written_to():
 )
 def test_an_error_has_an_advice(tmp_path, code, words):
     """By its number."""
-    assert words in FolderPlace(LocalStorage(), str(tmp_path)).advice(
+    assert words in FolderLocation(LocalStorage(), str(tmp_path)).advice(
         "write", OSError(code, "text")
     )
 

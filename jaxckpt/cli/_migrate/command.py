@@ -166,7 +166,7 @@ def _examined(path: str, within: str, source: Source, *, anyway: bool) -> _File:
     lacking = sorted({name.name for name in names if name.carried is False})
     if lacking and source.changes and not anyway:
         why.append(f"{DROP_IN} lacks {', '.join(lacking)}")
-    why += [_place_problem(path, within)] if source.changes else []
+    why += [_path_problem(path, within)] if source.changes else []
     why = list(filter(None, why))
     state = "by hand" if why else "to change" if source.changes else "unchanged"
     changes = [(c.line, c.old, c.new) for c in source.changes if not c.problem]
@@ -174,7 +174,7 @@ def _examined(path: str, within: str, source: Source, *, anyway: bool) -> _File:
     return _File(path=path, state=state, why=why, names=names, changes=changes, stays=stays)
 
 
-def _place_problem(path: str, within: str) -> str:
+def _path_problem(path: str, within: str) -> str:
     """Returns why a file is not to be written to; "" if it is."""
     real = os.path.realpath(path)
     is_inside = os.path.commonpath([real, os.path.realpath(within)]) == os.path.realpath(within)
