@@ -9,7 +9,7 @@ import pytest
 
 import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy
-from tests.run.test_sharing import frozen, lora, same
+from tests.run.test_incremental import frozen, lora, same
 
 STEPS = [1, 2, 3, 4]
 # How a run at {a} is copied to {b}. {c} is an earlier copy.

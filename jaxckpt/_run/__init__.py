@@ -23,7 +23,7 @@ A manager:
     saver        the saving half of a manager
     due          which calls save, alike in all processes
     position     which step may come next
-    sharing      what a step shares with earlier steps
+    incremental  what a step shares with earlier steps
     preemption   being told to stop
     resume       the newest complete step, or the one before it
 

@@ -203,7 +203,7 @@ class CheckpointManager:
             keep=keep,
             timeout_s=timeout_s,
             writes=writes,
-            on_damage=self._saver.sharing.clear,
+            on_damage=self._saver.incremental.clear,
         )
 
     def _lead(self, what: str, do: Callable[[], Json]) -> Any:  # JSON

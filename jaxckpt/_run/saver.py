@@ -19,11 +19,11 @@ from jaxckpt._disk.commit import commit_of
 from jaxckpt._progress.meter import Meter, display
 from jaxckpt._run import items as _items
 from jaxckpt._run.due import DueSteps
+from jaxckpt._run.incremental import Incremental
 from jaxckpt._run.position import Position
 from jaxckpt._run.preemption import Notice, Preemption
 from jaxckpt._run.root import Root, look_at, open_roots
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
-from jaxckpt._run.sharing import Sharing
 from jaxckpt._run.tiers import Tiers
 from jaxckpt._run.uploads import Upload
 from jaxckpt._save.handle import SaveHandle
@@ -88,16 +88,16 @@ class Saver:
         self._roots, self._root = roots, roots[0]  # where steps are saved
         self._index, limit_s = self._root.index, options.timeout_s
         self._held = ExitStack()  # given back after the last save
-        self.sharing = Sharing(self._root, wanted=options.incremental)
+        self.incremental = Incremental(self._root, wanted=options.incremental)
         # A little longer than a meeting, whose error is the same in every process.
         self.worker = Worker[SaveHandle](
             name=f"jaxckpt-manager {self._index.root}",
             where=self._index.root,
             timeout_s=limit_s + min(_LAST_WORDS_S, limit_s / 4),
-            idle=self.sharing.read_back,
+            idle=self.incremental.read_back,
             last=self._held.close,
         )
-        self._held.callback(self.sharing.end)
+        self._held.callback(self.incremental.end)
         saves, settled = [self.worker], None
         if tiers is not None:
             saves, settled = [self.worker, tiers.uploads], tiers.settled
@@ -190,7 +190,7 @@ class Saver:
     def went_back(self, newest: int | None, *, good: int | None) -> None:
         """Records that later steps are gone, and which is the newest that every process trusts."""
         self.position.go_back(newest, good)
-        self.sharing.clear()
+        self.incremental.clear()
 
     def restored(self) -> None:
         """Lets the next save compare replicas."""
@@ -246,9 +246,9 @@ class Saver:
         storage, path = root.index.storage, root.index.path(step)
         token = hashlib.sha256(name.encode()).hexdigest()[:16]
         work = commit_of(storage, path).work(token)._replace(own=root.own)
-        if problem is None and not self.sharing.link(held, root, work):
+        if problem is None and not self.incremental.link(held, root, work):
             held, replicas = take()
-        trees = [item for item in held if self.sharing.storage and isinstance(item, TreeItem)]
+        trees = [item for item in held if self.incremental.storage and isinstance(item, TreeItem)]
         request = SaveRequest(
             storage=storage,
             path=path,
@@ -346,8 +346,8 @@ class Saver:
         )
         with meter.phase("snapshot"):
             options: dict[str, Any] = {"zstd": self._options.zstd, "holds": self._root.own}
-            options |= {"storage": self.sharing.storage, "replicas": replicas}
-            bases = self.sharing.begin(is_saving=bool(self.under_way()))
+            options |= {"storage": self.incremental.storage, "replicas": replicas}
+            bases = self.incremental.begin(is_saving=bool(self.under_way()))
             held: list[SaveItem] = []
             if isinstance(state, Items):
                 held += state.taken(processes)
@@ -426,10 +426,10 @@ class Saver:
         """Saves a step, and does what follows its commit."""
         handle, root = saving.handle, saving.root
         if not handle.attempt():
-            self.sharing.fail(handle.error)
+            self.incremental.fail(handle.error)
             return
         root.index.astray.discard(handle.step or 0)  # it has taken the place of such a step
-        self.sharing.remember(saving.trees, root, handle.path)
+        self.incremental.remember(saving.trees, root, handle.path)
         self._follow(saving)
         fingerprint.prepare()  # once the upload is under way
 
@@ -478,7 +478,7 @@ class Saver:
                 led.value = [is_good, tiers and tiers.decided()]
         is_good, decided = led.value
         if not is_good:
-            self.sharing.clear()
+            self.incremental.clear()
         if tiers is not None:
             tiers.follow_decided(decided, info if root is self._root else None)
         if self._options.on_commit is not None:

@@ -535,7 +535,7 @@ def test_after_going_back_in_a_store_a_step_is_whole(call, caplog):
         for step in (4, 5):
             manager.save(step, lora(step, kept)).result()
             manager.wait_until_finished()
-        assert manager._saver.sharing.storage
+        assert manager._saver.incremental.storage
         assert all(same(manager.restore(step=step), lora(step, kept)) for step in (1, 2, 4, 5))
 
 

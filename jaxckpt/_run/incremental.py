@@ -23,7 +23,7 @@ from jaxckpt.storage import Storage
 
 
 @final
-class Sharing:
+class Incremental:
     """Describes what the next step in a root may share."""
 
     def __init__(self, root: Root, *, wanted: bool) -> None:
