@@ -33,7 +33,7 @@ A local place in front of the directory:
     local        which steps on a disk are of this run
     shares       what each process saved on the disk of its own host
     upload       a step copied to another place
-    uploads      the thread that uploads for a manager
+    uploader     the thread that uploads for a manager
     reach        a place that may not answer
 
 Calls on a whole run:

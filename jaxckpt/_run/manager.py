@@ -531,7 +531,7 @@ class CheckpointManager:
         """
         found = {one.tier: one.known_steps() for one in self._roots[1:]}
         found[self._roots[0].tier] = self._roots[0].index.steps()
-        waiting = [] if self._tiers is None else self._tiers.uploads.steps()
+        waiting = [] if self._tiers is None else self._tiers.uploader.steps()
         return {LOCAL: [], **found, "waiting": waiting}
 
     def best_step(self) -> int | None:
@@ -617,7 +617,7 @@ class CheckpointManager:
         for step in damaged:
             root.index.forget(step)
             if local.has(step) and not root.has(step):
-                self._tiers.uploads.resume(step)
+                self._tiers.uploader.resume(step)
 
     def _mend(self, root: Root, step: int) -> bool:
         others = [one for one in self._roots if one is not root and one.has(step)]

@@ -25,7 +25,7 @@ from jaxckpt._run.preemption import Notice, Preemption
 from jaxckpt._run.root import Root, look_at, open_roots
 from jaxckpt._run.schedule import Costs, SavePolicy, Schedule
 from jaxckpt._run.tiers import Tiers
-from jaxckpt._run.uploads import Upload
+from jaxckpt._run.uploader import Upload
 from jaxckpt._save.handle import SaveHandle
 from jaxckpt._save.job import SaveJob, SaveRequest
 from jaxckpt._save.replicas import Replicas
@@ -100,14 +100,14 @@ class Saver:
         self._held.callback(self.incremental.end)
         saves, settled = [self.worker], None
         if tiers is not None:
-            saves, settled = [self.worker, tiers.uploads], tiers.settled
+            saves, settled = [self.worker, tiers.uploader], tiers.settled
         opened = (
             open_roots(roots, saves, processes, options.run_metadata, settled, timeout_s=limit_s)
             if options.writes
             else look_at(roots)
         )
         if tiers is not None and opened.local_only is not None:
-            tiers.uploads.resume(opened.local_only)
+            tiers.uploader.resume(opened.local_only)
         self.session = opened.session
         policy = options.policy
         schedule = Schedule(
@@ -145,7 +145,7 @@ class Saver:
             except Exception as error:
                 errors.append(error)
         if self._tiers is not None:
-            errors += self._tiers.uploads.take_errors()
+            errors += self._tiers.uploader.take_errors()
         # Also after another manager has closed it.
         return [*errors, *self.take_errors(saves)]
 
@@ -296,8 +296,8 @@ class Saver:
         under_way = sum(handle.job.size_bytes for handle in self.under_way())
         root = tiers.choose_root(sum(item.size_bytes for item in held) + under_way, name)
         if root is not self._root:
-            tiers.uploads.newest_direct = step
-        return root, tiers.uploads.expect(step) if self._is_durable else None
+            tiers.uploader.newest_direct = step
+        return root, tiers.uploader.expect(step) if self._is_durable else None
 
     def _explain_what_fits(self, step: int, size_bytes: int) -> None:
         """Logs the time that is left after a notice, beside what this run has measured.
@@ -309,7 +309,7 @@ class Saver:
             return
         times = {"a save": self.due.schedule.costs.save_s}
         if self._tiers is not None:
-            times["its upload"] = self._tiers.uploads.seconds_for(size_bytes)
+            times["its upload"] = self._tiers.uploader.seconds_for(size_bytes)
         known = {what: seconds for what, seconds in times.items() if seconds is not None}
         texts = [f"{what} takes about {seconds:.1f} s" for what, seconds in known.items()]
         fits = "this fits"
@@ -319,7 +319,7 @@ class Saver:
                 first = f"the upload begins with {self._options.item}"
                 fits = f"this does not fit; it is saved here, and {first}"
         elif known.get("its upload") is not None and self._tiers is not None:
-            self._tiers.uploads.hurry(step)
+            self._tiers.uploader.hurry(step)
         why = "; ".join([*texts, fits]) if known else "nothing is measured yet"
         self._index.warn(f"saving for the end of this host in {left_s:.0f} s: {why}")
 
@@ -388,7 +388,7 @@ class Saver:
         errors = self.worker.take_errors(waited_for)
         # With several processes, only the next save reports process 0's errors to all.
         if self._tiers is not None and self._processes.count == 1:
-            errors += self._tiers.uploads.take_errors()
+            errors += self._tiers.uploader.take_errors()
         return errors
 
     def _make_room(self) -> list[BaseException]:
@@ -407,7 +407,7 @@ class Saver:
         except Exception as error:  # raised once the other processes can hear of it
             errors.append(error)
         # With several processes, only the next save reports process 0's errors to all.
-        uploads = [] if self._tiers is None else self._tiers.uploads.take_errors()
+        uploads = [] if self._tiers is None else self._tiers.uploader.take_errors()
         return [*errors, *self.take_errors(), *uploads]
 
     def wait_for_all(self, timeout_s: float | None = None) -> None:
@@ -472,7 +472,7 @@ class Saver:
                 if tiers is not None and upload is not None:
                     tiers.follow(root, upload, info)
                 if tiers is not None and root is tiers.local:
-                    is_good = root.committed(info, request.life(), tiers.uploads.steps())
+                    is_good = root.committed(info, request.life(), tiers.uploader.steps())
                 else:
                     is_good = root.committed(info)
                 led.value = [is_good, tiers and tiers.decided()]

@@ -17,7 +17,7 @@ from jaxckpt._run.index import StepIndex
 from jaxckpt._run.local import Local, settle
 from jaxckpt._run.root import LOCAL, Root
 from jaxckpt._run.schedule import SavePolicy
-from jaxckpt._run.uploads import Upload, Uploads
+from jaxckpt._run.uploader import Upload, Uploader
 from jaxckpt.multihost import Json, Processes, Single, lead, meet, raise_first
 from jaxckpt.storage import PathIn, free_bytes
 from jaxckpt.types import StepInfo
@@ -32,7 +32,7 @@ class Tiers:
     """The local place of a run with its directory behind it."""
 
     save: SavePolicy | None  # which steps are saved locally; if None, as for the directory
-    uploads: Uploads
+    uploader: Uploader
     settled: Local
     timeout_s: float
 
@@ -58,32 +58,32 @@ class Tiers:
         for problem in settled.problems:
             local.index.report(problem)
         rate, limit_s = tier.max_upload_bytes_per_s, tier.durable_timeout_s
-        uploads = Uploads((local, directory), processes, max_bytes_per_s=rate, timeout_s=limit_s)
-        return cls(save=tier.save, uploads=uploads, settled=settled, timeout_s=timeout_s)
+        uploader = Uploader((local, directory), processes, max_bytes_per_s=rate, timeout_s=limit_s)
+        return cls(save=tier.save, uploader=uploader, settled=settled, timeout_s=timeout_s)
 
     @property
     def local(self) -> Root:
-        return self.uploads.source
+        return self.uploader.source
 
     @property
     def directory(self) -> Root:
-        return self.uploads.target
+        return self.uploader.target
 
     def finish(self, timeout_s: float | None) -> None:
         """Waits for all uploads, in every process; raises their errors."""
         where = self.directory.index.root
 
         def wait() -> Json:
-            waited_for = self.uploads.under_way()
-            self.uploads.finish(timeout_s)
+            waited_for = self.uploader.under_way()
+            self.uploader.finish(timeout_s)
             if not self.local.own:  # steps stayed for their uploads
-                self.local.tidy(self.uploads.steps())
-            raise_first(self.uploads.take_errors(waited_for))
+                self.local.tidy(self.uploader.steps())
+            raise_first(self.uploader.take_errors(waited_for))
             return self.decided()
 
-        limit_s = self.uploads.timeout_s if timeout_s is None else timeout_s
+        limit_s = self.uploader.timeout_s if timeout_s is None else timeout_s
         name = f"uploads {where}"
-        decided = lead(self.uploads.processes, name, wait, where=where, timeout_s=limit_s + 60)
+        decided = lead(self.uploader.processes, name, wait, where=where, timeout_s=limit_s + 60)
         self.follow_decided(decided)
 
     def choose_root(self, size_bytes: int, name: str) -> Root:
@@ -96,9 +96,9 @@ class Tiers:
         if self.local.own:
             return self.directory if self._one_is_full(size_bytes, name) else self.local
         is_full = lead(
-            self.uploads.processes,
+            self.uploader.processes,
             f"{name}/place",
-            partial(self._is_full, size_bytes * self.uploads.processes.count),
+            partial(self._is_full, size_bytes * self.uploader.processes.count),
             where=self.local.index.root,
             timeout_s=self.timeout_s,
         )
@@ -106,12 +106,12 @@ class Tiers:
 
     def _one_is_full(self, size_bytes: int, name: str) -> bool:
         """Returns whether the disk of a process is full, alike in all processes."""
-        full, problem, timeout_s = False, None, self.timeout_s
+        full, problem, limit_s = False, None, self.timeout_s
         try:
             full = self._is_full(size_bytes)
         except OSError as error:
             problem = error
-        met = meet(self.uploads.processes, f"{name}/place", full, problem, any, timeout_s=timeout_s)
+        met = meet(self.uploader.processes, f"{name}/place", full, problem, any, timeout_s=limit_s)
         met.check(problem, f"{name}: the local disks")
         return met.verdict
 
@@ -120,8 +120,8 @@ class Tiers:
         index = self.local.index
         if self._has_room(size_bytes):
             return False
-        self.uploads.give_way()
-        stay = {*self.uploads.steps(), self._newest_unless_durable()}
+        self.uploader.give_way()
+        stay = {*self.uploader.steps(), self._newest_unless_durable()}
         there = {*index.steps(), *index.astray}
         index.astray.difference_update(self.local.deletion.delete(sorted(there - stay)))
         if self._has_room(size_bytes):
@@ -131,10 +131,10 @@ class Tiers:
         return True
 
     def _newest_unless_durable(self) -> int | None:
-        newest, sent = self.local.index.newest(), self.uploads.newest
+        newest, sent = self.local.index.newest(), self.uploader.newest
         if newest is None or sent is None or newest > sent:
             return newest
-        return None if self.uploads.leads or self._is_durable(sent) else newest
+        return None if self.uploader.leads or self._is_durable(sent) else newest
 
     def _is_durable(self, step: int) -> bool:
         """Returns whether process 0 is known to have committed a step in the directory."""
@@ -151,23 +151,23 @@ class Tiers:
         """Sends a step on its way that is committed."""
         upload.metrics = dict(info.metrics)
         if root is self.directory:
-            self.uploads.note_committed(upload)
+            self.uploader.note_committed(upload)
         else:
-            self.uploads.put(upload)
+            self.uploader.put(upload)
 
     def decided(self) -> Json:
         """Returns what the other processes need for their own disks, if they have any."""
         if not self.local.own:
             return None
-        return {"stay": self.local.index.steps(), "uploads": self.uploads.steps()}
+        return {"stay": self.local.index.steps(), "uploads": self.uploader.steps()}
 
     def follow_decided(self, decided: Any, info: StepInfo | None = None) -> None:
         """Does on this process's disk what process 0 decided, after a local commit if given."""
-        if decided is None or self.uploads.processes.index == 0:
+        if decided is None or self.uploader.processes.index == 0:
             return
         if info is not None:
             self.local.follow(info, decided["stay"])
-        self.uploads.follow(decided["uploads"])
+        self.uploader.follow(decided["uploads"])
 
     def wait_for(
         self, root: Root, step: int, upload: Upload | None, timeout_s: float | None
@@ -180,7 +180,7 @@ class Tiers:
                 f"step {step} stays in {root.index.root}: the policy `save` does not name it for "
                 f"{self.directory.index.root}"
             )
-        self.uploads.wait_for(upload, timeout_s)
+        self.uploader.wait_for(upload, timeout_s)
 
 
 def _check_apart(local: StepIndex, behind: str) -> None:

@@ -109,7 +109,7 @@ def test_gin_sets_the_local_place(configured, ram_path):
         for step in (1, 2):
             manager.save(step, {"w": step}).durable()
         assert manager.tiers == {"local": [2], "durable": [1, 2], "waiting": []}
-        assert manager._tiers.uploads.timeout_s == 900
+        assert manager._tiers.uploader.timeout_s == 900
 
     with configured.CheckpointManager(local=None) as manager:
         assert manager.tiers == {"local": [], "durable": [1, 2], "waiting": []}

@@ -17,7 +17,7 @@ import jaxckpt
 from benchmarks import chart
 from jaxckpt._core import pinned, plan
 from jaxckpt._disk import data_files, read_back
-from jaxckpt._run import reach, uploads
+from jaxckpt._run import reach, uploader
 from jaxckpt._save import job
 from jaxckpt.cli import _checks
 from jaxckpt.format import ocdbt, sharding, tree
@@ -265,7 +265,7 @@ FROM_CODE = {
     ],
     "docs/tiers.md": [
         f"The directory may not answer for {reach.AWAY_S:.0f} s",
-        f"{WORDS[uploads._MOST_WAITING].title()} steps wait for their upload at most",
+        f"{WORDS[uploader._MOST_WAITING].title()} steps wait for their upload at most",
     ],
     "docs/cli.md": [
         f"less than {_checks._SLOW_BYTES_PER_S / 1e6:.0f} MB/s, or more than {_checks._SLOW_S} s",

@@ -325,7 +325,7 @@ def test_a_failure_that_another_thread_raised_stops_the_one_that_saves(tmp_path,
         manager._index.storage = manager._directory.index.storage = storage
     handle = manager.save(1, {"n": 1})
     end_saves(manager)
-    for one in manager._tiers.uploads.under_way() if manager._tiers else []:
+    for one in manager._tiers.uploader.under_way() if manager._tiers else []:
         assert one.ended.wait(60)
 
     with ThreadPoolExecutor(1) as a, ThreadPoolExecutor(1) as b:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import jaxckpt
 from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
-from jaxckpt._run import tiers, uploads
+from jaxckpt._run import tiers, uploader
 from jaxckpt._run.copies import newest_first, over_bound
 from jaxckpt.errors import CheckpointTimeout, SaveFailed, StepExists
 from jaxckpt.format import step as step_format
@@ -75,7 +75,7 @@ def store(tmp_path, monkeypatch, limits):
         return (found if root == str(tmp_path / "run") else storage), root
 
     monkeypatch.setattr("jaxckpt._run.root.locate", at)
-    limits(uploads, _FIRST_PAUSE_S=0.01)
+    limits(uploader, _FIRST_PAUSE_S=0.01)
     yield found
     found.away = None
     found.answers.set()
@@ -167,7 +167,7 @@ def test_a_store_that_does_not_answer_stops_nothing(tmp_path, local, store):
             store.asked.wait(60)
             with pytest.raises(CheckpointTimeout, match="the upload continues"):
                 handles[-1].durable(0.01)
-            waiting = manager._tiers.uploads.steps()
+            waiting = manager._tiers.uploader.steps()
             assert waiting[-2:] == [6, 7]
             there = {step.name for step in local.iterdir()}  # some of them being deleted
             assert {*map(str, waiting)} <= there
@@ -211,7 +211,7 @@ def test_an_upload_is_given_up_after_its_time(tmp_path, local, store):
             handle.durable(60)
         assert f"jaxckpt upload {local} {tmp_path / 'run'}" in caught.value.__notes__[0]
         manager.save(2, state(2)).result()
-        while manager._tiers.uploads.steps():
+        while manager._tiers.uploader.steps():
             threading.Event().wait(0.01)
         with pytest.raises(OSError, match="no permission"):
             manager.save(3, state(3))

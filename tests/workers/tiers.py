@@ -188,7 +188,7 @@ def wait_for_none(me, root, hosts):
     """Opens the run and lets it upload by itself; nothing is saved, and no process waits."""
     with _open(root, host=hosts[me.index]) as manager:
         assert manager._tiers is not None
-        for one in manager._tiers.uploads.under_way():
+        for one in manager._tiers.uploader.under_way():
             one.ended.wait(30)
         return manager._directory.known_steps()
 

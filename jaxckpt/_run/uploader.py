@@ -70,7 +70,7 @@ class Upload:
 
 
 @final
-class Uploads:
+class Uploader:
     """The steps on their way from one root to another. Process 0 decides which, and commits."""
 
     def __init__(
