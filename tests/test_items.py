@@ -377,7 +377,7 @@ def test_an_item_that_is_read_stays(tmp_path):
     url, storage, root = run_at(tmp_path, "disk")
     found = deletion(storage, root)
 
-    with found.leases.hold(1), pytest.raises(ValueError, match="a reader holds"):
+    with found.leases.protect(1), pytest.raises(ValueError, match="a reader holds"):
         found.delete_item(1, "ema")
 
     assert check_the_rest(url)

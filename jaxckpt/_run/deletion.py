@@ -85,9 +85,9 @@ class Deletion:
                 return []
             looks = [index.entries, *(partial(self._files, name) for name in wanted)]
             entries, *found = self._doom([*wanted, *self.half], looks)
-            held = self.leases.held(entries)
+            leased = self.leases.leased(entries)
             for name, files in zip(wanted, found, strict=True):
-                if name not in held and self._delete_step(name, files, asked_for=asked_for):
+                if name not in leased and self._delete_step(name, files, asked_for=asked_for):
                     gone.append(wanted[name])
                 elif name in self.half:
                     index.forget(wanted[name])
@@ -102,9 +102,9 @@ class Deletion:
     def finish(self, steps: Iterable[str]) -> None:
         """Deletes the steps that the owner before was deleting, by directory name."""
         with self._reporting():
-            held = self.leases.held(self.index.entries())
+            leased = self.leases.leased(self.index.entries())
             for name in steps:
-                if name not in held:
+                if name not in leased:
                     self._delete_step(name, asked_for=False)
 
     @contextlib.contextmanager
@@ -265,7 +265,7 @@ class Deletion:
             problem = f"the deletion of item {found.deleting!r} has not ended. Delete that again"
         elif other := nested(self.index.storage, path, of_item):
             problem = f"it contains {other}. Move that elsewhere"
-        elif posixpath.basename(path) in self.leases.held(self.index.entries()):
+        elif posixpath.basename(path) in self.leases.leased(self.index.entries()):
             problem = "a reader holds the step. Try again later"
         if problem is not None:
             raise ValueError(f"item {item!r} of {path} was not deleted: {problem}.")
@@ -295,7 +295,7 @@ class Deletion:
 
     def why_not(self, number: int) -> str:
         step = posixpath.basename(self.index.path(number))
-        if step in self.leases.held(self.index.entries()):
+        if step in self.leases.leased(self.index.entries()):
             return "a reader holds it"
         path = self.index.path(number)
         if other := nested(self.index.storage, path, self.index.storage.files(path)):

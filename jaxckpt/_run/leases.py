@@ -30,9 +30,9 @@ class Leases:
 
     def __init__(self, index: StepIndex) -> None:
         self.index = index
-        self._held: list[str] = []  # steps leased by this reader
+        self._leased: list[str] = []  # steps leased by this reader
 
-    def held(self, entries: Iterable[str]) -> set[str]:
+    def leased(self, entries: Iterable[str]) -> set[str]:
         """Returns the steps under a lease, given the names in the root."""
         leases = [self.read(name) for name in entries if names.is_lease(name)]
         return {lease.step for lease in leases if lease is not None}
@@ -55,7 +55,7 @@ class Leases:
         return lease if goes_on else None
 
     @contextlib.contextmanager
-    def hold(self, number: int) -> Iterator[bool]:
+    def protect(self, number: int) -> Iterator[bool]:
         """Protects a step from deletion; yields whether the step still exists.
 
         If the root is not writable, no lease is taken and the step may vanish.
@@ -65,15 +65,15 @@ class Leases:
         expires_ns = time.time_ns() + int(LEASE_S * 1e9)
         lease = run.encode_lease(Lease(step=step, expires_ns=expires_ns))
         written = any(self._has_written(file, lease) for _ in range(2))
-        # A writer that dooms a step already held by this reader will see the earlier lease.
-        there = self.index.is_committed(number) and (step in self._held or self.is_staying(step))
+        # A writer that dooms a step already leased by this reader will see the earlier lease.
+        there = self.index.is_committed(number) and (step in self._leased or self.is_staying(step))
         if there and written:
-            self._held.append(step)
+            self._leased.append(step)
         try:
             yield there
         finally:
             if there and written:
-                self._held.remove(step)
+                self._leased.remove(step)
             if written:
                 with contextlib.suppress(OSError):  # the lease will expire
                     self.index.storage.delete(file)

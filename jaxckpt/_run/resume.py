@@ -256,7 +256,7 @@ class Resume:
         step, root = copy.step, self._root_of(copy)
         read, value, error = reading(root.index, step), None, None
         try:
-            with nullcontext(True) if self.writes else root.leases.hold(step) as there:
+            with nullcontext(True) if self.writes else root.leases.protect(step) as there:
                 # Checked inside, where the processes report to each other: all enter, or none.
                 value = read(partial(self._check, copy, there, avoids_marked))
         except CheckpointTimeout:  # of a meeting: alike in all, which do not meet again
@@ -476,7 +476,7 @@ def watch(index: StepIndex, leases: Leases, timeout_s: float, after: int | None)
         new = steps[-1:] if last is None else [n for n in steps if n > last]
         for step in new:
             last = step
-            with leases.hold(step) as there:
+            with leases.protect(step) as there:
                 if there:
                     yield step
                     deadline_s = time.monotonic() + timeout_s

@@ -172,7 +172,7 @@ class Root:
         path = self.index.path(step)
         try:
             self.owner.check()
-            with self.leases.hold(step):  # against a deletion meanwhile
+            with self.leases.protect(step):  # against a deletion meanwhile
                 files = heal(self.index, good, step)
         except (CheckpointError, OSError) as error:
             self.index.report(f"step {step} in {self.index.root} cannot be mended: {error}")
@@ -188,7 +188,7 @@ class Root:
             return
         bad = directory.index
         try:
-            with self.leases.hold(step):
+            with self.leases.protect(step):
                 files = replace_part(bad, self.index, step)
         except (CheckpointError, OSError) as error:
             bad.report(

@@ -73,7 +73,7 @@ def scrub(
 def look(leases: Leases, number: int) -> VerifyReport | None:
     """Verifies a step, twice if it is damaged; None if it was deleted in the meantime."""
     try:
-        with leases.hold(number):
+        with leases.protect(number):
             report = _verify(leases.index, number)
             if report is not None and report.damaged:
                 report = _verify(leases.index, number)

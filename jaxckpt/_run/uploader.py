@@ -328,7 +328,7 @@ class Uploader:
         if self.leads:
             self._open_target(step)
         start_s = time.monotonic()
-        with source.leases.hold(step):
+        with source.leases.protect(step):
             done = upload(
                 source.index,
                 target.index,

@@ -1366,7 +1366,7 @@ def test_no_step_goes_while_a_reader_that_was_told_it_is_there_holds_it(world, s
         told.clear()
 
         def read():
-            lease = world.run(reading).leases.hold(1)
+            lease = world.run(reading).leases.protect(1)
             told.append(lease.__enter__())
             told.append(lease)
 
@@ -1415,14 +1415,14 @@ def test_a_reader_that_holds_a_step_may_lease_it_again(disk):
     """Also while a writer, that does not know of the lease yet, has named it as doomed."""
     disk.add("1", "2")
     reader = disk.run()
-    with reader.leases.hold(1) as there:
+    with reader.leases.protect(1) as there:
         disk.write(names.DOOMED, run.encode_doomed(Doomed(steps=["1"])))
 
-        with reader.leases.hold(1) as again, disk.run().leases.hold(1) as other:
+        with reader.leases.protect(1) as again, disk.run().leases.protect(1) as other:
             assert (there, again, other) == (True, True, False)
             reader.index.check_step(1)
 
-    with reader.leases.hold(1) as there:
+    with reader.leases.protect(1) as there:
         assert not there
 
 
@@ -1433,10 +1433,10 @@ def test_a_lease_holds_when_the_clock_of_the_writer_jumps(disk, monkeypatch, day
     found = disk.run()
     real = time.time_ns
 
-    with found.leases.hold(1):
+    with found.leases.protect(1):
         monkeypatch.setattr(time, "time_ns", lambda: real() + int(days * 86_400e9))
 
-        assert found.leases.held(disk.entries()) == {"1"}
+        assert found.leases.leased(disk.entries()) == {"1"}
 
 
 def test_a_lease_keeps_a_step_until_it_expires(world):
@@ -1460,7 +1460,7 @@ def test_a_lease_says_how_long(world):
     found = world.run()
 
     def read():
-        with found.leases.hold(1):
+        with found.leases.protect(1):
             (entry,) = filter(names.is_lease, world.entries())
             data = world.storage.read(f"{world.root}/{entry}", max_bytes=999)
             lease = run.decode_lease(data, file=entry)
@@ -1477,7 +1477,7 @@ def test_a_lease_says_how_long(world):
 def test_a_lease_that_cannot_be_read_keeps_all(disk):
     """Rather than delete what somebody may read."""
     disk.add("1", "2")
-    with disk.run().leases.hold(1) as there:
+    with disk.run().leases.protect(1) as there:
         assert there
         for at in itertools.count():
             storage = FailingStorage(disk.storage, at, OSError(errno.EIO, "no"), reads=True)
@@ -1493,7 +1493,7 @@ def test_where_nothing_can_be_written_readers_have_no_lease(disk):
     disk.add("1")
     storage = FailingStorage(disk.storage, 0, OSError(errno.EROFS, "read-only"), once=False)
 
-    with disk.run(storage).leases.hold(1) as there, disk.run(storage).leases.hold(2) as other:
+    with disk.run(storage).leases.protect(1) as there, disk.run(storage).leases.protect(2) as other:
         assert (there, other) == (True, False)
 
     assert disk.entries() == {"1"}
@@ -1505,7 +1505,7 @@ def test_a_step_that_is_about_to_go_is_not_found(world):
     world.write(names.DOOMED, run.encode_doomed(Doomed(steps=["1"])))
     reader = world.run()
 
-    with reader.leases.hold(1) as there:
+    with reader.leases.protect(1) as there:
         assert not there
 
 
