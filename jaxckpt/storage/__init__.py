@@ -10,7 +10,7 @@ TensorStore is imported only with `jaxckpt.storage._arrays`.
     _memory       a store that behaves like an object store
     _object       `az://`, `gs://` and `s3://`
     _requests     deadlines, tries and second requests
-    _leases       the leases that are locks there
+    _locks        locks there, which are leases
     _settings     how to reach a bucket, for both clients
     _credentials  where its credentials come from
     _ahead        a checkpoint read in few round trips

@@ -28,8 +28,8 @@ import numpy as np
 
 from jaxckpt.errors import CorruptCheckpoint, StoreError
 from jaxckpt.storage._credentials import Source, source_of
-from jaxckpt.storage._leases import Lease, Version, forget
 from jaxckpt.storage._local import is_temporary_file
+from jaxckpt.storage._locks import LeasedLock, Version, forget
 from jaxckpt.storage._protocol import Entry, EntryKind
 from jaxckpt.storage._requests import (
     REQUESTS_AT_ONCE,
@@ -324,7 +324,7 @@ class ObjectStorage:
 
     # --- locks -------------------------------------------------------------------------------
 
-    def hold(self, path: str, data: bytes | None = None, *, new: bool = False) -> Lease | None:
+    def hold(self, path: str, data: bytes | None = None, *, new: bool = False) -> LeasedLock | None:
         self._probe(path)
         token = secrets.token_hex(8)
         try:
@@ -344,9 +344,9 @@ class ObjectStorage:
         taken = self._replace(path, data, token, answer.meta)
         return None if taken is None else self._held(path, data, token, taken)
 
-    def _held(self, path: str, data: bytes, token: str, version: Version) -> Lease:
+    def _held(self, path: str, data: bytes, token: str, version: Version) -> LeasedLock:
         write = partial(self._replace, path, data, token)
-        return Lease(path, self.settings.lease_s, version, write).start()
+        return LeasedLock(path, self.settings.lease_s, version, write).start()
 
     def _is_over(self, meta: Mapping[str, Any]) -> bool:
         assert self._clock is not None

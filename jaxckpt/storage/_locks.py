@@ -21,7 +21,7 @@ Version = Mapping[str, Any]
 
 
 @final
-class Lease:
+class LeasedLock:
     """A lease on an object, renewed until `release`.
 
     Args:
@@ -42,7 +42,7 @@ class Lease:
         self._write = write
         self._lock = threading.Lock()  # guards _version
 
-    def start(self) -> Lease:
+    def start(self) -> LeasedLock:
         """Has the lease renewed from now on; returns it."""
         global _renewer
         with _changed:
@@ -93,7 +93,7 @@ class Lease:
         return version
 
 
-_leases: set[Lease] = set()  # leases that are renewed
+_leases: set[LeasedLock] = set()  # leases that are renewed
 _changed = threading.Condition()  # guards _leases, their `due_s`, and _renewer
 _renewer: threading.Thread | None = None
 
