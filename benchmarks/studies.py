@@ -108,7 +108,7 @@ def _time_planning(tree: Any) -> float:
 
 
 def _forget_plans() -> None:
-    _tree_plan._kept = ()
+    _tree_plan._cache = ()
     for cached in (
         _plan.placement_of,
         _plan._grid_of,

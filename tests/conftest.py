@@ -85,7 +85,7 @@ def accelerators(monkeypatch):
     monkeypatch.setattr(transfer, "on_host", lambda shards: False)
 
     def forget():
-        tree_plan._kept = ()  # plans of arrays that were on the host, or were not
+        tree_plan._cache = ()  # plans of arrays that were on the host, or were not
         fingerprint._programs.clear()
         fingerprint._wanted.clear()
 

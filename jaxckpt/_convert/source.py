@@ -164,7 +164,7 @@ def _pruned(node: Node | None, path: Path, chosen: set[Path]) -> tuple[bool, Nod
     if node is None:
         return path in chosen, None
     keys = node.keys if node.keys is not None else (None,) * len(node.names)
-    kept = [
+    selected = [
         (name, key, child)
         for name, key, (is_there, child) in zip(
             node.names,
@@ -177,16 +177,16 @@ def _pruned(node: Node | None, path: Path, chosen: set[Path]) -> tuple[bool, Nod
         )
         if is_there
     ]
-    if len(kept) == len(node.names):
-        return bool(kept), replace(node, children=tuple(child for _, _, child in kept))
+    if len(selected) == len(node.names):
+        return bool(selected), replace(node, children=tuple(child for _, _, child in selected))
     is_dict = node.type in ("dict", "odict")
     part = Node(
         type=node.type if is_dict else "dict",
-        names=tuple(name for name, _, _ in kept),
-        keys=None if node.keys is None else tuple(key for _, key, _ in kept),
-        children=tuple(child for _, _, child in kept),
+        names=tuple(name for name, _, _ in selected),
+        keys=None if node.keys is None else tuple(key for _, key, _ in selected),
+        children=tuple(child for _, _, child in selected),
     )
-    return bool(kept), part
+    return bool(selected), part
 
 
 def plain_root(leaves: Sequence[Leaf]) -> Node | None:

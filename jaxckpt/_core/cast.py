@@ -76,10 +76,10 @@ def cast(values: Values, dtype: np.dtype[Any], *, leaf: str, where: str) -> Valu
             out = values.astype(dtype)
         except TypeError:  # numpy cannot cast between some ml_dtypes
             out = values.astype(np.float32).astype(dtype)
-        kept = _kept(values, out)
-    if np.all(kept):
+        exact = _exact(values, out)
+    if np.all(exact):
         return out
-    lost = values[~np.asarray(kept)]
+    lost = values[~np.asarray(exact)]
     found = f"{values.dtype.name} with {lost.size} values such as {lost[0]}"
     difference = Difference(leaf=leaf, wanted=dtype.name, saved=found)
     raise TreeMismatch(
@@ -89,16 +89,16 @@ def cast(values: Values, dtype: np.dtype[Any], *, leaf: str, where: str) -> Valu
     )
 
 
-def _kept(values: Values, out: Values) -> Any:  # an array of bools, or one bool for all
+def _exact(values: Values, out: Values) -> Any:  # an array of bools, or one bool for all
     target = kind_rank(out.dtype)
     if not values.size or target == 0:
         return True
     if kind_rank(values.dtype) < _FLOAT:
-        return _kept_integers(values, out)
+        return _exact_integers(values, out)
     if target >= _FLOAT:
         if out.dtype.kind == "c":
-            real = _kept(values.real, out.real)
-            return real & _kept(values.imag, out.imag) if values.dtype.kind == "c" else real
+            real = _exact(values.real, out.real)
+            return real & _exact(values.imag, out.imag) if values.dtype.kind == "c" else real
         most = float(finfo(out.dtype).max)
         if out.dtype.name in _COMPLETE and float(finfo(values.dtype).max) <= most:
             return True
@@ -107,14 +107,14 @@ def _kept(values: Values, out: Values) -> Any:  # an array of bools, or one bool
             -most <= float(values.min()) <= float(values.max()) <= most
         ):
             return True
-        kept = np.isfinite(values) == np.isfinite(out)
-        return kept & (np.abs(values) <= most) if out.dtype.name in _SATURATED else kept
+        exact = np.isfinite(values) == np.isfinite(out)
+        return exact & (np.abs(values) <= most) if out.dtype.name in _SATURATED else exact
     low, high = _limits(out.dtype)
     whole = np.trunc(values.astype(np.float64))
     return (whole >= low) & (whole < high + 1.0)
 
 
-def _kept_integers(values: Values, out: Values) -> Any:  # as `_kept`
+def _exact_integers(values: Values, out: Values) -> Any:  # as `_exact`
     if values.dtype == np.bool_:
         values = values.view(np.uint8)
     least, most = int(values.min()), int(values.max())

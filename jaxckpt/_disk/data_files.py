@@ -107,7 +107,7 @@ class DataFiles:
         self._open: dict[tuple[bool, bool], _File] = {}  # to which values are added
         self._sizes: dict[str, int] = {}  # of written and linked files, by name
 
-    def keep(self, key: str, written: Written) -> None:
+    def reuse(self, key: str, written: Written) -> None:
         """Adds a value of another database, whose file is linked here."""
         place = self._places[key] = written.places[key]
         if isinstance(place, Place):

@@ -61,7 +61,7 @@ class WritePlan:
     unit_count: int  # chunks and inner chunks of the whole tree, of all processes
 
 
-class Kept(NamedTuple):
+class Reused(NamedTuple):
     """Shards that the step shares with files of an earlier step, so that they are not written."""
 
     sources: Container[int] = ()
@@ -69,7 +69,7 @@ class Kept(NamedTuple):
     written: Written = Written([])  # of the earlier step
 
 
-NOTHING_KEPT: Final = Kept()
+NOTHING_REUSED: Final = Reused()
 
 
 def plan_writes(
@@ -140,7 +140,7 @@ def write_arrays(
     snapshot: Sequence[Any],  # of numpy arrays
     *,
     describe: bool,
-    kept: Kept = NOTHING_KEPT,
+    reused: Reused = NOTHING_REUSED,
     is_whole: bool = True,
     name: Callable[[], str] = names.new_data_file,
     landed: Callable[[int], object] = int,
@@ -153,7 +153,7 @@ def write_arrays(
         folder: Directory of the database; made if there is anything to write.
         snapshot: The values of each shard.
         describe: Whether to write the arrays' metadata too; only one process does.
-        kept: The shards that are linked there instead, in a directory of files.
+        reused: The shards that are linked there instead, in a directory of files.
         is_whole: Whether no other process writes there, so that the nodes can be written too.
         name, landed: See `DataFiles`.
 
@@ -168,11 +168,11 @@ def write_arrays(
     for key, data in described:
         files.put(key, data)
     for key, stored, direct, source, part, at in writes.chunks:
-        if source in kept.sources:
-            sums[at] = kept.written.sums[at]
-            files.keep(key, kept.written)
+        if source in reused.sources:
+            sums[at] = reused.written.sums[at]
+            files.reuse(key, reused.written)
             continue
-        apart = source in kept.apart
+        apart = source in reused.apart
         values = snapshot[source] if part is None else snapshot[source][part]
         if direct:
             data = encode_chunk(values)

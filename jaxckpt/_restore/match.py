@@ -180,7 +180,7 @@ class Match:
     """The leaves to restore, and the values of `like` to return as they are."""
 
     leaves: tuple[LeafMatch, ...]
-    kept: Mapping[Path, object]
+    from_like: Mapping[Path, object]
     report: RestoreReport
 
 
@@ -202,7 +202,7 @@ def match(
         all_paths = [*names, *(want.path for want in wanted or ())]
         check_globs(request.only, request.skip, all_paths, where=where)
         by_path = {path: leaf for path, leaf in by_path.items() if selected(path)}
-    leaves, kept, lost, differences = [], {}, [], []
+    leaves, from_like, lost, differences = [], {}, [], []
     if wanted is None:
         leaves = [LeafMatch(path=p, saved=s, wanted=None) for p, s in by_path.items()]
         by_path = {}
@@ -213,10 +213,10 @@ def match(
             by_path[want.path], leaf = leaf, None  # an extra leaf like any other
         is_empty = want.kind == "empty" and (leaf is None or leaf.kind == "empty")
         if want.kind == "ellipsis" or is_skipped or is_empty:
-            kept[want.path] = want.value
+            from_like[want.path] = want.value
         elif leaf is None:
             lost.append(want)
-            kept[want.path] = want.value
+            from_like[want.path] = want.value
             if request.missing == "error":
                 differences.append(_difference(want, None))
         elif _fits(want, leaf, request):
@@ -244,7 +244,7 @@ def match(
         cast={},
         renamed=renamed,
     )
-    return Match(leaves=tuple(leaves), kept=kept, report=report)
+    return Match(leaves=tuple(leaves), from_like=from_like, report=report)
 
 
 def _difference(want: Wanted | None, leaf: Leaf | None) -> Difference:

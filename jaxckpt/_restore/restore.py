@@ -268,7 +268,7 @@ def _read(
     with placing(), meter.phase("read"):
         read = partial(_values, item, budget_bytes=request.budget_bytes, meter=meter)
         pairs = together.values(item, plans, read, _convert) if together else read(plans)
-        values = {**matched.kept, **dict(pairs)}
+        values = {**matched.from_like, **dict(pairs)}
     if chooser.replicated:
         _logger.warning(
             "%s: %d arrays cannot be split as they were saved, and are replicated along some axes "

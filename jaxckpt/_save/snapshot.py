@@ -18,7 +18,7 @@ from jaxckpt._core.transfer import arrived, stage
 from jaxckpt._disk.commit import Work
 from jaxckpt._disk.data_files import Written
 from jaxckpt._disk.places import Table, decode_table, encode_table, sums_of, unite
-from jaxckpt._disk.writer import NOTHING_KEPT, write_arrays
+from jaxckpt._disk.writer import NOTHING_REUSED, write_arrays
 from jaxckpt._save.replicas import Replicas
 from jaxckpt._save.tree_plan import TreePlan, plan_tree
 from jaxckpt._save.unchanged import Base, Changes, changes_since
@@ -117,13 +117,13 @@ class TreeItem:
         folder, writes, leads = folder_of(self, work), self.tree.writes, processes.index == 0
         snapshot, self.snapshot = self.snapshot, None
         is_whole = processes.count == 1
-        mark, kept = "" if is_whole else work.mark, NOTHING_KEPT
+        mark, reused = "" if is_whole else work.mark, NOTHING_REUSED
         if self.changes is not None:
-            kept = self.changes.kept(snapshot, storage, folder, mark)
+            reused = self.changes.reused(snapshot, storage, folder, mark)
         options = {"snapshot": snapshot, "is_whole": is_whole, "landed": work.landed}
         write = partial(write_arrays, storage, folder, **options)
         name = partial(names.new_data_file, mark)
-        written = write(writes=writes, describe=leads, kept=kept, name=name)
+        written = write(writes=writes, describe=leads, reused=reused, name=name)
         if self.changes is not None:
             self.written = written
         self.manifest = written.manifest

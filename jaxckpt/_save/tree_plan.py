@@ -33,7 +33,7 @@ from jaxckpt.multihost import Processes
 Array = jax.Array | np.ndarray[Any, Any]
 
 # A run has a state and perhaps a few items; two runs may share a process.
-_MAX_KEPT: Final = 8
+_MAX_CACHED: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,17 +94,17 @@ def plan_tree(
     """
     check_levels(value, "the tree")
     form = _form_of(value, processes, dtype, zstd, holds=holds)
-    if form is not None and (kept := _find(form)) is not None:
-        if kept is not _kept[0]:
-            _put_first(kept)
-        return kept.planned, [stored_value(kind, form.leaves[i]) for i, kind in kept.wanted]
+    if form is not None and (cached := _find(form)) is not None:
+        if cached is not _cache[0]:
+            _put_first(cached)
+        return cached.planned, [stored_value(kind, form.leaves[i]) for i, kind in cached.wanted]
     flat = flatten(value)
     if dtype is not None:
         flat = replace(flat, leaves=tuple(_cast_leaf(leaf, dtype) for leaf in flat.leaves))
     values = [v for v in flat.values if v is not None]
     planned = _work_out(flat, values, processes, zstd, holds=holds)
     if form is not None:
-        _keep(form, planned)
+        _put(form, planned)
     return planned, values
 
 
@@ -127,7 +127,7 @@ class _Form:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
+class _Cached:
     """A cached plan and the form of its trees."""
 
     form: _Form
@@ -135,28 +135,28 @@ class _Kept:
     wanted: tuple[tuple[int, str], ...]  # for each array, its index in `_Form.leaves` and its kind
 
 
-_kept: tuple[_Kept, ...] = ()  # the latest first
+_cache: tuple[_Cached, ...] = ()  # the latest first
 _lock = threading.Lock()  # guards replacing _kept
 
 
-def _find(form: _Form) -> _Kept | None:
-    for kept in _kept:  # without the lock: the comparison may run the user's code
+def _find(form: _Form) -> _Cached | None:
+    for cached in _cache:  # without the lock: the comparison may run the user's code
         with contextlib.suppress(Exception):  # static data that cannot be compared, such as arrays
-            if kept.form == form:
-                return kept
+            if cached.form == form:
+                return cached
     return None
 
 
-def _keep(form: _Form, planned: TreePlan) -> None:
+def _put(form: _Form, planned: TreePlan) -> None:
     with_values = [leaf for leaf in planned.tree.leaves if leaf.kind != "empty"]
     wanted = tuple((i, leaf.kind) for i, leaf in enumerate(with_values) if leaf.has_array)
-    _put_first(_Kept(form=replace(form, leaves=[]), planned=planned, wanted=wanted))
+    _put_first(_Cached(form=replace(form, leaves=[]), planned=planned, wanted=wanted))
 
 
-def _put_first(kept: _Kept) -> None:
-    global _kept
+def _put_first(cached: _Cached) -> None:
+    global _cache
     with _lock:
-        _kept = (kept, *(other for other in _kept if other is not kept))[:_MAX_KEPT]
+        _cache = (cached, *(other for other in _cache if other is not cached))[:_MAX_CACHED]
 
 
 def _form_of(

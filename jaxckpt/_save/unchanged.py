@@ -41,7 +41,7 @@ from jaxckpt._disk.read_back import (
     mend,
     put_instead,
 )
-from jaxckpt._disk.writer import NOTHING_KEPT, ChunkWrite, Kept
+from jaxckpt._disk.writer import NOTHING_REUSED, ChunkWrite, Reused
 from jaxckpt._save.tree_plan import Array, TreePlan
 from jaxckpt.errors import CheckpointError, SaveFailed
 from jaxckpt.format import names
@@ -155,7 +155,7 @@ class Changes:
             storage.link_all(self.base.folders[0], folder, new)
         self.files |= new
 
-    def kept(self, snapshot: Sequence[Any], storage: Storage, folder: str, mark: str) -> Kept:
+    def reused(self, snapshot: Sequence[Any], storage: Storage, folder: str, mark: str) -> Reused:
         """Compares shards in host memory; returns the shards that are linked and need no writing.
 
         Args:
@@ -179,7 +179,7 @@ class Changes:
         pairs = zip(known, self.same, strict=True)
         self.prints = [one if same else found.get(i) for i, (one, same) in enumerate(pairs)]
         if base is None or not any(self.same):
-            return NOTHING_KEPT
+            return NOTHING_REUSED
         before = self.linked
         if more:  # sources worth linking before still are
             self.linked = _worth_linking(base, self.same, copies=self.copies)
@@ -191,7 +191,7 @@ class Changes:
                 self.link(storage, folder)
             except (OSError, CheckpointError):  # the values are here
                 self.linked = before
-        return Kept(self.linked, _true(self.same) - self.linked, self._renamed(base.written))
+        return Reused(self.linked, _true(self.same) - self.linked, self._renamed(base.written))
 
     def _renamed(self, written: Written) -> Written:
         """Returns the description of the earlier step's files, under the names of the copies."""

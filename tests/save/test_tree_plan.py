@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import jaxckpt
 from jaxckpt import UnsupportedLeaf
 from jaxckpt._save import tree_plan
-from jaxckpt._save.tree_plan import _MAX_KEPT, plan_tree
+from jaxckpt._save.tree_plan import _MAX_CACHED, plan_tree
 from jaxckpt.multihost import current
 from jaxckpt.testing import simulate
 from tests import strategies
@@ -39,9 +39,9 @@ LAWS = settings(
 @pytest.fixture(autouse=True)
 def nothing_is_kept():
     """Each test starts as a process does, and leaves nothing behind."""
-    tree_plan._kept = ()
+    tree_plan._cache = ()
     yield
-    tree_plan._kept = ()
+    tree_plan._cache = ()
 
 
 @pytest.fixture
@@ -63,12 +63,12 @@ def plan_of(tree):
 
 def anew(tree):
     """The plan of a tree and its values, as if nothing had been saved before."""
-    kept = tree_plan._kept
-    tree_plan._kept = ()
+    kept = tree_plan._cache
+    tree_plan._cache = ()
     try:
         return plan_tree(tree, current())
     finally:
-        tree_plan._kept = kept
+        tree_plan._cache = kept
 
 
 def deleted(array):
@@ -111,7 +111,7 @@ def test_a_tree_saved_again_restores_its_new_values(trip, mesh):
     for i in range(4):
         assert same(trip(state(i, mesh)), state(i, mesh))
 
-    assert len(tree_plan._kept) == 1
+    assert len(tree_plan._cache) == 1
 
 
 def test_the_second_save_uses_the_plan_tree_the_first(mesh):
@@ -390,11 +390,11 @@ def test_a_traced_array_of_a_known_tree_is_refused_by_name(ram_path, transform):
 
 
 def test_few_plans_are_kept_and_those_are_the_last(trip):
-    """At most _MAX_KEPT; a tree whose plan is gone is worked out anew."""
-    trees = [{"w": np.full(n, n)} for n in range(1, _MAX_KEPT + 3)]
+    """At most _MAX_CACHED; a tree whose plan is gone is worked out anew."""
+    trees = [{"w": np.full(n, n)} for n in range(1, _MAX_CACHED + 3)]
     found = [plan_of(tree) for tree in trees]
 
-    assert len(tree_plan._kept) == _MAX_KEPT
+    assert len(tree_plan._cache) == _MAX_CACHED
     assert plan_of(trees[-1]) is found[-1]
     assert plan_of(trees[0]) is not found[0]
     assert same([trip(tree) for tree in trees], trees)
@@ -411,12 +411,12 @@ def test_no_value_is_kept_alive():
     gc.collect()
 
     assert [value() for value in alive] == [None] * 3
-    assert len(tree_plan._kept) == 1
+    assert len(tree_plan._cache) == 1
 
 
 def test_threads_share_plans():
     """Threads that save trees of several forms at once each get the right plan and values."""
-    forms = range(1, _MAX_KEPT + 3)
+    forms = range(1, _MAX_CACHED + 3)
     expected = {n: facts(anew({"w": np.zeros(n, int), "n": 0})[0]) for n in forms}
     start = threading.Barrier(4)
 
@@ -431,7 +431,7 @@ def test_threads_share_plans():
         done = list(pool.map(lambda thread: list(save(thread)), range(4)))
 
     assert all(all(right) for thread in done for right in thread)
-    assert len(tree_plan._kept) == _MAX_KEPT
+    assert len(tree_plan._cache) == _MAX_CACHED
 
 
 def test_simulated_processes_do_not_share_plans(ram_path, mesh):
