@@ -28,7 +28,7 @@ _LARGE_BYTES = 6 * _HUGE_BYTES  # two huge pages more are at most a third of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class Shard:
     """One shard of which this process writes all or a part."""
 
     array: int  # index of the array in the plan
@@ -43,7 +43,7 @@ def sources_of(
     values: Sequence[jax.Array | np.ndarray[Any, Any]],
     dtypes: Sequence[np.dtype[Any]],
     plan: SavePlan,
-) -> tuple[Source, ...]:
+) -> tuple[Shard, ...]:
     """Returns the distinct shards of a plan's writes, for arrays that are saved as `dtypes`."""
     import jax
 
@@ -56,7 +56,7 @@ def sources_of(
             key = (value.sharding, value.shape)
             positions, is_host_memory = alike.get(key) or alike.setdefault(key, _positions(value))
             position = positions[shard]
-        source = Source(
+        source = Shard(
             array=i,
             shard=shard,
             position=position,
@@ -69,7 +69,7 @@ def sources_of(
 
 
 def stage(
-    values: Sequence[jax.Array | np.ndarray[Any, Any]], sources: Sequence[Source], *, copy: bool
+    values: Sequence[jax.Array | np.ndarray[Any, Any]], sources: Sequence[Shard], *, copy: bool
 ) -> list[Any]:
     """Takes the shards that this process writes: one value per source, for `arrived`.
 
@@ -110,7 +110,7 @@ def stage(
     return snapshot
 
 
-def arrived(snapshot: Sequence[Any], sources: Sequence[Source]) -> list[Any]:
+def arrived(snapshot: Sequence[Any], sources: Sequence[Shard]) -> list[Any]:
     """Waits until all that `stage` took is on the host, and returns it; raises if a copy failed."""
     import jax
 
@@ -148,7 +148,7 @@ def on_host(shards: Sequence[jax.Shard]) -> bool:
     return all(shard.device.platform == "cpu" for shard in shards)
 
 
-def _as_stored(host: np.ndarray[Any, Any], source: Source) -> np.ndarray[Any, Any]:
+def _as_stored(host: np.ndarray[Any, Any], source: Shard) -> np.ndarray[Any, Any]:
     """Converts to the saved dtype, in native byte order; dtypes that zarr lacks become bytes."""
     if host.dtype.name == source.dtype.name:
         host = host.astype(source.dtype, copy=False)

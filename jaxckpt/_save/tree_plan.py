@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jaxckpt._core.cast import is_floating
 from jaxckpt._core.plan import ArraySpec, SavePlan, placement_of, plan_save
 from jaxckpt._core.pytree import Flat, check_levels, flatten, stored_value
-from jaxckpt._core.transfer import Source, sources_of
+from jaxckpt._core.transfer import Shard, sources_of
 from jaxckpt._disk.writer import WritePlan, compressed, metadata_files, plan_writes, texts_of
 from jaxckpt.errors import UnsupportedLeaf
 from jaxckpt.format import arrays, step
@@ -43,7 +43,7 @@ class TreePlan:
     tree: Tree  # as in `_METADATA`
     shardings: Mapping[str, SavedSharding]  # by leaf name
     plan: SavePlan  # has the chunks that this process writes
-    sources: tuple[Source, ...]  # the shards with these chunks
+    sources: tuple[Shard, ...]  # the shards with these chunks
 
     @cached_property
     def writes(self) -> WritePlan:

@@ -88,7 +88,7 @@ _SCOPE: Final = "https://www.googleapis.com/auth/devstorage.read_write"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class Login:
     """Names where the credentials for a bucket come from.
 
     Attributes:
@@ -107,17 +107,17 @@ class Source:
     endpoint: str | None = None
 
 
-def source_of(scheme: str, wanted: Credentials, env: Environment = os.environ) -> Source:
+def source_of(scheme: str, wanted: Credentials, env: Environment = os.environ) -> Login:
     """Returns where the credentials for the buckets of a scheme come from, without asking there."""
     if wanted == "anonymous" or is_true(env, f"{_PREFIXES[scheme]}_SKIP_SIGNATURE"):
         by = "anonymous" if scheme == "s3" else None
-        return Source(name="anonymous access", options={"skip_signature": True}, tensorstore=by)
+        return Login(name="anonymous access", options={"skip_signature": True}, tensorstore=by)
     for names in _VARIABLES[scheme].split():
         if all(map(env.get, names.split("+"))):
             name = names.partition("+")[0]
             testing = name == "GOOGLE_AUTH_TOKEN_FOR_TESTING"
             options = {"bearer_token": env[name]} if testing else {}
-            return Source(name=name, options=options, tensorstore=_BY_TENSORSTORE.get(name))
+            return Login(name=name, options=options, tensorstore=_BY_TENSORSTORE.get(name))
     find = {"az": _azure, "gs": _google, "s3": _amazon}[scheme]
     return find(env, wanted == "default") or _asking("the environment", partial(_nothing, scheme))
 
@@ -127,14 +127,14 @@ def is_true(env: Environment, name: str) -> bool:
     return env.get(name, "").lower() in ("1", "true", "yes")
 
 
-def _asking(name: str, make: Callable[[], Callable[[], Any]], **more: str | None) -> Source:
+def _asking(name: str, make: Callable[[], Callable[[], Any]], **more: str | None) -> Login:
     """Returns a source that obstore asks, from its threads, whenever it needs credentials.
 
     Args:
         make: Imports the library of the cloud, and returns what to ask; called once it succeeds.
     """
     made = cache(make)
-    return Source(name=name, options={"credential_provider": lambda: made()()}, **more)
+    return Login(name=name, options={"credential_provider": lambda: made()()}, **more)
 
 
 def _nothing(scheme: str) -> Callable[[], Any]:
@@ -147,12 +147,12 @@ def _nothing(scheme: str) -> Callable[[], Any]:
 # --- the machine's own -------------------------------------------------------------------------
 
 
-def _machine(scheme: str, env: Environment, by: str | None) -> Source | None:
+def _machine(scheme: str, env: Environment, by: str | None) -> Login | None:
     if is_true(env, _NO_MACHINE.get(scheme, "")):
         return None
     is_there = scheme in clouds_of(_system())
     if is_there or any(map(env.get, _ADDRESSES[scheme])):  # which TensorStore would not follow
-        return Source(name="this machine", tensorstore=by if is_there else None)
+        return Login(name="this machine", tensorstore=by if is_there else None)
     return None
 
 
@@ -174,7 +174,7 @@ def _system(files: Sequence[str] = _SYSTEM) -> str:
 # --- AWS ---------------------------------------------------------------------------------------
 
 
-def _amazon(env: Environment, default: bool) -> Source | None:
+def _amazon(env: Environment, default: bool) -> Login | None:
     if not default:
         return None
     named = env.get("AWS_PROFILE") or env.get("AWS_DEFAULT_PROFILE")
@@ -184,7 +184,7 @@ def _amazon(env: Environment, default: bool) -> Source | None:
     return _machine("s3", env, "imds") or profile
 
 
-def _profile(name: str, env: Environment) -> Source | None:
+def _profile(name: str, env: Environment) -> Login | None:
     """Returns a profile as a source; None if it exists without credentials."""
     config = _read(env.get("AWS_CONFIG_FILE") or "~/.aws/config")
     keys = _read(env.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials")
@@ -224,7 +224,7 @@ def _boto3(profile: str) -> Callable[[], Any]:
 # --- Google Cloud ------------------------------------------------------------------------------
 
 
-def _google(env: Environment, default: bool) -> Source | None:
+def _google(env: Environment, default: bool) -> Login | None:
     path = env.get("GOOGLE_APPLICATION_CREDENTIALS")
     if not path and default:
         folder = env.get("CLOUDSDK_CONFIG") or "~/.config/gcloud"
@@ -234,7 +234,7 @@ def _google(env: Environment, default: bool) -> Source | None:
         return _machine("gs", env, "default") if default else None
     if _kind(path) in ("authorized_user", "service_account", ""):  # or obstore reports the problem
         options = {"application_credentials": path}
-        return Source(name=path, options=options, tensorstore="default")
+        return Login(name=path, options=options, tensorstore="default")
     return _asking(path, partial(_google_auth, path))
 
 
@@ -264,7 +264,7 @@ def _google_auth(path: str) -> Callable[[], Any]:
 # --- Azure -------------------------------------------------------------------------------------
 
 
-def _azure(env: Environment, default: bool) -> Source | None:
+def _azure(env: Environment, default: bool) -> Login | None:
     if certificate := env.get("AZURE_CLIENT_CERTIFICATE_PATH"):
         return _asking(certificate, _azure_identity)
     if not default:
@@ -274,7 +274,7 @@ def _azure(env: Environment, default: bool) -> Source | None:
     if find_spec("azure") and find_spec("azure.identity"):
         return _asking("azure-identity", _azure_identity)
     if shutil.which("az"):
-        return Source(name="az login", options={"use_azure_cli": True})
+        return Login(name="az login", options={"use_azure_cli": True})
     return None
 
 

@@ -27,7 +27,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from jaxckpt.errors import CorruptCheckpoint, StoreError
-from jaxckpt.storage._credentials import Source, source_of
+from jaxckpt.storage._credentials import Login, source_of
 from jaxckpt.storage._local import is_temporary_file
 from jaxckpt.storage._locks import LeasedLock, Version, forget
 from jaxckpt.storage._protocol import Entry, EntryKind
@@ -477,7 +477,7 @@ def _scatter(answers: Sequence[memoryview], buffers: Sequence[Any]) -> None:
             out, part = out[count:], part[count:]
 
 
-_storages: dict[tuple[str, str, StoreSettings, Source], ObjectStorage] = {}
+_storages: dict[tuple[str, str, StoreSettings, Login], ObjectStorage] = {}
 _storages_lock = threading.Lock()  # guards _storages
 
 

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any, Final, Literal, TypeVar, final
 
 from jaxckpt.errors import StoreError
-from jaxckpt.storage._credentials import SIGN_IN, Source
+from jaxckpt.storage._credentials import SIGN_IN, Login
 from jaxckpt.storage._settings import StoreSettings, endpoint_of
 
 T = TypeVar("T")
@@ -205,7 +205,7 @@ class Requests:
         source: Of its credentials.
     """
 
-    def __init__(self, scheme: str, bucket: str, settings: StoreSettings, source: Source) -> None:
+    def __init__(self, scheme: str, bucket: str, settings: StoreSettings, source: Login) -> None:
         self.hedged = 0  # reads that were sent twice
         self.heard_s = 0.0  # when the store answered last
         self._scheme, self._bucket, self._name = scheme, bucket, f"{scheme}://{bucket}"

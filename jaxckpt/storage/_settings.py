@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 from jaxckpt.errors import StoreError, UnsupportedFormat
-from jaxckpt.storage._credentials import Credentials, Source, is_true, source_of
+from jaxckpt.storage._credentials import Credentials, Login, is_true, source_of
 
 SCHEMES: Final = ("az", "gs", "s3")
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
@@ -182,7 +182,7 @@ _VARIABLE: Final = {
 
 
 def open_store(
-    scheme: str, bucket: str, settings: StoreSettings, source: Source, *, tries: int = 1
+    scheme: str, bucket: str, settings: StoreSettings, source: Login, *, tries: int = 1
 ) -> Any:
     """Returns obstore's client of a bucket; it sends nothing yet.
 
@@ -210,7 +210,7 @@ def open_store(
         ) from None
 
 
-def _client(scheme: str, bucket: str, settings: StoreSettings, source: Source, tries: int) -> Any:
+def _client(scheme: str, bucket: str, settings: StoreSettings, source: Login, tries: int) -> Any:
     from obstore.store import AzureStore, GCSStore, S3Store
 
     options: dict[str, Any] = {

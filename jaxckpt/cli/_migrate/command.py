@@ -16,7 +16,7 @@ import click
 
 from jaxckpt._core.text import counted
 from jaxckpt.cli import _options, _output
-from jaxckpt.cli._migrate.source import DROP_IN, Source, Use, parse
+from jaxckpt.cli._migrate.source import DROP_IN, Program, Use, parse
 from jaxckpt.cli._output import Styled
 
 _ENDINGS: Final = (".py", ".pyi")
@@ -159,7 +159,7 @@ def _read(path: str) -> bytes:
         return file.read()
 
 
-def _examined(path: str, within: str, source: Source, *, anyway: bool) -> _File:
+def _examined(path: str, within: str, source: Program, *, anyway: bool) -> _File:
     """Returns the uses of Orbax in a file, and whether its imports can be changed."""
     names = [_asked(use) for use in source.uses]
     why = [f"line {change.line} {change.problem}" for change in source.changes if change.problem]

@@ -84,7 +84,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class Program:
     """A Python file and its uses of Orbax, in the order of its lines."""
 
     text: str
@@ -100,7 +100,7 @@ class Source:
         return text.encode(self.encoding)
 
 
-def parse(data: bytes) -> Source:
+def parse(data: bytes) -> Program:
     """Reads the bytes of a Python file.
 
     Raises:
@@ -115,7 +115,7 @@ def parse(data: bytes) -> Source:
         tree = ast.parse(text)
     names = _Names(tree, text)
     names.visit(tree)
-    return Source(
+    return Program(
         text=text,
         encoding=encoding,
         uses=tuple(sorted({*names.uses, *_in_strings(tree)})),
