@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxckpt._convert.source import (
     Leaves,
-    Part,
+    Tile,
     Values,
     as_stored,
     check_leaves,
@@ -244,10 +244,10 @@ def _header(leaves: Sequence[Leaf]) -> Header:
 
 def _values(
     source: Leaves, shards: Collection[Sequence[int]]
-) -> Generator[tuple[Part, Values], None, None]:
+) -> Generator[tuple[Tile, Values], None, None]:
     """Yields the values of all files in long runs; each stored byte is read once."""
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[Tile]:
         for i in (i for of_file in shards for i in of_file):
             stored = source.tree.leaves[i].array
             unit_shape = clipped(stored.unit_shape, stored.shape)
@@ -259,7 +259,7 @@ def _values(
 
 
 def _write_file(
-    file: Any, header: Header, leaves: Sequence[Leaf], values: Iterator[tuple[Part, Values]]
+    file: Any, header: Header, leaves: Sequence[Leaf], values: Iterator[tuple[Tile, Values]]
 ) -> None:
     offsets = {tensor.name: tensor.offset for tensor in header.tensors}
     file.write(0, header.data)
@@ -273,7 +273,7 @@ def _write_file(
     file.finish()
 
 
-def _write_runs(file: Any, base: int, shape: tuple[int, ...], part: Part, values: Values) -> None:
+def _write_runs(file: Any, base: int, shape: tuple[int, ...], part: Tile, values: Values) -> None:
     """Writes a part of an array, which consists of one or more runs of the file."""
     data, at = np.ascontiguousarray(values).reshape(-1).view(np.uint8), 0
     for offset, size in runs(part.box, shape, values.itemsize):
@@ -380,7 +380,7 @@ def _read_parts(
     storage: Storage,
     places: Sequence[tuple[Tensor, str]],
     copies: Sequence[Leaf],
-    parts: Iterable[Part],
+    parts: Iterable[Tile],
 ) -> Generator[Values, None, None]:
     for part in parts:
         tensor, file = places[part.leaf]

@@ -47,7 +47,7 @@ _PYTHON_DTYPES: Final = {"int": "int64", "float": "float64", "complex": "complex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Tile:
     """A part of the array of one leaf."""
 
     leaf: int  # its index in the tree
@@ -60,7 +60,7 @@ class Leaves:
 
     where: str  # the source, for messages
     tree: Tree  # of the copy; `stored` of a leaf is the best layout and the dtype for reading it
-    read: Callable[[Iterable[Part]], Generator[Values, None, None]]  # yields the values in order
+    read: Callable[[Iterable[Tile]], Generator[Values, None, None]]  # yields the values in order
     check: Callable[[], None]  # raises if the source was replaced in the meantime
     lineage: Mapping[str, Any]
     shardings: Mapping[str, SavedSharding] = field(default_factory=dict)  # by name; all or none
@@ -68,8 +68,8 @@ class Leaves:
 
 
 def read_with_parts(
-    source: Leaves, parts: Iterable[Part]
-) -> Generator[tuple[Part, Values], None, None]:
+    source: Leaves, parts: Iterable[Tile]
+) -> Generator[tuple[Tile, Values], None, None]:
     """Yields parts with their values; parts are taken as their values are read."""
     parts, wanted = tee(parts)
     with closing(source.read(wanted)) as values:
@@ -326,10 +326,10 @@ def _read(
     sources: Sequence[Leaf],
     copies: Sequence[Leaf],
     held: Mapping[int, Values],
-    parts: Iterable[Part],
+    parts: Iterable[Tile],
 ) -> Generator[Values, None, None]:
 
-    def request(part: Part) -> LeafRead | Values:
+    def request(part: Tile) -> LeafRead | Values:
         if part.leaf in held:
             return held[part.leaf][part.box.slices]
         source = sources[part.leaf]

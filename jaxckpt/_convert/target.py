@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from jaxckpt._convert.source import Leaves, Part, Values, read_with_parts
+from jaxckpt._convert.source import Leaves, Tile, Values, read_with_parts
 from jaxckpt._core.box import Box, cut, whole, widened
 from jaxckpt._core.text import counted
 from jaxckpt._disk.checksums import starts_of, units_in
@@ -191,8 +191,8 @@ def enlarged(
     return widened(tile_shape, shape, most_bytes // (math.prod(tile_shape) * itemsize))
 
 
-def parts_of(leaf: int, shape: tuple[int, ...], tile_shape: Sequence[int]) -> Iterator[Part]:
-    return (Part(leaf=leaf, box=box) for box in cut(whole(shape), tile_shape))
+def parts_of(leaf: int, shape: tuple[int, ...], tile_shape: Sequence[int]) -> Iterator[Tile]:
+    return (Tile(leaf=leaf, box=box) for box in cut(whole(shape), tile_shape))
 
 
 def _check_plain(leaves: Sequence[Leaf], path: str) -> None:
@@ -233,7 +233,7 @@ def _copy(source: Leaves, goal: Tree, writer: _Writer) -> int:
     with_array = [i for i, leaf in enumerate(goal.leaves) if leaf.has_array]
     numbers = {leaf: number for number, leaf in enumerate(with_array)}
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[Tile]:
         for i in with_array:
             had, stored = source.tree.leaves[i].array, goal.leaves[i].array
             # The larger shape is a multiple of the smaller one.

@@ -54,7 +54,7 @@ Landed = Callable[[int], None]  # takes a number of bytes read, in the caller's 
 Place = tuple[str, int, int]  # file, offset and size
 
 
-class Part(NamedTuple):
+class Unit(NamedTuple):
     """One chunk, or inner chunk, of all leaves of a layout."""
 
     suffix: str  # of the key in the database of its chunk
@@ -73,7 +73,7 @@ class Layout:
     dtype: np.dtype[Any]
     starts: tuple[int, ...]  # of the buffers, in the memory of a leaf
     room: int  # bytes of that memory
-    parts: tuple[Part, ...] | None  # None if there are many, or if they are not stored so
+    parts: tuple[Unit, ...] | None  # None if there are many, or if they are not stored so
 
     def buffer(self, memory: Values, at: int, i: int) -> Values:
         """Returns the buffer of a box, in memory where that of the leaf begins at `at`."""
@@ -98,14 +98,14 @@ def _layout(
     return layout, sum(sizes), True
 
 
-def _parts(layout: Layout, stored: StoredArray) -> Iterator[Part]:
+def _parts(layout: Layout, stored: StoredArray) -> Iterator[Unit]:
     counts = tuple(map(operator.floordiv, stored.chunk_shape, stored.unit_shape))
     grid, itemsize = grid_of(stored), dtype_of(stored.dtype).itemsize
     for plan in plan_chunks(stored.unit_shape, layout.boxes):
         inner = None
         if stored.inner_shape is not None:
             inner = int(np.ravel_multi_index(tuple(map(operator.mod, plan.index, counts)), counts))
-        yield Part(
+        yield Unit(
             suffix=chunk_key(tuple(map(operator.floordiv, plan.index, counts))),
             inner=inner,
             unit=int(np.ravel_multi_index(plan.index, grid)) if grid else 0,
@@ -160,7 +160,7 @@ class ChunkJob(NamedTuple):  # there may be a million, and dataclasses take thre
 
     read: LeafRead
     at: int  # where the memory of the leaf begins
-    part: Part
+    part: Unit
     file: str  # where its bytes begin; their checksum follows them
     offset: int
     wanted: int | None  # the checksum that it was written with, if recorded

@@ -71,7 +71,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(slots=True)
-class _File:
+class _DataFile:
     """A file of several values."""
 
     name: str
@@ -103,8 +103,8 @@ class DataFiles:
         self._storage, self._folder, self._sums = storage, folder, sums
         self._name, self._landed = name, landed
         self._places: dict[str, bytes | Place] = {}
-        self._files: list[_File] = []  # not written yet
-        self._open: dict[tuple[bool, bool], _File] = {}  # to which values are added
+        self._files: list[_DataFile] = []  # not written yet
+        self._open: dict[tuple[bool, bool], _DataFile] = {}  # to which values are added
         self._sizes: dict[str, int] = {}  # of written and linked files, by name
 
     def reuse(self, key: str, written: Written) -> None:
@@ -141,8 +141,8 @@ class DataFiles:
         file.parts.append(part)
         file.size += size
 
-    def _new_file(self, *, compressed: bool = False) -> _File:
-        self._files.append(_File(self._name(), compressed=compressed))
+    def _new_file(self, *, compressed: bool = False) -> _DataFile:
+        self._files.append(_DataFile(self._name(), compressed=compressed))
         return self._files[-1]
 
     def flush(self) -> None:
@@ -168,7 +168,7 @@ class DataFiles:
         self._write(self._files)
         return Written(self._sums, self._places, self._sizes, manifest)
 
-    def _write(self, files: Sequence[_File]) -> None:
+    def _write(self, files: Sequence[_DataFile]) -> None:
         for folder in {posixpath.dirname(file.name) for file in files}:
             self._storage.make_dir(f"{self._folder}/{folder}")
         writes, here = [self._writing(file) for file in files], threading.current_thread()
@@ -192,16 +192,16 @@ class DataFiles:
                 pool.shutdown(cancel_futures=True)
         self._sizes |= {file.name: file.size for file in files}
 
-    def _writing(self, file: _File) -> Callable[[], None]:
+    def _writing(self, file: _DataFile) -> Callable[[], None]:
         path = f"{self._folder}/{file.name}"
         return lambda: self._storage.write(path, self._counted(file))
 
-    def _counted(self, file: _File) -> Iterator[Any]:
+    def _counted(self, file: _DataFile) -> Iterator[Any]:
         for part in self._bytes_of(file):
             yield part
             self._landed(memoryview(part).nbytes)
 
-    def _bytes_of(self, file: _File) -> Iterator[Any]:
+    def _bytes_of(self, file: _DataFile) -> Iterator[Any]:
         if file.compressed:
             yield from self._compressed(file)
             return
@@ -216,7 +216,7 @@ class DataFiles:
                 yield from self._bytes_of_chunk(part)
         yield b"".join(few)
 
-    def _compressed(self, file: _File) -> Iterator[bytes]:
+    def _compressed(self, file: _DataFile) -> Iterator[bytes]:
         """Yields the bytes of compressed chunks, and records their places."""
         end = 0
         for chunk in file.parts:
@@ -258,7 +258,7 @@ class PlainFiles(DataFiles):
     def _add(
         self, key: str, part: bytes | Chunk, size: int, *, apart: bool, compressed: bool
     ) -> None:
-        self._files.append(_File(key, [part], size, compressed))
+        self._files.append(_DataFile(key, [part], size, compressed))
 
 
 def _encoded(stored: StoredArray, unit: Values) -> bytes:

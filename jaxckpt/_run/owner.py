@@ -31,7 +31,7 @@ from jaxckpt._run.index import Listing, StepIndex, check_root, write_run_metadat
 from jaxckpt._run.leases import Leases
 from jaxckpt._run.reach import Reach
 from jaxckpt._save.job import is_under_way
-from jaxckpt._save.worker import Saves
+from jaxckpt._save.worker import SaveQueue
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed, is_full
 from jaxckpt.format import names, run
 from jaxckpt.format.run import Doomed, Owner, StepNames
@@ -427,7 +427,7 @@ class Opening:
 
     def __init__(self, owner: Ownership, deletion: Deletion, processes: Processes) -> None:
         self.ended = ""  # why, once it has
-        self._saves: Saves | None = None  # None until the run is open
+        self._saves: SaveQueue | None = None  # None until the run is open
         self._owner = owner
         self._deletion = deletion
         self._index = deletion.index
@@ -441,7 +441,7 @@ class Opening:
         self,
         metadata: Mapping[str, Any] | None,
         *,
-        saves: Saves | None,
+        saves: SaveQueue | None,
         timeout_s: float,
         run: str | None = None,
         spared: int | None = None,

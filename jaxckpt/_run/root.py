@@ -21,7 +21,7 @@ from jaxckpt._run.reach import AWAY_S, Reach
 from jaxckpt._run.retention import KeepPolicy
 from jaxckpt._run.scrub import look
 from jaxckpt._run.shares import steps_on_disk
-from jaxckpt._save.worker import Saves
+from jaxckpt._save.worker import SaveQueue
 from jaxckpt.errors import CheckpointError
 from jaxckpt.format.run import StepNames
 from jaxckpt.format.step import Life
@@ -268,7 +268,7 @@ def look_at(roots: Sequence[Root]) -> Opened:
 
 def open_roots(
     roots: Sequence[Root],
-    saves: Sequence[Saves],  # what writes to each
+    saves: Sequence[SaveQueue],  # what writes to each
     processes: Processes,
     metadata: Mapping[str, Any] | None,
     settled: Local | None,

@@ -222,7 +222,7 @@ class Worker(Generic[S]):
 # --- the end of the program ------------------------------------------------------------------
 
 
-class Saves(Protocol):
+class SaveQueue(Protocol):
     """Saves that share a thread."""
 
     def under_way(self) -> Sequence[Any]: ...  # with a `path`
@@ -240,12 +240,12 @@ class Saves(Protocol):
     def stop(self) -> None: ...
 
 
-_known: set[Saves] = set()
+_known: set[SaveQueue] = set()
 _is_ending = False
 os.register_at_fork(after_in_child=_known.clear)  # a forked child lacks the threads
 
 
-def start(saves: Saves, work: Callable[[], None], name: str) -> None:
+def start(saves: SaveQueue, work: Callable[[], None], name: str) -> None:
     """Runs `work` in a new thread, which saves; the program will wait for it."""
     _known.add(saves)
     # Other threads can save after the main thread has ended. The interpreter waits for theirs.
@@ -261,7 +261,7 @@ def is_ending() -> bool:
     return _is_ending
 
 
-def forget(saves: Saves) -> None:
+def forget(saves: SaveQueue) -> None:
     """Lets the program end without looking at these saves again."""
     _known.discard(saves)
 
@@ -269,14 +269,14 @@ def forget(saves: Saves) -> None:
 def _end() -> None:
     global _is_ending
     _is_ending = True
-    late: list[Saves] = []
+    late: list[SaveQueue] = []
     for _ in range(2):  # the end of a save may be the beginning of an upload
         late += [one for one in list(_known) if one not in late and not _has_ended(one)]
     if late:
         atexit.register(_leave)
 
 
-def _has_ended(saves: Saves) -> bool:
+def _has_ended(saves: SaveQueue) -> bool:
     """Waits for saves, within their limit; returns whether all have ended."""
     if paths := _paths(saves):
         _say(f"the program ends after these saves: {paths}")
@@ -301,7 +301,7 @@ def _leave() -> None:
     os._exit(1)
 
 
-def _paths(saves: Saves) -> str:
+def _paths(saves: SaveQueue) -> str:
     return ", ".join(handle.path for handle in saves.under_way())
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from jaxckpt.cli._checks import (
     SMALL,
     Check,
+    Failed,
     Finding,
-    Problem,
     check_same,
     clock,
     latency,
@@ -168,12 +168,12 @@ class BucketLocation:
             self._storage.write(self._data, SMALL[:size])
             found = self._storage.files(self._folder).get("data")
             if found is None or found.size != size:
-                raise Problem("a listing did not show an object that had just been written", _LAGS)
+                raise Failed("a listing did not show an object that had just been written", _LAGS)
             read = b""
             with contextlib.suppress(FileNotFoundError):
                 read = self._read(self._data)
             if read != SMALL[:size]:
-                raise Problem("a read did not find what had just been written", _LAGS)
+                raise Failed("a read did not find what had just been written", _LAGS)
         return Finding()
 
     def _create_again(self) -> Finding:
@@ -190,9 +190,9 @@ class BucketLocation:
             raise self._unconditional("it replaced an object that had changed")
         return Finding()
 
-    def _unconditional(self, what: str) -> Problem:
+    def _unconditional(self, what: str) -> Failed:
         is_allowed = self._storage.settings.single_writer
-        return Problem(what, _CONDITIONS, state="missing" if is_allowed else "failed")
+        return Failed(what, _CONDITIONS, state="missing" if is_allowed else "failed")
 
     def _read_range(self) -> Finding:
         self._storage.write(self._data, SMALL)
@@ -224,8 +224,8 @@ class BucketLocation:
             raise self._apart("obstore does not see the object that TensorStore wrote") from error
         return Finding()
 
-    def _apart(self, what: str) -> Problem:
-        return Problem(
+    def _apart(self, what: str) -> Failed:
+        return Failed(
             what,
             "set the endpoint, region and credentials in StoreSettings, which both clients follow",
         )
@@ -249,7 +249,7 @@ class BucketLocation:
     def _delete(self) -> Finding:
         self.clean()
         if self._refusal is None and self._storage.files(self._folder):
-            raise Problem(
+            raise Failed(
                 "the store said that the objects are deleted, but lists them still",
                 f"delete {self._folder}; see whether the bucket holds or retains objects",
             )

@@ -51,7 +51,7 @@ class Finding:
     error: str = ""
 
 
-class Problem(Exception):
+class Failed(Exception):
     """A check found that something does not work."""
 
     def __init__(self, what: str, advice: str, *, state: State = "failed") -> None:
@@ -64,7 +64,7 @@ class Check:
     """One thing to try.
 
     Attributes:
-        call: Raises a `Problem`, or the error of the place.
+        call: Raises a `Failed`, or the error of the place.
         needs: The names of checks that must not have failed.
     """
 
@@ -119,10 +119,10 @@ def _tried(location: Location, check: Check, found: Mapping[str, Finding]) -> Fi
             return Finding(state="skipped", text=f"needs: {name}")
     try:
         return check.call()
-    except Problem as problem:
+    except Failed as problem:
         return problem.finding
     except EOFError as error:
-        return Problem(str(error), _UNFIT).finding
+        return Failed(str(error), _UNFIT).finding
     except (CheckpointError, OSError, ValueError) as error:
         text = said(error)
         return Finding(state="failed", advice=location.advice(check.name, error), error=text)
@@ -178,9 +178,9 @@ def clock(skew_s: float) -> Finding:
 
 
 def check_same(found: bytes, wanted: bytes) -> None:
-    """Raises a `Problem` if bytes were not read as they were written."""
+    """Raises a `Failed` if bytes were not read as they were written."""
     if found != wanted:
-        raise Problem(f"read {len(found)} bytes, which are not the {len(wanted)} written", _UNFIT)
+        raise Failed(f"read {len(found)} bytes, which are not the {len(wanted)} written", _UNFIT)
 
 
 def seconds(call: Callable[[], object]) -> float:

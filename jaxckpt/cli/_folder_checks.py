@@ -15,8 +15,8 @@ from jaxckpt.cli._checks import (
     LARGE_BYTES,
     SMALL,
     Check,
+    Failed,
     Finding,
-    Problem,
     check_same,
     clock,
     latency,
@@ -124,12 +124,12 @@ class FolderLocation:
 
     def _create_again(self) -> Finding:
         if self._storage.create(self._file("a"), b"other"):
-            raise Problem("a file that existed was created", "do not let two jobs write here")
+            raise Failed("a file that existed was created", "do not let two jobs write here")
         return Finding()
 
     def _exchange(self) -> Finding:
         if not self._storage.exchange(self._file("a"), self._file("b")):
-            raise Problem(
+            raise Failed(
                 "two names cannot be exchanged",
                 "a checkpoint is replaced in three renames instead of one, and after a crash "
                 "between them the next save puts it right",
@@ -142,7 +142,7 @@ class FolderLocation:
         try:
             first = self._storage.hold(self._file("lock"))
         except io.UnsupportedOperation as error:
-            raise Problem(
+            raise Failed(
                 str(error),
                 "whether a job is alive cannot be seen: let one job write a run, and pass --no-job "
                 "to commands",
@@ -153,12 +153,12 @@ class FolderLocation:
             if hold is not None:
                 hold.release()
         if first is None or second is not None:
-            raise Problem("a lock does not exclude others", "let one job write a run at a time")
+            raise Failed("a lock does not exclude others", "let one job write a run at a time")
         return Finding()
 
     def _hard_links(self) -> Finding:
         if not self._storage.link(self._file("a"), self._file("linked")):
-            raise Problem("no hard links", "`fork` copies all bytes", state="missing")
+            raise Failed("no hard links", "`fork` copies all bytes", state="missing")
         return Finding()
 
     def _write_large(self) -> Finding:

@@ -18,7 +18,7 @@ from jaxckpt.errors import CorruptCheckpoint
 if TYPE_CHECKING:
     from jaxckpt._inspect.open import Checkpoint
     from jaxckpt._run.overview import RunOverview, StepOverview
-    from jaxckpt.cli._space import Part, Space
+    from jaxckpt.cli._space import Space, Usage
     from jaxckpt.types import LeafInfo
 
 Row = list[Cell]
@@ -347,12 +347,12 @@ def _print_space(found: Space) -> None:
     _output.echo(f"{found.path}: {size_text(found.size_bytes)} on disk{shared}{other}")
 
 
-def _items(part: Part) -> Parts:
+def _items(part: Usage) -> Parts:
     largest = sorted(part.items.items(), key=lambda item: -item[1])
     return Parts(tuple(f"{name or 'the only item'} {size_text(n)}" for name, n in largest))
 
 
-def _part_rows(part: Part | Space) -> list[Row]:
+def _part_rows(part: Usage | Space) -> list[Row]:
     rows: list[Row] = [
         [item or "(the only item)", size_text(n), ""] for item, n in part.items.items()
     ]

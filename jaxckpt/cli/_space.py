@@ -19,7 +19,7 @@ from jaxckpt.storage import locate, real
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Usage:
     """A step, or a checkpoint."""
 
     name: str  # of its directory
@@ -39,7 +39,7 @@ class Space:
     other_bytes: int  # the part outside all steps: steps set aside, saves in progress
     items: Mapping[str, int]
     branches: Mapping[str, int]
-    steps: tuple[Part, ...]  # in order
+    steps: tuple[Usage, ...]  # in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +93,9 @@ def _found(where: str) -> Found | None:
         return None
 
 
-def _part(path: str, step: int | None, items: Sequence[str]) -> tuple[Part, str, list[_File]]:
+def _part(path: str, step: int | None, items: Sequence[str]) -> tuple[Usage, str, list[_File]]:
     files = _once(_files(path))
-    part = Part(
+    part = Usage(
         name=posixpath.basename(path),
         step=step,
         size_bytes=sum(file.size_bytes for file in files),
@@ -105,7 +105,7 @@ def _part(path: str, step: int | None, items: Sequence[str]) -> tuple[Part, str,
     return part, path, files
 
 
-def _items_of_all(parts: Iterable[tuple[Part, str, list[_File]]]) -> dict[str, int]:
+def _items_of_all(parts: Iterable[tuple[Usage, str, list[_File]]]) -> dict[str, int]:
     total: Counter[str] = Counter()
     seen: set[tuple[int | str, int]] = set()
     for part, _, files in parts:
