@@ -110,9 +110,9 @@ def of_checkpoint(
     if not saved.tree.typed:
         root = plain_root(chosen)
     sources = _in_order(chosen, root, saved.path)
-    held = {i: held for i, leaf in enumerate(sources) if (held := _held(leaf)) is not None}
+    inline = {i: inline for i, leaf in enumerate(sources) if (inline := _inline(leaf)) is not None}
     tree = Tree(
-        leaves=tuple(_copied(leaf, held.get(i), dtype) for i, leaf in enumerate(sources)),
+        leaves=tuple(_copied(leaf, inline.get(i), dtype) for i, leaf in enumerate(sources)),
         root=root,
         typed=True,
         custom_metadata=saved.tree.custom_metadata,
@@ -122,7 +122,7 @@ def of_checkpoint(
         where=saved.path,
         tree=tree,
         shardings=_shardings(saved, sources, tree.leaves),
-        read=partial(_read, saved, sources, tree.leaves, held),
+        read=partial(_read, saved, sources, tree.leaves, inline),
         check=partial(check_current, found),
         custom_metadata=found.metadata.custom_metadata or {},
         lineage={
@@ -281,7 +281,7 @@ def _shardings(
 # --- values ----------------------------------------------------------------------------------
 
 
-def _held(leaf: Leaf) -> Values | None:
+def _inline(leaf: Leaf) -> Values | None:
     """Returns the value of a leaf that is in the metadata here, but an array in the copy."""
     value = leaf.value
     if isinstance(value, np.ndarray):
@@ -294,12 +294,12 @@ def _held(leaf: Leaf) -> Values | None:
     return None
 
 
-def _copied(leaf: Leaf, held: Values | None, dtype: str | None) -> Leaf:
+def _copied(leaf: Leaf, inline: Values | None, dtype: str | None) -> Leaf:
     """Returns the leaf of the copy; see `Leaves.tree`."""
     leaf = replace(leaf, alias=None)
-    if held is not None:
-        chunk_shape = tuple(max(1, n) for n in held.shape)
-        stored = StoredArray(shape=held.shape, dtype=held.dtype.name, chunk_shape=chunk_shape)
+    if inline is not None:
+        chunk_shape = tuple(max(1, n) for n in inline.shape)
+        stored = StoredArray(shape=inline.shape, dtype=inline.dtype.name, chunk_shape=chunk_shape)
         leaf = replace(leaf, value=None, stored=stored)
         if leaf.kind in ("str", "bytes"):
             leaf = replace(leaf, dtype="uint8", shape=())
@@ -325,13 +325,13 @@ def _read(
     saved: Item,
     sources: Sequence[Leaf],
     copies: Sequence[Leaf],
-    held: Mapping[int, Values],
+    inline: Mapping[int, Values],
     parts: Iterable[Tile],
 ) -> Generator[Values, None, None]:
 
     def request(part: Tile) -> LeafRead | Values:
-        if part.leaf in held:
-            return held[part.leaf][part.box.slices]
+        if part.leaf in inline:
+            return inline[part.leaf][part.box.slices]
         source = sources[part.leaf]
         dtype = _read_dtype(source, copies[part.leaf])
         return LeafRead(leaf=source, boxes=(part.box,), dtype=dtype)

@@ -35,7 +35,7 @@ class Data:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]  # of the leaf; for a PRNG key, of its data
     unit_shape: tuple[int, ...]  # the smallest box that can be read
-    held: Values | None = None  # the values, if the metadata has them
+    inline: Values | None = None  # the values, if the metadata has them
 
 
 def data_of(leaf: Leaf) -> Data | None:
@@ -49,10 +49,10 @@ def data_of(leaf: Leaf) -> Data | None:
     if value is None:
         return None
     if isinstance(value, (str, bytes)):  # an integer of many digits is a str too
-        held = np.frombuffer(value.encode() if isinstance(value, str) else value, np.uint8)
+        inline = np.frombuffer(value.encode() if isinstance(value, str) else value, np.uint8)
     else:
-        held = np.asarray(value)
-    return Data(shape=held.shape, dtype=held.dtype, unit_shape=held.shape, held=held)
+        inline = np.asarray(value)
+    return Data(shape=inline.shape, dtype=inline.dtype, unit_shape=inline.shape, inline=inline)
 
 
 def is_text(leaf: Leaf) -> bool:
@@ -88,8 +88,8 @@ def read_values(
     parts, wanted = tee(parts)
     reads = (
         LeafRead(leaf=leaf, boxes=(box,), dtype=dtype_of(leaf.array.dtype))
-        if data.held is None
-        else data.held[box.slices]
+        if data.inline is None
+        else data.inline[box.slices]
         for leaf, data, box in wanted
     )
     with closing(read_stream(item, reads, budget_bytes=budget_bytes)) as stream:

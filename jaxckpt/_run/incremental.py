@@ -52,12 +52,12 @@ class Incremental:
         is_known = not is_saving and len(self._bases) == self._most_bases
         return self._bases[0] if is_known else {}
 
-    def link(self, held: Sequence[SaveItem], root: Root, work: Work) -> bool:
+    def link(self, items: Sequence[SaveItem], root: Root, work: Work) -> bool:
         """Links the files of unchanged shards while their values exist; returns whether it worked.
 
         If not, nothing is linked, and the next steps are whole.
         """
-        based = [item for item in held if isinstance(item, TreeItem) and item.has_base]
+        based = [item for item in items if isinstance(item, TreeItem) and item.has_base]
         storage, is_linked = root.index.storage, root is self._root or not based
         try:
             for item in based if is_linked else ():

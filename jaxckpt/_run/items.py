@@ -92,10 +92,10 @@ def take_metrics(metrics: Mapping[str, Any], found: Callable[[dict[str, Any]], N
             raise TypeError(f"metric {name!r} must be one number, got {_short(value)}")
         if not getattr(value, "is_fully_replicated", True):
             raise ValueError(f"metric {name!r} is not replicated: average it first")
-    held = {name: detached(value) for name, value in metrics.items()}
+    given = {name: detached(value) for name, value in metrics.items()}
 
     def shared() -> dict[str, bytes]:
-        numbers = {name: _number(value) for name, value in held.items()}
+        numbers = {name: _number(value) for name, value in given.items()}
         found(numbers)
         return {names.METRICS_FILE: jsontext.dumps(numbers, allow_nan=True)}
 

@@ -87,7 +87,7 @@ class Saver:
         self._options, self._tiers, self._processes = options, tiers, processes
         self._roots, self._root = roots, roots[0]  # where steps are saved
         self._index, limit_s = self._root.index, options.timeout_s
-        self._held = ExitStack()  # given back after the last save
+        self._closing = ExitStack()  # given back after the last save
         self.incremental = Incremental(self._root, wanted=options.incremental)
         # A little longer than a meeting, whose error is the same in every process.
         self.worker = Worker[SaveHandle](
@@ -95,9 +95,9 @@ class Saver:
             where=self._index.root,
             timeout_s=limit_s + min(_LAST_WORDS_S, limit_s / 4),
             idle=self.incremental.read_back,
-            last=self._held.close,
+            last=self._closing.close,
         )
-        self._held.callback(self.incremental.end)
+        self._closing.callback(self.incremental.end)
         saves, settled = [self.worker], None
         if tiers is not None:
             saves, settled = [self.worker, tiers.uploader], tiers.settled
@@ -121,7 +121,7 @@ class Saver:
         self.position = Position(roots, processes, opened, limit_s)
         listens = options.writes and policy.on_preemption
         self.preemption = Preemption(processes, listens=listens, notice=options.notice)
-        self._held.callback(self.preemption.close)
+        self._closing.callback(self.preemption.close)
         self._numbers = itertools.count()
         self._latest: SaveHandle | None = None
         self._for_preemption: SaveHandle | None = None
@@ -223,7 +223,7 @@ class Saver:
         meter.waited()
         name = f"manager {self.session}/{next(self._numbers)}"
         agreed = self._agree(name, step, errors) if self.due.is_by_clock else None
-        problem, held, replicas, metadata = None, [], None, {}
+        problem, taken, replicas, metadata = None, [], None, {}
         numbers: dict[str, Any] = {}  # of `metrics`
         take = partial(self._take, state, items, metrics, numbers, meter, dtype)
         meter.watch(display(self._options.on_progress, self._processes.index))
@@ -232,7 +232,7 @@ class Saver:
             raise_first(errors)
             self.position.check(step, self._saving())
             metadata = check_metadata(custom_metadata)
-            held, replicas = take()
+            taken, replicas = take()
         except BaseException as error:
             meter.end()
             if self._processes.count == 1 or not isinstance(error, Exception):
@@ -242,17 +242,17 @@ class Saver:
         self.due.move_on(step, entered_s, agreed, is_durable=self._is_durable)
         root, upload = self._root, None
         if self._tiers is not None:
-            root, upload = self._choose_root(self._tiers, step, held, name)
+            root, upload = self._choose_root(self._tiers, step, taken, name)
         storage, path = root.index.storage, root.index.path(step)
         token = hashlib.sha256(name.encode()).hexdigest()[:16]
         work = commit_of(storage, path).work(token)._replace(own=root.own)
-        if problem is None and not self.incremental.link(held, root, work):
-            held, replicas = take()
-        trees = [item for item in held if self.incremental.storage and isinstance(item, TreeItem)]
+        if problem is None and not self.incremental.link(taken, root, work):
+            taken, replicas = take()
+        trees = [item for item in taken if self.incremental.storage and isinstance(item, TreeItem)]
         request = SaveRequest(
             storage=storage,
             path=path,
-            items=held,
+            items=taken,
             processes=self._processes,
             name=name,
             meter=meter,
@@ -290,11 +290,11 @@ class Saver:
             raise
 
     def _choose_root(
-        self, tiers: Tiers, step: int, held: Sequence[SaveItem], name: str
+        self, tiers: Tiers, step: int, taken: Sequence[SaveItem], name: str
     ) -> tuple[Root, Upload | None]:
         """Returns where to save a step, and its upload from there if it goes to the directory."""
         under_way = sum(handle.job.size_bytes for handle in self.under_way())
-        root = tiers.choose_root(sum(item.size_bytes for item in held) + under_way, name)
+        root = tiers.choose_root(sum(item.size_bytes for item in taken) + under_way, name)
         if root is not self._root:
             tiers.uploader.newest_direct = step
         return root, tiers.uploader.expect(step) if self._is_durable else None
@@ -348,23 +348,23 @@ class Saver:
             options: dict[str, Any] = {"zstd": self._options.zstd, "holds": self._root.own}
             options |= {"storage": self.incremental.storage, "replicas": replicas}
             bases = self.incremental.begin(is_saving=bool(self.under_way()))
-            held: list[SaveItem] = []
+            taken: list[SaveItem] = []
             if isinstance(state, Items):
-                held += state.taken(processes)
+                taken += state.taken(processes)
             else:
                 base = bases.get(main)
-                held += [
+                taken += [
                     take_tree(main, state, processes, copy=True, dtype=dtype, base=base, **options)
                 ]
             for name, value in items.items():
                 base = bases.get(name)
-                held.append(_items.take_item(name, value, processes, base=base, **options))
+                taken.append(_items.take_item(name, value, processes, base=base, **options))
         for root in self._roots:
             if isinstance(root.keep.metric, str):  # a function needs numbers that may come later
                 self._check_metric(metrics or {}, root.keep.metric, meter.step)
         if metrics is not None:
-            held.append(_items.take_metrics(metrics, numbers.update))
-        return held, replicas
+            taken.append(_items.take_metrics(metrics, numbers.update))
+        return taken, replicas
 
     def _check_metric(self, metrics: Mapping[str, Any], wanted: str, step: int | None) -> None:
         """Reports the first step that lacks the metric of the policy."""
