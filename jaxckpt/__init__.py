@@ -21,6 +21,7 @@ Words, one for each idea:
     leaf        one array or value of a tree; its path joins the keys on the way to it with `/`
     shard       the part of an array that one device holds
     chunk       the part of an array that is stored as one piece: a shard, or an equal slice of one
+    place       where a value lies: file, offset and size; a table of places has them by key
     process     one of the programs of a job, `jax.process_index()`
     plan        who writes, or reads, which chunk
     snapshot    the values of a save on the host

@@ -56,8 +56,7 @@ class Progress:
         path: The checkpoint.
         phase: For a save "snapshot", "wait", "copy", "write", "meet" or "commit"; for a restore
             "find", "read" or "meet".
-        done_bytes, total_bytes: Bytes of the values that this process writes or reads,
-            uncompressed.
+        done_bytes, total_bytes: Of the values that this process writes or reads, uncompressed.
         seconds: Time since the start.
         waiting_for: In the phase "meet", the indices of the processes that are not there yet.
         ended: Whether this is the last report, after success or failure.

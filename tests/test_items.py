@@ -485,7 +485,7 @@ def test_items_of_any_names_and_kinds_are_one_checkpoint(tmp_path, save):
     items = Items(
         {
             "model": lambda name, all_: take_tree(name, {"w": np.arange(3)}, all_, copy=True),
-            "files": lambda name, _: FileItem(name=name, shared=lambda: files, handler="my.H"),
+            "files": lambda name, _: FileItem(name=name, common=lambda: files, handler="my.H"),
         }
     )
     path = tmp_path / "run" / "1"
@@ -506,7 +506,7 @@ def test_items_of_any_names_and_kinds_are_one_checkpoint(tmp_path, save):
 
 def test_files_of_another_program_alone_are_no_damage(tmp_path):
     """The step stays, and an error names the handler that reads them."""
-    take = {"x": lambda name, _: FileItem(name=name, shared=lambda: {"a": b"1"}, handler="my.H")}
+    take = {"x": lambda name, _: FileItem(name=name, common=lambda: {"a": b"1"}, handler="my.H")}
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, Items(take))
         manager.wait_until_finished()

@@ -73,7 +73,7 @@ def take_item(
             data = jsontext.dumps(value, allow_nan=True)
         except ValueError as error:
             raise UnsupportedLeaf(f"item {name!r} cannot be stored as JSON: {error}") from error
-        return FileItem(name=name, shared=lambda: {names.JSON_ITEM_FILE: data})
+        return FileItem(name=name, common=lambda: {names.JSON_ITEM_FILE: data})
     return take_tree(name, value, processes, copy=True, **options)
 
 
@@ -94,12 +94,12 @@ def take_metrics(metrics: Mapping[str, Any], found: Callable[[dict[str, Any]], N
             raise ValueError(f"metric {name!r} is not replicated: average it first")
     given = {name: detached(value) for name, value in metrics.items()}
 
-    def shared() -> dict[str, bytes]:
+    def common() -> dict[str, bytes]:
         numbers = {name: _number(value) for name, value in given.items()}
         found(numbers)
         return {names.METRICS_FILE: jsontext.dumps(numbers, allow_nan=True)}
 
-    return FileItem(name=names.METRICS_ITEM, shared=shared)
+    return FileItem(name=names.METRICS_ITEM, common=common)
 
 
 def _number(value: Any) -> object:  # a number of any library
@@ -128,12 +128,12 @@ def _take_state(name: str, value: object, processes: Processes) -> FileItem:
     file = names.process_file(processes.index, processes.count)
     count = processes.count
 
-    def shared() -> dict[str, bytes]:
+    def common() -> dict[str, bytes]:
         # Orbax reads this file as JSON; Grain's handler for Orbax reads the files by process.
         said = {"form": form, "process_count": count, "process_0": json.loads(data)}
         return {names.JSON_ITEM_FILE: jsontext.dumps(said, allow_nan=True)}
 
-    return FileItem(name=name, mine={file: data}, shared=shared)
+    return FileItem(name=name, mine={file: data}, common=common)
 
 
 def _json_text(state: object) -> bytes | None:

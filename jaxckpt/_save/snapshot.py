@@ -35,7 +35,7 @@ class FileItem:
     name: str
     mine: Mapping[str, bytes] = field(default_factory=dict)  # this process's files, by name
     # Makes the files that process 0 writes for all, by name. Runs in the background.
-    shared: Callable[[], Mapping[str, bytes]] = dict
+    common: Callable[[], Mapping[str, bytes]] = dict
     handler: str = step.JSON_HANDLER
 
     @property
@@ -66,7 +66,7 @@ class FileItem:
     ) -> Finished:
         """Returns the files of all processes."""
         others = {names.process_file(i, processes.count): data for i, data in parts.items()}
-        files = {**self.shared(), **self.mine, **others}
+        files = {**self.common(), **self.mine, **others}
         for folder in sorted({"", *map(posixpath.dirname, files)}):
             storage.make_dir(posixpath.join(work.path, self.name, folder).rstrip("/"))
         return files, {}

@@ -47,7 +47,7 @@ class Stored:
     def __call__(self, name: str, processes: Processes) -> SaveItem:
         """Copies this process's share to the host."""
         if (files := self.files) is not None:
-            return FileItem(name=name, shared=lambda: files, handler=self.handler)
+            return FileItem(name=name, common=lambda: files, handler=self.handler)
         item = take_tree(name, self.tree, processes, copy=True)
         item.handler = self.handler
         if self.custom_metadata is not None:
