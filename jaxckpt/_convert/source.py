@@ -63,6 +63,7 @@ class Leaves:
     read: Callable[[Iterable[Tile]], Generator[Values, None, None]]  # yields the values in order
     check: Callable[[], None]  # raises if the source was replaced in the meantime
     lineage: Mapping[str, Any]
+    differences: Sequence[str] = ()  # between replicas, found when it was saved
     shardings: Mapping[str, SavedSharding] = field(default_factory=dict)  # by name; all or none
     custom_metadata: Mapping[str, Any] = field(default_factory=dict)
 
@@ -125,6 +126,7 @@ def of_checkpoint(
         read=partial(_read, saved, sources, tree.leaves, inline),
         check=partial(check_current, found),
         custom_metadata=found.metadata.custom_metadata or {},
+        differences=found.differences,
         lineage={
             "by": by,
             "path": found.path,

@@ -86,7 +86,8 @@ def write_checkpoint(
         }
         _add_metadata(transaction, files, source, started_ns)
         known = {} if ocdbt else _facts(storage, transaction.work)
-        transaction.commit(files, known=known, lineage=source.lineage)
+        about = {"lineage": source.lineage, "differences": source.differences}
+        transaction.commit(files, known=known, **about)
     except BaseException as error:
         if transaction is not None:
             transaction.abort()

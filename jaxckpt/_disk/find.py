@@ -14,11 +14,13 @@ something does not fit (see `found`) because the checkpoint was replaced in the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import posixpath
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from jaxckpt._core.collector import paused
@@ -45,7 +47,7 @@ from jaxckpt.errors import (
 )
 from jaxckpt.format import jsontext, names, safetensors, step, tree
 from jaxckpt.format.step import StepMetadata
-from jaxckpt.storage import Storage, ahead, beside, listing, real
+from jaxckpt.storage import Storage, ahead, beside, listing, real, together
 
 if TYPE_CHECKING:
     from jaxckpt._disk.native import Item, Undecoded
@@ -141,9 +143,22 @@ def steps_to_try(storage: Storage, path: str) -> list[str]:
 
 
 def _steps_from(storage: Storage, root: str, newest: Found) -> list[str]:
+    """Returns the paths of a run's steps from the newest good one down, then those marked."""
     parent, name = posixpath.split(newest.path)
     steps = _steps(listing(storage, root) or {}) if parent == root else []
-    return [f"{root}/{step}" for step in steps[steps.index(name) :]] if name in steps else []
+    if name not in steps:
+        return []
+    paths = [f"{root}/{step}" for step in steps]
+    marks = together(storage, [partial(_has_mark, storage, path) for path in paths])
+    marked = [path for path, mark in zip(paths, marks, strict=True) if mark]
+    return [path for path in paths[steps.index(name) :] if path not in marked] + marked
+
+
+def _has_mark(storage: Storage, path: str) -> bool:
+    """Returns whether a step is marked, as far as its record can be read."""
+    with contextlib.suppress(CheckpointError, OSError):
+        return bool(read_record(storage, path, storage.entries(path)).differences)
+    return False
 
 
 def step_path(storage: Storage, root: str, number: int) -> str:
@@ -427,7 +442,8 @@ def _steps(entries: Entries) -> list[str]:
 
 
 def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Found:
-    problems, marked = [], None
+    problems: list[str] = []
+    marked: tuple[Found, list[str]] | None = None
     for name in steps:
         try:
             found = find(ahead(storage, f"{path}/{name}"), f"{path}/{name}")
@@ -441,13 +457,15 @@ def _newest_good(storage: Storage, path: str, steps: Sequence[str]) -> Found:
             problems.append(f"{name}: {error}")
             continue
         if found.differences:
+            marked = marked or (found, [*problems])
             problems.append(f"{name}: {marked_as(found)}")
-            marked = marked or found
             continue
         warn_skipped(path, problems, name)
         return found
     if marked is not None:
-        return marked
+        found, problems = marked
+        warn_skipped(path, problems, posixpath.basename(found.path))
+        return found
     raise CheckpointNotFound(
         f"{path}: none of its {len(steps)} steps can be read:\n  " + "\n  ".join(problems[:10])
     )

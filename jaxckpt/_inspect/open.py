@@ -286,6 +286,8 @@ def _lines(ckpt: Checkpoint) -> list[str]:
     others = [name for name in ckpt.items if name != ckpt.item]
     if others:
         lines.append(f"other items: {', '.join(others)}")
+    if ckpt._found.differences:
+        lines.append(f"marked, since replicas differed: {'; '.join(ckpt._found.differences)}")
     if ckpt.custom_metadata:
         lines.append(f"custom metadata: {ckpt.custom_metadata}")
     if ckpt._tree is None:

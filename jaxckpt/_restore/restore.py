@@ -39,7 +39,15 @@ from jaxckpt._core.transfer import (
     to_device,
 )
 from jaxckpt._disk.chunks import LeafRead
-from jaxckpt._disk.find import at_rest, open_item, read_step, step_path, steps_to_try, warn_skipped
+from jaxckpt._disk.find import (
+    at_rest,
+    marked_as,
+    open_item,
+    read_step,
+    step_path,
+    steps_to_try,
+    warn_skipped,
+)
 from jaxckpt._disk.found import Found, JsonItem
 from jaxckpt._disk.native import Item
 from jaxckpt._disk.reader import check_here, read_leaves
@@ -151,7 +159,7 @@ def restore(
     source = Source(
         where=where,
         within=partial(at_rest, storage, where, fallback=as_numpy or current().count == 1),
-        open=partial(open_item, name=item),
+        open=partial(_open, item),
         steps=partial(steps_to_try, storage, where),
         step=partial(read_step, storage),
     )
@@ -177,6 +185,12 @@ def restore(
             on_progress=on_progress,
         ),
     )
+
+
+def _open(item: str | None, found: Found) -> Item | JsonItem:
+    if found.differences:
+        _logger.warning("%s", marked_as(found))
+    return open_item(found, item)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

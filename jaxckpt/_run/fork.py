@@ -71,9 +71,9 @@ def fork(
         life = Life(run=ensure_id(index, index.entries()))
         record = found.record
         item, token = (names.STATE_ITEM, None) if record is None else (record.item, record.token)
-        lineage = {"by": "fork", "path": found.path, "token": token}
+        about = {"item": item, "lineage": {"by": "fork", "path": found.path, "token": token}}
         known = {name: f for name, f in found.recorded(found.path).items() if name in files}
-        transaction.commit({}, known=known, lineage=lineage, item=item, life=life)
+        transaction.commit({}, known=known, life=life, differences=found.differences, **about)
     except BaseException as error:
         transaction.abort()
         if isinstance(error, FileNotFoundError):

@@ -470,7 +470,7 @@ class Saver:
         with leading(self._processes, name, where=where, timeout_s=timeout_s) as led:
             if self._processes.index == 0:  # only it knows the metrics
                 if tiers is not None and upload is not None:
-                    tiers.follow(root, upload, info)
+                    tiers.follow(root, upload)
                 if tiers is not None and root is tiers.local:
                     is_good = root.committed(info, request.life(), tiers.uploader.steps())
                 else:

@@ -147,9 +147,8 @@ class Tiers:
         free = free_bytes(self.local.index.root)
         return free is None or free >= size_bytes * _ROOM + _LEAST_ROOM_BYTES
 
-    def follow(self, root: Root, upload: Upload, info: StepInfo) -> None:
+    def follow(self, root: Root, upload: Upload) -> None:
         """Sends a step on its way that is committed."""
-        upload.metrics = dict(info.metrics)
         if root is self.directory:
             self.uploader.note_committed(upload)
         else:

@@ -41,7 +41,6 @@ from jaxckpt.errors import (
 )
 from jaxckpt.format.run import StepNames
 from jaxckpt.multihost import Processes, Single, lead
-from jaxckpt.types import StepInfo
 
 _logger = logging.getLogger("jaxckpt")
 
@@ -59,7 +58,6 @@ class Upload:
     step: int
     path: str  # there
     is_ours: bool = True  # whether this job saved it, and wants to know of errors
-    metrics: dict[str, object] = field(default_factory=dict)
     since_s: float = field(default_factory=time.monotonic)  # when it was committed locally
     token: str = ""  # of the attempts, once read; the record may be lost later
     parts: dict[int, bytes] = field(default_factory=dict)  # of the other processes
@@ -339,6 +337,7 @@ class Uploader:
                 parts=one.parts,
                 wait_s=self.timeout_s,
             )
+            info = source.index.info(step)
         if done.lacks:
             text = f"{done.path}: the parts of processes {done.lacks} have not come"
             raise CheckpointTimeout(text, missing=done.lacks)
@@ -348,7 +347,7 @@ class Uploader:
         if self.leads:
             sent = f"sent {done.sent_bytes} bytes in {seconds:.2f} s, found {done.found_bytes}"
             _logger.info("uploaded %s: %s", done.path, sent)
-            target.committed(StepInfo(step=step, saved_s=time.time(), metrics=one.metrics))
+            target.committed(info)
 
     def _open_target(self, step: int) -> None:
         """Opens a directory that could not be reached before, unless the run went on without us."""

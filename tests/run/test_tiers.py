@@ -572,6 +572,21 @@ def test_the_best_step_counts_wherever_it_is(tmp_path, local):
         assert manager.metrics(1) == {"loss": 0.1}
 
 
+def test_the_best_step_counts_if_a_later_job_uploads_it(tmp_path, local):
+    best, every_other = KeepPolicy(best=1, metric="loss"), SavePolicy(every_steps=2)
+    tier = LocalTier(local, save=SavePolicy())
+    with CheckpointManager(tmp_path / "run", save=every_other, local=tier, keep=best) as manager:
+        manager.save(2, state(2), metrics={"loss": 0.5}).durable()
+        manager.save(3, state(3), metrics={"loss": 0.1})
+    assert not (tmp_path / "run" / "3").exists()
+
+    with CheckpointManager(tmp_path / "run", save=every_other, local=tier, keep=best) as manager:
+        manager.wait_until_finished()
+        assert (tmp_path / "run" / "3").exists()
+        manager.save(4, state(4), metrics={"loss": 0.3}).durable()
+        assert manager.tiers["durable"] == [3, 4]
+
+
 def test_heal_mends_by_hand(tmp_path, local):
     """Every step that a verified copy can mend; the exit code says whether some are left."""
     with CheckpointManager(tmp_path / "run", local=LocalTier(local, keep=KeepPolicy())) as manager:

@@ -15,11 +15,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxckpt
-from jaxckpt import CheckpointManager, KeepPolicy, SavePolicy
+from jaxckpt import CheckpointManager, KeepPolicy, LocalTier, SavePolicy
 from jaxckpt._core import fingerprint
+from jaxckpt._disk.find import find
 from jaxckpt._save.replicas import Replicas
 from jaxckpt._save.tree_plan import plan_tree
 from jaxckpt.multihost import Single
+from jaxckpt.storage import locate
 from jaxckpt.testing import simulate
 from tests.commandline import cli
 
@@ -337,3 +339,62 @@ def test_commands_show_the_mark_and_keep_the_step_before(tmp_path, mesh):
     cli("gc", tmp_path, "--last", 1, "--yes")
     with CheckpointManager(tmp_path, mode="r") as manager:
         assert manager.all_steps() == [1, 2]
+
+
+@pytest.mark.parametrize("place", ["a directory", "a store"])
+def test_an_uploaded_mark_counts_when_the_directory_deletes_steps(tmp_path, mesh, place):
+    directory = f"memory://{tmp_path.name}/run" if place == "a store" else tmp_path / "run"
+    good, last = put(mesh, P()), KeepPolicy(last=1)
+    tier, every = LocalTier(tmp_path / "disk", keep=last), SavePolicy(check_replicas=1)
+    with CheckpointManager(directory, save=every, local=tier, keep=last) as manager:
+        for step, value in enumerate([good, flipped(good, 3), flipped(good, 3)]):
+            manager.save(step, {"w": value}).durable()
+        manager.wait_until_finished()
+        assert manager.tiers == {"local": [0, 2], "durable": [0, 2], "waiting": []}
+
+
+@pytest.mark.parametrize("copy", [jaxckpt.fork, jaxckpt.convert], ids=["fork", "convert"])
+def test_a_copy_of_a_marked_step_is_marked(tmp_path, mesh, copy):
+    run_with_a_bad_step(tmp_path / "run", mesh)
+
+    copy(tmp_path / "run" / "2", tmp_path / "copy" / "2")
+
+    storage, path = locate(tmp_path / "copy" / "2")
+    (text,) = find(storage, path).differences
+    assert text.startswith("leaf w has other bits on device 3")
+
+
+@pytest.mark.parametrize("choice", [{}, {"step": 2}], ids=["none else", "by number"])
+def test_a_marked_step_is_restored_with_a_warning(tmp_path, mesh, caplog, choice):
+    run_with_a_bad_step(tmp_path, mesh)
+    if not choice:
+        with CheckpointManager(tmp_path) as manager:
+            manager.delete(1)
+    caplog.clear()
+
+    jaxckpt.restore(tmp_path, **choice)
+
+    assert [one.levelname for one in caplog.records] == ["WARNING"]
+    assert f"{tmp_path / '2'} is marked: replicas differed at its save" in caplog.text
+    assert "marked, since replicas differed: leaf w" in str(jaxckpt.open(tmp_path / "2"))
+
+
+def flip_a_byte(step):
+    for file in (step / "state" / "d").iterdir():
+        data = bytearray(file.read_bytes())
+        data[len(data) // 4] ^= 1
+        file.write_bytes(data)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_if_the_newest_step_is_damaged_one_without_a_mark_is_next(tmp_path, mesh, count):
+    good = put(mesh, P())
+    with CheckpointManager(tmp_path, save=SavePolicy(check_replicas=1)) as manager:
+        for step, value in enumerate([good, flipped(good, 3), good]):
+            manager.save(step, {"w": value, "step": step})
+            manager.wait_until_finished()
+    flip_a_byte(tmp_path / "2")
+
+    found = simulate(count, lambda _: jaxckpt.restore(tmp_path)["step"])
+
+    assert found == [0] * count
