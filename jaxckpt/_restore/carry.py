@@ -63,14 +63,22 @@ class Spread:
         shardings = part.sharding, self.via, plan.sharding
         return _resharding(*shardings, plan.saved.shape, _dtype(plan), part.bits)
 
-    def carry(self, values: Sequence[Any], convert: Convert) -> list[Any]:
-        del convert
-        (plan,), (parts,) = self.plans, values
+    def ready(self, values: Sequence[Any]) -> Any:
+        (parts,) = values
+        return parts
+
+    def move(self, parts: Any) -> Any:
         if (program := self.program()) is None:
-            return [parts]
+            return parts
         array = program(parts)
         parts.delete()  # as soon as the collective operations have read it
-        return [array if plan.layout is None else in_layout(array, plan.layout)]
+        return array
+
+    def take(self, array: Any, convert: Convert) -> list[Any]:
+        del convert
+        (plan,) = self.plans
+        is_there = self.via is None or plan.layout is None
+        return [array if is_there else in_layout(array, plan.layout)]
 
     def moved_bytes(self) -> int:
         """Returns the bytes that this process gets from others."""
@@ -107,7 +115,8 @@ class Pack:
     def program(self) -> Any:  # jax's, compiled
         return _adding(self.mesh, self._words())
 
-    def carry(self, values: Sequence[Any], convert: Convert) -> list[Any]:
+    def ready(self, values: Sequence[Any]) -> Any:
+        """Returns the operand of the collective operation, which allocates no more of its own."""
         words, count = self._words(), self.mesh.size
         mine = empty(words * 4).view(np.uint32).reshape(1, words)
         flat = mine.reshape(-1).view(np.uint8)
@@ -116,7 +125,14 @@ class Pack:
             flat[piece.start : piece.stop] = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         rows = {Box((self.index, 0), (self.index + 1, words)): mine}
         given = NamedSharding(self.mesh, PartitionSpec("process"))
-        added = self.program()(to_device(rows, given, (count, words), mine.dtype))
+        return to_device(rows, given, (count, words), mine.dtype)
+
+    def move(self, rows: Any) -> Any:
+        """Begins the collective operation; every process must call it."""
+        return self.program()(rows)
+
+    def take(self, added: Any, convert: Convert) -> list[Any]:
+        """Returns the wanted values; raises if one of them does not fit here."""
         return list(self._unpacked(np.asarray(added.addressable_data(0)).view(np.uint8), convert))
 
     def _unpacked(self, data: Values, convert: Convert) -> Iterator[Any]:

@@ -3,16 +3,18 @@
 1. choose    for each leaf: directly, or once, and what carries it     carry
 2. agree     all have the same plan                                    round "restore"
 3. read      a group of leaves: each process its part, checked         _disk.reader
-4. meet      all have read their parts, and have room for the leaves   round "restore group"
+4. meet      all have read, compiled, and have room for the leaves     round "restore group"
 5. carry     XLA's collective operations, in the same order everywhere
+6. take      the values that each process wants
 
 Where nothing is read once, 1 says so, and the round at the end is the only one. It has the name of
 the round in 2, so that processes that disagree find out: who has a plan then reads directly.
 
-A process that fails before 5 reports it in the next round, so no process enters a collective
-operation that another will never reach. If one fails at 3, or reading directly turns out to be
-quicker, every process reads directly what its shards still need: so an error, and what follows from
-it, are as without this module.
+A process that fails before 5 reports it in the next round, and one that fails at 6 has gone through
+5 first, so no process enters a collective operation that another will never reach. Only if XLA
+cannot begin one do the other processes wait, until JAX ends the job. If a process fails at 3, or
+reading directly turns out to be quicker, every process reads directly what its shards still need:
+so an error, and what follows from it, are as without this module.
 """
 
 from __future__ import annotations
@@ -159,9 +161,10 @@ class Together:
             parts: list[Any] = []
             try:
                 if problem is None:
-                    parts = [_taken(one, values) for one in group]
+                    parts = [one.ready(_taken(one, values)) for one in group]
                     pace.has_read()
                     with _aside(self.meter, "move"):
+                        jax.block_until_ready(parts)
                         _check_room(group)  # compiles
             except Exception as error:  # reported to the other processes
                 problem = error
@@ -175,9 +178,7 @@ class Together:
             try:
                 start_s = time.monotonic()
                 with _aside(self.meter, "move"):
-                    pairs = zip(group, parts, strict=True)
-                    carried = [one.carry(some, convert) for one, some in pairs]
-                    jax.block_until_ready(carried)
+                    carried = _carry(group, parts, convert)
                 pace.has_carried(group, time.monotonic() - start_s)
             except Exception as error:  # reported in the next round, or read directly
                 problem = error
@@ -186,7 +187,9 @@ class Together:
         del problem  # its traceback refers to this frame
 
     def _groups(self, carriers: Sequence[Carrier]) -> Iterator[list[Carrier]]:
-        sizes = [one.size_bytes // self.processes.count for one in carriers]
+        count = self.processes.count
+        # Of a pack, each process holds all; of a spread leaf, its part.
+        sizes = [x.size_bytes // (1 if isinstance(x, Pack) else count) for x in carriers]
         most_bytes = max(_LEAST_GROUP_BYTES, sum(sizes) // _GROUPS)
         return grouped(carriers, sizes, int(min(self.request.budget_bytes // 4, most_bytes)))
 
@@ -216,6 +219,24 @@ def _judge(given: list[Any]) -> Json:
 
 def _taken(one: Carrier, values: Pairs) -> list[Any]:
     return [value for _, value in islice(values, len(one.parts))]
+
+
+def _carry(group: Sequence[Carrier], parts: list[Any], convert: Convert) -> list[list[Any]]:
+    """Carries a group; a value that does not fit here raises after the last operation."""
+    carried, problem = [], None
+    for one in group:
+        moved = one.move(parts.pop(0))
+        try:
+            carried.append(one.take(moved, convert))
+        except Exception as error:
+            problem = problem or error
+    jax.block_until_ready(carried)
+    try:
+        if problem is not None:
+            raise problem
+    finally:
+        del problem  # its traceback refers to this frame
+    return carried
 
 
 def _check_room(group: Sequence[Carrier]) -> None:

@@ -120,6 +120,22 @@ def test_what_is_not_read_once_is_read_directly(run_processes, tmp_path):
         }
 
 
+def test_a_value_that_does_not_fit_keeps_no_process_in_a_collective(run_processes, tmp_path):
+    """Only process 1 wants it, and finds out between packs of one group: all have carried all."""
+    tree = {name: np.zeros((6, 128), np.int64) for name in "abcd"}
+    tree["a"][3, 5] = 1 << 40
+    with jaxckpt.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, tree)
+
+    done = run_processes(
+        "once:restore_misfit", count=3, devices_per_process=1, args=[tmp_path / "run"]
+    )
+
+    errors = [one.result[0] for one in done]
+    assert errors == ["ProcessesDisagree", "TreeMismatch", "ProcessesDisagree"]
+    assert all("leaf a" in one.result[1] or "a " in one.result[1] for one in done)
+
+
 def test_devices_hold_the_arrays_and_the_parts_of_a_group(run_processes, tmp_path):
     """Not those of the next group too, nor more than one leaf on the way."""
     names, rows = "abcd", NamedSharding(mesh_of(x=8), P("x"))

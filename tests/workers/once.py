@@ -327,3 +327,16 @@ def restore_ways(me, path):
     other = {**like, "rows": jax.ShapeDtypeStruct((1,), np.float32)} if me.index else like
     restore("one misfits", other, read_once=True)
     return found
+
+
+def restore_misfit(me, path):
+    """Restores packs into another dtype, which lacks a value of process 1; returns the error."""
+    import jax
+
+    sharding = jax.sharding.NamedSharding(mesh_of(x=3), jax.sharding.PartitionSpec("x"))
+    like = {n: jax.ShapeDtypeStruct((6, 128), np.int32, sharding=sharding) for n in "abcd"}
+    manager = jaxckpt.CheckpointManager(path, mode="r", timeout_s=20.0)
+    try:
+        manager.restore(like, read_once=True, budget_bytes=1 << 16)
+    except jaxckpt.CheckpointError as error:
+        return [type(error).__name__, str(error)]
