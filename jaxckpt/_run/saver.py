@@ -271,7 +271,7 @@ class Saver:
         durable = self._tiers and partial(self._tiers.wait_for, root, step, upload)
         self._latest = handle = SaveHandle(SaveJob(request), self.worker, durable)
         saving = SavingStep(handle=handle, root=root, upload=upload, trees=trees, metrics=numbers)
-        self.worker.put(handle, partial(self._finish_step, saving))
+        handle.begin(partial(self._finish_step, saving))
         if decision.reason == _PREEMPTION:
             self._for_preemption = handle
             self._explain_what_fits(step, handle.job.size_bytes)

@@ -49,6 +49,17 @@ class SaveHandle:
         self._on_end_lock = threading.Lock()  # guards `_on_end`
         self._process = os.getpid()
 
+    def begin(self, do: Callable[[], object]) -> None:
+        """Lets the worker call `do`, which calls `attempt`; an interrupt takes this back."""
+        try:
+            self.job.queue()
+            self._worker.put(self, do)
+        except BaseException:
+            if self not in self._worker.under_way():
+                self.job.leave()
+                self.job.request.meter.end()
+            raise
+
     def done(self) -> bool:
         """Returns whether the save has ended, by a commit or an error."""
         return self._ended.is_set()

@@ -8,7 +8,7 @@
     `committed` process 0 reports the outcome
 
 Either every process returns or every process raises; a process with an error of its own raises
-this error. A process's saves to one path commit in the order of their jobs. This module does
+this error. A process's saves to one path commit in the order in which they queued. This module does
 without jax, so that inspecting a run does not import it.
 """
 
@@ -112,9 +112,23 @@ class SaveJob:
         self._parts: list[str] = []  # the items of which this process left a part
         self._key = request.path, request.processes.index
         self._left = threading.Event()
+        self._before: threading.Event | None = None
+        self._is_queued = False
+
+    def queue(self) -> None:
+        """Takes the turn among the saves to the path, unless it has one; `run` gives it back."""
         with _latest_lock:
-            self._before = _latest.get(self._key)
-            _latest[self._key] = self._left
+            if not self._is_queued:
+                self._is_queued = True
+                self._before = _latest.get(self._key)
+                _latest[self._key] = self._left
+
+    def leave(self) -> None:
+        """Gives the turn back."""
+        self._left.set()
+        with _latest_lock:
+            if _latest.get(self._key) is self._left:
+                del _latest[self._key]
 
     def run(self) -> Timing:
         """Writes and commits; either all processes return or all raise."""
@@ -166,6 +180,7 @@ class SaveJob:
         """Waits for earlier saves to the path; on failure, removes the files of this save."""
         request = self.request
         try:
+            self.queue()
             if self._before is not None and not self._before.wait(DEFAULT_TIMEOUT_S):
                 warn(request.path, "an earlier save here has not ended; starting anyway")
             self._meter.waited()
@@ -181,10 +196,7 @@ class SaveJob:
         finally:
             request.items.clear()
             self._problem = None  # releases the error and its traceback
-            self._left.set()
-            with _latest_lock:
-                if _latest.get(self._key) is self._left:
-                    del _latest[self._key]
+            self.leave()
             self._meter.end()  # last: it waits for the callback, and may be interrupted
 
     @contextlib.contextmanager

@@ -120,7 +120,7 @@ def start(request: SaveRequest) -> SaveHandle:
     worker = Worker[SaveHandle](name=name, where=where, timeout_s=None)
     handle = SaveHandle(SaveJob(request), worker)
     handle.on_end(_log_failure)
-    worker.put(handle, handle.attempt)
+    handle.begin(handle.attempt)
     return handle
 
 

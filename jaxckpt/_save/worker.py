@@ -93,18 +93,25 @@ class Worker(Generic[S]):
     last: Callable[[], object] = lambda: None  # called when it is stopped, after the saves
     changed: threading.Condition = field(default_factory=threading.Condition)  # guards all below
     _saves: dict[S, Callable[[], object]] = field(default_factory=dict)  # that have not ended
+    _begun: S | None = None  # the latest that a thread has taken
     _failures: list[Failure] = field(default_factory=list)
     _idling: int = 0  # threads that call `idle`, or are about to
     _thread: threading.Thread | None = None  # the latest that saved
     _is_stopped: bool = False
 
     def put(self, handle: S, do: Callable[[], object]) -> None:
-        """Adds a save. If `do` raises, that is the failure of the save."""
-        with self.changed:
-            self._saves[handle] = do
-            starts = len(self._saves) == 1
-        if starts:
-            start(self, self._work, self.name)
+        """Adds a save, or none if interrupted. If `do` raises, that is the failure of the save."""
+        try:
+            with self.changed:
+                self._saves[handle] = do
+                starts = len(self._saves) == 1
+            if starts:
+                start(self, self._work, self.name)
+        except BaseException:
+            with self.changed:
+                if self._begun is not handle:
+                    self._saves.pop(handle, None)
+            raise
 
     def under_way(self) -> list[S]:
         """Returns the saves that have not ended, including the work after their commits."""
@@ -185,9 +192,10 @@ class Worker(Generic[S]):
             forget(self)
 
     def _work(self) -> None:
-        self._thread, handle = threading.current_thread(), next(iter(self._saves))
-        caller = handle.caller
+        self._thread = caller = threading.current_thread()
+        handle = self._next()
         while handle is not None:
+            caller = handle.caller
             try:
                 self._saves[handle]()
             except BaseException as error:  # the next call raises it
@@ -207,13 +215,16 @@ class Worker(Generic[S]):
                 forget(self)
             self.changed.notify_all()
 
-    def _next(self, ended: S) -> S | None:
+    def _next(self, ended: S | None = None) -> S | None:
         """Removes a save that has ended; returns the next."""
         with self.changed:
-            if ended.failure is not None:
-                self._failures.append(ended.failure)
-            del self._saves[ended]
+            if ended is not None:
+                self._failures += [ended.failure] if ended.failure is not None else []
+                del self._saves[ended]
             handle = next(iter(self._saves), None)
+            if handle is self._begun:  # another thread has it; this one was for a withdrawn save
+                handle = None
+            self._begun = handle or self._begun
             self._idling += handle is None
             self.changed.notify_all()
             return handle

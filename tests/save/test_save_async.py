@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from itertools import count
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxckpt
 from jaxckpt import CheckpointTimeout, SaveFailed, StepExists, UnsupportedLeaf
+from jaxckpt._save.handle import SaveHandle
+from jaxckpt._save.job import is_under_way
 from jaxckpt._save.save import prepare, start
 from jaxckpt.storage import LocalStorage
 from jaxckpt.testing import FailingStorage
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +191,51 @@ def test_a_function_cannot_wait_for_the_save_that_waits_for_it(tmp_path):
     with pytest.raises(RuntimeError, match="cannot wait for saves"):
         handle.result(60)
     assert jaxckpt.restore(tmp_path / "a") == {"n": 1}
+
+
+def interrupted_at(n, call):
+    """Raises KeyboardInterrupt at the n-th event between a save's queue and its thread's start."""
+    files, events = ("_save/job.py", "_save/handle.py", "_save/worker.py", "/threading.py"), [0]
+    begins = SaveHandle.begin.__code__
+
+    def look(frame, event, _):
+        code, at_begin = frame.f_code, event == "call" and frame.f_code is begins
+        # Python itself may lose a lock if it is interrupted in these.
+        is_ours = code.co_filename.endswith(files) and code.co_name not in ("__enter__", "__exit__")
+        if (events[0] or at_begin) and is_ours and event in ("call", "return"):
+            events[0] += 1
+            if events[0] == n:
+                raise KeyboardInterrupt
+        if event == "return" and code is begins:
+            sys.setprofile(None)
+
+    sys.setprofile(look)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def test_an_interrupted_call_leaves_nothing_that_a_later_save_waits_for(ram_path):
+    """Wherever the interrupt comes: the save ends by itself, or it never begins."""
+    for n in count(1):
+        path = str(ram_path / str(n))
+        if not interrupted_at(n, lambda path=path: jaxckpt.save_async(path, {"n": 1})):
+            break
+        wait_until(lambda path=path: not is_under_way(path), limit_s=10)
+    assert n > 20
+
+
+def test_an_interrupted_save_of_a_manager_is_not_waited_for(ram_path):
+    with jaxckpt.CheckpointManager(ram_path / "run", timeout_s=10) as manager:
+        for n in count(1):
+            if not interrupted_at(n, lambda n=n: manager.save(n, {"n": n})):
+                break
+            manager.wait_until_finished()
+            assert not is_under_way(str(ram_path / "run" / str(n)))
+        assert n > 20
+        manager.wait_until_finished()
+        assert manager.all_steps()[-1] == n
