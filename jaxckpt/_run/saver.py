@@ -223,22 +223,24 @@ class Saver:
         meter.waited()
         name = f"manager {self.session}/{next(self._numbers)}"
         agreed = self._agree(name, step, errors) if self.due.is_by_clock else None
-        problem, taken, replicas, metadata = None, [], None, {}
+        taken, replicas, metadata = [], None, {}
         numbers: dict[str, Any] = {}  # of `metrics`
-        take = partial(self._take, state, items, metrics, numbers, meter, dtype)
-        meter.watch(display(self._options.on_progress, self._processes.index))
-        try:
+
+        def take() -> None:
+            nonlocal taken, replicas
+            taken, replicas = [], None
+            taken, replicas = self._take(state, items, metrics, numbers, meter, dtype)
+
+        def check_and_take() -> None:
+            nonlocal metadata
             # Raised in here because another process may not know of these errors and save.
             raise_first(errors)
             self.position.check(step, self._saving())
             metadata = check_metadata(custom_metadata)
-            taken, replicas = take()
-        except BaseException as error:
-            meter.end()
-            if self._processes.count == 1 or not isinstance(error, Exception):
-                raise
-            problem = error  # reported to the others, then raised
-        self._unchecked = 1 if replicas and replicas.compares else self._unchecked + 1
+            take()
+
+        meter.watch(display(self._options.on_progress, self._processes.index))
+        problem = self._problem_of(check_and_take, meter)
         self.due.move_on(step, entered_s, agreed, is_durable=self._is_durable)
         root, upload = self._root, None
         if self._tiers is not None:
@@ -247,7 +249,8 @@ class Saver:
         token = hashlib.sha256(name.encode()).hexdigest()[:16]
         work = commit_of(storage, path).work(token)._replace(own=root.own)
         if problem is None and not self.incremental.link(taken, root, work):
-            taken, replicas = take()
+            problem = self._problem_of(take, meter)
+        self._unchecked = 1 if replicas and replicas.compares else self._unchecked + 1
         trees = [item for item in taken if self.incremental.storage and isinstance(item, TreeItem)]
         request = SaveRequest(
             storage=storage,
@@ -278,6 +281,17 @@ class Saver:
         if problem is not None:
             raise problem
         return handle
+
+    def _problem_of(self, do: Callable[[], None], meter: Meter) -> Exception | None:
+        """Returns the error of `do`, which the other processes hear before it is raised."""
+        try:
+            do()
+        except BaseException as error:
+            meter.end()
+            if self._processes.count == 1 or not isinstance(error, Exception):
+                raise
+            return error
+        return None
 
     def _agree(self, name: str, step: int, errors: list[BaseException]) -> Costs:
         """Returns the costs that process 0 has measured; a wait for them raises all errors."""
@@ -340,6 +354,7 @@ class Saver:
         replicas = Replicas(
             processes,
             policy.may_differ,
+            main=main,
             compares=0 < policy.check_replicas <= self._unchecked,
             known=lambda: self._differences,
             marks=lambda: self._was_alike,

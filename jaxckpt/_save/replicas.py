@@ -51,6 +51,7 @@ class Replicas:
         processes: Processes,
         skip: Globs = None,
         *,
+        main: str = "",
         compares: bool = True,
         known: Callable[[], Sequence[str]] = tuple,
         marks: Callable[[], bool] = lambda: True,
@@ -59,6 +60,7 @@ class Replicas:
 
         Args:
             skip: Globs over the paths of leaves that may differ.
+            main: The item that is not named along with its leaves.
             compares: Whether this process compares replicas at this save.
             known: Returns the differences found before, once the save before has ended. They hold
                 until all processes compare again.
@@ -69,20 +71,21 @@ class Replicas:
         self.compares = compares
         self.is_later = False  # whether some fingerprints can be taken only at the next save
         self._processes = processes
-        self._skip = skip
+        self._skip, self._main = skip, main
         self._known, self._marks = known, marks
         self._problems: list[str] = []  # within this process
         # Each shard with its replicas: arrays on the host, or the fingerprints on their way.
         self._taken: list[tuple[_Shard, Any]] = []
         self._digests: dict[str, list[tuple[_Shard, str]]] = {}  # by the name that `said` gives
 
-    def add(self, tree: TreePlan, values: Sequence[Array]) -> None:
-        """Begins to take the fingerprints of a tree, whose values may change afterwards."""
+    def add(self, tree: TreePlan, values: Sequence[Array], item: str = "") -> None:
+        """Begins to take the fingerprints of an item, whose values may change afterwards."""
         import jax
 
         if not self.compares:
             return
         chosen = selector(None, self._skip)
+        of_item = "" if item == self._main else f" of item {item}"
         alike: dict[Any, list[tuple[Group, list[int]]]] = {}
         leaves = (leaf for leaf in tree.tree.leaves if leaf.has_array)
         for leaf, value in zip(leaves, values, strict=True):
@@ -93,7 +96,8 @@ class Replicas:
                 # `addressable_data` has the first replica in place of each.
                 shards = value.addressable_shards if alike[key] else ()
                 for holders, positions in alike[key]:
-                    self._taken.append(_take(leaf.text, holders, [shards[i] for i in positions]))
+                    here = [shards[i] for i in positions]
+                    self._taken.append(_take(f"{leaf.text}{of_item}", holders, here))
 
     def compare(self) -> None:
         """Compares the replicas of this process, whose values are then released.
@@ -103,17 +107,19 @@ class Replicas:
         taken, self._taken = self._taken, []
         sent = [None if isinstance(one, list) else one for _, one in taken]
         self.is_later = any(one is fingerprint.LATER for one in sent)
+        seen: Counter[Group] = Counter()  # shards; other groups have others between them
         lacking: defaultdict[Group, list[int]] = defaultdict(list)
         found: defaultdict[Group, list[tuple[_Shard, str]]] = defaultdict(list)
         for i, arrived in enumerate(fingerprint.arrived(sent)):
             shard, values = taken[i]
+            seen[shard.holders] += 1
             if isinstance(values, list):
                 prints = [fingerprint.of_host(one) for one in values]
             elif arrived is not None:
                 size = len(arrived) // len(shard.devices)
                 prints = [arrived[at : at + size] for at in range(0, len(arrived), size)]
             else:
-                lacking[shard.holders].append(i)
+                lacking[shard.holders].append(seen[shard.holders])
                 continue
             most = Counter(prints).most_common(1)[0][0]
             self._problems += _differing(shard, prints, most)

@@ -260,7 +260,7 @@ def take_tree(
     """
     tree, values = plan_tree(value, processes, dtype, zstd, holds=holds)
     if replicas is not None:
-        replicas.add(tree, values)
+        replicas.add(tree, values, name)
     changes = None if storage is None else changes_since(base, tree, values, storage)
     left = set[int]() if changes is None else changes.left
     try:

@@ -30,7 +30,7 @@ from jaxckpt._run.tiers import Tiers
 from jaxckpt._save import job
 from jaxckpt.errors import CorruptCheckpoint, SaveFailed
 from jaxckpt.storage import LocalStorage, PathIn, locate
-from jaxckpt.testing import CrashingStorage, SimulatedCrash, simulate
+from jaxckpt.testing import CrashingStorage, SimulatedCrash, WatchedStorage, simulate
 from tests.strategies import same
 
 FROZEN = 16 * 128 * 128 * 4
@@ -814,3 +814,56 @@ def test_fingerprints_in_host_memory(data, draw):
         assert not fingerprint.is_of(known, other)
         assert not fingerprint.is_of(known, np.append(values, np.uint8(0)))
         assert not fingerprint.is_of(known, values[:-1])
+
+
+class TakenOnce:
+    """An item whose state can be taken once, in one process; and a place without links."""
+
+    def __init__(self, path, is_bad):
+        self.storage = WatchedStorage(LocalStorage(), self.before)
+        self.path, self.is_bad, self.no_links, self.taken = str(path), is_bad, False, 0
+
+    def before(self, verb, path):
+        if self.no_links and verb.startswith("link"):
+            raise OSError(errno.EMLINK, "too many links", path)
+
+    def get_state(self):
+        self.taken += 1
+        if self.no_links and self.taken > 1 and self.is_bad:
+            raise MemoryError("no room for the values")
+        return {"at": 1}
+
+    def set_state(self, state):
+        raise NotImplementedError
+
+
+def save_thrice(me, root, mesh, is_bad):
+    item = TakenOnce(root, is_bad and me.index == 1)
+    state = {"w": jax.device_put(jnp.ones((16, 1 << 17)), NamedSharding(mesh, P("x")))}
+    asked = []
+    with CheckpointManager(PathIn(item.storage, item.path), timeout_s=20) as manager:
+        for step in (1, 2, 3):
+            if step == 3:
+                manager.wait_until_finished()
+                manager.restore()  # so that the next save compares replicas
+            item.taken, item.no_links = 0, step == 3
+            try:
+                handle = manager.save(step, state, items={"data": item})
+                asked.append(handle.job.request.replicas.compares)
+                manager.wait_until_finished()
+            except (MemoryError, jaxckpt.CheckpointError) as error:
+                return item.taken, type(error).__name__
+    return item.taken, asked
+
+
+def test_a_step_that_is_taken_again_compares_replicas_too(tmp_path, mesh):
+    """If its links fail: the first values were not compared, and are gone."""
+    assert (
+        simulate(2, lambda me: save_thrice(me, tmp_path, mesh, False))
+        == [(2, [True, False, True])] * 2
+    )
+
+
+def test_all_hear_at_once_that_a_process_could_not_take_a_step_again(tmp_path, mesh):
+    found = simulate(2, lambda me: save_thrice(me, tmp_path, mesh, True))
+    assert [error for _, error in found] == ["ProcessesDisagree", "MemoryError"]

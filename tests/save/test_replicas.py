@@ -398,3 +398,34 @@ def test_if_the_newest_step_is_damaged_one_without_a_mark_is_next(tmp_path, mesh
     found = simulate(count, lambda _: jaxckpt.restore(tmp_path)["step"])
 
     assert found == [0] * count
+
+
+def test_a_leaf_of_another_item_is_named_with_it(tmp_path, mesh):
+    good = put(mesh, P())
+    with CheckpointManager(tmp_path, save=SavePolicy(check_replicas=1)) as manager:
+        manager.save(1, {"w": good}, items={"ema": {"w": good}})
+        manager.save(2, {"w": good}, items={"ema": {"w": flipped(good, 3)}})
+        manager.wait_until_finished()
+        (text,) = manager.problems
+    assert "leaf w of item ema has other bits on device 3" in text
+
+
+def test_processes_agree_on_which_shards_lack_fingerprints(mesh, accelerators):
+    """Also if one of them has further shards, of which the others know nothing."""
+    of_one = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("x",))
+    known, new, further = put(mesh, P()), put(mesh, P(), (4, 4)), put(of_one, P())
+    other = known
+    for device in range(4, 8):
+        other = flipped(other, device)
+
+    def said(me, *values):
+        found = Replicas(me)
+        found.add(*plan_tree([*values], me))
+        found.compare()
+        fingerprint.prepare()
+        return found.said()["digests"]
+
+    simulate(2, lambda me: said(me, known, further))  # compiles
+    first, second = simulate(2, lambda me: said(me, further, new, other))
+    assert first.keys() == second.keys() != set()
+    assert first != second
