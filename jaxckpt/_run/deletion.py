@@ -186,6 +186,16 @@ class Deletion:
                 left.append(name)
         return left
 
+    def sweep(self, numbers: Iterable[int]) -> None:
+        """Removes unfinished saves and uploads from a storage without renames, if they are dead."""
+        index, steps = self.index, [posixpath.basename(self.index.path(n)) for n in numbers]
+        with self._reporting():
+            found = commit_of(index.storage, index.root).left_below(steps)
+            # Others may also be of a copy that somebody is making.
+            if left := [name for name, files in found.items() if names.WRITER in files]:
+                self.owner.check()
+                self._remove_halves(left)
+
     def _remove_leftover(self, path: str) -> None:
         """Deletes what an earlier deletion left; a failure must not stop all later deletions."""
         try:

@@ -137,6 +137,8 @@ class StepIndex:
     problems: list[str] = field(default_factory=list)
     unknown: set[int] = field(default_factory=set)  # steps whose facts could not be read
     astray: set[int] = field(default_factory=set)  # of an earlier life of the run; not listed
+    # The unfinished steps older than the newest step, when all were last listed.
+    overtaken: Collection[int] = ()
     _committed: set[str] = field(default_factory=set)
     _whole: set[str] = field(default_factory=set)
     _infos: dict[int, StepInfo] = field(default_factory=dict)
@@ -291,8 +293,9 @@ class StepIndex:
             states = together(
                 self.storage, [partial(self._check, listing, n) for n in newest_first]
             )
-            both = zip(newest_first, states, strict=True)
-            if found := sorted(number for number, state in both if state == "committed"):
+            both = sorted(zip(newest_first, states, strict=True))
+            if found := [number for number, state in both if state == "committed"]:
+                self.overtaken = [n for n, state in both if state is None and n < found[-1]]
                 return found
         return []
 

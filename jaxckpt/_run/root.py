@@ -111,6 +111,7 @@ class Root:
         """Deletes the steps that neither the policy nor `stay` keeps."""
         if self.keep.has_rules or self.deletion.half:
             self.deletion.delete(self._what_goes(stay))
+            self.deletion.sweep({*self.index.overtaken}.difference(stay))
 
     def _read_back(self, step: int) -> bool:
         """Returns whether a step just committed has the values of its checksums."""

@@ -486,10 +486,8 @@ class Saver:
             if self._processes.index == 0:  # only it knows the metrics
                 if tiers is not None and upload is not None:
                     tiers.follow(root, upload)
-                if tiers is not None and root is tiers.local:
-                    is_good = root.committed(info, request.life(), tiers.uploader.steps())
-                else:
-                    is_good = root.committed(info)
+                life = request.life() if tiers is not None and root is tiers.local else None
+                is_good = root.committed(info, life, tiers.uploader.steps() if tiers else ())
                 led.value = [is_good, tiers and tiers.decided()]
         is_good, decided = led.value
         if not is_good:

@@ -25,7 +25,7 @@ from jaxckpt._run.copies import newest_first, over_bound
 from jaxckpt.errors import CheckpointTimeout, SaveFailed, StepExists
 from jaxckpt.format import step as step_format
 from jaxckpt.storage import LocalStorage, PathIn, locate
-from jaxckpt.testing import CrashingStorage, SimulatedCrash
+from jaxckpt.testing import CrashingStorage, SimulatedCrash, WatchedStorage
 from jaxckpt.testing._storage import _Relay
 from tests.commandline import cli, said_json
 
@@ -218,6 +218,34 @@ def test_an_upload_is_given_up_after_its_time(tmp_path, local, store):
         store.away = None
         manager.save(4, state(4)).durable(60)
         assert manager.tiers == {"local": [2, 4], "durable": [4], "waiting": []}
+
+
+@pytest.mark.parametrize("by", ["this job", "the next job"])
+def test_what_an_overtaken_upload_left_in_a_store_is_removed(tmp_path, local, limits, by):
+    """Once a newer step is there; what is left of other writes, such as a copy, stays."""
+    limits(uploads, _FIRST_PAUSE_S=0.01)
+    storage, root = locate(f"memory://{tmp_path.name}/run")
+
+    def before(verb, path):
+        if verb == "create" and path == f"{root}/2/commit_success.txt":
+            raise OSError(errno.EIO, "away", path)
+
+    tier = LocalTier(local, durable_timeout_s=0.05)
+    keep = {"keep": KeepPolicy(last=5)}
+    directory = PathIn(WatchedStorage(storage, before), root)
+    storage.write(f"{root}/1/_jaxckpt.json", b"{}")  # first, as gsutil copies a step
+    with CheckpointManager(directory, local=tier, **(keep if by == "this job" else {})) as manager:
+        with pytest.raises(SaveFailed):
+            manager.save(2, state(2)).durable(60)
+        assert "_jaxckpt.writing" in storage.files(f"{root}/2")
+        manager.save(3, state(3)).durable(60)
+        manager.wait_until_finished()
+        assert bool(storage.files(f"{root}/2")) == (by == "the next job")
+    with CheckpointManager(directory, local=local, **keep) as manager:
+        manager.save(4, state(4)).durable(60)
+        manager.wait_until_finished()
+
+    assert {name.partition("/")[0] for name in storage.files(root) if name[0] in "1234"} == {*"134"}
 
 
 def test_closing_names_what_is_not_uploaded(tmp_path, local, store):
