@@ -158,7 +158,7 @@ class Tiers:
         """Returns what the other processes need for their own disks, if they have any."""
         if not self.local.own:
             return None
-        return {"stay": self.local.index.steps(), "uploads": self.uploader.steps()}
+        return {"stay": self.local.index.steps(), "uploads": self.uploader.attempts()}
 
     def follow_decided(self, decided: Any, info: StepInfo | None = None) -> None:
         """Does on this process's disk what process 0 decided, after a local commit if given."""

@@ -18,7 +18,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, final
 
@@ -127,19 +127,34 @@ class Uploader:
                 self._pace.ends.set()
         self._begin()
 
-    def follow(self, steps: Sequence[int]) -> None:
-        """Lets a process other than 0 send its parts of these steps, once they have begun."""
+    def attempts(self) -> list[tuple[int, str]]:
+        """Returns the steps that are not uploaded yet, each with its token; "" if unknown."""
+        found = sorted(self.under_way(), key=lambda one: one.step)
+        self._read_tokens(found)
+        return [(one.step, one.token) for one in found]
+
+    def _read_tokens(self, some: Iterable[Upload]) -> None:
+        for one in some:
+            with contextlib.suppress(CheckpointError, OSError):  # reported when it is sent
+                self._token_of(one)
+
+    def follow(self, attempts: Iterable[tuple[int, str]]) -> None:
+        """Lets a process other than 0 send its parts of these steps, once they have begun.
+
+        Process 0 tells the tokens: a process that has lost its part refuses it by them.
+        """
         if self._senders.index == 0:
             return
+        steps = dict(attempts)
         with self._changed:
             self._taken.intersection_update(steps)
             left = {one.step: one for one in self._waiting}
             new = [step for step in steps if step not in self._taken]
             self._waiting = [left.get(step) or self.expect(step, is_ours=False) for step in new]
+            for one in self._waiting:
+                one.token = one.token or steps[one.step]
             waiting = [*self._waiting]
-        for one in waiting:
-            with contextlib.suppress(CheckpointError, OSError):  # reported when it is sent
-                self._token_of(one)
+        self._read_tokens(waiting)
         self._begin()
 
     def _begin(self) -> None:
@@ -163,7 +178,7 @@ class Uploader:
         if self.leads:
             self.put(self.expect(step, is_ours=False))
         self._taken.discard(step)
-        self.follow([*self.steps(), step])
+        self.follow([(step, ""), *self.attempts()])
 
     def _drop_oldest(self, most: int = _MOST_WAITING) -> None:
         bound = most if self.leads else len(self._waiting)  # process 0 decides

@@ -19,6 +19,7 @@ _MAX_BYTES: Final = 16 << 20
 # Names the entry with the devices of all meshes. No leaf has it: it is outside base64's alphabet.
 _MESHES: Final = "*"
 _MOST_IDS: Final = 1 << 18  # in that entry, about: 64 meshes of 4,096 devices
+_TABLE: Final = re.compile(rb'\{("\*":\{[^{}]*\},)')  # that entry, which is the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +69,11 @@ def decode(data: bytes, *, file: str, only: str | None = None) -> dict[str, Save
     if only is not None:
         key = b'"%s":' % base64.urlsafe_b64encode(only.encode())
         found = re.compile(re.escape(key) + rb'"(?:[^"\\]|\\.)*+"').search(data)
-        data = b"{%s}" % found[0] if found else data
+        table = _TABLE.match(data)
+        data = b"{%s%s}" % (table[1] if table else b"", found[0]) if found else data
     top = expect(jsontext.loads(data, file=file), dict, "the file", file=file)
-    meshes = expect(top.pop(_MESHES, {}), dict, f"{_MESHES!r}", file=file)
+    listed = expect(top.pop(_MESHES, {}), dict, f"{_MESHES!r}", file=file)
+    meshes = {number: _devices({"mesh": mesh}) for number, mesh in listed.items()}
     parse = cache(partial(_from_json, meshes=meshes, file=file))  # as the entries are alike
     shardings = {}
     for key, text in top.items():
@@ -104,7 +107,7 @@ def _to_json(sharding: SavedSharding, meshes: dict[Any, int] | None) -> dict[str
     return fields
 
 
-def _from_json(text: str, meshes: dict[str, Any], file: str) -> SavedSharding | None:
+def _from_json(text: str, meshes: Mapping[str, tuple[int, ...]], file: str) -> SavedSharding | None:
     fields = expect(jsontext.loads(text.encode(), file=file), dict, "a sharding", file=file)
     if fields.get("sharding_type") == "SingleDeviceSharding":
         # jax before 0.10 named CPU devices differently.
@@ -123,7 +126,7 @@ def _from_json(text: str, meshes: dict[str, Any], file: str) -> SavedSharding | 
     if is_twice or 0 in sizes or not all(axis in names for axis in used):
         raise damaged(file, f"invalid sharding: spec {spec} on axes {names} of sizes {sizes}")
     types = fields.get("axis_types") or []
-    ids = _ids(fields.get("device_mesh") or {"mesh": meshes.get(str(fields.get("mesh")))})
+    mesh = fields.get("device_mesh")
     return SavedSharding(
         axis_names=tuple(names),
         axis_sizes=sizes,
@@ -131,8 +134,13 @@ def _from_json(text: str, meshes: dict[str, Any], file: str) -> SavedSharding | 
             str(kind).rpartition(".")[2] for kind in expect(types, list, "'axis_types'", file=file)
         ),
         spec=tuple(tuple(axes) if isinstance(axes, list) else axes for axes in spec),
-        device_ids=tuple(ids) if len(set(ids)) == len(ids) else (),
+        device_ids=_devices(mesh) if mesh else meshes.get(str(fields.get("mesh")), ()),
     )
+
+
+def _devices(device_mesh: object) -> tuple[int, ...]:
+    ids = _ids(device_mesh)
+    return tuple(ids) if len(set(ids)) == len(ids) else ()
 
 
 def _ids(device_mesh: object) -> list[int]:

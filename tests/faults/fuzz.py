@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,9 @@ PARSERS: list[tuple[str, Callable[[bytes], Any]]] = [
     ("value", lambda data: typed_json.decode(jsontext.loads(data, file=FILE), file=FILE)),
     ("manifest.ocdbt", lambda data: of_database(ocdbt._MANIFEST, data)),
     ("nodes", lambda data: of_database(ocdbt._NODE, data)),
+    ("nodes", lambda data: of_database(ocdbt._NODE, data, [b"a", b"b", b"ba"])),
+    ("_METADATA", lambda data: tree.decode_leaf(data, ("w",), file=FILE)),
+    ("_sharding", lambda data: sharding.decode(data, file=FILE, only="w")),
 ]
 
 
@@ -62,14 +65,14 @@ def signed(data: bytes) -> bytes:
     return body + b"\n" + step.digest(body).encode() + b"\n"
 
 
-def of_database(magic: bytes, data: bytes) -> None:
+def of_database(magic: bytes, data: bytes, wanted: Sequence[bytes] | None = None) -> None:
     """With the header and the checksum of a file whose body it is."""
     with contextlib.suppress(ValueError, ocdbt.Foreign):
         framed = ocdbt._framed(magic, data[ocdbt._HEAD.size : -4])
         if magic == ocdbt._MANIFEST:
             ocdbt.decode_manifest(framed)
         else:
-            ocdbt.decode_node(framed, "", b"")
+            ocdbt.decode_node(framed, "", b"", wanted)
 
 
 def described(data: bytes, version: int) -> None:

@@ -572,6 +572,29 @@ def test_a_process_that_lost_its_record_says_so(tmp_path):
     assert simulate(2, run) == [True, True]
 
 
+def test_a_process_that_never_could_read_its_record_says_so(tmp_path):
+    """It was damaged just after the commit, before the process heard of the upload."""
+    slow = Slow(names.WRITER, "/run/")
+
+    def run(processes):
+        record = tmp_path / "host1" / "share_0" / "1" / names.RECORD
+
+        def lose(_):
+            record.unlink()
+            slow.goes_on.set()
+
+        with manager_of(tmp_path, processes.index, slow, durable_timeout_s=60) as manager:
+            handle = manager.save(1, {"a": 1})
+            if processes.index == 1:
+                handle.on_end(lose)
+            manager._saver.wait_for_all()
+            with pytest.raises(ProcessesDisagree, match="process 1: CorruptCheckpoint") as caught:
+                manager.wait_until_finished()
+            return names.RECORD in str(caught.value)
+
+    assert simulate(2, run) == [True, True]
+
+
 def test_a_store_that_failed_in_one_process_ends_no_later_upload(tmp_path):
     """Process 0 gives up first, then the other; in the directory is nothing like a refusal."""
     failing = Failing("part_1", "/run/")
