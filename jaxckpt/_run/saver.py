@@ -191,6 +191,8 @@ class Saver:
         """Records that later steps are gone, and which is the newest that every process trusts."""
         self.position.go_back(newest, good)
         self.incremental.clear()
+        if self._tiers is not None:
+            self._tiers.uploader.newest = self._tiers.uploader.newest_direct = None
 
     def restored(self) -> None:
         """Lets the next save compare replicas."""

@@ -718,6 +718,28 @@ def test_a_full_disk_makes_the_local_place_give_way(tmp_path, local, monkeypatch
         assert manager.restore()["step"] == 6
 
 
+def test_after_going_back_a_full_disk_keeps_a_step_that_is_nowhere_else(
+    tmp_path, local, store, monkeypatch
+):
+    """An upload of a later step, which was deleted, does not make the newest step durable."""
+    free = [1 << 40]
+    monkeypatch.setattr(tiers, "free_bytes", lambda path: free[0])
+    tier = LocalTier(local, keep=KeepPolicy(last=3))
+    with CheckpointManager(tmp_path / "run", local=tier) as manager:
+        for step in (1, 5):
+            manager.save(step, state(step)).durable()
+        manager.delete(5)
+        store.answers.clear()
+        for step in (2, 3):  # one upload is under way, and the other gives way
+            manager.save(step, state(step)).result()
+            assert store.asked.wait(60)
+        free[0] = 0
+        manager.save(4, state(4))
+        is_there = (local / "3" / "commit_success.txt").exists()
+        store.answers.set()
+    assert is_there
+
+
 # --- arguments -------------------------------------------------------------------------------
 
 
