@@ -223,7 +223,7 @@ def test_an_upload_is_given_up_after_its_time(tmp_path, local, store):
 @pytest.mark.parametrize("by", ["this job", "the next job"])
 def test_what_an_overtaken_upload_left_in_a_store_is_removed(tmp_path, local, limits, by):
     """Once a newer step is there; what is left of other writes, such as a copy, stays."""
-    limits(uploads, _FIRST_PAUSE_S=0.01)
+    limits(uploader, _FIRST_PAUSE_S=0.01)
     storage, root = locate(f"memory://{tmp_path.name}/run")
 
     def before(verb, path):
