@@ -6,6 +6,7 @@ import enum
 import logging
 import os
 import threading
+from itertools import count
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt.format.tree import MAX_LEVELS
+from tests.twins import watched
 
 
 class Flavour(str, enum.Enum):  # noqa: UP042  # prints as its name, which StrEnum does not
@@ -62,6 +64,34 @@ def test_what_was_opened_is_what_is_read(tmp_path):
 
     with pytest.raises(jaxckpt.CheckpointNotFound, match="replaced"):
         opened.restore()
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_no_part_of_an_open_checkpoint_comes_from_its_replacement(tmp_path, in_parts):
+    """It is replaced at each call of the storage in turn, also while leaves are decoded."""
+    path, refused = tmp_path / "a", []
+    for n in count(1):
+        jaxckpt.save(path, state(0), overwrite=True)
+        calls = count(1)
+
+        def before(verb, _, n=n, calls=calls):
+            if next(calls) == n:
+                jaxckpt.save(path, state(1), overwrite=True)
+
+        try:
+            opened = jaxckpt.open(watched(path, before))
+            got = {k: opened[k].restore() for k in opened} if in_parts else opened.restore()
+        except jaxckpt.CheckpointNotFound as error:
+            refused.append(str(error))
+        else:
+            values = {*np.unique(got["big"]), *np.unique(got["small"]), int(got["name"][4:])}
+            assert len(values) == 1
+        if next(calls) <= n:
+            break
+    assert n > 10
+    assert refused
+    text = f"{path} was replaced or deleted since it was opened. Open it again."
+    assert {*refused} == {text}
 
 
 def test_saves_to_one_path_commit_in_their_order(tmp_path):

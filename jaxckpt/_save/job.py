@@ -195,6 +195,8 @@ class SaveJob:
             _transaction.raise_save_error(request.path, error, size_bytes=self.size_bytes)
         finally:
             request.items.clear()
+            if request.replicas is not None:
+                request.replicas.release()
             self._problem = None  # releases the error and its traceback
             self.leave()
             self._meter.end()  # last: it waits for the callback, and may be interrupted

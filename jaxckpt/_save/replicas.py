@@ -104,7 +104,7 @@ class Replicas:
 
         With one process, sets the differences too.
         """
-        taken, self._taken = self._taken, []
+        taken = self.release()
         sent = [None if isinstance(one, list) else one for _, one in taken]
         self.is_later = any(one is fingerprint.LATER for one in sent)
         seen: Counter[Group] = Counter()  # shards; other groups have others between them
@@ -131,6 +131,11 @@ class Replicas:
         }
         if self._processes.count == 1:
             self._end(self._problems, is_final=self.compares)
+
+    def release(self) -> list[tuple[_Shard, Any]]:
+        """Returns what was taken, and drops it."""
+        taken, self._taken = self._taken, []
+        return taken
 
     def said(self) -> Json:
         """Returns what this process tells the others; None if it compares nothing."""

@@ -20,10 +20,12 @@ from jaxckpt._core import fingerprint
 from jaxckpt._disk.find import find
 from jaxckpt._save.replicas import Replicas
 from jaxckpt._save.tree_plan import plan_tree
+from jaxckpt.errors import SaveFailed
 from jaxckpt.multihost import Single
 from jaxckpt.storage import locate
 from jaxckpt.testing import simulate
 from tests.commandline import cli
+from tests.twins import watched
 
 DTYPES = ["bool", "int8", "uint16", "bfloat16", "float8_e4m3fn", "float32", "complex64", "int4"]
 
@@ -429,3 +431,18 @@ def test_processes_agree_on_which_shards_lack_fingerprints(mesh, accelerators):
     first, second = simulate(2, lambda me: said(me, further, new, other))
     assert first.keys() == second.keys() != set()
     assert first != second
+
+
+def test_a_failed_save_keeps_no_replicas(tmp_path, mesh):
+    """Its handle stays with the manager, and jax donates no array whose memory is in use."""
+
+    def before(verb, path):
+        if verb == "make_dir" and "/1." in path:
+            raise OSError(28, "No space left on device", path)
+
+    with CheckpointManager(watched(tmp_path / "a", before)) as manager:
+        handle = manager.save(1, {"w": put(mesh, P())})
+        with pytest.raises(SaveFailed):
+            handle.result()
+        assert handle.job.request.replicas.compares
+        assert handle.job.request.replicas.release() == []
