@@ -461,6 +461,8 @@ class _Fields:
         if kinds.max(initial=0) > 1:
             raise ValueError("a value is neither in it nor in a file")
         stored = kinds == 1
+        if (sizes[~stored] > len(self.body)).any():  # so that their sum does not overflow
+            raise ValueError("a value is larger than the node")
         apart = int(stored.sum())
         numbers, starts = np.zeros((2, count), np.int64)
         numbers[stored] = self.numbers(apart, len(files) - 1)

@@ -164,6 +164,9 @@ BAD = {
     "a long key": leaf(1, 1 << 59, b"k", 2, b"\0", b"vv"),
     "long keys that wrap": leaf(3, 0, 0, *[(1 << 59) + 1] * 3, b"k", 0, 0, 0, b"\0\0\0"),
     "a long value": leaf(1, 1, b"k", 1 << 59, b"\0", b"vv"),
+    "values that wrap": leaf(
+        17, *[0] * 16, *[1] * 17, b"abcdefghijklmnopq", *[1 << 60] * 16, 3, bytes(17), b"vvv"
+    ),
     "a huge value": leaf(1, 1, b"k", 1 << 61, b"\1", 0, 5, files=ONE_FILE),
     "a huge offset": leaf(1, 1, b"k", 7, b"\1", 0, 1 << 61, files=ONE_FILE),
     "a file that is not listed": leaf(1, 1, b"k", 7, b"\1", 1, 5, files=ONE_FILE),
