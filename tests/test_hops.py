@@ -132,13 +132,13 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1666, 11, 20),
-    "manager open + save": (3615, 14, 37),
-    "open + save, local": (6255, 18, 135),  # its threads may do a little more or less
-    "restore(path, like)": (2232, 14, 9),
-    "manager.restore(like)": (2698, 18, 11),
+    "save again": (1678, 11, 20),
+    "manager open + save": (3681, 14, 37),
+    "open + save, local": (6351, 18, 137),  # its threads may do a little more or less
+    "restore(path, like)": (2234, 14, 9),
+    "manager.restore(like)": (2700, 18, 11),
     "open": (568, 10, 6),
-    "verify": (1753, 15, 17),
+    "verify": (1755, 15, 17),
 }
 
 
@@ -178,11 +178,11 @@ FOLDERS = {
     "_disk": (4632, 3281),
     "_inspect": (1189, 812),
     "_progress": (222, 163),
-    "_restore": (2007, 1517),
-    "_run": (7984, 5522),
-    "_save": (2299, 1599),
+    "_restore": (2044, 1541),
+    "_run": (8028, 5551),
+    "_save": (2346, 1637),
     "cli": (3660, 2620),
-    "format": (3204, 2134),
+    "format": (3214, 2142),
     "integrations": (456, 247),
     "multihost": (885, 572),
     "orbax": (6044, 3684),
