@@ -30,6 +30,7 @@ from jaxckpt.storage import heard_s, locate
 from jaxckpt.types import StepInfo
 
 T = TypeVar("T")
+Stay = Callable[[], Collection[int]]
 
 # The tiers of a run: its directory, and the place on the hosts where steps are saved first.
 DURABLE: Final = "durable"
@@ -81,14 +82,13 @@ class Root:
             own=own,
         )
 
-    def committed(
-        self, info: StepInfo, life: Life | None = None, stay: Collection[int] = ()
-    ) -> bool:
+    def committed(self, info: StepInfo, life: Life | None = None, stay: Stay = tuple) -> bool:
         """Records a step just committed, and deletes those that the policy does not keep.
 
         Args:
             life: How the run got to the step, if this is a local root.
-            stay: Steps that stay whatever the policy, such as those on their way to another place.
+            stay: Returns the steps that stay whatever the policy, such as those on their way to
+                another place; called after the steps are listed, so that it knows all of them.
 
         Returns:
             False if the step was read back and is damaged.
@@ -107,11 +107,11 @@ class Root:
         index.astray.update(index.earlier_lives(newest))
         index.astray.difference_update(self.deletion.delete(sorted(index.astray)))
 
-    def tidy(self, stay: Collection[int] = ()) -> None:
+    def tidy(self, stay: Stay = tuple) -> None:
         """Deletes the steps that neither the policy nor `stay` keeps."""
         if self.keep.has_rules or self.deletion.half:
             self.deletion.delete(self._what_goes(stay))
-            self.deletion.sweep({*self.index.overtaken}.difference(stay))
+            self.deletion.sweep({*self.index.overtaken}.difference(stay()))
 
     def _read_back(self, step: int) -> bool:
         """Returns whether a step just committed has the values of its checksums."""
@@ -127,7 +127,7 @@ class Root:
             )
         return report is None or report.ok
 
-    def _what_goes(self, stay: Collection[int]) -> list[int]:
+    def _what_goes(self, stay: Stay) -> list[int]:
         steps = self.index.steps()
         infos = [StepInfo(step=step, saved_s=0.0) for step in steps]
         asks = self.keep.needs_facts or any(self.index.info(n).differences for n in steps[-1:])
@@ -136,7 +136,7 @@ class Root:
         kept = self.keep.kept(infos, now_s=time.time())
         # A step that cannot be read now may be the best.
         unknown = self.index.unknown if asks else set()
-        gone = [n for n in steps if n not in {*kept, *unknown, *stay}]
+        gone = [n for n in steps if n not in {*kept, *unknown, *stay()}]
         if self.keep.verified:
             good = max(self._verified & kept.keys(), default=-1)
             gone = [n for n in gone if n < good]

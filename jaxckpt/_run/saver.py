@@ -489,7 +489,7 @@ class Saver:
                 if tiers is not None and upload is not None:
                     tiers.follow(root, upload)
                 life = request.life() if tiers is not None and root is tiers.local else None
-                is_good = root.committed(info, life, tiers.uploader.steps() if tiers else ())
+                is_good = root.committed(info, life, tiers.uploader.steps if tiers else tuple)
                 led.value = [is_good, tiers and tiers.decided()]
         is_good, decided = led.value
         if not is_good:

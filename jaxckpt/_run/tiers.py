@@ -77,7 +77,7 @@ class Tiers:
             waited_for = self.uploader.under_way()
             self.uploader.finish(timeout_s)
             if not self.local.own:  # steps stayed for their uploads
-                self.local.tidy(self.uploader.steps())
+                self.local.tidy(self.uploader.steps)
             raise_first(self.uploader.take_errors(waited_for))
             return self.decided()
 

@@ -362,7 +362,7 @@ class Uploader:
         if self.leads:
             sent = f"sent {done.sent_bytes} bytes in {seconds:.2f} s, found {done.found_bytes}"
             _logger.info("uploaded %s: %s", done.path, sent)
-            target.committed(info, stay=self.steps())
+            target.committed(info, stay=self.steps)
 
     def _open_target(self, step: int) -> None:
         """Opens a directory that could not be reached before, unless the run went on without us."""

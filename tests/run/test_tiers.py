@@ -28,6 +28,7 @@ from jaxckpt.storage import LocalStorage, PathIn, locate
 from jaxckpt.testing import CrashingStorage, SimulatedCrash, WatchedStorage
 from jaxckpt.testing._storage import _Relay
 from tests.commandline import cli, said_json
+from tests.twins import watched
 
 SIZE = 100_000  # values of a state, so that its chunk is a file of its own
 
@@ -735,6 +736,41 @@ def test_after_going_back_a_full_disk_keeps_a_step_that_is_nowhere_else(
             assert store.asked.wait(60)
         free[0] = 0
         manager.save(4, state(4))
+        is_there = (local / "3" / "commit_success.txt").exists()
+        store.answers.set()
+    assert is_there
+
+
+def test_the_end_of_uploads_deletes_no_step_that_waits_for_its_own(tmp_path, local, store):
+    """It was saved while another thread waited for the uploads before."""
+    armed, listed, saved = threading.Event(), threading.Event(), threading.Event()
+
+    def before(verb, path):
+        if verb == "entries" and path == str(local) and armed.is_set():
+            armed.clear()
+            listed.set()
+            assert saved.wait(60)
+
+    tier = LocalTier(watched(local, before), keep=KeepPolicy(last=1))
+    with CheckpointManager(tmp_path / "run", local=tier) as manager:
+        manager.save(1, state(1)).durable()
+        manager.wait_until_finished()
+
+        def save_three():
+            assert listed.wait(60)
+            store.answers.clear()
+            store.asked.clear()
+            for step in (2, 3, 4):  # the upload under way has a lease on its step
+                manager.save(step, state(step)).result()
+                assert store.asked.wait(60)
+            manager._saver.wait_for_all()
+            saved.set()
+
+        thread = threading.Thread(target=save_three)
+        thread.start()
+        armed.set()
+        manager._tiers.finish(None)
+        thread.join()
         is_there = (local / "3" / "commit_success.txt").exists()
         store.answers.set()
     assert is_there
