@@ -133,7 +133,7 @@ def verbs(ram_path, mesh, monkeypatch):
 # Lines followed, depth, storage calls.
 CEILINGS = {
     "save again": (1678, 11, 20),
-    "manager open + save": (3681, 14, 37),
+    "manager open + save": (3680, 14, 37),
     "open + save, local": (6351, 18, 137),  # its threads may do a little more or less
     "restore(path, like)": (2234, 14, 9),
     "manager.restore(like)": (2700, 18, 11),
@@ -179,7 +179,7 @@ FOLDERS = {
     "_inspect": (1189, 812),
     "_progress": (222, 163),
     "_restore": (2044, 1541),
-    "_run": (8028, 5551),
+    "_run": (8028, 5550),
     "_save": (2346, 1637),
     "cli": (3660, 2620),
     "format": (3214, 2142),
