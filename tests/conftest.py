@@ -13,6 +13,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
+import hypothesis
 import pytest
 
 from tests import multiprocess
@@ -23,6 +24,12 @@ from tests.faults.scorecard import (  # noqa: F401  # hooks and a fixture
     trial,
 )
 from tests.golden.fixture import golden, golden_folder  # noqa: F401  # fixtures
+
+# A law is about values: a busy machine takes longer than the 200 ms that an example has by default.
+hypothesis.settings.register_profile(
+    "laws", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("laws")
 
 
 def pytest_collection_modifyitems(items):
