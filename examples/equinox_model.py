@@ -6,6 +6,7 @@ python examples/equinox_model.py
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,24 +50,24 @@ def train_step(state: dict[str, Any], step: int) -> tuple[dict[str, Any], jax.Ar
     return {"params": eqx.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
 
 
-def train(run: Path, steps: int) -> dict[str, Any]:
-    """Trains to the given step, starting from the newest step of the run."""
+def train(run: str | Path, steps: int = 40) -> Iterator[tuple[int, dict[str, Any], jax.Array]]:
+    """Trains to the given step from the newest step of the run; yields what each step makes."""
     save, keep = jaxckpt.SavePolicy(every_steps=10), jaxckpt.KeepPolicy(last=2)
     with jaxckpt.CheckpointManager(run, save=save, keep=keep) as manager:
         state, start = manager.restore_or(init)
         for step in range(start + 1, steps + 1):
             state, loss = train_step(state, step)
             manager.save(step, state, metrics={"loss": loss})
-        print(f"{run.name}: steps {start + 1} to {steps}, loss {loss:.6f}")
-    return state
+            yield step, state, loss
+        print(f"{Path(run).name}: steps {start + 1} to {steps}, loss {loss:.6f}")
 
 
 def main() -> None:
     """Trains in one go and in two parts, and compares the results."""
     with tempfile.TemporaryDirectory() as folder:
-        whole = train(Path(folder, "whole"), 40)
-        train(Path(folder, "parts"), 20)
-        parts = train(Path(folder, "parts"), 40)
+        *_, (_, whole, _) = train(Path(folder, "whole"))
+        *_, _ = train(Path(folder, "parts"), 20)
+        *_, (_, parts, _) = train(Path(folder, "parts"))
     assert jax.tree.all(jax.tree.map(np.array_equal, whole, parts))
     print("the same bits")
 

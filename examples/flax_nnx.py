@@ -6,6 +6,7 @@ python examples/flax_nnx.py
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -52,8 +53,8 @@ def train_step(model: Mlp, optimizer: nnx.Optimizer, step: int) -> jax.Array:
     return loss
 
 
-def train(run: Path, steps: int) -> nnx.State:
-    """Trains to the given step, starting from the newest step of the run."""
+def train(run: str | Path, steps: int = 40) -> Iterator[tuple[int, nnx.State, jax.Array]]:
+    """Trains to the given step from the newest step of the run; yields what each step makes."""
     graph = nnx.graphdef(nnx.eval_shape(create))  # only shapes, no arrays
     save, keep = jaxckpt.SavePolicy(every_steps=10), jaxckpt.KeepPolicy(last=2)
     with jaxckpt.CheckpointManager(run, save=save, keep=keep) as manager:
@@ -61,17 +62,18 @@ def train(run: Path, steps: int) -> nnx.State:
         model, optimizer = nnx.merge(graph, state)
         for step in range(start + 1, steps + 1):
             loss = train_step(model, optimizer, step)
-            manager.save(step, nnx.state((model, optimizer)), metrics={"loss": loss})
-        print(f"{run.name}: steps {start + 1} to {steps}, loss {loss:.6f}")
-    return nnx.state((model, optimizer))
+            state = nnx.state((model, optimizer))
+            manager.save(step, state, metrics={"loss": loss})
+            yield step, state, loss
+        print(f"{Path(run).name}: steps {start + 1} to {steps}, loss {loss:.6f}")
 
 
 def main() -> None:
     """Trains in one go and in two parts, and compares the results."""
     with tempfile.TemporaryDirectory() as folder:
-        whole = train(Path(folder, "whole"), 40)
-        train(Path(folder, "parts"), 20)
-        parts = train(Path(folder, "parts"), 40)
+        *_, (_, whole, _) = train(Path(folder, "whole"))
+        *_, _ = train(Path(folder, "parts"), 20)
+        *_, (_, parts, _) = train(Path(folder, "parts"))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool(np.all(a == b)), whole, parts))
     print("the same bits")
 

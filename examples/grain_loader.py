@@ -6,6 +6,7 @@ python examples/grain_loader.py
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import grain
@@ -42,25 +43,28 @@ def train_step(
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
 
 
-def train(run: Path, steps: int) -> dict[str, jax.Array]:
-    """Trains to the given step, starting from the newest step of the run."""
+def train(
+    run: str | Path, steps: int = 40
+) -> Iterator[tuple[int, dict[str, jax.Array], jax.Array, np.ndarray]]:
+    """Trains to the given step from the newest step of the run; yields what each step makes."""
     data = batches()
     save, keep = jaxckpt.SavePolicy(every_steps=10), jaxckpt.KeepPolicy(last=2)
     with jaxckpt.CheckpointManager(run, save=save, keep=keep) as manager:
         params, start = manager.restore_or(init, items={"data": data})  # restores `data` in place
         for step in range(start + 1, steps + 1):
-            params, loss = train_step(params, next(data))
+            batch = next(data)
+            params, loss = train_step(params, batch)
             manager.save(step, params, items={"data": data}, metrics={"loss": loss})
-        print(f"{run.name}: steps {start + 1} to {steps}, loss {loss:.6f}")
-    return params
+            yield step, params, loss, batch
+        print(f"{Path(run).name}: steps {start + 1} to {steps}, loss {loss:.6f}")
 
 
 def main() -> None:
     """Trains in one go and in two parts, and compares the results."""
     with tempfile.TemporaryDirectory() as folder:
-        whole = train(Path(folder, "whole"), 40)
-        train(Path(folder, "parts"), 20)
-        parts = train(Path(folder, "parts"), 40)
+        *_, (_, whole, *_) = train(Path(folder, "whole"))
+        *_, _ = train(Path(folder, "parts"), 20)
+        *_, (_, parts, *_) = train(Path(folder, "parts"))
     assert jax.tree.all(jax.tree.map(np.array_equal, whole, parts))
     print("the same bits")
 

@@ -26,7 +26,7 @@ Params = dict[str, jax.Array]
 
 
 class Batches:
-    """Random points on a curve, determined by the number of batches taken so far."""
+    """Random points on a curve, determined by the number of global batches taken so far."""
 
     def __init__(self, sharding: NamedSharding) -> None:
         self.sharding, self.taken = sharding, 0
@@ -38,11 +38,11 @@ class Batches:
 
     def get_state(self) -> dict[str, int]:
         """Returns the state for `save` to store."""
-        return {"taken": self.taken}
+        return {"global_next_index": self.taken}  # this key: alike on any number of processes
 
     def set_state(self, state: dict[str, int]) -> None:
         """Sets the state; called by `restore_or`."""
-        self.taken = state["taken"]
+        self.taken = state["global_next_index"]
 
 
 def init() -> Params:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from jaxckpt._core.pytree import check_levels
 from jaxckpt._core.transfer import detached
 from jaxckpt._disk.found import Found
 from jaxckpt._save.snapshot import FileItem, SaveItem, take_tree
-from jaxckpt.errors import CheckpointNotFound, CorruptCheckpoint, TreeMismatch, UnsupportedLeaf
+from jaxckpt.errors import CorruptCheckpoint, TreeMismatch, UnsupportedLeaf
 from jaxckpt.format import jsontext, names, typed_json
 from jaxckpt.multihost import Processes
 
@@ -126,11 +127,10 @@ def _take_state(name: str, value: object, processes: Processes) -> FileItem:
             "bytes, numpy arrays, and lists, tuples and dicts of these."
         ) from error
     file = names.process_file(processes.index, processes.count)
-    count = processes.count
 
     def common() -> dict[str, bytes]:
         # Orbax reads this file as JSON; Grain's handler for Orbax reads the files by process.
-        said = {"form": form, "process_count": count, "process_0": json.loads(data)}
+        said = {"form": form, "process_count": processes.count, "process_0": json.loads(data)}
         return {names.JSON_ITEM_FILE: jsontext.dumps(said, allow_nan=True)}
 
     return FileItem(name=name, mine={file: data}, common=common)
@@ -147,8 +147,67 @@ def _json_text(state: object) -> bytes | None:
     return state
 
 
-def read_states(checkpoint: Found, name: str) -> list[Any] | None:
-    """Returns the states of an object from all processes; None for another kind of item."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """The states of an object, one of each process that saved it. Each is read when asked for."""
+
+    checkpoint: Found
+    name: str
+    path: str
+    count: int  # of processes
+    form: str
+
+    def all(self, value: object = None) -> list[Any]:  # JSON, or bytes
+        """Reads the states of all processes, as `set_state` takes them."""
+        return [self._read(i, value) for i in range(self.count)]
+
+    def of(self, value: Any, processes: Processes) -> Any:  # JSON, or bytes
+        """Reads the state for this process's object, from all states if the count has changed.
+
+        Raises:
+            TreeMismatch: the states are of another number of processes, and cannot be divided anew.
+        """
+        if self.count == processes.count:
+            return self._read(processes.index, value)
+        states = self.all(value)
+        if callable(getattr(value, "merge_states", None)):
+            what = f"merge_states or split_state of item {self.name!r}"
+            with calling(f"{what}; states wanted: {processes.count}"):
+                parts = value.split_state(value.merge_states(states), processes.count)
+                return dict(zip(range(processes.count), parts, strict=True))[processes.index]
+        first = states[0]
+        if typed_json.is_json(states) and all(s == first for s in states) and _OF_JOB in first:
+            return first
+        raise TreeMismatch(
+            f"item {self.name!r} of {self.path} has the states of {self.count} processes, but "
+            f"there are {processes.count}, and jaxckpt cannot divide the data anew. Give "
+            f"{type(value).__name__} the methods merge_states and split_state, or convert the "
+            f"states in restore_items()[{self.name!r}] into {processes.count}."
+        )
+
+    def _read(self, process: int, value: object) -> Any:  # JSON, or bytes
+        file = names.process_file(process, self.count)
+        if file not in self.checkpoint.contents(self.path):
+            raise self.checkpoint.not_here(f"{self.name}/{file}")
+        data = self.checkpoint.read(self.path, file)
+        state = jsontext.loads(data, file=f"{self.path}/{file}")
+        if self.form == "json":
+            return typed_json.decode(state, file=f"{self.path}/{file}")
+        methods = _methods(value)
+        is_text = isinstance(state, dict) and _OF_LOADER in state
+        if self.form == "grain" and methods is not None:
+            is_text = isinstance(methods[0](), bytes)
+        return data if is_text or self.form == "text" else state
+
+
+# This key distinguishes a state of Grain's DataLoader, which is bytes, from a dataset's state.
+_OF_LOADER: Final = "last_seen_indices"
+# A state with this key, as of Grain's ElasticIterator, is one position for the whole job.
+_OF_JOB: Final = "global_next_index"
+
+
+def read_states(checkpoint: Found, name: str) -> States | None:
+    """Returns the states of an object, not read yet; None for another kind of item."""
     if name not in checkpoint.items:
         problem = f"{checkpoint.path} has no item {name!r}; it has {', '.join(checkpoint.items)}."
         if name in checkpoint.removed:
@@ -160,9 +219,8 @@ def read_states(checkpoint: Found, name: str) -> list[Any] | None:
     if not counts:
         return None
     count = max(counts)
-    missing = [i for i in range(count) if names.process_file(i, count) not in inside]
-    elsewhere = checkpoint.is_share and len(missing) == count - 1
-    if len(counts) > 1 or (missing and not elsewhere):
+    missing = sum(names.process_file(i, count) not in inside for i in range(count))
+    if len(counts) > 1 or missing not in (0, count - 1 if checkpoint.is_share else 0):
         raise CorruptCheckpoint(
             f"{path} should contain {count} states, but has {sorted(inside)}", file=path
         )
@@ -172,75 +230,22 @@ def read_states(checkpoint: Found, name: str) -> list[Any] | None:
         data = checkpoint.read(path, names.JSON_ITEM_FILE)
         said = jsontext.expect(jsontext.loads(data, file=file), dict, "the file", file=file)
         form = said.get("form", form)
-    files = [names.process_file(i, count) for i in range(count)]
-    return [
-        _Elsewhere(checkpoint.not_here(f"{name}/{file}"))
-        if i in missing
-        else _read_state(checkpoint, path, file, form)
-        for i, file in enumerate(files)
-    ]
+    return States(checkpoint=checkpoint, name=name, path=path, count=count, form=form)
 
 
-def _read_state(checkpoint: Found, path: str, name: str, form: str) -> Any:  # JSON
-    data = checkpoint.read(path, name)
-    value = jsontext.loads(data, file=f"{path}/{name}")
-    if form == "json":
-        return typed_json.decode(value, file=f"{path}/{name}")
-    return data if form == "text" else _GrainState((data, value))
-
-
-# This key distinguishes a state of Grain's DataLoader, which is bytes, from a dataset's state.
-_OF_LOADER: Final = "last_seen_indices"
-
-
-class _GrainState(tuple[bytes, Any]):
-    """A state written by Grain's handler, as bytes and parsed; the object takes one of them."""
-
-    __slots__ = ()
-
-
-class _Elsewhere(NamedTuple):
-    """Stands in for a state on the disk of another host."""
-
-    error: CheckpointNotFound  # to raise when the state is read
-
-
-def plain(state: Any) -> Any:  # JSON, or bytes
-    """Returns a state as `set_state` takes it, without an object to ask."""
-    if isinstance(state, _Elsewhere):
-        raise state.error
-    if not isinstance(state, _GrainState):
-        return state
-    data, value = state
-    return data if isinstance(value, dict) and _OF_LOADER in value else value
-
-
-def state_for(
-    value: object, states: Sequence[Any] | None, *, name: str, path: str, processes: Processes
-) -> Any:
-    """Returns the state for this process's object.
+def state_for(found: Found, name: str, value: object, processes: Processes) -> Any:
+    """Reads the state for this process's object.
 
     Raises:
-        TreeMismatch: the item has no states, or of a different number of processes.
+        TreeMismatch: the item has no states, or they do not fit this number of processes.
     """
+    states = read_states(found, name)
     if states is None:
         raise TreeMismatch(
-            f"item {name!r} of {path} is not the state of an object. Read it by restore_items()."
+            f"item {name!r} of {found.path} is not the state of an object. Read it by "
+            "restore_items()."
         )
-    if len(states) != processes.count:
-        raise TreeMismatch(
-            f"item {name!r} of {path} has the states of {len(states)} processes, but there are "
-            f"{processes.count}, and jaxckpt cannot divide the data anew. Convert the states in "
-            f"restore_items()[{name!r}] into {processes.count}."
-        )
-    state = states[processes.index]
-    if isinstance(state, _Elsewhere):
-        raise state.error
-    if isinstance(state, _GrainState):
-        methods = _methods(value)
-        assert methods is not None
-        return state[0] if isinstance(methods[0](), bytes) else state[1]
-    return state
+    return states.of(value, processes)
 
 
 def _short(value: object) -> str:

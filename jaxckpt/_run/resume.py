@@ -394,10 +394,7 @@ class StateReading:
     def _open(self, index: StepIndex, step: int, found: Found) -> Any:  # an Item
         index.check_found(step, found)
         for name, value in self._objects.items():
-            states = _items.read_states(found, name)
-            self._states[name] = _items.state_for(
-                value, states, name=name, path=found.path, processes=self._processes
-            )
+            self._states[name] = _items.state_for(found, name, value, self._processes)
         return open_item(found, self._item if self._item in found.items else None)
 
     def set_objects(self, _: object) -> None:
@@ -437,12 +434,10 @@ class ItemsReading:
     def _item(self, check: Callable[[Found], None], name: str, target: Any, found: Found) -> Any:
         """Returns an `Item`, or the value of the item."""
         check(found)
-        states = _items.read_states(found, name)
         if _items.is_stateful(target):
-            return _items.state_for(
-                target, states, name=name, path=found.path, processes=self.processes
-            )
-        return open_item(found, name) if states is None else list(map(_items.plain, states))
+            return _items.state_for(found, name, target, self.processes)
+        states = _items.read_states(found, name)
+        return open_item(found, name) if states is None else states.all()
 
     def set_objects(self, values: dict[str, Any]) -> None:
         """Sets the states of the targets that are objects, which take the place of the states."""

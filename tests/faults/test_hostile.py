@@ -113,10 +113,12 @@ _CALLS = {
 }
 
 
-# They import by names, of lists of their own; `migrate` its constant, and what is below that.
+# They import by names, of lists of their own; `migrate` its constant, and what is below that; and
+# the check of exact resume the caller's own module.
 _IMPORT = {
     "jaxckpt/__init__.py": 1,
     "jaxckpt/testing/__init__.py": 1,
+    "jaxckpt/testing/_resume.py": 1,
     "jaxckpt/_core/pytree.py": 1,
     "jaxckpt/orbax/__init__.py": 1,
     "jaxckpt/orbax/v1/__init__.py": 1,

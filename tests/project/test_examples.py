@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxckpt.testing import check_exact_resume
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -46,3 +48,25 @@ def test_an_example_goes_on_with_the_same_bits(ram_path, name, needs):
     assert losses["whole: steps 1 to 40"] == losses["parts: steps 21 to 40"], done.stdout
     assert losses["parts: steps 1 to 20"] != losses["parts: steps 21 to 40"], done.stdout
     assert not list(ram_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [
+        ("flax_linen", "flax"),
+        ("flax_nnx", "flax"),
+        ("equinox_model", "equinox"),
+        ("grain_loader", "grain"),
+    ],
+)
+def test_an_example_that_is_killed_resumes_exactly(ram_path, monkeypatch, name, needs):
+    """SIGKILL after step 25 at the earliest; every later loss and state is the same."""
+    pytest.importorskip(needs)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+    at = check_exact_resume(f"{name}:train", ram_path, steps=40, kill_at=25)
+
+    assert at in (10, 20, 30)
