@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -141,6 +141,11 @@ class LeafRead:
     def __post_init__(self) -> None:
         facts = _layout(self.leaf.stored, self.boxes, self.dtype)
         self.layout, self.total_bytes, self.is_plain = facts
+
+    def parts(self) -> Iterable[Part]:
+        """Returns the chunks, or inner chunks, to read."""
+        found = self.layout.parts
+        return _parts(self.layout, self.leaf.array) if found is None else found
 
 
 def make_memory(item: Item, *reads: LeafRead) -> Values:
@@ -274,13 +279,13 @@ class Chunks:
         Raises:
             CorruptCheckpoint: a chunk is missing, or its size or checksum is wrong.
         """
-        leaf, layout, path, places = read.leaf, read.layout, self._item.path, self._places
+        leaf, path, places = read.leaf, self._item.path, self._places
         prefix, stored, jobs = leaf.prefix, leaf.array, []
         if places.get(prefix + ZARR3) != encode_zarr3(stored):
             self._check_described(leaf, prefix + ZARR3)
         sums = None if self._sums is None else self._sums[prefix]
         inner: dict[str, list[Place]] = {}
-        for part in _parts(layout, stored) if layout.parts is None else layout.parts:
+        for part in read.parts():
             key = prefix + part.suffix
             place: Place | bytes | None = places.get(key)
             if place is None:
