@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -94,11 +94,11 @@ def _layout(
     if stored is None or stored.zstd is not None:  # no array: a tensor of safetensors
         return layout, sum(sizes), False
     if count_chunks(stored.unit_shape, boxes) <= MAX_KEPT_CHUNKS:
-        layout = replace(layout, parts=tuple(_parts(layout, stored)))
+        layout = replace(layout, parts=tuple(units_read(layout, stored)))
     return layout, sum(sizes), True
 
 
-def _parts(layout: Layout, stored: StoredArray) -> Iterator[Unit]:
+def units_read(layout: Layout, stored: StoredArray) -> Iterator[Unit]:
     counts = tuple(map(operator.floordiv, stored.chunk_shape, stored.unit_shape))
     grid, itemsize = grid_of(stored), dtype_of(stored.dtype).itemsize
     for plan in plan_chunks(stored.unit_shape, layout.boxes):
@@ -141,11 +141,6 @@ class LeafRead:
     def __post_init__(self) -> None:
         facts = _layout(self.leaf.stored, self.boxes, self.dtype)
         self.layout, self.total_bytes, self.is_plain = facts
-
-    def parts(self) -> Iterable[Part]:
-        """Returns the chunks, or inner chunks, to read."""
-        found = self.layout.parts
-        return _parts(self.layout, self.leaf.array) if found is None else found
 
 
 def make_memory(item: Item, *reads: LeafRead) -> Values:
@@ -279,13 +274,13 @@ class Chunks:
         Raises:
             CorruptCheckpoint: a chunk is missing, or its size or checksum is wrong.
         """
-        leaf, path, places = read.leaf, self._item.path, self._places
+        leaf, layout, path, places = read.leaf, read.layout, self._item.path, self._places
         prefix, stored, jobs = leaf.prefix, leaf.array, []
         if places.get(prefix + ZARR3) != encode_zarr3(stored):
             self._check_described(leaf, prefix + ZARR3)
         sums = None if self._sums is None else self._sums[prefix]
         inner: dict[str, list[Place]] = {}
-        for part in read.parts():
+        for part in units_read(layout, stored) if layout.parts is None else layout.parts:
             key = prefix + part.suffix
             place: Place | bytes | None = places.get(key)
             if place is None:

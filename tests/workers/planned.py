@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 import jaxckpt
 from jaxckpt import LocalTier, SavePolicy
+from jaxckpt.multihost import current
 from jaxckpt.storage import LocalStorage, PathIn
 from tests.workers.saves import mesh_of, put
 
@@ -124,13 +126,14 @@ class Counted:
 
 def count_layouts(me, root, numbers):
     """Saves and restores layouts; the bytes and requests of this process, by way."""
-    return {str(n): _count(me, Path(root, str(n)), *LAYOUTS[n]) for n in numbers}
+    return {str(n): _count(me, Path(root, str(n)), LAYOUTS[n]) for n in numbers}
 
 
-def _count(me, root, kind, count, devices, axes):
+def _trees(kind, count, devices, axes):
+    """The tree of a layout, and the target to restore it."""
     import jax
 
-    assert (me.count, len(jax.local_devices())) == (count, devices)
+    assert (jax.process_count(), len(jax.local_devices())) == (count, devices)
     mesh, tree = mesh_of(**axes), dict(HOST)
     for name, (shape, dtype, spec) in TREES[kind].items():
         value = np.resize(np.arange(7).astype(dtype_of(dtype)), shape)
@@ -143,6 +146,11 @@ def _count(me, root, kind, count, devices, axes):
         ),
         tree,
     )
+    return tree, like
+
+
+def _count(me, root, layout):
+    tree, like = _trees(*layout)
     found = {}
     store, path = Counted(), root / "a"
     jaxckpt.save(PathIn(store, str(path)), tree)
@@ -181,3 +189,19 @@ def _files_with_values(folder):
     places = find_values(LocalStorage(), str(folder / "state"), max_keys=1 << 20)
     assert places is not None
     return {os.path.basename(one.file) for one in places.values() if not isinstance(one, bytes)}
+
+
+def time_layout(me, url, number, way, env):
+    """Saves or restores a layout; the seconds from the moment at which all began."""
+    import jax
+
+    os.environ.update(env)
+    tree, like = _trees(*LAYOUTS[number])
+    current().barrier("begin", timeout_s=60)
+    start_s = time.monotonic()
+    if way == "save":
+        jaxckpt.save(url, tree)
+    else:
+        got = jaxckpt.restore(url, like, read_once=way == "restore_once")
+        jax.block_until_ready([leaf for leaf in jax.tree.leaves(got) if hasattr(leaf, "sharding")])
+    return time.monotonic() - start_s

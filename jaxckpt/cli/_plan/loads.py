@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxckpt._core.box import whole
 from jaxckpt._core.plan import SavePlan, plan_save
-from jaxckpt._disk.chunks import LeafRead, adjacent
+from jaxckpt._disk.chunks import LeafRead, adjacent, units_read
 from jaxckpt._disk.data_files import Written
 from jaxckpt._disk.reader import BATCH_BYTES, grouped_reads
 from jaxckpt._disk.writer import plan_writes, write_arrays
@@ -174,7 +174,8 @@ def _read(plans: Sequence[LeafPlan], places: Mapping[str, bytes | Place]) -> Loa
         ranges: list[_Range] = []
         for read in group:
             indices = set[str]()  # the chunks whose index is read
-            for part in read.parts():
+            layout, stored = read.layout, read.leaf.array
+            for part in units_read(layout, stored) if layout.parts is None else layout.parts:
                 key = read.leaf.prefix + part.suffix
                 place = places[key]
                 if isinstance(place, bytes):
@@ -186,7 +187,7 @@ def _read(plans: Sequence[LeafPlan], places: Mapping[str, bytes | Place]) -> Loa
                 ranges.append(_Range(part.size, place.file, offset))
             if indices:
                 requests += len(indices)
-                total += len(indices) * index_bytes(read.leaf.array)
+                total += len(indices) * index_bytes(stored)
         requests += sum(1 for _ in adjacent(ranges))
         total += sum(one.size + CRC_BYTES for one in ranges)
     return Load(bytes=total, requests=requests)

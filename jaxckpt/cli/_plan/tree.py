@@ -141,7 +141,7 @@ def planned(tree: object, specs: Specs, cluster: Cluster) -> PlannedTree:
             continue
         sharding, placement = None, None
         if leaf.kind in ("array", "key"):
-            sharding = chooser.place(leaf.path, leaf.name, shapes[leaf.path], None, None)
+            sharding = chooser.sharding_of(leaf.path, leaf.name, shapes[leaf.path], None, None)
             assert isinstance(sharding, NamedSharding)
             placement = placed(sharding, value.shape)
         dtype = dtype_of(leaf.dtype) if leaf.kind in ARRAY_KINDS else value.dtype
