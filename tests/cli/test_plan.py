@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+import shlex
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxckpt
 from jaxckpt.cli._plan.cluster import cluster_of
-from jaxckpt.cli._plan.forecast import Outlook
 from jaxckpt.cli._plan.loads import HostLoads, loads_of
 from jaxckpt.cli._plan.tree import planned
 from tests.commandline import cli
@@ -198,22 +200,52 @@ def test_without_rates_there_are_no_seconds(model):
 
 def test_the_best_interval_has_the_best_goodput(model):
     """The formula of the goodput and that of the interval agree, within a part of a percent."""
-    job_s = 3600.0
-    one = Outlook(
-        name="store",
-        blocked_s=5.0,
-        committed_s=60.0,
-        durable_s=60.0,
-        restart_s=120.0,
-        interval_s=None,
-        goodput=None,
-        host_memory_bytes=0,
-        local_disk_bytes=0,
-    )
-    best = math.sqrt(2 * 5.0 * (job_s + 120.0))
+    found = facts_of("planned_model:with_specs", *RATES)
 
-    found = {seconds: one.goodput_at(seconds, job_s) for seconds in range(10, 2000, 5)}
+    for one in found["outlooks"]:
+        most = max(goodput for _, goodput in one["curve"])
+        assert [one["interval_s"], one["goodput"]] in one["curve"]
+        assert one["goodput"] == pytest.approx(most, rel=1e-3)
+        assert one["goodput"] > one["curve"][0][1]
+        assert one["goodput"] > one["curve"][-1][1]
 
-    most = max(found.values())
-    assert one.goodput_at(best, job_s) == pytest.approx(most, rel=1e-3)
-    assert most < 1
+
+def test_a_report_draws_the_plan(model, tmp_path):
+    """The goodput over the interval, of the store and of local disks; nothing else is a plan."""
+    with jaxckpt.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, {"w": 1.5})
+    _, out, _ = cli("plan", "planned_model:with_specs", *SIZES, *RATES, "--json")
+    (tmp_path / "plan.json").write_text(out)
+    (tmp_path / "bad.json").write_text('{"hosts": "<b>"}')
+
+    code, _, err = cli("report", "run", "-o", "a.html", "--plan", "plan.json")
+    bad = cli("report", "run", "-o", "b.html", "--plan", "bad.json")
+
+    assert (code, err) == (0, "")
+    page = (tmp_path / "a.html").read_text("utf-8")
+    assert page.count("goodput in %, over seconds between saves") == 2
+    assert page.count("polyline") >= 2
+    assert (bad[0], "bad.json is not a plan" in bad[2]) == (2, True)
+    assert not (tmp_path / "b.html").exists()
+
+
+# --- docs/plan.md ----------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(
+    r"^```\n\$ jaxckpt (plan .*?[^\\])\n(.*?)^```",
+    (ROOT / "docs" / "plan.md").read_text("utf-8"),
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@pytest.mark.parametrize("model", ["70b", pytest.param("405b", marks=pytest.mark.slow)])
+def test_the_plans_of_the_docs_are_made_by_the_command(monkeypatch, model):
+    """As it prints them, from the top of the repository."""
+    monkeypatch.chdir(ROOT)
+    ((command, wanted),) = [block for block in BLOCKS if model in block[0]]
+
+    code, out, err = cli(*shlex.split(command.replace("\\\n", " ")))
+
+    assert (code, err) == (0, "")
+    assert out == wanted

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from jaxckpt._run.config import LocalTier
@@ -32,6 +33,7 @@ from jaxckpt.cli._plan.tree import PlannedTree
 
 # The steps that a local tier keeps, and the one that is being saved.
 KEPT_STEPS: Final = (LocalTier("/").keep.last or 0) + 1
+_PARTS: Final = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the best interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +71,7 @@ class Outlook:
     goodput: float | None  # at that interval, from 0 to 1
     host_memory_bytes: int  # for a save, on the busiest host
     local_disk_bytes: int  # on the busiest host, for the steps that are kept and the next
-
-    def goodput_at(self, interval_s: float, mtbf_s: float) -> float | None:
-        """Returns the expected goodput at another interval."""
-        return _goodput(self.blocked_s, self.committed_s, self.restart_s, interval_s, mtbf_s)
+    curve: Sequence[tuple[float, float]] = ()  # the goodput at intervals around the best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,11 +200,14 @@ def _outlook(
     disk_bytes: int,
 ) -> Outlook:
     blocked_s, committed_s, restart_s, mtbf_s = times
-    interval_s, goodput = None, None
-    if mtbf_s is not None and None not in times:
+    interval_s, goodput, curve = None, None, []
+    if mtbf_s and blocked_s is not None and committed_s is not None and restart_s is not None:
         costs = Costs(blocked_s=blocked_s, save_s=committed_s, restore_s=restart_s)
         interval_s = costs.interval_s(SavePolicy(job_mtbf_s=mtbf_s))
-        goodput = _goodput(blocked_s, committed_s, restart_s, interval_s, mtbf_s)
+        goodput_at = partial(_goodput, blocked_s, committed_s, restart_s, mtbf_s)
+        goodput = goodput_at(interval_s)
+        intervals = [interval_s * part for part in (*_PARTS, 1.0, *(1 / p for p in _PARTS[::-1]))]
+        curve = [(seconds, goodput_at(seconds)) for seconds in intervals]
     return Outlook(
         name=name,
         blocked_s=blocked_s,
@@ -216,18 +218,13 @@ def _outlook(
         goodput=goodput,
         host_memory_bytes=memory_bytes,
         local_disk_bytes=disk_bytes,
+        curve=curve,
     )
 
 
 def _goodput(
-    blocked_s: float | None,
-    committed_s: float | None,
-    restart_s: float | None,
-    interval_s: float,
-    mtbf_s: float,
-) -> float | None:
-    if blocked_s is None or committed_s is None or restart_s is None or not interval_s:
-        return None
+    blocked_s: float, committed_s: float, restart_s: float, mtbf_s: float, interval_s: float
+) -> float:
     lost_s = (interval_s + blocked_s) / 2 + committed_s
     kept = max(0.0, mtbf_s - lost_s) / (mtbf_s + restart_s)
-    return kept * interval_s / (interval_s + blocked_s)
+    return kept * interval_s / (interval_s + blocked_s) if interval_s else 0.0
