@@ -132,9 +132,9 @@ def verbs(ram_path, mesh, monkeypatch):
 
 # Lines followed, depth, storage calls.
 CEILINGS = {
-    "save again": (1666, 11, 20),
-    "manager open + save": (3615, 14, 37),
-    "open + save, local": (6255, 18, 135),  # its threads may do a little more or less
+    "save again": (1679, 11, 20),
+    "manager open + save": (3683, 14, 37),
+    "open + save, local": (6333, 18, 135),  # its threads may do a little more or less
     "restore(path, like)": (2232, 14, 9),
     "manager.restore(like)": (2698, 18, 11),
     "open": (568, 10, 6),
@@ -175,18 +175,18 @@ FOLDERS = {
     ".": (851, 459),
     "_convert": (1202, 814),
     "_core": (2407, 1539),
-    "_disk": (4632, 3281),
+    "_disk": (4670, 3303),
     "_inspect": (1189, 812),
     "_progress": (222, 163),
-    "_restore": (2007, 1517),
-    "_run": (7984, 5522),
-    "_save": (2299, 1599),
-    "cli": (3660, 2620),
-    "format": (3204, 2134),
+    "_restore": (2054, 1549),
+    "_run": (8010, 5541),
+    "_save": (2344, 1636),
+    "cli": (4522, 3236),
+    "format": (3212, 2140),
     "integrations": (456, 247),
     "multihost": (885, 572),
     "orbax": (6044, 3684),
-    "pages": (1937, 1373),
+    "pages": (2006, 1426),
     "storage": (4089, 2743),
     "testing": (516, 338),
 }
