@@ -126,7 +126,8 @@ def test_leaves_whose_axes_are_missing_are_named(model):
 def test_a_checkpoint_is_planned_with_its_specs(tmp_path, mesh):
     """Its shapes and specs count, not the devices that it was saved on."""
     value = jax.device_put(np.ones((256, 128), np.float32), NamedSharding(mesh, P("x", "y")))
-    jaxckpt.save(tmp_path / "a", {"w": value, "name": "a", "key": jax.random.key(1)})
+    host = {"name": "a", "none": None, "x/y": {}, "key": jax.random.key(1)}
+    jaxckpt.save(tmp_path / "a", {"w": value, **host})
 
     code, out, err = cli("plan", tmp_path / "a", *SIZES[:4], "--mesh", "x=8,z=1", "--json")
 

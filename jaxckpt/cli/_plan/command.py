@@ -75,7 +75,6 @@ def plan(
     such a tree and a tree of PartitionSpecs. Bytes and requests are those of a real job. Seconds
     are arithmetic from the rates given; without a rate, they are left out.
     """
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed
     from jaxckpt.cli._plan.cluster import cluster_of
     from jaxckpt.cli._plan.forecast import Rates, forecast
     from jaxckpt.cli._plan.loads import loads_of

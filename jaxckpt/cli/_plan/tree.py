@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ from jaxckpt._save.tree_plan import stored_dtype
 from jaxckpt.cli._plan.cluster import Cluster, placed
 from jaxckpt.format.arrays import dtype_of
 from jaxckpt.format.sharding import SavedSharding
-from jaxckpt.format.tree import ARRAY_KINDS, Leaf, Path
+from jaxckpt.format.tree import ARRAY_KINDS, Leaf, Path, parse_path
 
 _HINT: Final = (
     "Return a tree of jax.ShapeDtypeStructs, whose shardings have the specs, or such a tree and a "
@@ -59,14 +59,8 @@ def tree_at(path: str) -> tuple[object, Specs]:
     from jaxckpt._inspect.open import open as open_checkpoint
 
     ckpt = open_checkpoint(path)
-    found = ckpt.leaves.values()
-    by_text = {leaf.path: leaf.saved_sharding for leaf in found if leaf.saved_sharding}
-    tree: Any = ckpt.abstract()
-    paths = [
-        key_path(keys) for keys, _ in tree_util.tree_flatten_with_path(tree, is_leaf=is_empty)[0]
-    ]
-    texts = dict(zip(ckpt.leaves, paths, strict=True))
-    return tree, {texts[text]: saved.spec for text, saved in by_text.items()}
+    saved = {leaf.path: leaf.saved_sharding for leaf in ckpt.leaves.values()}
+    return ckpt.abstract(), {parse_path(text): one.spec for text, one in saved.items() if one}
 
 
 def tree_from(name: str) -> tuple[object, Specs]:
@@ -75,23 +69,28 @@ def tree_from(name: str) -> tuple[object, Specs]:
     Raises:
         ValueError: there is no such function, or it returns something else.
     """
-    module, _, factory = name.partition(":")
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
-        function = getattr(importlib.import_module(module), factory, None)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(f"{name}: there is no module {error.name} in {os.getcwd()}") from error
+        made = _function(name)()
     finally:
         sys.path.remove(os.getcwd())
-    if not callable(function):
-        raise ValueError(f"{name}: the module {module} has no function {factory!r}")
-    made: Any = function()
     tree, given = made, None
     if type(made) is tuple and len(made) == 2 and _are_specs(made[1]):
         tree, given = made
     return tree, _specs_of(tree, given, name)
+
+
+def _function(name: str) -> Callable[[], Any]:
+    module, _, factory = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), factory, None)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"{name}: there is no module {error.name} in {os.getcwd()}") from error
+    if not callable(found):
+        raise ValueError(f"{name}: the module {module} has no function {factory!r}")
+    return found
 
 
 def _are_specs(tree: object) -> bool:
